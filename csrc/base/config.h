@@ -1,0 +1,37 @@
+// What the core may be told. The core never reads the environment: src/kolovod/config.py holds the
+// user's names and texts, and a test keeps both tables equal.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string_view>
+
+namespace kolovod {
+
+struct Config {
+  int64_t chunk_bytes = 1 << 20;       // staged bytes per rank and pipeline step
+  int64_t chunk_slots = 4;             // pipeline depth, in chunks
+  int64_t one_shot_bytes = 0;          // up to this size every rank reduces all; 0: chosen by size
+  int64_t fusion_bytes = 64 << 20;     // a bucket takes no further tensor beyond this
+  int64_t kick_bytes = 1 << 20;        // ready bytes that wake the engine thread without a waiter
+  int64_t spin_us = 50;                // busy wait before yielding, when cores are free
+  int64_t cores = 0;                   // usable cores on this host; 0: ask the system
+  int64_t start_timeout_ms = 60'000;   // for all ranks to attach
+  int64_t cache_capacity = 8192;       // names that may be announced by one bit
+};
+
+// Calls visit(name, member) for every field, in declaration order.
+template <class ConfigType, class Visit>
+void VisitConfig(ConfigType& config, Visit visit) {
+  visit(std::string_view("chunk_bytes"), config.chunk_bytes);
+  visit(std::string_view("chunk_slots"), config.chunk_slots);
+  visit(std::string_view("one_shot_bytes"), config.one_shot_bytes);
+  visit(std::string_view("fusion_bytes"), config.fusion_bytes);
+  visit(std::string_view("kick_bytes"), config.kick_bytes);
+  visit(std::string_view("spin_us"), config.spin_us);
+  visit(std::string_view("cores"), config.cores);
+  visit(std::string_view("start_timeout_ms"), config.start_timeout_ms);
+  visit(std::string_view("cache_capacity"), config.cache_capacity);
+}
+
+}  // namespace kolovod

@@ -1,0 +1,387 @@
+// Python <-> engine. The GIL is held only to convert arguments: every wait releases it, and the core
+// never takes it, except through the `interrupted` callback that this file hands in.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <optional>
+
+#include "engine/engine.h"
+#include "transport/loopback.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kolovod {
+namespace {
+
+struct EngineError {
+  int code;
+  std::string message;
+};
+
+void ThrowIfError(const Status& status) {
+  if (!status.ok()) throw EngineError{static_cast<int>(status.code()), status.message()};
+}
+
+using ConfigMap = std::map<std::string, int64_t>;
+
+Config ToConfig(const ConfigMap& values) {
+  Config config;
+  size_t used = 0;
+  VisitConfig(config, [&](std::string_view name, int64_t& value) {
+    const auto found = values.find(std::string(name));
+    if (found == values.end()) return;
+    value = found->second;
+    ++used;
+  });
+  if (used != values.size()) {
+    throw nb::key_error("config: a name that the engine does not know; see config_defaults()");
+  }
+  return config;
+}
+
+// True once a signal handler raised: the exception stays set for the caller.
+bool SignalPending() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+void ThrowWaitError(const Status& status) {
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  ThrowIfError(status);
+}
+
+std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence) {
+  std::vector<SubmittedTensor> tensors;
+  tensors.reserve(nb::len(sequence));
+  for (nb::handle item : sequence) {
+    const nb::tuple fields = nb::borrow<nb::tuple>(item);
+    if (fields.size() != 4) throw nb::value_error("tensor: need (dtype, shape, input, output)");
+    SubmittedTensor tensor;
+    const int dtype = nb::cast<int>(fields[0]);
+    if (dtype < 0 || dtype >= kDTypeCount) throw nb::value_error("tensor: unknown dtype number");
+    tensor.meta.dtype = static_cast<DType>(dtype);
+    const nb::tuple shape = nb::borrow<nb::tuple>(fields[1]);
+    tensor.meta.shape.reserve(shape.size());
+    for (nb::handle dim : shape) {
+      tensor.meta.shape.push_back(nb::cast<int64_t>(dim));
+      if (tensor.meta.shape.back() < 0) throw nb::value_error("tensor: negative dimension");
+    }
+    tensor.in = reinterpret_cast<const void*>(nb::cast<uintptr_t>(fields[2]));
+    tensor.out = reinterpret_cast<void*>(nb::cast<uintptr_t>(fields[3]));
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+// Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
+class PyEngine {
+ public:
+  explicit PyEngine(EngineOptions options) : options_rank_(options.rank) {
+    nb::gil_scoped_release release;
+    ThrowIfError(Engine::Create(std::move(options), &engine_));
+  }
+  ~PyEngine() {
+    if (engine_ == nullptr) return;
+    if (forgotten_) {
+      engine_.release();  // the parent's; its thread does not exist in this process
+      return;
+    }
+    nb::gil_scoped_release release;
+    engine_.reset();
+  }
+
+  uint64_t Submit(int verb, std::string name, const nb::sequence& tensors, int op, double prescale,
+                  double postscale, int root, bool blocking) {
+    Check();
+    if (verb < 0 || verb >= kVerbCount) throw nb::value_error("unknown verb number");
+    if (op < 0 || op >= kOpCount) throw nb::value_error("unknown op number");
+    Request request;
+    request.name = std::move(name);
+    request.verb = static_cast<Verb>(verb);
+    request.op = static_cast<Op>(op);
+    request.prescale = prescale;
+    request.postscale = postscale;
+    request.root = root;
+    std::vector<SubmittedTensor> converted = ToTensors(tensors);
+    uint64_t handle = 0;
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = engine_->Submit(std::move(request), std::move(converted), blocking, &handle);
+    }
+    ThrowIfError(status);
+    return handle;
+  }
+
+  void Wait(uint64_t handle, double timeout_s) {
+    Check();
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = engine_->Wait(handle, timeout_s, SignalPending);
+    }
+    ThrowWaitError(status);
+  }
+
+  bool Poll(uint64_t handle) {
+    Check();
+    bool done = false;
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = engine_->Poll(handle, &done);
+    }
+    ThrowIfError(status);
+    return done;
+  }
+
+  bool Release(uint64_t handle) {
+    Check();
+    bool done = false;
+    ThrowIfError(engine_->Release(handle, &done));
+    return done;
+  }
+
+  nb::object Output(uint64_t handle, size_t index) {
+    const OperationPtr op = Completed(handle, index);
+    if (index >= op->buffers.size() || op->buffers[index].data == nullptr) {
+      throw nb::value_error("output: taken before, or not an allgather");
+    }
+    OutputBuffer& buffer = op->buffers[index];
+    char* data = buffer.data.release();
+    nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
+    const size_t shape[1] = {buffer.bytes};
+    return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, 1, shape, owner));
+  }
+
+  std::vector<int64_t> FirstDims(uint64_t handle, size_t index) {
+    const OperationPtr op = Completed(handle, index);
+    if (index >= op->first_dims.size()) throw nb::value_error("first_dims: not an allgather");
+    return op->first_dims[index];
+  }
+
+  nb::object NextBucket(double timeout_s) {
+    Check();
+    ExternalJob job;
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = External().NextJob(timeout_s, &job);
+    }
+    if (status.code() == Code::kTimeout) return nb::none();
+    ThrowIfError(status);
+    nb::list tensors;
+    for (const Piece& piece : job.pieces) {
+      tensors.append(nb::make_tuple(reinterpret_cast<uintptr_t>(piece.in),
+                                    reinterpret_cast<uintptr_t>(piece.out), piece.count));
+    }
+    nb::dict bucket;
+    bucket["token"] = job.token;
+    bucket["verb"] = static_cast<int>(job.verb);
+    bucket["dtype"] = static_cast<int>(job.dtype);
+    bucket["op"] = static_cast<int>(job.op);
+    bucket["prescale"] = job.prescale;
+    bucket["postscale"] = job.postscale;
+    bucket["root"] = job.root;
+    bucket["name"] = job.name;
+    bucket["tensors"] = tensors;
+    return bucket;
+  }
+
+  void BucketDone(uint64_t token, const std::string& error) {
+    Check();
+    nb::gil_scoped_release release;
+    ThrowIfError(External().JobDone(token, error));
+  }
+
+  void Abort(const std::string& message) {
+    Check();
+    nb::gil_scoped_release release;
+    engine_->Abort(message);
+  }
+
+  void Shutdown() {
+    if (forgotten_) return;
+    nb::gil_scoped_release release;
+    engine_->Shutdown();
+  }
+
+  void Forget() {
+    forgotten_ = true;
+    engine_->Forget();
+  }
+
+  std::map<std::string, uint64_t> Stats() {
+    Check();
+    const EngineStats stats = engine_->Stats();
+    return {{"full_announcements", stats.control.full_announcements},
+            {"bit_announcements", stats.control.bit_announcements},
+            {"control_message_bytes", stats.control.message_bytes},
+            {"operations", stats.operations},
+            {"buckets", stats.buckets},
+            {"bytes", stats.bytes},
+            {"buckets_by_caller", stats.drives_caller},
+            {"buckets_by_thread", stats.drives_thread},
+            {"line_latency_ns", stats.line_latency_ns}};
+  }
+
+ private:
+  void Check() const {
+    if (forgotten_) {
+      throw EngineError{static_cast<int>(Code::kShutDown),
+                        "this process was forked from rank " + std::to_string(options_rank_) +
+                            " and has no world of its own"};
+    }
+  }
+  ExternalBackend& External() {
+    if (engine_->external() == nullptr) throw nb::value_error("this engine is not external");
+    return *engine_->external();
+  }
+  OperationPtr Completed(uint64_t handle, size_t) {
+    Check();
+    OperationPtr op = engine_->Find(handle);
+    if (op == nullptr || !op->done.load(std::memory_order_acquire)) {
+      throw nb::value_error("the handle is unknown or still pending");
+    }
+    return op;
+  }
+
+  const int options_rank_;
+  bool forgotten_ = false;
+  std::unique_ptr<Engine> engine_;
+};
+
+EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
+                             const std::vector<std::pair<int, std::string>>& peers,
+                             const ConfigMap& config, bool external) {
+  if (size < 1 || static_cast<size_t>(size) != peers.size()) {
+    throw nb::value_error("peers: need one (pidfd, description) for each rank");
+  }
+  if (segment_fd < 0 && size > 1) throw nb::value_error("segment_fd: several ranks need a segment");
+  EngineOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.epoch = epoch;
+  options.config = ToConfig(config);
+  options.external = external;
+  options.liveness = std::make_unique<PidfdLiveness>(rank, peers);
+  ThrowIfError(Segment::Map(segment_fd, SegmentLayout(size, options.config), &options.segment));
+  return options;
+}
+
+EngineOptions LoopbackOptions(const LoopbackWorld& world, int rank) {
+  EngineOptions options;
+  options.rank = rank;
+  options.size = world.segment->layout().size;
+  options.config = world.config;
+  options.segment = world.segment;
+  options.faults = world.faults;
+  options.liveness = std::make_unique<LoopbackLiveness>(world.faults);
+  return options;
+}
+
+class PyLoopbackWorld {
+ public:
+  PyLoopbackWorld(int size, const ConfigMap& config) {
+    if (size < 1 || size > kMaxSources) throw nb::value_error("loopback: size out of range");
+    ThrowIfError(LoopbackWorld::Create(size, ToConfig(config), &world_));
+  }
+  PyEngine* MakeEngine(int rank) const { return new PyEngine(LoopbackOptions(*world_, Rank(rank))); }
+  void Kill(int rank) { world_->Kill(Rank(rank)); }
+  void Delay(int rank, int us) { world_->faults->delay_us[static_cast<size_t>(Rank(rank))] = us; }
+  void Drop(int rank, int count) { world_->faults->drop[static_cast<size_t>(Rank(rank))] = count; }
+
+ private:
+  int Rank(int rank) const {
+    if (rank < 0 || rank >= world_->segment->layout().size) {
+      throw nb::value_error("loopback: rank out of range");
+    }
+    return rank;
+  }
+  std::shared_ptr<LoopbackWorld> world_;
+};
+
+template <class Enum>
+nb::dict Names(int count) {
+  nb::dict names;
+  for (int i = 0; i < count; ++i) names[NameOf(static_cast<Enum>(i))] = i;
+  return names;
+}
+
+nb::dict StatusNames() {
+  nb::dict names;
+  const char* const kNames[] = {"ok",         "invalid_argument", "duplicate_name", "mismatch",
+                                "rank_lost",  "rank_left",        "shut_down",      "timeout",
+                                "interrupted", "internal"};
+  for (int i = 0; i < 10; ++i) names[kNames[i]] = i;
+  return names;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  static PyObject* engine_error = PyErr_NewException("kolovod._native.EngineError", nullptr, nullptr);
+  m.attr("EngineError") = nb::borrow(engine_error);
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const EngineError& e) {
+      nb::object args = nb::make_tuple(e.code, e.message);
+      PyErr_SetObject(engine_error, args.ptr());
+    }
+  });
+  nb::class_<PyEngine>(m, "Engine")
+      .def("__init__",
+           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
+              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
+              bool external) {
+             new (self) PyEngine(
+                 ProcessOptions(rank, size, epoch, segment_fd, peers, config, external));
+           },
+           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a,
+           "external"_a = false)
+      .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a,
+           "postscale"_a, "root"_a, "blocking"_a)
+      .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a)
+      .def("poll", &PyEngine::Poll, "handle"_a)
+      .def("release", &PyEngine::Release, "handle"_a)
+      .def("output", &PyEngine::Output, "handle"_a, "index"_a)
+      .def("first_dims", &PyEngine::FirstDims, "handle"_a, "index"_a)
+      .def("next_bucket", &PyEngine::NextBucket, "timeout_s"_a)
+      .def("bucket_done", &PyEngine::BucketDone, "token"_a, "error"_a)
+      .def("abort", &PyEngine::Abort, "message"_a)
+      .def("shutdown", &PyEngine::Shutdown)
+      .def("forget", &PyEngine::Forget)
+      .def("stats", &PyEngine::Stats);
+  nb::class_<PyLoopbackWorld>(m, "LoopbackWorld")
+      .def(nb::init<int, const ConfigMap&>(), "size"_a, "config"_a)
+      .def("engine", &PyLoopbackWorld::MakeEngine, "rank"_a, nb::rv_policy::take_ownership)
+      .def("kill", &PyLoopbackWorld::Kill, "rank"_a)
+      .def("delay", &PyLoopbackWorld::Delay, "rank"_a, "delay_us"_a)
+      .def("drop", &PyLoopbackWorld::Drop, "rank"_a, "count"_a);
+  m.def("segment_bytes",
+        [](int size, const ConfigMap& config) {
+          return SegmentLayout(size, ToConfig(config)).total_bytes;
+        },
+        "size"_a, "config"_a);
+  m.def("config_defaults", [] {
+    ConfigMap defaults;
+    const Config config;
+    VisitConfig(config, [&](std::string_view name, int64_t value) {
+      defaults[std::string(name)] = value;
+    });
+    return defaults;
+  });
+  m.attr("VERBS") = Names<Verb>(kVerbCount);
+  m.attr("DTYPES") = Names<DType>(kDTypeCount);
+  m.attr("OPS") = Names<Op>(kOpCount);
+  m.attr("STATUS") = StatusNames();
+}
+
+}  // namespace kolovod

@@ -1,0 +1,40 @@
+// The seam for engines: what carries the bytes of a bucket. Negotiation, order and fusion are decided
+// before; every rank calls the same verb with the same metadata in the same order.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "base/types.h"
+
+namespace kolovod {
+
+struct Piece {
+  const void* in;
+  void* out;     // may equal in
+  size_t count;  // elements
+};
+
+// Tensors reduced as one range.
+struct FusedRange {
+  DType dtype;
+  Op op;
+  double prescale;
+  double postscale;
+  std::vector<Piece> pieces;
+  const std::string* name;  // the first tensor's, for traces
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual Status Allreduce(const FusedRange& range) = 0;
+  // On `root` in is read; elsewhere out is written. On root out receives a copy if it differs from in.
+  virtual Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) = 0;
+  // `out` receives every rank's bytes in rank order; `bytes[r]` is rank r's share.
+  virtual Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) = 0;
+};
+
+}  // namespace kolovod

@@ -1,0 +1,76 @@
+#include "collectives/external.h"
+
+#include <chrono>
+
+namespace kolovod {
+
+using std::chrono::duration;
+using std::chrono::milliseconds;
+
+Status ExternalBackend::Allreduce(const FusedRange& range) {
+  ExternalJob job;
+  job.dtype = range.dtype;
+  job.op = range.op;
+  job.prescale = range.prescale;
+  job.postscale = range.postscale;
+  job.pieces = range.pieces;
+  job.name = *range.name;
+  return Run(std::move(job));
+}
+
+Status ExternalBackend::Broadcast(const Piece& piece, DType dtype, int root,
+                                  const std::string& name) {
+  ExternalJob job;
+  job.verb = Verb::kBroadcast;
+  job.dtype = dtype;
+  job.root = root;
+  job.pieces = {piece};
+  job.name = name;
+  return Run(std::move(job));
+}
+
+Status ExternalBackend::Run(ExternalJob job) {
+  std::unique_lock lock(mutex_);
+  job.token = ++last_token_;
+  offered_ = std::move(job);
+  changed_.notify_all();
+  while (finished_token_ != last_token_) {
+    changed_.wait_for(lock, milliseconds(20));
+    if (segment_.revoked()) return segment_.RevokedStatus();
+    if (stop_.load()) return Status(Code::kShutDown, "shut down while an operation was pending");
+  }
+  if (error_.empty()) return Status();
+  const std::string text = "the external engine failed: " + error_;
+  lock.unlock();
+  segment_.Revoke(Code::kInternal, text);
+  return Status(Code::kInternal, text);
+}
+
+Status ExternalBackend::NextJob(double timeout_s, ExternalJob* job) {
+  const auto deadline = std::chrono::steady_clock::now() + duration<double>(timeout_s);
+  std::unique_lock lock(mutex_);
+  while (!offered_.has_value()) {
+    if (segment_.revoked()) return segment_.RevokedStatus();
+    if (stop_.load()) return Status(Code::kShutDown, "the engine was shut down");
+    if (std::chrono::steady_clock::now() >= deadline) return Status(Code::kTimeout, "no bucket yet");
+    changed_.wait_for(lock, milliseconds(20));
+  }
+  *job = std::move(*offered_);
+  offered_.reset();
+  return Status();
+}
+
+Status ExternalBackend::JobDone(uint64_t token, const std::string& error) {
+  std::unique_lock lock(mutex_);
+  if (token != last_token_) {
+    return Status(Code::kInvalidArgument, "bucket_done: token " + std::to_string(token) +
+                                              " is not the bucket in flight (" +
+                                              std::to_string(last_token_) + ")");
+  }
+  error_ = error;
+  finished_token_ = token;
+  changed_.notify_all();
+  return Status();
+}
+
+}  // namespace kolovod

@@ -1,0 +1,60 @@
+// Hands buckets to an engine of somebody else (MPI, Gloo, NCCL) that a Python-owned thread drives: the
+// core holds no Python object and never takes the GIL. Verbs the other engine is not asked for
+// (allgather needs sizes that only the negotiation knows) go over the shared segment.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collectives/backend.h"
+#include "transport/waiter.h"
+
+namespace kolovod {
+
+struct ExternalJob {
+  uint64_t token = 0;
+  Verb verb = Verb::kAllreduce;
+  DType dtype = DType::kFloat32;
+  Op op = Op::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int root = 0;
+  std::string name;
+  std::vector<Piece> pieces;
+};
+
+class ExternalBackend : public Backend {
+ public:
+  ExternalBackend(std::unique_ptr<Backend> own, Segment& segment, const std::atomic<bool>& stop)
+      : own_(std::move(own)), segment_(segment), stop_(stop) {}
+
+  Status Allreduce(const FusedRange& range) override;
+  Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
+  Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override {
+    return own_->Allgather(in, out, bytes);
+  }
+
+  // The foreign thread: the next job; kTimeout when none came, kShutDown or the revoke reason at the end.
+  Status NextJob(double timeout_s, ExternalJob* job);
+  // An error text fails the operation here and aborts the world: peers may be half-way.
+  Status JobDone(uint64_t token, const std::string& error);
+
+ private:
+  Status Run(ExternalJob job);
+
+  std::unique_ptr<Backend> own_;
+  Segment& segment_;
+  const std::atomic<bool>& stop_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t last_token_ = 0;           // guarded by mutex_
+  std::optional<ExternalJob> offered_;  // guarded by mutex_
+  uint64_t finished_token_ = 0;       // guarded by mutex_
+  std::string error_;                 // guarded by mutex_
+};
+
+}  // namespace kolovod

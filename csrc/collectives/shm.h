@@ -1,0 +1,82 @@
+// The verbs over a host's shared segment (decision D4: every byte read once and written once).
+//
+// Allreduce of one chunk with three ranks, slices A B C, owner of A is rank 0 and so on:
+//
+//   1 pack      rank 0 stages its B C, rank 1 its A C, rank 2 its A B      -> packed
+//   2 reduce    rank 0: A = own A + staged A of 1 + staged A of 2, in rank
+//               order; written to its own tensor and to its staging        -> reduced
+//   3 copy out  rank 0 takes B from rank 1's staging, C from rank 2's      -> done
+//
+// Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out, so that no rank waits
+// for a value that was produced just now. A slot is packed again once every rank is done with it.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "base/config.h"
+#include "collectives/backend.h"
+#include "collectives/reduce.h"
+#include "transport/liveness.h"
+#include "transport/segment.h"
+#include "transport/waiter.h"
+
+namespace kolovod {
+
+class ShmBackend : public Backend {
+ public:
+  ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter, LoopbackFaults* faults);
+
+  Status Allreduce(const FusedRange& range) override;
+  Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
+  Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override;
+
+  // Bytes up to which every rank reduces everything itself (one exchange instead of two).
+  static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes);
+  // Stores into staging bypass the cache from here on (cores that share no cache).
+  void set_streaming(bool streaming) { streaming_ = streaming; }
+
+ private:
+  // A fused range as one virtual byte range: piece i begins at offset[i], a multiple of a cache line.
+  struct View {
+    const FusedRange* range;
+    std::vector<size_t> offset;
+    size_t item;
+    size_t total;
+  };
+  static View MakeView(const FusedRange& range);
+  // visit(piece index, byte offset within the piece, offset from `begin`, bytes) for all of [begin, end).
+  template <class Visit>
+  static void ForEachPart(const View& view, size_t begin, size_t end, Visit visit);
+
+  void ReduceAlone(const FusedRange& range);
+  Status OneShot(const View& view);
+  Status TwoShot(const View& view);
+  // Chunk [begin, begin + length) of the range has number `chunk`.
+  Status PackSlices(const View& view, uint64_t chunk, size_t begin, size_t length);
+  Status ReduceSlice(const View& view, uint64_t chunk, size_t begin, size_t length);
+  Status CopyOut(const View& view, uint64_t chunk, size_t begin, size_t length);
+  void PackPart(const View& view, char* slot, size_t begin, size_t from, size_t to, bool streaming);
+  void ReducePart(const View& view, uint64_t chunk, size_t begin, size_t from, size_t to,
+                  bool publish);
+
+  using Flag = std::atomic<uint64_t> RankBlock::*;
+  void Post(Flag flag, uint64_t value);
+  Status WaitFor(int peer, Flag flag, uint64_t value);
+  Status WaitForAll(Flag flag, uint64_t value);
+  Status WaitForSlot(uint64_t chunk);
+
+  Segment& segment_;
+  const int rank_;
+  const int size_;
+  const size_t chunk_bytes_;
+  const size_t one_shot_bytes_;
+  const uint64_t slots_;
+  Waiter& waiter_;
+  LoopbackFaults* const faults_;
+  const Kernels& kernels_;
+  bool streaming_ = false;
+  uint64_t chunk_ = 0;  // number of the last chunk begun, the same on every rank
+};
+
+}  // namespace kolovod

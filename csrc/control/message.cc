@@ -1,0 +1,140 @@
+#include "control/message.h"
+
+namespace kolovod {
+namespace {
+
+class Writer {
+ public:
+  template <class T>
+  void Put(T value) {
+    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void PutString(std::string_view text) {
+    Put(static_cast<uint32_t>(text.size()));
+    bytes_.append(text);
+  }
+  std::string Take() { return std::move(bytes_); }
+
+ private:
+  std::string bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::string_view bytes) : bytes_(bytes) {}
+
+  template <class T>
+  bool Get(T* value) {
+    if (bytes_.size() < sizeof(T)) return false;
+    std::memcpy(value, bytes_.data(), sizeof(T));
+    bytes_.remove_prefix(sizeof(T));
+    return true;
+  }
+  bool GetString(std::string* text) {
+    uint32_t n;
+    if (!Get(&n) || n > bytes_.size()) return false;
+    text->assign(bytes_.substr(0, n));
+    bytes_.remove_prefix(n);
+    return true;
+  }
+  // A count of items of at least item_bytes each: refused when they could not be there.
+  bool GetCount(size_t item_bytes, uint32_t* count) {
+    return Get(count) && *count <= bytes_.size() / item_bytes;
+  }
+  template <class Enum>
+  bool GetEnum(int limit, Enum* value) {
+    uint8_t raw;
+    if (!Get(&raw) || raw >= limit) return false;
+    *value = static_cast<Enum>(raw);
+    return true;
+  }
+  bool GetInts(std::vector<int64_t>* values) {
+    uint32_t n;
+    if (!GetCount(sizeof(int64_t), &n)) return false;
+    values->resize(n);
+    for (int64_t& v : *values) {
+      if (!Get(&v) || v < 0) return false;
+    }
+    return true;
+  }
+  bool AtEnd() const { return bytes_.empty(); }
+
+ private:
+  std::string_view bytes_;
+};
+
+void PutInts(Writer& w, const std::vector<int64_t>& values) {
+  w.Put(static_cast<uint32_t>(values.size()));
+  for (int64_t v : values) w.Put(v);
+}
+
+}  // namespace
+
+std::string EncodeRequest(const Request& request) {
+  Writer w;
+  w.PutString(request.name);
+  w.Put(static_cast<uint8_t>(request.cacheable));
+  w.Put(static_cast<uint8_t>(request.verb));
+  w.Put(static_cast<uint8_t>(request.op));
+  w.Put(request.prescale);
+  w.Put(request.postscale);
+  w.Put(request.root);
+  w.Put(static_cast<uint32_t>(request.tensors.size()));
+  for (const TensorMeta& tensor : request.tensors) {
+    w.Put(static_cast<uint8_t>(tensor.dtype));
+    PutInts(w, tensor.shape);
+  }
+  return w.Take();
+}
+
+std::optional<Request> DecodeRequest(std::string_view bytes) {
+  Reader r(bytes);
+  Request request;
+  uint8_t cacheable;
+  uint32_t tensors;
+  if (!r.GetString(&request.name) || !r.Get(&cacheable) || cacheable > 1 ||
+      !r.GetEnum(kVerbCount, &request.verb) || !r.GetEnum(kOpCount, &request.op) ||
+      !r.Get(&request.prescale) || !r.Get(&request.postscale) || !r.Get(&request.root) ||
+      !r.GetCount(5, &tensors)) {
+    return std::nullopt;
+  }
+  request.cacheable = cacheable != 0;
+  request.tensors.resize(tensors);
+  for (TensorMeta& tensor : request.tensors) {
+    if (!r.GetEnum(kDTypeCount, &tensor.dtype) || !r.GetInts(&tensor.shape) ||
+        tensor.shape.size() > kMaxDims) {
+      return std::nullopt;
+    }
+  }
+  if (!r.AtEnd()) return std::nullopt;
+  return request;
+}
+
+std::string EncodeResponse(const Response& response) {
+  Writer w;
+  w.Put(static_cast<uint8_t>(response.kind));
+  w.PutString(response.name);
+  w.Put(response.id);
+  w.PutString(response.error);
+  w.Put(static_cast<uint32_t>(response.first_dims.size()));
+  for (const auto& dims : response.first_dims) PutInts(w, dims);
+  return w.Take();
+}
+
+std::optional<Response> DecodeResponse(std::string_view bytes) {
+  Reader r(bytes);
+  Response response;
+  uint32_t tensors;
+  if (!r.GetEnum(3, &response.kind) || !r.GetString(&response.name) || !r.Get(&response.id) ||
+      !r.GetString(&response.error) || !r.GetCount(4, &tensors)) {
+    return std::nullopt;
+  }
+  response.first_dims.resize(tensors);
+  for (auto& dims : response.first_dims) {
+    if (!r.GetInts(&dims)) return std::nullopt;
+  }
+  if (!r.AtEnd()) return std::nullopt;
+  return response;
+}
+
+}  // namespace kolovod

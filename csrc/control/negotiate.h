@@ -1,0 +1,51 @@
+// The sequencer's decision: announcements of all ranks in, one answer per name out. PURE: no clock, no
+// socket, no shared memory, so that every case is tested with plain data.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "control/message.h"
+
+namespace kolovod {
+
+class Negotiator {
+ public:
+  // At most `cache_capacity` names get an id (docs/wire.md, "bits").
+  Negotiator(int size, size_t cache_capacity);
+
+  // `rank` has `request` ready. Returns what every rank must be told now, in this order:
+  //   kForget  a cached name came with other metadata: all ranks announce it in full again
+  //   kExecute all ranks have it and agree
+  //   kError   all ranks have it and do not agree; the text names the values and the ranks
+  std::vector<Response> Offer(int rank, Request request);
+
+ private:
+  struct Waiting {
+    std::vector<std::optional<Request>> by_rank;
+    int count = 0;
+  };
+
+  Response Decide(const std::string& name, const Waiting& waiting);
+  int32_t AssignId(const std::string& name, const Waiting& waiting);
+
+  const int size_;
+  const size_t cache_capacity_;
+  int32_t next_id_ = 0;
+  std::unordered_map<std::string, Waiting> waiting_;
+  std::unordered_map<std::string, int32_t> cached_;
+  // Names that were executed before. Only a name that comes again is worth an id; bounded, so that
+  // a program that makes up a new name each step does not grow.
+  std::unordered_set<uint64_t> seen_;
+};
+
+// The first disagreement between the ranks' requests, or empty. Checked in the order verb, number of
+// tensors, dtype, shape, op, scale, root.
+std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank);
+
+}  // namespace kolovod

@@ -1,0 +1,227 @@
+#include "engine/control.h"
+
+#include <chrono>
+#include <thread>
+
+namespace kolovod {
+
+Control::Control(Segment& segment, int rank, uint32_t epoch, const Config& config,
+                 std::mutex& mutex, LoopbackFaults* faults)
+    : segment_(segment),
+      rank_(rank),
+      mutex_(mutex),
+      faults_(faults),
+      log_(segment),
+      by_id_(segment.layout().cache_capacity),
+      responses_in_(segment.broadcast_ring(), kBroadcastRingBytes, &segment.header().broadcast_head,
+                    &segment.rank(rank).broadcast_tail, epoch) {
+  const int size = segment.layout().size;
+  if (rank != 0) {
+    RankBlock& self = segment.rank(rank);
+    to_sequencer_ = std::make_unique<RingWriter>(
+        self.control_ring, kControlRingBytes, &self.control_head,
+        std::vector<std::atomic<uint64_t>*>{&self.control_tail}, epoch);
+    return;
+  }
+  negotiator_ = std::make_unique<Negotiator>(size, static_cast<size_t>(config.cache_capacity));
+  std::vector<std::atomic<uint64_t>*> tails;
+  for (int r = 0; r < size; ++r) {
+    RankBlock& block = segment.rank(r);
+    tails.push_back(&block.broadcast_tail);
+    from_ranks_.emplace_back(block.control_ring, kControlRingBytes, &block.control_head,
+                             &block.control_tail, epoch);
+  }
+  responses_out_ =
+      std::make_unique<RingWriter>(segment.broadcast_ring(), kBroadcastRingBytes,
+                                   &segment.header().broadcast_head, std::move(tails), epoch);
+}
+
+bool Control::Announce(const OperationPtr& op) {
+  pending_[op->request.name] = op;
+  bool lost = false;
+  if (faults_ != nullptr) {
+    const auto r = static_cast<size_t>(rank_);
+    if (const int us = faults_->delay_us[r].load(); us > 0) {
+      std::this_thread::sleep_for(std::chrono::microseconds(us));
+    }
+    lost = faults_->drop[r].load() > 0 && faults_->drop[r].fetch_sub(1) > 0;
+  }
+  std::string body = EncodeRequest(op->request);
+  const auto cached = cache_.find(op->request.name);
+  if (cached != cache_.end() && cached->second.body == body) {
+    const auto id = static_cast<uint32_t>(cached->second.id);
+    op->announced_id = cached->second.id;
+    by_id_[id] = op;
+    ++stats_.bit_announcements;
+    if (lost || !log_.AnnounceId(id)) return false;
+    log_.AppendId(id);
+    return true;
+  }
+  if (!lost) SendInFull(op, std::move(body));
+  return false;
+}
+
+void Control::SendInFull(const OperationPtr& op, std::string body) {
+  ++stats_.full_announcements;
+  op->announced_id = kNoId;
+  if (rank_ == 0) {
+    inbox_.push_back(op->request);
+    stats_.message_bytes += body.size();
+    outgoing_.store(true, std::memory_order_seq_cst);
+  } else {
+    const uint64_t before = to_sequencer_->bytes_pushed();
+    to_sequencer_->Push(body);
+    stats_.message_bytes += to_sequencer_->bytes_pushed() - before;
+    to_sequencer_->Flush();
+    outgoing_.store(!to_sequencer_->empty(), std::memory_order_seq_cst);
+  }
+  segment_.RingSleepers();
+}
+
+bool Control::HasInput() {
+  if (log_.Read(position_).has_value() || outgoing_.load(std::memory_order_relaxed) ||
+      responses_in_.HasData()) {
+    return true;
+  }
+  for (const RingReader& reader : from_ranks_) {
+    if (reader.HasData()) return true;
+  }
+  return false;
+}
+
+Status Control::Pump() {
+  if (rank_ == 0) {
+    KV_RETURN_IF_ERROR(Negotiate());
+  } else if (outgoing_.load(std::memory_order_relaxed)) {
+    std::lock_guard lock(mutex_);
+    to_sequencer_->Flush();
+    outgoing_.store(!to_sequencer_->empty(), std::memory_order_relaxed);
+  }
+  return DrainResponses();
+}
+
+Status Control::DrainResponses() {
+  while (responses_in_.HasData()) {
+    std::optional<std::string> payload;
+    KV_RETURN_IF_ERROR(responses_in_.Next(&payload));
+    if (payload) arrived_.push_back(std::move(*payload));
+  }
+  return Status();
+}
+
+void Control::RingLagging() {
+  const auto ring = [&](int r) {
+    if (r != rank_ && segment_.rank(r).driving.load(std::memory_order_seq_cst) == 0) {
+      segment_.RingIdle(r);
+    }
+  };
+  if (rank_ != 0) {
+    ring(0);
+  } else if (!responses_out_->empty()) {
+    for (int r = 1; r < segment_.layout().size; ++r) ring(r);
+  }
+}
+
+Status Control::Negotiate() {
+  if (outgoing_.load(std::memory_order_seq_cst)) {
+    std::vector<Request> own;
+    {
+      std::lock_guard lock(mutex_);
+      own.swap(inbox_);
+      outgoing_.store(false, std::memory_order_relaxed);
+    }
+    for (Request& request : own) Publish(negotiator_->Offer(0, std::move(request)));
+  }
+  for (size_t r = 1; r < from_ranks_.size(); ++r) {
+    while (from_ranks_[r].HasData()) {
+      std::optional<std::string> payload;
+      KV_RETURN_IF_ERROR(from_ranks_[r].Next(&payload));
+      if (!payload) {
+        // A message longer than the ring: its writer must move the next piece.
+        if (segment_.rank(static_cast<int>(r)).driving.load(std::memory_order_seq_cst) == 0) {
+          segment_.RingIdle(static_cast<int>(r));
+        }
+        segment_.RingSleepers();
+        break;
+      }
+      std::optional<Request> request = DecodeRequest(*payload);
+      if (!request) {
+        return Status(Code::kInternal, "rank " + std::to_string(r) + " sent a malformed announcement of " +
+                                           std::to_string(payload->size()) + " bytes");
+      }
+      Publish(negotiator_->Offer(static_cast<int>(r), std::move(*request)));
+    }
+  }
+  for (int complete = responses_out_->Flush(); complete > 0; --complete) log_.AppendMessage();
+  return Status();
+}
+
+void Control::Publish(std::vector<Response> responses) {
+  for (const Response& response : responses) {
+    const uint64_t before = responses_out_->bytes_pushed();
+    responses_out_->Push(EncodeResponse(response));
+    std::lock_guard lock(mutex_);
+    stats_.message_bytes += responses_out_->bytes_pushed() - before;
+  }
+}
+
+Status Control::ReadLog(std::deque<OperationPtr>* ready) {
+  while (const auto entry = log_.Read(position_)) {
+    if (!entry->is_message) {
+      std::lock_guard lock(mutex_);
+      if (entry->id >= by_id_.size() || by_id_[entry->id] == nullptr) {
+        return Status(Code::kInternal, "log entry " + std::to_string(position_) + " names bit " +
+                                           std::to_string(entry->id) +
+                                           ", which this rank has not announced");
+      }
+      OperationPtr op = std::move(by_id_[entry->id]);
+      op->in_log = true;
+      op->first_dims = cache_[op->request.name].first_dims;
+      ready->push_back(std::move(op));
+    } else {
+      // Rank 0 appends the entry after the whole message is in the ring.
+      if (arrived_.empty()) KV_RETURN_IF_ERROR(DrainResponses());
+      const std::optional<Response> response =
+          arrived_.empty() ? std::nullopt : DecodeResponse(arrived_.front());
+      if (!response) return Status(Code::kInternal, "rank 0 sent a malformed response, or none");
+      arrived_.pop_front();
+      std::lock_guard lock(mutex_);
+      KV_RETURN_IF_ERROR(Apply(*response, ready));
+    }
+    ++position_;
+  }
+  return Status();
+}
+
+Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready) {
+  const auto found = pending_.find(response.name);
+  if (response.kind == Response::Kind::kForget) {
+    cache_.erase(response.name);
+    if (found != pending_.end() && found->second->announced_id == response.id &&
+        !found->second->in_log) {
+      by_id_[static_cast<size_t>(response.id)] = nullptr;
+      SendInFull(found->second, EncodeRequest(found->second->request));
+    }
+    ready->push_back(nullptr);
+    return Status();
+  }
+  if (found == pending_.end()) {
+    return Status(Code::kInternal, "the log orders '" + response.name + "', which is not pending here");
+  }
+  OperationPtr op = found->second;
+  op->in_log = true;
+  op->first_dims = response.first_dims;
+  if (response.kind == Response::Kind::kError) {
+    op->status = Status(Code::kMismatch, response.error);
+  } else if (response.id != kNoId) {
+    if (response.id < 0 || static_cast<size_t>(response.id) >= by_id_.size()) {
+      return Status(Code::kInternal, "rank 0 assigned bit " + std::to_string(response.id) +
+                                         ", but there are " + std::to_string(by_id_.size()));
+    }
+    cache_[response.name] = Cached{response.id, EncodeRequest(op->request), response.first_dims};
+  }
+  ready->push_back(std::move(op));
+  return Status();
+}
+
+}  // namespace kolovod

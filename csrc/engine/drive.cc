@@ -1,0 +1,253 @@
+// The driving half of the engine: everything here runs under the lease.
+#include <cstdlib>
+#include <cstring>
+
+#include "control/fusion.h"
+#include "engine/engine.h"
+
+namespace kolovod {
+
+namespace {
+constexpr int64_t kCallerYieldNs = 200'000;
+constexpr int64_t kCrowdedYieldNs = 1'000'000;
+constexpr int64_t kThreadYieldNs = 20'000;
+}  // namespace
+
+bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
+  if (lease_.load(std::memory_order_relaxed) || lease_.exchange(true, std::memory_order_acquire)) {
+    return false;
+  }
+  segment_->rank(rank_).driving.store(1, std::memory_order_seq_cst);
+  background_ = background;
+  const bool crowded = config_.cores < size_;
+  WaitBudget budget;
+  if (background) {
+    budget.yield_ns = kThreadYieldNs;  // the core belongs to whoever computes gradients
+  } else {
+    budget.spin_ns = crowded ? 0 : config_.spin_us * 1000;
+    budget.yield_ns = crowded ? kCrowdedYieldNs : kCallerYieldNs;
+  }
+  waiter_->Configure(budget, std::move(interrupted));
+  return true;
+}
+
+void Engine::ReleaseLease() {
+  segment_->rank(rank_).driving.store(0, std::memory_order_seq_cst);
+  // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread.
+  const bool more = HasWork();
+  const bool was_background = background_;
+  lease_.store(false, std::memory_order_seq_cst);
+  if (more && !was_background) segment_->RingIdle(rank_);
+  if (lease_wanted_.load(std::memory_order_seq_cst) > 0) {
+    std::lock_guard lock(mutex_);
+    changed_.notify_all();
+  }
+}
+
+bool Engine::HasWork() {
+  return !ready_.empty() || control_->HasInput() ||
+         leavers_seen_.load(std::memory_order_relaxed) !=
+             segment_->header().left_count.load(std::memory_order_seq_cst);
+}
+
+Status Engine::Drive(const Operation* until) {
+  const auto done = [&] {
+    return until != nullptr && until->done.load(std::memory_order_acquire);
+  };
+  while (!done()) {
+    bool progressed = false;
+    Status status = Step(&progressed);
+    if (status.ok() && !progressed) {
+      if (until == nullptr) return Status();
+      status = waiter_->Wait([&] { return done() || HasWork(); }, [&] { control_->RingLagging(); },
+                             /*in_bucket=*/false);
+    }
+    if (!status.ok()) {
+      // Interrupted before anything had started: only the caller gives up.
+      if (status.code() == Code::kInterrupted && !segment_->revoked()) return status;
+      Break(status);
+      return BrokenStatus();
+    }
+    if (background_ && lease_wanted_.load(std::memory_order_relaxed) > 0) return Status();
+  }
+  return Status();
+}
+
+Status Engine::Step(bool* progressed) {
+  if (waiter_->MustStop()) return waiter_->Stopped();
+  if (control_->HasInput()) {
+    KV_RETURN_IF_ERROR(control_->Pump());
+    KV_RETURN_IF_ERROR(control_->ReadLog(&ready_));
+  }
+  if (leavers_seen_.load(std::memory_order_relaxed) !=
+      segment_->header().left_count.load(std::memory_order_seq_cst)) {
+    NoticeLeavers();
+    *progressed = true;
+  }
+  return ExecuteBucket(progressed);
+}
+
+Status Engine::ExecuteBucket(bool* progressed) {
+  if (ready_.empty()) return Status();
+  std::optional<uint64_t> end = control_->log().SealedEnd(bucket_, executed_);
+  if (!end) {
+    std::vector<size_t> bytes;
+    bytes.reserve(ready_.size());
+    for (const OperationPtr& op : ready_) bytes.push_back(op == nullptr ? 0 : op->bytes);
+    const size_t taken = EntriesForBucket(bytes, static_cast<size_t>(config_.fusion_bytes));
+    end = control_->log().Seal(bucket_, executed_, executed_ + taken);
+  }
+  while (control_->position() < *end) {
+    // The sealing rank saw entries that this one has not read yet: they are in the log.
+    KV_RETURN_IF_ERROR(control_->Pump());
+    KV_RETURN_IF_ERROR(control_->ReadLog(&ready_));
+    if (segment_->revoked()) return segment_->RevokedStatus();
+  }
+  std::vector<OperationPtr> ops;
+  while (executed_ < *end) {
+    if (ready_.front() != nullptr) ops.push_back(std::move(ready_.front()));
+    ready_.pop_front();
+    ++executed_;
+  }
+  ++bucket_;
+  *progressed = true;
+  ready_bytes_.store(0, std::memory_order_relaxed);
+  const Status status = Execute(ops);
+  if (!status.ok()) {
+    std::lock_guard lock(mutex_);
+    for (const OperationPtr& op : ops) FailLocked(op, status);
+    return status;
+  }
+  Complete(ops);
+  return Status();
+}
+
+Status Engine::Execute(const std::vector<OperationPtr>& ops) {
+  KV_RETURN_IF_ERROR(ExecuteReductions(ops));
+  for (const OperationPtr& op : ops) {
+    if (!op->status.ok()) continue;
+    if (op->request.verb == Verb::kAllgather) KV_RETURN_IF_ERROR(ExecuteAllgather(*op));
+    if (op->request.verb != Verb::kBroadcast) continue;
+    for (size_t t = 0; t < op->inputs.size(); ++t) {
+      KV_RETURN_IF_ERROR(backend_->Broadcast(Piece{op->inputs[t], op->outputs[t], op->counts[t]},
+                                             op->request.tensors[t].dtype, op->request.root,
+                                             op->request.name));
+    }
+  }
+  return Status();
+}
+
+Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
+  std::vector<FusionKey> keys;
+  std::vector<Piece> pieces;
+  std::vector<const std::string*> names;
+  for (const OperationPtr& op : ops) {
+    const Request& request = op->request;
+    if (request.verb != Verb::kAllreduce || !op->status.ok()) continue;
+    for (size_t t = 0; t < op->inputs.size(); ++t) {
+      if (op->counts[t] == 0) continue;
+      keys.push_back({request.tensors[t].dtype, request.op, request.prescale, request.postscale});
+      pieces.push_back({op->inputs[t], op->outputs[t], op->counts[t]});
+      names.push_back(&request.name);
+    }
+  }
+  for (const std::vector<size_t>& group : GroupByKey(keys)) {
+    const FusionKey& key = keys[group.front()];
+    FusedRange range{key.dtype, key.op, key.prescale, key.postscale, {}, names[group.front()]};
+    range.pieces.reserve(group.size());
+    for (size_t i : group) range.pieces.push_back(pieces[i]);
+    KV_RETURN_IF_ERROR(backend_->Allreduce(range));
+  }
+  return Status();
+}
+
+Status Engine::ExecuteAllgather(Operation& op) {
+  op.buffers.resize(op.inputs.size());
+  for (size_t t = 0; t < op.inputs.size(); ++t) {
+    const TensorMeta& meta = op.request.tensors[t];
+    size_t row_bytes = SizeOf(meta.dtype);
+    for (size_t d = 1; d < meta.shape.size(); ++d) row_bytes *= static_cast<size_t>(meta.shape[d]);
+    std::vector<size_t> bytes;
+    size_t total = 0;
+    for (int64_t rows : op.first_dims[t]) {
+      bytes.push_back(static_cast<size_t>(rows) * row_bytes);
+      total += bytes.back();
+    }
+    OutputBuffer& buffer = op.buffers[t];
+    buffer.bytes = total;
+    buffer.data.reset(static_cast<char*>(std::aligned_alloc(kLine, RoundUp(total + 1, kLine))));
+    if (buffer.data == nullptr) {
+      // The peers cannot go on without this rank's part.
+      const Status status(Code::kInternal, liveness_->Describe(rank_) + " has no memory for " +
+                                               std::to_string(total) + " bytes of allgather '" +
+                                               op.request.name + "'");
+      segment_->Revoke(status.code(), status.message());
+      return status;
+    }
+    KV_RETURN_IF_ERROR(backend_->Allgather(op.inputs[t], buffer.data.get(), bytes));
+  }
+  return Status();
+}
+
+void Engine::Complete(const std::vector<OperationPtr>& ops) {
+  std::lock_guard lock(mutex_);
+  bool data = false;
+  for (const OperationPtr& op : ops) {
+    control_->Erase(op->request.name);
+    if (op->status.ok()) {
+      ++stats_.operations;
+      stats_.bytes += op->bytes;
+      data = data || op->bytes > 0;
+    }
+    op->done.store(true, std::memory_order_release);
+  }
+  if (data) ++stats_.buckets;
+  ++(background_ ? stats_.drives_thread : stats_.drives_caller);
+  if (sleeping_callers_ > 0) changed_.notify_all();
+}
+
+void Engine::NoticeLeavers() {
+  leavers_seen_.store(segment_->header().left_count.load(std::memory_order_seq_cst));
+  std::string who;
+  for (int r = 0; r < size_ && who.empty(); ++r) {
+    if (r != rank_ && segment_->rank(r).left.load(std::memory_order_seq_cst) != 0) {
+      who = liveness_->Describe(r);
+    }
+  }
+  if (who.empty()) return;
+  // The leaver had nothing pending, so all it ever announced is in the log by now.
+  if (Status status = control_->ReadLog(&ready_); !status.ok()) return;
+  const Status status(Code::kRankLeft, who + " has left the world (it shut down)");
+  std::lock_guard lock(mutex_);
+  std::vector<OperationPtr> lost;
+  for (const auto& [name, op] : control_->pending()) {
+    if (!op->in_log) lost.push_back(op);
+  }
+  for (const OperationPtr& op : lost) FailLocked(op, status);
+  changed_.notify_all();
+}
+
+void Engine::Break(const Status& status) {
+  std::lock_guard lock(mutex_);
+  if (broken_.ok()) broken_ = status;
+  std::vector<OperationPtr> lost;
+  for (const auto& [name, op] : control_->pending()) lost.push_back(op);
+  for (const OperationPtr& op : lost) FailLocked(op, broken_);
+  ready_.clear();
+  changed_.notify_all();
+}
+
+Status Engine::BrokenStatus() {
+  std::lock_guard lock(mutex_);
+  return broken_;
+}
+
+void Engine::FailLocked(const OperationPtr& op, const Status& status) {
+  if (op->done.load(std::memory_order_acquire)) return;
+  op->status = Status(status.code(), status.message() + "; pending here: " +
+                                         NameOf(op->request.verb) + " '" + op->request.name + "'");
+  control_->Erase(op->request.name);
+  op->done.store(true, std::memory_order_release);
+}
+
+}  // namespace kolovod

@@ -1,0 +1,377 @@
+#include "engine/engine.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace kolovod {
+
+namespace {
+
+constexpr uint32_t kFarLineNs = 150;  // one way; cores that share a cache take about 60 ns
+constexpr int64_t kIdlePeriodNs = 100'000'000;
+
+int64_t UsableCores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options)
+    : rank_(options.rank),
+      size_(options.size),
+      epoch_(options.epoch),
+      config_(options.config),
+      segment_(std::move(options.segment)),
+      liveness_(std::move(options.liveness)),
+      faults_(std::move(options.faults)),
+      use_external_(options.external) {}
+
+Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out) {
+  if (options.size < 1 || options.size > kMaxSources || options.rank < 0 ||
+      options.rank >= options.size) {
+    return Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) + " of size " +
+                                              std::to_string(options.size) +
+                                              ": need 0 <= rank < size <= " +
+                                              std::to_string(kMaxSources) + " on one host");
+  }
+  std::unique_ptr<Engine> engine(new Engine(std::move(options)));
+  KV_RETURN_IF_ERROR(engine->Attach());
+  engine->thread_ = std::thread([e = engine.get()] { e->EngineThread(); });
+  *out = std::move(engine);
+  return Status();
+}
+
+Status Engine::Attach() {
+  SegmentHeader& header = segment_->header();
+  if (rank_ == 0) {
+    if (config_.cores <= 0) config_.cores = UsableCores();
+    segment_->WriteHeader(epoch_, config_);
+  }
+  RankBlock& self = segment_->rank(rank_);
+  const int64_t deadline_ns = NowNs() + config_.start_timeout_ms * 1'000'000;
+  bool attached = false;
+  waiter_ = std::make_unique<Waiter>(
+      *segment_, rank_, *liveness_, stop_,
+      faults_ == nullptr ? nullptr : &faults_->killed[static_cast<size_t>(rank_)]);
+  while (true) {
+    if (!attached && header.magic.load(std::memory_order_seq_cst) == kSegmentMagic) {
+      KV_RETURN_IF_ERROR(segment_->CheckHeader(epoch_, &config_));
+      self.attached.store(1, std::memory_order_seq_cst);
+      header.attached.fetch_add(1, std::memory_order_seq_cst);
+      attached = true;
+    }
+    if (attached && header.attached.load() == static_cast<uint32_t>(size_)) break;
+    if (segment_->revoked() || waiter_->CheckPeers()) return segment_->RevokedStatus();
+    if (NowNs() > deadline_ns) {
+      return Status(Code::kTimeout, MissingRanks() + " did not attach the shared segment within " +
+                                        std::to_string(config_.start_timeout_ms) + " ms");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  control_ = std::make_unique<Control>(*segment_, rank_, epoch_, config_, mutex_, faults_.get());
+  ProbeLatency();
+  auto shm = std::make_unique<ShmBackend>(*segment_, rank_, config_, *waiter_, faults_.get());
+  shm->set_streaming(stats_.line_latency_ns > kFarLineNs);
+  backend_ = std::move(shm);
+  if (use_external_) {
+    auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, stop_);
+    external_ = external.get();
+    backend_ = std::move(external);
+  }
+  return Status();
+}
+
+std::string Engine::MissingRanks() {
+  std::string missing;
+  for (int r = 0; r < size_; ++r) {
+    if (segment_->rank(r).attached.load() != 0) continue;
+    if (!missing.empty()) missing += ", ";
+    missing += liveness_->Describe(r);
+  }
+  return missing.empty() ? "no rank" : missing;
+}
+
+// Ranks 0 and 1 pass a cache line to and fro: do their cores share a cache? Rank 0 publishes the best of
+// several rounds; nobody waits longer than a few milliseconds for it.
+void Engine::ProbeLatency() {
+  SegmentHeader& header = segment_->header();
+  if (size_ < 2 || config_.cores < size_) return;
+  constexpr int kRounds = 400;
+  const int64_t deadline_ns = NowNs() + 3'000'000;
+  if (rank_ <= 1) {
+    std::atomic<uint32_t>& mine = segment_->rank(rank_).ping;
+    std::atomic<uint32_t>& other = segment_->rank(1 - rank_).ping;
+    int64_t best_ns = 0;
+    int64_t last_ns = NowNs();
+    for (uint32_t i = 1; i <= kRounds; ++i) {
+      if (rank_ == 0) mine.store(i, std::memory_order_seq_cst);
+      while (other.load(std::memory_order_acquire) < i && NowNs() < deadline_ns) CpuRelax();
+      if (other.load(std::memory_order_acquire) < i) break;
+      if (rank_ == 1) mine.store(i, std::memory_order_seq_cst);
+      if (i % 50 == 0) {
+        const int64_t now_ns = NowNs();
+        const int64_t one_way_ns = (now_ns - last_ns) / 100;
+        if (best_ns == 0 || one_way_ns < best_ns) best_ns = one_way_ns;
+        last_ns = now_ns;
+      }
+    }
+    if (rank_ == 0) header.line_latency_ns.store(static_cast<uint32_t>(best_ns) + 1);
+  }
+  while (header.line_latency_ns.load() == 0 && NowNs() < deadline_ns + 2'000'000) CpuRelax();
+  const uint32_t published = header.line_latency_ns.load();
+  stats_.line_latency_ns = published > 0 ? published - 1 : 0;
+}
+
+Engine::~Engine() {
+  if (!forgotten_.load()) Shutdown();
+}
+
+Status Engine::Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const {
+  const std::string what = std::string(NameOf(request.verb)) + " '" + request.name + "': ";
+  if (request.root < 0 || request.root >= size_) {
+    return Status(Code::kInvalidArgument, what + "root rank " + std::to_string(request.root) +
+                                              " is not in 0.." + std::to_string(size_ - 1));
+  }
+  if (request.op == Op::kAdasum) {
+    return Status(Code::kInvalidArgument,
+                  what + "op Adasum is not available; use Average, Sum, Min, Max or Product");
+  }
+  for (const SubmittedTensor& tensor : tensors) {
+    if (tensor.meta.shape.size() > kMaxDims) {
+      return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +
+                                                " dimensions; at most " + std::to_string(kMaxDims));
+    }
+    if (request.verb == Verb::kAllgather && tensor.meta.shape.empty()) {
+      return Status(Code::kInvalidArgument,
+                    what + "a scalar has no first dimension to gather along; reshape it to (1,)");
+    }
+    if (request.verb == Verb::kAllreduce && tensor.meta.dtype == DType::kBool &&
+        (request.op == Op::kAverage || request.prescale != 1.0 || request.postscale != 1.0)) {
+      return Status(Code::kInvalidArgument,
+                    what + "bool cannot be averaged or scaled; use Sum (or), Min (and) or Max (or)");
+    }
+  }
+  return Status();
+}
+
+Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking,
+                      uint64_t* handle) {
+  if (forgotten_.load()) return Status(Code::kShutDown, "this process was forked from a rank");
+  KV_RETURN_IF_ERROR(Validate(request, tensors));
+  auto op = std::make_shared<Operation>();
+  for (SubmittedTensor& tensor : tensors) {
+    size_t count = 1;
+    for (int64_t dim : tensor.meta.shape) count *= static_cast<size_t>(dim);
+    op->counts.push_back(count);
+    op->inputs.push_back(tensor.in);
+    op->outputs.push_back(tensor.out);
+    op->bytes += count * SizeOf(tensor.meta.dtype);
+    request.tensors.push_back(std::move(tensor.meta));
+  }
+  if (request.verb != Verb::kAllreduce) {
+    request.op = Op::kSum;
+    request.prescale = request.postscale = 1.0;
+  }
+  op->request = std::move(request);
+  bool appended;
+  {
+    std::lock_guard lock(mutex_);
+    if (!broken_.ok()) return broken_;
+    if (leavers_seen_.load() != segment_->header().left_count.load(std::memory_order_seq_cst) ||
+        leavers_seen_.load() != 0) {
+      for (int r = 0; r < size_; ++r) {
+        if (r != rank_ && segment_->rank(r).left.load() != 0) {
+          return Status(Code::kRankLeft, liveness_->Describe(r) + " has left the world (it shut down)");
+        }
+      }
+    }
+    Request& stored = op->request;
+    if (stored.name.empty()) {
+      stored.name = "unnamed." + std::to_string(next_unnamed_++);
+      stored.cacheable = false;
+    }
+    if (control_->pending().contains(stored.name)) {
+      return Status(Code::kDuplicateName,
+                    "'" + stored.name + "' is already pending on rank " + std::to_string(rank_) +
+                        ": wait for it before submitting the same name again");
+    }
+    *handle = next_handle_++;
+    handles_[*handle] = op;
+    appended = control_->Announce(op);
+  }
+  if (!blocking && appended &&
+      ready_bytes_.fetch_add(op->bytes) + op->bytes >= static_cast<size_t>(config_.kick_bytes)) {
+    ready_bytes_.store(0);
+    segment_->RingIdle(rank_);
+  }
+  return Status();
+}
+
+OperationPtr Engine::Find(uint64_t handle) {
+  std::lock_guard lock(mutex_);
+  const auto found = handles_.find(handle);
+  return found == handles_.end() ? nullptr : found->second;
+}
+
+Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted) {
+  const OperationPtr op = Find(handle);
+  if (op == nullptr) {
+    return Status(Code::kInvalidArgument, "handle " + std::to_string(handle) +
+                                              " is unknown: never given out, or already waited for");
+  }
+  if (timeout_s >= 0) {
+    KV_RETURN_IF_ERROR(WaitAsleep(op, timeout_s, interrupted));
+    return op->status;
+  }
+  while (!op->done.load(std::memory_order_acquire)) {
+    if (TryLease(/*background=*/false, interrupted)) {
+      const Status status = Drive(op.get());
+      ReleaseLease();
+      if (!status.ok() && !op->done.load(std::memory_order_acquire)) return status;
+    } else {
+      // The engine thread drives: it hands the lease over between buckets.
+      lease_wanted_.fetch_add(1);
+      const Status status = WaitAsleep(op, 0.1, interrupted);
+      lease_wanted_.fetch_sub(1);
+      if (!status.ok() && status.code() != Code::kTimeout) return status;
+    }
+  }
+  return op->status;
+}
+
+// Leaves the driving to the engine thread: a driver cannot give up in the middle of a bucket. Also
+// returns early, with kTimeout, when the lease is free for a caller that wants it.
+Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s,
+                          const std::function<bool()>& interrupted) {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline =
+      Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e8) * 1e9));
+  const bool wants_lease = lease_wanted_.load() > 0 && timeout_s <= 0.1;
+  while (!op->done.load(std::memory_order_acquire)) {
+    if (!wants_lease) NudgeForAsync();
+    {
+      std::unique_lock lock(mutex_);
+      ++sleeping_callers_;
+      const Clock::time_point wake =
+          std::min(deadline, Clock::now() + std::chrono::milliseconds(wants_lease ? 100 : 20));
+      changed_.wait_until(lock, wake, [&] {
+        return op->done.load(std::memory_order_acquire) || (wants_lease && !lease_.load());
+      });
+      --sleeping_callers_;
+    }
+    if (op->done.load(std::memory_order_acquire)) break;
+    if (interrupted && interrupted()) {
+      return Status(Code::kInterrupted, "rank " + std::to_string(rank_) + " was interrupted by a signal");
+    }
+    if ((wants_lease && !lease_.load()) || Clock::now() >= deadline) {
+      return Status(Code::kTimeout, std::string(NameOf(op->request.verb)) + " '" + op->request.name +
+                                        "' is not complete after " + std::to_string(timeout_s) +
+                                        " s; it is still pending and may be waited for again");
+    }
+  }
+  return Status();
+}
+
+// Wakes the threads that could bring an operation forward while no caller drives.
+void Engine::NudgeForAsync() {
+  segment_->RingIdle(rank_);
+  if (rank_ != 0 && segment_->rank(0).driving.load() == 0) segment_->RingIdle(0);
+}
+
+Status Engine::Poll(uint64_t handle, bool* done) {
+  const OperationPtr op = Find(handle);
+  if (op == nullptr) {
+    return Status(Code::kInvalidArgument, "handle " + std::to_string(handle) + " is unknown");
+  }
+  *done = op->done.load(std::memory_order_acquire);
+  if (!*done) NudgeForAsync();
+  return Status();
+}
+
+Status Engine::Release(uint64_t handle, bool* done) {
+  std::lock_guard lock(mutex_);
+  const auto found = handles_.find(handle);
+  if (found == handles_.end()) {
+    return Status(Code::kInvalidArgument, "handle " + std::to_string(handle) + " is unknown");
+  }
+  *done = found->second->done.load(std::memory_order_acquire);
+  if (*done) handles_.erase(found);
+  return Status();
+}
+
+void Engine::EngineThread() {
+  RankBlock& self = segment_->rank(rank_);
+  while (!stop_.load()) {
+    const uint32_t bell = self.idle_bell.load(std::memory_order_seq_cst);
+    if (TryLease(/*background=*/true, nullptr)) {
+      waiter_->CheckPeers();
+      const Status status = Drive(nullptr);
+      (void)status;  // Drive has failed every pending operation with it
+      ReleaseLease();
+    }
+    if (stop_.load()) break;
+    self.idle_sleeping.store(1, std::memory_order_seq_cst);
+    FutexWait(&self.idle_bell, bell, kIdlePeriodNs);
+    self.idle_sleeping.store(0, std::memory_order_seq_cst);
+  }
+}
+
+void Engine::Abort(const std::string& message) {
+  segment_->Revoke(Code::kInterrupted, liveness_->Describe(rank_) + " aborted: " + message);
+}
+
+void Engine::Shutdown() {
+  std::lock_guard shutting(shutdown_mutex_);
+  if (shut_down_ || forgotten_.load()) return;
+  shut_down_ = true;
+  const bool killed = faults_ != nullptr && faults_->killed[static_cast<size_t>(rank_)].load();
+  if (!killed) AnnounceLeave();
+  stop_.store(true);
+  segment_->RingDriver(rank_);
+  segment_->RingIdle(rank_);
+  if (thread_.joinable()) thread_.join();
+  while (lease_.exchange(true)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  Break(Status(Code::kShutDown, "this rank was shut down"));
+  lease_.store(false);
+}
+
+void Engine::AnnounceLeave() {
+  std::string pending;
+  {
+    std::lock_guard lock(mutex_);
+    if (!control_->pending().empty()) {
+      pending = std::to_string(control_->pending().size()) + " operation(s) pending there, among them '" +
+                control_->pending().begin()->first + "'";
+    }
+  }
+  if (!pending.empty() && size_ > 1) {
+    segment_->Revoke(Code::kRankLeft, liveness_->Describe(rank_) + " shut down with " + pending);
+  }
+  segment_->rank(rank_).left.store(1, std::memory_order_seq_cst);
+  segment_->header().left_count.fetch_add(1, std::memory_order_seq_cst);
+  for (int r = 0; r < size_; ++r) {
+    segment_->RingDriver(r);
+    segment_->RingIdle(r);
+  }
+}
+
+void Engine::Forget() {
+  forgotten_.store(true);
+  stop_.store(true);
+  // The thread object refers to a thread that exists only in the parent.
+  if (thread_.joinable()) thread_.detach();
+  segment_->Forget();
+}
+
+EngineStats Engine::Stats() {
+  std::lock_guard lock(mutex_);
+  EngineStats stats = stats_;
+  stats.control = control_->stats();
+  return stats;
+}
+
+}  // namespace kolovod

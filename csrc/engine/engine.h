@@ -1,0 +1,155 @@
+// One rank of one world. An object without globals: several may live in a process, and starting again
+// is destroying one and making another.
+//
+// Threads. `Submit` may be called by any thread. One lease says who drives: it is held by a blocking
+// caller, which then progresses all queued work until its own operation is done, or else by the engine
+// thread, which wakes for asynchronous work and otherwise watches the peers.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/config.h"
+#include "collectives/backend.h"
+#include "collectives/external.h"
+#include "collectives/shm.h"
+#include "engine/control.h"
+#include "engine/operation.h"
+#include "transport/liveness.h"
+#include "transport/segment.h"
+#include "transport/waiter.h"
+
+namespace kolovod {
+
+struct EngineOptions {
+  int rank = 0;
+  int size = 1;
+  uint32_t epoch = 0;
+  std::shared_ptr<Segment> segment;
+  std::unique_ptr<Liveness> liveness;
+  std::shared_ptr<LoopbackFaults> faults;  // loopback only
+  Config config;
+  bool external = false;
+};
+
+struct SubmittedTensor {
+  TensorMeta meta;
+  const void* in = nullptr;
+  void* out = nullptr;
+};
+
+struct EngineStats {
+  ControlStats control;
+  uint64_t operations = 0;     // completed without error
+  uint64_t buckets = 0;        // with data
+  uint64_t bytes = 0;          // of tensors in completed operations
+  uint64_t drives_caller = 0;  // leases taken by blocking callers
+  uint64_t drives_thread = 0;  // leases taken by the engine thread
+  uint32_t line_latency_ns = 0;
+};
+
+class Engine {
+ public:
+  // Returns once every rank has attached the segment, or an error that names those missing.
+  static Status Create(EngineOptions options, std::unique_ptr<Engine>* out);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // `request.name` empty: unnamed, matched by order of submission. Buffers must live until completion.
+  Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking,
+                uint64_t* handle);
+  // timeout_s < 0: no limit. `interrupted` is called about every 100 ms on this thread; true gives up.
+  Status Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted);
+  Status Poll(uint64_t handle, bool* done);
+  // The operation of a handle until Release; null if unknown.
+  OperationPtr Find(uint64_t handle);
+  // Forgets the handle; true if it was done, false if pending (and then kept) .
+  Status Release(uint64_t handle, bool* done);
+
+  void Abort(const std::string& message);
+  void Shutdown();
+  // In a forked child: this object is inert from now on and its destructor does nothing.
+  void Forget();
+  EngineStats Stats();
+  ExternalBackend* external() { return external_; }
+
+ private:
+  explicit Engine(EngineOptions options);
+
+  Status Attach();
+  std::string MissingRanks();
+  void ProbeLatency();
+  Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const;
+
+  bool TryLease(bool background, std::function<bool()> interrupted);
+  void ReleaseLease();
+  // Lease. Progresses until `until` (null: until there is nothing to do) is done, or an error.
+  Status Drive(const Operation* until);
+  Status Step(bool* progressed);
+  Status ExecuteBucket(bool* progressed);
+  Status Execute(const std::vector<OperationPtr>& ops);
+  Status ExecuteReductions(const std::vector<OperationPtr>& ops);
+  Status ExecuteAllgather(Operation& op);
+  void Complete(const std::vector<OperationPtr>& ops);
+  bool HasWork();
+  // Lease. Fails what can never complete because a rank left.
+  void NoticeLeavers();
+  // Lease. After this every pending and later operation fails with `status`.
+  void Break(const Status& status);
+  Status BrokenStatus();
+  void FailLocked(const OperationPtr& op, const Status& status);
+  void NudgeForAsync();
+  void AnnounceLeave();
+  void EngineThread();
+  Status WaitAsleep(const OperationPtr& op, double timeout_s, const std::function<bool()>& interrupted);
+
+  const int rank_;
+  const int size_;
+  const uint32_t epoch_;
+  Config config_;
+  const std::shared_ptr<Segment> segment_;
+  const std::unique_ptr<Liveness> liveness_;
+  const std::shared_ptr<LoopbackFaults> faults_;
+  const bool use_external_;
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> forgotten_{false};
+  bool shut_down_ = false;  // guarded by shutdown_mutex_
+  std::mutex shutdown_mutex_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;  // an operation completed or the lease became free
+  int sleeping_callers_ = 0;         // guarded by mutex_
+  std::unordered_map<uint64_t, OperationPtr> handles_;  // guarded by mutex_
+  uint64_t next_handle_ = 1;         // guarded by mutex_
+  uint64_t next_unnamed_ = 1;        // guarded by mutex_
+  Status broken_;                    // guarded by mutex_; not ok: nothing works any more
+  EngineStats stats_;                // guarded by mutex_
+
+  std::atomic<bool> lease_{false};
+  std::atomic<int> lease_wanted_{0};
+  std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket
+
+  // Lease only.
+  std::unique_ptr<Waiter> waiter_;
+  std::unique_ptr<Control> control_;  // Announce: under mutex_
+  std::unique_ptr<Backend> backend_;
+  ExternalBackend* external_ = nullptr;
+  bool background_ = false;
+  std::deque<OperationPtr> ready_;
+  uint64_t executed_ = 0;  // log position
+  uint64_t bucket_ = 0;
+  std::atomic<uint32_t> leavers_seen_{0};
+
+  std::thread thread_;
+};
+
+}  // namespace kolovod

@@ -1,0 +1,56 @@
+// Who is alive. The engine asks often and cheaply; it never learns of a death from a closed socket,
+// because a forked child of the dead rank may hold that open.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kolovod {
+
+class Liveness {
+ public:
+  virtual ~Liveness() = default;
+  // A rank whose process has ended, or -1. Never blocks.
+  virtual int FindDead() = 0;
+  // For messages: "rank 1 on host a (pid 17)".
+  virtual std::string Describe(int rank) const = 0;
+};
+
+// One pidfd per rank: it becomes readable when the process ends, and it cannot name a later process
+// that was given the same pid.
+class PidfdLiveness : public Liveness {
+ public:
+  // Duplicates the descriptors; -1 means that nobody watches that rank here.
+  PidfdLiveness(int self, const std::vector<std::pair<int, std::string>>& peers);
+  ~PidfdLiveness() override;
+  int FindDead() override;
+  std::string Describe(int rank) const override;
+
+ private:
+  const int self_;
+  std::vector<int> fds_;
+  std::vector<std::string> descriptions_;
+};
+
+// Faults that the loopback world injects, shared by its ranks.
+struct LoopbackFaults {
+  explicit LoopbackFaults(int size) : killed(size), delay_us(size), drop(size) {}
+  std::vector<std::atomic<bool>> killed;
+  std::vector<std::atomic<int>> delay_us;  // before every announcement and every data flag
+  std::vector<std::atomic<int>> drop;      // announcements still to be lost
+};
+
+class LoopbackLiveness : public Liveness {
+ public:
+  explicit LoopbackLiveness(std::shared_ptr<LoopbackFaults> faults) : faults_(std::move(faults)) {}
+  int FindDead() override;
+  std::string Describe(int rank) const override;
+
+ private:
+  std::shared_ptr<LoopbackFaults> faults_;
+};
+
+}  // namespace kolovod

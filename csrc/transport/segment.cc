@@ -1,0 +1,144 @@
+#include "transport/segment.h"
+
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <thread>
+
+namespace kolovod {
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+              "words shared between processes must be lock-free");
+static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex is 32 bits");
+
+SegmentLayout::SegmentLayout(int ranks, const Config& config) : size(ranks) {
+  constexpr size_t kPage = 4096;
+  cache_capacity = static_cast<size_t>(std::max<int64_t>(config.cache_capacity, 1));
+  // A cached name has at most one entry in flight; the rest is room for negotiated messages.
+  log_slots = std::bit_ceil(cache_capacity * 2 + 8192);
+  // Every rank's slice of a chunk is at least one cache line.
+  const int64_t least = std::max<int64_t>(4096, static_cast<int64_t>(kLine) * ranks);
+  chunk_bytes = RoundUp(static_cast<size_t>(std::max(config.chunk_bytes, least)), kPage);
+  chunk_slots = static_cast<size_t>(std::max<int64_t>(config.chunk_slots, 3));
+  size_t at = RoundUp(sizeof(SegmentHeader), kPage);
+  const auto take = [&at](size_t bytes) {
+    const size_t here = at;
+    at += RoundUp(bytes, kPage);
+    return here;
+  };
+  ranks_at = take(static_cast<size_t>(size) * Segment::kRankStride);
+  log_at = take(log_slots * sizeof(uint64_t));
+  seals_at = take(log_slots * sizeof(uint64_t));
+  counters_at = take(cache_capacity * sizeof(uint32_t));
+  broadcast_at = take(kBroadcastRingBytes);
+  staging_at = take(static_cast<size_t>(size) * chunk_slots * chunk_bytes);
+  total_bytes = at;
+}
+
+Status Segment::Map(int fd, const SegmentLayout& layout, std::shared_ptr<Segment>* out) {
+  const int flags = fd >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+  void* base = mmap(nullptr, layout.total_bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  if (base == MAP_FAILED) {
+    return Status(Code::kInternal, "cannot map a segment of " + std::to_string(layout.total_bytes) +
+                                       " bytes: " + std::strerror(errno));
+  }
+  // A forked child (a data loader, say) must not hold or touch the world's memory.
+  madvise(base, layout.total_bytes, MADV_DONTFORK);
+  madvise(base, layout.total_bytes, MADV_HUGEPAGE);
+  out->reset(new Segment(static_cast<char*>(base), layout));
+  return Status();
+}
+
+Segment::~Segment() {
+  if (base_ != nullptr) munmap(base_, layout_.total_bytes);
+}
+
+void Segment::WriteHeader(uint32_t epoch, const Config& config) {
+  SegmentHeader& h = header();
+  h.size = static_cast<uint32_t>(layout_.size);
+  h.epoch = epoch;
+  h.segment_bytes = layout_.total_bytes;
+  int field = 0;
+  VisitConfig(config, [&](std::string_view, int64_t value) { h.config[field++] = value; });
+  h.magic.store(kSegmentMagic, std::memory_order_seq_cst);
+}
+
+Status Segment::CheckHeader(uint32_t epoch, Config* config) {
+  SegmentHeader& h = header();
+  if (h.size != static_cast<uint32_t>(layout_.size) || h.epoch != epoch ||
+      h.segment_bytes != layout_.total_bytes) {
+    return Status(Code::kInvalidArgument,
+                  "the shared segment belongs to another world: it has size " + std::to_string(h.size) +
+                      ", epoch " + std::to_string(h.epoch) + ", " + std::to_string(h.segment_bytes) +
+                      " bytes; this rank expects size " + std::to_string(layout_.size) + ", epoch " +
+                      std::to_string(epoch) + ", " + std::to_string(layout_.total_bytes) +
+                      " bytes (do all ranks have the same KOLOVOD_* settings?)");
+  }
+  int field = 0;
+  VisitConfig(*config, [&](std::string_view, int64_t& value) { value = h.config[field++]; });
+  return Status();
+}
+
+void Segment::Revoke(Code code, const std::string& text) {
+  SegmentHeader& h = header();
+  uint32_t expected = 0;
+  if (h.revoked.compare_exchange_strong(expected, 1, std::memory_order_seq_cst)) {
+    h.revoke_code = static_cast<uint32_t>(code);
+    const size_t n = std::min(text.size(), sizeof(h.revoke_text) - 1);
+    std::memcpy(h.revoke_text, text.data(), n);
+    h.revoke_text[n] = '\0';
+    h.revoked.store(2, std::memory_order_seq_cst);
+  }
+  for (int r = 0; r < layout_.size; ++r) {
+    RingDriver(r);
+    RingIdle(r);
+  }
+}
+
+Status Segment::RevokedStatus() {
+  SegmentHeader& h = header();
+  for (int i = 0; i < 1000 && h.revoked.load(std::memory_order_acquire) == 1; ++i) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));  // the text is being written
+  }
+  if (h.revoked.load(std::memory_order_acquire) != 2) {
+    return Status(Code::kRankLost, "the world was aborted by a rank that died while saying why");
+  }
+  return Status(static_cast<Code>(h.revoke_code), h.revoke_text);
+}
+
+void Segment::RingDriver(int r) {
+  RankBlock& block = rank(r);
+  block.driver_bell.fetch_add(1, std::memory_order_seq_cst);
+  FutexWakeAll(&block.driver_bell);
+}
+
+void Segment::RingIdle(int r) {
+  RankBlock& block = rank(r);
+  block.idle_bell.fetch_add(1, std::memory_order_seq_cst);
+  if (block.idle_sleeping.load(std::memory_order_seq_cst) != 0) FutexWakeAll(&block.idle_bell);
+}
+
+void Segment::RingAllSleepers() {
+  for (int r = 0; r < layout_.size; ++r) {
+    if (rank(r).driver_sleeping.load(std::memory_order_seq_cst) != 0) RingDriver(r);
+  }
+}
+
+void FutexWait(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns) {
+  timespec timeout{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);
+}
+
+void FutexWakeAll(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace kolovod

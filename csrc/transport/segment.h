@@ -1,0 +1,135 @@
+// The memory that the ranks of one host share: layout, flags, doorbells, the revoke word.
+//
+// Every word has one writer unless it says otherwise. Flags only grow, so nothing is ever reset and no
+// trailing barrier is needed. Offsets and the protocol are in docs/wire.md.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/config.h"
+#include "base/status.h"
+#include "base/types.h"
+
+namespace kolovod {
+
+inline constexpr uint64_t kSegmentMagic = 0x31444f564f4c4f4bULL;  // "KOLOVOD1"
+inline constexpr size_t kControlRingBytes = 64 << 10;
+inline constexpr size_t kBroadcastRingBytes = 256 << 10;
+
+struct SegmentHeader {
+  std::atomic<uint64_t> magic;  // written last by rank 0
+  uint32_t size;
+  uint32_t epoch;
+  uint64_t segment_bytes;
+  int64_t config[16];  // rank 0's Config, in VisitConfig order: every rank works with it
+  alignas(kLine) std::atomic<uint32_t> attached;  // many writers: ranks that have mapped the segment
+  std::atomic<uint32_t> left_count;               // many writers: ranks that left cleanly
+  std::atomic<uint32_t> line_latency_ns;          // rank 0: measured one way, 0 unknown, +1 offset
+  // Many writers; the first to move it 0 -> 1 fills the text and moves it to 2.
+  alignas(kLine) std::atomic<uint32_t> revoked;
+  uint32_t revoke_code;
+  char revoke_text[768];
+  alignas(kLine) std::atomic<uint32_t> sleepers;  // many writers: drivers asleep
+  alignas(kLine) std::atomic<uint64_t> log_tail;  // many writers: next free log position
+  alignas(kLine) std::atomic<uint64_t> broadcast_head;  // rank 0: bytes ever written
+};
+
+struct RankBlock {
+  alignas(kLine) std::atomic<uint64_t> packed;   // last chunk whose contribution is staged
+  alignas(kLine) std::atomic<uint64_t> reduced;  // last chunk whose own slice is reduced
+  alignas(kLine) std::atomic<uint64_t> done;     // last chunk after which nothing is read any more
+  alignas(kLine) std::atomic<uint32_t> driver_bell;  // many writers; futex
+  std::atomic<uint32_t> driver_sleeping;
+  std::atomic<uint32_t> driving;  // some thread of this rank drives its engine
+  alignas(kLine) std::atomic<uint32_t> idle_bell;  // many writers; futex
+  std::atomic<uint32_t> idle_sleeping;
+  alignas(kLine) std::atomic<uint32_t> attached;
+  std::atomic<uint32_t> left;
+  std::atomic<uint32_t> ping;
+  alignas(kLine) std::atomic<uint64_t> control_head;   // this rank: bytes ever written
+  alignas(kLine) std::atomic<uint64_t> control_tail;   // rank 0: bytes ever read
+  alignas(kLine) std::atomic<uint64_t> broadcast_tail;  // this rank: bytes ever read
+  alignas(kLine) char control_ring[kControlRingBytes];
+};
+
+// Where everything lies, from the number of ranks and the configuration alone.
+struct SegmentLayout {
+  SegmentLayout(int size, const Config& config);
+
+  int size;
+  size_t log_slots;         // power of two
+  size_t cache_capacity;
+  size_t chunk_bytes;       // multiple of the page size
+  size_t chunk_slots;
+  size_t ranks_at, log_at, seals_at, counters_at, broadcast_at, staging_at;
+  size_t total_bytes;
+};
+
+class Segment {
+ public:
+  // Maps `fd` (kept by the caller), or fd -1: anonymous memory for ranks of this process.
+  // Rank `creator` writes the header; the others wait for it in Attach.
+  static Status Map(int fd, const SegmentLayout& layout, std::shared_ptr<Segment>* out);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(base_); }
+  RankBlock& rank(int r) {
+    return *reinterpret_cast<RankBlock*>(base_ + layout_.ranks_at + static_cast<size_t>(r) * kRankStride);
+  }
+  std::atomic<uint64_t>* log() { return At<std::atomic<uint64_t>>(layout_.log_at); }
+  std::atomic<uint64_t>* seals() { return At<std::atomic<uint64_t>>(layout_.seals_at); }
+  std::atomic<uint32_t>* counters() { return At<std::atomic<uint32_t>>(layout_.counters_at); }
+  char* broadcast_ring() { return base_ + layout_.broadcast_at; }
+  char* staging(int r, uint64_t chunk) {
+    return base_ + layout_.staging_at +
+           (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) *
+               layout_.chunk_bytes;
+  }
+  const SegmentLayout& layout() const { return layout_; }
+
+  void WriteHeader(uint32_t epoch, const Config& config);
+  // Fails when the header names another world.
+  Status CheckHeader(uint32_t epoch, Config* config);
+
+  // The first call wins; the others' text is dropped. Wakes every sleeper.
+  void Revoke(Code code, const std::string& text);
+  bool revoked() { return header().revoked.load(std::memory_order_acquire) != 0; }
+  Status RevokedStatus();
+
+  // Wakes rank r's driver, respectively its engine thread.
+  void RingDriver(int r);
+  void RingIdle(int r);
+  // After a change that a sleeping driver may be waiting for (it must be a seq_cst store).
+  void RingSleepers() {
+    if (header().sleepers.load(std::memory_order_seq_cst) != 0) RingAllSleepers();
+  }
+
+  // In a forked child: the parent's mapping is not there (MADV_DONTFORK), so never unmap.
+  void Forget() { base_ = nullptr; }
+
+ private:
+  static constexpr size_t kRankStride = RoundUp(sizeof(RankBlock), 4096);
+  friend struct SegmentLayout;
+
+  Segment(char* base, const SegmentLayout& layout) : base_(base), layout_(layout) {}
+  void RingAllSleepers();
+  template <class T>
+  T* At(size_t offset) {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+
+  char* base_;
+  const SegmentLayout layout_;
+};
+
+// Sleeps while *word == expected, at most timeout_ns. Works across processes.
+void FutexWait(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns);
+void FutexWakeAll(std::atomic<uint32_t>* word);
+
+}  // namespace kolovod

@@ -1,0 +1,126 @@
+// How a driver waits: a short spin while cores are free, then yields, then a futex; never a spin past a
+// budget. While it waits it watches the revoke word, the peers' lives and the caller's signals.
+#pragma once
+
+#include <time.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+
+#include "base/status.h"
+#include "transport/liveness.h"
+#include "transport/segment.h"
+
+namespace kolovod {
+
+inline int64_t NowNs() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+inline void CpuRelax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct WaitBudget {
+  int64_t spin_ns = 0;
+  int64_t yield_ns = 0;
+};
+
+class Waiter {
+ public:
+  // `killed`: loopback only, else null.
+  Waiter(Segment& segment, int rank, Liveness& liveness, const std::atomic<bool>& stop,
+         const std::atomic<bool>* killed)
+      : segment_(segment), rank_(rank), liveness_(liveness), stop_(stop), killed_(killed) {}
+
+  // Set by whoever takes the lease, before driving.
+  void Configure(WaitBudget budget, std::function<bool()> interrupted) {
+    budget_ = budget;
+    interrupted_ = std::move(interrupted);
+    next_signal_check_ns_ = NowNs() + kSignalPeriodNs;
+  }
+
+  // Returns when ready() holds. ring_lagging() is called once the spin was in vain, and again after
+  // every sleep: it wakes the ranks that this one waits for. Both may be called many times.
+  // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world.
+  template <class Ready, class Lag>
+  Status Wait(Ready ready, Lag ring_lagging, bool in_bucket) {
+    if (ready()) return Status();
+    const int64_t start_ns = NowNs();
+    int64_t now_ns = start_ns;
+    while (now_ns - start_ns < budget_.spin_ns) {
+      for (int i = 0; i < 16; ++i) {
+        if (ready()) return Status();
+        CpuRelax();
+      }
+      if (MustStop()) return Stopped();
+      now_ns = NowNs();
+    }
+    ring_lagging();
+    const int64_t yield_end_ns = now_ns + budget_.yield_ns;
+    while (now_ns < yield_end_ns) {
+      sched_yield();
+      if (ready()) return Status();
+      if (MustStop()) return Stopped();
+      now_ns = NowNs();
+    }
+    while (true) {
+      if (SleepUnless(ready)) return Status();
+      if (MustStop()) return Stopped();
+      KV_RETURN_IF_ERROR(Periodic(in_bucket));
+      if (ready()) return Status();
+      ring_lagging();
+    }
+  }
+
+  // Looks for dead ranks and, for the caller's thread, for pending signals; rate-limited.
+  Status Periodic(bool in_bucket);
+  // Revokes the world if a rank has died without leaving. True if it did so now.
+  bool CheckPeers();
+  // The world was revoked, or this rank is shutting down.
+  bool MustStop() {
+    return stop_.load(std::memory_order_relaxed) || segment_.revoked() ||
+           (killed_ != nullptr && killed_->load(std::memory_order_relaxed));
+  }
+  // Why, once MustStop() holds.
+  Status Stopped();
+
+ private:
+  static constexpr int64_t kSignalPeriodNs = 100'000'000;
+  static constexpr int64_t kLivenessPeriodNs = 10'000'000;
+  static constexpr int64_t kSleepNs = 10'000'000;
+
+  // True: ready before going to sleep. The order of stores makes a lost wake-up impossible: the waker
+  // changes the state, then reads `sleepers`; we write `sleepers`, then read the state.
+  template <class Ready>
+  bool SleepUnless(Ready ready) {
+    RankBlock& self = segment_.rank(rank_);
+    const uint32_t bell = self.driver_bell.load(std::memory_order_seq_cst);
+    self.driver_sleeping.store(1, std::memory_order_seq_cst);
+    segment_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const bool is_ready = ready();
+    if (!is_ready && !MustStop()) FutexWait(&self.driver_bell, bell, kSleepNs);
+    segment_.header().sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    self.driver_sleeping.store(0, std::memory_order_seq_cst);
+    return is_ready;
+  }
+
+  Segment& segment_;
+  const int rank_;
+  Liveness& liveness_;
+  const std::atomic<bool>& stop_;
+  const std::atomic<bool>* const killed_;
+  WaitBudget budget_;
+  std::function<bool()> interrupted_;
+  int64_t next_signal_check_ns_ = 0;
+  int64_t next_liveness_check_ns_ = 0;
+};
+
+}  // namespace kolovod

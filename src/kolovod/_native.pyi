@@ -1,0 +1,122 @@
+"""The native engine (csrc/bind/module.cc). Private: the public surface is ``kolovod``.
+
+Pointers are integers (addresses of host memory). The caller keeps every buffer alive and unmoved
+until the operation has completed. All calls release the GIL while they wait.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+class EngineError(Exception):
+    """``args == (code, message)``; codes are listed in ``kolovod.errors``."""
+
+@final
+class Engine:
+    """One rank's engine. ``segment_fd == -1`` with ``size == 1`` needs no segment from outside.
+
+    ``peers[r] == (pidfd, description)`` for every rank, own rank included; a pidfd of -1 means that
+    the death of that rank is not watched by the engine. Descriptors are duplicated.
+    The constructor returns once all ranks have attached the segment, or raises EngineError
+    (naming the missing ranks) after ``config["start_timeout_ms"]``.
+    ``external=True``: buckets are handed to ``next_bucket`` instead of the shared-memory collectives.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        epoch: int,
+        segment_fd: int,
+        peers: Sequence[tuple[int, str]],
+        config: Mapping[str, int],
+        external: bool = False,
+    ) -> None: ...
+    def submit(
+        self,
+        verb: int,
+        name: str,
+        tensors: Sequence[tuple[int, tuple[int, ...], int, int]],
+        op: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        blocking: bool,
+    ) -> int:
+        """Queue one request and return its handle (> 0).
+
+        ``tensors``: (dtype, shape, input pointer, output pointer); several make a group. Output may
+        equal input. For allgather the output pointer is 0: the engine allocates, see ``output``.
+        ``name == ""`` means unnamed (the engine numbers it). ``root`` matters to broadcast only.
+        ``blocking``: the caller will wait at once, so no other thread is woken for it.
+        Raises EngineError at once for a duplicate name, a bad argument, a lost or left rank.
+        """
+
+    def wait(self, handle: int, timeout_s: float) -> None:
+        """Return when done; EngineError when failed; ``timeout_s < 0`` waits without limit.
+
+        Python signals are served at least every 100 ms. After a timeout the operation is still
+        pending and may be waited for again. A finished handle stays until ``release``.
+        """
+
+    def poll(self, handle: int) -> bool: ...
+    def release(self, handle: int) -> bool:
+        """Forget a handle. True: it had completed, its buffers are no longer used. False: pending."""
+
+    def output(self, handle: int, index: int) -> npt.NDArray[np.uint8]:
+        """Bytes of tensor ``index`` of a completed allgather (owns its memory; call once each)."""
+
+    def first_dims(self, handle: int, index: int) -> list[int]:
+        """Dimension 0 that each rank contributed to a completed allgather."""
+
+    def next_bucket(self, timeout_s: float) -> dict[str, Any] | None:
+        """External engines: the next bucket, None on timeout; EngineError once shut down.
+
+        Keys: token, verb, dtype, op, prescale, postscale, root (rank), name (first tensor's name)
+        and tensors, a list of (input pointer, output pointer, element count). For Average, op is
+        Average and the division by size is the callee's.
+        """
+
+    def bucket_done(self, token: int, error: str) -> None:
+        """``error == ""``: success."""
+
+    def abort(self, message: str) -> None:
+        """Fail every pending and later operation on every rank, naming this rank as the cause."""
+
+    def shutdown(self) -> None:
+        """Leave the world: pending operations fail here; other ranks see a clean leave. Idempotent."""
+
+    def forget(self) -> None:
+        """In a forked child: release nothing of the parent's, stop nothing, never touch the segment."""
+
+    def stats(self) -> dict[str, int]: ...
+
+@final
+class LoopbackWorld:
+    """``size`` ranks in this process over one anonymous segment (the real segment code)."""
+
+    def __init__(self, size: int, config: Mapping[str, int]) -> None: ...
+    def engine(self, rank: int) -> Engine:
+        """The engine of ``rank``; the first call for each rank must be made from its own thread."""
+
+    def kill(self, rank: int) -> None:
+        """From now on rank behaves as a dead process does: it does nothing, and its pidfd fires."""
+
+    def delay(self, rank: int, delay_us: int) -> None:
+        """Sleep this long before every announcement and every data flag of rank."""
+
+    def drop(self, rank: int, count: int) -> None:
+        """Lose the next ``count`` announcements of rank."""
+
+def segment_bytes(size: int, config: Mapping[str, int]) -> int:
+    """How large a segment must be (bytes, a multiple of the page size)."""
+
+def config_defaults() -> dict[str, int]:
+    """Every field of the C++ Config with its default; config.py must name each exactly once."""
+
+VERBS: dict[str, int]
+DTYPES: dict[str, int]
+OPS: dict[str, int]
+STATUS: dict[str, int]
