@@ -1,12 +1,13 @@
-"""Allreduce of Kolovod and its peers, in turn in one run: ``python bench/collectives.py [--quick]``.
+"""Allreduce of Kolovod and its peers, in turn in one run: ``bench/collectives.py [--quick]``.
 
-How it measures. Every rank fills private memory with fresh random small integers, all ranks meet at a
-barrier of their own (not the peer's), and the time of an iteration is max(end) - min(start) over the
-ranks on CLOCK_MONOTONIC. Below 1 MiB one iteration is several operations back to back, each on a
-buffer of its own, and its time is divided by their number. Every element of every iteration's
-result is compared with the exact sum, warm-up included. All peers reduce in place, on memory that
-NumPy allocated, called from Python as their documentation shows. Each round measures every size with
-every peer in turn (the order rotates); a ping-pong of a cache line before and after tells the mode.
+How it measures. Every rank fills private memory with fresh random small integers, all ranks meet
+at a barrier of their own (not the peer's), and the time of an iteration is max(end) - min(start)
+over the ranks on CLOCK_MONOTONIC. Below 1 MiB one iteration is several operations back to back,
+each on a buffer of its own, and its time is divided by their number. Every element of every
+iteration's result is compared with the exact sum, warm-up included. All peers reduce in place, on
+memory that NumPy allocated, called from Python as their documentation shows. Each round measures
+every size with every peer in turn (the order rotates); a ping-pong of a cache line before and after
+tells the mode.
 
 The bound (``inplace``): every rank reads and writes its buffer once, all at the same time, in C++.
 ``memcpy``: every rank copies its buffer to another, all at the same time, in C++.
@@ -31,7 +32,8 @@ from gangs import Gang, GangError
 
 KIB, MIB = 1 << 10, 1 << 20
 DEFAULT_SIZES = {
-    2: [4, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB],
+    2: [4, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB,
+        MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB],
     4: [4, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB],
 }  # fmt: skip
 QUICK_SIZES = [4, 4 * KIB, 64 * KIB, MIB, 16 * MIB]
@@ -42,7 +44,7 @@ ASK_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure. ``what``: ``allreduce``, or the way of ``ops`` tensors until all are done."""
+    """One thing to measure: ``what`` is ``allreduce``, or the way to reduce ``ops`` tensors."""
 
     what: str
     bytes: int
@@ -124,7 +126,8 @@ class Bench:
         sizes = sizes or DEFAULT_SIZES.get(self.np, DEFAULT_SIZES[4])
         cells = [Cell("allreduce", size, operations(size)) for size in sizes]
         if self.np == 2 and self.options.many:
-            cells += [Cell(way, 4 * KIB, self.options.many) for way in ("calls", "async", "grouped")]
+            ways = ("calls", "async", "grouped")
+            cells += [Cell(way, 4 * KIB, self.options.many) for way in ways]
         return cells
 
     def _drop(self, peer: str, error: Exception) -> None:
@@ -263,10 +266,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.readme:
         report.update_readme(options.output)
     print(f"\n{markdown}")
-    wrong = {name: count for name, count in record.wrong.items() if count}
-    for who, reason in {**record.dropped, **{k: f"{v} wrong elements" for k, v in wrong.items()}}.items():
+    failed = dict(record.dropped)
+    failed |= {who: f"{count} wrong elements" for who, count in record.wrong.items() if count}
+    for who, reason in failed.items():
         print(f"FAILED {who}: {reason.splitlines()[-1]}", file=sys.stderr)
-    return 1 if wrong or record.dropped else 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

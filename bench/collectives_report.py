@@ -23,6 +23,7 @@ PEER_NAMES = {
     "memcpy": "memcpy",
     "inplace": "bound",
 }
+RATIOS = ("over better MPI", "over gloo", "of the bound")
 README_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 
 Groups = dict[tuple[int, str], dict[tuple[str, int], dict[str, Any]]]
@@ -60,8 +61,7 @@ def _allreduce_table(cells: goals.Cells, columns: list[str]) -> str:
         for (what, size), cell in sorted(cells.items(), key=lambda item: item[0][1])
         if what == "allreduce"
     ]
-    head = ["size", *[PEER_NAMES[c] for c in columns], "over better MPI", "over gloo", "of the bound"]
-    return table(head, rows)
+    return table(["size", *[PEER_NAMES[c] for c in columns], *RATIOS], rows)
 
 
 def _many_table(cells: goals.Cells, columns: list[str], count: int) -> str:
@@ -70,11 +70,11 @@ def _many_table(cells: goals.Cells, columns: list[str], count: int) -> str:
         "async": "asynchronous, then wait for all",
         "grouped": "one grouped call",
     }
-    rows = [
-        [f"{count} x {size_name(size)}, {words[what]}", *[_value(cell, column) for column in columns]]
-        for (what, size), cell in cells.items()
-        if what != "allreduce"
-    ]
+    rows = []
+    for (what, size), cell in cells.items():
+        if what != "allreduce":
+            label = f"{count} x {size_name(size)}, {words[what]}"
+            rows.append([label, *[_value(cell, column) for column in columns]])
     return table(["", *[PEER_NAMES[c] for c in columns]], rows) if rows else ""
 
 
@@ -91,23 +91,27 @@ def _readme(groups: Groups, facts: dict[str, Any], dtype: str) -> str:
         if cell:
             medians = [number(goals.median(cell, column)) for column in columns]
             rows.append([size_name(size), *medians, *_ratios(cell)])
-    head = ["allreduce", *[PEER_NAMES[c] for c in columns], "over better MPI", "over gloo", "of the bound"]
+    head = ["allreduce", *[PEER_NAMES[c] for c in columns], *RATIOS]
     return (
-        f"In-place sum of {dtype}, 2 processes on one host, called from Python; medians in microseconds, "
-        f"mode {mode}. The bound: all processes read and write their buffer once.\n\n{table(head, rows)}\n"
+        f"In-place sum of {dtype}, 2 processes on one host, called from Python; medians in "
+        f"microseconds, mode {mode}. The bound: all processes read and write their buffer once.\n\n"
+        f"{table(head, rows)}\n"
         f"({machine_line(facts)}; `make bench`, see bench/results/collectives.md)\n"
     )
 
 
-def make(record: Record, facts: dict[str, Any], options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def make(
+    record: Record, facts: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, Any], str]:
     """The JSON and the Markdown of a run."""
     groups = _groups(record)
     command = machine.command_line()
     parts = [
         "# Allreduce, Kolovod and its peers\n",
-        f"`{command}`: {machine_line(facts)}. In-place sum of {options.dtype}; microseconds, median (p90). "
-        "How it was measured: the head of bench/collectives.py. Mode near: the cores share a cache; far: "
-        "they do not. The bound: every rank reads and writes its buffer once, all at the same time.\n",
+        f"`{command}`: {machine_line(facts)}. In-place sum of {options.dtype}; microseconds, "
+        "median (p90). How it was measured: the head of bench/collectives.py. Mode near: the cores "
+        "share a cache; far: they do not. The bound: every rank reads and writes its buffer once, "
+        "all at the same time.\n",
     ]
     for (np, mode), cells in groups.items():
         present = {column for cell in cells.values() for column in cell}
@@ -136,7 +140,7 @@ def make(record: Record, facts: dict[str, Any], options: argparse.Namespace) -> 
         "rounds": record.rounds,
         "checked": dict(record.checked),
         "wrong": dict(record.wrong),
-        "dropped": dict(record.dropped),
+        "dropped": {who: why.splitlines()[-1] for who, why in record.dropped.items()},
         "cells": [
             {"np": np, "mode": mode, "what": what, "bytes": size, "column": column, "us": found}
             for (np, mode), cells in groups.items()

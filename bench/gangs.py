@@ -1,11 +1,13 @@
 """The driver's side of the ranks: one gang of processes per peer, alive through the whole run.
 
-All gangs are started once and sleep until asked, so peers take turns within a second or two, in the
-same mode of the machine. A gang that cannot start or dies is dropped with its reason; the others go on.
+All gangs are started once and sleep until asked, so peers take turns within a second or two, in
+the same mode of the machine. A gang that cannot start or dies is dropped with its reason; the
+others go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -104,10 +106,8 @@ class _Rank:
 
     def kill(self) -> None:
         self.connection.close()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         os.close(self._pidfd)
 
 
@@ -178,7 +178,7 @@ class Gang:
                 rank.connection.sendall(line)
             return self._collect(timeout_s)
         except (GangError, OSError) as error:
-            reason = GangError(f"{self.peer}, np={self.np}, {command}: {error}\n{self._tail()}")
+            reason = GangError(f"{self._tail()}\n{self.peer}, np={self.np}, {command}: {error}")
             self.kill()
             raise reason from error
 

@@ -42,7 +42,7 @@ def median(cell: Mapping[str, Any], column: str) -> float | None:
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """over / under, or None when either is missing."""
+    """Divide, or None when either is missing."""
     return None if over is None or not under else over / under
 
 
@@ -98,9 +98,9 @@ def collective_rows(np: int, mode: str, cells: Cells) -> list[Row]:
             rows += _at_least(f"{name}, over gloo", ratio(median(cell, "gloo"), mine), gloo_times)
         share = ratio(median(cell, "inplace"), mine)
         if np == 2 and size >= 64 * MIB and share is not None and mode in SHARE_OF_BOUND:
-            wanted = SHARE_OF_BOUND[mode]
-            what = f"{name}, share of the in-place bound"
-            rows.append((what, f"{share:.0%}", f"at least {wanted:.0%}", share >= wanted))
+            least = SHARE_OF_BOUND[mode]
+            label = f"{name}, share of the in-place bound"
+            rows.append((label, f"{share:.0%}", f"at least {least:.0%}", share >= least))
     if np == 2:
         rows += _many(cells)
     if np == 4:
@@ -131,5 +131,5 @@ def goals_table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     return table(
         ("goal", "measured", "wanted", "reached"),
-        [(what, value, wanted, "yes" if reached else "**no**") for what, value, wanted, reached in rows],
+        [(*texts, "yes" if reached else "**no**") for *texts, reached in rows],
     )

@@ -34,7 +34,7 @@ class Peer:
         raise NotImplementedError
 
     def many(self, front: str, way: str) -> Many:
-        """``calls``: one blocking call each; ``async``: start all, then wait; ``grouped``: one call."""
+        """``calls``: a blocking call each; ``async``: start all, then wait; ``grouped``: one."""
         if way == "calls":
             call = self.allreduce(front)
             return lambda tensors: [call(tensor) for tensor in tensors]

@@ -38,7 +38,7 @@ def summary(values: Sequence[float]) -> Json:
 
 
 def spans(answers: Sequence[Json], divisor: float) -> list[float]:
-    """max(end) - min(start) over the ranks that took part, per iteration, divided by ``divisor``."""
+    """Per iteration max(end) - min(start) over the ranks that took part, over ``divisor``."""
     starts = [answer["starts"] for answer in answers if answer["starts"]]
     ends = [answer["ends"] for answer in answers if answer["ends"]]
     return [

@@ -1,8 +1,8 @@
 """One rank of one peer: does what the driver (gangs.py) asks, and answers with clock readings.
 
-Started as ``python bench/worker.py PEER`` by the peer's own launcher. Commands and answers are lines
-of JSON on a Unix socket; between commands the process sleeps, so that one peer's idle ranks do not
-disturb the measurement of another's.
+Started as ``python bench/worker.py PEER`` by the peer's own launcher. Commands and answers are
+lines of JSON on a Unix socket; between commands the process sleeps, so that one peer's idle ranks
+do not disturb the measurement of another's.
 """
 
 from __future__ import annotations

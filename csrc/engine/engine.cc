@@ -127,7 +127,8 @@ void Engine::ProbeLatency() {
 }
 
 Engine::~Engine() {
-  if (!forgotten_.load()) Shutdown();
+  // Without a control plane, Attach had failed and there is no world to leave.
+  if (control_ != nullptr && !forgotten_.load()) Shutdown();
 }
 
 Status Engine::Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const {
@@ -181,6 +182,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   {
     std::lock_guard lock(mutex_);
     if (!broken_.ok()) return broken_;
+    if (segment_->revoked()) return segment_->RevokedStatus();
     if (leavers_seen_.load() != segment_->header().left_count.load(std::memory_order_seq_cst) ||
         leavers_seen_.load() != 0) {
       for (int r = 0; r < size_; ++r) {
@@ -329,8 +331,8 @@ void Engine::Shutdown() {
   if (shut_down_ || forgotten_.load()) return;
   shut_down_ = true;
   const bool killed = faults_ != nullptr && faults_->killed[static_cast<size_t>(rank_)].load();
+  stop_.store(true);  // first: whatever fails here fails with kShutDown
   if (!killed) AnnounceLeave();
-  stop_.store(true);
   segment_->RingDriver(rank_);
   segment_->RingIdle(rank_);
   if (thread_.joinable()) thread_.join();

@@ -3,7 +3,7 @@
 namespace kolovod {
 
 Status Waiter::Stopped() {
-  if (segment_.revoked()) return segment_.RevokedStatus();
+  if (segment_.revoked() && !stop_.load()) return segment_.RevokedStatus();
   return Status(Code::kShutDown, "this rank was shut down while an operation was pending");
 }
 

@@ -1,0 +1,126 @@
+# make demo      train on real data with two processes, from nothing
+# make test      all tests, Python and C++
+# make lint      style, types, warnings as errors
+# make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
+# make bench     measure against Gloo, Open MPI, MPICH and DDP (about 12 minutes, on a quiet machine)
+#
+# Needs Python 3.10+, a C++20 compiler and make; everything else goes into .venv in this folder.
+# Each step that installs leaves a stamp and runs again only when what it depends on has changed.
+
+PYTHON ?= python3
+# One version, because the tests compare results bit by bit with PyTorch's own. On Linux x86-64 the
+# default package index may serve this with CUDA, gigabytes that nothing here uses: to save them point
+# pip at PyTorch's CPU index first (PIP_INDEX_URL or PIP_EXTRA_INDEX_URL; pip then prefers +cpu).
+TORCH ?= torch==2.13.0
+TEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+BUILD_TOOLS := 'scikit-build-core>=0.11' 'nanobind>=2.4' 'cmake>=3.22' ninja
+NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f \( -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt \))
+PACKAGE := $(NATIVE) README.md LICENSE $(shell find src -type f \( -name '*.py' -o -name '*.pyi' -o -name py.typed \))
+CXX_FILES := $(shell find csrc bench -name '*.cc' -o -name '*.h')
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# A shell that sits in another virtual environment must not leak into this one.
+unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address bench clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+# --- installing ---------------------------------------------------------------------------------------
+
+$(STAMPS)/venv:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+$(STAMPS)/tools: $(STAMPS)/venv pyproject.toml
+	$(PIP) install --quiet $(BUILD_TOOLS)
+	touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	$(PIP) install --quiet '$(TORCH)'
+	touch $@
+
+# Without build isolation the build folder is used again: after a change only that is compiled.
+$(STAMPS)/package: $(STAMPS)/tools $(PACKAGE)
+	$(PIP) install --quiet --no-build-isolation .
+	touch $@
+
+$(STAMPS)/examples: $(STAMPS)/package $(STAMPS)/torch pyproject.toml
+	$(PIP) install --quiet --no-build-isolation '.[examples]'
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/examples pyproject.toml
+	$(PIP) install --quiet --no-build-isolation '.[test,mpi]'
+	touch $@
+
+$(STAMPS)/lint: $(STAMPS)/examples pyproject.toml
+	$(PIP) install --quiet --no-build-isolation '.[lint]'
+	touch $@
+
+# --- running ------------------------------------------------------------------------------------------
+
+demo: $(STAMPS)/examples
+	$(BIN)/kolovod run -np 2 -- $(BIN)/python examples/torch_digits.py --compare
+
+test: test-native test-python
+
+test-python: $(STAMPS)/test
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
+native = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	-DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=OFF $(2) >build/$(1).log || { cat build/$(1).log; exit 1; }; \
+	$(BIN)/cmake --build build/$(1) -- --quiet
+ctest = $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 300
+
+test-native: $(STAMPS)/tools
+	@mkdir -p build
+	$(call native,native-tests,)
+	$(call ctest,native-tests)
+
+lint: $(STAMPS)/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/cmake -S . -B build/werror -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DKOLOVOD_WERROR=ON -DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=ON \
+	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	    -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" >/dev/null
+	$(BIN)/cmake --build build/werror -- --quiet
+
+sanitize: sanitize-thread sanitize-address
+
+sanitize-thread: $(STAMPS)/tools
+	@mkdir -p build
+	$(call native,tsan,-DKOLOVOD_SANITIZE=thread)
+	TSAN_OPTIONS=halt_on_error=1 $(call ctest,tsan)
+
+sanitize-address: $(STAMPS)/tools
+	@mkdir -p build
+	$(call native,asan,-DKOLOVOD_SANITIZE=address$(comma)undefined)
+	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan)
+
+comma := ,
+
+# --quick in BENCH_ARGS: three minutes, into files of their own, the README stays as it is.
+bench: $(STAMPS)/examples
+	$(BIN)/python bench/collectives.py $(BENCH_ARGS)
+	$(BIN)/python bench/training.py $(BENCH_ARGS)
+ifeq ($(findstring --quick,$(BENCH_ARGS)),)
+	$(BIN)/python bench/report.py
+endif
+
+clean:
+	rm -rf build $(VENV)

@@ -1,0 +1,112 @@
+#include "control/negotiate.h"
+
+#include "testing/check.h"
+
+namespace kolovod {
+namespace {
+
+using Kind = Response::Kind;
+
+Request Make(const std::string& name, std::vector<int64_t> shape = {2, 3}) {
+  Request request;
+  request.name = name;
+  request.tensors = {{DType::kFloat32, std::move(shape)}};
+  return request;
+}
+
+// Offers the same request from every rank; returns the last answer.
+std::vector<Response> OfferAll(Negotiator& n, int size, const Request& request) {
+  std::vector<Response> last;
+  for (int r = 0; r < size; ++r) last = n.Offer(r, request);
+  return last;
+}
+
+TEST(nothing_is_said_until_every_rank_has_it) {
+  Negotiator n(3, 8);
+  CHECK(n.Offer(2, Make("a")).empty());
+  CHECK(n.Offer(0, Make("b")).empty());
+  CHECK(n.Offer(0, Make("a")).empty());
+  const auto said = n.Offer(1, Make("a"));
+  CHECK(said.size() == 1 && said[0].kind == Kind::kExecute && said[0].name == "a");
+}
+
+TEST(a_name_that_comes_again_gets_a_bit) {
+  Negotiator n(2, 1);
+  CHECK(OfferAll(n, 2, Make("a"))[0].id == kNoId);
+  CHECK(OfferAll(n, 2, Make("b"))[0].id == kNoId);
+  CHECK(OfferAll(n, 2, Make("a"))[0].id == 0);
+  CHECK(OfferAll(n, 2, Make("b"))[0].id == kNoId);  // the capacity of 1 is used up
+  Request unnamed = Make("unnamed.1");
+  unnamed.cacheable = false;
+  CHECK(OfferAll(n, 2, unnamed)[0].id == kNoId);
+}
+
+TEST(a_cached_name_with_a_new_shape_is_forgotten_first) {
+  Negotiator n(2, 8);
+  OfferAll(n, 2, Make("a"));
+  const int32_t id = OfferAll(n, 2, Make("a"))[0].id;
+  CHECK(id != kNoId);
+  const auto said = n.Offer(1, Make("a", {5}));
+  CHECK(said.size() == 1 && said[0].kind == Kind::kForget && said[0].id == id);
+  const auto answer = n.Offer(0, Make("a", {5}));
+  CHECK(answer.size() == 1 && answer[0].kind == Kind::kExecute && answer[0].id != id);
+}
+
+void CheckMismatch(const Request& other, const std::string& value0, const std::string& value1) {
+  Negotiator n(3, 8);
+  n.Offer(0, Make("t"));
+  n.Offer(2, other);
+  const auto said = n.Offer(1, Make("t"));
+  CHECK(said.size() == 1 && said[0].kind == Kind::kError);
+  const std::string& text = said[0].error;
+  CHECK(text.find("'t'") != std::string::npos);
+  CHECK(text.find("rank 0 has " + value0) != std::string::npos);
+  CHECK(text.find("rank 2 has " + value1) != std::string::npos);
+  CHECK(OfferAll(n, 3, Make("t"))[0].kind == Kind::kExecute);  // usable afterwards
+}
+
+TEST(every_mismatch_names_both_values_and_ranks) {
+  Request other = Make("t");
+  other.tensors[0].dtype = DType::kInt32;
+  CheckMismatch(other, "float32", "int32");
+  CheckMismatch(Make("t", {3, 2}), "(2, 3)", "(3, 2)");
+  CheckMismatch(Make("t", {6}), "(2, 3)", "(6,)");
+  other = Make("t");
+  other.verb = Verb::kBroadcast;
+  CheckMismatch(other, "allreduce", "broadcast");
+  other = Make("t");
+  other.op = Op::kMax;
+  CheckMismatch(other, "Sum", "Max");
+  other = Make("t");
+  other.prescale = 0.5;
+  CheckMismatch(other, "1", "0.5");
+  other = Make("t");
+  other.postscale = 0.25;
+  CheckMismatch(other, "1", "0.25");
+  other = Make("t");
+  other.root = 1;
+  CheckMismatch(other, "0", "1");
+  other = Make("t");
+  other.tensors.push_back(other.tensors[0]);
+  CheckMismatch(other, "1", "2");
+}
+
+TEST(allgather_joins_different_first_dimensions_only) {
+  Negotiator n(2, 8);
+  Request a = Make("g", {2, 3});
+  a.verb = Verb::kAllgather;
+  Request b = Make("g", {0, 3});
+  b.verb = Verb::kAllgather;
+  n.Offer(0, a);
+  const auto said = n.Offer(1, b);
+  CHECK(said[0].kind == Kind::kExecute);
+  CHECK((said[0].first_dims == std::vector<std::vector<int64_t>>{{2, 0}}));
+  b.tensors[0].shape = {2, 4};
+  n.Offer(0, a);
+  CHECK(n.Offer(1, b)[0].kind == Kind::kError);
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

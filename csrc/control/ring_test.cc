@@ -1,0 +1,78 @@
+#include "control/ring.h"
+
+#include <thread>
+
+#include "testing/check.h"
+
+namespace kolovod {
+namespace {
+
+struct Shared {
+  std::vector<char> data = std::vector<char>(1000);
+  std::atomic<uint64_t> head{0};
+  std::atomic<uint64_t> tails[2] = {0, 0};
+};
+
+std::string Frame(int i) { return std::string(static_cast<size_t>(i * 37 % 3000), static_cast<char>(i)); }
+
+// Frames up to three times the ring's size, read whole and in order by two readers at once.
+TEST(every_reader_sees_every_frame_in_order) {
+  Shared shared;
+  constexpr int kFrames = 500;
+  std::thread writer([&] {
+    RingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0], &shared.tails[1]}, 9);
+    int complete = 0;
+    for (int i = 0; i < kFrames; ++i) w.Push(Frame(i));
+    while (complete < kFrames) {
+      complete += w.Flush();
+      std::this_thread::yield();
+    }
+    CHECK(w.empty());
+  });
+  const auto read = [&](int which) {
+    RingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[which], 9);
+    for (int i = 0; i < kFrames;) {
+      std::optional<std::string> frame;
+      CHECK_OK(r.Next(&frame));
+      if (!frame) {
+        std::this_thread::yield();
+        continue;
+      }
+      CHECK(*frame == Frame(i));
+      ++i;
+    }
+    CHECK(!r.HasData());
+  };
+  std::thread first(read, 0);
+  std::thread second(read, 1);
+  writer.join();
+  first.join();
+  second.join();
+}
+
+TEST(bytes_of_another_epoch_or_absurd_lengths_are_refused) {
+  for (const uint32_t epoch : {1u, 2u}) {
+    Shared shared;
+    RingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0]}, epoch);
+    w.Push("hello");
+    CHECK(w.Flush() == 1);
+    RingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[0], 2);
+    std::optional<std::string> frame;
+    const Status status = r.Next(&frame);
+    CHECK(status.ok() == (epoch == 2));
+    CHECK(frame.has_value() == (epoch == 2));
+  }
+  Shared shared;
+  std::fill(shared.data.begin(), shared.data.end(), '\xff');
+  shared.head = 100;
+  RingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[0], 0xffffffffu);
+  std::optional<std::string> frame;
+  CHECK(!r.Next(&frame).ok());
+  shared.head = 5000;  // more than the ring holds
+  CHECK(!r.Next(&frame).ok());
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

@@ -1,0 +1,244 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "testing/world.h"
+
+namespace kolovod {
+namespace {
+
+using testing::Rank;
+using testing::RunRanks;
+
+std::vector<float> Values(size_t count, int rank, int salt = 0) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) {
+    values[i] = static_cast<float>((i * 31 + static_cast<size_t>(rank) * 17 + static_cast<size_t>(salt)) % 97);
+  }
+  return values;
+}
+
+std::vector<float> Expected(size_t count, int size, int salt = 0) {
+  std::vector<float> sum(count, 0.0f);
+  for (int r = 0; r < size; ++r) {
+    const std::vector<float> values = Values(count, r, salt);
+    for (size_t i = 0; i < count; ++i) sum[i] += values[i];
+  }
+  return sum;
+}
+
+TEST(allreduce_of_every_size_on_every_world) {
+  for (int size : {1, 2, 3, 4, 8}) {
+    RunRanks(size, [](Rank& rank) {
+      for (size_t count : {0, 1, 15, 17, 1000, 5000, 70000}) {
+        for (int again = 0; again < 4; ++again) {
+          std::vector<float> data = Values(count, rank.rank(), again);
+          CHECK_OK(rank.Allreduce("t" + std::to_string(count), data));
+          CHECK(data == Expected(count, rank.size(), again));
+        }
+      }
+    });
+  }
+}
+
+TEST(unnamed_operations_match_by_order) {
+  RunRanks(3, [](Rank& rank) {
+    for (int i = 0; i < 50; ++i) {
+      std::vector<float> data = Values(static_cast<size_t>(i), rank.rank(), i);
+      CHECK_OK(rank.Allreduce("", data));
+      CHECK(data == Expected(static_cast<size_t>(i), 3, i));
+    }
+  });
+}
+
+// Every rank submits the same names in an order of its own, and waits in yet another.
+TEST(any_order_of_submission_works) {
+  for (int size : {2, 3, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      std::mt19937 random(static_cast<unsigned>(rank.rank()) * 7 + 1);
+      constexpr int kTensors = 40;
+      std::vector<int> order(kTensors);
+      std::iota(order.begin(), order.end(), 0);
+      for (int step = 0; step < 8; ++step) {
+        std::vector<std::vector<float>> data;
+        for (int t = 0; t < kTensors; ++t) {
+          data.push_back(Values(static_cast<size_t>(t * t * 3), rank.rank(), t + step));
+        }
+        std::vector<uint64_t> handles(kTensors);
+        std::shuffle(order.begin(), order.end(), random);
+        for (int t : order) {
+          CHECK_OK(rank.Submit("g" + std::to_string(t), data[static_cast<size_t>(t)], false,
+                               &handles[static_cast<size_t>(t)]));
+        }
+        std::shuffle(order.begin(), order.end(), random);
+        for (int t : order) CHECK_OK(rank.Wait(handles[static_cast<size_t>(t)]));
+        for (int t = 0; t < kTensors; ++t) {
+          CHECK(data[static_cast<size_t>(t)] ==
+                Expected(static_cast<size_t>(t * t * 3), rank.size(), t + step));
+        }
+      }
+    });
+  }
+}
+
+TEST(the_steady_state_sends_no_messages) {
+  RunRanks(2, [](Rank& rank) {
+    const auto step = [&] {
+      std::vector<std::vector<float>> data;
+      std::vector<uint64_t> handles(20);
+      for (int t = 0; t < 20; ++t) data.push_back(Values(100, rank.rank(), t));
+      for (size_t t = 0; t < 20; ++t) {
+        CHECK_OK(rank.Submit("g" + std::to_string(t), data[t], false, &handles[t]));
+      }
+      for (uint64_t handle : handles) CHECK_OK(rank.Wait(handle));
+    };
+    step();
+    step();
+    const EngineStats before = rank.engine().Stats();
+    CHECK(before.control.message_bytes > 0);
+    for (int i = 0; i < 10; ++i) step();
+    const EngineStats after = rank.engine().Stats();
+    CHECK(after.control.message_bytes == before.control.message_bytes);
+    CHECK(after.control.full_announcements == before.control.full_announcements);
+    CHECK(after.control.bit_announcements == before.control.bit_announcements + 200);
+    CHECK(after.operations == before.operations + 200);
+  });
+}
+
+TEST(a_changed_shape_is_negotiated_again) {
+  RunRanks(3, [](Rank& rank) {
+    for (int i = 0; i < 60; ++i) {
+      const size_t count = static_cast<size_t>(i / 5 * 10);
+      std::vector<float> data = Values(count, rank.rank(), i);
+      CHECK_OK(rank.Allreduce("t", data));
+      CHECK(data == Expected(count, 3, i));
+    }
+  });
+}
+
+// One rank still announces the cached bit while another comes with a new shape.
+TEST(a_bit_against_a_new_shape_is_a_mismatch_on_every_rank) {
+  RunRanks(3, [](Rank& rank) {
+    for (int i = 0; i < 4; ++i) {
+      std::vector<float> data(8);
+      CHECK_OK(rank.Allreduce("t", data));
+    }
+    std::vector<float> data(rank.rank() == 1 ? 9 : 8);
+    const Status status = rank.Allreduce("t", data);
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(status.message().find("rank 0 has (8,), rank 1 has (9,)") != std::string::npos);
+    std::vector<float> again = Values(8, rank.rank());
+    CHECK_OK(rank.Allreduce("t", again));
+    CHECK(again == Expected(8, 3));
+  });
+}
+
+TEST(a_pending_name_cannot_be_submitted_again) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<float> a(4);
+    std::vector<float> b(4);
+    uint64_t first = 0;
+    uint64_t second = 0;
+    if (rank.rank() == 0) {
+      CHECK_OK(rank.Submit("t", a, false, &first));
+      CHECK(rank.Submit("t", b, false, &second).code() == Code::kDuplicateName);
+    }
+    CHECK_OK(rank.Allreduce("sync", b));
+    if (rank.rank() == 1) CHECK_OK(rank.Submit("t", a, false, &first));
+    CHECK_OK(rank.Wait(first));
+    CHECK(rank.engine().Wait(first, -1, nullptr).code() == Code::kInvalidArgument);
+  });
+}
+
+TEST(broadcast_from_every_root) {
+  for (int size : {1, 2, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      for (int root = 0; root < rank.size(); ++root) {
+        for (size_t count : {0, 3, 9000}) {
+          std::vector<float> data = Values(count, rank.rank());
+          uint64_t handle = 0;
+          CHECK_OK(rank.Submit("b", data, true, &handle, Op::kSum, Verb::kBroadcast, root));
+          CHECK_OK(rank.Wait(handle));
+          CHECK(data == Values(count, root));
+        }
+      }
+    });
+  }
+}
+
+TEST(allgather_with_different_first_dimensions) {
+  RunRanks(3, [](Rank& rank) {
+    for (int round = 0; round < 6; ++round) {
+      // Cached from the third round on; the last round changes one rank only.
+      const auto rows = [&](int r) { return static_cast<size_t>(r * 1500 + (round == 5 && r == 1 ? 2 : 0)); };
+      std::vector<float> data = Values(rows(rank.rank()), rank.rank());
+      uint64_t handle = 0;
+      CHECK_OK(rank.Submit("g", data, true, &handle, Op::kSum, Verb::kAllgather));
+      const OperationPtr op = rank.engine().Find(handle);
+      CHECK_OK(rank.Wait(handle));
+      std::vector<float> expected;
+      for (int r = 0; r < 3; ++r) {
+        const std::vector<float> part = Values(rows(r), r);
+        expected.insert(expected.end(), part.begin(), part.end());
+      }
+      CHECK(op->buffers[0].bytes == expected.size() * sizeof(float));
+      CHECK(std::memcmp(op->buffers[0].data.get(), expected.data(), op->buffers[0].bytes) == 0);
+    }
+  });
+}
+
+// The order of addition is the order of ranks, whatever the size of the bucket or who owns a slice.
+TEST(the_result_is_the_same_on_every_rank_and_in_every_bucket) {
+  constexpr size_t kCount = 20000;
+  std::vector<std::vector<float>> results(4);
+  RunRanks(4, [&](Rank& rank) {
+    std::mt19937 random(static_cast<unsigned>(rank.rank()));
+    std::vector<float> data(kCount);
+    for (float& v : data) v = std::uniform_real_distribution<float>(-1e4f, 1e4f)(random);
+    std::vector<float> head(data.begin(), data.begin() + 100);  // one-shot
+    CHECK_OK(rank.Allreduce("whole", data, Op::kAverage));
+    CHECK_OK(rank.Allreduce("head", head, Op::kAverage));
+    CHECK(std::equal(head.begin(), head.end(), data.begin()));
+    results[static_cast<size_t>(rank.rank())] = std::move(data);
+  });
+  for (int r = 1; r < 4; ++r) {
+    CHECK(std::memcmp(results[0].data(), results[static_cast<size_t>(r)].data(), kCount * sizeof(float)) == 0);
+  }
+}
+
+TEST(bad_arguments_fail_at_once) {
+  RunRanks(1, [](Rank& rank) {
+    std::vector<float> data(3);
+    uint64_t handle = 0;
+    CHECK(rank.Submit("t", data, true, &handle, Op::kAdasum).code() == Code::kInvalidArgument);
+    CHECK(rank.Submit("t", data, true, &handle, Op::kSum, Verb::kBroadcast, 1).code() ==
+          Code::kInvalidArgument);
+    CHECK(rank.Submit("t", data, true, &handle, Op::kSum, Verb::kBroadcast, -1).code() ==
+          Code::kInvalidArgument);
+    CHECK_OK(rank.Allreduce("t", data));
+  });
+}
+
+TEST(many_threads_of_one_rank_wait_at_once) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&rank, t] {
+        for (int i = 0; i < 30; ++i) {
+          std::vector<float> data = Values(500, rank.rank(), i);
+          CHECK_OK(rank.Allreduce("thread" + std::to_string(t), data));
+          CHECK(data == Expected(500, 2, i));
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

@@ -1,0 +1,205 @@
+// What the other ranks see when one of them dies, leaves, stops half-way or loses messages.
+#include <chrono>
+#include <thread>
+
+#include "testing/world.h"
+
+namespace kolovod {
+namespace {
+
+using testing::Rank;
+using testing::RunRanks;
+using std::chrono::milliseconds;
+
+bool Names(const Status& status, const std::string& text) {
+  return status.message().find(text) != std::string::npos;
+}
+
+TEST(a_killed_rank_fails_pending_and_later_operations_everywhere) {
+  for (int size : {2, 3, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      std::vector<float> data(5000);
+      CHECK_OK(rank.Allreduce("before", data));
+      const int victim = rank.size() - 1;
+      if (rank.rank() == victim) {
+        rank.world().Kill(victim);
+        return;
+      }
+      Status status = rank.Allreduce("t", data);
+      CHECK(status.code() == Code::kRankLost);
+      CHECK(status.message().rfind("rank " + std::to_string(victim), 0) == 0);
+      status = rank.Allreduce("later", data);
+      CHECK(status.code() == Code::kRankLost);
+    });
+  }
+}
+
+// The victim dies while the others are inside a bucket that it has announced.
+TEST(a_rank_that_dies_inside_a_bucket) {
+  RunRanks(3, [](Rank& rank) {
+    std::vector<float> data(200000, 1.0f);
+    if (rank.rank() == 1) {
+      rank.world().faults->delay_us[1] = 2000;  // 196 chunks: the bucket takes a while
+      std::thread killer([&] {
+        std::this_thread::sleep_for(milliseconds(100));
+        rank.world().Kill(1);
+      });
+      CHECK(!rank.Allreduce("t", data).ok());
+      killer.join();
+      return;
+    }
+    const Status status = rank.Allreduce("t", data);
+    CHECK(status.code() == Code::kRankLost);
+    CHECK(Names(status, "rank 1"));
+    CHECK(Names(status, "'t'"));
+  });
+}
+
+TEST(an_asynchronous_operation_learns_of_the_death_too) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<float> data(100);
+    if (rank.rank() == 1) {
+      rank.world().Kill(1);
+      return;
+    }
+    uint64_t handle = 0;
+    const Status submitted = rank.Submit("t", data, false, &handle);
+    if (!submitted.ok()) {  // the engine thread may have noticed already
+      CHECK(submitted.code() == Code::kRankLost);
+      return;
+    }
+    bool done = false;
+    for (int i = 0; i < 500 && !done; ++i) {
+      CHECK_OK(rank.engine().Poll(handle, &done));
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    CHECK(done);
+    CHECK(rank.Wait(handle).code() == Code::kRankLost);
+  });
+}
+
+TEST(a_clean_leave_hurts_only_those_who_need_the_leaver) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<float> data(10);
+    CHECK_OK(rank.Allreduce("together", data));
+    if (rank.rank() == 1) return;  // its destructor leaves
+    const Status status = rank.Allreduce("alone", data);
+    CHECK(status.code() == Code::kRankLeft);
+    CHECK(Names(status, "rank 1"));
+  });
+}
+
+TEST(shutting_down_with_pending_work_is_told_to_all) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<float> data(10);
+    uint64_t handle = 0;
+    if (rank.rank() == 1) {
+      CHECK_OK(rank.Submit("abandoned", data, false, &handle));
+      rank.engine().Shutdown();
+      CHECK(rank.Wait(handle).code() == Code::kShutDown);
+      CHECK(rank.Submit("later", data, false, &handle).code() == Code::kShutDown);
+      return;
+    }
+    const Status status = rank.Allreduce("other", data);
+    CHECK(status.code() == Code::kRankLeft);
+    CHECK(Names(status, "abandoned"));
+  });
+}
+
+TEST(an_abort_names_its_rank_and_reason) {
+  RunRanks(3, [](Rank& rank) {
+    std::vector<float> data(10);
+    if (rank.rank() == 2) rank.engine().Abort("the data are wrong");
+    const Status status = rank.Allreduce("t", data);
+    CHECK(status.code() == Code::kInterrupted);
+    CHECK(Names(status, "rank 2"));
+    CHECK(Names(status, "the data are wrong"));
+  });
+}
+
+TEST(a_lost_announcement_runs_into_the_callers_timeout_and_no_further) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<float> warm(4);
+    for (int i = 0; i < 3; ++i) CHECK_OK(rank.Allreduce("warm", warm));
+    if (rank.rank() == 1) rank.world().faults->drop[1] = 1;
+    std::vector<float> lost(4);
+    uint64_t handle = 0;
+    CHECK_OK(rank.Submit("warm", lost, false, &handle));
+    const Status status = rank.engine().Wait(handle, 0.2, nullptr);
+    CHECK(status.code() == Code::kTimeout);
+    CHECK(Names(status, "'warm'"));
+    std::vector<float> other(4, 1.0f);
+    CHECK_OK(rank.Allreduce("other", other));  // the engine goes on with everything else
+    CHECK(other[0] == 2.0f);
+  });
+}
+
+TEST(delays_change_nothing_but_time) {
+  RunRanks(3, [](Rank& rank) {
+    rank.world().faults->delay_us[static_cast<size_t>(rank.rank())] = rank.rank() * 300;
+    for (int i = 0; i < 5; ++i) {
+      std::vector<float> data(9000, 1.0f);
+      CHECK_OK(rank.Allreduce("t", data));
+      for (float v : data) CHECK(v == 3.0f);
+    }
+  });
+}
+
+TEST(an_interrupt_before_the_start_leaves_the_operation_pending) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<float> data(4, 1.0f);
+    if (rank.rank() == 0) {
+      uint64_t handle = 0;
+      CHECK_OK(rank.Submit("t", data, true, &handle));
+      const Status status = rank.engine().Wait(handle, -1, [] { return true; });
+      CHECK(status.code() == Code::kInterrupted);
+      std::vector<float> go(1);
+      CHECK_OK(rank.Allreduce("go", go));
+      CHECK_OK(rank.Wait(handle));
+    } else {
+      std::vector<float> go(1);
+      CHECK_OK(rank.Allreduce("go", go));
+      CHECK_OK(rank.Allreduce("t", data));
+    }
+    CHECK(data[0] == 2.0f);
+  });
+}
+
+TEST(a_rank_that_never_comes_is_named) {
+  Config config = testing::SmallConfig();
+  config.start_timeout_ms = 200;
+  std::shared_ptr<LoopbackWorld> world;
+  CHECK_OK(LoopbackWorld::Create(3, config, &world));
+  std::vector<std::thread> threads;
+  for (int r : {0, 2}) {
+    threads.emplace_back([&, r] {
+      EngineOptions options;
+      options.rank = r;
+      options.size = 3;
+      options.config = config;
+      options.segment = world->segment;
+      options.faults = world->faults;
+      options.liveness = std::make_unique<LoopbackLiveness>(world->faults);
+      std::unique_ptr<Engine> engine;
+      const Status status = Engine::Create(std::move(options), &engine);
+      CHECK(status.code() == Code::kTimeout);
+      CHECK(status.message().rfind("rank 1", 0) == 0);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST(a_world_can_be_formed_again_and_again) {
+  for (int i = 0; i < 20; ++i) {
+    RunRanks(i % 3 + 1, [](Rank& rank) {
+      std::vector<float> data(100, 1.0f);
+      CHECK_OK(rank.Allreduce("t", data));
+      CHECK(data[99] == static_cast<float>(rank.size()));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

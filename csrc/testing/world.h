@@ -1,0 +1,89 @@
+// Threads as ranks over the real segment code, for the engine's tests.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "testing/check.h"
+#include "transport/loopback.h"
+
+namespace kolovod::testing {
+
+// One rank as a test sees it.
+class Rank {
+ public:
+  Rank(int rank, std::shared_ptr<LoopbackWorld> world) : rank_(rank), world_(std::move(world)) {
+    EngineOptions options;
+    options.rank = rank;
+    options.size = world_->segment->layout().size;
+    options.config = world_->config;
+    options.segment = world_->segment;
+    options.faults = world_->faults;
+    options.liveness = std::make_unique<LoopbackLiveness>(world_->faults);
+    CHECK_OK(Engine::Create(std::move(options), &engine_));
+  }
+
+  int rank() const { return rank_; }
+  int size() const { return world_->segment->layout().size; }
+  LoopbackWorld& world() { return *world_; }
+  Engine& engine() { return *engine_; }
+
+  // Submits in place; the vector must outlive the operation.
+  Status Submit(const std::string& name, std::vector<float>& data, bool blocking, uint64_t* handle,
+                Op op = Op::kSum, Verb verb = Verb::kAllreduce, int root = 0) {
+    Request request;
+    request.name = name;
+    request.verb = verb;
+    request.op = op;
+    request.root = root;
+    std::vector<SubmittedTensor> tensors(1);
+    tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
+    tensors[0].in = tensors[0].out = data.data();
+    return engine_->Submit(std::move(request), std::move(tensors), blocking, handle);
+  }
+  Status Wait(uint64_t handle, double timeout_s = -1) {
+    const Status status = engine_->Wait(handle, timeout_s, nullptr);
+    bool done = false;
+    (void)engine_->Release(handle, &done);
+    return status;
+  }
+  Status Allreduce(const std::string& name, std::vector<float>& data, Op op = Op::kSum) {
+    uint64_t handle = 0;
+    KV_RETURN_IF_ERROR(Submit(name, data, true, &handle, op));
+    return Wait(handle);
+  }
+
+ private:
+  const int rank_;
+  const std::shared_ptr<LoopbackWorld> world_;
+  std::unique_ptr<Engine> engine_;
+};
+
+inline Config SmallConfig() {
+  Config config;
+  config.chunk_bytes = 4096;  // many chunks from little data
+  config.kick_bytes = 1 << 14;
+  config.spin_us = 5;
+  config.cache_capacity = 64;
+  config.start_timeout_ms = 20'000;
+  return config;
+}
+
+inline void RunRanks(int size, const std::function<void(Rank&)>& body,
+                     const Config& config = SmallConfig()) {
+  std::shared_ptr<LoopbackWorld> world;
+  CHECK_OK(LoopbackWorld::Create(size, config, &world));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r) {
+    threads.emplace_back([&, r] {
+      Rank rank(r, world);
+      body(rank);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace kolovod::testing

@@ -1,0 +1,89 @@
+"""Data-parallel training: processes that keep their copies of a model equal.
+
+Start ``kolovod run -np 4 python train.py``, and in the script::
+
+    import kolovod
+
+    kolovod.init()
+    mean = kolovod.allreduce(array)  # the average over all ranks, on every rank
+
+This module works on NumPy arrays; ``kolovod.torch`` on PyTorch's tensors. Without the launcher a
+script runs as the only rank of a world of one.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as _version
+
+from kolovod import errors
+from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.handles import Handle
+from kolovod.numpy import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    poll,
+    synchronize,
+)
+from kolovod.ops import Average, Max, Min, Op, Product, Sum
+from kolovod.world import init, is_initialized, shutdown
+
+try:
+    __version__ = _version("kolovod")
+except PackageNotFoundError:  # run from a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Average",
+    "Handle",
+    "Max",
+    "Min",
+    "Op",
+    "Product",
+    "Sum",
+    "__version__",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "cross_rank",
+    "cross_size",
+    "errors",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]

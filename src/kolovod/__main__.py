@@ -1,0 +1,6 @@
+"""``python -m kolovod`` is the ``kolovod`` command."""
+
+from kolovod.launch.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,222 @@
+"""The one table of knobs.
+
+Each field of ``Settings`` declares a knob once: name, type, default, unit, environment names,
+launcher flag and text. The command line, the engine's configuration and ``docs/configuration.md``
+are made from it.
+
+The core never reads the environment: ``load`` does, once, in ``init``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kolovod.errors import InvalidArgumentError
+
+__all__ = ["KNOBS", "Knob", "Settings", "load", "parse_bool"]
+
+_MEBI = 1 << 20
+_INT64_MAX = (1 << 63) - 1
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+Value = int | float | bool | str
+
+
+def parse_bool(text: str, what: str) -> bool:
+    """The truth of ``text``: 1/0, true/false, yes/no, on/off in any case.
+
+    Raises InvalidArgumentError naming ``what`` and the text for anything else.
+    """
+    word = text.strip().lower()
+    if word in _TRUE or word in _FALSE:
+        return word in _TRUE
+    raise InvalidArgumentError(f"{what}={text!r}: expected one of 1/0, true/false, yes/no, on/off")
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One thing that a user may set."""
+
+    name: str
+    type: type[Value]
+    unit: str
+    """Unit of the value, "" for none."""
+    default: Value
+    environment: str
+    """The variable that sets it."""
+    aliases: tuple[str, ...]
+    """Further variables with the same meaning and unit; ``environment`` wins over them."""
+    flag: str
+    """Option of ``kolovod run``."""
+    text: str
+    minimum: float
+    maximum: float
+    choices: tuple[str, ...]
+    engine: bool
+    """True: handed to the native engine under its own name."""
+
+    def parse(self, text: str, what: str) -> Value:
+        """The value written as ``text``; ``what`` names the variable or flag in the error.
+
+        Raises InvalidArgumentError.
+        """
+        if self.type is bool:
+            return parse_bool(text, what)
+        stripped = text.strip()
+        if self.type is str:
+            if self.choices and stripped not in self.choices:
+                allowed = ", ".join(self.choices)
+                raise InvalidArgumentError(f"{what}={text!r}: expected one of {allowed}")
+            return stripped
+        try:
+            value = self.type(stripped)
+        except ValueError:
+            kind = "a whole number" if self.type is int else "a number"
+            unit = f" of {self.unit}" if self.unit else ""
+            raise InvalidArgumentError(f"{what}={text!r}: expected {kind}{unit}") from None
+        if not self.minimum <= float(value) <= self.maximum:  # also refuses nan
+            upper = "" if self.maximum >= _INT64_MAX else f" and at most {self.maximum:g}"
+            raise InvalidArgumentError(
+                f"{what}={text!r}: must be at least {self.minimum:g}{upper} {self.unit}".rstrip()
+            )
+        return value
+
+
+def _knob(
+    default: Value,
+    text: str,
+    *,
+    unit: str = "",
+    aliases: tuple[str, ...] = (),
+    minimum: float = -math.inf,
+    maximum: float = _INT64_MAX,
+    choices: tuple[str, ...] = (),
+    engine: bool = True,
+) -> Any:
+    """A field of ``Settings`` that carries what makes it a knob."""
+    metadata = {
+        "type": type(default),
+        "default": default,
+        "unit": unit,
+        "aliases": aliases,
+        "text": text,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+        "engine": engine,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user has set, or the defaults. Most users need none of it."""
+
+    backend: str = _knob(
+        "native",
+        "Who carries the bytes: native (shared memory) or mpi (an MPI library, by mpi4py).",
+        choices=("native", "mpi"),
+        engine=False,
+    )
+    start_timeout_s: float = _knob(
+        60.0,
+        "How long init() waits for all ranks to come.",
+        unit="seconds",
+        aliases=("HOROVOD_START_TIMEOUT",),
+        minimum=0.1,
+        maximum=30 * 86_400.0,
+        engine=False,
+    )
+    fusion_bytes: int = _knob(
+        64 * _MEBI,
+        "A bucket takes no further tensor beyond this size. 0: every tensor goes alone.",
+        unit="bytes",
+        aliases=("HOROVOD_FUSION_THRESHOLD",),
+        minimum=0,
+    )
+    kick_bytes: int = _knob(
+        _MEBI,
+        "So many ready bytes start the engine's thread while nobody waits for a result.",
+        unit="bytes",
+        minimum=0,
+    )
+    cache_capacity: int = _knob(
+        8192,
+        "Tensor names that can be announced by one bit. 0: all announcements are in full.",
+        unit="names",
+        aliases=("HOROVOD_CACHE_CAPACITY",),
+        minimum=0,
+        maximum=_MEBI,
+    )
+    chunk_bytes: int = _knob(
+        _MEBI,
+        "Bytes that a rank stages in shared memory per pipeline step.",
+        unit="bytes",
+        minimum=4096,
+        maximum=1 << 30,
+    )
+    chunk_slots: int = _knob(
+        4,
+        "Depth of the pipeline. A rank takes chunk_bytes times chunk_slots of shared memory.",
+        unit="chunks",
+        minimum=3,
+        maximum=64,
+    )
+    one_shot_bytes: int = _knob(
+        0,
+        "Up to this size every rank reduces the whole tensor by itself. 0: chosen by size.",
+        unit="bytes",
+        minimum=0,
+    )
+    spin_us: int = _knob(
+        50,
+        "How long a wait looks before it sleeps, when there are cores to spare.",
+        unit="microseconds",
+        minimum=0,
+        maximum=1_000_000,
+    )
+    cores: int = _knob(
+        0,
+        "Cores that the ranks of this host may use. 0: what the system allows this process.",
+        unit="cores",
+        minimum=0,
+        maximum=1 << 16,
+    )
+
+    def engine_config(self) -> dict[str, int]:
+        """Every field of the native engine's configuration."""
+        config = {knob.name: int(getattr(self, knob.name)) for knob in KNOBS if knob.engine}
+        config["start_timeout_ms"] = max(1, round(self.start_timeout_s * 1000))
+        return config
+
+
+def _make_knob(field: dataclasses.Field[Any]) -> Knob:
+    return Knob(
+        name=field.name,
+        environment=f"KOLOVOD_{field.name.upper()}",
+        flag=f"--{field.name.replace('_', '-')}",
+        **field.metadata,
+    )
+
+
+KNOBS: tuple[Knob, ...] = tuple(_make_knob(field) for field in dataclasses.fields(Settings))
+
+
+def load(environ: Mapping[str, str]) -> Settings:
+    """The settings that ``environ`` asks for; an empty variable counts as unset.
+
+    Raises InvalidArgumentError naming the variable and its value.
+    """
+    values: dict[str, Value] = {}
+    for knob in KNOBS:
+        for name in (knob.environment, *knob.aliases):
+            text = environ.get(name, "")
+            if text.strip():
+                values[knob.name] = knob.parse(text, name)
+                break
+    return Settings(**values)  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""Every error that Kolovod raises, as one tree.
+
+::
+
+    KolovodError (RuntimeError)
+    ├── NotInitializedError (also ValueError)     init() has not been called, or in another process
+    ├── InvalidArgumentError (also ValueError)    a value that can never work; nothing was sent
+    │   └── DuplicateNameError                    the name is still pending on this rank
+    ├── MismatchError                             the ranks disagree; the world stays usable
+    ├── CollectiveAbortedError                    the world is over: shutdown(), then init() again
+    │   ├── RankLostError (.rank)                 a rank's process ended without leaving
+    │   ├── RankLeftError (.rank)                 a rank left before this operation
+    │   ├── ShutDownError                         this rank shut down before it completed
+    │   └── InterruptedByRankError (.rank)        a rank gave up: Ctrl-C, or an uncaught exception
+    ├── WaitTimeoutError (also TimeoutError)      still pending; wait again, or shut down
+    ├── BootstrapError                            the world could not be formed
+    │   ├── AuthenticationError                   the other end does not know the job's secret
+    │   └── StartTimeoutError                     a rank did not come in time
+    └── InternalError                             a defect of Kolovod: please report it
+
+Catch ``CollectiveAbortedError`` to form a new world after a failure, and ``KolovodError`` for all.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+__all__ = [
+    "AuthenticationError",
+    "BootstrapError",
+    "CollectiveAbortedError",
+    "DuplicateNameError",
+    "InternalError",
+    "InterruptedByRankError",
+    "InvalidArgumentError",
+    "KolovodError",
+    "MismatchError",
+    "NotInitializedError",
+    "RankLeftError",
+    "RankLostError",
+    "ShutDownError",
+    "StartTimeoutError",
+    "WaitTimeoutError",
+    "from_engine",
+]
+
+
+class KolovodError(RuntimeError):
+    """Base of all errors of Kolovod."""
+
+
+class NotInitializedError(KolovodError, ValueError):
+    """There is no world in this process."""
+
+
+class InvalidArgumentError(KolovodError, ValueError):
+    """An argument, an environment variable or a flag has a value that cannot work."""
+
+
+class DuplicateNameError(InvalidArgumentError):
+    """A tensor of this name is already pending on this rank."""
+
+
+class MismatchError(KolovodError):
+    """Ranks submitted different dtypes, shapes, operations, roots or scales under one name."""
+
+
+class CollectiveAbortedError(KolovodError):
+    """The world came to an end; operations that were pending have no result.
+
+    ``rank`` is the rank that caused it, in the numbering of the world that ended, or None when the
+    cause is not one rank.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank if rank is not None else _leading_rank(message)
+
+    def __reduce__(self) -> tuple[type[CollectiveAbortedError], tuple[str, int | None]]:
+        """Keep ``rank`` when the error is sent to another process."""
+        return type(self), (str(self), self.rank)
+
+
+class RankLostError(CollectiveAbortedError):
+    """A rank's process ended without leaving the world. ``rank`` says which."""
+
+
+class RankLeftError(CollectiveAbortedError):
+    """The operation needs a rank that has left, by ``shutdown()`` or by ending normally."""
+
+
+class ShutDownError(CollectiveAbortedError):
+    """Shut down on this rank before the operation completed."""
+
+
+class InterruptedByRankError(CollectiveAbortedError):
+    """A rank gave up in the middle: it was interrupted, or its script raised an exception."""
+
+
+class WaitTimeoutError(KolovodError, TimeoutError):
+    """The operation was not complete in time. It is still pending."""
+
+
+class BootstrapError(KolovodError):
+    """The ranks could not form a world."""
+
+
+class AuthenticationError(BootstrapError):
+    """The other end of a connection did not prove that it knows the job's secret."""
+
+
+class StartTimeoutError(BootstrapError):
+    """Not all ranks came within the start timeout; the message names the missing ones."""
+
+
+class InternalError(KolovodError):
+    """A defect of Kolovod, not of its use."""
+
+
+_BY_STATUS: dict[str, type[KolovodError]] = {
+    "invalid_argument": InvalidArgumentError,
+    "duplicate_name": DuplicateNameError,
+    "mismatch": MismatchError,
+    "rank_lost": RankLostError,
+    "rank_left": RankLeftError,
+    "shut_down": ShutDownError,
+    "timeout": WaitTimeoutError,
+    "interrupted": InterruptedByRankError,
+    "internal": InternalError,
+}
+
+_LEADING_RANK = re.compile(r"rank (\d{1,9})\b")
+
+
+def _leading_rank(message: str) -> int | None:
+    match = _LEADING_RANK.match(message)
+    return int(match.group(1)) if match else None
+
+
+@lru_cache(maxsize=1)
+def _by_code() -> dict[int, type[KolovodError]]:
+    from kolovod import _native  # here, so that this module needs no compiled code
+
+    return {code: _BY_STATUS[name] for name, code in _native.STATUS.items() if name != "ok"}
+
+
+def from_engine(exc: BaseException) -> KolovodError:
+    """The error of this tree for an ``EngineError``, whose ``args`` are ``(code, message)``."""
+    code, message = exc.args if len(exc.args) == 2 else (None, str(exc))
+    kind = _by_code().get(code) if isinstance(code, int) else None
+    if kind is None:
+        return InternalError(f"the engine failed with the unknown code {code!r}: {message}")
+    return kind(str(message))

@@ -1,0 +1,55 @@
+"""What a framework owes Kolovod: five methods. Verbs, handles and objects are written once above it.
+
+A front end turns a tensor of its framework into a *view*: plain numbers that the native core
+understands. Nothing here copies unless the tensor's memory is not one dense row-major block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T")
+
+TensorView: TypeAlias = "tuple[int, tuple[int, ...], int, Any]"
+"""``(dtype, shape, address, owner)``: the number of the dtype (``_native.DTYPES``), the shape in
+elements, the address of the first byte, and the tensor whose memory that is. ``owner`` is the
+viewed tensor itself, or a dense copy of it when the tensor's own memory is not dense. A plain tuple,
+because one is made for every small allreduce and a tuple is the cheapest thing Python has."""
+
+
+class Frontend(Protocol[T]):
+    """The tensors of one framework, as the verbs see them."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Whether ``value`` is something ``view`` accepts."""
+        ...
+
+    def view(self, tensor: T) -> TensorView:
+        """Describe ``tensor`` for the engine.
+
+        Raises InvalidArgumentError when it is not a tensor of this framework, lives on a device that
+        the engine cannot reach, or has a dtype that the engine does not know.
+        """
+        ...
+
+    def empty_like(self, tensor: T) -> tuple[T, int]:
+        """A new dense tensor of the same shape and dtype, uninitialised, and its address."""
+        ...
+
+    def claim(self, tensor: T) -> None:
+        """Called before the engine writes into ``tensor``.
+
+        Raises InvalidArgumentError when the framework says that it must not be written.
+        """
+        ...
+
+    def copy_back(self, dense: T, tensor: T) -> None:
+        """Write the values of ``dense`` into ``tensor``, which is not dense (in-place verbs)."""
+        ...
+
+    def from_bytes(self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]) -> T:
+        """A tensor over ``data`` (one dimension, owns its memory, 64-byte aligned); no copy."""
+        ...

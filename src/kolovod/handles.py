@@ -1,0 +1,137 @@
+"""Handles of asynchronous operations, and what keeps their buffers alive.
+
+The engine reads and writes buffers by address until an operation is complete, whatever Python does
+meanwhile. So a buffer's owner is referenced by its Handle, and when a Handle is dropped too early, by
+the Keeper of its Collectives, until the engine says that it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+from kolovod import _native
+from kolovod.errors import InvalidArgumentError, from_engine
+
+T = TypeVar("T")
+
+_TIMEOUT = _native.STATUS["timeout"]
+_FOREVER = -1.0
+
+
+class Keeper:
+    """Holds buffers of operations that nobody waits for any more."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        """Start with nothing kept."""
+        self._kept: list[tuple[_native.Engine, int, object]] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._kept)
+
+    def keep(self, engine: _native.Engine, number: int, buffers: object) -> None:
+        """Forget operation ``number`` of ``engine``, or hold ``buffers`` until it is complete.
+
+        A ``number`` of 0 means that the operation may have been submitted, but its number never
+        reached us (an interrupt came in between); such buffers are held for good.
+        """
+        try:
+            if number == 0 or not engine.release(number):
+                self._kept.append((engine, number, buffers))
+        except _native.EngineError:
+            pass  # a forked child, or a number released before: the engine does not use the buffers
+
+    def sweep(self) -> None:
+        """Let go of what has completed since."""
+        kept, self._kept = self._kept, []
+        for engine, number, buffers in kept:
+            self.keep(engine, number, buffers)
+
+
+class Handle(Generic[T]):
+    """One asynchronous operation: ``poll`` it, then ``wait`` for its result, once.
+
+    Made by the ``*_async`` verbs. Dropping a handle does not cancel the operation (the other ranks
+    count on it), it only makes the result unreachable.
+    """
+
+    __slots__ = ("_engine", "_number", "_buffers", "_result", "_finish", "_keeper", "__weakref__")
+
+    def __init__(
+        self,
+        engine: _native.Engine,
+        number: int,
+        buffers: object,
+        result: Any,
+        finish: Callable[[_native.Engine, int], T] | None,
+        keeper: Keeper,
+    ) -> None:
+        """``finish(engine, number)`` makes the result on completion; None: it is ``result``."""
+        self._engine = engine
+        self._number = number
+        self._buffers = buffers
+        self._result = result
+        self._finish = finish
+        self._keeper = keeper
+
+    def __repr__(self) -> str:
+        """Say whether the result is still to be had."""
+        return f"<kolovod Handle {self._number or 'used'}>"
+
+    def poll(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once. A used handle polls True."""
+        if self._number == 0:
+            return True
+        try:
+            return self._engine.poll(self._number)
+        except _native.EngineError as error:
+            raise from_engine(error) from None
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the result when the operation is complete; a handle gives it once.
+
+        ``timeout_s``: at most so many seconds; None waits without limit. Raises WaitTimeoutError when
+        they are over (the operation is still pending and may be waited for again), MismatchError when
+        the ranks did not submit the same thing, RankLostError and its siblings when a rank is gone,
+        InvalidArgumentError for a second wait.
+        """
+        number = self._number
+        if number == 0:
+            raise InvalidArgumentError(
+                "this handle was waited for before, and gives its result once; keep the result"
+            )
+        if timeout_s is None:
+            timeout_s = _FOREVER
+        elif not timeout_s >= 0:
+            raise InvalidArgumentError(
+                f"timeout_s is {timeout_s!r}: give seconds >= 0, or None to wait without limit"
+            )
+        try:
+            self._engine.wait(number, timeout_s)
+        except _native.EngineError as error:
+            self._failed(error)
+        try:
+            result: T = self._result if self._finish is None else self._finish(self._engine, number)
+        finally:
+            self._let_go()
+        return result
+
+    def _failed(self, error: _native.EngineError) -> NoReturn:
+        if error.args[0] != _TIMEOUT:
+            self._let_go()
+        raise from_engine(error) from None
+
+    def _let_go(self) -> None:
+        number, self._number = self._number, 0
+        buffers, self._buffers = self._buffers, None
+        self._result = None
+        self._finish = None
+        self._keeper.keep(self._engine, number, buffers)
+
+    def __del__(self) -> None:
+        """Leave the buffers to the Keeper if the engine may still use them."""
+        if getattr(self, "_number", 0) != 0:
+            self._let_go()

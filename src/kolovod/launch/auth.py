@@ -1,0 +1,319 @@
+"""Connections whose both ends know the job's secret.
+
+Nothing else is parsed before the proof, sizes are bounded before memory is taken, and every read
+has a deadline. The handshake, and then the frames (integers are big-endian)::
+
+    server -> client   magic[8]  server_nonce[32]
+    client -> server   magic[8]  client_nonce[32]  HMAC(secret, "client" transcript)[32]
+    server -> client   HMAC(secret, "server" transcript)[32]
+      transcript       label_length: uint32  label  server_nonce  client_nonce
+    frame              body_length: uint32  HMAC(key, direction sequence: uint64 body)[32]  body
+      key              HMAC(secret, "session" transcript), direction "c" or "s", sequence from 0
+      body             one JSON value in UTF-8, at most 1 MiB
+
+HMAC is HMAC-SHA256. The label says what the connection is for, so that a proof made for one server
+is of no use at another. The client proves itself first: a stranger learns nothing but a nonce.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kolovod.errors import AuthenticationError, BootstrapError
+
+__all__ = ["Channel", "Server", "accept", "connect", "new_secret"]
+
+MAGIC = b"KOLOVOD\x01"
+NONCE_BYTES = 32
+MAX_BODY_BYTES = 1 << 20
+HANDSHAKE_TIMEOUT_S = 10.0
+_FDS_PER_MESSAGE = 64  # the kernel's limit is 253
+_LENGTH = struct.Struct(">I")
+_SEQUENCE = struct.Struct(">Q")
+
+
+def new_secret() -> str:
+    """A fresh secret of 256 bits, as text."""
+    return secrets.token_hex(32)
+
+
+def _digest(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def _transcript(label: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    encoded = label.encode()
+    return _LENGTH.pack(len(encoded)) + encoded + server_nonce + client_nonce
+
+
+class Channel:
+    """One authenticated connection. Not for use by several threads at once, except ``close``."""
+
+    def __init__(self, sock: socket.socket, key: bytes, *, is_server: bool) -> None:
+        self._sock = sock
+        self._key = key
+        self._out, self._in = (b"s", b"c") if is_server else (b"c", b"s")
+        self._sent = 0
+        self._received = 0
+
+    def fileno(self) -> int:
+        """Of the socket, for polling."""
+        return self._sock.fileno()
+
+    def send(self, message: Any, deadline: float) -> None:
+        """Send one JSON value by ``deadline`` (``time.monotonic()`` seconds).
+
+        Raises BootstrapError if it is too large, OSError (a TimeoutError at the deadline) if the
+        connection is broken.
+        """
+        body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > MAX_BODY_BYTES:
+            raise BootstrapError(f"a message of {len(body)} bytes is over {MAX_BODY_BYTES} bytes")
+        proof = _digest(self._key, self._out, _SEQUENCE.pack(self._sent), body)
+        self._sent += 1
+        _set_deadline(self._sock, deadline)
+        self._sock.sendall(_LENGTH.pack(len(body)) + proof + body)
+
+    def receive(self, deadline: float) -> Any:
+        """Receive one JSON value by ``deadline``.
+
+        Raises AuthenticationError if it was not sent by the other end, EOFError if that closed the
+        connection, OSError (a TimeoutError at the deadline) if it is broken.
+        """
+        header = _read(self._sock, _LENGTH.size + NONCE_BYTES, deadline)
+        (length,) = _LENGTH.unpack_from(header)
+        if length > MAX_BODY_BYTES:
+            raise AuthenticationError(f"a message says it has {length} bytes: refused")
+        body = _read(self._sock, length, deadline)
+        proof = _digest(self._key, self._in, _SEQUENCE.pack(self._received), body)
+        if not hmac.compare_digest(proof, header[_LENGTH.size :]):
+            raise AuthenticationError("a message was altered on its way, or is a replay")
+        self._received += 1
+        return json.loads(body)
+
+    def send_fds(self, fds: Sequence[int], deadline: float) -> None:
+        """Send file descriptors over an AF_UNIX connection; the receiver must know how many."""
+        for start in range(0, len(fds), _FDS_PER_MESSAGE):
+            _set_deadline(self._sock, deadline)
+            socket.send_fds(self._sock, [b"F"], list(fds[start : start + _FDS_PER_MESSAGE]))
+
+    def receive_fds(self, count: int, deadline: float) -> list[int]:
+        """Receive exactly ``count`` file descriptors; the caller closes them."""
+        fds: list[int] = []
+        try:
+            while len(fds) < count:
+                _set_deadline(self._sock, deadline)
+                expected = min(count - len(fds), _FDS_PER_MESSAGE)
+                data, got, flags, _ = socket.recv_fds(self._sock, 1, expected)
+                fds += got
+                if not data:
+                    raise EOFError("the connection was closed")
+                if len(got) != expected or flags & socket.MSG_CTRUNC:
+                    raise BootstrapError(
+                        f"{len(got)} of {expected} file descriptors arrived: the limit on open "
+                        "files (ulimit -n) is probably too low"
+                    )
+        except BaseException:
+            _close_all(fds)
+            raise
+        return fds
+
+    def close(self) -> None:
+        """Close the connection; a thread that waits on it is woken."""
+        _close(self._sock)
+
+
+def connect(
+    family: socket.AddressFamily, address: Any, secret: str, label: str, deadline: float
+) -> Channel:
+    """Connect to ``address`` and prove the secret, both ways.
+
+    Raises AuthenticationError if the other end does not know it, OSError (a TimeoutError at the
+    deadline) if nobody is there.
+    """
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        _set_deadline(sock, deadline)
+        sock.connect(address)
+        return _client_handshake(sock, secret.encode(), label, deadline)
+    except BaseException:
+        _close(sock)
+        raise
+
+
+def _client_handshake(sock: socket.socket, secret: bytes, label: str, deadline: float) -> Channel:
+    purpose = label.split(" ", 1)[0]
+    hello = _read_or_refused(sock, len(MAGIC) + NONCE_BYTES, deadline, purpose)
+    if hello[: len(MAGIC)] != MAGIC:
+        raise AuthenticationError(f"what answers as the {purpose} does not speak our protocol")
+    client_nonce = secrets.token_bytes(NONCE_BYTES)
+    transcript = _transcript(label, hello[len(MAGIC) :], client_nonce)
+    sock.sendall(MAGIC + client_nonce + _digest(secret, b"client", transcript))
+    proof = _read_or_refused(sock, NONCE_BYTES, deadline, purpose)
+    if not hmac.compare_digest(proof, _digest(secret, b"server", transcript)):
+        raise AuthenticationError(f"the {purpose} does not know this job's secret (KOLOVOD_SECRET)")
+    return Channel(sock, _digest(secret, b"session", transcript), is_server=False)
+
+
+def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Channel:
+    """The server's half of the handshake on an accepted connection.
+
+    Raises AuthenticationError, EOFError or OSError; the caller closes ``sock`` then.
+    """
+    key = secret.encode()
+    server_nonce = secrets.token_bytes(NONCE_BYTES)
+    _set_deadline(sock, deadline)
+    sock.sendall(MAGIC + server_nonce)
+    answer = _read(sock, len(MAGIC) + 2 * NONCE_BYTES, deadline)
+    client_nonce = answer[len(MAGIC) : len(MAGIC) + NONCE_BYTES]
+    transcript = _transcript(label, server_nonce, client_nonce)
+    proof = answer[len(MAGIC) + NONCE_BYTES :]
+    expected = _digest(key, b"client", transcript)
+    if answer[: len(MAGIC)] != MAGIC or not hmac.compare_digest(proof, expected):
+        raise AuthenticationError("a client does not know this job's secret")
+    sock.sendall(_digest(key, b"server", transcript))
+    return Channel(sock, _digest(key, b"session", transcript), is_server=True)
+
+
+class Server:
+    """Accepts connections on ``listener`` and calls ``handler(channel)`` for the authenticated ones.
+
+    Each connection has its own short-lived thread, so that one which says nothing holds up nobody.
+    The handler's channel is closed after it returns. At most ``max_connections`` are open at once;
+    further ones are closed unread. Takes over the listening socket.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: str,
+        label: str,
+        handler: Callable[[Channel], None],
+        max_connections: int = 4096,
+        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    ) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._label = label
+        self._handler = handler
+        self._max_connections = max_connections
+        self._handshake_timeout_s = handshake_timeout_s
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._closed = False
+        self.refused = 0  # connections that did not prove the secret
+        self._thread = threading.Thread(target=self._accept, name=f"kolovod {label}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop accepting, close every connection and wait for the threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            open_now = dict(self._open)
+        _close(self._listener)
+        for sock, thread in open_now.items():
+            _close(sock)
+            thread.join(timeout=5)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=5)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # out of descriptors: some connection will end
+                continue
+            with self._lock:
+                if self._closed or len(self._open) >= self._max_connections or not _same_user(sock):
+                    _close(sock)
+                    continue
+                thread = threading.Thread(
+                    target=self._serve, args=(sock,), name=f"{self._thread.name} peer", daemon=True
+                )
+                self._open[sock] = thread
+                thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            deadline = time.monotonic() + self._handshake_timeout_s
+            try:
+                channel = accept(sock, self._secret, self._label, deadline)
+            except (AuthenticationError, EOFError, OSError):
+                self.refused += 1
+                return
+            self._handler(channel)
+        except (AuthenticationError, EOFError, OSError):
+            return  # the peer went away, and whoever waits for it will notice by other means
+        finally:
+            _close(sock)
+            with self._lock:
+                self._open.pop(sock, None)
+
+
+def _same_user(sock: socket.socket) -> bool:
+    """On AF_UNIX the kernel says who connects; elsewhere only the secret counts."""
+    import os
+
+    if sock.family != socket.AF_UNIX:
+        return True
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return uid in (0, os.geteuid())
+
+
+def _set_deadline(sock: socket.socket, deadline: float) -> None:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("the deadline has passed")
+    sock.settimeout(remaining)
+
+
+def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
+    """Exactly ``count`` bytes; the deadline is for all of them, however slowly they trickle in."""
+    chunks = bytearray()
+    while len(chunks) < count:
+        _set_deadline(sock, deadline)
+        chunk = sock.recv(min(count - len(chunks), 1 << 16))
+        if not chunk:
+            raise EOFError("the connection was closed")
+        chunks += chunk
+    return bytes(chunks)
+
+
+def _read_or_refused(sock: socket.socket, count: int, deadline: float, purpose: str) -> bytes:
+    try:
+        return _read(sock, count, deadline)
+    except (EOFError, ConnectionResetError):
+        raise AuthenticationError(
+            f"the {purpose} closed the connection during the handshake: this process's secret "
+            "(KOLOVOD_SECRET) is probably that of another job"
+        ) from None
+
+
+def _close(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in accept or recv
+    except OSError:
+        pass
+    sock.close()
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    import os
+
+    for fd in fds:
+        os.close(fd)

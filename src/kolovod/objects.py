@@ -1,0 +1,79 @@
+"""Any Python object, between ranks, as cloudpickle's bytes.
+
+The peers of a world have proved that they know its secret, so their pickles are as trustworthy as the
+script itself. An object that cannot be pickled fails on every rank, not only where it is.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from kolovod.collectives import Collectives
+from kolovod.errors import InvalidArgumentError
+
+_HEADER = np.dtype([("failed", np.int64), ("bytes", np.int64)])
+
+
+class Objects:
+    """``broadcast_object`` and ``allgather_object`` over the verbs on NumPy arrays."""
+
+    def __init__(self, collectives: Collectives[Any]) -> None:
+        """``collectives``: on NumPy arrays."""
+        self._collectives = collectives
+
+    def broadcast_object(self, obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+        """Return, on every rank, a copy of the ``obj`` of ``root_rank``; there, ``obj`` itself.
+
+        ``obj`` matters on ``root_rank`` only. Raises InvalidArgumentError, on every rank, when it
+        cannot be pickled; and what broadcast raises.
+        """
+        is_root = self._collectives.world().rank == root_rank
+        header = np.zeros(2, np.int64)
+        payload = np.empty(0, np.uint8)
+        if is_root:
+            failed, payload = _dump(obj)
+            header[:] = failed, payload.size
+        self._collectives.broadcast_(header, root_rank, name and f"{name}.header")
+        if not is_root:
+            payload = np.empty(int(header[1]), np.uint8)
+        self._collectives.broadcast_(payload, root_rank, name and f"{name}.bytes")
+        if is_root and not header[0]:
+            return obj
+        return _load(bool(header[0]), payload, root_rank)
+
+    def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
+        """Return the ``obj`` of every rank, in rank order (of this rank too, a copy).
+
+        Raises InvalidArgumentError, on every rank, when one cannot be pickled; and what allgather
+        raises.
+        """
+        failed, payload = _dump(obj)
+        header = np.array([(failed, payload.size)], _HEADER).view(np.uint8)
+        everything = self._collectives.allgather(np.concatenate([header, payload]), name)
+        values = []
+        at = 0
+        for rank in range(self._collectives.world().size):
+            start = at + _HEADER.itemsize
+            rank_failed, size = everything[at:start].copy().view(_HEADER)[0]
+            at = start + int(size)
+            values.append(_load(bool(rank_failed), everything[start:at], rank))
+        return values
+
+
+def _dump(obj: Any) -> tuple[bool, np.ndarray[Any, np.dtype[np.uint8]]]:
+    """The pickle of ``obj``, or True and the text of why there is none."""
+    try:
+        return False, np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+    except Exception as error:  # whatever the object's own __reduce__ raises
+        text = f"a {type(obj).__name__} that cannot be pickled: {error}"
+        return True, np.frombuffer(text.encode(), np.uint8)
+
+
+def _load(failed: bool, payload: np.ndarray[Any, np.dtype[np.uint8]], rank: int) -> Any:
+    if failed:
+        raise InvalidArgumentError(f"rank {rank} gave {payload.tobytes().decode()}")
+    return pickle.loads(payload.data)

@@ -1,0 +1,181 @@
+"""The benchmarks: they check what they measure, write their files, and drop a broken peer by name.
+
+Sizes are tiny and nothing here looks at a speed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+sys.path.insert(0, str(BENCH))
+
+import gangs  # noqa: E402
+import goals  # noqa: E402
+import report  # noqa: E402
+from peers import Peer  # noqa: E402
+from worker import SLOT, Barrier, Data, Measurer  # noqa: E402
+
+TIMEOUT_S = 110
+
+
+def run_bench(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+class Fake(Peer):
+    """A world of one whose allreduce adds ``error`` to the first element."""
+
+    rank, size = 0, 1
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+
+    def wrap(self, front, array):
+        return array
+
+    def allreduce(self, front):
+        def call(array):
+            array[0] += self._error
+
+        return call
+
+
+@pytest.fixture
+def barrier(tmp_path):
+    path = tmp_path / "barrier"
+    path.write_bytes(bytes(8 * SLOT))
+    return Barrier(path, 0, 1)
+
+
+@pytest.mark.parametrize("what", ["allreduce", "many"])
+@pytest.mark.parametrize("error", [0, 1])
+def test_a_wrong_element_is_counted(barrier, what, error):
+    measurer = Measurer(Fake(error), barrier, seed=3)
+    command = {"do": what, "front": "numpy", "dtype": "float32", "bytes": 400, "ops": 5}
+    if what == "many":
+        command["way"] = "calls"
+    answer = measurer.answer({**command, "iterations": 4, "warmup": 2})
+    assert answer["checked"] == 5 * 6
+    assert answer["wrong"] == error * 5 * 6
+    assert len(answer["starts"]) == len(answer["ends"]) == 4
+    assert all(end >= start for start, end in zip(answer["starts"], answer["ends"], strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int64"])
+def test_data_is_fresh_and_its_sum_exact(dtype):
+    count, size = 70_000, 3  # more than one block of the check
+    ranks = [Data(size, seed=5) for _ in range(size)]
+    seen = []
+    for _ in range(2):
+        buffers = []
+        for rank, data in enumerate(ranks):
+            data.reserve(count)
+            places = data.places(1)[0]
+            buffers.append(np.empty(count, dtype=dtype))
+            data.fill(buffers[-1], places[rank])
+        total = np.sum(buffers, axis=0, dtype=dtype)
+        assert ranks[0].wrong(total, places) == 0
+        total[-1] += 1
+        assert ranks[0].wrong(total, places) == 1
+        seen.append(buffers)
+    assert not np.array_equal(seen[0][0], seen[1][0])
+    assert not np.array_equal(seen[0][0], seen[0][1])
+
+
+def test_statistics():
+    assert report.quantile([5, 1, 4, 2, 3], 0.5) == 3
+    assert report.quantile(list(range(1, 11)), 0.9) == 9
+    assert report.quantile([7], 0.9) == 7
+    answers = [{"starts": [10, 100], "ends": [30, 150]}, {"starts": [12, 90], "ends": [20, 160]},
+               {"starts": [], "ends": []}]  # fmt: skip
+    assert report.spans(answers, 10.0) == [2.0, 7.0]
+
+
+def test_readme_is_filled_between_its_markers(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    with pytest.raises(ValueError, match="no results"):
+        report.update_readme(tmp_path, readme)
+    for name in ("collectives", "training"):
+        report.write(name, {"readme": f"table of {name}\n"}, "", tmp_path)
+    for _ in range(2):  # again: the same text
+        report.update_readme(tmp_path, readme)
+        tables = "table of collectives\n\ntable of training"
+        wanted = f"above\n{report.BEGIN}\n{tables}\n{report.END}\nbelow\n"
+        assert readme.read_text() == wanted
+    with pytest.raises(ValueError, match="bench:begin"):
+        report.between_markers("a README without a place", "table")
+
+
+def test_the_real_readme_has_a_place():
+    assert "table" in report.between_markers(report.README.read_text(), "table")
+
+
+@pytest.mark.parametrize(("mine", "reached"), [(10.0, True), (40.0, False)])
+def test_a_missed_goal_is_shown_as_missed(mine, reached):
+    cell = {name: {"median": us, "p90": us} for name, us in
+            {"kolovod": mine, "openmpi": 50.0, "mpich": 60.0, "gloo": 900.0}.items()}  # fmt: skip
+    rows = goals.collective_rows(2, "near", {("allreduce", 1 << 20): cell})
+    assert [row[3] for row in rows] == [reached, True]
+    assert ("**no**" in goals.goals_table(rows)) is not reached
+
+
+def test_training_goals():
+    rows = goals.training_rows("net", {"alone": 100.0, "ddp": 130.0, "kolovod": 115.0})
+    assert [(row[1], row[3]) for row in rows] == [("115", True), ("50%", False)]
+
+
+def test_a_failing_rank_is_named_and_no_process_is_left(tmp_path):
+    gang = gangs.Gang("local", 2, tmp_path)
+    pids = [process.pid for process in gang._processes]
+    with pytest.raises(gangs.GangError, match=r"(?s)local, np=2.*do_nothing"):
+        gang.ask(30.0, do="nothing")
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_peer_that_cannot_start_says_why(tmp_path, monkeypatch):
+    command = [sys.executable, "-c", "raise SystemExit('no such engine')"]
+    monkeypatch.setattr(gangs, "_commands", lambda peer, np: [(command, {})])
+    with pytest.raises(gangs.GangError, match=r"(?s)gloo ended with \[1\].*no such engine"):
+        gangs.Gang("gloo", 2, tmp_path)
+
+
+def test_collectives_write_verified_results(tmp_path):
+    names = ["kolovod", "kolovod-torch", "gloo", "memcpy", "inplace"]
+    done = run_bench(
+        "collectives.py", "--np", "2", "--sizes", "4,4096,65540", "--many", "8", "--rounds", "1",
+        "--budget-s", "0.01", "--peers", ",".join(names), "--output", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "collectives.json").read_text())
+    assert result["wrong"] == dict.fromkeys(names[:3], 0)
+    assert min(result["checked"].values()) > 0
+    cells = {(cell["what"], cell["bytes"], cell["column"]): cell["us"] for cell in result["cells"]}
+    expected = {("allreduce", size, name) for size in (4, 4096, 65540) for name in names}
+    expected.remove(("allreduce", 65540, "kolovod-torch"))
+    expected |= {(way, 4096, "kolovod") for way in ("calls", "async", "grouped")}
+    expected |= {(way, 4096, "gloo") for way in ("calls", "async")}
+    assert set(cells) == expected
+    assert all(0 < us["min"] <= us["median"] <= us["p90"] <= us["max"] for us in cells.values())
+    text = (tmp_path / "collectives.md").read_text()
+    assert "over gloo" in text
+    assert result["rounds"][0]["mode"] in text
+
+
+def test_training_runs_and_equals_ddp(tmp_path):
+    done = run_bench(
+        "training.py", "--models", "mlp", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "training.json").read_text())
+    assert set(result["models"]["mlp"]["ms"]) == {"single", "alone", "ddp", "kolovod"}
+    assert result["digests"]["mlp/kolovod"] == result["digests"]["mlp/ddp"]
