@@ -56,30 +56,32 @@ $(STAMPS)/package: $(STAMPS)/tools $(PACKAGE)
 	$(PIP) install --quiet --no-build-isolation .
 	touch $@
 
-$(STAMPS)/examples: $(STAMPS)/package $(STAMPS)/torch pyproject.toml
+# What extras bring, once; the package itself is brought up to date by the stamp above.
+$(STAMPS)/examples: pyproject.toml $(STAMPS)/torch | $(STAMPS)/package
 	$(PIP) install --quiet --no-build-isolation '.[examples]'
 	touch $@
 
-$(STAMPS)/test: $(STAMPS)/examples pyproject.toml
+$(STAMPS)/test: pyproject.toml $(STAMPS)/examples
 	$(PIP) install --quiet --no-build-isolation '.[test,mpi]'
 	touch $@
 
-$(STAMPS)/lint: $(STAMPS)/examples pyproject.toml
+$(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
 	$(PIP) install --quiet --no-build-isolation '.[lint]'
 	touch $@
 
 # --- running ------------------------------------------------------------------------------------------
 
-demo: $(STAMPS)/examples
+demo: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/kolovod run -np 2 -- $(BIN)/python examples/torch_digits.py --compare
 
 test: test-native test-python
 
-test-python: $(STAMPS)/test
+test-python: $(STAMPS)/package $(STAMPS)/test
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 # $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
-native = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+comma := ,
+native = @$(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	-DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=OFF $(2) >build/$(1).log || { cat build/$(1).log; exit 1; }; \
 	$(BIN)/cmake --build build/$(1) -- --quiet
 ctest = $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 300
@@ -112,10 +114,8 @@ sanitize-address: $(STAMPS)/tools
 	$(call native,asan,-DKOLOVOD_SANITIZE=address$(comma)undefined)
 	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan)
 
-comma := ,
-
 # --quick in BENCH_ARGS: three minutes, into files of their own, the README stays as it is.
-bench: $(STAMPS)/examples
+bench: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/python bench/collectives.py $(BENCH_ARGS)
 	$(BIN)/python bench/training.py $(BENCH_ARGS)
 ifeq ($(findstring --quick,$(BENCH_ARGS)),)

@@ -36,9 +36,9 @@ class [[nodiscard]] Status {
 
 }  // namespace kolovod
 
-#define KV_RETURN_IF_ERROR(expression)                           \
-  do {                                                           \
+#define KV_RETURN_IF_ERROR(expression)                                 \
+  do {                                                                 \
     if (::kolovod::Status kv_status = (expression); !kv_status.ok()) { \
-      return kv_status;                                          \
-    }                                                            \
+      return kv_status;                                                \
+    }                                                                  \
   } while (0)

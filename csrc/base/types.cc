@@ -8,21 +8,19 @@ size_t SizeOf(DType dtype) {
 }
 
 const char* NameOf(DType dtype) {
-  static constexpr const char* kNames[kDTypeCount] = {"uint8",   "int8",    "uint16",  "int16",
-                                                      "int32",   "int64",   "float16", "float32",
-                                                      "float64", "bool",    "bfloat16"};
+  static constexpr const char* kNames[kDTypeCount] = {"uint8",   "int8",  "uint16",  "int16",
+                                                      "int32",   "int64", "float16", "float32",
+                                                      "float64", "bool",  "bfloat16"};
   return kNames[static_cast<int>(dtype)];
 }
 
 const char* NameOf(Op op) {
-  static constexpr const char* kNames[kOpCount] = {"Average", "Sum", "Adasum",
-                                                   "Min",     "Max", "Product"};
+  static constexpr const char* kNames[kOpCount] = {"Average", "Sum", "Adasum", "Min", "Max", "Product"};
   return kNames[static_cast<int>(op)];
 }
 
 const char* NameOf(Verb verb) {
-  static constexpr const char* kNames[kVerbCount] = {"allreduce", "broadcast", "allgather",
-                                                     "barrier"};
+  static constexpr const char* kNames[kVerbCount] = {"allreduce", "broadcast", "allgather", "barrier"};
   return kNames[static_cast<int>(verb)];
 }
 

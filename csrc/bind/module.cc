@@ -83,8 +83,12 @@ std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence) {
 class PyEngine {
  public:
   explicit PyEngine(EngineOptions options) : options_rank_(options.rank) {
-    nb::gil_scoped_release release;
-    ThrowIfError(Engine::Create(std::move(options), &engine_));
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = Engine::Create(std::move(options), &engine_, SignalPending);
+    }
+    ThrowWaitError(status);
   }
   ~PyEngine() {
     if (engine_ == nullptr) return;
@@ -234,9 +238,9 @@ class PyEngine {
  private:
   void Check() const {
     if (forgotten_) {
-      throw EngineError{static_cast<int>(Code::kShutDown),
-                        "this process was forked from rank " + std::to_string(options_rank_) +
-                            " and has no world of its own"};
+      throw EngineError{static_cast<int>(Code::kShutDown), "this process was forked from rank " +
+                                                               std::to_string(options_rank_) +
+                                                               " and has no world of its own"};
     }
   }
   ExternalBackend& External() {
@@ -258,8 +262,8 @@ class PyEngine {
 };
 
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
-                             const std::vector<std::pair<int, std::string>>& peers,
-                             const ConfigMap& config, bool external) {
+                             const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
+                             bool external) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
     throw nb::value_error("peers: need one (pidfd, description) for each rank");
   }
@@ -316,9 +320,8 @@ nb::dict Names(int count) {
 
 nb::dict StatusNames() {
   nb::dict names;
-  const char* const kNames[] = {"ok",         "invalid_argument", "duplicate_name", "mismatch",
-                                "rank_lost",  "rank_left",        "shut_down",      "timeout",
-                                "interrupted", "internal"};
+  const char* const kNames[] = {"ok",        "invalid_argument", "duplicate_name", "mismatch",    "rank_lost",
+                                "rank_left", "shut_down",        "timeout",        "interrupted", "internal"};
   for (int i = 0; i < 10; ++i) names[kNames[i]] = i;
   return names;
 }
@@ -337,17 +340,15 @@ NB_MODULE(_native, m) {
     }
   });
   nb::class_<PyEngine>(m, "Engine")
-      .def("__init__",
-           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
-              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
-              bool external) {
-             new (self) PyEngine(
-                 ProcessOptions(rank, size, epoch, segment_fd, peers, config, external));
-           },
-           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a,
-           "external"_a = false)
-      .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a,
-           "postscale"_a, "root"_a, "blocking"_a)
+      .def(
+          "__init__",
+          [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
+             const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external) {
+            new (self) PyEngine(ProcessOptions(rank, size, epoch, segment_fd, peers, config, external));
+          },
+          "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false)
+      .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
+           "root"_a, "blocking"_a)
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a)
       .def("poll", &PyEngine::Poll, "handle"_a)
       .def("release", &PyEngine::Release, "handle"_a)
@@ -365,17 +366,14 @@ NB_MODULE(_native, m) {
       .def("kill", &PyLoopbackWorld::Kill, "rank"_a)
       .def("delay", &PyLoopbackWorld::Delay, "rank"_a, "delay_us"_a)
       .def("drop", &PyLoopbackWorld::Drop, "rank"_a, "count"_a);
-  m.def("segment_bytes",
-        [](int size, const ConfigMap& config) {
-          return SegmentLayout(size, ToConfig(config)).total_bytes;
-        },
-        "size"_a, "config"_a);
+  m.def(
+      "segment_bytes",
+      [](int size, const ConfigMap& config) { return SegmentLayout(size, ToConfig(config)).total_bytes; },
+      "size"_a, "config"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;
-    VisitConfig(config, [&](std::string_view name, int64_t value) {
-      defaults[std::string(name)] = value;
-    });
+    VisitConfig(config, [&](std::string_view name, int64_t value) { defaults[std::string(name)] = value; });
     return defaults;
   });
   m.attr("VERBS") = Names<Verb>(kVerbCount);

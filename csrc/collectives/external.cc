@@ -18,8 +18,7 @@ Status ExternalBackend::Allreduce(const FusedRange& range) {
   return Run(std::move(job));
 }
 
-Status ExternalBackend::Broadcast(const Piece& piece, DType dtype, int root,
-                                  const std::string& name) {
+Status ExternalBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) {
   ExternalJob job;
   job.verb = Verb::kBroadcast;
   job.dtype = dtype;
@@ -36,8 +35,10 @@ Status ExternalBackend::Run(ExternalJob job) {
   changed_.notify_all();
   while (finished_token_ != last_token_) {
     changed_.wait_for(lock, milliseconds(20));
-    if (segment_.revoked()) return segment_.RevokedStatus();
-    if (stop_.load()) return Status(Code::kShutDown, "shut down while an operation was pending");
+    lock.unlock();  // the driver's wait: signals are served with the GIL, which the foreign thread has
+    if (waiter_.MustStop()) return waiter_.Stopped();
+    KV_RETURN_IF_ERROR(waiter_.Periodic(/*in_bucket=*/true));
+    lock.lock();
   }
   if (error_.empty()) return Status();
   const std::string text = "the external engine failed: " + error_;
@@ -64,8 +65,8 @@ Status ExternalBackend::JobDone(uint64_t token, const std::string& error) {
   std::unique_lock lock(mutex_);
   if (token != last_token_) {
     return Status(Code::kInvalidArgument, "bucket_done: token " + std::to_string(token) +
-                                              " is not the bucket in flight (" +
-                                              std::to_string(last_token_) + ")");
+                                              " is not the bucket in flight (" + std::to_string(last_token_) +
+                                              ")");
   }
   error_ = error;
   finished_token_ = token;

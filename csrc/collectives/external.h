@@ -29,8 +29,9 @@ struct ExternalJob {
 
 class ExternalBackend : public Backend {
  public:
-  ExternalBackend(std::unique_ptr<Backend> own, Segment& segment, const std::atomic<bool>& stop)
-      : own_(std::move(own)), segment_(segment), stop_(stop) {}
+  ExternalBackend(std::unique_ptr<Backend> own, Segment& segment, Waiter& waiter,
+                  const std::atomic<bool>& stop)
+      : own_(std::move(own)), segment_(segment), waiter_(waiter), stop_(stop) {}
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -48,13 +49,14 @@ class ExternalBackend : public Backend {
 
   std::unique_ptr<Backend> own_;
   Segment& segment_;
+  Waiter& waiter_;  // the driver's
   const std::atomic<bool>& stop_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  uint64_t last_token_ = 0;           // guarded by mutex_
+  uint64_t last_token_ = 0;             // guarded by mutex_
   std::optional<ExternalJob> offered_;  // guarded by mutex_
-  uint64_t finished_token_ = 0;       // guarded by mutex_
-  std::string error_;                 // guarded by mutex_
+  uint64_t finished_token_ = 0;         // guarded by mutex_
+  std::string error_;                   // guarded by mutex_
 };
 
 }  // namespace kolovod

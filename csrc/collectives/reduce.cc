@@ -33,7 +33,7 @@ const Kernels* const* RunnableKernels(int* count) {
 }
 
 const Kernels& ActiveKernels() {
-  static const Kernels& best = [] () -> const Kernels& {
+  static const Kernels& best = []() -> const Kernels& {
     int count = 0;
     const Kernels* const* runnable = RunnableKernels(&count);
     return *runnable[count - 1];

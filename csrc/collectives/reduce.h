@@ -18,14 +18,14 @@ struct Reduction {
   Op op = Op::kSum;
   const void* const* sources = nullptr;
   int source_count = 0;
-  int scaled_source = -1;   // this source is multiplied by prescale (and rounded to dtype) as it is read
+  int scaled_source = -1;  // this source is multiplied by prescale (and rounded to dtype) as it is read
   double prescale = 1.0;
   double scale = 1.0;
   int divisor = 1;
-  void* out = nullptr;      // may be one of the sources
-  void* copy = nullptr;     // a second destination, or null
-  size_t count = 0;         // elements
-  bool streaming = false;   // write `copy` past the cache
+  void* out = nullptr;     // may be one of the sources
+  void* copy = nullptr;    // a second destination, or null
+  size_t count = 0;        // elements
+  bool streaming = false;  // write `copy` past the cache
 };
 
 struct Kernels {

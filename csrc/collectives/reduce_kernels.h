@@ -138,8 +138,8 @@ struct AndOp {
 // float -> integer casts outside the range are undefined in C++: clamp first, NaN becomes 0.
 template <class T>
 T FromScaled(double v) {
-  constexpr double kLow = static_cast<double>(static_cast<T>(
-      static_cast<T>(-1) < static_cast<T>(0) ? (1ULL << (sizeof(T) * 8 - 1)) : 0));
+  constexpr double kLow = static_cast<double>(
+      static_cast<T>(static_cast<T>(-1) < static_cast<T>(0) ? (1ULL << (sizeof(T) * 8 - 1)) : 0));
   constexpr double kHigh =
       static_cast<T>(-1) < static_cast<T>(0) ? -kLow : 2.0 * (1ULL << (sizeof(T) * 8 - 1));
   if (v != v) return 0;
@@ -236,8 +236,7 @@ void FinishBlock(const Reduction& r, size_t n, const typename Arithmetic<T>::Acc
     }
   } else if (r.scale == 1.0) {
     const auto divisor = static_cast<int64_t>(r.divisor);
-    for (size_t i = 0; i < n; ++i)
-      out[i] = Ar::Store(static_cast<A>(static_cast<int64_t>(acc[i]) / divisor));
+    for (size_t i = 0; i < n; ++i) out[i] = Ar::Store(static_cast<A>(static_cast<int64_t>(acc[i]) / divisor));
   } else {
     for (size_t i = 0; i < n; ++i)
       out[i] = Ar::Store(FromScaled<A>(static_cast<double>(acc[i]) / r.divisor * r.scale));

@@ -20,17 +20,39 @@ std::vector<char> RandomBytes(DType dtype, size_t count, std::mt19937& random) {
     char* at = bytes.data() + i * SizeOf(dtype);
     const auto put = [at](auto value) { std::memcpy(at, &value, sizeof(value)); };
     switch (dtype) {
-      case DType::kUInt8: put(static_cast<uint8_t>(v)); break;
-      case DType::kInt8: put(static_cast<int8_t>(v)); break;
-      case DType::kUInt16: put(static_cast<uint16_t>(v)); break;
-      case DType::kInt16: put(static_cast<int16_t>(v)); break;
-      case DType::kInt32: put(static_cast<int32_t>(v * 100003)); break;
-      case DType::kInt64: put(static_cast<int64_t>(v) * 10000000019LL); break;
-      case DType::kFloat16: put(ToHalf(static_cast<float>(v) * 0.37f)); break;
-      case DType::kFloat32: put(static_cast<float>(v) * 0.37f); break;
-      case DType::kFloat64: put(v * 0.37); break;
-      case DType::kBool: put(static_cast<uint8_t>(v > 0)); break;
-      case DType::kBFloat16: put(ToBFloat16(static_cast<float>(v) * 0.37f)); break;
+      case DType::kUInt8:
+        put(static_cast<uint8_t>(v));
+        break;
+      case DType::kInt8:
+        put(static_cast<int8_t>(v));
+        break;
+      case DType::kUInt16:
+        put(static_cast<uint16_t>(v));
+        break;
+      case DType::kInt16:
+        put(static_cast<int16_t>(v));
+        break;
+      case DType::kInt32:
+        put(static_cast<int32_t>(v * 100003));
+        break;
+      case DType::kInt64:
+        put(static_cast<int64_t>(v) * 10000000019LL);
+        break;
+      case DType::kFloat16:
+        put(ToHalf(static_cast<float>(v) * 0.37f));
+        break;
+      case DType::kFloat32:
+        put(static_cast<float>(v) * 0.37f);
+        break;
+      case DType::kFloat64:
+        put(v * 0.37);
+        break;
+      case DType::kBool:
+        put(static_cast<uint8_t>(v > 0));
+        break;
+      case DType::kBFloat16:
+        put(ToBFloat16(static_cast<float>(v) * 0.37f));
+        break;
     }
   }
   return bytes;
@@ -108,13 +130,10 @@ TEST(values) {
   CHECK((Reduce<int32_t>(Op::kProduct, DType::kInt32, {{3, -3}, {4, -4}}) == I{12, 12}));
   CHECK((Reduce<int32_t>(Op::kSum, DType::kInt32, {{5, -5}, {0, 0}}, 0.5) == I{2, -2}));
   CHECK((Reduce<uint8_t>(Op::kSum, DType::kUInt8, {{200}, {100}}) == std::vector<uint8_t>{44}));
-  CHECK((Reduce<uint8_t>(Op::kSum, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) ==
-         std::vector<uint8_t>{1, 0, 1}));
-  CHECK((Reduce<uint8_t>(Op::kMin, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) ==
-         std::vector<uint8_t>{1, 0, 0}));
+  CHECK((Reduce<uint8_t>(Op::kSum, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) == std::vector<uint8_t>{1, 0, 1}));
+  CHECK((Reduce<uint8_t>(Op::kMin, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) == std::vector<uint8_t>{1, 0, 0}));
   // Addition in source order: (1e8 - 1e8) + 1, not 1e8 + (-1e8 + 1).
-  CHECK((Reduce<float>(Op::kSum, DType::kFloat32, {{1e8f}, {-1e8f}, {1.0f}}) ==
-         std::vector<float>{1.0f}));
+  CHECK((Reduce<float>(Op::kSum, DType::kFloat32, {{1e8f}, {-1e8f}, {1.0f}}) == std::vector<float>{1.0f}));
   CHECK((Reduce<float>(Op::kAverage, DType::kFloat32, {{0.1f}, {0.1f}, {0.1f}})[0] ==
          (0.1f + 0.1f + 0.1f) / 3.0f));
 }
@@ -152,8 +171,8 @@ TEST(half_conversions_round_trip) {
   }
   CHECK(ToHalf(65519.0f).bits == 0x7bff);
   CHECK(ToHalf(65520.0f).bits == 0x7c00);
-  CHECK(ToHalf(0x1p-25f).bits == 0);           // a tie rounds to even
-  CHECK(ToHalf(0x1.8p-24f).bits == 2);         // a tie rounds to even
+  CHECK(ToHalf(0x1p-25f).bits == 0);              // a tie rounds to even
+  CHECK(ToHalf(0x1.8p-24f).bits == 2);            // a tie rounds to even
   CHECK(ToBFloat16(1.00390625f).bits == 0x3f80);  // 1 + 2^-8: a tie
   CHECK(ToBFloat16(std::numeric_limits<float>::max()).bits == 0x7f80);
 }

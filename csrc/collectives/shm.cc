@@ -15,7 +15,7 @@ constexpr size_t kStreamingFloor = 32 << 10;
 }  // namespace
 
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-                       LoopbackFaults* faults)
+                       LoopbackFaults* faults, bool streaming)
     : segment_(segment),
       rank_(rank),
       size_(segment.layout().size),
@@ -24,7 +24,8 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
       faults_(faults),
-      kernels_(ActiveKernels()) {}
+      kernels_(ActiveKernels()),
+      chooser_(streaming) {}
 
 size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes) {
   // One exchange moves (size-1)*bytes to each rank, two exchanges 2*(size-1)/size*bytes; measured
@@ -105,7 +106,7 @@ void ShmBackend::PackPart(const View& view, char* slot, size_t begin, size_t fro
 }
 
 void ShmBackend::ReducePart(const View& view, uint64_t chunk, size_t begin, size_t from, size_t to,
-                            bool publish) {
+                            bool publish, bool streaming) {
   const void* sources[kMaxSources];
   Reduction r;
   r.dtype = view.range->dtype;
@@ -116,7 +117,7 @@ void ShmBackend::ReducePart(const View& view, uint64_t chunk, size_t begin, size
   r.prescale = view.range->prescale;
   r.scale = view.range->postscale;
   r.divisor = r.op == Op::kAverage ? size_ : 1;
-  r.streaming = streaming_ && to - from >= kStreamingFloor;
+  r.streaming = streaming;
   ForEachPart(view, from, to, [&](size_t i, size_t in_piece, size_t in_part, size_t bytes) {
     const Piece& piece = view.range->pieces[i];
     const size_t in_slot = from - begin + in_part;
@@ -127,6 +128,15 @@ void ShmBackend::ReducePart(const View& view, uint64_t chunk, size_t begin, size
     r.count = bytes / view.item;
     kernels_.reduce(r);
   });
+}
+
+void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
+  if (chooser_.streaming() && bytes >= kStreamingFloor) {
+    kernels_.copy_streaming(slot, src, bytes);
+    StreamingFence();
+  } else {
+    std::memcpy(slot, src, bytes);
+  }
 }
 
 void ShmBackend::ReduceAlone(const FusedRange& range) {
@@ -163,12 +173,12 @@ Status ShmBackend::Allreduce(const FusedRange& range) {
 Status ShmBackend::OneShot(const View& view) {
   const uint64_t chunk = ++chunk_;
   KV_RETURN_IF_ERROR(WaitForSlot(chunk));
-  const bool streaming = streaming_ && view.total >= kStreamingFloor;
+  const bool streaming = chooser_.streaming() && view.total >= kStreamingFloor;
   PackPart(view, segment_.staging(rank_, chunk), 0, 0, view.total, streaming);
   if (streaming) StreamingFence();
   Post(&RankBlock::packed, chunk);
   KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk));
-  ReducePart(view, chunk, 0, 0, view.total, /*publish=*/false);
+  ReducePart(view, chunk, 0, 0, view.total, /*publish=*/false, /*streaming=*/false);
   Post(&RankBlock::done, chunk);
   return Status();
 }
@@ -177,29 +187,34 @@ Status ShmBackend::TwoShot(const View& view) {
   const ChunkPlan plan = PlanChunks(view.total, chunk_bytes_, size_);
   const uint64_t first = chunk_ + 1;
   chunk_ += plan.count;
-  const auto length = [&](size_t c) {
-    return std::min(plan.chunk_bytes, view.total - c * plan.chunk_bytes);
-  };
+  const auto length = [&](size_t c) { return std::min(plan.chunk_bytes, view.total - c * plan.chunk_bytes); };
+  chooser_.BeginRange(plan.count);
+  int64_t step_begin_ns = chooser_.trial() ? NowNs() : 0;
   for (size_t step = 0; step < plan.count + 2; ++step) {
     if (step < plan.count) {
       KV_RETURN_IF_ERROR(
-          PackSlices(view, first + step, step * plan.chunk_bytes, length(step)));
+          PackSlices(view, first + step, step * plan.chunk_bytes, length(step), chooser_.Use(step)));
     }
     if (const size_t c = step - 1; step >= 1 && c < plan.count) {
-      KV_RETURN_IF_ERROR(ReduceSlice(view, first + c, c * plan.chunk_bytes, length(c)));
+      KV_RETURN_IF_ERROR(ReduceSlice(view, first + c, c * plan.chunk_bytes, length(c), chooser_.Use(c)));
     }
     if (const size_t c = step - 2; step >= 2) {
       KV_RETURN_IF_ERROR(CopyOut(view, first + c, c * plan.chunk_bytes, length(c)));
     }
+    if (chooser_.trial() && step < plan.count) {
+      const int64_t now_ns = NowNs();
+      chooser_.Record(step, now_ns - step_begin_ns);
+      step_begin_ns = now_ns;
+    }
   }
+  chooser_.EndRange();
   return Status();
 }
 
-Status ShmBackend::PackSlices(const View& view, uint64_t chunk, size_t begin, size_t length) {
+Status ShmBackend::PackSlices(const View& view, uint64_t chunk, size_t begin, size_t length, bool streaming) {
   KV_RETURN_IF_ERROR(WaitForSlot(chunk));
   const Slice own = SliceOf(length, size_, rank_);
   char* slot = segment_.staging(rank_, chunk);
-  const bool streaming = streaming_ && length >= kStreamingFloor;
   PackPart(view, slot, begin, begin, begin + own.begin, streaming);
   PackPart(view, slot, begin, begin + own.end, begin + length, streaming);
   if (streaming) StreamingFence();
@@ -207,13 +222,14 @@ Status ShmBackend::PackSlices(const View& view, uint64_t chunk, size_t begin, si
   return Status();
 }
 
-Status ShmBackend::ReduceSlice(const View& view, uint64_t chunk, size_t begin, size_t length) {
+Status ShmBackend::ReduceSlice(const View& view, uint64_t chunk, size_t begin, size_t length,
+                               bool streaming) {
   KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk));
   const Slice own = SliceOf(length, size_, rank_);
   if (own.begin < own.end) {
-    ReducePart(view, chunk, begin, begin + own.begin, begin + own.end, /*publish=*/true);
+    ReducePart(view, chunk, begin, begin + own.begin, begin + own.end, /*publish=*/true, streaming);
   }
-  if (streaming_) StreamingFence();
+  if (streaming) StreamingFence();
   Post(&RankBlock::reduced, chunk);
   return Status();
 }
@@ -243,14 +259,7 @@ Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const st
     const size_t bytes = std::min(chunk_bytes_, total - begin);
     if (rank_ == root) {
       KV_RETURN_IF_ERROR(WaitForSlot(chunk));
-      const char* src = static_cast<const char*>(piece.in) + begin;
-      char* slot = segment_.staging(rank_, chunk);
-      if (streaming_ && bytes >= kStreamingFloor) {
-        kernels_.copy_streaming(slot, src, bytes);
-        StreamingFence();
-      } else {
-        std::memcpy(slot, src, bytes);
-      }
+      StageCopy(segment_.staging(rank_, chunk), static_cast<const char*>(piece.in) + begin, bytes);
       Post(&RankBlock::packed, chunk);
     } else {
       KV_RETURN_IF_ERROR(WaitFor(root, &RankBlock::packed, chunk));
@@ -284,13 +293,7 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
       KV_RETURN_IF_ERROR(WaitForSlot(first + step));
       const size_t n = part(step, own);
       const char* src = static_cast<const char*>(in) + step * chunk_bytes_;
-      char* slot = segment_.staging(rank_, first + step);
-      if (streaming_ && n >= kStreamingFloor) {
-        kernels_.copy_streaming(slot, src, n);
-        StreamingFence();
-      } else if (n > 0) {
-        std::memcpy(slot, src, n);
-      }
+      if (n > 0) StageCopy(segment_.staging(rank_, first + step), src, n);
       Post(&RankBlock::packed, first + step);
     }
     if (step == 0) continue;

@@ -17,6 +17,7 @@
 #include "base/config.h"
 #include "collectives/backend.h"
 #include "collectives/reduce.h"
+#include "collectives/streaming.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
 #include "transport/waiter.h"
@@ -25,7 +26,9 @@ namespace kolovod {
 
 class ShmBackend : public Backend {
  public:
-  ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter, LoopbackFaults* faults);
+  // `streaming`: the first guess whether stores into staging should bypass the cache.
+  ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter, LoopbackFaults* faults,
+             bool streaming);
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -33,8 +36,6 @@ class ShmBackend : public Backend {
 
   // Bytes up to which every rank reduces everything itself (one exchange instead of two).
   static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes);
-  // Stores into staging bypass the cache from here on (cores that share no cache).
-  void set_streaming(bool streaming) { streaming_ = streaming; }
 
  private:
   // A fused range as one virtual byte range: piece i begins at offset[i], a multiple of a cache line.
@@ -53,12 +54,13 @@ class ShmBackend : public Backend {
   Status OneShot(const View& view);
   Status TwoShot(const View& view);
   // Chunk [begin, begin + length) of the range has number `chunk`.
-  Status PackSlices(const View& view, uint64_t chunk, size_t begin, size_t length);
-  Status ReduceSlice(const View& view, uint64_t chunk, size_t begin, size_t length);
+  Status PackSlices(const View& view, uint64_t chunk, size_t begin, size_t length, bool streaming);
+  Status ReduceSlice(const View& view, uint64_t chunk, size_t begin, size_t length, bool streaming);
   Status CopyOut(const View& view, uint64_t chunk, size_t begin, size_t length);
   void PackPart(const View& view, char* slot, size_t begin, size_t from, size_t to, bool streaming);
-  void ReducePart(const View& view, uint64_t chunk, size_t begin, size_t from, size_t to,
-                  bool publish);
+  void ReducePart(const View& view, uint64_t chunk, size_t begin, size_t from, size_t to, bool publish,
+                  bool streaming);
+  void StageCopy(char* slot, const char* src, size_t bytes);
 
   using Flag = std::atomic<uint64_t> RankBlock::*;
   void Post(Flag flag, uint64_t value);
@@ -75,7 +77,7 @@ class ShmBackend : public Backend {
   Waiter& waiter_;
   LoopbackFaults* const faults_;
   const Kernels& kernels_;
-  bool streaming_ = false;
+  StreamingChooser chooser_;
   uint64_t chunk_ = 0;  // number of the last chunk begun, the same on every rank
 };
 

@@ -38,8 +38,7 @@ ChunkPlan PlanChunks(size_t total, size_t max_chunk_bytes, int size) {
 }
 
 Slice SliceOf(size_t length, int size, int rank) {
-  const size_t slice =
-      RoundUp((length + static_cast<size_t>(size) - 1) / static_cast<size_t>(size), kLine);
+  const size_t slice = RoundUp((length + static_cast<size_t>(size) - 1) / static_cast<size_t>(size), kLine);
   const auto r = static_cast<size_t>(rank);
   return Slice{std::min(r * slice, length), std::min((r + 1) * slice, length)};
 }

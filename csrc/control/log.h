@@ -14,8 +14,7 @@ namespace kolovod {
 
 class Log {
  public:
-  explicit Log(Segment& segment)
-      : segment_(segment), mask_(segment.layout().log_slots - 1) {}
+  explicit Log(Segment& segment) : segment_(segment), mask_(segment.layout().log_slots - 1) {}
 
   struct Entry {
     bool is_message;  // the next message of the broadcast ring; else the cached name `id`

@@ -38,8 +38,8 @@ struct Response {
   enum class Kind : uint8_t { kExecute = 0, kError = 1, kForget = 2 };
   Kind kind = Kind::kExecute;
   std::string name;
-  int32_t id = kNoId;   // kExecute: announce by this bit next time; kForget: no longer valid
-  std::string error;    // kError
+  int32_t id = kNoId;  // kExecute: announce by this bit next time; kForget: no longer valid
+  std::string error;   // kError
   std::vector<std::vector<int64_t>> first_dims;  // allgather: per tensor, per rank
 };
 

@@ -23,8 +23,7 @@ std::string Number(double value) {
   return text;
 }
 
-std::string Conflict(const char* what, int a, const std::string& value_a, int b,
-                     const std::string& value_b) {
+std::string Conflict(const char* what, int a, const std::string& value_a, int b, const std::string& value_b) {
   return std::string(what) + " differs: rank " + std::to_string(a) + " has " + value_a + ", rank " +
          std::to_string(b) + " has " + value_b;
 }
@@ -89,8 +88,7 @@ std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank) {
   return "";
 }
 
-Negotiator::Negotiator(int size, size_t cache_capacity)
-    : size_(size), cache_capacity_(cache_capacity) {}
+Negotiator::Negotiator(int size, size_t cache_capacity) : size_(size), cache_capacity_(cache_capacity) {}
 
 std::vector<Response> Negotiator::Offer(int rank, Request request) {
   std::vector<Response> responses;

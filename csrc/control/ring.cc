@@ -64,8 +64,7 @@ Status RingReader::Next(std::optional<std::string>* payload) {
   const auto take = [&](size_t wanted) {
     while (partial_.size() < wanted && tail < head) {
       const size_t at = static_cast<size_t>(tail) % capacity_;
-      const size_t n = std::min({wanted - partial_.size(), static_cast<size_t>(head - tail),
-                                 capacity_ - at});
+      const size_t n = std::min({wanted - partial_.size(), static_cast<size_t>(head - tail), capacity_ - at});
       partial_.append(data_ + at, n);
       tail += n;
     }
@@ -79,8 +78,8 @@ Status RingReader::Next(std::optional<std::string>* payload) {
     std::memcpy(&epoch, partial_.data() + sizeof(length), sizeof(epoch));
     if (length > kMaxFrameBytes || epoch != epoch_) {
       status = Status(Code::kInternal, "control ring: a frame of " + std::to_string(length) +
-                                           " bytes, epoch " + std::to_string(epoch) +
-                                           " (expected epoch " + std::to_string(epoch_) + ")");
+                                           " bytes, epoch " + std::to_string(epoch) + " (expected epoch " +
+                                           std::to_string(epoch_) + ")");
     } else if (take(kFrameHeader + length)) {
       *payload = partial_.substr(kFrameHeader);
       partial_.clear();

@@ -38,8 +38,8 @@ class RingWriter {
 
 class RingReader {
  public:
-  RingReader(const char* data, size_t capacity, std::atomic<uint64_t>* head,
-             std::atomic<uint64_t>* tail, uint32_t epoch);
+  RingReader(const char* data, size_t capacity, std::atomic<uint64_t>* head, std::atomic<uint64_t>* tail,
+             uint32_t epoch);
 
   bool HasData() const {
     return head_->load(std::memory_order_seq_cst) != tail_->load(std::memory_order_relaxed);

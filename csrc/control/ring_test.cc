@@ -20,7 +20,8 @@ TEST(every_reader_sees_every_frame_in_order) {
   Shared shared;
   constexpr int kFrames = 500;
   std::thread writer([&] {
-    RingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0], &shared.tails[1]}, 9);
+    RingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0], &shared.tails[1]},
+                 9);
     int complete = 0;
     for (int i = 0; i < kFrames; ++i) w.Push(Frame(i));
     while (complete < kFrames) {

@@ -5,8 +5,8 @@
 
 namespace kolovod {
 
-Control::Control(Segment& segment, int rank, uint32_t epoch, const Config& config,
-                 std::mutex& mutex, LoopbackFaults* faults)
+Control::Control(Segment& segment, int rank, uint32_t epoch, const Config& config, std::mutex& mutex,
+                 LoopbackFaults* faults)
     : segment_(segment),
       rank_(rank),
       mutex_(mutex),
@@ -18,9 +18,9 @@ Control::Control(Segment& segment, int rank, uint32_t epoch, const Config& confi
   const int size = segment.layout().size;
   if (rank != 0) {
     RankBlock& self = segment.rank(rank);
-    to_sequencer_ = std::make_unique<RingWriter>(
-        self.control_ring, kControlRingBytes, &self.control_head,
-        std::vector<std::atomic<uint64_t>*>{&self.control_tail}, epoch);
+    to_sequencer_ =
+        std::make_unique<RingWriter>(self.control_ring, kControlRingBytes, &self.control_head,
+                                     std::vector<std::atomic<uint64_t>*>{&self.control_tail}, epoch);
     return;
   }
   negotiator_ = std::make_unique<Negotiator>(size, static_cast<size_t>(config.cache_capacity));
@@ -28,12 +28,11 @@ Control::Control(Segment& segment, int rank, uint32_t epoch, const Config& confi
   for (int r = 0; r < size; ++r) {
     RankBlock& block = segment.rank(r);
     tails.push_back(&block.broadcast_tail);
-    from_ranks_.emplace_back(block.control_ring, kControlRingBytes, &block.control_head,
-                             &block.control_tail, epoch);
+    from_ranks_.emplace_back(block.control_ring, kControlRingBytes, &block.control_head, &block.control_tail,
+                             epoch);
   }
-  responses_out_ =
-      std::make_unique<RingWriter>(segment.broadcast_ring(), kBroadcastRingBytes,
-                                   &segment.header().broadcast_head, std::move(tails), epoch);
+  responses_out_ = std::make_unique<RingWriter>(segment.broadcast_ring(), kBroadcastRingBytes,
+                                                &segment.header().broadcast_head, std::move(tails), epoch);
 }
 
 bool Control::Announce(const OperationPtr& op) {
@@ -171,8 +170,7 @@ Status Control::ReadLog(std::deque<OperationPtr>* ready) {
       std::lock_guard lock(mutex_);
       if (entry->id >= by_id_.size() || by_id_[entry->id] == nullptr) {
         return Status(Code::kInternal, "log entry " + std::to_string(position_) + " names bit " +
-                                           std::to_string(entry->id) +
-                                           ", which this rank has not announced");
+                                           std::to_string(entry->id) + ", which this rank has not announced");
       }
       OperationPtr op = std::move(by_id_[entry->id]);
       op->in_log = true;
@@ -197,8 +195,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
   const auto found = pending_.find(response.name);
   if (response.kind == Response::Kind::kForget) {
     cache_.erase(response.name);
-    if (found != pending_.end() && found->second->announced_id == response.id &&
-        !found->second->in_log) {
+    if (found != pending_.end() && found->second->announced_id == response.id && !found->second->in_log) {
       by_id_[static_cast<size_t>(response.id)] = nullptr;
       SendInFull(found->second, EncodeRequest(found->second->request));
     }

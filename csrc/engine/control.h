@@ -78,7 +78,7 @@ class Control {
   std::vector<OperationPtr> by_id_;                        // guarded by mutex_
   std::unique_ptr<RingWriter> to_sequencer_;               // guarded by mutex_; rank 0 has none
   std::vector<Request> inbox_;                             // guarded by mutex_; rank 0's own requests
-  std::atomic<bool> outgoing_{false};  // something waits in to_sequencer_ or inbox_
+  std::atomic<bool> outgoing_{false};                      // something waits in to_sequencer_ or inbox_
   ControlStats stats_;                                     // guarded by mutex_
 
   // Lease only.

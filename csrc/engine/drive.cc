@@ -51,9 +51,7 @@ bool Engine::HasWork() {
 }
 
 Status Engine::Drive(const Operation* until) {
-  const auto done = [&] {
-    return until != nullptr && until->done.load(std::memory_order_acquire);
-  };
+  const auto done = [&] { return until != nullptr && until->done.load(std::memory_order_acquire); };
   while (!done()) {
     bool progressed = false;
     Status status = Step(&progressed);
@@ -244,8 +242,8 @@ Status Engine::BrokenStatus() {
 
 void Engine::FailLocked(const OperationPtr& op, const Status& status) {
   if (op->done.load(std::memory_order_acquire)) return;
-  op->status = Status(status.code(), status.message() + "; pending here: " +
-                                         NameOf(op->request.verb) + " '" + op->request.name + "'");
+  op->status = Status(status.code(), status.message() + "; pending here: " + NameOf(op->request.verb) + " '" +
+                                         op->request.name + "'");
   control_->Erase(op->request.name);
   op->done.store(true, std::memory_order_release);
 }

@@ -30,22 +30,21 @@ Engine::Engine(EngineOptions options)
       faults_(std::move(options.faults)),
       use_external_(options.external) {}
 
-Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out) {
-  if (options.size < 1 || options.size > kMaxSources || options.rank < 0 ||
-      options.rank >= options.size) {
-    return Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) + " of size " +
-                                              std::to_string(options.size) +
-                                              ": need 0 <= rank < size <= " +
-                                              std::to_string(kMaxSources) + " on one host");
+Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out,
+                      const std::function<bool()>& interrupted) {
+  if (options.size < 1 || options.size > kMaxSources || options.rank < 0 || options.rank >= options.size) {
+    return Status(Code::kInvalidArgument,
+                  "rank " + std::to_string(options.rank) + " of size " + std::to_string(options.size) +
+                      ": need 0 <= rank < size <= " + std::to_string(kMaxSources) + " on one host");
   }
   std::unique_ptr<Engine> engine(new Engine(std::move(options)));
-  KV_RETURN_IF_ERROR(engine->Attach());
+  KV_RETURN_IF_ERROR(engine->Attach(interrupted));
   engine->thread_ = std::thread([e = engine.get()] { e->EngineThread(); });
   *out = std::move(engine);
   return Status();
 }
 
-Status Engine::Attach() {
+Status Engine::Attach(const std::function<bool()>& interrupted) {
   SegmentHeader& header = segment_->header();
   if (rank_ == 0) {
     if (config_.cores <= 0) config_.cores = UsableCores();
@@ -54,9 +53,10 @@ Status Engine::Attach() {
   RankBlock& self = segment_->rank(rank_);
   const int64_t deadline_ns = NowNs() + config_.start_timeout_ms * 1'000'000;
   bool attached = false;
-  waiter_ = std::make_unique<Waiter>(
-      *segment_, rank_, *liveness_, stop_,
-      faults_ == nullptr ? nullptr : &faults_->killed[static_cast<size_t>(rank_)]);
+  waiter_ =
+      std::make_unique<Waiter>(*segment_, rank_, *liveness_, stop_,
+                               faults_ == nullptr ? nullptr : &faults_->killed[static_cast<size_t>(rank_)]);
+  waiter_->Configure(WaitBudget{}, interrupted);
   while (true) {
     if (!attached && header.magic.load(std::memory_order_seq_cst) == kSegmentMagic) {
       KV_RETURN_IF_ERROR(segment_->CheckHeader(epoch_, &config_));
@@ -66,6 +66,7 @@ Status Engine::Attach() {
     }
     if (attached && header.attached.load() == static_cast<uint32_t>(size_)) break;
     if (segment_->revoked() || waiter_->CheckPeers()) return segment_->RevokedStatus();
+    KV_RETURN_IF_ERROR(waiter_->Periodic(/*in_bucket=*/false));
     if (NowNs() > deadline_ns) {
       return Status(Code::kTimeout, MissingRanks() + " did not attach the shared segment within " +
                                         std::to_string(config_.start_timeout_ms) + " ms");
@@ -74,11 +75,10 @@ Status Engine::Attach() {
   }
   control_ = std::make_unique<Control>(*segment_, rank_, epoch_, config_, mutex_, faults_.get());
   ProbeLatency();
-  auto shm = std::make_unique<ShmBackend>(*segment_, rank_, config_, *waiter_, faults_.get());
-  shm->set_streaming(stats_.line_latency_ns > kFarLineNs);
-  backend_ = std::move(shm);
+  backend_ = std::make_unique<ShmBackend>(*segment_, rank_, config_, *waiter_, faults_.get(),
+                                          stats_.line_latency_ns > kFarLineNs);
   if (use_external_) {
-    auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, stop_);
+    auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);
     external_ = external.get();
     backend_ = std::move(external);
   }
@@ -197,9 +197,9 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
       stored.cacheable = false;
     }
     if (control_->pending().contains(stored.name)) {
-      return Status(Code::kDuplicateName,
-                    "'" + stored.name + "' is already pending on rank " + std::to_string(rank_) +
-                        ": wait for it before submitting the same name again");
+      return Status(Code::kDuplicateName, "'" + stored.name + "' is already pending on rank " +
+                                              std::to_string(rank_) +
+                                              ": wait for it before submitting the same name again");
     }
     *handle = next_handle_++;
     handles_[*handle] = op;
@@ -222,8 +222,8 @@ OperationPtr Engine::Find(uint64_t handle) {
 Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted) {
   const OperationPtr op = Find(handle);
   if (op == nullptr) {
-    return Status(Code::kInvalidArgument, "handle " + std::to_string(handle) +
-                                              " is unknown: never given out, or already waited for");
+    return Status(Code::kInvalidArgument,
+                  "handle " + std::to_string(handle) + " is unknown: never given out, or already waited for");
   }
   if (timeout_s >= 0) {
     KV_RETURN_IF_ERROR(WaitAsleep(op, timeout_s, interrupted));

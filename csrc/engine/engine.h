@@ -59,14 +59,15 @@ struct EngineStats {
 class Engine {
  public:
   // Returns once every rank has attached the segment, or an error that names those missing.
-  static Status Create(EngineOptions options, std::unique_ptr<Engine>* out);
+  // `interrupted` is called about every 100 ms on this thread; true gives up.
+  static Status Create(EngineOptions options, std::unique_ptr<Engine>* out,
+                       const std::function<bool()>& interrupted = nullptr);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
   // `request.name` empty: unnamed, matched by order of submission. Buffers must live until completion.
-  Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking,
-                uint64_t* handle);
+  Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle);
   // timeout_s < 0: no limit. `interrupted` is called about every 100 ms on this thread; true gives up.
   Status Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted);
   Status Poll(uint64_t handle, bool* done);
@@ -85,7 +86,7 @@ class Engine {
  private:
   explicit Engine(EngineOptions options);
 
-  Status Attach();
+  Status Attach(const std::function<bool()>& interrupted);
   std::string MissingRanks();
   void ProbeLatency();
   Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const;
@@ -126,13 +127,13 @@ class Engine {
   std::mutex shutdown_mutex_;
 
   std::mutex mutex_;
-  std::condition_variable changed_;  // an operation completed or the lease became free
-  int sleeping_callers_ = 0;         // guarded by mutex_
+  std::condition_variable changed_;                     // an operation completed or the lease became free
+  int sleeping_callers_ = 0;                            // guarded by mutex_
   std::unordered_map<uint64_t, OperationPtr> handles_;  // guarded by mutex_
-  uint64_t next_handle_ = 1;         // guarded by mutex_
-  uint64_t next_unnamed_ = 1;        // guarded by mutex_
-  Status broken_;                    // guarded by mutex_; not ok: nothing works any more
-  EngineStats stats_;                // guarded by mutex_
+  uint64_t next_handle_ = 1;                            // guarded by mutex_
+  uint64_t next_unnamed_ = 1;                           // guarded by mutex_
+  Status broken_;                                       // guarded by mutex_; not ok: nothing works any more
+  EngineStats stats_;                                   // guarded by mutex_
 
   std::atomic<bool> lease_{false};
   std::atomic<int> lease_wanted_{0};

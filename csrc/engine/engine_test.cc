@@ -16,7 +16,8 @@ using testing::RunRanks;
 std::vector<float> Values(size_t count, int rank, int salt = 0) {
   std::vector<float> values(count);
   for (size_t i = 0; i < count; ++i) {
-    values[i] = static_cast<float>((i * 31 + static_cast<size_t>(rank) * 17 + static_cast<size_t>(salt)) % 97);
+    values[i] =
+        static_cast<float>((i * 31 + static_cast<size_t>(rank) * 17 + static_cast<size_t>(salt)) % 97);
   }
   return values;
 }
@@ -205,7 +206,8 @@ TEST(the_result_is_the_same_on_every_rank_and_in_every_bucket) {
     results[static_cast<size_t>(rank.rank())] = std::move(data);
   });
   for (int r = 1; r < 4; ++r) {
-    CHECK(std::memcmp(results[0].data(), results[static_cast<size_t>(r)].data(), kCount * sizeof(float)) == 0);
+    CHECK(std::memcmp(results[0].data(), results[static_cast<size_t>(r)].data(), kCount * sizeof(float)) ==
+          0);
   }
 }
 

@@ -7,9 +7,9 @@
 namespace kolovod {
 namespace {
 
+using std::chrono::milliseconds;
 using testing::Rank;
 using testing::RunRanks;
-using std::chrono::milliseconds;
 
 bool Names(const Status& status, const std::string& text) {
   return status.message().find(text) != std::string::npos;

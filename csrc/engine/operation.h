@@ -23,18 +23,18 @@ struct OutputBuffer {
 };
 
 struct Operation {
-  Request request;                 // constant after submission
+  Request request;                  // constant after submission
   std::vector<const void*> inputs;  // by tensor; constant after submission
   std::vector<void*> outputs;
-  std::vector<size_t> counts;      // elements
-  size_t bytes = 0;                // all tensors of this rank
+  std::vector<size_t> counts;  // elements
+  size_t bytes = 0;            // all tensors of this rank
 
-  int32_t announced_id = kNoId;    // guarded by the engine's mutex
-  bool in_log = false;             // guarded by the engine's mutex
+  int32_t announced_id = kNoId;                  // guarded by the engine's mutex
+  bool in_log = false;                           // guarded by the engine's mutex
   std::vector<std::vector<int64_t>> first_dims;  // allgather: set when the entry is read from the log
   std::vector<OutputBuffer> buffers;             // allgather: filled by the driver before `done`
 
-  Status status;                   // written before `done`
+  Status status;  // written before `done`
   std::atomic<bool> done{false};
 };
 

@@ -29,29 +29,29 @@ struct Registration {
 
 }  // namespace kolovod::testing
 
-#define TEST(name)                                                             \
-  static void Test_##name();                                                   \
+#define TEST(name)                                                                       \
+  static void Test_##name();                                                             \
   static const ::kolovod::testing::Registration registration_##name(#name, Test_##name); \
   static void Test_##name()
 
-#define CHECK(condition)                                                    \
-  do {                                                                      \
+#define CHECK(condition)                                                        \
+  do {                                                                          \
     if (!(condition)) ::kolovod::testing::Fail(__FILE__, __LINE__, #condition); \
   } while (0)
 
-#define CHECK_OK(expression)                                                          \
-  do {                                                                                \
-    if (const ::kolovod::Status check_status = (expression); !check_status.ok())      \
+#define CHECK_OK(expression)                                                                   \
+  do {                                                                                         \
+    if (const ::kolovod::Status check_status = (expression); !check_status.ok())               \
       ::kolovod::testing::Fail(__FILE__, __LINE__, #expression ": " + check_status.message()); \
   } while (0)
 
-#define TEST_MAIN()                                             \
-  int main() {                                                  \
-    for (const auto& test : ::kolovod::testing::Tests()) {      \
-      std::printf("%s\n", test.name);                           \
-      std::fflush(stdout);                                      \
-      test.body();                                              \
-    }                                                           \
+#define TEST_MAIN()                                                        \
+  int main() {                                                             \
+    for (const auto& test : ::kolovod::testing::Tests()) {                 \
+      std::printf("%s\n", test.name);                                      \
+      std::fflush(stdout);                                                 \
+      test.body();                                                         \
+    }                                                                      \
     std::printf("%zu tests passed\n", ::kolovod::testing::Tests().size()); \
-    return ::kolovod::testing::Tests().empty() ? 1 : 0;         \
+    return ::kolovod::testing::Tests().empty() ? 1 : 0;                    \
   }

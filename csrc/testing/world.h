@@ -72,8 +72,7 @@ inline Config SmallConfig() {
   return config;
 }
 
-inline void RunRanks(int size, const std::function<void(Rank&)>& body,
-                     const Config& config = SmallConfig()) {
+inline void RunRanks(int size, const std::function<void(Rank&)>& body, const Config& config = SmallConfig()) {
   std::shared_ptr<LoopbackWorld> world;
   CHECK_OK(LoopbackWorld::Create(size, config, &world));
   std::vector<std::thread> threads;

@@ -6,8 +6,7 @@
 
 namespace kolovod {
 
-PidfdLiveness::PidfdLiveness(int self, const std::vector<std::pair<int, std::string>>& peers)
-    : self_(self) {
+PidfdLiveness::PidfdLiveness(int self, const std::vector<std::pair<int, std::string>>& peers) : self_(self) {
   for (const auto& [fd, description] : peers) {
     fds_.push_back(fd >= 0 ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1);
     descriptions_.push_back(description);
@@ -32,9 +31,7 @@ int PidfdLiveness::FindDead() {
   return -1;
 }
 
-std::string PidfdLiveness::Describe(int rank) const {
-  return descriptions_[static_cast<size_t>(rank)];
-}
+std::string PidfdLiveness::Describe(int rank) const { return descriptions_[static_cast<size_t>(rank)]; }
 
 int LoopbackLiveness::FindDead() {
   for (size_t r = 0; r < faults_->killed.size(); ++r) {

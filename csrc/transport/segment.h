@@ -33,25 +33,25 @@ struct SegmentHeader {
   alignas(kLine) std::atomic<uint32_t> revoked;
   uint32_t revoke_code;
   char revoke_text[768];
-  alignas(kLine) std::atomic<uint32_t> sleepers;  // many writers: drivers asleep
-  alignas(kLine) std::atomic<uint64_t> log_tail;  // many writers: next free log position
+  alignas(kLine) std::atomic<uint32_t> sleepers;        // many writers: drivers asleep
+  alignas(kLine) std::atomic<uint64_t> log_tail;        // many writers: next free log position
   alignas(kLine) std::atomic<uint64_t> broadcast_head;  // rank 0: bytes ever written
 };
 
 struct RankBlock {
-  alignas(kLine) std::atomic<uint64_t> packed;   // last chunk whose contribution is staged
-  alignas(kLine) std::atomic<uint64_t> reduced;  // last chunk whose own slice is reduced
-  alignas(kLine) std::atomic<uint64_t> done;     // last chunk after which nothing is read any more
+  alignas(kLine) std::atomic<uint64_t> packed;       // last chunk whose contribution is staged
+  alignas(kLine) std::atomic<uint64_t> reduced;      // last chunk whose own slice is reduced
+  alignas(kLine) std::atomic<uint64_t> done;         // last chunk after which nothing is read any more
   alignas(kLine) std::atomic<uint32_t> driver_bell;  // many writers; futex
   std::atomic<uint32_t> driver_sleeping;
-  std::atomic<uint32_t> driving;  // some thread of this rank drives its engine
+  std::atomic<uint32_t> driving;                   // some thread of this rank drives its engine
   alignas(kLine) std::atomic<uint32_t> idle_bell;  // many writers; futex
   std::atomic<uint32_t> idle_sleeping;
   alignas(kLine) std::atomic<uint32_t> attached;
   std::atomic<uint32_t> left;
   std::atomic<uint32_t> ping;
-  alignas(kLine) std::atomic<uint64_t> control_head;   // this rank: bytes ever written
-  alignas(kLine) std::atomic<uint64_t> control_tail;   // rank 0: bytes ever read
+  alignas(kLine) std::atomic<uint64_t> control_head;    // this rank: bytes ever written
+  alignas(kLine) std::atomic<uint64_t> control_tail;    // rank 0: bytes ever read
   alignas(kLine) std::atomic<uint64_t> broadcast_tail;  // this rank: bytes ever read
   alignas(kLine) char control_ring[kControlRingBytes];
 };
@@ -61,9 +61,9 @@ struct SegmentLayout {
   SegmentLayout(int size, const Config& config);
 
   int size;
-  size_t log_slots;         // power of two
+  size_t log_slots;  // power of two
   size_t cache_capacity;
-  size_t chunk_bytes;       // multiple of the page size
+  size_t chunk_bytes;  // multiple of the page size
   size_t chunk_slots;
   size_t ranks_at, log_at, seals_at, counters_at, broadcast_at, staging_at;
   size_t total_bytes;
@@ -88,8 +88,7 @@ class Segment {
   char* broadcast_ring() { return base_ + layout_.broadcast_at; }
   char* staging(int r, uint64_t chunk) {
     return base_ + layout_.staging_at +
-           (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) *
-               layout_.chunk_bytes;
+           (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.chunk_bytes;
   }
   const SegmentLayout& layout() const { return layout_; }
 

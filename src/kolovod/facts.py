@@ -6,7 +6,7 @@ from kolovod.world import current
 
 
 def rank() -> int:
-    """This process's number, 0 to ``size() - 1``."""
+    """The number of this process, 0 to ``size() - 1``."""
     return current().rank
 
 
@@ -16,7 +16,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among those on its host."""
+    """The number of this process among those on its host."""
     return current().local_rank
 
 

@@ -1,4 +1,5 @@
-"""What a framework owes Kolovod: five methods. Verbs, handles and objects are written once above it.
+"""What a framework owes Kolovod: five methods. Verbs, handles and objects are written once above
+it.
 
 A front end turns a tensor of its framework into a *view*: plain numbers that the native core
 understands. Nothing here copies unless the tensor's memory is not one dense row-major block.
@@ -16,8 +17,9 @@ T = TypeVar("T")
 TensorView: TypeAlias = "tuple[int, tuple[int, ...], int, Any]"
 """``(dtype, shape, address, owner)``: the number of the dtype (``_native.DTYPES``), the shape in
 elements, the address of the first byte, and the tensor whose memory that is. ``owner`` is the
-viewed tensor itself, or a dense copy of it when the tensor's own memory is not dense. A plain tuple,
-because one is made for every small allreduce and a tuple is the cheapest thing Python has."""
+viewed tensor itself, or a dense copy of it when the tensor's own memory is not dense. A plain
+tuple, because one is made for every small allreduce and a tuple is the cheapest thing Python
+has."""
 
 
 class Frontend(Protocol[T]):
@@ -30,8 +32,8 @@ class Frontend(Protocol[T]):
     def view(self, tensor: T) -> TensorView:
         """Describe ``tensor`` for the engine.
 
-        Raises InvalidArgumentError when it is not a tensor of this framework, lives on a device that
-        the engine cannot reach, or has a dtype that the engine does not know.
+        Raises InvalidArgumentError when it is not a tensor of this framework, lives on a device
+        that the engine cannot reach, or has a dtype that the engine does not know.
         """
         ...
 

@@ -1,8 +1,8 @@
 """Handles of asynchronous operations, and what keeps their buffers alive.
 
 The engine reads and writes buffers by address until an operation is complete, whatever Python does
-meanwhile. So a buffer's owner is referenced by its Handle, and when a Handle is dropped too early, by
-the Keeper of its Collectives, until the engine says that it is done.
+meanwhile. So a buffer's owner is referenced by its Handle, and when a Handle is dropped too early,
+by the Keeper of its Collectives, until the engine says that it is done.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Handle(Generic[T]):
     count on it), it only makes the result unreachable.
     """
 
-    __slots__ = ("_engine", "_number", "_buffers", "_result", "_finish", "_keeper", "__weakref__")
+    __slots__ = ("__weakref__", "_buffers", "_engine", "_finish", "_keeper", "_number", "_result")
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class Handle(Generic[T]):
     def wait(self, timeout_s: float | None = None) -> T:
         """Return the result when the operation is complete; a handle gives it once.
 
-        ``timeout_s``: at most so many seconds; None waits without limit. Raises WaitTimeoutError when
-        they are over (the operation is still pending and may be waited for again), MismatchError when
-        the ranks did not submit the same thing, RankLostError and its siblings when a rank is gone,
-        InvalidArgumentError for a second wait.
+        ``timeout_s``: at most so many seconds; None waits without limit. Raises WaitTimeoutError
+        when they are over (the operation is still pending and may be waited for again),
+        MismatchError when the ranks did not submit the same thing, RankLostError and its siblings
+        when a rank is gone, InvalidArgumentError for a second wait.
         """
         number = self._number
         if number == 0:

@@ -1,11 +1,12 @@
 """Any Python object, between ranks, as cloudpickle's bytes.
 
-The peers of a world have proved that they know its secret, so their pickles are as trustworthy as the
-script itself. An object that cannot be pickled fails on every rank, not only where it is.
+The peers of a world have proved that they know its secret, so their pickles are as trustworthy as
+the script itself. An object that cannot be pickled fails on every rank, not only where it is.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
@@ -67,10 +68,12 @@ class Objects:
 def _dump(obj: Any) -> tuple[bool, np.ndarray[Any, np.dtype[np.uint8]]]:
     """The pickle of ``obj``, or True and the text of why there is none."""
     try:
-        return False, np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+        buffer = io.BytesIO()
+        cloudpickle.dump(obj, buffer)
+        return False, np.frombuffer(buffer.getbuffer(), np.uint8)
     except Exception as error:  # whatever the object's own __reduce__ raises
         text = f"a {type(obj).__name__} that cannot be pickled: {error}"
-        return True, np.frombuffer(text.encode(), np.uint8)
+        return True, np.frombuffer(bytearray(text.encode()), np.uint8)
 
 
 def _load(failed: bool, payload: np.ndarray[Any, np.dtype[np.uint8]], rank: int) -> Any:

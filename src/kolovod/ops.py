@@ -10,8 +10,8 @@ from kolovod import _native
 class Op(enum.IntEnum):
     """How allreduce combines the ranks' values, element by element.
 
-    ``Average`` of integers is truncated toward zero. Of bool, Sum and Max mean *or*, Min and Product
-    mean *and*. Sums and products of integers wrap.
+    ``Average`` of integers is truncated toward zero. Of bool, Sum and Max mean *or*, Min and
+    Product mean *and*. Sums and products of integers wrap.
     """
 
     Average = _native.OPS["Average"]

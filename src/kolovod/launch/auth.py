@@ -17,8 +17,10 @@ is of no use at another. The client proves itself first: a stranger learns nothi
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
+import os
 import secrets
 import socket
 import struct
@@ -184,7 +186,7 @@ def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Cha
 
 
 class Server:
-    """Accepts connections on ``listener`` and calls ``handler(channel)`` for the authenticated ones.
+    """Accepts connections on ``listener``; calls ``handler(channel)`` for the authenticated ones.
 
     Each connection has its own short-lived thread, so that one which says nothing holds up nobody.
     The handler's channel is closed after it returns. At most ``max_connections`` are open at once;
@@ -197,7 +199,7 @@ class Server:
         secret: str,
         label: str,
         handler: Callable[[Channel], None],
-        max_connections: int = 4096,
+        max_connections: int = 256,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._listener = listener
@@ -253,11 +255,15 @@ class Server:
             try:
                 channel = accept(sock, self._secret, self._label, deadline)
             except (AuthenticationError, EOFError, OSError):
-                self.refused += 1
+                with self._lock:
+                    self.refused += 1
                 return
             self._handler(channel)
         except (AuthenticationError, EOFError, OSError):
             return  # the peer went away, and whoever waits for it will notice by other means
+        except ValueError:
+            if not self._closed:  # else the handler met the socket that close() has closed
+                raise
         finally:
             _close(sock)
             with self._lock:
@@ -266,8 +272,6 @@ class Server:
 
 def _same_user(sock: socket.socket) -> bool:
     """On AF_UNIX the kernel says who connects; elsewhere only the secret counts."""
-    import os
-
     if sock.family != socket.AF_UNIX:
         return True
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -305,15 +309,11 @@ def _read_or_refused(sock: socket.socket, count: int, deadline: float, purpose: 
 
 
 def _close(sock: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in accept or recv
-    except OSError:
-        pass
     sock.close()
 
 
 def _close_all(fds: Sequence[int]) -> None:
-    import os
-
     for fd in fds:
         os.close(fd)

@@ -18,7 +18,8 @@ _addressof = ctypes.addressof
 _from_buffer = ctypes.c_char.from_buffer
 _NUMBERS = (np.generic, bool, int, float)
 
-# bfloat16 has no dtype in NumPy itself; ml_dtypes registers one, which is found when it is first used.
+# bfloat16 has no dtype in NumPy itself; ml_dtypes registers one, which is found when it is first
+# used.
 _DTYPES: dict[np.dtype[Any], int] = {
     np.dtype(name): code for name, code in _native.DTYPES.items() if name != "bfloat16"
 }
@@ -26,7 +27,7 @@ _DTYPES: dict[np.dtype[Any], int] = {
 
 def _address(array: Array) -> int:
     try:
-        return _addressof(_from_buffer(array))  # four times faster than array.ctypes.data
+        return _addressof(_from_buffer(array))  # type: ignore[arg-type]  # four times faster than array.ctypes.data
     except (TypeError, ValueError):  # read-only, empty, or without a buffer format (bfloat16)
         address: int = array.__array_interface__["data"][0]
         return address

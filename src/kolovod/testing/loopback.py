@@ -84,7 +84,8 @@ def loopback(
     """A Loopback of ``size`` ranks for the length of a ``with`` block.
 
     ``frontend`` says whose tensors the verbs take (NumPy arrays by default); ``config`` replaces
-    fields of ``_native.config_defaults()``. Raises InvalidArgumentError when ``size`` is not positive.
+    fields of ``_native.config_defaults()``. Raises InvalidArgumentError when ``size`` is not
+    positive.
     """
     if size < 1:
         raise InvalidArgumentError(f"loopback size is {size}: need at least one rank")

@@ -39,9 +39,7 @@ class NoneCompressor:
         return tensor
 
 
-def _narrow(
-    tensor: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.dtype | None]:
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > dtype.itemsize:
         return tensor.to(dtype), tensor.dtype
     return tensor, None

@@ -22,7 +22,9 @@ _empty_like = torch.empty_like
 
 
 class TorchFrontend:
-    """Dense tensors in host memory. The verbs see values only: results carry no autograd history."""
+    """Dense tensors in host memory. The verbs see values only: results carry no autograd
+    history.
+    """
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor."""
@@ -40,7 +42,7 @@ class TorchFrontend:
 
     def empty_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """See Frontend.empty_like."""
-        output = _empty_like(tensor, requires_grad=False)
+        output = _empty_like(tensor)
         return output, output.data_ptr()
 
     def claim(self, tensor: torch.Tensor) -> None:

@@ -1,0 +1,347 @@
+"""From ranks that know each other's names to an engine's inputs: the shared segment, the pidfds.
+
+The member with the lowest launcher rank leads. It makes the segment, an anonymous file that no
+crash can leave behind, and hands it round over an AF_UNIX socket::
+
+    follower -> leader   {"rank": new rank, "pidfd": bool}, then its own pidfd
+    leader -> follower   {"config": {...}, "pidfds": [bool, ...]}, then the segment and the pidfds
+                    or   {"error": text, "rank": launcher rank or null}
+
+The leader's configuration is everybody's, since the segment's layout follows from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import secrets
+import select
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NoReturn
+
+from kolovod import _native
+from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
+from kolovod.launch.auth import Channel, Server, connect
+from kolovod.launch.store import Formation, Member, join
+
+__all__ = ["Ready", "bootstrap", "make_segment", "own_pidfd", "pid_namespace"]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """All that an engine needs. A context manager: leaving it closes the descriptors."""
+
+    rank: int
+    """New rank: the index among the members."""
+    epoch: int
+    members: tuple[Member, ...]
+    segment_fd: int
+    pidfds: tuple[int, ...]
+    """One per rank; -1 where the system has none."""
+    config: Mapping[str, int]
+
+    def peers(self) -> list[tuple[int, str]]:
+        """``(pidfd, description)`` of every rank, as the engine wants them."""
+        return [
+            (fd, describe(new_rank, member))
+            for new_rank, (fd, member) in enumerate(zip(self.pidfds, self.members, strict=True))
+        ]
+
+    def __enter__(self) -> Ready:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for fd in (self.segment_fd, *self.pidfds):
+            if fd >= 0:
+                os.close(fd)
+
+
+def describe(new_rank: int, member: Member) -> str:
+    """A rank in messages: "rank 1 on host a (pid 17)", with its launcher rank where that differs."""
+    launched = "" if new_rank == member.rank else f", launched as rank {member.rank}"
+    return f"rank {new_rank} on host {member.host} (pid {member.pid}{launched})"
+
+
+def pid_namespace() -> str:
+    """An identifier of this process's pid namespace; "" if unknown."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def own_pidfd() -> int:
+    """A descriptor that becomes readable when this process ends; -1 where there is none."""
+    try:
+        return os.pidfd_open(os.getpid())
+    except OSError:  # an old kernel, or a sandbox that refuses it
+        return -1
+
+
+def make_segment(size: int, config: Mapping[str, int]) -> int:
+    """An anonymous file for ``size`` ranks, its memory reserved; returns the descriptor.
+
+    Reserved, because a memory file system that is full kills the writer with SIGBUS otherwise.
+    Raises BootstrapError if there is not enough memory.
+    """
+    bytes_needed = _native.segment_bytes(size, config)
+    try:
+        fd = os.memfd_create("kolovod-segment")
+    except OSError:  # refused by a sandbox: a file without a name, in memory as well
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            fd = os.dup(file.fileno())
+    try:
+        os.posix_fallocate(fd, 0, bytes_needed)
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+            raise
+        raise BootstrapError(
+            f"no {bytes_needed} bytes of shared memory for {size} ranks ({error.strerror}): give "
+            "the container more memory, or lower KOLOVOD_CHUNK_BYTES or KOLOVOD_CHUNK_SLOTS"
+        ) from error
+    return fd
+
+
+def bootstrap(
+    rank: int,
+    members: tuple[int, ...],
+    host: str,
+    store: str,
+    secret: str,
+    config: Mapping[str, int],
+    timeout_s: float,
+) -> Ready:
+    """Meet the other ``members`` (sorted launcher ranks, ``rank`` among them) and share the segment.
+
+    Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError if
+    one does not come, BootstrapError.
+    """
+    deadline = time.monotonic() + timeout_s
+    is_leader = rank == members[0]
+    name = f"kolovod-{secrets.token_hex(16)}" if is_leader else ""
+    with contextlib.ExitStack() as cleanup:
+        if is_leader:
+            listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(f"\0{name}")
+            listener.listen(len(members) + 64)
+        me = Member(rank, host, os.getpid(), pid_namespace(), name)
+        formation = join(store, secret, members, me, timeout_s)
+        _check_hosts(formation)
+        deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
+        if is_leader:
+            return _Leader(formation, secret, config, deadline).run(listener)
+        return _follow(formation, members.index(rank), secret, deadline)
+
+
+def _check_hosts(formation: Formation) -> None:
+    hosts = sorted({member.host for member in formation.members})
+    if len(hosts) > 1:
+        raise BootstrapError(
+            f"the ranks are on the hosts {', '.join(hosts)}: this version forms a world on one host"
+        )
+
+
+class _Watch:
+    """The processes of other members, watched by pid until they have sent their own pidfds."""
+
+    def __init__(self, formation: Formation, ranks: list[int]) -> None:
+        self._poll = select.poll()
+        self._members: dict[int, Member] = {}
+        here = pid_namespace()
+        for new_rank in ranks:
+            member = formation.members[new_rank]
+            if not here or member.pid_namespace != here:
+                continue
+            try:
+                fd = os.pidfd_open(member.pid)
+            except ProcessLookupError:
+                self.close()
+                _raise_lost(member)
+            except OSError:
+                continue
+            self._members[fd] = member
+            self._poll.register(fd, select.POLLIN)
+
+    def wait(self, fd: int, deadline: float) -> bool:
+        """Wait until ``fd`` is readable: True; False at the deadline. RankLostError on a death."""
+        self._poll.register(fd, select.POLLIN)
+        try:
+            ready = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        finally:
+            self._poll.unregister(fd)
+        readable = [ready_fd for ready_fd, _ in ready]
+        for ready_fd in readable:
+            if ready_fd in self._members and fd not in readable:
+                _raise_lost(self._members[ready_fd])
+        return bool(readable)
+
+    def raise_if_dead(self, grace_s: float = 1.0) -> None:
+        """RankLostError if one ends now: a dying process closes its sockets just before that."""
+        for ready_fd, _ in self._poll.poll(grace_s * 1000):
+            _raise_lost(self._members[ready_fd])
+
+    def close(self) -> None:
+        for fd in self._members:
+            os.close(fd)
+        self._members.clear()
+
+
+def _raise_lost(member: Member) -> NoReturn:
+    raise RankLostError(f"{member} ended while the world was being formed", member.rank)
+
+
+class _Leader:
+    """Collects the followers' pidfds, then sends everything to everybody."""
+
+    def __init__(
+        self, formation: Formation, secret: str, config: Mapping[str, int], deadline: float
+    ) -> None:
+        self._formation = formation
+        self._secret = secret
+        self._config = config
+        self._deadline = deadline
+        self._arrivals: queue.SimpleQueue[tuple[int, int, Channel]] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._done = threading.Event()
+
+    def run(self, listener: socket.socket) -> Ready:
+        """The leader's part; ``listener`` is closed at the end."""
+        size = len(self._formation.members)
+        label = leader_label(self._formation.epoch)
+        server = Server(listener, self._secret, label, self._serve, max_connections=64 + size)
+        channels: dict[int, Channel] = {}
+        fds: dict[int, int] = {}
+        server.start()
+        try:
+            try:
+                self._collect(channels, fds)
+                segment = fds[-1] = make_segment(size, self._config)
+                fds[0] = own_pidfd()
+                pidfds = tuple(fds[new_rank] for new_rank in range(size))
+                self._distribute(channels, segment, pidfds)
+            except KolovodError as error:
+                self._tell_failure(channels, error)
+                raise
+        except BaseException:
+            for fd in fds.values():
+                if fd >= 0:
+                    os.close(fd)
+            raise
+        finally:
+            self._done.set()
+            server.close()
+            self._drain()
+        formation = self._formation
+        return Ready(0, formation.epoch, formation.members, segment, pidfds, self._config)
+
+    def _serve(self, channel: Channel) -> None:
+        """On the server's thread of one follower; returning closes the channel."""
+        message = channel.receive(self._deadline)
+        fds = channel.receive_fds(1, self._deadline) if message["pidfd"] else [-1]
+        self._arrivals.put((int(message["rank"]), fds[0], channel))
+        os.eventfd_write(self._bell, 1)
+        self._done.wait(max(0.0, self._deadline - time.monotonic()) + 5)
+
+    def _collect(self, channels: dict[int, Channel], fds: dict[int, int]) -> None:
+        size = len(self._formation.members)
+        while len(channels) < size - 1:
+            missing = [new_rank for new_rank in range(1, size) if new_rank not in channels]
+            with contextlib.closing(_Watch(self._formation, missing)) as watch:
+                if not watch.wait(self._bell, self._deadline):
+                    names = ", ".join(str(self._formation.members[r]) for r in missing)
+                    raise StartTimeoutError(f"{names} did not connect to the leader in time")
+            os.eventfd_read(self._bell)
+            while not self._arrivals.empty():
+                new_rank, pidfd, channel = self._arrivals.get()
+                if new_rank not in missing or new_rank in channels:
+                    if pidfd >= 0:
+                        os.close(pidfd)
+                    continue
+                channels[new_rank], fds[new_rank] = channel, pidfd
+
+    def _distribute(
+        self, channels: dict[int, Channel], segment: int, pidfds: tuple[int, ...]
+    ) -> None:
+        message = {"config": dict(self._config), "pidfds": [fd >= 0 for fd in pidfds]}
+        sent = [segment, *(fd for fd in pidfds if fd >= 0)]
+        for new_rank, channel in channels.items():
+            try:
+                channel.send(message, self._deadline)
+                channel.send_fds(sent, self._deadline)
+            except OSError:
+                _raise_lost(self._formation.members[new_rank])
+
+    def _tell_failure(self, channels: dict[int, Channel], error: KolovodError) -> None:
+        rank = error.rank if isinstance(error, RankLostError) else None
+        for channel in channels.values():
+            with contextlib.suppress(OSError):
+                channel.send({"error": str(error), "rank": rank}, time.monotonic() + 5)
+
+    def _drain(self) -> None:
+        """Descriptors of followers that came when all was over."""
+        while not self._arrivals.empty():
+            _, pidfd, _ = self._arrivals.get()
+            if pidfd >= 0:
+                os.close(pidfd)
+        os.close(self._bell)
+
+
+def leader_label(epoch: int) -> str:
+    """What a connection to the leader of this epoch is for, in the handshake."""
+    return f"leader {epoch}"
+
+
+def _follow(formation: Formation, new_rank: int, secret: str, deadline: float) -> Ready:
+    leader = formation.members[0]
+    watch = _Watch(formation, [0])
+    try:
+        channel = connect(
+            socket.AF_UNIX, f"\0{leader.socket}", secret, leader_label(formation.epoch), deadline
+        )
+        with contextlib.closing(channel):
+            pidfd = own_pidfd()
+            try:
+                channel.send({"rank": new_rank, "pidfd": pidfd >= 0}, deadline)
+                if pidfd >= 0:
+                    channel.send_fds([pidfd], deadline)
+            finally:
+                if pidfd >= 0:
+                    os.close(pidfd)
+            # EOF alone would not tell that the leader died: a child that it forked may hold its
+            # socket open. Its pidfd does.
+            if not watch.wait(channel.fileno(), deadline):
+                raise StartTimeoutError(f"{leader} did not send the shared segment in time")
+            answer = channel.receive(deadline)
+            if "error" in answer:
+                if answer["rank"] is not None:
+                    raise RankLostError(answer["error"], answer["rank"])
+                raise BootstrapError(answer["error"])
+            fds = channel.receive_fds(1 + sum(answer["pidfds"]), deadline)
+    except ConnectionRefusedError as error:
+        watch.raise_if_dead()
+        raise BootstrapError(
+            f"{leader} is on the same host by name, but its socket is not here: are the ranks in "
+            "different network namespaces? KOLOVOD_HOST must differ then"
+        ) from error
+    except (EOFError, OSError) as error:
+        watch.raise_if_dead()
+        raise BootstrapError(f"{leader} broke off while the world was formed: {error}") from error
+    finally:
+        watch.close()
+    others = iter(fds[1:])
+    pidfds = tuple(next(others) if has_pidfd else -1 for has_pidfd in answer["pidfds"])
+    return Ready(new_rank, formation.epoch, formation.members, fds[0], pidfds, answer["config"])

@@ -1,0 +1,121 @@
+"""What must outlive, or die with, the launcher. Runs as a script too; imports nothing of Kolovod.
+
+``exec``: becomes the rank's command, after asking the kernel to kill it when the launcher dies.
+``watch``: a process beside the launcher that waits for the end of its standard input. The kernel
+closes that however the launcher ends, and then the watcher kills what is left of the job: also
+grandchildren, which the kernel's signal does not reach.
+
+A process belongs to a job if it is in the session of one of its ranks, or if the job's mark is in
+its environment: children that made a session of their own are found by that. A job that was started
+inside another carries the marks of both, separated by commas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+
+__all__ = ["MARK_NAME", "exec_command", "job_processes", "kill_job", "watch_command"]
+
+MARK_NAME = "KOLOVOD_JOB"
+_PR_SET_PDEATHSIG = 1
+_EXIT_CANNOT_EXECUTE = 126
+_EXIT_NOT_FOUND = 127
+
+
+def exec_command(command: list[str]) -> list[str]:
+    """The command line that becomes ``command`` and dies with this process."""
+    return [*_python(), "exec", str(os.getpid()), *command]
+
+
+def watch_command(mark: str) -> list[str]:
+    """The command line of a watcher for the job with this mark."""
+    return [*_python(), "watch", mark]
+
+
+def _python() -> list[str]:
+    # Isolated and without site: the user's Python variables are for the command, not for this.
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__)]
+
+
+def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
+    """Living processes of the job, this one and zombies excepted."""
+    wanted = set(sessions)
+    name = f"{MARK_NAME}=".encode()
+    found = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
+                state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            if state in (b"Z", b"X"):
+                continue
+            if int(session) in wanted:
+                found.add(int(entry))
+                continue
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                variables = file.read().split(b"\0")
+            marks = [v[len(name) :].split(b",") for v in variables if v.startswith(name)]
+            if any(mark.encode() in listed for listed in marks):
+                found.add(int(entry))
+        except (OSError, ValueError):
+            continue  # it ended meanwhile, or belongs to another user
+    return found
+
+
+def kill_job(
+    mark: str, sessions: Iterable[int], signum: int, spare: frozenset[int] = frozenset()
+) -> int:
+    """Send ``signum`` to every process of the job except ``spare``; returns to how many."""
+    processes = job_processes(mark, sessions) - spare
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+    return len(processes)
+
+
+def _exec(parent: int, command: list[str]) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the launcher died before the line above
+        return 128 + signal.SIGKILL
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; the command must not
+        signal.signal(signum, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        sys.stderr.write(f"kolovod: command not found: {command[0]}\n")
+        return _EXIT_NOT_FOUND
+    except OSError as error:
+        sys.stderr.write(f"kolovod: cannot run {command[0]}: {error.strerror}\n")
+        return _EXIT_CANNOT_EXECUTE
+
+
+def _watch(mark: str) -> int:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    while os.read(0, 1):
+        pass
+    # A process may fork while the list is read: repeat until nobody is left.
+    deadline = time.monotonic() + 10
+    while kill_job(mark, (), signal.SIGKILL) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run as ``exec PARENT COMMAND...`` or ``watch MARK``."""
+    if arguments[0] == "exec":
+        return _exec(int(arguments[1]), arguments[2:])
+    return _watch(arguments[1])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""Kolovod on PyTorch tensors: the verbs, ``DistributedOptimizer``, and starting equal.
+
+import kolovod.torch as kv
+
+kv.init()
+optimizer = kv.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+kv.broadcast_parameters(model.state_dict())
+kv.broadcast_optimizer_state(optimizer)
+"""
+
+from __future__ import annotations
+
+from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.handles import Handle
+from kolovod.ops import Average, Max, Min, Op, Product, Sum
+from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.compression import Compression, Compressor
+from kolovod.torch.frontend import TorchFrontend
+from kolovod.torch.functions import Functions
+from kolovod.torch.optimizer import DistributedOptimizer
+from kolovod.torch.verbs import collectives
+from kolovod.world import init, is_initialized, shutdown
+
+_functions = Functions(collectives)
+
+allreduce = collectives.allreduce
+allreduce_async = collectives.allreduce_async
+allreduce_ = collectives.allreduce_
+allreduce_async_ = collectives.allreduce_async_
+grouped_allreduce = collectives.grouped_allreduce
+grouped_allreduce_async = collectives.grouped_allreduce_async
+grouped_allreduce_ = collectives.grouped_allreduce_
+grouped_allreduce_async_ = collectives.grouped_allreduce_async_
+broadcast = collectives.broadcast
+broadcast_async = collectives.broadcast_async
+broadcast_ = collectives.broadcast_
+broadcast_async_ = collectives.broadcast_async_
+allgather = collectives.allgather
+allgather_async = collectives.allgather_async
+barrier = collectives.barrier
+poll = collectives.poll
+synchronize = collectives.synchronize
+broadcast_parameters = _functions.broadcast_parameters
+broadcast_optimizer_state = _functions.broadcast_optimizer_state
+broadcast_object = _functions.broadcast_object
+allgather_object = _functions.allgather_object
+
+__all__ = [
+    "Average",
+    "Compression",
+    "Compressor",
+    "DistributedOptimizer",
+    "Handle",
+    "Max",
+    "Min",
+    "Op",
+    "Product",
+    "Sum",
+    "TorchCollectives",
+    "TorchFrontend",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "collectives",
+    "cross_rank",
+    "cross_size",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "synchronize",
+]

@@ -1,0 +1,137 @@
+"""Starting equal: parameters, optimizer state and objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from kolovod.collectives import Collectives
+from kolovod.errors import InvalidArgumentError
+from kolovod.numpy.frontend import NumpyFrontend
+from kolovod.objects import Objects
+from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.reducer import agree
+
+Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+class Functions:
+    """The functions over one world; ``kolovod.torch`` binds them to the process's own."""
+
+    def __init__(self, verbs: TorchCollectives) -> None:
+        """``verbs``: on tensors."""
+        self._verbs = verbs
+        self._objects = Objects(Collectives(NumpyFrontend(), verbs.world))
+
+    def broadcast_parameters(self, params: Parameters, root_rank: int = 0) -> None:
+        """Overwrite ``params`` with those of ``root_rank``, in place.
+
+        ``params``: ``model.state_dict()``, ``model.named_parameters()`` or another mapping or
+        iterable of (name, tensor); entries that are None are left out. Raises InvalidArgumentError
+        for other entries; MismatchError, on every rank, when names, shapes or dtypes differ between
+        ranks.
+        """
+        pairs = _named_tensors(params)
+        described = [(name, (tuple(t.shape), str(t.dtype))) for name, t in pairs]
+        agree(self._objects, described, "parameter", "broadcast_parameters")
+        handles = [
+            self._verbs.broadcast_async_(tensor, root_rank, f"parameter.{name}")
+            for name, tensor in pairs
+        ]
+        for handle in handles:
+            handle.wait()
+
+    def broadcast_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, root_rank: int = 0
+    ) -> None:
+        """Give ``optimizer`` the state and the options (learning rate and so on) of ``root_rank``.
+
+        No step is taken and no gradient is touched. Where the root has no state yet (before its
+        first step), the others have none afterwards. Raises MismatchError, on every rank, when the
+        numbers of parameters differ.
+        """
+        shape = [
+            (f"group {g}", tuple(tuple(p.shape) for p in group["params"]))
+            for g, group in enumerate(optimizer.param_groups)
+        ]
+        agree(self._objects, shape, "optimizer group", "broadcast_optimizer_state")
+        is_root = self._verbs.world().rank == root_rank
+        tensors: list[torch.Tensor] = []
+        outline = _take_out(optimizer.state_dict(), tensors) if is_root else None
+        outline, forms = self._objects.broadcast_object(
+            (outline, [(t.shape, t.dtype) for t in tensors]), root_rank, "optimizer_state.outline"
+        )
+        if not is_root:
+            tensors = [torch.empty(form, dtype=dtype) for form, dtype in forms]
+        handles = [
+            self._verbs.broadcast_async(tensor, root_rank, f"optimizer_state.{i}")
+            for i, tensor in enumerate(tensors)
+        ]
+        received = [handle.wait() for handle in handles]
+        if not is_root:
+            optimizer.load_state_dict(_put_back(outline, received))
+
+    def broadcast_object(self, obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+        """Return, on every rank, the ``obj`` of ``root_rank``; see ``kolovod.broadcast_object``."""
+        return self._objects.broadcast_object(obj, root_rank, name)
+
+    def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
+        """Return the ``obj`` of every rank; see ``kolovod.allgather_object``."""
+        return self._objects.allgather_object(obj, name)
+
+
+def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
+    try:
+        items = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"params is a {type(params).__name__}: give model.state_dict() or named_parameters()"
+        ) from None
+    pairs = []
+    for item in items:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise InvalidArgumentError(
+                f"params contains a {type(item).__name__} instead of (name, tensor); give "
+                "model.state_dict() or model.named_parameters()"
+            )
+        name, tensor = item
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgumentError(
+                f"params['{name}'] is a {type(tensor).__name__}, not a tensor; send other values "
+                "with broadcast_object"
+            )
+        pairs.append((name, tensor))
+    return pairs
+
+
+class _Slot:
+    """Stands for tensor number ``position`` in the outline of a state."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of ``value`` with each tensor replaced by a _Slot, and the tensors in order."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return _Slot(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _take_out(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_take_out(item, tensors) for item in value)
+    return value
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.position]
+    if isinstance(value, dict):
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_put_back(item, tensors) for item in value)
+    return value

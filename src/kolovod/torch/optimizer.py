@@ -1,0 +1,248 @@
+"""DistributedOptimizer: any PyTorch optimizer, stepping with the average of all ranks'
+gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.ops import Average, Sum
+from kolovod.torch import verbs
+from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.compression import Compression, Compressor
+from kolovod.torch.reducer import GradientReducer
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+Closure = Callable[[], Any]
+NamedParameters = Iterable[tuple[str, torch.Tensor]]
+
+
+class Distributed(torch.optim.Optimizer):
+    """What ``DistributedOptimizer`` adds to the class of the optimizer that it is given."""
+
+    _kolovod_base: type[torch.optim.Optimizer]
+    _kolovod_reducer: GradientReducer
+    _kolovod_names: dict[int, str]
+    _kolovod_skip: bool
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the same on all ranks; ``step`` does so by itself.
+
+        Call it to look at the averaged gradients (to clip them, say); the next ``step`` then does
+        not repeat it. A parameter without a gradient here counts as zeros, if it has one on another
+        rank. Raises MismatchError on every rank when the ranks' parameters differ, RankLostError
+        and its siblings when a rank is gone.
+        """
+        self._kolovod_reducer.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this context ``step`` uses the gradients as they are."""
+        before, self._kolovod_skip = self._kolovod_skip, True
+        try:
+            yield
+        finally:
+            self._kolovod_skip = before
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes make one step; between steps, the same on all ranks."""
+        self._kolovod_reducer.set_passes(_checked_passes(passes))
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Synchronize, then step. A ``closure``'s loss is averaged, so that ranks decide alike."""
+        reducer = self._kolovod_reducer
+        if closure is not None:
+            closure = self._synchronizing(closure)
+        elif not self._kolovod_skip and (reducer.pending or not reducer.synchronized):
+            reducer.synchronize()
+        result = super().step() if closure is None else super().step(closure)
+        reducer.reset()
+        return result
+
+    # Tells Optimizer that this method runs its step hooks already (the base class's step does).
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _synchronizing(self, closure: Closure) -> Closure:
+        reducer = self._kolovod_reducer
+
+        def averaged() -> Any:
+            loss = closure()
+            if self._kolovod_skip or not reducer.active:
+                return loss
+            reducer.synchronize()
+            if isinstance(loss, torch.Tensor):
+                loss = reducer.verbs.allreduce(loss.detach())
+            return loss
+
+        return averaged
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; those on their way are first waited for, on all ranks alike."""
+        reducer = self._kolovod_reducer
+        if reducer.pending:
+            reducer.synchronize()
+        super().zero_grad(set_to_none)
+        reducer.reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As usual; the new parameters' gradients are averaged too."""
+        super().add_param_group(param_group)
+        group = len(self.param_groups) - 1
+        self._kolovod_reducer.add(_names_of_group(self, group, self._kolovod_names))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain optimizers of the base class: a copy has no world."""
+        return _plain_copy, (self._kolovod_base, self.__getstate__())
+
+
+def DistributedOptimizer(
+    optimizer: O,
+    named_parameters: NamedParameters | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    *,
+    collectives: TorchCollectives | None = None,
+) -> O:
+    """Make ``optimizer`` step with the gradients averaged over all ranks, and return it.
+
+    Each gradient is sent as soon as backward has computed it; ``step`` waits for the last. The
+    object stays what it was, an instance of its own class too, so learning-rate schedulers made
+    before or after go on working. In a world of one nothing is added to backward.
+
+    ``named_parameters``: ``model.named_parameters()``; it must name every parameter of the
+    optimizer that wants a gradient, and may name more. Names must be the same on all ranks. None:
+    parameters are known by their place in the optimizer.
+    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+    ``backward_passes_per_step``: gradients of so many passes are summed locally before they are
+    sent.
+    ``op``: Average or Sum.
+    ``collectives``: over another world than the process's own (tests).
+
+    Raises InvalidArgumentError for arguments that cannot work, NotInitializedError before
+    ``init()``.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer"
+        )
+    if isinstance(optimizer, Distributed):
+        raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+    if op not in (Average, Sum):
+        raise InvalidArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
+    for method in ("compress", "decompress"):
+        if not callable(getattr(compression, method, None)):
+            raise InvalidArgumentError(
+                f"compression is {compression!r}: give Compression.none, .fp16 or .bf16"
+            )
+    passes = _checked_passes(backward_passes_per_step)
+    names = _checked_names(optimizer, named_parameters)
+    named = [
+        pair
+        for group in range(len(optimizer.param_groups))
+        for pair in _names_of_group(optimizer, group, names)
+    ]
+    # By name, so that the order of parameter groups may differ between ranks.
+    named.sort(key=lambda pair: pair[0])
+    reducer = GradientReducer(
+        named, compression, passes, op, verbs.collectives if collectives is None else collectives
+    )
+    return _adopt(optimizer, reducer, names)
+
+
+def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str]) -> O:
+    base = type(optimizer)
+    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "_kolovod_base": base}
+    scheduled = optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = type(base.__name__, (Distributed, base), fields)
+    assert isinstance(optimizer, Distributed)
+    optimizer._kolovod_reducer = reducer
+    optimizer._kolovod_names = names
+    optimizer._kolovod_skip = False
+    # The hooks know the reducer only, so dropping the optimizer frees the parameters of them.
+    weakref.finalize(optimizer, reducer.remove_hooks)
+    if hasattr(scheduled, "_wrapped_by_lr_sched"):
+        _track_steps(optimizer)
+    return optimizer
+
+
+def _track_steps(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler made before had replaced ``step`` on the instance, to see that it is called."""
+    reference = weakref.ref(optimizer)
+    function = type(optimizer).step
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        assert alive is not None
+        alive._opt_called = True  # type: ignore[attr-defined]
+        return function(alive, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _plain_copy(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+    copy = base.__new__(base)
+    copy.__setstate__(state)
+    return copy
+
+
+def _checked_passes(passes: int) -> int:
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+    return passes
+
+
+def _checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
+) -> dict[int, str]:
+    """The name of each parameter, by its ``id``; empty when none were given."""
+    if named_parameters is None:
+        return {}
+    names: dict[int, str] = {}
+    owners: dict[str, int] = {}
+    for item in named_parameters:
+        if not (
+            isinstance(item, tuple)
+            and len(item) == 2
+            and isinstance(item[0], str)
+            and isinstance(item[1], torch.Tensor)
+        ):
+            raise InvalidArgumentError(
+                f"named_parameters contains a {type(item).__name__} instead of (name, parameter); "
+                "pass model.named_parameters()"
+            )
+        name, parameter = item
+        if owners.setdefault(name, id(parameter)) != id(parameter):
+            raise InvalidArgumentError(
+                f"named_parameters has two parameters named '{name}'; with several models, put the "
+                "model's name in front of each"
+            )
+        names[id(parameter)] = name
+    missing = [
+        f"group {g} parameter {i} of shape {tuple(parameter.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+        if parameter.requires_grad and id(parameter) not in names
+    ]
+    if missing:
+        raise InvalidArgumentError(
+            f"named_parameters lacks {len(missing)} parameter(s) of the optimizer: "
+            + ", ".join(missing[:5])
+        )
+    return names
+
+
+def _names_of_group(
+    optimizer: torch.optim.Optimizer, group: int, names: dict[int, str]
+) -> list[tuple[str, torch.Tensor]]:
+    parameters = optimizer.param_groups[group]["params"]
+    return [(names.get(id(p), f"{group}.{i}"), p) for i, p in enumerate(parameters)]
