@@ -107,9 +107,7 @@ class Collectives(Generic[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> Handle[T]:
-        """``allreduce`` that returns at once; ``tensor`` must not change until ``wait``
-        returned.
-        """
+        """``allreduce`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         entry, output = self._fresh(tensor)
         scales = (prescale_factor, postscale_factor)
         return self._start(_ALLREDUCE, name, [entry], op, *scales, 0, (tensor, output), output)
@@ -140,9 +138,7 @@ class Collectives(Generic[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> Handle[T]:
-        """``allreduce_`` that returns at once; ``tensor`` is the engine's until ``wait``
-        returned.
-        """
+        """``allreduce_`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         entry, owner = self._own(tensor)
         finish = self._copying_back([owner], [tensor], tensor)
         scales = (prescale_factor, postscale_factor)

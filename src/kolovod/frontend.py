@@ -1,5 +1,6 @@
-"""What a framework owes Kolovod: five methods. Verbs, handles and objects are written once above
-it.
+"""What a framework owes Kolovod: a few methods.
+
+Verbs, handles and objects are written once above it.
 
 A front end turns a tensor of its framework into a *view*: plain numbers that the native core
 understands. Nothing here copies unless the tensor's memory is not one dense row-major block.

@@ -70,7 +70,7 @@ class Ready:
 
 
 def describe(new_rank: int, member: Member) -> str:
-    """A rank in messages: "rank 1 on host a (pid 17)", with its launcher rank where that differs."""
+    """A rank in messages: "rank 1 on host a (pid 17)", and its launcher rank where that differs."""
     launched = "" if new_rank == member.rank else f", launched as rank {member.rank}"
     return f"rank {new_rank} on host {member.host} (pid {member.pid}{launched})"
 
@@ -125,10 +125,10 @@ def bootstrap(
     config: Mapping[str, int],
     timeout_s: float,
 ) -> Ready:
-    """Meet the other ``members`` (sorted launcher ranks, ``rank`` among them) and share the segment.
+    """Meet the other ``members`` (sorted launcher ranks, with ``rank``) and share the segment.
 
-    Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError if
-    one does not come, BootstrapError.
+    Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
+    if one does not come, BootstrapError.
     """
     deadline = time.monotonic() + timeout_s
     is_leader = rank == members[0]

@@ -1,9 +1,9 @@
 """What must outlive, or die with, the launcher. Runs as a script too; imports nothing of Kolovod.
 
 ``exec``: becomes the rank's command, after asking the kernel to kill it when the launcher dies.
-``watch``: a process beside the launcher that waits for the end of its standard input. The kernel
-closes that however the launcher ends, and then the watcher kills what is left of the job: also
-grandchildren, which the kernel's signal does not reach.
+``watch``: a process beside the launcher that waits for its end, however that comes, and then kills
+what is left of the job: also grandchildren, which the kernel's signal does not reach. Closing the
+watcher's standard input ends it in the same way.
 
 A process belongs to a job if it is in the session of one of its ranks, or if the job's mark is in
 its environment: children that made a session of their own are found by that. A job that was started
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import time
@@ -101,8 +102,12 @@ def _exec(parent: int, command: list[str]) -> int:
 def _watch(mark: str) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    while os.read(0, 1):
-        pass
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    with contextlib.suppress(OSError):
+        # Not by the end of standard input alone: a child forked by the launcher may hold that open.
+        poll.register(os.pidfd_open(os.getppid()), select.POLLIN)
+    poll.poll()
     # A process may fork while the list is read: repeat until nobody is left.
     deadline = time.monotonic() + 10
     while kill_job(mark, (), signal.SIGKILL) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The ranks' output: taken from their pipes by one thread, marked by rank, passed on line by line."""
+"""The ranks' output: one thread takes it from their pipes, marks it, and passes on whole lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["LineSplitter", "OutputPump"]
 _READ_BYTES = 1 << 16
 _MAX_LINE_CHARS = 1 << 16
 _TAIL_LINES = 40
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
+_LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 class LineSplitter:
@@ -34,19 +34,23 @@ class LineSplitter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._after_return = False  # the last line given out ended with "\r"
+        self.continues = False
+        """Whether the first line that ``feed`` just returned is the end of the one before it: the
+        second half of a line end that the reads cut in two."""
 
     def feed(self, data: bytes, final: bool = False) -> list[str]:
         """The lines that ``data`` completes, with their ends; the rest too when ``final``."""
         text = self._rest + self._decoder.decode(data, final)
         lines = []
-        if self._after_return and text:
-            self._after_return = False
-            if text[0] == "\n":  # the second half of "\r\n", cut by the read
-                lines.append("\n")
-                text = text[1:]
+        self.continues = self._after_return and text[:1] == "\n"
+        if self.continues:
+            lines.append("\n")
+            text = text[1:]
+        if self._after_return and not (text or lines):
+            return lines
         position = 0
-        for match in _LINE.finditer(text):
-            lines.append(match.group())
+        for match in _LINE_END.finditer(text):
+            lines.append(text[position : match.end()])
             position = match.end()
         self._after_return = position == len(text) and bool(lines) and lines[-1].endswith("\r")
         self._rest = text[position:]
@@ -103,7 +107,7 @@ class OutputPump:
         return "".join(self._streams[rank, stream_name].tail)
 
     def finish(self, timeout_s: float = 2.0) -> None:
-        """Copy what is left, at most for ``timeout_s``: someone may hold a pipe open. Idempotent."""
+        """Copy what is left, for ``timeout_s`` at most: someone may hold a pipe. Idempotent."""
         if self._wake_write < 0:
             return
         self._deadline = time.monotonic() + timeout_s
@@ -149,7 +153,7 @@ class OutputPump:
         if stream.console is None or not lines:
             return
         start = stream.prefix if self._now is None else f"{self._now()} {stream.prefix}"
-        text = "".join(line if line == "\n" and data[:1] == line else start + line for line in lines)
+        text = ("" if stream.splitter.continues else start) + start.join(lines)
         # A console that is gone must not stop the ranks from writing.
         with contextlib.suppress(OSError, ValueError):
             stream.console.write(text)

@@ -82,7 +82,8 @@ class NumpyFrontend:
             )
         if not tensor.flags.writeable:
             raise InvalidArgumentError(
-                f"the array of shape {tensor.shape} is read-only; use the verb without '_', or a copy"
+                f"the array of shape {tensor.shape} is read-only; use the verb without '_', or "
+                "a copy"
             )
 
     def copy_back(self, dense: Array, tensor: Array) -> None:

@@ -22,9 +22,7 @@ _empty_like = torch.empty_like
 
 
 class TorchFrontend:
-    """Dense tensors in host memory. The verbs see values only: results carry no autograd
-    history.
-    """
+    """Dense tensors in host memory; autograd history is neither read nor made."""
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor."""
@@ -75,8 +73,8 @@ def _slow_view(tensor: torch.Tensor) -> TensorView:
         )
     if not tensor.is_cpu:
         raise InvalidArgumentError(
-            f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}; this engine works in "
-            "host memory: pass tensor.cpu()"
+            f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}, but this engine "
+            "works in host memory: pass tensor.cpu()"
         )
     code = DTYPES.get(tensor.dtype)
     if code is None:

@@ -1,6 +1,4 @@
-"""DistributedOptimizer: any PyTorch optimizer, stepping with the average of all ranks'
-gradients.
-"""
+"""DistributedOptimizer: any PyTorch optimizer, stepping with all ranks' gradients."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ class GradientReducer:
 
     def _too_many_passes(self, index: int) -> InvalidArgumentError:
         return InvalidArgumentError(
-            f"the gradient of '{self._names[index]}' was computed {self._passes + 1} times since the "
-            f"last step(), but backward_passes_per_step is {self._passes}: call step() after "
+            f"the gradient of '{self._names[index]}' was computed {self._passes + 1} times since "
+            f"the last step(), but backward_passes_per_step is {self._passes}: call step() after "
             f"{self._passes}, or pass backward_passes_per_step={self._passes + 1}"
         )
 
@@ -214,7 +214,7 @@ class GradientReducer:
             return
         mine = [(n, tuple(p.shape)) for n, p in zip(self._names, self._parameters, strict=True)]
         objects = Objects(Collectives(NumpyFrontend(), self.verbs.world))
-        agree(objects, mine, "optimizer parameter", f"parameters.{self._names[0]}")
+        agree(objects, mine, "optimizer parameter", "optimizer.parameters")
         self._verified = True
 
     def reset(self) -> None:

@@ -1,0 +1,52 @@
+"""Writes the knob table of docs/configuration.md; with --check, says whether it is current."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kolovod.config import KNOBS, Knob
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+BEGIN = "<!-- made by scripts/knobs.py from src/kolovod/config.py: begin -->"
+END = "<!-- end -->"
+
+
+def _row(knob: Knob) -> str:
+    default = f"{knob.default:g}" if isinstance(knob.default, float) else str(knob.default)
+    value = " or ".join(f"`{choice}`" for choice in knob.choices) or knob.unit
+    aliases = ", ".join(f"`{alias}`" for alias in knob.aliases)
+    cells = [f"`{knob.environment}`", f"`{knob.flag}`", value, default, aliases, knob.text]
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    """The knobs as a Markdown table."""
+    head = "| variable | flag of `kolovod run` | value | default | also read | meaning |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *map(_row, KNOBS)])
+
+
+def page_with_table(page: str) -> str:
+    """The page with the table between its two marks replaced."""
+    before, _, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{PAGE}: the marks '{BEGIN}' and '{END}' are missing")
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> int:
+    """Returns 1 if --check finds a difference."""
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = page_with_table(page)
+    if page == wanted:
+        return 0
+    if "--check" in sys.argv[1:]:
+        print(f"{PAGE} is out of date: run python scripts/knobs.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,167 @@
+"""The ``kolovod`` command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kolovod import __version__
+from kolovod.config import KNOBS, Knob, load
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.mpirun import run_by_mpi
+from kolovod.launch.spawn import Job, JobOptions, report_to_stderr
+
+__all__ = ["main"]
+
+_MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
+_EXIT_NOT_FOUND = 127
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (``sys.argv[1:]`` by default); returns the exit code.
+
+    That of the first rank that failed (128 + N for signal N), 0 if none did. Raises SystemExit(2)
+    for a wrong command line, as argparse does.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.action is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return _run(options)
+    except InvalidArgumentError as error:
+        options.parser.error(str(error))
+        raise  # not reached: error() exits
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kolovod",
+        description="Data-parallel training: processes that keep their copies of a model equal.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kolovod {__version__}")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    run = actions.add_parser(
+        "run",
+        help="start a command several times on this host, as the ranks of one world",
+        description="Start COMMAND N times on this host, as ranks 0 to N-1 of one world. Exits "
+        "with the code of the first rank that fails, after ending the others.",
+        usage="kolovod run -np N [options] [--] COMMAND ...",
+        allow_abbrev=False,
+    )
+    run.set_defaults(parser=run)
+    run.add_argument("-np", "--num-proc", type=_rank_count, required=True, metavar="N")
+    run.add_argument(
+        "--timestamps", action="store_true", help="put the time before each line of output"
+    )
+    run.add_argument(
+        "--output-dir",
+        type=Path,
+        metavar="DIR",
+        help="also write each rank's output to DIR/rank.N/stdout and stderr",
+    )
+    run.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="let the other ranks go on when one ends: they can form a smaller world",
+    )
+    run.add_argument(
+        "-x",
+        dest="variables",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="set a variable for the ranks; they inherit all others",
+    )
+    knobs = run.add_argument_group(
+        "knobs (also by environment variable; see docs/configuration.md)"
+    )
+    for knob in KNOBS:
+        knobs.add_argument(
+            knob.flag,
+            dest=f"knob_{knob.name}",
+            metavar=(knob.unit or "value").upper(),
+            help=f"{knob.text} [{knob.default}]".replace("%", "%%"),
+        )
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    return parser
+
+
+def _rank_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 to {_MAX_RANKS}")
+    return int(text)
+
+
+def _run(options: argparse.Namespace) -> int:
+    command: list[str] = options.command
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        options.parser.error("no COMMAND to run, for example: kolovod run -np 2 python train.py")
+    variables = _variables(options)
+    settings = load({**os.environ, **variables})
+    if shutil.which(command[0]) is None:
+        report_to_stderr(f"command not found: {command[0]}")
+        return _EXIT_NOT_FOUND
+    if settings.backend == "mpi":
+        return run_by_mpi(options.num_proc, command, variables)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:  # ranks may print what this terminal's encoding lacks
+            reconfigure(errors="replace")
+    job_options = JobOptions(
+        environment=variables,
+        timestamps=options.timestamps,
+        output_dir=options.output_dir,
+        keep_going=options.keep_going,
+        stdout=sys.stdout,
+        stderr=sys.stderr,
+        report=report_to_stderr,
+    )
+    with Job(options.num_proc, job_options) as job, _forwarding(job):
+        job.start(lambda rank: command)
+        outcome = job.wait()
+    return outcome.exit_code(options.keep_going)
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """What ``-x`` and the knobs' flags set in the ranks' environment."""
+    variables = {}
+    for text in options.variables:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            options.parser.error(f"-x {text!r}: expected NAME=VALUE")
+        variables[name] = value
+    for knob in KNOBS:
+        value = getattr(options, f"knob_{knob.name}")
+        if value is not None:
+            variables[knob.environment] = _checked(knob, value)
+    return variables
+
+
+def _checked(knob: Knob, text: str) -> str:
+    knob.parse(text, knob.flag)
+    return text
+
+
+@contextlib.contextmanager
+def _forwarding(job: Job) -> Iterator[None]:
+    """Signals to the launcher are signals to the job."""
+    before = {
+        signum: signal.signal(signum, lambda number, _: job.signal(number)) for signum in _FORWARDED
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,264 @@
+"""The world that this process is a rank of: formed by ``init``, left by ``shutdown``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import index
+
+from kolovod import _native
+from kolovod.backends import ExternalDriver
+from kolovod.backends import load as load_backend
+from kolovod.config import Settings, load
+from kolovod.errors import (
+    InvalidArgumentError,
+    NotInitializedError,
+    StartTimeoutError,
+    WaitTimeoutError,
+    from_engine,
+)
+from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
+from kolovod.launch.mpirun import place_from_mpi, started_by_mpi
+from kolovod.launch.place import Place, local_and_cross, read_place
+from kolovod.launch.store import Member
+
+__all__ = ["World", "current", "init", "is_initialized", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Facts that hold from ``init`` to ``shutdown``."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    host: str
+    epoch: int
+    engine: _native.Engine
+    settings: Settings
+    members: tuple[int, ...] = (0,)
+    """The launcher's rank of each rank of this world."""
+    driver: ExternalDriver | None = field(default=None, repr=False)
+    """Carries the buckets when the backend is not the native one."""
+
+
+class _Process:
+    """What this process knows besides its world. Everything but ``current`` holds the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.epochs_alone = 0  # worlds of one need no store to count them
+        self.mpi_place: Place | None = None
+        self.forked_from = ""  # not empty: a forked child, and of whom
+        self.may_init = True
+        self.has_exit_hook = False
+
+
+_process = _Process()
+_world: World | None = None
+
+
+def current() -> World:
+    """The world of this process. Raises NotInitializedError if there is none."""
+    world = _world
+    if world is None:
+        raise _not_initialized()
+    return world
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world."""
+    return _world is not None
+
+
+def init(comm: Sequence[int] | None = None) -> None:
+    """Form a world with the other ranks of the job; does nothing if this process is in one.
+
+    Without a launcher the world has size 1. ``comm``: the launcher ranks that form it, the same on
+    each of them (in any order); new ranks are positions in the sorted list. After a failure the
+    survivors call ``shutdown()`` and then ``init(comm=...)``, in the same processes.
+
+    Returns when all ranks are there. Raises StartTimeoutError if one does not come (the limit is
+    KOLOVOD_START_TIMEOUT_S), RankLostError (``rank`` is a launcher rank then) if one has ended,
+    InvalidArgumentError for a wrong comm or a wrong environment, NotInitializedError in a process
+    forked from a rank, AuthenticationError, BootstrapError.
+    """
+    global _world
+    with _process.lock:
+        if _world is not None:
+            if comm is not None and _members(comm, _world.members[_world.rank]) != _world.members:
+                raise InvalidArgumentError(
+                    f"init(comm={list(comm)}): this process is in a world of the launcher ranks "
+                    f"{list(_world.members)}; call shutdown() first"
+                )
+            return
+        if not _process.may_init:
+            raise NotInitializedError(_process.forked_from)
+        settings = load(os.environ)
+        place = _place()
+        members = _members(range(place.size) if comm is None else comm, place.rank, place.size)
+        _world = (
+            _form_alone(place, settings) if len(members) == 1 else _form(place, members, settings)
+        )
+        if not _process.has_exit_hook:
+            atexit.register(_at_exit)
+            _process.has_exit_hook = True
+
+
+def shutdown() -> None:
+    """Leave the world; operations that are pending here fail with ShutDownError. Idempotent.
+
+    The other ranks keep their world; only an operation that needs this rank fails there.
+    """
+    global _world
+    with _process.lock:
+        world, _world = _world, None
+        if world is None:
+            return
+        world.engine.shutdown()
+        if world.driver is not None:
+            world.driver.stop()
+
+
+def _place() -> Place:
+    place = read_place(os.environ)
+    if place is not None:
+        return place
+    if not started_by_mpi(os.environ):
+        return Place()
+    if _process.mpi_place is None:
+        _process.mpi_place = place_from_mpi()
+    return _process.mpi_place
+
+
+def _members(comm: Sequence[int], rank: int, size: int | None = None) -> tuple[int, ...]:
+    try:
+        members = tuple(sorted(index(member) for member in comm))
+    except TypeError:
+        raise InvalidArgumentError(
+            f"comm={comm!r}: expected launcher ranks (whole numbers)"
+        ) from None
+    if size is not None and (not members or members[0] < 0 or members[-1] >= size):
+        raise InvalidArgumentError(
+            f"comm={list(members)}: expected launcher ranks from 0 to {size - 1}, at least one"
+        )
+    if len(set(members)) != len(members):
+        raise InvalidArgumentError(f"comm={list(members)}: a rank is named twice")
+    if size is not None and rank not in members:
+        raise InvalidArgumentError(
+            f"comm={list(members)} does not contain this process, which the launcher started as "
+            f"rank {rank}: only the ranks of the new world call init(comm)"
+        )
+    return members
+
+
+def _form_alone(place: Place, settings: Settings) -> World:
+    _process.epochs_alone += 1
+    member = Member(place.rank, place.host, os.getpid(), "", "")
+    config = settings.engine_config()
+    ready = Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
+    return _make_world(ready, settings)
+
+
+def _form(place: Place, members: tuple[int, ...], settings: Settings) -> World:
+    ready = bootstrap(
+        place.rank,
+        members,
+        place.host,
+        place.store,
+        place.secret,
+        settings.engine_config(),
+        settings.start_timeout_s,
+    )
+    return _make_world(ready, settings)
+
+
+def _make_world(ready: Ready, settings: Settings) -> World:
+    size = len(ready.members)
+    hosts = [member.host for member in ready.members]
+    is_external = settings.backend != "native" and size > 1
+    with ready:
+        # Before the engine, since it may fail; on every rank alike, since the settings are.
+        backend = load_backend(settings.backend, ready.rank, size) if is_external else None
+        try:
+            engine = _native.Engine(
+                ready.rank,
+                size,
+                ready.epoch,
+                ready.segment_fd,
+                ready.peers(),
+                ready.config,
+                external=is_external,
+            )
+        except _native.EngineError as exc:
+            error = from_engine(exc)
+            if isinstance(error, WaitTimeoutError):
+                raise StartTimeoutError(str(error)) from None
+            raise error from None
+    driver = None
+    if backend is not None:
+        driver = ExternalDriver(engine, backend, size)
+        driver.start()
+    local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
+    return World(
+        rank=ready.rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        cross_rank=cross_rank,
+        cross_size=cross_size,
+        host=hosts[ready.rank],
+        epoch=ready.epoch,
+        engine=engine,
+        settings=settings,
+        members=tuple(member.rank for member in ready.members),
+        driver=driver,
+    )
+
+
+def _not_initialized() -> NotInitializedError:
+    return NotInitializedError(
+        _process.forked_from or "there is no world in this process: call kolovod.init() first"
+    )
+
+
+def _at_exit() -> None:
+    """Leave the world, or end it for all if this process is about to die of an exception.
+
+    Without that the others would only learn that this rank left, not why.
+    """
+    world = _world
+    error = getattr(sys, "last_value", None)  # set by the interpreter for an uncaught exception
+    if world is not None and world.size > 1 and error is not None and not hasattr(sys, "ps1"):
+        text = f"{type(error).__name__}: {error}"
+        world.engine.abort(text if len(text) <= 400 else f"{text[:400]}...")
+    shutdown()
+
+
+def _after_fork_in_child() -> None:
+    """The engine, its thread and its segment are the parent's: never touch them here."""
+    global _world, _process
+    world, _world = _world, None
+    before, _process = _process, _Process()  # a new lock: the old one may be held by a lost thread
+    _process.epochs_alone = before.epochs_alone
+    _process.has_exit_hook = before.has_exit_hook
+    _process.forked_from, _process.may_init = before.forked_from, before.may_init
+    if world is None:
+        return
+    world.engine.forget()
+    _process.forked_from = (
+        f"this process (pid {os.getpid()}) was forked from rank {world.rank} (pid {os.getppid()}), "
+        "and a forked process is no rank: communicate in the parent, or start a process anew "
+        "(multiprocessing's spawn method)"
+    )
+    _process.may_init = world.size == 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,229 @@
+"""The conformance table: what every verb must give for every dtype, shape and op, by NumPy.
+
+``check`` runs a part of it on one rank; the tests call it on the ranks of a loopback world and of real
+processes, for the front ends that they name. Inputs depend on (case, rank) only, so every rank knows
+what all others have, and can tell what must come out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kolovod.ops import Average, Max, Min, Op, Product, Sum
+
+OPS = (Average, Sum, Min, Max, Product)
+INTEGERS = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+FLOATS = ("float16", "float32", "float64", "bfloat16")
+NUMPY_DTYPES = (*INTEGERS, "float16", "float32", "float64", "bool")
+TORCH_DTYPES = ("uint8", "int8", "int16", "int32", "int64", *FLOATS, "bool")
+SHAPES = ((), (1,), (0,), (7,), (3, 5), (2, 0, 3), (1025,), (4, 3, 70))
+LARGE = ((70_001,),)  # several chunks of 64 KiB
+SCALES = ((1.0, 1.0), (0.5, 3.0))
+MODES = tuple(itertools.product((False, True), (False, True)))  # in place, asynchronous
+
+# Largest relative error of one rounding; the values are small integers, exact until they are divided.
+_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22, "float64": 2.0**-50}
+
+
+class NumpyTensors:
+    """How the table makes and reads NumPy arrays."""
+
+    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
+        """An array of ``values``; not dense on request."""
+        array = np.array(values, dtype=dtype)
+        if dense or array.ndim == 0:
+            return array
+        spread = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), dtype)
+        view = spread[..., ::2]
+        view[...] = array
+        return view
+
+    def read(self, tensor: Any) -> np.ndarray:
+        """Its values."""
+        assert type(tensor) is np.ndarray
+        return tensor
+
+    def name(self, tensor: Any) -> str:
+        """Its dtype."""
+        return str(tensor.dtype)
+
+
+class TorchTensors:
+    """The same for PyTorch's tensors."""
+
+    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
+        """A tensor of ``values``; not dense on request."""
+        import torch
+
+        tensor = torch.from_numpy(np.array(values, np.float64)).to(getattr(torch, dtype))
+        if dense or tensor.ndim == 0:
+            return tensor
+        return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+    def read(self, tensor: Any) -> np.ndarray:
+        """Its values, in float64 where NumPy lacks the dtype."""
+        import torch
+
+        return (tensor.double() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+    def name(self, tensor: Any) -> str:
+        """Its dtype."""
+        return str(tensor.dtype).removeprefix("torch.")
+
+
+TENSORS = {"numpy": NumpyTensors(), "torch": TorchTensors()}
+
+
+class Case(NamedTuple):
+    """One line of the allreduce table."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    op: Op
+    scales: tuple[float, float]
+    in_place: bool
+    asynchronous: bool
+    dense: bool = True
+
+
+def reductions(dtype: str, shapes: tuple[tuple[int, ...], ...], modes: Any = MODES) -> Iterator[Case]:
+    """The lines of one dtype; bool has no Average and no factors."""
+    for shape, op, scales, (in_place, asynchronous) in itertools.product(shapes, OPS, SCALES, modes):
+        if dtype == "bool" and (op == Average or scales != (1.0, 1.0)):
+            continue
+        yield Case(dtype, shape, op, scales, in_place, asynchronous)
+    if any(len(shape) > 0 and math.prod(shape) > 1 for shape in shapes):
+        for in_place, asynchronous in modes:
+            yield Case(dtype, (3, 5), Sum, (1.0, 1.0), in_place, asynchronous, dense=False)
+
+
+def values_of(dtype: str, shape: tuple[int, ...], rank: int) -> np.ndarray:
+    """What ``rank`` puts in: small integers, also negative ones, that differ by rank and place."""
+    flat = np.arange(math.prod(shape), dtype=np.int64)
+    values = (flat * 7 + rank * 5) % 11
+    if dtype == "bool":
+        values = values % 3 == 0
+    elif not dtype.startswith("uint"):
+        values = values - 5
+    return values.reshape(shape)
+
+
+def expected(case: Case, size: int) -> np.ndarray:
+    """What allreduce must give, computed with exact integers and float64."""
+    inputs = [values_of(case.dtype, case.shape, rank) for rank in range(size)]
+    if case.dtype == "bool":
+        combine = np.logical_or if case.op in (Sum, Max) else np.logical_and
+        return combine.reduce(inputs)
+    pre, post = case.scales
+    scaled = [values * pre for values in inputs]
+    if case.dtype in INTEGERS:
+        scaled = [np.trunc(values) for values in scaled]
+    reducer = {Min: np.minimum, Max: np.maximum, Product: np.multiply}.get(case.op, np.add)
+    result = reducer.reduce(scaled)
+    if case.dtype in INTEGERS:
+        result = _wrapped(result, case.dtype)
+    if case.op == Average:
+        result = result / size
+    result = result * post
+    if case.dtype not in INTEGERS:
+        return result
+    limits = np.iinfo(case.dtype)
+    return np.clip(np.trunc(result), limits.min, limits.max)
+
+
+def _wrapped(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Sums and products of narrow integers wrap."""
+    return values.astype(np.int64).astype(dtype).astype(np.float64)
+
+
+def assert_equal(actual: np.ndarray, wanted: np.ndarray, dtype: str, what: object) -> None:
+    """Exactly, or to two roundings where a division or factor makes one necessary."""
+    assert actual.shape == wanted.shape, what
+    if dtype in _EPSILON:
+        tolerance = 2 * _EPSILON[dtype]
+        np.testing.assert_allclose(
+            actual.astype(np.float64), wanted, rtol=tolerance, atol=0, err_msg=str(what)
+        )
+    else:
+        np.testing.assert_array_equal(actual, wanted.astype(dtype), err_msg=str(what))
+
+
+def check_allreduce(kv: Any, frontend: str, case: Case) -> None:
+    """Run one line on this rank."""
+    tensors = TENSORS[frontend]
+    world = kv.world()
+    values = values_of(case.dtype, case.shape, world.rank)
+    tensor = tensors.make(values, case.dtype, case.dense)
+    verb = "allreduce" + "_async" * case.asynchronous + "_" * case.in_place
+    result = getattr(kv, verb)(tensor, str(case), case.op, *case.scales)
+    if case.asynchronous:
+        result = result.wait()
+    assert tensors.name(result) == case.dtype
+    wanted = expected(case, world.size)
+    assert_equal(tensors.read(result), wanted, case.dtype, (case, world.size))
+    if case.in_place:
+        assert result is tensor
+    else:
+        assert_equal(tensors.read(tensor), values.astype(np.float64), case.dtype, (case, "input"))
+
+
+def check_grouped(kv: Any, frontend: str, dtypes: tuple[str, ...], shapes: Any) -> None:
+    """Groups that mix dtypes and shapes, in all four modes, and the empty group."""
+    tensors = TENSORS[frontend]
+    world = kv.world()
+    for in_place, asynchronous in MODES:
+        cases = [
+            Case(dtype, shape, Sum, (1.0, 1.0), in_place, asynchronous)
+            for dtype, shape in itertools.product(dtypes, shapes)
+        ]
+        group = [tensors.make(values_of(c.dtype, c.shape, world.rank), c.dtype) for c in cases]
+        verb = "grouped_allreduce" + "_async" * asynchronous + "_" * in_place
+        results = getattr(kv, verb)(group, f"group.{in_place}.{asynchronous}", Sum)
+        if asynchronous:
+            results = results.wait()
+        assert isinstance(results, list)
+        for case, given, result in zip(cases, group, results, strict=True):
+            assert (result is given) == in_place
+            assert_equal(tensors.read(result), expected(case, world.size), case.dtype, case)
+    assert kv.grouped_allreduce([], "empty group") == []
+
+
+def check_broadcast(kv: Any, frontend: str, dtype: str, shapes: Any) -> None:
+    """From every root, in all four modes, dense and not."""
+    tensors = TENSORS[frontend]
+    world = kv.world()
+    for shape, root, (in_place, asynchronous), dense in itertools.product(
+        shapes, range(world.size), MODES, (True, False)
+    ):
+        tensor = tensors.make(values_of(dtype, shape, world.rank), dtype, dense)
+        verb = "broadcast" + "_async" * asynchronous + "_" * in_place
+        result = getattr(kv, verb)(tensor, root, f"b.{dtype}.{shape}.{root}")
+        if asynchronous:
+            result = result.wait()
+        assert (result is tensor) == in_place
+        assert tensors.name(result) == dtype
+        wanted = values_of(dtype, shape, root).astype(np.float64)
+        assert_equal(tensors.read(result), wanted, dtype, (shape, root))
+
+
+def check_allgather(kv: Any, frontend: str, dtype: str) -> None:
+    """Equal and different first dimensions, some or all of them zero; dense and not."""
+    tensors = TENSORS[frontend]
+    world = kv.world()
+    tails: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2), (0,))
+    rows_of = (lambda rank: 4, lambda rank: rank, lambda rank: 3 * (rank % 2), lambda rank: 0)
+    for tail, (pattern, rows), dense, asynchronous in itertools.product(
+        tails, enumerate(rows_of), (True, False), (False, True)
+    ):
+        parts = [values_of(dtype, (rows(rank), *tail), rank) for rank in range(world.size)]
+        mine = tensors.make(parts[world.rank], dtype, dense)
+        name = f"g.{dtype}.{tail}.{pattern}"
+        result = kv.allgather_async(mine, name).wait() if asynchronous else kv.allgather(mine, name)
+        assert tensors.name(result) == dtype
+        wanted = np.concatenate(parts).astype(np.float64)
+        assert_equal(tensors.read(result), wanted, dtype, (tail, pattern))

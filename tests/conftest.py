@@ -1,0 +1,59 @@
+"""What every test must do: leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+_PATIENCE_S = 3.0  # for what is just about to end
+# Processes and threads that a library starts once and keeps on purpose.
+_KEPT_PROCESSES = ("resource_tracker", "forkserver")
+_KEPT_THREADS = ("pytest_timeout", "tqdm", "pin_memory")
+
+
+def _children() -> set[str]:
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue  # it ended meanwhile
+        if not any(word in command for word in _KEPT_PROCESSES):
+            found.add(f"process {process.pid}: {command or process.name()}")
+    return found
+
+
+def _threads() -> set[str]:
+    # Without an ident: a thread of a library that is not Python's.
+    return {
+        f"thread {thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if not any(word in thread.name for word in _KEPT_THREADS)
+    }
+
+
+def _memory_files() -> set[str]:
+    # Other users of this machine have files of other names there.
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {f"/dev/shm/{name}" for name in names if "kolovod" in name or name.startswith("tmp")}
+
+
+def _everything() -> set[str]:
+    return _children() | _threads() | _memory_files()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a child process, a thread or a file in shared memory behind."""
+    before = _everything()
+    yield
+    deadline = time.monotonic() + _PATIENCE_S
+    while (left := _everything() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if left:
+        pytest.fail("left behind: " + "; ".join(sorted(left)))

@@ -1,0 +1,114 @@
+"""kolovod.config: the knob table, and what reads it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kolovod import _native
+from kolovod.config import KNOBS, Knob, Settings, load, parse_bool
+from kolovod.errors import InvalidArgumentError
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_engine_has_the_same_fields_and_defaults() -> None:
+    assert load({}).engine_config() == _native.config_defaults()
+
+
+def test_names_are_unique_and_documented() -> None:
+    names = [name for knob in KNOBS for name in (knob.environment, *knob.aliases)]
+    assert len(names) == len(set(names))
+    assert len({knob.flag for knob in KNOBS}) == len(KNOBS)
+    for knob in KNOBS:
+        assert knob.environment.startswith("KOLOVOD_")
+        assert knob.text.endswith(".")
+        # Units are said, in the name or beside it.
+        assert knob.type is str or knob.unit
+
+
+def test_defaults_are_legal() -> None:
+    for knob in KNOBS:
+        assert knob.parse(str(knob.default), knob.environment) == knob.default
+
+
+def test_values_come_from_the_environment() -> None:
+    settings = load(
+        {"KOLOVOD_FUSION_BYTES": "4096", "KOLOVOD_BACKEND": "mpi", "KOLOVOD_START_TIMEOUT_S": "2.5"}
+    )
+    assert (settings.fusion_bytes, settings.backend) == (4096, "mpi")
+    assert settings.engine_config()["fusion_bytes"] == 4096
+    assert settings.engine_config()["start_timeout_ms"] == 2500
+
+
+def test_aliases_of_horovod_and_who_wins() -> None:
+    assert load({"HOROVOD_FUSION_THRESHOLD": "123"}).fusion_bytes == 123
+    both = {"HOROVOD_FUSION_THRESHOLD": "123", "KOLOVOD_FUSION_BYTES": "456"}
+    assert load(both).fusion_bytes == 456
+
+
+def test_an_empty_variable_is_unset() -> None:
+    assert load({"KOLOVOD_FUSION_BYTES": " "}) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("KOLOVOD_FUSION_BYTES", "many", "whole number of bytes"),
+        ("KOLOVOD_FUSION_BYTES", "-1", "at least 0"),
+        ("KOLOVOD_FUSION_BYTES", "1e6", "whole number"),
+        ("KOLOVOD_FUSION_BYTES", "9" * 40, "at most|at least"),
+        ("HOROVOD_FUSION_THRESHOLD", "x", "whole number"),
+        ("KOLOVOD_CHUNK_SLOTS", "1", "at least 3"),
+        ("KOLOVOD_START_TIMEOUT_S", "nan", "at least"),
+        ("KOLOVOD_START_TIMEOUT_S", "soon", "a number of seconds"),
+        ("KOLOVOD_BACKEND", "gloo", "native, mpi"),
+    ],
+)
+def test_a_bad_value_is_named(variable: str, value: str, reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason) as caught:
+        load({variable: value})
+    assert variable in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@given(st.sampled_from(KNOBS), st.text(max_size=20))
+def test_any_text_is_a_legal_value_or_refused(knob: Knob, text: str) -> None:
+    variable = knob.environment
+    try:
+        settings = load({variable: text})
+    except InvalidArgumentError as error:
+        message: str | None = str(error)
+    else:
+        message = None
+        assert all(-(1 << 63) <= v < 1 << 63 for v in settings.engine_config().values())
+    assert message is None or variable in message
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", " on "])
+def test_true(text: str) -> None:
+    assert parse_bool(text, "X") is True
+
+
+@pytest.mark.parametrize("text", ["0", "False", "no", "OFF"])
+def test_false(text: str) -> None:
+    assert parse_bool(text, "X") is False
+
+
+@pytest.mark.parametrize("text", ["", "2", "maybe", "truee"])
+def test_neither(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"X=.*1/0, true/false"):
+        parse_bool(text, "X")
+
+
+def test_the_documentation_is_current() -> None:
+    script = ROOT / "scripts" / "knobs.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,203 @@
+"""Asynchronous operations: poll, wait with a timeout, the result once, buffers that stay alive."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from kolovod.errors import (
+    InvalidArgumentError,
+    RankLeftError,
+    RankLostError,
+    ShutDownError,
+    WaitTimeoutError,
+)
+from kolovod.ops import Sum
+from kolovod.testing.loopback import loopback
+
+
+class Watched(np.ndarray):
+    """An array that can be watched by a weak reference."""
+
+
+def watched(count):
+    return np.ones(count).view(Watched)
+
+
+def test_poll_becomes_true_and_the_result_comes_once():
+    with loopback(2) as world:
+
+        def work(kv):
+            handle = kv.allreduce_async(np.ones(2), "x", Sum)
+            deadline = time.monotonic() + 20
+            while not handle.poll():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            assert kv.poll(handle)
+            assert kv.synchronize(handle).tolist() == [2, 2]
+            assert handle.poll()
+            with pytest.raises(InvalidArgumentError, match="waited for before"):
+                handle.wait()
+
+        world.run(work)
+
+
+def test_wait_times_out_and_may_be_repeated():
+    with loopback(2) as world:
+
+        def work(kv):
+            if kv.world().rank == 1:
+                kv.barrier("timed out")
+                return kv.allreduce(np.ones(2), "x", Sum).tolist()
+            handle = kv.allreduce_async(np.ones(2), "x", Sum)
+            for timeout_s in (0, 0.05):
+                with pytest.raises(WaitTimeoutError, match="'x' is not complete"):
+                    handle.wait(timeout_s)
+            assert not handle.poll()
+            kv.barrier("timed out")
+            return handle.wait(20).tolist()
+
+        assert world.run(work) == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan")])
+def test_bad_timeout(timeout_s):
+    with loopback(1) as world:
+        handle = world.collectives[0].allreduce_async(np.ones(2))
+        with pytest.raises(InvalidArgumentError, match="timeout_s is"):
+            handle.wait(timeout_s)
+        assert handle.wait().tolist() == [1, 1]
+
+
+def test_buffers_outlive_a_dropped_handle_until_the_operation_is_complete():
+    with loopback(2) as world:
+
+        def work(kv):
+            if kv.world().rank == 1:
+                kv.barrier("dropped")
+                kv.allreduce(np.ones(1000), "x", Sum)
+                kv.barrier("done")
+                return True
+            array = watched(1000)
+            alive = weakref.ref(array)
+            handle = kv.allreduce_async_(array, "x", Sum)
+            del array, handle
+            gc.collect()
+            still_alive = alive() is not None
+            kv.barrier("dropped")
+            kv.barrier("done")
+            deadline = time.monotonic() + 20
+            while alive() is not None and time.monotonic() < deadline:
+                time.sleep(0.001)
+                kv.allreduce_async(1.0, f"lets go of buffers {time.monotonic()}")
+            gc.collect()
+            return still_alive and alive() is None
+
+        assert world.run(work) == [True, True]
+
+
+def test_buffers_are_released_by_wait():
+    with loopback(1) as world:
+        kv = world.collectives[0]
+        array = watched(10)
+        alive = weakref.ref(array)
+        handle = kv.allreduce_async(array)
+        del array
+        assert alive() is not None
+        handle.wait()
+        gc.collect()
+        assert alive() is None
+
+
+def test_many_threads_may_submit_and_wait():
+    with loopback(2) as world:
+
+        def work(kv):
+            failures = []
+
+            def body(thread):
+                try:
+                    for i in range(30):
+                        handle = kv.allreduce_async(np.full(5, i), f"{thread}.{i}", Sum)
+                        assert handle.wait().tolist() == [2 * i] * 5
+                        blocking = kv.allreduce(np.full(5, i), f"{thread}.{i}.again", Sum)
+                        assert blocking.tolist() == [2 * i] * 5
+                except BaseException as error:
+                    failures.append(error)
+
+            threads = [threading.Thread(target=body, args=(t,), daemon=True) for t in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+                assert not thread.is_alive()
+            assert failures == []
+
+        world.run(work)
+
+
+def test_shutdown_fails_what_is_pending_here():
+    with loopback(2) as world:
+        kv = world.collectives[0]
+        handle = kv.allreduce_async(np.ones(2), "never")
+        world.ranks[0].engine.shutdown()
+        assert handle.poll()
+        with pytest.raises(ShutDownError, match="never"):
+            handle.wait()
+
+
+def test_a_rank_that_left_is_named_and_earlier_operations_complete():
+    with loopback(2) as world:
+
+        def work(kv):
+            if kv.world().rank == 1:
+                kv.allreduce(np.ones(2), "together", Sum)
+                kv.world().engine.shutdown()
+                return
+            assert kv.allreduce(np.ones(2), "together", Sum).tolist() == [2, 2]
+            with pytest.raises(RankLeftError) as caught:
+                kv.allreduce(np.ones(2), "alone")
+            assert caught.value.rank == 1
+
+        world.run(work)
+
+
+def test_a_killed_rank_fails_pending_and_later_operations_of_all_others():
+    with loopback(3) as world:
+
+        def work(kv):
+            if kv.world().rank == 2:
+                world.kill(2)
+                return
+            handle = kv.allreduce_async(np.ones(2), "pending")
+            for attempt in (handle.wait, lambda: kv.allreduce(np.ones(2), "later")):
+                with pytest.raises(RankLostError) as caught:
+                    attempt()
+                assert caught.value.rank == 2
+
+        world.run(work)
+
+
+def test_a_slow_rank_is_waited_for():
+    with loopback(2) as world:
+        world.delay(1, 0.05)
+        started = time.monotonic()
+        assert world.run(lambda kv: kv.allreduce(1.0, "slow", Sum).item()) == [2.0, 2.0]
+        assert time.monotonic() - started >= 0.05
+
+
+def test_a_lost_announcement_is_a_timeout_not_a_hang():
+    with loopback(2) as world:
+        world.drop(1, 1)
+
+        def work(kv):
+            with pytest.raises(WaitTimeoutError):
+                kv.allreduce_async(np.ones(2), "lost").wait(0.2)
+            return kv.allreduce(1.0, "next", Sum).item()
+
+        assert world.run(work) == [2.0, 2.0]

@@ -1,0 +1,213 @@
+"""What the ranks disagree about fails on every rank, names both values and ranks, and breaks nothing."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from kolovod.errors import DuplicateNameError, InvalidArgumentError, MismatchError
+from kolovod.ops import Average, Max, Sum
+from kolovod.testing import run_ranks
+from kolovod.testing.loopback import loopback
+
+# label: (what rank 1 of 3 does, what the others do, texts that every rank's error contains)
+MISMATCHES = {
+    "dtype": (
+        lambda kv: kv.allreduce(np.ones(3, np.float32), "t"),
+        lambda kv: kv.allreduce(np.ones(3, np.float64), "t"),
+        ["dtype", "rank 0 has float64", "rank 1 has float32"],
+    ),
+    "shape": (
+        lambda kv: kv.allreduce(np.ones((2, 3)), "t"),
+        lambda kv: kv.allreduce(np.ones((3, 2)), "t"),
+        ["shape", "rank 0 has (3, 2)", "rank 1 has (2, 3)"],
+    ),
+    "ndim": (
+        lambda kv: kv.allreduce(np.ones(()), "t"),
+        lambda kv: kv.allreduce(np.ones(1), "t"),
+        ["shape", "rank 0 has (1,)", "rank 1 has ()"],
+    ),
+    "op": (
+        lambda kv: kv.allreduce(np.ones(3), "t", Sum),
+        lambda kv: kv.allreduce(np.ones(3), "t", Max),
+        ["op", "rank 0 has Max", "rank 1 has Sum"],
+    ),
+    "prescale": (
+        lambda kv: kv.allreduce(np.ones(3), "t", Sum, 0.5),
+        lambda kv: kv.allreduce(np.ones(3), "t", Sum, 0.25),
+        ["prescale", "rank 0 has 0.25", "rank 1 has 0.5"],
+    ),
+    "postscale": (
+        lambda kv: kv.allreduce(np.ones(3), "t", Average, 1.0, 2.0),
+        lambda kv: kv.allreduce(np.ones(3), "t"),
+        ["postscale", "rank 0 has 1", "rank 1 has 2"],
+    ),
+    "verb": (
+        lambda kv: kv.broadcast(np.ones(3), 0, "t"),
+        lambda kv: kv.allreduce(np.ones(3), "t"),
+        ["rank 0 has allreduce", "rank 1 has broadcast"],
+    ),
+    "root": (
+        lambda kv: kv.broadcast(np.ones(3), 2, "t"),
+        lambda kv: kv.broadcast(np.ones(3), 0, "t"),
+        ["root", "rank 0 has 0", "rank 1 has 2"],
+    ),
+    "broadcast shape": (
+        lambda kv: kv.broadcast_(np.ones(4), 0, "t"),
+        lambda kv: kv.broadcast_(np.ones(3), 0, "t"),
+        ["shape", "rank 0 has (3,)", "rank 1 has (4,)"],
+    ),
+    "allgather tail": (
+        lambda kv: kv.allgather(np.ones((2, 4)), "t"),
+        lambda kv: kv.allgather(np.ones((2, 3)), "t"),
+        ["shape", "rank 0 has (2, 3)", "rank 1 has (2, 4)"],
+    ),
+    "group size": (
+        lambda kv: kv.grouped_allreduce([np.ones(3)], "t"),
+        lambda kv: kv.grouped_allreduce([np.ones(3), np.ones(2)], "t"),
+        ["number of tensors", "rank 0 has 2", "rank 1 has 1"],
+    ),
+    "group member": (
+        lambda kv: kv.grouped_allreduce_([np.ones(3), np.ones(2, "i4")], "t"),
+        lambda kv: kv.grouped_allreduce_([np.ones(3), np.ones(2)], "t"),
+        ["dtype of tensor 1", "rank 0 has float64", "rank 1 has int32"],
+    ),
+}
+
+
+def assert_usable(kv):
+    """The name that failed, another name and a barrier all work."""
+    for name in ("t", "another"):
+        assert kv.allreduce(np.full(2, kv.world().rank), name, Sum).tolist() == [3, 3]
+    kv.barrier()
+
+
+def check_mismatch(kv, label, times):
+    odd, even, texts = MISMATCHES[label]
+    for _ in range(times):
+        with pytest.raises(MismatchError) as caught:
+            (odd if kv.world().rank == 1 else even)(kv)
+        for text in [*texts, "'t'"]:
+            assert text in str(caught.value)
+    assert_usable(kv)
+
+
+@pytest.mark.parametrize("label", MISMATCHES)
+def test_every_rank_fails_alike_and_the_engine_stays_usable(label):
+    with loopback(3) as world:
+        world.run(lambda kv: check_mismatch(kv, label, times=3))
+
+
+def test_asynchronous_mismatch_is_raised_by_wait():
+    with loopback(3) as world:
+
+        def work(kv):
+            rank = kv.world().rank
+            good = kv.allreduce_async(np.ones(3), "good", Sum)
+            bad = kv.allreduce_async(np.ones(3 + rank), "bad", Sum)
+            with pytest.raises(MismatchError, match=re.escape("rank 0 has (3,), rank 1 has (4,)")):
+                bad.wait()
+            assert good.wait().tolist() == [3, 3, 3]
+
+        world.run(work)
+
+
+def test_a_name_that_changes_is_no_mismatch_when_all_ranks_change_it():
+    """Also when it was announced by one bit before, and when ranks change at different moments."""
+    with loopback(3) as world:
+
+        def work(kv):
+            for turn in range(12):
+                size = 1 + turn // 4
+                assert kv.allreduce(np.ones(size), "t", Sum).tolist() == [3.0] * size
+
+        world.run(work)
+
+
+def test_one_rank_changes_a_name_that_was_announced_by_one_bit():
+    with loopback(3) as world:
+
+        def work(kv):
+            for _ in range(5):
+                kv.allreduce(np.ones(4), "t", Sum)
+            with pytest.raises(MismatchError, match=re.escape("rank 2 has (5,)")):
+                kv.allreduce(np.ones(4 + kv.world().rank // 2), "t", Sum)
+            for _ in range(5):
+                assert kv.allreduce(np.ones(4), "t", Sum).tolist() == [3.0] * 4
+
+        world.run(work)
+
+
+def test_duplicate_name_fails_at_once_where_it_was_made():
+    with loopback(2) as world:
+
+        def work(kv):
+            if kv.world().rank == 1:
+                kv.barrier("go")
+                return kv.allreduce(np.ones(2), "twice", Sum)
+            first = kv.allreduce_async(np.ones(2), "twice", Sum)
+            for verb in (kv.allreduce_async, kv.allgather_async, kv.broadcast_async, kv.allreduce):
+                with pytest.raises(DuplicateNameError, match=r"'twice' .* rank 0"):
+                    verb(np.ones(2), name="twice")
+            kv.barrier("go")
+            return first.wait()
+
+        assert [r.tolist() for r in world.run(work)] == [[2, 2], [2, 2]]
+
+
+BAD_CALLS = {
+    "root too large": (lambda kv: kv.broadcast(np.ones(2), 7), "root rank 7.*0..1"),
+    "root negative": (lambda kv: kv.broadcast(np.ones(2), -1), "root rank -1"),
+    "root no number": (lambda kv: kv.broadcast(np.ones(2), "one"), "root_rank is 'one'"),
+    "name": (lambda kv: kv.allreduce(np.ones(2), 5), "name is 5"),
+    "op number": (lambda kv: kv.allreduce(np.ones(2), op=99), "op is 99.*Average"),
+    "op text": (lambda kv: kv.allreduce(np.ones(2), op="sum"), "op is 'sum'.*Average"),
+    "adasum": (lambda kv: kv.allreduce(np.ones(2), op=2), "Adasum is not available"),
+    "factor": (lambda kv: kv.allreduce(np.ones(2), prescale_factor="x"), "prescale_factor is 'x'"),
+    "scalar allgather": (lambda kv: kv.allgather(np.ones(())), r"reshape it to \(1,\)"),
+    "bool average": (lambda kv: kv.allreduce(np.ones(2, bool)), "bool cannot be averaged"),
+    "complex": (lambda kv: kv.allreduce(np.ones(2, complex)), "complex128 is not supported"),
+    "byte order": (lambda kv: kv.allreduce(np.ones(2, ">f4")), ">f4 is not supported"),
+    "object": (lambda kv: kv.allreduce(np.array([None])), "object is not supported"),
+    "list": (lambda kv: kv.allreduce([1, 2]), "not list"),
+    "text": (lambda kv: kv.broadcast_("text"), "str cannot be changed in place"),
+    "masked": (lambda kv: kv.allreduce(np.ma.ones(2)), "MaskedArray"),
+    "number in place": (lambda kv: kv.allreduce_(1.0), "float cannot be changed in place"),
+    "group": (lambda kv: kv.grouped_allreduce(np.ones(2)), "list or tuple.*ndarray"),
+    "read-only": (lambda kv: kv.allreduce_(np.frombuffer(b"1234", "i4")), "read-only"),
+}
+
+
+@pytest.mark.parametrize("label", BAD_CALLS)
+def test_bad_arguments_fail_where_they_are_made(label):
+    call, text = BAD_CALLS[label]
+    with loopback(2) as world:
+
+        def work(kv):
+            if kv.world().rank == 1:  # rank 0 does nothing wrong, and is not disturbed
+                with pytest.raises(InvalidArgumentError, match=text):
+                    call(kv)
+            return kv.allreduce(np.ones(2), "after", Sum).tolist()
+
+        assert world.run(work) == [[2, 2], [2, 2]]
+
+
+def on_a_real_rank(rank):
+    import kolovod
+    from kolovod.numpy import collectives as on_numpy
+
+    kolovod.init()
+    for label in ("dtype", "shape", "op", "root", "prescale"):
+        check_mismatch(on_numpy, label, times=2)
+    pending = kolovod.allreduce_async(np.ones(2), f"only on rank {rank}")
+    with pytest.raises(DuplicateNameError, match=f"rank {rank}"):
+        kolovod.allreduce_async(np.ones(2), f"only on rank {rank}")
+    kolovod.barrier()
+    assert not pending.poll()
+    return True
+
+
+def test_real_processes():
+    assert run_ranks(3, on_a_real_rank) == [True] * 3

@@ -1,0 +1,211 @@
+"""kolovod.launch.store: ranks meet, or hear at once why not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from kolovod.errors import (
+    AuthenticationError,
+    BootstrapError,
+    InvalidArgumentError,
+    RankLostError,
+    StartTimeoutError,
+)
+from kolovod.launch.auth import connect, new_secret
+from kolovod.launch.store import LABEL, Formation, Member, Store, join
+
+SECRET = new_secret()
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with contextlib.closing(Store(SECRET, 8)) as made:
+        made.start()
+        yield made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as made:
+        yield made
+
+
+def member(rank: int, pid: int | None = None) -> Member:
+    return Member(rank, "localhost", 1000 + rank if pid is None else pid, "", f"socket-{rank}")
+
+
+def joining(
+    pool: ThreadPoolExecutor, store: Store, rank: int, members: list[int], timeout_s: float = 20.0
+) -> Future[Formation]:
+    return pool.submit(join, store.address, SECRET, members, member(rank), timeout_s)
+
+
+def wait_until_joined(store: Store, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while sum(len(group.joined) for group in store._groups.values()) != count:
+        assert time.monotonic() < deadline, "the ranks did not join"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_everybody_hears_about_everybody(store: Store, pool: ThreadPoolExecutor, size: int) -> None:
+    members = list(range(size))
+    formations = [joining(pool, store, rank, members) for rank in reversed(members)]
+    expected = Formation(1, tuple(member(rank) for rank in members))
+    assert [formation.result(10) for formation in formations] == [expected] * size
+
+
+def test_every_world_has_a_new_epoch(store: Store, pool: ThreadPoolExecutor) -> None:
+    epochs = []
+    for members in ([0, 1, 2], [0, 1, 2], [0, 2]):
+        formations = [joining(pool, store, rank, members) for rank in members]
+        epochs.append({formation.result(10).epoch for formation in formations})
+    assert epochs == [{1}, {2}, {3}]
+
+
+def test_disjoint_worlds_form_side_by_side(store: Store, pool: ThreadPoolExecutor) -> None:
+    first = [joining(pool, store, rank, [0, 1]) for rank in (0,)]
+    second = [joining(pool, store, rank, [2, 3]) for rank in (2, 3)]
+    assert [[m.rank for m in f.result(10).members] for f in second] == [[2, 3]] * 2
+    first.append(joining(pool, store, 1, [0, 1]))
+    assert len({f.result(10).epoch for f in first}) == 1
+
+
+def test_a_rank_known_to_be_dead_is_named_at_once(store: Store, pool: ThreadPoolExecutor) -> None:
+    store.mark_dead(2, "was killed by signal 9 (SIGKILL)")
+    with pytest.raises(RankLostError, match=r"rank 2 was killed by signal 9") as caught:
+        joining(pool, store, 0, [0, 1, 2]).result(10)
+    assert caught.value.rank == 2
+    survivors = [joining(pool, store, rank, [0, 1]) for rank in (0, 1)]
+    assert [f.result(10).epoch for f in survivors] == [1, 1]
+
+
+def test_a_death_ends_the_wait_of_the_others(store: Store, pool: ThreadPoolExecutor) -> None:
+    waiting = [joining(pool, store, rank, [0, 1, 2]) for rank in (0, 1)]
+    wait_until_joined(store, 2)
+    store.mark_dead(2, "ended with exit code 0")
+    for future in waiting:
+        with pytest.raises(RankLostError, match="rank 2 ended with exit code 0"):
+            future.result(10)
+
+
+def test_missing_ranks_are_named_at_the_deadline(store: Store, pool: ThreadPoolExecutor) -> None:
+    waiting = [joining(pool, store, rank, [0, 1, 2, 3], timeout_s=0.3) for rank in (0, 2)]
+    for future in waiting:
+        with pytest.raises(StartTimeoutError, match=r"rank 1, 3 did not .* 0.3 s .*there: 0, 2"):
+            future.result(10)
+
+
+def test_different_worlds_that_wait_for_each_other_are_refused(
+    store: Store, pool: ThreadPoolExecutor
+) -> None:
+    first = joining(pool, store, 1, [0, 1, 2])
+    wait_until_joined(store, 1)
+    second = joining(pool, store, 2, [1, 2])
+    for future in (first, second):
+        with pytest.raises(InvalidArgumentError, match=r"\[1, 2\], but rank 1 for \[0, 1, 2\]"):
+            future.result(10)
+
+
+def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
+    store: Store, pool: ThreadPoolExecutor
+) -> None:
+    channel = connect(
+        socket.AF_INET,
+        ("127.0.0.1", int(store.address.split(":")[1])),
+        SECRET,
+        LABEL,
+        time.monotonic() + 5,
+    )
+    facts = {"rank": 1, "host": "h", "pid": 5, "pid_namespace": "", "socket": ""}
+    request = {"members": [0, 1], "timeout_s": TIMEOUT_S, **facts}
+    channel.send(request, time.monotonic() + 5)
+    wait_until_joined(store, 1)
+    channel.close()
+    wait_until_joined(store, 0)
+    waiting = joining(pool, store, 0, [0, 1])
+    wait_until_joined(store, 1)
+    assert not waiting.done()
+    joining(pool, store, 1, [0, 1]).result(10)
+    assert waiting.result(10).epoch == 1
+
+
+def test_two_processes_of_one_rank_are_told_apart(store: Store, pool: ThreadPoolExecutor) -> None:
+    first = joining(pool, store, 0, [0, 1])
+    wait_until_joined(store, 1)
+    with pytest.raises(InvalidArgumentError, match=r"pid 1000\) has joined already.*pid 77 now"):
+        join(store.address, SECRET, [0, 1], member(0, pid=77), TIMEOUT_S)
+    joining(pool, store, 1, [0, 1]).result(10)
+    assert first.result(10).epoch == 1
+
+
+def test_another_jobs_secret_is_refused(store: Store) -> None:
+    with pytest.raises(AuthenticationError, match="KOLOVOD_SECRET"):
+        join(store.address, new_secret(), [0], member(0), TIMEOUT_S)
+
+
+def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecutor) -> None:
+    port = int(store.address.split(":")[1])
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(16)]
+    for stranger in strangers[:4]:
+        stranger.sendall(os.urandom(1000))
+    strangers[4].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    formations = [joining(pool, store, rank, [0, 1]) for rank in (0, 1)]
+    assert [formation.result(10).epoch for formation in formations] == [1, 1]
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        [],
+        "JOIN",
+        {"members": [1, 0]},
+        {"members": [], "rank": 0, "host": "h", "pid": 1, "pid_namespace": "", "socket": ""},
+        {
+            "members": [0, 1],
+            "rank": 5,
+            "host": "h",
+            "pid": 1,
+            "pid_namespace": "",
+            "socket": "",
+            "timeout_s": 1,
+        },
+    ],
+)
+def test_a_malformed_request_is_answered(store: Store, message: object) -> None:
+    address = ("127.0.0.1", int(store.address.split(":")[1]))
+    deadline = time.monotonic() + 5
+    with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
+        channel.send(message, deadline)
+        assert channel.receive(deadline)["error"] == "malformed"
+    assert store._groups == {}
+
+
+def test_closing_the_store_ends_the_wait(pool: ThreadPoolExecutor) -> None:
+    made = Store(SECRET, 2)
+    made.start()
+    waiting = joining(pool, made, 0, [0, 1])
+    wait_until_joined(made, 1)
+    made.close()
+    with pytest.raises(BootstrapError, match="launcher is going away"):
+        waiting.result(10)
+    with pytest.raises(BootstrapError, match="has the launcher ended"):
+        join(made.address, SECRET, [0, 1], member(0), TIMEOUT_S)
+    made.close()
+
+
+@pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:port", ":1"])
+def test_a_wrong_address_is_named(address: str) -> None:
+    with pytest.raises(BootstrapError, match=r"KOLOVOD_STORE=.*expected host:port"):
+        join(address, SECRET, [0], member(0), TIMEOUT_S)

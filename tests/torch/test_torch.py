@@ -1,0 +1,370 @@
+"""kolovod.torch: what is particular to PyTorch's tensors. The verbs themselves: test_conformance.py."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import kolovod.torch as kvt  # noqa: E402
+from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
+from kolovod.ops import Average, Max, Sum  # noqa: E402
+from kolovod.testing import run_ranks  # noqa: E402
+from kolovod.testing.loopback import loopback  # noqa: E402
+from kolovod.torch import Compression, TorchCollectives, TorchFrontend  # noqa: E402
+from kolovod.torch.functions import Functions  # noqa: E402
+
+
+def run(size, work, **kwargs):
+    """``work(verbs, rank)`` on each of ``size`` ranks."""
+    with loopback(size, TorchFrontend()) as world:
+
+        def on_rank(kv):
+            return work(TorchCollectives(kv.frontend, kv.world), kv.world().rank)
+
+        return world.run(on_rank, **kwargs)
+
+
+# verbs --------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_not_dense_row_by_row():
+    base = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+    tensors = [
+        lambda: base.clone().contiguous(memory_format=torch.channels_last),
+        lambda: base.clone().transpose(1, 3),
+        lambda: base.clone()[:, 1:, ::2],
+        lambda: base[:1, :1, :1, :1].expand(1, 1, 6, 1),
+    ]
+
+    def work(kv, rank):
+        for make in tensors:
+            tensor = make() * (rank + 1)
+            assert torch.equal(kv.allreduce(tensor, op=Sum), make() * 3)
+            assert torch.equal(kv.allreduce_async(tensor, op=Sum).wait(), make() * 3)
+            strides = tensor.stride()
+            assert kv.allreduce_(tensor, op=Sum) is tensor
+            assert torch.equal(tensor, make() * 3)
+            assert tensor.stride() == strides
+            assert kv.broadcast_(tensor.mul_(rank + 1), 1) is tensor
+            assert torch.equal(tensor, make() * 6)
+
+    run(2, work)
+
+
+def test_the_imaginary_part_of_a_conjugate_is_negated():
+    def work(kv, rank):
+        tensor = torch.tensor([1 + 2j]).conj().imag
+        assert tensor.is_neg()
+        assert kv.allreduce(tensor, op=Sum).tolist() == [-4.0]
+        kv.allreduce_(tensor, op=Sum)
+        assert tensor.tolist() == [-4.0]
+
+    run(2, work)
+
+
+def test_parameters_work_in_place_and_results_carry_no_history():
+    def work(kv, rank):
+        parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+        assert kv.broadcast_(parameter, 1) is parameter
+        assert parameter.tolist() == [1, 1, 1]
+        assert parameter.requires_grad
+        assert not kv.allreduce_async(parameter).wait().requires_grad
+        with torch.no_grad():
+            assert not kv.allreduce(parameter).requires_grad
+
+    run(2, work)
+
+
+def test_backward_notices_that_a_saved_tensor_was_changed_in_place():
+    def work(kv, rank):
+        x = torch.ones(3, requires_grad=True)
+        saved = x * 2
+        y = (saved * saved).sum()
+        kv.allreduce_(saved.detach(), op=Sum)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+    run(2, work)
+
+
+def test_inference_tensors():
+    def work(kv, rank):
+        with torch.inference_mode():
+            tensor = torch.ones(2)
+            kv.allreduce_(tensor, op=Sum)
+            return kv.allreduce(tensor, op=Sum).tolist()
+
+    assert run(2, work) == [[4, 4], [4, 4]]
+
+
+BAD = {
+    "an array": (lambda: np.ones(2), "not ndarray"),
+    "complex": (lambda: torch.ones(2, dtype=torch.complex64), "complex64 is not supported"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "to_dense"),
+    "meta": (lambda: torch.ones(2, device="meta"), "on meta.*host memory"),
+}
+
+
+@pytest.mark.parametrize("label", BAD)
+def test_tensors_that_the_engine_cannot_take(label):
+    make, text = BAD[label]
+    with loopback(1, TorchFrontend()) as world:
+        kv = TorchCollectives(TorchFrontend(), world.collectives[0].world)
+        for verb in (kv.allreduce, kv.allreduce_, kv.broadcast, kv.allgather, kv.allreduce_async):
+            with pytest.raises(InvalidArgumentError, match=text):
+                verb(make())
+        assert kv.allreduce(torch.ones(2)).tolist() == [1, 1]
+
+
+# gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [None, "named"])
+@pytest.mark.parametrize(("op", "factor"), [(Sum, 3.0), (Average, 1.0)])
+def test_gradient_of_allreduce(op, factor, name):
+    """Rank r's loss is (r + 1) * sum(op(x)); the derivative of all losses added up is 1 + 2 + 3."""
+
+    def work(kv, rank):
+        x = torch.full((2, 2), float(rank), requires_grad=True)
+        y = kv.allreduce(x, name, op, 0.5, 4.0)
+        assert y.tolist() == [[factor * 2.0] * 2] * 2
+        ((rank + 1) * y.sum()).backward()
+        assert x.grad.tolist() == [[2.0 * factor * 2] * 2] * 2
+
+    run(3, work)
+
+
+def test_gradient_of_grouped_allreduce():
+    def work(kv, rank):
+        x = torch.ones(2, requires_grad=True)
+        z = torch.ones(3)
+        a, b = kv.grouped_allreduce([x, z], op=Sum)
+        assert b.tolist() == [2, 2, 2]
+        (a.sum() * (rank + 1)).backward()
+        assert x.grad.tolist() == [3, 3]
+
+    run(2, work)
+
+
+def test_gradient_of_broadcast_goes_to_the_root():
+    def work(kv, rank):
+        x = torch.full((2,), float(rank), requires_grad=True)
+        y = kv.broadcast(x, 1)
+        assert y.tolist() == [1, 1]
+        (y.sum() * (rank + 1)).backward()
+        return x.grad.tolist()
+
+    assert run(3, work) == [[0, 0], [6, 6], [0, 0]]
+
+
+def test_gradient_of_allgather_is_the_own_part():
+    def work(kv, rank):
+        x = torch.full((rank + 1, 2), 1.0, requires_grad=True)
+        y = kv.allgather(x, "rows")
+        weights = torch.arange(12.0).reshape(6, 2)
+        (y * weights * (rank + 1)).sum().backward()
+        start = rank * (rank + 1) // 2
+        assert torch.equal(x.grad, 6 * weights[start : start + rank + 1])
+
+    run(3, work)
+
+
+def test_max_has_no_gradient():
+    def work(kv, rank):
+        y = kv.allreduce(torch.ones(2, requires_grad=True), op=Max)
+        with pytest.raises(InvalidArgumentError, match="Max has no gradient"):
+            y.sum().backward()
+
+    run(2, work)
+
+
+# starting equal -----------------------------------------------------------------------------------
+
+
+def small_net(seed):
+    generator = torch.Generator().manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    with torch.no_grad():
+        for value in net.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.rand(value.shape, generator=generator))
+            else:
+                value.fill_(seed)
+    return net
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_broadcast_parameters(root):
+    def work(kv, rank):
+        functions = Functions(kv)
+        for params_of in (
+            lambda net: net.state_dict(),
+            lambda net: list(net.state_dict().items()),
+            lambda net: net.named_parameters(),
+        ):
+            net, wanted = small_net(rank), small_net(root)
+            functions.broadcast_parameters(params_of(net), root)
+            pairs = zip(dict(params_of(net)).items(), dict(params_of(wanted)).values(), strict=True)
+            for (name, got), value in pairs:
+                assert torch.equal(got, value), name
+
+    run(3, work)
+
+
+def test_broadcast_parameters_of_different_models_fails_on_every_rank():
+    def work(kv, rank):
+        net = small_net(0)
+        state = dict(net.state_dict())
+        if rank == 1:
+            state["2.extra"] = torch.ones(1)
+        with pytest.raises(MismatchError, match=r"rank 1 has '2.extra'"):
+            Functions(kv).broadcast_parameters(state)
+        state["0.weight"] = torch.ones(5 + rank)
+        state.pop("2.extra", None)
+        with pytest.raises(MismatchError, match=r"'0.weight' \(\(5,\).*'0.weight' \(\(6,\)"):
+            Functions(kv).broadcast_parameters(state)
+        Functions(kv).broadcast_parameters(net.state_dict())
+
+    run(2, work)
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [(3, "params is a int"), ([torch.ones(1)], "a Tensor instead of"), ({"a": 1}, r"params\['a'\]")],
+)
+def test_broadcast_parameters_of_something_else(params, text):
+    with loopback(1, TorchFrontend()) as world:
+        functions = Functions(TorchCollectives(TorchFrontend(), world.collectives[0].world))
+        with pytest.raises(InvalidArgumentError, match=text):
+            functions.broadcast_parameters(params)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
+    "momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, weight_decay=lr),
+    "adam": lambda p, lr: torch.optim.Adam(p, lr=lr, betas=(lr, 0.99), amsgrad=True),
+    "tensor lr": lambda p, lr: torch.optim.Adam(p, lr=torch.tensor(lr), capturable=False),
+    "lbfgs": lambda p, lr: torch.optim.LBFGS(p, lr=lr),
+    "adagrad": lambda p, lr: torch.optim.Adagrad(p, lr=lr),
+}
+
+
+def train(net, optimizer, steps):
+    inputs = torch.linspace(-1, 1, 15).reshape(5, 3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(inputs).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+def same(a, b):
+    """Are two states equal, tensors bitwise?"""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_broadcast_optimizer_state(kind, steps):
+    def work(kv, rank):
+        net = small_net(7)
+        optimizer = OPTIMIZERS[kind](net.parameters(), 0.25 * (rank + 1))
+        train(net, optimizer, steps if rank == 1 else 2 * (rank == 2))
+        parameters = copy.deepcopy(net.state_dict())
+        grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        before = copy.deepcopy(optimizer.state_dict())
+        Functions(kv).broadcast_optimizer_state(optimizer, root_rank=1)
+        assert same(dict(parameters), dict(net.state_dict()))  # no step was taken
+        assert same(grads, [p.grad for p in net.parameters()])
+        return before, optimizer.state_dict()
+
+    states = run(3, work)
+    wanted = states[1][0]
+    for _, after in states:
+        assert same(after, wanted)
+
+
+def test_broadcast_optimizer_state_of_different_models_fails_on_every_rank():
+    def work(kv, rank):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2 + rank))], lr=1.0)
+        with pytest.raises(MismatchError, match=re.escape("((3,),)")):
+            Functions(kv).broadcast_optimizer_state(optimizer)
+
+    run(2, work)
+
+
+def test_broadcast_object_with_tensors():
+    def work(kv, rank):
+        got = Functions(kv).broadcast_object({"t": torch.full((2,), rank)}, 1)
+        assert got["t"].tolist() == [1, 1]
+        assert [int(t) for t in Functions(kv).allgather_object(torch.tensor(rank))] == [0, 1]
+
+    run(2, work)
+
+
+# compression --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compression", "narrow"),
+    [(Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
+)
+def test_compression(compression, narrow):
+    for dtype in (torch.float32, torch.float64):
+        values = torch.tensor([1.0, 1 / 3, -1000.0], dtype=dtype)
+        sent, context = compression.compress(values)
+        assert sent.dtype is narrow
+        back = compression.decompress(sent, context)
+        assert back.dtype is dtype
+        assert torch.equal(back, values.to(narrow).to(dtype))
+    for dtype in (torch.int32, torch.float16, torch.bfloat16):
+        values = torch.ones(2, dtype=dtype)
+        sent, context = compression.compress(values)
+        assert sent is values
+        assert compression.decompress(sent, context) is values
+
+
+def test_no_compression():
+    values = torch.ones(2)
+    assert Compression.none.compress(values) == (values, None)
+    assert Compression.none.decompress(values, None) is values
+
+
+# the process's own world --------------------------------------------------------------------------
+
+
+def test_every_exported_name_exists():
+    for name in kvt.__all__:
+        assert getattr(kvt, name) is not None
+
+
+def on_a_real_rank(rank):
+    kvt.init()
+    assert kvt.allreduce(torch.full((2,), float(rank))).tolist() == [0.5, 0.5]
+    net = small_net(rank)
+    kvt.broadcast_parameters(net.state_dict())
+    assert same(dict(net.state_dict()), dict(small_net(0).state_dict()))
+    assert kvt.broadcast_object({"rank": rank}, 1) == {"rank": 1}
+    x = torch.ones(2, requires_grad=True)
+    kvt.allreduce(x, op=Sum).sum().backward()
+    kvt.shutdown()
+    return x.grad.tolist()
+
+
+def test_real_processes():
+    assert run_ranks(2, on_a_real_rank) == [[2, 2], [2, 2]]
