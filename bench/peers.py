@@ -134,8 +134,8 @@ class Gloo(Peer):
 class Mpi(Peer):
     """mpi4py on NumPy arrays; which MPI it is depends on the environment that runs this.
 
-    The thread level is mpi4py's default, multiple: with ``single`` MPICH was no faster at two ranks,
-    and more than a hundred times slower where ranks outnumber cores.
+    The thread level is mpi4py's default, multiple. MPI4PY_RC_THREAD_LEVEL=single chooses the other:
+    MPICH then spins, and was seen a hundred times slower where ranks outnumber cores.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The conformance table: what every verb must give for every dtype, shape and op, by NumPy.
 
-``check`` runs a part of it on one rank; the tests call it on the ranks of a loopback world and of real
-processes, for the front ends that they name. Inputs depend on (case, rank) only, so every rank knows
-what all others have, and can tell what must come out.
+``check`` runs a part of it on one rank; the tests call it on the ranks of a loopback world and of
+real processes, for the front ends that they name. Inputs depend on (case, rank) only, so every rank
+knows what all others have, and can tell what must come out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ LARGE = ((70_001,),)  # several chunks of 64 KiB
 SCALES = ((1.0, 1.0), (0.5, 3.0))
 MODES = tuple(itertools.product((False, True), (False, True)))  # in place, asynchronous
 
-# Largest relative error of one rounding; the values are small integers, exact until they are divided.
+# Largest relative error of one rounding; the values are small integers, exact until they are
+# divided.
 _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22, "float64": 2.0**-50}
 
 
@@ -91,9 +92,13 @@ class Case(NamedTuple):
     dense: bool = True
 
 
-def reductions(dtype: str, shapes: tuple[tuple[int, ...], ...], modes: Any = MODES) -> Iterator[Case]:
+def reductions(
+    dtype: str, shapes: tuple[tuple[int, ...], ...], modes: Any = MODES
+) -> Iterator[Case]:
     """The lines of one dtype; bool has no Average and no factors."""
-    for shape, op, scales, (in_place, asynchronous) in itertools.product(shapes, OPS, SCALES, modes):
+    for shape, op, scales, (in_place, asynchronous) in itertools.product(
+        shapes, OPS, SCALES, modes
+    ):
         if dtype == "bool" and (op == Average or scales != (1.0, 1.0)):
             continue
         yield Case(dtype, shape, op, scales, in_place, asynchronous)

@@ -172,23 +172,39 @@ def test_one_byte_at_a_time_does_not_stretch_the_deadline() -> None:
     right.close()
 
 
-def test_connections_are_limited() -> None:
-    with serving(echo, max_connections=2, handshake_timeout_s=60.0) as (_, address):
-        strangers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+def test_one_stranger_too_many_and_the_oldest_must_go() -> None:
+    with serving(echo, max_strangers=2, handshake_timeout_s=60.0) as (_, address):
+        strangers = [socket.socket(socket.AF_UNIX) for _ in range(3)]
         for stranger in strangers:
+            stranger.settimeout(5)
             stranger.connect(address)
             assert len(stranger.recv(100)) == 40
-        with pytest.raises(AuthenticationError):
-            call(address, "no room")
-        strangers.pop().close()
-        deadline = soon()
-        while True:  # the thread of the one that went away needs a moment
-            try:
-                assert call(address, "room again") == "room again"
-                break
-            except AuthenticationError:
-                assert time.monotonic() < deadline
-        strangers.pop().close()
+        assert strangers[0].recv(100) == b""
+        assert call(address, "and a friend comes in") == "and a friend comes in"
+        assert strangers[1].recv(100) == b""
+        strangers[2].setblocking(False)
+        with pytest.raises(BlockingIOError):  # still waited for
+            strangers[2].recv(100)
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_full_backlog_is_waited_for() -> None:
+    listener = socket.socket(socket.AF_UNIX)
+    address = f"\0kolovod-test-{secrets.token_hex(8)}"
+    listener.bind(address)
+    listener.listen(0)
+    first = socket.socket(socket.AF_UNIX)
+    first.connect(address)
+    server = Server(listener, SECRET, "test", echo)
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call, address, "patience")
+        time.sleep(0.1)
+        assert not calling.done()
+        server.start()
+        assert calling.result(5) == "patience"
+    first.close()
+    server.close()
 
 
 def test_an_altered_message_is_refused() -> None:

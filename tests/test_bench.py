@@ -130,6 +130,8 @@ def test_a_missed_goal_is_shown_as_missed(mine, reached):
 def test_training_goals():
     rows = goals.training_rows("net", {"alone": 100.0, "ddp": 130.0, "kolovod": 115.0})
     assert [(row[1], row[3]) for row in rows] == [("115", True), ("50%", False)]
+    rows = goals.training_rows("net", {"alone": 100.0, "ddp": 130.0, "kolovod": 90.0})
+    assert [(row[1], row[3]) for row in rows] == [("90.0", True), ("too noisy to tell", False)]
 
 
 def test_a_failing_rank_is_named_and_no_process_is_left(tmp_path):

@@ -6,7 +6,7 @@ import conformance
 import numpy as np
 import psutil
 import pytest
-from conformance import Case, check_allreduce, check_allgather, check_broadcast, check_grouped
+from conformance import Case, check_allgather, check_allreduce, check_broadcast, check_grouped
 
 from kolovod.ops import Average, Max, Min, Op, Product, Sum
 from kolovod.testing import run_ranks
@@ -212,7 +212,9 @@ def on_a_real_rank(rank, size):
             check_allreduce(on_numpy, "numpy", case)
         check_broadcast(on_numpy, "numpy", dtype, ((0,), (3, 5)))
         check_allgather(on_numpy, "numpy", dtype)
-    check_allreduce(on_numpy, "numpy", Case("float32", (700_001,), Average, (1.0, 1.0), True, False))
+    check_allreduce(
+        on_numpy, "numpy", Case("float32", (700_001,), Average, (1.0, 1.0), True, False)
+    )
     check_allreduce(on_numpy, "numpy", Case("float64", (700_001,), Sum, (0.5, 3.0), False, True))
     check_grouped(on_numpy, "numpy", ("int32", "float16"), ((3, 5), (0,)))
     kolovod.barrier()

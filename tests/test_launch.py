@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch import spawn
+from kolovod.launch import mpirun, spawn
 from kolovod.launch.mpirun import mpi_command, started_by_mpi
 from kolovod.launch.output import LineSplitter
 from kolovod.launch.place import Place, local_and_cross, read_place, thread_limits
@@ -217,8 +217,8 @@ def test_a_killed_rank_is_named_with_its_signal(signum: signal.Signals) -> None:
 
 def test_ctrl_c_reaches_the_ranks_and_is_the_exit_code() -> None:
     code = """
-print('pid', os.getpid(), flush=True)
 try:
+    print('pid', os.getpid(), flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print('interrupted', rank)
@@ -231,6 +231,31 @@ except KeyboardInterrupt:
     assert sorted(out.splitlines()) == [f"[{r}]<stdout>:interrupted {r}" for r in (0, 1)]
     assert "kolovod: SIGINT: ending 2 ranks" in err
     wait_until_gone(pids)
+
+
+def test_ctrl_c_ends_every_wait() -> None:
+    """One rank waits for the others in init(), and later all but one in an operation."""
+    code = """
+import numpy, kolovod
+if rank == 0 and WAIT_IN_INIT:
+    time.sleep(60)
+kolovod.init()
+print('pid', os.getpid(), flush=True)
+if rank == 0:
+    time.sleep(60)
+kolovod.allreduce(numpy.ones(3))
+"""
+    for wait_in_init, printing in ((True, 0), (False, 3)):
+        with launcher(3, code.replace("WAIT_IN_INIT", str(wait_in_init))) as process:
+            read_pids(process, printing)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=4)  # less than the grace before SIGKILL
+        assert process.returncode == 130
+        # Who is interrupted while it still starts says so in its own way; and who hears of it from
+        # another rank first, too. In any case nobody has to be killed.
+        assert "killing" not in err
+        assert "KeyboardInterrupt" in err
 
 
 def test_a_second_signal_kills_ranks_that_do_not_listen() -> None:
@@ -425,4 +450,13 @@ def test_the_command_line_of_mpirun() -> None:
     assert "--allow-run-as-root" in mpi_command("m", True, 2, ["t"], {}, uid=0)
     assert mpi_command("m", False, 3, ["t"], {}, uid=0) == ["m", "-prepend-rank", "-np", "3", "t"]
     assert started_by_mpi({"OMPI_COMM_WORLD_SIZE": "2"})
+    assert not started_by_mpi({})
     assert not started_by_mpi({"PMI_SIZE": "1"})
+
+
+def test_without_mpirun_the_backend_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mpirun, "_find_mpirun", lambda: None)
+    assert mpirun.run_by_mpi(2, ["true"], {}) == 127
+    assert "pip install 'kolovod[mpi]'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the ranks disagree about fails on every rank, names both values and ranks, and breaks nothing."""
+"""A disagreement of ranks fails on every rank, names values and ranks, and breaks nothing."""
 
 from __future__ import annotations
 
@@ -206,8 +206,10 @@ def on_a_real_rank(rank):
         kolovod.allreduce_async(np.ones(2), f"only on rank {rank}")
     kolovod.barrier()
     assert not pending.poll()
-    return True
+    others = [r for r in range(3) if r != rank]
+    handles = [kolovod.allreduce_async(np.ones(2), f"only on rank {r}") for r in others]
+    return [handle.wait().tolist() for handle in [pending, *handles]]
 
 
 def test_real_processes():
-    assert run_ranks(3, on_a_real_rank) == [True] * 3
+    assert run_ranks(3, on_a_real_rank) == [[[1, 1]] * 3] * 3

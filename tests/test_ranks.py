@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ def test_an_exit_code_is_carried_with_the_last_output() -> None:
     assert "some last words" in caught.value.traceback_text
 
 
+def test_an_early_end_is_a_failure_too() -> None:
+    with pytest.raises(RankFailed, match="rank 0 ended with exit code 0 before the function"):
+        run_ranks(1, lambda rank: sys.exit(0))
+
+
 def test_a_killed_rank_is_named() -> None:
     def work(rank: int) -> None:
         if rank == 0:
@@ -113,7 +119,7 @@ def test_late_ranks_are_named_with_where_they_are() -> None:
 
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
     def work(rank: int) -> Any:
-        return open("/dev/null") if rank == 0 else None  # noqa: SIM115
+        return threading.Lock() if rank == 0 else None
 
     with pytest.raises(RankFailed, match="pickle") as caught:
         run_ranks(2, work)

@@ -81,10 +81,11 @@ def test_disjoint_worlds_form_side_by_side(store: Store, pool: ThreadPoolExecuto
 
 def test_a_rank_known_to_be_dead_is_named_at_once(store: Store, pool: ThreadPoolExecutor) -> None:
     store.mark_dead(2, "was killed by signal 9 (SIGKILL)")
+    store.mark_dead(1, "ended with exit code 1")
     with pytest.raises(RankLostError, match=r"rank 2 was killed by signal 9") as caught:
         joining(pool, store, 0, [0, 1, 2]).result(10)
     assert caught.value.rank == 2
-    survivors = [joining(pool, store, rank, [0, 1]) for rank in (0, 1)]
+    survivors = [joining(pool, store, rank, [0, 3]) for rank in (0, 3)]
     assert [f.result(10).epoch for f in survivors] == [1, 1]
 
 

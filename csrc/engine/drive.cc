@@ -28,6 +28,7 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
     budget.yield_ns = crowded ? kCrowdedYieldNs : kCallerYieldNs;
   }
   waiter_->Configure(budget, std::move(interrupted));
+  waiter_->NoteCore();
   return true;
 }
 

@@ -1,5 +1,7 @@
 #include "transport/waiter.h"
 
+#include <sched.h>
+
 namespace kolovod {
 
 Status Waiter::Stopped() {
@@ -16,6 +18,35 @@ bool Waiter::CheckPeers() {
                                        " died: its process ended without shutting down (killed, "
                                        "crashed or out of memory)");
   return true;
+}
+
+void Waiter::NoteCore() {
+  const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
+  std::atomic<uint32_t>& noted = segment_.rank(rank_).core;
+  // Written only when it changes: peers read this line.
+  if (noted.load(std::memory_order_relaxed) != core) noted.store(core, std::memory_order_relaxed);
+}
+
+void Waiter::SeparateFromPeers(int64_t now_ns) {
+  NoteCore();
+  if (now_ns < next_separation_ns_) return;
+  const uint32_t mine = segment_.rank(rank_).core.load(std::memory_order_relaxed);
+  bool shared = false;
+  for (int r = 0; r < segment_.layout().size && !shared; ++r) {
+    RankBlock& peer = segment_.rank(r);
+    shared = r != rank_ && peer.driving.load(std::memory_order_relaxed) != 0 &&
+             peer.core.load(std::memory_order_relaxed) == mine;
+  }
+  if (!shared || mine == 0) return;
+  next_separation_ns_ = now_ns + kSeparationPeriodNs;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
+  cpu_set_t elsewhere = allowed;
+  CPU_CLR(mine - 1, &elsewhere);
+  if (sched_setaffinity(0, sizeof(elsewhere), &elsewhere) == 0) {
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+  }
+  NoteCore();
 }
 
 Status Waiter::Periodic(bool in_bucket) {

@@ -64,6 +64,7 @@ class Waiter {
       now_ns = NowNs();
     }
     ring_lagging();
+    if (budget_.spin_ns > 0) SeparateFromPeers(now_ns);
     const int64_t yield_end_ns = now_ns + budget_.yield_ns;
     while (now_ns < yield_end_ns) {
       sched_yield();
@@ -79,6 +80,9 @@ class Waiter {
       ring_lagging();
     }
   }
+
+  // Publishes the core that the caller runs on.
+  void NoteCore();
 
   // Looks for dead ranks and, for the caller's thread, for pending signals; rate-limited.
   Status Periodic(bool in_bucket);
@@ -96,6 +100,12 @@ class Waiter {
   static constexpr int64_t kSignalPeriodNs = 100'000'000;
   static constexpr int64_t kLivenessPeriodNs = 10'000'000;
   static constexpr int64_t kSleepNs = 10'000'000;
+  static constexpr int64_t kSeparationPeriodNs = 2'000'000;
+
+  // Two ranks that yield to each other on one core look busy to the scheduler's balancer, which may leave
+  // them there for seconds while another core idles. If a driving peer was last seen on this core, and
+  // there are cores for all, step off it: forbid it for a moment, which migrates at once, and allow it again.
+  void SeparateFromPeers(int64_t now_ns);
 
   // True: ready before going to sleep. The order of stores makes a lost wake-up impossible: the waker
   // changes the state, then reads `sleepers`; we write `sleepers`, then read the state.
@@ -121,6 +131,7 @@ class Waiter {
   std::function<bool()> interrupted_;
   int64_t next_signal_check_ns_ = 0;
   int64_t next_liveness_check_ns_ = 0;
+  int64_t next_separation_ns_ = 0;
 };
 
 }  // namespace kolovod

@@ -140,9 +140,9 @@ class Collectives(Generic[T]):
     ) -> Handle[T]:
         """``allreduce_`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         entry, owner = self._own(tensor)
-        finish = self._copying_back([owner], [tensor], tensor)
-        scales = (prescale_factor, postscale_factor)
-        return self._start(_ALLREDUCE, name, [entry], op, *scales, 0, owner, tensor, finish)
+        finish = None if owner is tensor else self._copying_back([owner], [tensor], tensor)
+        pre, post = prescale_factor, postscale_factor
+        return self._start(_ALLREDUCE, name, [entry], op, pre, post, 0, owner, tensor, finish)
 
     # grouped allreduce --------------------------------------------------------------------------
 

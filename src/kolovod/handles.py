@@ -109,14 +109,19 @@ class Handle(Generic[T]):
             raise InvalidArgumentError(
                 f"timeout_s is {timeout_s!r}: give seconds >= 0, or None to wait without limit"
             )
+        engine = self._engine
         try:
-            self._engine.wait(number, timeout_s)
+            engine.wait(number, timeout_s)
         except _native.EngineError as error:
             self._failed(error)
+        result: T = self._result
         try:
-            result: T = self._result if self._finish is None else self._finish(self._engine, number)
+            if self._finish is not None:
+                result = self._finish(engine, number)
         finally:
-            self._let_go()
+            self._number = 0
+            self._buffers = self._result = self._finish = None
+            engine.release(number)  # complete, so it needs no Keeper
         return result
 
     def _failed(self, error: _native.EngineError) -> NoReturn:
@@ -126,12 +131,11 @@ class Handle(Generic[T]):
 
     def _let_go(self) -> None:
         number, self._number = self._number, 0
-        buffers, self._buffers = self._buffers, None
-        self._result = None
-        self._finish = None
+        buffers = self._buffers
+        self._buffers = self._result = self._finish = None
         self._keeper.keep(self._engine, number, buffers)
 
     def __del__(self) -> None:
         """Leave the buffers to the Keeper if the engine may still use them."""
-        if getattr(self, "_number", 0) != 0:
+        if self._number != 0:
             self._let_go()

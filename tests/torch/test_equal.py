@@ -37,7 +37,7 @@ def conv_net(dtype, batch_norm, seed=0):
 
 
 def batches(dtype, rank, size, steps=STEPS):
-    """This rank's part of each global batch."""
+    """The part of this rank in each global batch."""
     generator = torch.Generator().manual_seed(1)
     share = BATCH // size
     for _ in range(steps):

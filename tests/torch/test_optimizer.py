@@ -1,7 +1,8 @@
-"""DistributedOptimizer, on ranks that are threads: each has its own model, all see the same gradients."""
+"""DistributedOptimizer on ranks that are threads, each with its own model."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -463,12 +464,46 @@ def test_a_lost_rank_is_named_and_nothing_hangs():
             if rank == 1:
                 world.kill(1)
                 return
-            with pytest.raises(RankLostError) as caught:
+
+            def next_step():
                 net(inputs(rank)).backward()
                 optimizer.step()
+
+            with pytest.raises(RankLostError) as caught:
+                next_step()
             assert caught.value.rank == 1
 
         world.run(work)
+
+
+def test_survivors_go_on_in_a_new_world():
+    """What was on its way in the old world is dropped, and the same optimizer steps in the new."""
+    with loopback(2, TorchFrontend()) as old, loopback(1, TorchFrontend()) as new:
+        worlds = [old.ranks[0], old.ranks[1]]
+
+        def work(kv):
+            rank = kv.world().rank
+            net = Net()
+            optimizer = wrapped(net, TorchCollectives(kv.frontend, lambda: worlds[rank]))
+            if rank == 1:
+                net(inputs(1)).backward()
+                optimizer.step()
+                old.kill(1)
+                return
+            net(inputs(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with contextlib.suppress(RankLostError):
+                net(inputs(0)).backward()
+            with pytest.raises(RankLostError):
+                optimizer.synchronize()
+            worlds[0] = new.ranks[0]
+            optimizer.zero_grad()
+            net(inputs(0)).backward()
+            optimizer.step()
+            assert net.a.tolist() == [1 - 2.0 - 1.0] * 3
+
+        old.run(work)
 
 
 def test_a_world_of_one_adds_nothing_to_backward():
@@ -524,9 +559,7 @@ BAD = {
         r"lacks 1 parameter.*group 0 parameter 0 of shape \(2,\)",
     ),
     "twice": (
-        lambda kv, o: DistributedOptimizer(
-            DistributedOptimizer(o, collectives=kv), collectives=kv
-        ),
+        lambda kv, o: DistributedOptimizer(DistributedOptimizer(o, collectives=kv), collectives=kv),
         "already distributed",
     ),
 }

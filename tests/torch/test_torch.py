@@ -1,4 +1,4 @@
-"""kolovod.torch: what is particular to PyTorch's tensors. The verbs themselves: test_conformance.py."""
+"""What is particular to PyTorch's tensors; the verbs themselves are in test_conformance.py."""
 
 from __future__ import annotations
 
@@ -235,7 +235,11 @@ def test_broadcast_parameters_of_different_models_fails_on_every_rank():
 
 @pytest.mark.parametrize(
     ("params", "text"),
-    [(3, "params is a int"), ([torch.ones(1)], "a Tensor instead of"), ({"a": 1}, r"params\['a'\]")],
+    [
+        (3, "params is a int"),
+        ([torch.ones(1)], "a Tensor instead of"),
+        ({"a": 1}, r"params\['a'\]"),
+    ],
 )
 def test_broadcast_parameters_of_something_else(params, text):
     with loopback(1, TorchFrontend()) as world:
@@ -268,7 +272,7 @@ def train(net, optimizer, steps):
 
 
 def same(a, b):
-    """Are two states equal, tensors bitwise?"""
+    """Whether two states are equal, tensors bitwise."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):

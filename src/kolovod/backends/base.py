@@ -131,11 +131,14 @@ def _array(address: int, count: int, dtype: np.dtype[Any]) -> Array:
 
 def _widened(values: Array, dtype: int) -> Array:
     """16-bit floats as float32, bools as 0 and 1."""
+    widened = values
     if dtype == _BFLOAT16:
-        return np.left_shift(values.astype(np.uint32), 16).view(np.float32)
-    if dtype == _BOOL:
-        return (values != 0).astype(np.uint8)
-    return values.astype(np.float32) if values.dtype == np.float16 else values
+        widened = np.left_shift(values.astype(np.uint32), 16).view(np.float32)
+    elif dtype == _BOOL:
+        widened = np.not_equal(values, 0).astype(np.uint8)
+    elif values.dtype == np.float16:
+        widened = values.astype(np.float32)
+    return widened
 
 
 def _narrowed(values: Array, dtype: int) -> Array:
@@ -162,7 +165,7 @@ def _finished(values: Array, divisor: int, factor: float) -> Array:
     if divisor == 1 and factor == 1.0:
         return values
     if values.dtype.kind == "f":
-        quotient = values / values.dtype.type(divisor) * values.dtype.type(factor)
+        quotient: Array = values / values.dtype.type(divisor) * values.dtype.type(factor)
         return quotient.astype(values.dtype, copy=False)
     if factor == 1.0:
         wide = values.astype(np.int64)  # exact, where a division in float64 would not be

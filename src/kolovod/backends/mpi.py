@@ -33,7 +33,7 @@ class MpiBackend:
         if mpi_size != world_size:
             raise InvalidArgumentError(
                 f"backend 'mpi': MPI has {mpi_size} process(es), the world {world_size} rank(s); "
-                f"start the script with 'kolovod run -np {world_size} --backend mpi', or with mpirun"
+                f"start it with 'kolovod run -np {world_size} --backend mpi', or with mpirun"
             )
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise InvalidArgumentError(

@@ -143,12 +143,21 @@ def connect(
     """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        _set_deadline(sock, deadline)
-        sock.connect(address)
+        _connect(sock, address, deadline)
         return _client_handshake(sock, secret.encode(), label, deadline)
     except BaseException:
         _close(sock)
         raise
+
+
+def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
+    while True:
+        _set_deadline(sock, deadline)
+        try:
+            sock.connect(address)
+            return
+        except BlockingIOError:  # AF_UNIX says so, instead of waiting, while the backlog is full
+            time.sleep(0.005)
 
 
 def _client_handshake(sock: socket.socket, secret: bytes, label: str, deadline: float) -> Channel:
@@ -189,8 +198,8 @@ class Server:
     """Accepts connections on ``listener``; calls ``handler(channel)`` for the authenticated ones.
 
     Each connection has its own short-lived thread, so that one which says nothing holds up nobody.
-    The handler's channel is closed after it returns. At most ``max_connections`` are open at once;
-    further ones are closed unread. Takes over the listening socket.
+    The handler's channel is closed after it returns. At most ``max_strangers`` connections may be
+    on their way to a proof: one more, and the oldest is closed. Takes over the listening socket.
     """
 
     def __init__(
@@ -199,17 +208,18 @@ class Server:
         secret: str,
         label: str,
         handler: Callable[[Channel], None],
-        max_connections: int = 256,
+        max_strangers: int = 64,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         self._listener = listener
         self._secret = secret
         self._label = label
         self._handler = handler
-        self._max_connections = max_connections
+        self._max_strangers = max_strangers
         self._handshake_timeout_s = handshake_timeout_s
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
+        self._strangers: dict[socket.socket, None] = {}  # of the open ones, oldest first
         self._closed = False
         self.refused = 0  # connections that did not prove the secret
         self._thread = threading.Thread(target=self._accept, name=f"kolovod {label}", daemon=True)
@@ -240,9 +250,13 @@ class Server:
                 time.sleep(0.05)  # out of descriptors: some connection will end
                 continue
             with self._lock:
-                if self._closed or len(self._open) >= self._max_connections or not _same_user(sock):
+                if self._closed or not _same_user(sock):
                     _close(sock)
                     continue
+                if len(self._strangers) >= self._max_strangers:
+                    _shut(next(iter(self._strangers)))  # its thread wakes, and closes it
+                    self._strangers.pop(next(iter(self._strangers)))
+                self._strangers[sock] = None
                 thread = threading.Thread(
                     target=self._serve, args=(sock,), name=f"{self._thread.name} peer", daemon=True
                 )
@@ -258,6 +272,8 @@ class Server:
                 with self._lock:
                     self.refused += 1
                 return
+            with self._lock:
+                self._strangers.pop(sock, None)
             self._handler(channel)
         except (AuthenticationError, EOFError, OSError):
             return  # the peer went away, and whoever waits for it will notice by other means
@@ -268,6 +284,7 @@ class Server:
             _close(sock)
             with self._lock:
                 self._open.pop(sock, None)
+                self._strangers.pop(sock, None)
 
 
 def _same_user(sock: socket.socket) -> bool:
@@ -308,9 +325,13 @@ def _read_or_refused(sock: socket.socket, count: int, deadline: float, purpose: 
         ) from None
 
 
-def _close(sock: socket.socket) -> None:
+def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in accept or recv
+
+
+def _close(sock: socket.socket) -> None:
+    _shut(sock)
     sock.close()
 
 

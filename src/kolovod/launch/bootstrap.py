@@ -29,7 +29,7 @@ from typing import NoReturn
 
 from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
-from kolovod.launch.auth import Channel, Server, connect
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect
 from kolovod.launch.store import Formation, Member, join
 
 __all__ = ["Ready", "bootstrap", "make_segment", "own_pidfd", "pid_namespace"]
@@ -132,18 +132,19 @@ def bootstrap(
     """
     deadline = time.monotonic() + timeout_s
     is_leader = rank == members[0]
-    name = f"kolovod-{secrets.token_hex(16)}" if is_leader else ""
     with contextlib.ExitStack() as cleanup:
+        leader = None
         if is_leader:
-            listener = cleanup.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            listener.bind(f"\0{name}")
-            listener.listen(len(members) + 64)
+            leader = cleanup.enter_context(
+                contextlib.closing(_Leader(secret, config, len(members)))
+            )
+        name = leader.name if leader is not None else ""
         me = Member(rank, host, os.getpid(), pid_namespace(), name)
         formation = join(store, secret, members, me, timeout_s)
         _check_hosts(formation)
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
-        if is_leader:
-            return _Leader(formation, secret, config, deadline).run(listener)
+        if leader is not None:
+            return leader.run(formation, deadline)
         return _follow(formation, members.index(rank), secret, deadline)
 
 
@@ -205,34 +206,36 @@ def _raise_lost(member: Member) -> NoReturn:
 
 
 class _Leader:
-    """Collects the followers' pidfds, then sends everything to everybody."""
+    """Collects the followers' pidfds, then sends everything to everybody.
 
-    def __init__(
-        self, formation: Formation, secret: str, config: Mapping[str, int], deadline: float
-    ) -> None:
-        self._formation = formation
-        self._secret = secret
+    It listens from its making on, so that its name can be told to the store.
+    """
+
+    def __init__(self, secret: str, config: Mapping[str, int], size: int) -> None:
+        self.name = f"kolovod-{secrets.token_hex(16)}"
         self._config = config
-        self._deadline = deadline
         self._arrivals: queue.SimpleQueue[tuple[int, int, Channel]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._done = threading.Event()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(f"\0{self.name}")
+        listener.listen(64 + size)
+        label = leader_label(self.name)
+        self._server = Server(listener, secret, label, self._serve, max_strangers=64 + size)
+        self._server.start()
 
-    def run(self, listener: socket.socket) -> Ready:
-        """The leader's part; ``listener`` is closed at the end."""
-        size = len(self._formation.members)
-        label = leader_label(self._formation.epoch)
-        server = Server(listener, self._secret, label, self._serve, max_connections=64 + size)
+    def run(self, formation: Formation, deadline: float) -> Ready:
+        """The leader's part, once the world has come together."""
+        size = len(formation.members)
         channels: dict[int, Channel] = {}
         fds: dict[int, int] = {}
-        server.start()
         try:
             try:
-                self._collect(channels, fds)
+                self._collect(formation, channels, fds, deadline)
                 segment = fds[-1] = make_segment(size, self._config)
                 fds[0] = own_pidfd()
                 pidfds = tuple(fds[new_rank] for new_rank in range(size))
-                self._distribute(channels, segment, pidfds)
+                self._distribute(formation, channels, segment, pidfds, deadline)
             except KolovodError as error:
                 self._tell_failure(channels, error)
                 raise
@@ -241,28 +244,30 @@ class _Leader:
                 if fd >= 0:
                     os.close(fd)
             raise
-        finally:
-            self._done.set()
-            server.close()
-            self._drain()
-        formation = self._formation
         return Ready(0, formation.epoch, formation.members, segment, pidfds, self._config)
 
     def _serve(self, channel: Channel) -> None:
         """On the server's thread of one follower; returning closes the channel."""
-        message = channel.receive(self._deadline)
-        fds = channel.receive_fds(1, self._deadline) if message["pidfd"] else [-1]
+        deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        message = channel.receive(deadline)
+        fds = channel.receive_fds(1, deadline) if message["pidfd"] else [-1]
         self._arrivals.put((int(message["rank"]), fds[0], channel))
         os.eventfd_write(self._bell, 1)
-        self._done.wait(max(0.0, self._deadline - time.monotonic()) + 5)
+        self._done.wait()
 
-    def _collect(self, channels: dict[int, Channel], fds: dict[int, int]) -> None:
-        size = len(self._formation.members)
+    def _collect(
+        self,
+        formation: Formation,
+        channels: dict[int, Channel],
+        fds: dict[int, int],
+        deadline: float,
+    ) -> None:
+        size = len(formation.members)
         while len(channels) < size - 1:
             missing = [new_rank for new_rank in range(1, size) if new_rank not in channels]
-            with contextlib.closing(_Watch(self._formation, missing)) as watch:
-                if not watch.wait(self._bell, self._deadline):
-                    names = ", ".join(str(self._formation.members[r]) for r in missing)
+            with contextlib.closing(_Watch(formation, missing)) as watch:
+                if not watch.wait(self._bell, deadline):
+                    names = ", ".join(str(formation.members[r]) for r in missing)
                     raise StartTimeoutError(f"{names} did not connect to the leader in time")
             os.eventfd_read(self._bell)
             while not self._arrivals.empty():
@@ -274,16 +279,21 @@ class _Leader:
                 channels[new_rank], fds[new_rank] = channel, pidfd
 
     def _distribute(
-        self, channels: dict[int, Channel], segment: int, pidfds: tuple[int, ...]
+        self,
+        formation: Formation,
+        channels: dict[int, Channel],
+        segment: int,
+        pidfds: tuple[int, ...],
+        deadline: float,
     ) -> None:
         message = {"config": dict(self._config), "pidfds": [fd >= 0 for fd in pidfds]}
         sent = [segment, *(fd for fd in pidfds if fd >= 0)]
         for new_rank, channel in channels.items():
             try:
-                channel.send(message, self._deadline)
-                channel.send_fds(sent, self._deadline)
+                channel.send(message, deadline)
+                channel.send_fds(sent, deadline)
             except OSError:
-                _raise_lost(self._formation.members[new_rank])
+                _raise_lost(formation.members[new_rank])
 
     def _tell_failure(self, channels: dict[int, Channel], error: KolovodError) -> None:
         rank = error.rank if isinstance(error, RankLostError) else None
@@ -291,8 +301,10 @@ class _Leader:
             with contextlib.suppress(OSError):
                 channel.send({"error": str(error), "rank": rank}, time.monotonic() + 5)
 
-    def _drain(self) -> None:
-        """Descriptors of followers that came when all was over."""
+    def close(self) -> None:
+        """Stop listening; followers that are still connected hear no more."""
+        self._done.set()
+        self._server.close()
         while not self._arrivals.empty():
             _, pidfd, _ = self._arrivals.get()
             if pidfd >= 0:
@@ -300,18 +312,17 @@ class _Leader:
         os.close(self._bell)
 
 
-def leader_label(epoch: int) -> str:
-    """What a connection to the leader of this epoch is for, in the handshake."""
-    return f"leader {epoch}"
+def leader_label(name: str) -> str:
+    """What a connection to the leader that listens at ``name`` is for, in the handshake."""
+    return f"leader {name}"
 
 
 def _follow(formation: Formation, new_rank: int, secret: str, deadline: float) -> Ready:
     leader = formation.members[0]
     watch = _Watch(formation, [0])
     try:
-        channel = connect(
-            socket.AF_UNIX, f"\0{leader.socket}", secret, leader_label(formation.epoch), deadline
-        )
+        label = leader_label(leader.socket)
+        channel = connect(socket.AF_UNIX, f"\0{leader.socket}", secret, label, deadline)
         with contextlib.closing(channel):
             pidfd = own_pidfd()
             try:

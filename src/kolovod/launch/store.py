@@ -98,7 +98,7 @@ class Store:
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._dead: dict[int, str] = {}
         self._epoch = 0
-        self._server = Server(listener, secret, LABEL, self._serve, max_connections=64 + 2 * size)
+        self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
 
     def start(self) -> None:
         """Begin to serve."""
@@ -160,8 +160,8 @@ class Store:
             return None
         self._groups[members] = group
         group.joined[member.rank] = (member, channel)
-        dead = [rank for rank in members if rank in self._dead]
-        if dead:
+        dead = [rank for rank in self._dead if rank in members]
+        if dead:  # the first to have ended: the likely cause of the others
             self._fail_dead(group, dead[0])
             return None
         if self._refuse_conflict(group, member):

@@ -128,15 +128,17 @@ def _judge(
         message = f"rank {ranks} did not finish within {timeout_s:g} s\n{stacks}"
         raise RankFailed(message, outcome.late[0], 124, stacks)
     failures: dict[int, RankFailed] = {}
-    order: dict[int, tuple[bool, float]] = {}
+    order: dict[int, tuple[bool, bool, float]] = {}
     for position, end in enumerate(outcome.ended):
         record = records[end.rank]
         if end.code == 0 and record is not None and "result" in record:
             continue
         failures[end.rank] = _failure(job, end, record)
-        # The cause comes before its effects: a rank that was killed by itself, then by the clock.
+        # The cause comes before its effects. Last: ranks that were told to end; before them, those
+        # that ended as if all was well; and where the clock is no help, the order of the ends.
         told = end.code < 0 and outcome.first_failure is not end and not keep_going
-        order[end.rank] = (told, -1.0 if record is None else record["time"] + position * 1e-9)
+        moment = -1.0 if record is None else record["time"]
+        order[end.rank] = (told, end.code == 0, moment + position * 1e-9)
     if failures and not (keep_going and len(failures) < len(records)):
         raise failures[min(failures, key=order.__getitem__)]
     return [
@@ -150,7 +152,9 @@ def _failure(job: Job, end: Ended, record: dict[str, Any] | None) -> RankFailed:
         text: str = record["traceback"]
         return RankFailed(f"rank {end.rank} raised\n{text}", end.rank, end.exit_code, text)
     text = job.tail(end.rank, "stderr")
-    return RankFailed(f"rank {end.rank} {end.cause}\n{text}", end.rank, end.exit_code, text)
+    early = " before the function returned" if end.code == 0 else ""
+    message = f"rank {end.rank} {end.cause}{early}\n{text}"
+    return RankFailed(message, end.rank, end.exit_code, text)
 
 
 def main_of_rank() -> int:

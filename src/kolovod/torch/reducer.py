@@ -183,15 +183,20 @@ class GradientReducer:
         """[4] Last submitted first: one wait drives the engine through all of them."""
         done: dict[int, _InFlight] = {}
         failure: _native.EngineError | None = None
-        while self._in_flight:
-            index, entry = next(reversed(self._in_flight.items()))
-            engine, number, _, dense, _ = entry
+        in_flight = self._in_flight
+        while in_flight:
+            index, entry = in_flight.popitem()
+            engine, number, *_ = entry
             try:
                 engine.wait(number, -1.0)
             except _native.EngineError as error:
                 failure = failure or error
-            del self._in_flight[index]
-            self._keeper.keep(engine, number, dense)
+                self._keeper.keep(engine, number, entry)
+                continue
+            except BaseException:  # an interrupt: the engine goes on with it
+                in_flight[index] = entry
+                raise
+            engine.release(number)
             done[index] = entry
         if failure is not None:
             self._reset()
