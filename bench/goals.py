@@ -31,9 +31,7 @@ SMALL_BYTES, SMALL_US, SMALL_TIMES_GLOO = 4 * KIB, 10.0, 15.0
 MANY_ASYNC_US = 3000.0
 P90_TIMES_MEDIAN = 5.0  # np=4, every size
 OVERHEAD_SHARE_OF_DDP = 1 / 3
-NOISE = (
-    0.03  # a step cannot be faster than without communication; by more than this: measured badly
-)
+NOISE = 0.03  # faster than without communication by more than this: measured badly
 
 Row = tuple[str, str, str, bool]
 """What, measured, wanted, reached."""

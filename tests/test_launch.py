@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
@@ -15,14 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kolovod.errors import InvalidArgumentError
-from kolovod.launch import mpirun, spawn
-from kolovod.launch.mpirun import mpi_command, started_by_mpi
-from kolovod.launch.output import LineSplitter
-from kolovod.launch.place import Place, local_and_cross, read_place, thread_limits
+from kolovod.launch import spawn
 from kolovod.launch.spawn import Job, JobOptions
 
 KOLOVOD = [sys.executable, "-m", "kolovod"]
@@ -237,24 +230,23 @@ def test_ctrl_c_ends_every_wait() -> None:
     """One rank waits for the others in init(), and later all but one in an operation."""
     code = """
 import numpy, kolovod
+print('pid', os.getpid(), flush=True)
 if rank == 0 and WAIT_IN_INIT:
     time.sleep(60)
 kolovod.init()
-print('pid', os.getpid(), flush=True)
 if rank == 0:
     time.sleep(60)
 kolovod.allreduce(numpy.ones(3))
 """
-    for wait_in_init, printing in ((True, 0), (False, 3)):
+    for wait_in_init in (True, False):
         with launcher(3, code.replace("WAIT_IN_INIT", str(wait_in_init))) as process:
-            read_pids(process, printing)
+            read_pids(process, 3)
             time.sleep(0.5)
             process.send_signal(signal.SIGINT)
-            _, err = process.communicate(timeout=4)  # less than the grace before SIGKILL
+            started = time.monotonic()
+            _, err = process.communicate(timeout=DEADLINE_S)
+            assert time.monotonic() - started < spawn.GRACE_S  # nobody had to be killed
         assert process.returncode == 130
-        # Who is interrupted while it still starts says so in its own way; and who hears of it from
-        # another rank first, too. In any case nobody has to be killed.
-        assert "killing" not in err
         assert "KeyboardInterrupt" in err
 
 
@@ -361,102 +353,3 @@ open({str(tmp_path / "done")!r}, 'w').close()
         assert process.wait(timeout=DEADLINE_S) == 0
         process.stdout = None
     assert (tmp_path / "done").exists()
-
-
-# --- the deciders ---
-
-
-@given(st.text(alphabet="ab\r\né↻", max_size=40), st.lists(st.integers(0, 80), max_size=6))
-def test_lines_do_not_depend_on_where_reads_cut(text: str, cuts: list[int]) -> None:
-    data = text.encode()
-    whole = LineSplitter().feed(data, final=True)
-    splitter = LineSplitter()
-    joined: list[str] = []
-    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    pieces = [data[a:b] for a, b in itertools.pairwise(edges)]
-    for piece, is_last in [*((piece, False) for piece in pieces), (b"", True)]:
-        lines = splitter.feed(piece, final=is_last)
-        if splitter.continues:
-            joined[-1] += lines.pop(0)
-        joined += lines
-    assert joined == whole
-    assert "".join(whole).rstrip("\n") == text.rstrip("\n")
-
-
-def test_carriage_returns_end_lines_and_bad_bytes_are_marked() -> None:
-    lines = LineSplitter().feed(b"10%\r20%\r\nend\xff\nrest", final=True)
-    assert lines == ["10%\r", "20%\r\n", "end�\n", "rest\n"]
-
-
-def test_an_endless_line_is_cut() -> None:
-    splitter = LineSplitter()
-    lines = [line for _ in range(40) for line in splitter.feed(b"x" * 10_000)]
-    assert 1 <= len(lines) <= 6
-    assert all(len(line) <= 100_000 for line in lines)
-
-
-def test_a_place_survives_the_environment() -> None:
-    place = Place(3, 8, 1, 2, 1, 4, "node", "127.0.0.1:5", "s3cret")
-    assert read_place(place.environment()) == place
-    assert read_place({}) is None
-    assert read_place({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "1"}) == Place()
-
-
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"KOLOVOD_SIZE": "2"}, "KOLOVOD_SIZE='2' is set, but KOLOVOD_RANK is not"),
-        ({"KOLOVOD_RANK": "0"}, "KOLOVOD_SIZE=''"),
-        ({"KOLOVOD_RANK": "x", "KOLOVOD_SIZE": "2"}, "KOLOVOD_RANK='x': expected a whole"),
-        ({"KOLOVOD_RANK": "2", "KOLOVOD_SIZE": "2"}, "KOLOVOD_RANK=2 and KOLOVOD_SIZE=2"),
-        ({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "2"}, "KOLOVOD_STORE is not set"),
-        (
-            {"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "2", "KOLOVOD_STORE": "h:1"},
-            "KOLOVOD_SECRET is not set",
-        ),
-    ],
-)
-def test_a_wrong_place_is_named(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
-        read_place(environ)
-
-
-def test_local_and_cross_numbers() -> None:
-    hosts = ["a", "a", "b", "b", "b", "c"]
-    assert [local_and_cross(hosts, rank) for rank in range(6)] == [
-        (0, 2, 0, 3),
-        (1, 2, 0, 2),
-        (0, 3, 1, 3),
-        (1, 3, 1, 2),
-        (2, 3, 0, 1),
-        (0, 1, 2, 3),
-    ]
-
-
-def test_thread_limits() -> None:
-    assert thread_limits({}, 4, 2)["OMP_NUM_THREADS"] == "1"
-    assert thread_limits({"MKL_NUM_THREADS": "3"}, 2, 8) == {
-        "OMP_NUM_THREADS": "4",
-        "OPENBLAS_NUM_THREADS": "4",
-    }
-    assert thread_limits({"OMP_NUM_THREADS": "2"}, 2, 8) == {}
-
-
-def test_the_command_line_of_mpirun() -> None:
-    command = mpi_command("/bin/mpirun", True, 2, ["python", "t.py"], {"A": "b"}, uid=1000)
-    assert command[-4:] == ["-np", "2", "python", "t.py"]
-    assert "--allow-run-as-root" not in command
-    assert command[command.index("-x") + 1] == "A"
-    assert "--allow-run-as-root" in mpi_command("m", True, 2, ["t"], {}, uid=0)
-    assert mpi_command("m", False, 3, ["t"], {}, uid=0) == ["m", "-prepend-rank", "-np", "3", "t"]
-    assert started_by_mpi({"OMPI_COMM_WORLD_SIZE": "2"})
-    assert not started_by_mpi({})
-    assert not started_by_mpi({"PMI_SIZE": "1"})
-
-
-def test_without_mpirun_the_backend_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(mpirun, "_find_mpirun", lambda: None)
-    assert mpirun.run_by_mpi(2, ["true"], {}) == 127
-    assert "pip install 'kolovod[mpi]'" in capsys.readouterr().err

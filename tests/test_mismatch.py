@@ -206,6 +206,7 @@ def on_a_real_rank(rank):
         kolovod.allreduce_async(np.ones(2), f"only on rank {rank}")
     kolovod.barrier()
     assert not pending.poll()
+    kolovod.barrier()
     others = [r for r in range(3) if r != rank]
     handles = [kolovod.allreduce_async(np.ones(2), f"only on rank {r}") for r in others]
     return [handle.wait().tolist() for handle in [pending, *handles]]

@@ -243,24 +243,32 @@ void FinishBlock(const Reduction& r, size_t n, const typename Arithmetic<T>::Acc
   }
 }
 
-// The common case, sum of two without scaling, in one pass from memory to memory.
-template <class T, class OpType>
-bool PairBlock(const Reduction& r, size_t at, size_t n, T* out) {
+// The common case, two sources without prescale: one pass from memory to memory, and to the second
+// destination too unless that is streamed. False: not this case.
+template <class T, class OpType, bool kCopy>
+bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   using Ar = Arithmetic<T>;
   if (r.source_count != 2 || (r.scaled_source >= 0 && r.prescale != 1.0)) return false;
   const T* a = static_cast<const T*>(r.sources[0]) + at;
   const T* b = static_cast<const T*>(r.sources[1]) + at;
   if (r.divisor == 1 && r.scale == 1.0) {
-#pragma GCC ivdep
-    for (size_t i = 0; i < n; ++i) out[i] = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])));
+#pragma GCC ivdep  // out may be a or b, element for element
+    for (size_t i = 0; i < n; ++i) {
+      const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])));
+      out[i] = value;
+      if constexpr (kCopy) copy[i] = value;
+    }
     return true;
   }
   if constexpr (kIsFloating<typename Ar::Acc>) {
     if (r.divisor == 2) {
       const auto factor = static_cast<typename Ar::Acc>(r.scale * 0.5);
 #pragma GCC ivdep
-      for (size_t i = 0; i < n; ++i)
-        out[i] = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])) * factor);
+      for (size_t i = 0; i < n; ++i) {
+        const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])) * factor);
+        out[i] = value;
+        if constexpr (kCopy) copy[i] = value;
+      }
       return true;
     }
   }
@@ -273,18 +281,18 @@ void ReduceTyped(const Reduction& r) {
   for (size_t at = 0; at < r.count; at += kBlock) {
     const size_t n = r.count - at < kBlock ? r.count - at : kBlock;
     T* out = static_cast<T*>(r.out) + at;
-    if (!PairBlock<T, OpType>(r, at, n, out)) {
+    T* copy = r.copy == nullptr ? nullptr : static_cast<T*>(r.copy) + at;
+    if (copy != nullptr && !r.streaming && PairBlock<T, OpType, true>(r, at, n, out, copy)) continue;
+    if (!PairBlock<T, OpType, false>(r, at, n, out, copy)) {
       LoadBlock<T>(r, at, n, acc);
       Fold<T, OpType>(r, at, n, acc, 1);
       FinishBlock<T>(r, n, acc, out);
     }
-    if (r.copy != nullptr) {
-      T* copy = static_cast<T*>(r.copy) + at;
-      if (r.streaming) {
-        CopyStreaming(copy, out, n * sizeof(T));
-      } else {
-        memcpy(copy, out, n * sizeof(T));
-      }
+    if (copy == nullptr) continue;
+    if (r.streaming) {
+      CopyStreaming(copy, out, n * sizeof(T));
+    } else {
+      memcpy(copy, out, n * sizeof(T));
     }
   }
 }

@@ -2,16 +2,19 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <thread>
-
-#include "control/fusion.h"
 
 namespace kolovod {
 
 namespace {
 // Below this, stores that bypass the cache cost more than the line transfers they save.
 constexpr size_t kStreamingFloor = 32 << 10;
+// Bytes of each task that a step handles in turn, once a range is so long that it streams from main
+// memory. Shorter ranges are in some cache, where one large copy per task is faster.
+constexpr size_t kStride = 1 << 10;
+constexpr size_t kInterleavedChunks = 64;
 }  // namespace
 
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
@@ -38,12 +41,13 @@ size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_byt
   return std::min(limit, chunk_bytes);
 }
 
-void ShmBackend::Post(Flag flag, uint64_t value) {
+void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {
   if (faults_ != nullptr) {
     const int delay_us = faults_->delay_us[static_cast<size_t>(rank_)].load();
     if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
   }
-  (segment_.rank(rank_).*flag).store(value, std::memory_order_seq_cst);
+  RankBlock& self = segment_.rank(rank_);
+  for (const auto& [flag, value] : flags) (self.*flag).store(value, std::memory_order_seq_cst);
   segment_.RingSleepers();
 }
 
@@ -78,55 +82,122 @@ ShmBackend::View ShmBackend::MakeView(const FusedRange& range) {
   return view;
 }
 
-template <class Visit>
-void ShmBackend::ForEachPart(const View& view, size_t begin, size_t end, Visit visit) {
-  auto at = std::upper_bound(view.offset.begin(), view.offset.end(), begin);
-  for (size_t i = static_cast<size_t>(at - view.offset.begin()) - 1; i < view.offset.size(); ++i) {
-    const size_t piece_begin = view.offset[i];
-    if (piece_begin >= end) break;
-    const size_t from = std::max(begin, piece_begin);
-    const size_t to = std::min(end, piece_begin + view.range->pieces[i].count * view.item);
-    if (from < to) visit(i, from - piece_begin, from - begin, to - from);
-  }
-}
-
-void ShmBackend::PackPart(const View& view, char* slot, size_t begin, size_t from, size_t to,
-                          bool streaming) {
-  ForEachPart(view, from, to, [&](size_t i, size_t in_piece, size_t in_part, size_t bytes) {
-    const char* src = static_cast<const char*>(view.range->pieces[i].in) + in_piece;
-    char* dst = slot + (from - begin) + in_part;
-    if (view.range->prescale != 1.0) {
-      kernels_.scale(view.range->dtype, view.range->prescale, src, dst, bytes / view.item);
-    } else if (streaming) {
-      kernels_.copy_streaming(dst, src, bytes);
+// Walks over one or two spans of a chunk, in parts that cross neither a tensor's nor a slice's edge.
+class ShmBackend::Walk {
+ public:
+  Walk() = default;  // nothing to do
+  // The chunk is [begin, begin + length) of the view's range; spans are relative to it. Own slice only, or
+  // (`others`) the rest, beginning behind the own slice so that ranks do not all read from the same peer.
+  Walk(const View& view, uint64_t chunk, size_t begin, size_t length, int size, int rank, bool others)
+      : view_(&view),
+        chunk_(chunk),
+        begin_(begin),
+        slice_bytes_(std::max(SliceOf(length, size, 0).end, kLine)) {
+    const Slice own = SliceOf(length, size, rank);
+    if (others) {
+      spans_[0] = Slice{own.end, length};
+      spans_[1] = Slice{0, own.begin};
     } else {
-      std::memcpy(dst, src, bytes);
+      spans_[0] = own;
+    }
+    Enter(0);
+  }
+
+  bool done() const { return span_ == 2; }
+  const View& view() const { return *view_; }
+  uint64_t chunk() const { return chunk_; }
+  int owner(size_t in_chunk) const { return static_cast<int>(in_chunk / slice_bytes_); }
+
+  // visit(piece, byte offset within it, byte offset within the chunk, bytes), up to `limit` bytes in all.
+  template <class Visit>
+  void Advance(size_t limit, Visit visit) {
+    while (limit > 0 && span_ < 2) {
+      const Piece& piece = view_->range->pieces[index_];
+      const size_t piece_begin = view_->offset[index_];
+      const size_t in_chunk = at_ - begin_;
+      const size_t slice_end = begin_ + (in_chunk / slice_bytes_ + 1) * slice_bytes_;
+      const size_t edge =
+          std::min({begin_ + spans_[span_].end, slice_end, piece_begin + piece.count * view_->item});
+      const size_t to = edge > at_ && limit < edge - at_ ? at_ + limit : edge;
+      if (at_ < to) {
+        visit(piece, at_ - piece_begin, in_chunk, to - at_);
+        limit -= to - at_;
+        at_ = to;
+      }
+      if (at_ >= begin_ + spans_[span_].end) {
+        Enter(span_ + 1);
+      } else if (at_ >= piece_begin + piece.count * view_->item) {
+        // Over the padding to the next tensor.
+        at_ = ++index_ < view_->offset.size() ? view_->offset[index_] : SIZE_MAX;
+        if (at_ >= begin_ + spans_[span_].end) Enter(span_ + 1);
+      }
+    }
+  }
+
+ private:
+  void Enter(size_t span) {
+    while (span < 2 && spans_[span].begin >= spans_[span].end) ++span;
+    span_ = span;
+    if (span_ == 2) return;
+    at_ = begin_ + spans_[span_].begin;
+    const auto next = std::upper_bound(view_->offset.begin(), view_->offset.end(), at_);
+    index_ = static_cast<size_t>(next - view_->offset.begin()) - 1;
+  }
+
+  const View* view_ = nullptr;
+  uint64_t chunk_ = 0;
+  size_t begin_ = 0;
+  size_t slice_bytes_ = kLine;
+  Slice spans_[2] = {};
+  size_t span_ = 2;
+  size_t at_ = 0;
+  size_t index_ = 0;
+};
+
+void ShmBackend::Pack(Walk& walk, size_t limit, bool streaming) {
+  if (walk.done()) return;
+  const FusedRange& range = *walk.view().range;
+  char* slot = segment_.staging(rank_, walk.chunk());
+  walk.Advance(limit, [&](const Piece& piece, size_t in_piece, size_t in_chunk, size_t bytes) {
+    const char* src = static_cast<const char*>(piece.in) + in_piece;
+    if (range.prescale != 1.0) {
+      kernels_.scale(range.dtype, range.prescale, src, slot + in_chunk, bytes / SizeOf(range.dtype));
+    } else if (streaming) {
+      kernels_.copy_streaming(slot + in_chunk, src, bytes);
+    } else {
+      std::memcpy(slot + in_chunk, src, bytes);
     }
   });
 }
 
-void ShmBackend::ReducePart(const View& view, uint64_t chunk, size_t begin, size_t from, size_t to,
-                            bool publish, bool streaming) {
+void ShmBackend::Reduce(Walk& walk, size_t limit, bool publish, bool streaming) {
+  if (walk.done()) return;
+  const FusedRange& range = *walk.view().range;
   const void* sources[kMaxSources];
   Reduction r;
-  r.dtype = view.range->dtype;
-  r.op = view.range->op;
+  r.dtype = range.dtype;
+  r.op = range.op;
   r.sources = sources;
   r.source_count = size_;
   r.scaled_source = rank_;
-  r.prescale = view.range->prescale;
-  r.scale = view.range->postscale;
+  r.prescale = range.prescale;
+  r.scale = range.postscale;
   r.divisor = r.op == Op::kAverage ? size_ : 1;
   r.streaming = streaming;
-  ForEachPart(view, from, to, [&](size_t i, size_t in_piece, size_t in_part, size_t bytes) {
-    const Piece& piece = view.range->pieces[i];
-    const size_t in_slot = from - begin + in_part;
-    for (int s = 0; s < size_; ++s) sources[s] = segment_.staging(s, chunk) + in_slot;
+  walk.Advance(limit, [&](const Piece& piece, size_t in_piece, size_t in_chunk, size_t bytes) {
+    for (int s = 0; s < size_; ++s) sources[s] = segment_.staging(s, walk.chunk()) + in_chunk;
     sources[rank_] = static_cast<const char*>(piece.in) + in_piece;
     r.out = static_cast<char*>(piece.out) + in_piece;
-    r.copy = publish ? segment_.staging(rank_, chunk) + in_slot : nullptr;
-    r.count = bytes / view.item;
+    r.copy = publish ? segment_.staging(rank_, walk.chunk()) + in_chunk : nullptr;
+    r.count = bytes / SizeOf(range.dtype);
     kernels_.reduce(r);
+  });
+}
+
+void ShmBackend::CopyOut(Walk& walk, size_t limit) {
+  walk.Advance(limit, [&](const Piece& piece, size_t in_piece, size_t in_chunk, size_t bytes) {
+    std::memcpy(static_cast<char*>(piece.out) + in_piece,
+                segment_.staging(walk.owner(in_chunk), walk.chunk()) + in_chunk, bytes);
   });
 }
 
@@ -174,12 +245,15 @@ Status ShmBackend::OneShot(const View& view) {
   const uint64_t chunk = ++chunk_;
   KV_RETURN_IF_ERROR(WaitForSlot(chunk));
   const bool streaming = chooser_.streaming() && view.total >= kStreamingFloor;
-  PackPart(view, segment_.staging(rank_, chunk), 0, 0, view.total, streaming);
+  // One slice, which is everybody's own: all of the range.
+  Walk pack(view, chunk, 0, view.total, /*size=*/1, /*rank=*/0, /*others=*/false);
+  Walk reduce = pack;
+  Pack(pack, SIZE_MAX, streaming);
   if (streaming) StreamingFence();
-  Post(&RankBlock::packed, chunk);
+  Post({{&RankBlock::packed, chunk}});
   KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk));
-  ReducePart(view, chunk, 0, 0, view.total, /*publish=*/false, /*streaming=*/false);
-  Post(&RankBlock::done, chunk);
+  Reduce(reduce, SIZE_MAX, /*publish=*/false, /*streaming=*/false);
+  Post({{&RankBlock::done, chunk}});
   return Status();
 }
 
@@ -187,66 +261,51 @@ Status ShmBackend::TwoShot(const View& view) {
   const ChunkPlan plan = PlanChunks(view.total, chunk_bytes_, size_);
   const uint64_t first = chunk_ + 1;
   chunk_ += plan.count;
-  const auto length = [&](size_t c) { return std::min(plan.chunk_bytes, view.total - c * plan.chunk_bytes); };
   chooser_.BeginRange(plan.count);
-  int64_t step_begin_ns = chooser_.trial() ? NowNs() : 0;
+  int64_t begin_ns = chooser_.trial() ? NowNs() : 0;
   for (size_t step = 0; step < plan.count + 2; ++step) {
-    if (step < plan.count) {
-      KV_RETURN_IF_ERROR(
-          PackSlices(view, first + step, step * plan.chunk_bytes, length(step), chooser_.Use(step)));
-    }
-    if (const size_t c = step - 1; step >= 1 && c < plan.count) {
-      KV_RETURN_IF_ERROR(ReduceSlice(view, first + c, c * plan.chunk_bytes, length(c), chooser_.Use(c)));
-    }
-    if (const size_t c = step - 2; step >= 2) {
-      KV_RETURN_IF_ERROR(CopyOut(view, first + c, c * plan.chunk_bytes, length(c)));
-    }
+    KV_RETURN_IF_ERROR(Step(view, plan, first, step));
     if (chooser_.trial() && step < plan.count) {
       const int64_t now_ns = NowNs();
-      chooser_.Record(step, now_ns - step_begin_ns);
-      step_begin_ns = now_ns;
+      chooser_.Record(step, now_ns - begin_ns);
+      begin_ns = now_ns;
     }
   }
   chooser_.EndRange();
   return Status();
 }
 
-Status ShmBackend::PackSlices(const View& view, uint64_t chunk, size_t begin, size_t length, bool streaming) {
-  KV_RETURN_IF_ERROR(WaitForSlot(chunk));
-  const Slice own = SliceOf(length, size_, rank_);
-  char* slot = segment_.staging(rank_, chunk);
-  PackPart(view, slot, begin, begin, begin + own.begin, streaming);
-  PackPart(view, slot, begin, begin + own.end, begin + length, streaming);
-  if (streaming) StreamingFence();
-  Post(&RankBlock::packed, chunk);
-  return Status();
-}
-
-Status ShmBackend::ReduceSlice(const View& view, uint64_t chunk, size_t begin, size_t length,
-                               bool streaming) {
-  KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk));
-  const Slice own = SliceOf(length, size_, rank_);
-  if (own.begin < own.end) {
-    ReducePart(view, chunk, begin, begin + own.begin, begin + own.end, /*publish=*/true, streaming);
+Status ShmBackend::Step(const View& view, const ChunkPlan& plan, uint64_t first, size_t step) {
+  // Chunk step - lag, or nothing before the first and after the last.
+  const auto walk = [&](size_t lag, bool others) {
+    if (step < lag || step - lag >= plan.count) return Walk();
+    const size_t begin = (step - lag) * plan.chunk_bytes;
+    return Walk(view, first + step - lag, begin, std::min(plan.chunk_bytes, view.total - begin), size_, rank_,
+                others);
+  };
+  Walk pack = walk(0, true);
+  Walk reduce = walk(1, false);
+  Walk copy_out = walk(2, true);
+  const uint64_t chunk = first + step;
+  const bool packs = step < plan.count;
+  const bool reduces = step >= 1 && step - 1 < plan.count;
+  const bool copies = step >= 2;
+  if (packs) KV_RETURN_IF_ERROR(WaitForSlot(chunk));
+  if (reduces) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk - 1));
+  if (copies) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::reduced, chunk - 2));
+  const bool pack_streaming = packs && chooser_.Use(step);
+  const bool reduce_streaming = reduces && chooser_.Use(step - 1);
+  const size_t own = plan.count >= kInterleavedChunks ? kStride : chunk_bytes_;
+  const size_t others = own * static_cast<size_t>(size_ - 1);
+  while (!pack.done() || !reduce.done() || !copy_out.done()) {
+    Pack(pack, others, pack_streaming);
+    Reduce(reduce, own, /*publish=*/true, reduce_streaming);
+    CopyOut(copy_out, others);
   }
-  if (streaming) StreamingFence();
-  Post(&RankBlock::reduced, chunk);
-  return Status();
-}
-
-Status ShmBackend::CopyOut(const View& view, uint64_t chunk, size_t begin, size_t length) {
-  for (int step = 1; step < size_; ++step) {
-    const int owner = (rank_ + step) % size_;
-    KV_RETURN_IF_ERROR(WaitFor(owner, &RankBlock::reduced, chunk));
-    const Slice slice = SliceOf(length, size_, owner);
-    const char* slot = segment_.staging(owner, chunk);
-    ForEachPart(view, begin + slice.begin, begin + slice.end,
-                [&](size_t i, size_t in_piece, size_t in_part, size_t bytes) {
-                  std::memcpy(static_cast<char*>(view.range->pieces[i].out) + in_piece,
-                              slot + slice.begin + in_part, bytes);
-                });
-  }
-  Post(&RankBlock::done, chunk);
+  if (pack_streaming || reduce_streaming) StreamingFence();
+  if (packs) Post({{&RankBlock::packed, chunk}});
+  if (reduces) Post({{&RankBlock::reduced, chunk - 1}});
+  if (copies) Post({{&RankBlock::done, chunk - 2}});
   return Status();
 }
 
@@ -260,12 +319,12 @@ Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const st
     if (rank_ == root) {
       KV_RETURN_IF_ERROR(WaitForSlot(chunk));
       StageCopy(segment_.staging(rank_, chunk), static_cast<const char*>(piece.in) + begin, bytes);
-      Post(&RankBlock::packed, chunk);
+      Post({{&RankBlock::packed, chunk}});
     } else {
       KV_RETURN_IF_ERROR(WaitFor(root, &RankBlock::packed, chunk));
       std::memcpy(static_cast<char*>(piece.out) + begin, segment_.staging(root, chunk), bytes);
     }
-    Post(&RankBlock::done, chunk);
+    Post({{&RankBlock::done, chunk}});
   }
   return Status();
 }
@@ -294,7 +353,7 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
       const size_t n = part(step, own);
       const char* src = static_cast<const char*>(in) + step * chunk_bytes_;
       if (n > 0) StageCopy(segment_.staging(rank_, first + step), src, n);
-      Post(&RankBlock::packed, first + step);
+      Post({{&RankBlock::packed, first + step}});
     }
     if (step == 0) continue;
     const size_t c = step - 1;
@@ -305,7 +364,7 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
       const size_t n = part(c, bytes[p]);
       if (n > 0) std::memcpy(out + at[p] + c * chunk_bytes_, segment_.staging(peer, first + c), n);
     }
-    Post(&RankBlock::done, first + c);
+    Post({{&RankBlock::done, first + c}});
   }
   return Status();
 }

@@ -7,17 +7,21 @@
 //               order; written to its own tensor and to its staging        -> reduced
 //   3 copy out  rank 0 takes B from rank 1's staging, C from rank 2's      -> done
 //
-// Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out, so that no rank waits
-// for a value that was produced just now. A slot is packed again once every rank is done with it.
+// Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out, a kilobyte of each in turn:
+// one of them waits for main memory, another for the peer's cache, and interleaved they wait at the same
+// time (docs/decisions/0004). It also leaves one point of synchronisation per step instead of three. A slot
+// is packed again once every rank is done with it.
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <initializer_list>
+#include <utility>
 
 #include "base/config.h"
 #include "collectives/backend.h"
 #include "collectives/reduce.h"
 #include "collectives/streaming.h"
+#include "control/fusion.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
 #include "transport/waiter.h"
@@ -46,24 +50,22 @@ class ShmBackend : public Backend {
     size_t total;
   };
   static View MakeView(const FusedRange& range);
-  // visit(piece index, byte offset within the piece, offset from `begin`, bytes) for all of [begin, end).
-  template <class Visit>
-  static void ForEachPart(const View& view, size_t begin, size_t end, Visit visit);
+  // One pipeline step's share of a chunk: a walk over its parts in small strides.
+  class Walk;
 
   void ReduceAlone(const FusedRange& range);
   Status OneShot(const View& view);
   Status TwoShot(const View& view);
-  // Chunk [begin, begin + length) of the range has number `chunk`.
-  Status PackSlices(const View& view, uint64_t chunk, size_t begin, size_t length, bool streaming);
-  Status ReduceSlice(const View& view, uint64_t chunk, size_t begin, size_t length, bool streaming);
-  Status CopyOut(const View& view, uint64_t chunk, size_t begin, size_t length);
-  void PackPart(const View& view, char* slot, size_t begin, size_t from, size_t to, bool streaming);
-  void ReducePart(const View& view, uint64_t chunk, size_t begin, size_t from, size_t to, bool publish,
-                  bool streaming);
+  Status Step(const View& view, const ChunkPlan& plan, uint64_t first, size_t step);
+  // The three tasks of a step, each for at most `limit` bytes of where its walk stands.
+  void Pack(Walk& walk, size_t limit, bool streaming);
+  void Reduce(Walk& walk, size_t limit, bool publish, bool streaming);
+  void CopyOut(Walk& walk, size_t limit);
   void StageCopy(char* slot, const char* src, size_t bytes);
 
   using Flag = std::atomic<uint64_t> RankBlock::*;
-  void Post(Flag flag, uint64_t value);
+  // Makes the values visible and wakes whoever sleeps for them.
+  void Post(std::initializer_list<std::pair<Flag, uint64_t>> flags);
   Status WaitFor(int peer, Flag flag, uint64_t value);
   Status WaitForAll(Flag flag, uint64_t value);
   Status WaitForSlot(uint64_t chunk);

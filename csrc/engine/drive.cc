@@ -207,6 +207,7 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
 
 void Engine::NoticeLeavers() {
   leavers_seen_.store(segment_->header().left_count.load(std::memory_order_seq_cst));
+  if (segment_->revoked()) return;  // it left work behind and has said so: that is the better reason
   std::string who;
   for (int r = 0; r < size_ && who.empty(); ++r) {
     if (r != rank_ && segment_->rank(r).left.load(std::memory_order_seq_cst) != 0) {

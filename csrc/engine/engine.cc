@@ -182,15 +182,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   {
     std::lock_guard lock(mutex_);
     if (!broken_.ok()) return broken_;
-    if (segment_->revoked()) return segment_->RevokedStatus();
-    if (leavers_seen_.load() != segment_->header().left_count.load(std::memory_order_seq_cst) ||
-        leavers_seen_.load() != 0) {
-      for (int r = 0; r < size_; ++r) {
-        if (r != rank_ && segment_->rank(r).left.load() != 0) {
-          return Status(Code::kRankLeft, liveness_->Describe(r) + " has left the world (it shut down)");
-        }
-      }
-    }
+    if (Status status = WorldStatus(); !status.ok()) return status;
     Request& stored = op->request;
     if (stored.name.empty()) {
       stored.name = "unnamed." + std::to_string(next_unnamed_++);
@@ -211,6 +203,19 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     segment_->RingIdle(rank_);
   }
   return Status();
+}
+
+// A rank that leaves with work behind revokes first, so that reason is looked at last.
+Status Engine::WorldStatus() {
+  int leaver = -1;
+  if (segment_->header().left_count.load(std::memory_order_seq_cst) != 0) {
+    for (int r = 0; r < size_; ++r) {
+      if (r != rank_ && segment_->rank(r).left.load(std::memory_order_seq_cst) != 0) leaver = r;
+    }
+  }
+  if (segment_->revoked()) return segment_->RevokedStatus();
+  if (leaver < 0) return Status();
+  return Status(Code::kRankLeft, liveness_->Describe(leaver) + " has left the world (it shut down)");
 }
 
 OperationPtr Engine::Find(uint64_t handle) {

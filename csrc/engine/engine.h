@@ -91,6 +91,8 @@ class Engine {
   void ProbeLatency();
   Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const;
 
+  // Why a new operation could never complete, or OK.
+  Status WorldStatus();
   bool TryLease(bool background, std::function<bool()> interrupted);
   void ReleaseLease();
   // Lease. Progresses until `until` (null: until there is nothing to do) is done, or an error.

@@ -45,7 +45,7 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint32_t> driver_bell;  // many writers; futex
   std::atomic<uint32_t> driver_sleeping;
   std::atomic<uint32_t> driving;                   // some thread of this rank drives its engine
-  std::atomic<uint32_t> core;     // where that thread ran last, + 1
+  std::atomic<uint32_t> core;                      // where that thread ran last, + 1
   alignas(kLine) std::atomic<uint32_t> idle_bell;  // many writers; futex
   std::atomic<uint32_t> idle_sleeping;
   alignas(kLine) std::atomic<uint32_t> attached;

@@ -21,7 +21,7 @@ class Engine:
     the death of that rank is not watched by the engine. Descriptors are duplicated.
     The constructor returns once all ranks have attached the segment, or raises EngineError
     (naming the missing ranks) after ``config["start_timeout_ms"]``.
-    ``external=True``: buckets are handed to ``next_bucket`` instead of the shared-memory collectives.
+    ``external=True``: buckets are handed to ``next_bucket`` instead of the own collectives.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Engine:
 
     def poll(self, handle: int) -> bool: ...
     def release(self, handle: int) -> bool:
-        """Forget a handle. True: it had completed, its buffers are no longer used. False: pending."""
+        """Forget a handle. True: it is done, its buffers are no longer used. False: pending."""
 
     def output(self, handle: int, index: int) -> npt.NDArray[np.uint8]:
         """Bytes of tensor ``index`` of a completed allgather (owns its memory; call once each)."""
@@ -86,10 +86,10 @@ class Engine:
         """Fail every pending and later operation on every rank, naming this rank as the cause."""
 
     def shutdown(self) -> None:
-        """Leave the world: pending operations fail here; other ranks see a clean leave. Idempotent."""
+        """Leave the world; operations pending here fail, on every rank. Idempotent."""
 
     def forget(self) -> None:
-        """In a forked child: release nothing of the parent's, stop nothing, never touch the segment."""
+        """In a forked child: what is the parent's (thread, segment) is never touched again."""
 
     def stats(self) -> dict[str, int]: ...
 

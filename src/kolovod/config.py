@@ -154,7 +154,7 @@ class Settings:
         maximum=_MEBI,
     )
     chunk_bytes: int = _knob(
-        _MEBI,
+        _MEBI // 2,
         "Bytes that a rank stages in shared memory per pipeline step.",
         unit="bytes",
         minimum=4096,

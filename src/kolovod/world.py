@@ -22,8 +22,7 @@ from kolovod.errors import (
     from_engine,
 )
 from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
-from kolovod.launch.mpirun import place_from_mpi, started_by_mpi
-from kolovod.launch.place import Place, local_and_cross, read_place
+from kolovod.launch.place import Place, local_and_cross, read_place, started_by_mpi
 from kolovod.launch.store import Member
 
 __all__ = ["World", "current", "init", "is_initialized", "shutdown"]
@@ -134,6 +133,8 @@ def _place() -> Place:
     if not started_by_mpi(os.environ):
         return Place()
     if _process.mpi_place is None:
+        from kolovod.launch.mpirun import place_from_mpi  # rarely needed, and slow to import
+
         _process.mpi_place = place_from_mpi()
     return _process.mpi_place
 

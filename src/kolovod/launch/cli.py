@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InvalidArgumentError as error:
         options.parser.error(str(error))
         raise  # not reached: error() exits
+    except KeyboardInterrupt:  # before there was a job to pass it on to
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:

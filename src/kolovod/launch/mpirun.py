@@ -23,9 +23,8 @@ from kolovod.launch.place import Place, local_and_cross, thread_limits, usable_c
 from kolovod.launch.spawn import report_to_stderr
 from kolovod.launch.store import Store
 
-__all__ = ["mpi_command", "place_from_mpi", "run_by_mpi", "started_by_mpi"]
+__all__ = ["mpi_command", "place_from_mpi", "run_by_mpi"]
 
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _EXIT_NOT_FOUND = 127
 
 
@@ -87,11 +86,6 @@ def _is_open_mpi(mpirun: str) -> bool:
         [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
     return "Open MPI" in version.stdout or "OpenRTE" in version.stdout
-
-
-def started_by_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether ``environ`` is that of one of several ranks which an MPI library started."""
-    return any(environ.get(name, "").strip() not in ("", "1") for name in _SIZE_VARIABLES)
 
 
 def place_from_mpi() -> Place:

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["Place", "local_and_cross", "read_place", "thread_limits", "usable_cores"]
+__all__ = [
+    "Place",
+    "local_and_cross",
+    "read_place",
+    "started_by_mpi",
+    "thread_limits",
+    "usable_cores",
+]
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -95,6 +103,11 @@ def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     if not text.isdecimal():
         raise InvalidArgumentError(f"{name}={text!r}: expected a whole number")
     return int(text)
+
+
+def started_by_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether ``environ`` is that of one of several ranks which an MPI library started."""
+    return any(environ.get(name, "").strip() not in ("", "1") for name in _MPI_SIZES)
 
 
 def local_and_cross(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:

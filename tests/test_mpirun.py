@@ -1,0 +1,58 @@
+"""kolovod.launch.mpirun: ranks that an MPI library starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kolovod.launch import mpirun
+from kolovod.launch.mpirun import mpi_command
+
+
+def test_the_command_line_of_mpirun() -> None:
+    command = mpi_command("/bin/mpirun", True, 2, ["python", "t.py"], {"A": "b"}, uid=1000)
+    assert command[-4:] == ["-np", "2", "python", "t.py"]
+    assert "--allow-run-as-root" not in command
+    assert command[command.index("-x") + 1] == "A"
+    assert "--allow-run-as-root" in mpi_command("m", True, 2, ["t"], {}, uid=0)
+    assert mpi_command("m", False, 3, ["t"], {}, uid=0) == ["m", "-prepend-rank", "-np", "3", "t"]
+
+
+def test_without_mpirun_the_backend_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mpirun, "_find_mpirun", lambda: None)
+    assert mpirun.run_by_mpi(2, ["true"], {}) == 127
+    assert "pip install 'kolovod[mpi]'" in capsys.readouterr().err
+
+
+def _has_mpi() -> bool:
+    if mpirun._find_mpirun() is None:
+        return False
+    probe = [sys.executable, "-c", "from mpi4py import MPI"]
+    return subprocess.run(probe, capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.skipif(not _has_mpi(), reason="needs mpirun, and mpi4py for it: the extra mpi")
+@pytest.mark.parametrize("backend", ["mpi", "native"])
+def test_ranks_that_mpi_started_form_worlds(backend: str) -> None:
+    code = """
+import numpy, kolovod
+for attempt in range(2):  # the second one meets at the same store
+    kolovod.init()
+    total = kolovod.allreduce(numpy.array([kolovod.rank() + 1.0]), op=kolovod.Sum)
+    facts = (kolovod.rank(), kolovod.size(), kolovod.local_rank(), kolovod.local_size())
+    print("rank", *facts, "of", kolovod.world.current().settings.backend, total[0], flush=True)
+    kolovod.shutdown()
+"""
+    command = [sys.executable, "-m", "kolovod", "run", "--backend", "mpi", "-np", "2", "--"]
+    script = ["env", f"KOLOVOD_BACKEND={backend}", sys.executable, "-c", code]
+    done = subprocess.run(
+        [*command, *script], capture_output=True, text=True, timeout=60, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert done.stdout.count(f"rank {rank} 2 {rank} 2 of {backend} 3.0") == 2

@@ -1,0 +1,63 @@
+"""kolovod.launch.place: what the launcher writes, a rank reads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.place import Place, local_and_cross, read_place, started_by_mpi, thread_limits
+
+
+def test_a_place_survives_the_environment() -> None:
+    place = Place(3, 8, 1, 2, 1, 4, "node", "127.0.0.1:5", "s3cret")
+    assert read_place(place.environment()) == place
+    assert read_place({}) is None
+    assert read_place({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "1"}) == Place()
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"KOLOVOD_SIZE": "2"}, "KOLOVOD_SIZE='2' is set, but KOLOVOD_RANK is not"),
+        ({"KOLOVOD_RANK": "0"}, "KOLOVOD_SIZE=''"),
+        ({"KOLOVOD_RANK": "x", "KOLOVOD_SIZE": "2"}, "KOLOVOD_RANK='x': expected a whole"),
+        ({"KOLOVOD_RANK": "2", "KOLOVOD_SIZE": "2"}, "KOLOVOD_RANK=2 and KOLOVOD_SIZE=2"),
+        ({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "2"}, "KOLOVOD_STORE is not set"),
+        (
+            {"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "2", "KOLOVOD_STORE": "h:1"},
+            "KOLOVOD_SECRET is not set",
+        ),
+    ],
+)
+def test_a_wrong_place_is_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        read_place(environ)
+
+
+def test_local_and_cross_numbers() -> None:
+    hosts = ["a", "a", "b", "b", "b", "c"]
+    assert [local_and_cross(hosts, rank) for rank in range(6)] == [
+        (0, 2, 0, 3),
+        (1, 2, 0, 2),
+        (0, 3, 1, 3),
+        (1, 3, 1, 2),
+        (2, 3, 0, 1),
+        (0, 1, 2, 3),
+    ]
+
+
+def test_thread_limits() -> None:
+    assert thread_limits({}, 4, 2)["OMP_NUM_THREADS"] == "1"
+    assert thread_limits({"MKL_NUM_THREADS": "3"}, 2, 8) == {
+        "OMP_NUM_THREADS": "4",
+        "OPENBLAS_NUM_THREADS": "4",
+    }
+    assert thread_limits({"OMP_NUM_THREADS": "2"}, 2, 8) == {}
+
+
+def test_a_rank_of_mpi_is_recognised() -> None:
+    assert started_by_mpi({"OMPI_COMM_WORLD_SIZE": "2"})
+    assert not started_by_mpi({})
+    assert not started_by_mpi({"PMI_SIZE": "1"})
