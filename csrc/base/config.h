@@ -9,11 +9,11 @@
 namespace kolovod {
 
 struct Config {
-  int64_t chunk_bytes = 512 << 10;    // staged bytes per rank and pipeline step
-  int64_t chunk_slots = 4;            // pipeline depth, in chunks
+  int64_t chunk_bytes = 256 << 10;    // staged bytes per rank and pipeline step
+  int64_t chunk_slots = 8;            // pipeline depth, in chunks
   int64_t one_shot_bytes = 0;         // up to this size every rank reduces all; 0: chosen by size
   int64_t fusion_bytes = 64 << 20;    // a bucket takes no further tensor beyond this
-  int64_t kick_bytes = 1 << 20;       // ready bytes that wake the engine thread without a waiter
+  int64_t kick_bytes = 0;             // ready bytes that start the engine thread; 0: chosen by cores
   int64_t spin_us = 50;               // busy wait before yielding, when cores are free
   int64_t cores = 0;                  // usable cores on this host; 0: ask the system
   int64_t start_timeout_ms = 60'000;  // for all ranks to attach

@@ -10,6 +10,7 @@ namespace kolovod {
 namespace {
 
 constexpr uint32_t kFarLineNs = 150;  // one way; cores that share a cache take about 60 ns
+constexpr size_t kOverlapBytes = 1 << 20;
 constexpr int64_t kIdlePeriodNs = 100'000'000;
 
 int64_t UsableCores() {
@@ -73,6 +74,12 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
+  // With a core for every engine thread beside every computing one, communication overlaps the backward
+  // pass. Without, it would take the core that computes, and pay for the switching: then it waits until
+  // somebody waits (docs/decisions/0003).
+  kick_bytes_ = config_.kick_bytes > 0       ? static_cast<size_t>(config_.kick_bytes)
+                : config_.cores >= 2 * size_ ? kOverlapBytes
+                                             : SIZE_MAX;
   control_ = std::make_unique<Control>(*segment_, rank_, epoch_, config_, mutex_, faults_.get());
   ProbeLatency();
   backend_ = std::make_unique<ShmBackend>(*segment_, rank_, config_, *waiter_, faults_.get(),
@@ -197,8 +204,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     handles_[*handle] = op;
     appended = control_->Announce(op);
   }
-  if (!blocking && appended &&
-      ready_bytes_.fetch_add(op->bytes) + op->bytes >= static_cast<size_t>(config_.kick_bytes)) {
+  if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
     ready_bytes_.store(0);
     segment_->RingIdle(rank_);
   }

@@ -140,8 +140,9 @@ class Settings:
         minimum=0,
     )
     kick_bytes: int = _knob(
-        _MEBI,
-        "So many ready bytes start the engine's thread while nobody waits for a result.",
+        0,
+        "So many ready bytes start the engine's thread while nobody waits for a result. 0: 1 MiB if the "
+        "host has two cores or more per rank; else the thread that waits does the work.",
         unit="bytes",
         minimum=0,
     )
@@ -154,14 +155,14 @@ class Settings:
         maximum=_MEBI,
     )
     chunk_bytes: int = _knob(
-        _MEBI // 2,
+        _MEBI // 4,
         "Bytes that a rank stages in shared memory per pipeline step.",
         unit="bytes",
         minimum=4096,
         maximum=1 << 30,
     )
     chunk_slots: int = _knob(
-        4,
+        8,
         "Depth of the pipeline. A rank takes chunk_bytes times chunk_slots of shared memory.",
         unit="chunks",
         minimum=3,
