@@ -428,7 +428,7 @@ def test_two_models_may_not_share_names_and_are_told_so():
             kv.barrier("rank 0 has tried")
         first(inputs(rank)).backward()
         if rank == 0:
-            with pytest.raises(DuplicateNameError, match=r"gradient\.[ab]"):
+            with pytest.raises(DuplicateNameError, match=r"gradients\.a"):
                 second(inputs(rank)).backward()
             kv.barrier("rank 0 has tried")
         del other
