@@ -141,8 +141,8 @@ class Settings:
     )
     kick_bytes: int = _knob(
         0,
-        "So many ready bytes start the engine's thread while nobody waits for a result. 0: 1 MiB if "
-        "the host has two cores or more per rank; else the thread that waits does the work.",
+        "So many ready bytes start the engine's thread while nobody waits for a result. 0: 1 MiB "
+        "if the host has two cores or more per rank; else the thread that waits does the work.",
         unit="bytes",
         minimum=0,
     )
