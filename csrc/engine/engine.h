@@ -139,7 +139,7 @@ class Engine {
 
   std::atomic<bool> lease_{false};
   std::atomic<int> lease_wanted_{0};
-  size_t kick_bytes_ = 0;  // constant after Attach
+  size_t kick_bytes_ = 0;               // constant after Attach
   std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket
 
   // Lease only.
