@@ -18,20 +18,35 @@ struct Reduction {
   Op op = Op::kSum;
   const void* const* sources = nullptr;
   int source_count = 0;
-  int scaled_source = -1;  // this source is multiplied by prescale (and rounded to dtype) as it is read
+  int own_source = -1;  // this rank's tensor among them: multiplied by prescale (and rounded) as it is read
   double prescale = 1.0;
   double scale = 1.0;
   int divisor = 1;
-  void* out = nullptr;     // may be one of the sources
-  void* copy = nullptr;    // a second destination, or null
+  void* out = nullptr;            // may be one of the sources
+  void* const* copies = nullptr;  // further destinations; may be sources too
+  int copy_count = 0;
   size_t count = 0;        // elements
-  bool streaming = false;  // write `copy` past the cache
+  bool streaming = false;  // write `copies` past the cache
+};
+
+// The three tasks of one pipeline step on contiguous memory, each possibly empty, done a few hundred bytes
+// of each in turn: one waits for main memory, another for the peer's cache, and so they wait at the same
+// time. To move on level, packing and copying out handle `weight` times the bytes of the reduction.
+struct Exchange {
+  const char* pack_from = nullptr;  // a tensor; multiplied by reduce.prescale
+  char* pack_to = nullptr;          // own staging
+  size_t pack_bytes = 0;
+  bool pack_streaming = false;  // write past the cache
+  Reduction reduce;
+  const char* out_from = nullptr;  // own staging, where the owners have put results
+  char* out_to = nullptr;          // a tensor
+  size_t out_bytes = 0;
+  bool out_streaming = false;  // own staging is written past the cache
+  int weight = 1;
 };
 
 struct Kernels {
-  void (*reduce)(const Reduction& reduction);
-  // dst[i] = dtype(factor * src[i]); dst may equal src.
-  void (*scale)(DType dtype, double factor, const void* src, void* dst, size_t count);
+  void (*exchange)(const Exchange& exchange);
   // memcpy whose stores bypass the cache; the caller fences before publishing (StreamingFence).
   void (*copy_streaming)(void* dst, const void* src, size_t bytes);
   const char* name;

@@ -1,5 +1,6 @@
 #include "collectives/reduce.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -58,20 +59,27 @@ std::vector<char> RandomBytes(DType dtype, size_t count, std::mt19937& random) {
   return bytes;
 }
 
-std::vector<char> Run(const Kernels& kernels, Reduction r, const std::vector<std::vector<char>>& in,
-                      bool with_copy) {
+// With `copies` the result also replaces every source but the own one, past the cache or not.
+std::vector<char> Run(const Kernels& kernels, Reduction r, std::vector<std::vector<char>> in, bool copies,
+                      bool streaming) {
   std::vector<const void*> sources;
-  for (const auto& bytes : in) sources.push_back(bytes.data());
+  std::vector<void*> destinations;
+  for (size_t s = 0; s < in.size(); ++s) {
+    sources.push_back(in[s].data());
+    if (static_cast<int>(s) != r.own_source) destinations.push_back(in[s].data());
+  }
   std::vector<char> out(in[0].size());
-  std::vector<char> copy(in[0].size());
-  r.sources = sources.data();
-  r.source_count = static_cast<int>(in.size());
-  r.out = out.data();
-  r.copy = with_copy ? copy.data() : nullptr;
-  r.streaming = with_copy;
-  kernels.reduce(r);
+  Exchange x;
+  x.reduce = r;
+  x.reduce.sources = sources.data();
+  x.reduce.source_count = static_cast<int>(in.size());
+  x.reduce.out = out.data();
+  x.reduce.copies = destinations.data();
+  x.reduce.copy_count = copies ? static_cast<int>(destinations.size()) : 0;
+  x.reduce.streaming = streaming;
+  kernels.exchange(x);
   StreamingFence();
-  if (with_copy) CHECK(out == copy);
+  for (void* copy : destinations) CHECK(!copies || std::memcmp(copy, out.data(), out.size()) == 0);
   return out;
 }
 
@@ -88,14 +96,17 @@ TEST(every_kernel_set_gives_the_same_bits) {
         r.op = op;
         r.count = 2500;
         r.divisor = op == Op::kAverage ? sources : 1;
-        r.scaled_source = sources / 2;
+        r.own_source = sources / 2;
         for (double factor : {1.0, 0.5}) {
           if (r.dtype == DType::kBool && (factor != 1.0 || op == Op::kAverage)) continue;
           r.prescale = r.scale = factor;
           std::vector<std::vector<char>> in;
           for (int s = 0; s < sources; ++s) in.push_back(RandomBytes(r.dtype, r.count, random));
-          const std::vector<char> expected = Run(*kernels[0], r, in, false);
-          for (int k = 0; k < sets; ++k) CHECK(Run(*kernels[k], r, in, true) == expected);
+          const std::vector<char> expected = Run(*kernels[0], r, in, false, false);
+          for (int k = 0; k < sets; ++k) {
+            CHECK(Run(*kernels[k], r, in, true, false) == expected);
+            CHECK(Run(*kernels[k], r, in, true, true) == expected);
+          }
         }
       }
     }
@@ -104,7 +115,8 @@ TEST(every_kernel_set_gives_the_same_bits) {
 
 template <class T>
 std::vector<T> Reduce(Op op, DType dtype, const std::vector<std::vector<T>>& in, double scale = 1.0) {
-  Reduction r;
+  Exchange x;
+  Reduction& r = x.reduce;
   r.dtype = dtype;
   r.op = op;
   r.scale = scale;
@@ -116,7 +128,7 @@ std::vector<T> Reduce(Op op, DType dtype, const std::vector<std::vector<T>>& in,
   r.source_count = static_cast<int>(in.size());
   std::vector<T> out(r.count);
   r.out = out.data();
-  ActiveKernels().reduce(r);
+  ActiveKernels().exchange(x);
   return out;
 }
 
@@ -175,6 +187,56 @@ TEST(half_conversions_round_trip) {
   CHECK(ToHalf(0x1.8p-24f).bits == 2);            // a tie rounds to even
   CHECK(ToBFloat16(1.00390625f).bits == 0x3f80);  // 1 + 2^-8: a tie
   CHECK(ToBFloat16(std::numeric_limits<float>::max()).bits == 0x7f80);
+}
+
+// The three tasks side by side, of unequal lengths, do what each would do alone.
+TEST(tasks_of_an_exchange_do_not_disturb_each_other) {
+  std::mt19937 random(2);
+  int sets = 0;
+  const Kernels* const* kernels = RunnableKernels(&sets);
+  for (int round = 0; round < 200; ++round) {
+    const auto draw = [&](size_t limit) { return std::uniform_int_distribution<size_t>(0, limit)(random); };
+    const size_t packed = draw(5000), reduced = draw(5000), copied = draw(5000);
+    const std::vector<char> tensor = RandomBytes(DType::kFloat32, packed, random);
+    const std::vector<char> result = RandomBytes(DType::kFloat32, copied, random);
+    const std::vector<char> a = RandomBytes(DType::kFloat32, reduced, random);
+    std::vector<char> b = RandomBytes(DType::kFloat32, reduced, random);
+    std::vector<char> sum(a.size());
+    for (size_t i = 0; i < reduced; ++i) {
+      float x = 0, y = 0;
+      std::memcpy(&x, &a[4 * i], 4);
+      std::memcpy(&y, &b[4 * i], 4);
+      x += y;
+      std::memcpy(&sum[4 * i], &x, 4);
+    }
+    std::vector<char> staged(tensor.size() + 1, 'x'), out(result.size() + 1, 'x'), total(a.size() + 1, 'x');
+    const void* sources[] = {a.data(), b.data()};
+    void* copies[] = {b.data()};
+    Exchange x;
+    x.pack_from = tensor.data();
+    x.pack_to = staged.data();
+    x.pack_bytes = tensor.size();
+    x.out_from = result.data();
+    x.out_to = out.data();
+    x.out_bytes = result.size();
+    x.weight = static_cast<int>(1 + draw(3));
+    x.pack_streaming = round % 2 == 0;
+    x.out_streaming = round % 3 == 0;
+    x.reduce.sources = sources;
+    x.reduce.source_count = 2;
+    x.reduce.own_source = 0;
+    x.reduce.out = total.data();
+    x.reduce.copies = copies;
+    x.reduce.copy_count = 1;
+    x.reduce.streaming = round % 5 == 0;
+    x.reduce.count = reduced;
+    kernels[round % sets]->exchange(x);
+    StreamingFence();
+    CHECK(std::equal(tensor.begin(), tensor.end(), staged.begin()) && staged.back() == 'x');
+    CHECK(std::equal(result.begin(), result.end(), out.begin()) && out.back() == 'x');
+    CHECK(std::equal(sum.begin(), sum.end(), total.begin()) && total.back() == 'x');
+    CHECK(b == sum);
+  }
 }
 
 TEST(streaming_copy_at_any_alignment) {

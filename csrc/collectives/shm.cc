@@ -11,10 +11,6 @@ namespace kolovod {
 namespace {
 // Below this, stores that bypass the cache cost more than the line transfers they save.
 constexpr size_t kStreamingFloor = 32 << 10;
-// Bytes of each task that a step handles in turn, once a range is so long that it streams from main
-// memory. Shorter ranges are in some cache, where one large copy per task is faster.
-constexpr size_t kStride = 1 << 10;
-constexpr size_t kInterleavedChunks = 64;
 }  // namespace
 
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
@@ -33,8 +29,7 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
 size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes) {
   // One exchange moves (size-1)*bytes to each rank, two exchanges 2*(size-1)/size*bytes; measured
   // crossovers are in docs/decisions/0004-allreduce-on-one-host.md.
-  size_t limit = 256 << 10;
-  if (size > 2) limit = 64 << 10;
+  size_t limit = 32 << 10;
   if (size > 4) limit = 16 << 10;
   if (size > 16) limit = 4 << 10;
   if (config.one_shot_bytes > 0) limit = static_cast<size_t>(config.one_shot_bytes);
@@ -104,34 +99,25 @@ class ShmBackend::Walk {
   }
 
   bool done() const { return span_ == 2; }
-  const View& view() const { return *view_; }
   uint64_t chunk() const { return chunk_; }
-  int owner(size_t in_chunk) const { return static_cast<int>(in_chunk / slice_bytes_); }
 
-  // visit(piece, byte offset within it, byte offset within the chunk, bytes), up to `limit` bytes in all.
-  template <class Visit>
-  void Advance(size_t limit, Visit visit) {
-    while (limit > 0 && span_ < 2) {
-      const Piece& piece = view_->range->pieces[index_];
-      const size_t piece_begin = view_->offset[index_];
-      const size_t in_chunk = at_ - begin_;
-      const size_t slice_end = begin_ + (in_chunk / slice_bytes_ + 1) * slice_bytes_;
-      const size_t edge =
-          std::min({begin_ + spans_[span_].end, slice_end, piece_begin + piece.count * view_->item});
-      const size_t to = edge > at_ && limit < edge - at_ ? at_ + limit : edge;
-      if (at_ < to) {
-        visit(piece, at_ - piece_begin, in_chunk, to - at_);
-        limit -= to - at_;
-        at_ = to;
-      }
-      if (at_ >= begin_ + spans_[span_].end) {
-        Enter(span_ + 1);
-      } else if (at_ >= piece_begin + piece.count * view_->item) {
-        // Over the padding to the next tensor.
-        at_ = ++index_ < view_->offset.size() ? view_->offset[index_] : SIZE_MAX;
-        if (at_ >= begin_ + spans_[span_].end) Enter(span_ + 1);
-      }
-    }
+  // Where the walk stands: a contiguous part of one tensor and one slice.
+  struct Part {
+    const char* in;
+    char* out;
+    size_t in_chunk;  // byte offset within the chunk
+    size_t bytes;
+  };
+  Part part() const {
+    const Piece& piece = view_->range->pieces[index_];
+    const size_t in_piece = at_ - view_->offset[index_];
+    return Part{static_cast<const char*>(piece.in) + in_piece, static_cast<char*>(piece.out) + in_piece,
+                at_ - begin_, edge_ - at_};
+  }
+  // Goes on by at most part().bytes.
+  void Take(size_t bytes) {
+    at_ += bytes;
+    if (at_ == edge_) Settle();
   }
 
  private:
@@ -142,7 +128,21 @@ class ShmBackend::Walk {
     at_ = begin_ + spans_[span_].begin;
     const auto next = std::upper_bound(view_->offset.begin(), view_->offset.end(), at_);
     index_ = static_cast<size_t>(next - view_->offset.begin()) - 1;
+    Settle();
   }
+
+  // Finds the end of the part at at_, after skipping the padding between tensors and finished spans.
+  void Settle() {
+    const size_t span_end = begin_ + spans_[span_].end;
+    while (at_ < span_end && at_ >= PieceEnd()) {
+      at_ = ++index_ < view_->offset.size() ? view_->offset[index_] : span_end;
+    }
+    if (at_ >= span_end) return Enter(span_ + 1);
+    const size_t slice_end = begin_ + ((at_ - begin_) / slice_bytes_ + 1) * slice_bytes_;
+    edge_ = std::min({span_end, slice_end, PieceEnd()});
+  }
+
+  size_t PieceEnd() const { return view_->offset[index_] + view_->range->pieces[index_].count * view_->item; }
 
   const View* view_ = nullptr;
   uint64_t chunk_ = 0;
@@ -151,54 +151,83 @@ class ShmBackend::Walk {
   Slice spans_[2] = {};
   size_t span_ = 2;
   size_t at_ = 0;
+  size_t edge_ = 0;
   size_t index_ = 0;
 };
 
-void ShmBackend::Pack(Walk& walk, size_t limit, bool streaming) {
-  if (walk.done()) return;
-  const FusedRange& range = *walk.view().range;
-  char* slot = segment_.staging(rank_, walk.chunk());
-  walk.Advance(limit, [&](const Piece& piece, size_t in_piece, size_t in_chunk, size_t bytes) {
-    const char* src = static_cast<const char*>(piece.in) + in_piece;
-    if (range.prescale != 1.0) {
-      kernels_.scale(range.dtype, range.prescale, src, slot + in_chunk, bytes / SizeOf(range.dtype));
-    } else if (streaming) {
-      kernels_.copy_streaming(slot + in_chunk, src, bytes);
-    } else {
-      std::memcpy(slot + in_chunk, src, bytes);
-    }
-  });
-}
+// The tasks of one pipeline step; the kernels do them side by side.
+struct ShmBackend::Tasks {
+  Walk pack{};
+  Walk reduce{};
+  Walk out{};
+  bool pack_streaming = false;
+  bool reduce_streaming = false;
+  bool out_streaming = false;
+  bool publish = true;  // reduced slices go back into the staging that they came from
+};
 
-void ShmBackend::Reduce(Walk& walk, size_t limit, bool publish, bool streaming) {
-  if (walk.done()) return;
-  const FusedRange& range = *walk.view().range;
+void ShmBackend::Run(const FusedRange& range, Tasks& t) {
   const void* sources[kMaxSources];
-  Reduction r;
+  void* copies[kMaxSources];
+  Exchange x;
+  Reduction& r = x.reduce;
   r.dtype = range.dtype;
   r.op = range.op;
-  r.sources = sources;
-  r.source_count = size_;
-  r.scaled_source = rank_;
   r.prescale = range.prescale;
   r.scale = range.postscale;
   r.divisor = r.op == Op::kAverage ? size_ : 1;
-  r.streaming = streaming;
-  walk.Advance(limit, [&](const Piece& piece, size_t in_piece, size_t in_chunk, size_t bytes) {
-    for (int s = 0; s < size_; ++s) sources[s] = segment_.staging(s, walk.chunk()) + in_chunk;
-    sources[rank_] = static_cast<const char*>(piece.in) + in_piece;
-    r.out = static_cast<char*>(piece.out) + in_piece;
-    r.copy = publish ? segment_.staging(rank_, walk.chunk()) + in_chunk : nullptr;
-    r.count = bytes / SizeOf(range.dtype);
-    kernels_.reduce(r);
-  });
-}
-
-void ShmBackend::CopyOut(Walk& walk, size_t limit) {
-  walk.Advance(limit, [&](const Piece& piece, size_t in_piece, size_t in_chunk, size_t bytes) {
-    std::memcpy(static_cast<char*>(piece.out) + in_piece,
-                segment_.staging(walk.owner(in_chunk), walk.chunk()) + in_chunk, bytes);
-  });
+  r.sources = sources;
+  r.source_count = size_;
+  r.own_source = rank_;
+  r.copies = copies;
+  r.copy_count = t.publish ? size_ - 1 : 0;
+  r.streaming = t.reduce_streaming;
+  x.pack_streaming = t.pack_streaming;
+  x.out_streaming = t.out_streaming;
+  x.weight = t.publish ? size_ - 1 : 1;
+  const auto weight = static_cast<size_t>(x.weight);
+  const size_t item = SizeOf(range.dtype);
+  while (!t.pack.done() || !t.reduce.done() || !t.out.done()) {
+    // As far as no task crosses an edge, counted in bytes of the reduction and in whole cache lines.
+    size_t level = SIZE_MAX;
+    const auto limit = [&](const Walk& walk, size_t w) {
+      if (!walk.done()) level = std::min(level, RoundUp((walk.part().bytes + w - 1) / w, kLine));
+    };
+    limit(t.pack, weight);
+    limit(t.reduce, 1);
+    limit(t.out, weight);
+    const auto take = [&](Walk& walk, size_t w) {
+      const Walk::Part part = walk.part();
+      const size_t bytes = std::min(part.bytes, level * w);
+      walk.Take(bytes);
+      return Walk::Part{part.in, part.out, part.in_chunk, bytes};
+    };
+    x.pack_bytes = x.out_bytes = r.count = 0;
+    if (!t.pack.done()) {
+      const Walk::Part part = take(t.pack, weight);
+      x.pack_from = part.in;
+      x.pack_to = segment_.staging(rank_, t.pack.chunk()) + part.in_chunk;
+      x.pack_bytes = part.bytes;
+    }
+    if (!t.reduce.done()) {
+      const Walk::Part part = take(t.reduce, 1);
+      int copy = 0;
+      for (int s = 0; s < size_; ++s) {
+        char* staged = segment_.staging(s, t.reduce.chunk()) + part.in_chunk;
+        sources[s] = s == rank_ ? part.in : staged;
+        if (s != rank_) copies[copy++] = staged;
+      }
+      r.out = part.out;
+      r.count = part.bytes / item;
+    }
+    if (!t.out.done()) {
+      const Walk::Part part = take(t.out, weight);
+      x.out_from = segment_.staging(rank_, t.out.chunk()) + part.in_chunk;
+      x.out_to = part.out;
+      x.out_bytes = part.bytes;
+    }
+    kernels_.exchange(x);
+  }
 }
 
 void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
@@ -212,19 +241,20 @@ void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
 
 void ShmBackend::ReduceAlone(const FusedRange& range) {
   for (const Piece& piece : range.pieces) {
-    Reduction r;
+    Exchange x;
+    Reduction& r = x.reduce;
     r.dtype = range.dtype;
     r.op = range.op;
     r.sources = &piece.in;
     r.source_count = 1;
-    r.scaled_source = 0;
+    r.own_source = 0;
     r.prescale = range.prescale;
     r.scale = range.postscale;
     r.out = piece.out;
     r.count = piece.count;
     const bool identity = range.prescale == 1.0 && range.postscale == 1.0;
     if (!identity) {
-      kernels_.reduce(r);
+      kernels_.exchange(x);
     } else if (piece.in != piece.out && piece.count > 0) {
       std::memcpy(piece.out, piece.in, piece.count * SizeOf(range.dtype));
     }
@@ -244,15 +274,16 @@ Status ShmBackend::Allreduce(const FusedRange& range) {
 Status ShmBackend::OneShot(const View& view) {
   const uint64_t chunk = ++chunk_;
   KV_RETURN_IF_ERROR(WaitForSlot(chunk));
-  const bool streaming = chooser_.streaming() && view.total >= kStreamingFloor;
   // One slice, which is everybody's own: all of the range.
-  Walk pack(view, chunk, 0, view.total, /*size=*/1, /*rank=*/0, /*others=*/false);
-  Walk reduce = pack;
-  Pack(pack, SIZE_MAX, streaming);
-  if (streaming) StreamingFence();
+  const Walk all(view, chunk, 0, view.total, /*size=*/1, /*rank=*/0, /*others=*/false);
+  Tasks pack{.pack = all, .publish = false};
+  pack.pack_streaming = chooser_.streaming() && view.total >= kStreamingFloor;
+  Run(*view.range, pack);
+  if (pack.pack_streaming) StreamingFence();
   Post({{&RankBlock::packed, chunk}});
   KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk));
-  Reduce(reduce, SIZE_MAX, /*publish=*/false, /*streaming=*/false);
+  Tasks reduce{.reduce = all, .publish = false};
+  Run(*view.range, reduce);
   Post({{&RankBlock::done, chunk}});
   return Status();
 }
@@ -283,29 +314,20 @@ Status ShmBackend::Step(const View& view, const ChunkPlan& plan, uint64_t first,
     return Walk(view, first + step - lag, begin, std::min(plan.chunk_bytes, view.total - begin), size_, rank_,
                 others);
   };
-  Walk pack = walk(0, true);
-  Walk reduce = walk(1, false);
-  Walk copy_out = walk(2, true);
+  Tasks tasks{.pack = walk(0, true), .reduce = walk(1, false), .out = walk(2, true)};
   const uint64_t chunk = first + step;
   const bool packs = step < plan.count;
   const bool reduces = step >= 1 && step - 1 < plan.count;
-  const bool copies = step >= 2;
   if (packs) KV_RETURN_IF_ERROR(WaitForSlot(chunk));
   if (reduces) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk - 1));
-  if (copies) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::reduced, chunk - 2));
-  const bool pack_streaming = packs && chooser_.Use(step);
-  const bool reduce_streaming = reduces && chooser_.Use(step - 1);
-  const size_t own = plan.count >= kInterleavedChunks ? kStride : chunk_bytes_;
-  const size_t others = own * static_cast<size_t>(size_ - 1);
-  while (!pack.done() || !reduce.done() || !copy_out.done()) {
-    Pack(pack, others, pack_streaming);
-    Reduce(reduce, own, /*publish=*/true, reduce_streaming);
-    CopyOut(copy_out, others);
-  }
-  if (pack_streaming || reduce_streaming) StreamingFence();
+  if (step >= 2) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::done, chunk - 2));
+  tasks.pack_streaming = packs && chooser_.Use(step);
+  tasks.reduce_streaming = reduces && chooser_.Use(step - 1);
+  tasks.out_streaming = step >= 2 && chooser_.Use(step - 2);
+  Run(*view.range, tasks);
+  if (tasks.pack_streaming || tasks.reduce_streaming) StreamingFence();
   if (packs) Post({{&RankBlock::packed, chunk}});
-  if (reduces) Post({{&RankBlock::reduced, chunk - 1}});
-  if (copies) Post({{&RankBlock::done, chunk - 2}});
+  if (reduces) Post({{&RankBlock::done, chunk - 1}});
   return Status();
 }
 

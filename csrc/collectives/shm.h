@@ -4,13 +4,15 @@
 //
 //   1 pack      rank 0 stages its B C, rank 1 its A C, rank 2 its A B      -> packed
 //   2 reduce    rank 0: A = own A + staged A of 1 + staged A of 2, in rank
-//               order; written to its own tensor and to its staging        -> reduced
-//   3 copy out  rank 0 takes B from rank 1's staging, C from rank 2's      -> done
+//               order; into its own tensor and over both staged A          -> done
+//   3 copy out  rank 0 takes B and C from its own staging
 //
-// Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out, a kilobyte of each in turn:
-// one of them waits for main memory, another for the peer's cache, and interleaved they wait at the same
-// time (docs/decisions/0004). It also leaves one point of synchronisation per step instead of three. A slot
-// is packed again once every rank is done with it.
+// A staged line goes from the packer to the owner and back, each time with its data and exclusively, so it is
+// never written while another cache has a copy: half the transfers of publishing results in the owner's
+// staging (docs/decisions/0004). Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out, a
+// few hundred bytes of each in turn: one waits for main memory, another for the peer's cache, and interleaved
+// they wait at the same time; it leaves one point of synchronisation per step instead of three. A slot is
+// packed again once every rank is done with it.
 #pragma once
 
 #include <cstdint>
@@ -50,17 +52,14 @@ class ShmBackend : public Backend {
     size_t total;
   };
   static View MakeView(const FusedRange& range);
-  // One pipeline step's share of a chunk: a walk over its parts in small strides.
   class Walk;
+  struct Tasks;
 
   void ReduceAlone(const FusedRange& range);
   Status OneShot(const View& view);
   Status TwoShot(const View& view);
   Status Step(const View& view, const ChunkPlan& plan, uint64_t first, size_t step);
-  // The three tasks of a step, each for at most `limit` bytes of where its walk stands.
-  void Pack(Walk& walk, size_t limit, bool streaming);
-  void Reduce(Walk& walk, size_t limit, bool publish, bool streaming);
-  void CopyOut(Walk& walk, size_t limit);
+  void Run(const FusedRange& range, Tasks& tasks);
   void StageCopy(char* slot, const char* src, size_t bytes);
 
   using Flag = std::atomic<uint64_t> RankBlock::*;

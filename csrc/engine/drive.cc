@@ -1,4 +1,6 @@
 // The driving half of the engine: everything here runs under the lease.
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -11,6 +13,16 @@ namespace {
 constexpr int64_t kCallerYieldNs = 200'000;
 constexpr int64_t kCrowdedYieldNs = 1'000'000;
 constexpr int64_t kThreadYieldNs = 20'000;
+constexpr size_t kHugePage = 2 << 20;
+
+// At least one byte; null without memory. First touching 128 MiB costs 40 ms in small pages, 6 in huge ones.
+char* AllocateOutput(size_t bytes) {
+  const bool huge = bytes >= 2 * kHugePage;
+  const size_t length = RoundUp(bytes + 1, huge ? kHugePage : kLine);
+  void* data = std::aligned_alloc(huge ? kHugePage : kLine, length);
+  if (data != nullptr && huge) madvise(data, length, MADV_HUGEPAGE);  // a hint: may fail
+  return static_cast<char*>(data);
+}
 }  // namespace
 
 bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
@@ -174,7 +186,7 @@ Status Engine::ExecuteAllgather(Operation& op) {
     }
     OutputBuffer& buffer = op.buffers[t];
     buffer.bytes = total;
-    buffer.data.reset(static_cast<char*>(std::aligned_alloc(kLine, RoundUp(total + 1, kLine))));
+    buffer.data.reset(AllocateOutput(total));
     if (buffer.data == nullptr) {
       // The peers cannot go on without this rank's part.
       const Status status(Code::kInternal, liveness_->Describe(rank_) + " has no memory for " +

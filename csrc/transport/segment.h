@@ -40,8 +40,9 @@ struct SegmentHeader {
 
 struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> packed;       // last chunk whose contribution is staged
-  alignas(kLine) std::atomic<uint64_t> reduced;      // last chunk whose own slice is reduced
-  alignas(kLine) std::atomic<uint64_t> done;         // last chunk after which nothing is read any more
+  // Last chunk for which this rank neither reads nor writes others' staging any more; in a sliced allreduce
+  // its results are in there.
+  alignas(kLine) std::atomic<uint64_t> done;
   alignas(kLine) std::atomic<uint32_t> driver_bell;  // many writers; futex
   std::atomic<uint32_t> driver_sleeping;
   std::atomic<uint32_t> driving;                   // some thread of this rank drives its engine

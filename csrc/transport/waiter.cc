@@ -27,22 +27,39 @@ void Waiter::NoteCore() {
   if (noted.load(std::memory_order_relaxed) != core) noted.store(core, std::memory_order_relaxed);
 }
 
-void Waiter::SeparateFromPeers(int64_t now_ns) {
+bool Waiter::ShouldLeave(uint32_t core, const cpu_set_t& allowed) {
+  int drivers[CPU_SETSIZE] = {};
+  for (int r = 0; r < segment_.layout().size; ++r) {
+    RankBlock& peer = segment_.rank(r);
+    if (r != rank_ && peer.driving.load(std::memory_order_relaxed) == 0) continue;
+    const uint32_t noted = peer.core.load(std::memory_order_relaxed);
+    if (noted == 0 || noted > CPU_SETSIZE) continue;
+    if (r < rank_ && noted - 1 == core) return false;
+    ++drivers[noted - 1];
+  }
+  for (uint32_t other = 0; other < CPU_SETSIZE; ++other) {
+    if (CPU_ISSET(other, &allowed) && drivers[core] >= drivers[other] + 2) return true;
+  }
+  return false;
+}
+
+void Waiter::SpreadOverCores(int64_t now_ns) {
   NoteCore();
-  if (now_ns < next_separation_ns_) return;
-  const uint32_t mine = segment_.rank(rank_).core.load(std::memory_order_relaxed);
+  if (now_ns < next_spread_ns_) return;
+  const uint32_t noted = segment_.rank(rank_).core.load(std::memory_order_relaxed);
+  if (noted == 0 || noted > CPU_SETSIZE) return;
   bool shared = false;
   for (int r = 0; r < segment_.layout().size && !shared; ++r) {
     RankBlock& peer = segment_.rank(r);
     shared = r != rank_ && peer.driving.load(std::memory_order_relaxed) != 0 &&
-             peer.core.load(std::memory_order_relaxed) == mine;
+             peer.core.load(std::memory_order_relaxed) == noted;
   }
-  if (!shared || mine == 0) return;
-  next_separation_ns_ = now_ns + kSeparationPeriodNs;
+  if (!shared) return;
+  next_spread_ns_ = now_ns + kSpreadPeriodNs;
   cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || !ShouldLeave(noted - 1, allowed)) return;
   cpu_set_t elsewhere = allowed;
-  CPU_CLR(mine - 1, &elsewhere);
+  CPU_CLR(noted - 1, &elsewhere);
   if (sched_setaffinity(0, sizeof(elsewhere), &elsewhere) == 0) {
     sched_setaffinity(0, sizeof(allowed), &allowed);
   }

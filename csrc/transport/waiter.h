@@ -2,6 +2,7 @@
 // budget. While it waits it watches the revoke word, the peers' lives and the caller's signals.
 #pragma once
 
+#include <sched.h>
 #include <time.h>
 
 #include <atomic>
@@ -64,7 +65,7 @@ class Waiter {
       now_ns = NowNs();
     }
     ring_lagging();
-    if (budget_.spin_ns > 0) SeparateFromPeers(now_ns);
+    SpreadOverCores(now_ns);
     const int64_t yield_end_ns = now_ns + budget_.yield_ns;
     while (now_ns < yield_end_ns) {
       sched_yield();
@@ -100,12 +101,15 @@ class Waiter {
   static constexpr int64_t kSignalPeriodNs = 100'000'000;
   static constexpr int64_t kLivenessPeriodNs = 10'000'000;
   static constexpr int64_t kSleepNs = 10'000'000;
-  static constexpr int64_t kSeparationPeriodNs = 2'000'000;
+  static constexpr int64_t kSpreadPeriodNs = 2'000'000;
 
-  // Two ranks that yield to each other on one core look busy to the scheduler's balancer, which may leave
-  // them there for seconds while another core idles. If a driving peer was last seen on this core, and
-  // there are cores for all, step off it: forbid it for a moment, which migrates at once, and allow it again.
-  void SeparateFromPeers(int64_t now_ns);
+  // Ranks that yield to each other on one core look busy to the scheduler's balancer, which may leave them
+  // there for seconds while another core has less to do. If this core has two driving ranks more than some
+  // other, its lowest rank steps off: it forbids the core for a moment, which migrates at once, and allows it
+  // again (docs/decisions/0006).
+  void SpreadOverCores(int64_t now_ns);
+  // Whether this rank is the one to step off the core it runs on.
+  bool ShouldLeave(uint32_t core, const cpu_set_t& allowed);
 
   // True: ready before going to sleep. The order of stores makes a lost wake-up impossible: the waker
   // changes the state, then reads `sleepers`; we write `sleepers`, then read the state.
@@ -131,7 +135,7 @@ class Waiter {
   std::function<bool()> interrupted_;
   int64_t next_signal_check_ns_ = 0;
   int64_t next_liveness_check_ns_ = 0;
-  int64_t next_separation_ns_ = 0;
+  int64_t next_spread_ns_ = 0;
 };
 
 }  // namespace kolovod

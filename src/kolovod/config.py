@@ -155,7 +155,7 @@ class Settings:
         maximum=_MEBI,
     )
     chunk_bytes: int = _knob(
-        _MEBI // 4,
+        _MEBI // 16,
         "Bytes that a rank stages in shared memory per pipeline step.",
         unit="bytes",
         minimum=4096,
