@@ -9,10 +9,10 @@
 //
 // A staged line goes from the packer to the owner and back, each time with its data and exclusively, so it is
 // never written while another cache has a copy: half the transfers of publishing results in the owner's
-// staging (docs/decisions/0004). Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out, a
-// few hundred bytes of each in turn: one waits for main memory, another for the peer's cache, and interleaved
-// they wait at the same time; it leaves one point of synchronisation per step instead of three. A slot is
-// packed again once every rank is done with it.
+// staging (docs/decisions/0004). Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out,
+// a few hundred bytes of each in turn: one waits for main memory, another for the peer's cache, and
+// interleaved they wait at the same time; it leaves one point of synchronisation per step instead of three. A
+// slot is packed again once every rank is done with it.
 #pragma once
 
 #include <cstdint>

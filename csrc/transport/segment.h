@@ -39,7 +39,7 @@ struct SegmentHeader {
 };
 
 struct RankBlock {
-  alignas(kLine) std::atomic<uint64_t> packed;       // last chunk whose contribution is staged
+  alignas(kLine) std::atomic<uint64_t> packed;  // last chunk whose contribution is staged
   // Last chunk for which this rank neither reads nor writes others' staging any more; in a sliced allreduce
   // its results are in there.
   alignas(kLine) std::atomic<uint64_t> done;
