@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kCallerYieldNs = 200'000;
 constexpr int64_t kCrowdedYieldNs = 1'000'000;
 constexpr int64_t kThreadYieldNs = 20'000;
+constexpr int64_t kCrowdedPatienceNs = 200'000;
 constexpr size_t kHugePage = 2 << 20;
 
 // At least one byte; null without memory. First touching 128 MiB costs 40 ms in small pages, 6 in huge ones.
@@ -38,6 +39,7 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
   } else {
     budget.spin_ns = crowded ? 0 : config_.spin_us * 1000;
     budget.yield_ns = crowded ? kCrowdedYieldNs : kCallerYieldNs;
+    budget.patience_ns = crowded ? kCrowdedPatienceNs : 0;
   }
   waiter_->Configure(budget, std::move(interrupted));
   waiter_->NoteCore();

@@ -28,6 +28,8 @@ SegmentLayout::SegmentLayout(int ranks, const Config& config) : size(ranks) {
   const int64_t least = std::max<int64_t>(4096, static_cast<int64_t>(kLine) * ranks);
   chunk_bytes = RoundUp(static_cast<size_t>(std::max(config.chunk_bytes, least)), kPage);
   chunk_slots = static_cast<size_t>(std::max<int64_t>(config.chunk_slots, 3));
+  // A load that follows a store to the same offset in another page waits for it.
+  slot_bytes = chunk_bytes + 17 * kLine;
   size_t at = RoundUp(sizeof(SegmentHeader), kPage);
   const auto take = [&at](size_t bytes) {
     const size_t here = at;
@@ -39,7 +41,7 @@ SegmentLayout::SegmentLayout(int ranks, const Config& config) : size(ranks) {
   seals_at = take(log_slots * sizeof(uint64_t));
   counters_at = take(cache_capacity * sizeof(uint32_t));
   broadcast_at = take(kBroadcastRingBytes);
-  staging_at = take(static_cast<size_t>(size) * chunk_slots * chunk_bytes);
+  staging_at = take(static_cast<size_t>(size) * chunk_slots * slot_bytes);
   total_bytes = at;
 }
 

@@ -67,6 +67,7 @@ struct SegmentLayout {
   size_t cache_capacity;
   size_t chunk_bytes;  // multiple of the page size
   size_t chunk_slots;
+  size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
   size_t ranks_at, log_at, seals_at, counters_at, broadcast_at, staging_at;
   size_t total_bytes;
 };
@@ -90,7 +91,7 @@ class Segment {
   char* broadcast_ring() { return base_ + layout_.broadcast_at; }
   char* staging(int r, uint64_t chunk) {
     return base_ + layout_.staging_at +
-           (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.chunk_bytes;
+           (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.slot_bytes;
   }
   const SegmentLayout& layout() const { return layout_; }
 

@@ -32,6 +32,9 @@ inline void CpuRelax() {
 struct WaitBudget {
   int64_t spin_ns = 0;
   int64_t yield_ns = 0;
+  // Before others' engine threads are woken: a caller that only waits for its turn on a crowded core would
+  // find its lease taken by its own thread, and pay for the hand-over.
+  int64_t patience_ns = 0;
 };
 
 class Waiter {
@@ -48,8 +51,8 @@ class Waiter {
     next_signal_check_ns_ = NowNs() + kSignalPeriodNs;
   }
 
-  // Returns when ready() holds. ring_lagging() is called once the spin was in vain, and again after
-  // every sleep: it wakes the ranks that this one waits for. Both may be called many times.
+  // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,
+  // and again after every sleep: it wakes the ranks that this one waits for. Both may be called many times.
   // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world.
   template <class Ready, class Lag>
   Status Wait(Ready ready, Lag ring_lagging, bool in_bucket) {
@@ -64,15 +67,20 @@ class Waiter {
       if (MustStop()) return Stopped();
       now_ns = NowNs();
     }
-    ring_lagging();
     SpreadOverCores(now_ns);
     const int64_t yield_end_ns = now_ns + budget_.yield_ns;
+    bool rung = false;
     while (now_ns < yield_end_ns) {
+      if (!rung && now_ns - start_ns >= budget_.patience_ns) {
+        ring_lagging();
+        rung = true;
+      }
       sched_yield();
       if (ready()) return Status();
       if (MustStop()) return Stopped();
       now_ns = NowNs();
     }
+    ring_lagging();
     while (true) {
       if (SleepUnless(ready)) return Status();
       if (MustStop()) return Stopped();

@@ -162,7 +162,7 @@ class Settings:
         maximum=1 << 30,
     )
     chunk_slots: int = _knob(
-        8,
+        3,
         "Depth of the pipeline. A rank takes chunk_bytes times chunk_slots of shared memory.",
         unit="chunks",
         minimum=3,
