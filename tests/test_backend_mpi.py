@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import conformance
@@ -15,7 +16,12 @@ import pytest
 
 from kolovod import _native, backends
 from kolovod.collectives import Collectives
-from kolovod.errors import InternalError, InvalidArgumentError
+from kolovod.errors import (
+    InternalError,
+    InvalidArgumentError,
+    KolovodError,
+    WaitTimeoutError,
+)
 from kolovod.numpy import NumpyFrontend
 from kolovod.ops import Op
 from kolovod.testing import run_ranks
@@ -89,6 +95,39 @@ def test_an_error_of_the_foreign_engine_fails_the_operation(alone):
     backend.error = OSError("the network is gone")
     with pytest.raises(InternalError, match="OSError: the network is gone"):
         kv.allreduce(np.ones(2), "x")
+
+
+@pytest.mark.parametrize("verb", ["allreduce_async_", "broadcast_async_"])
+def test_a_bucket_given_up_leaves_its_tensors_alone(verb):
+    started, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def allreduce(self, values, op):
+            values += 1
+            started.set()
+            assert go_on.wait(60)
+
+        def broadcast(self, values, root):
+            self.allreduce(values, None)
+
+    config = _native.config_defaults()
+    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external=True)
+    driver = backends.ExternalDriver(engine, Slow(), 1)
+    driver.start()
+    facts = LoopbackRank(engine, 0, 1)
+    verbs = Collectives(NumpyFrontend(), lambda: facts)
+    tensor = np.zeros(1000, np.float32)
+    handle = getattr(verbs, verb)(tensor, **({"root_rank": 0} if "broadcast" in verb else {}))
+    with pytest.raises(WaitTimeoutError):
+        handle.wait(timeout_s=0)
+    assert started.wait(60)
+    engine.abort("a rank died, say")
+    with pytest.raises(KolovodError, match="a rank died"):
+        handle.wait(timeout_s=60)
+    go_on.set()
+    driver.stop()
+    engine.shutdown()
+    assert not tensor.any()
 
 
 def test_unknown_backend():

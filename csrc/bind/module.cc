@@ -198,6 +198,17 @@ class PyEngine {
     return bucket;
   }
 
+  void OpenBucket(uint64_t token) {
+    Check();
+    nb::gil_scoped_release release;
+    ThrowIfError(External().OpenMemory(token));
+  }
+
+  void CloseBucket() {
+    nb::gil_scoped_release release;
+    External().CloseMemory();
+  }
+
   void BucketDone(uint64_t token, const std::string& error) {
     Check();
     nb::gil_scoped_release release;
@@ -355,6 +366,8 @@ NB_MODULE(_native, m) {
       .def("output", &PyEngine::Output, "handle"_a, "index"_a)
       .def("first_dims", &PyEngine::FirstDims, "handle"_a, "index"_a)
       .def("next_bucket", &PyEngine::NextBucket, "timeout_s"_a)
+      .def("open_bucket", &PyEngine::OpenBucket, "token"_a)
+      .def("close_bucket", &PyEngine::CloseBucket)
       .def("bucket_done", &PyEngine::BucketDone, "token"_a, "error"_a)
       .def("abort", &PyEngine::Abort, "message"_a)
       .def("shutdown", &PyEngine::Shutdown)

@@ -36,9 +36,14 @@ Status ExternalBackend::Run(ExternalJob job) {
   while (finished_token_ != last_token_) {
     changed_.wait_for(lock, milliseconds(20));
     lock.unlock();  // the driver's wait: signals are served with the GIL, which the foreign thread has
-    if (waiter_.MustStop()) return waiter_.Stopped();
-    KV_RETURN_IF_ERROR(waiter_.Periodic(/*in_bucket=*/true));
+    const Status status = waiter_.MustStop() ? waiter_.Stopped() : waiter_.Periodic(/*in_bucket=*/true);
     lock.lock();
+    if (status.ok()) continue;
+    // The caller may free the tensors once this returns.
+    offered_.reset();
+    given_up_token_ = last_token_;
+    changed_.wait(lock, [&] { return !memory_open_; });
+    return status;
   }
   if (error_.empty()) return Status();
   const std::string text = "the external engine failed: " + error_;
@@ -59,6 +64,21 @@ Status ExternalBackend::NextJob(double timeout_s, ExternalJob* job) {
   *job = std::move(*offered_);
   offered_.reset();
   return Status();
+}
+
+Status ExternalBackend::OpenMemory(uint64_t token) {
+  std::lock_guard lock(mutex_);
+  if (token != last_token_ || token == given_up_token_) {
+    return Status(Code::kShutDown, "bucket " + std::to_string(token) + " was given up");
+  }
+  memory_open_ = true;
+  return Status();
+}
+
+void ExternalBackend::CloseMemory() {
+  std::lock_guard lock(mutex_);
+  memory_open_ = false;
+  changed_.notify_all();
 }
 
 Status ExternalBackend::JobDone(uint64_t token, const std::string& error) {

@@ -41,6 +41,10 @@ class ExternalBackend : public Backend {
 
   // The foreign thread: the next job; kTimeout when none came, kShutDown or the revoke reason at the end.
   Status NextJob(double timeout_s, ExternalJob* job);
+  // The pieces of a job may be read and written only between these two: a job whose world was aborted is
+  // given up at once, however long the foreign engine takes, and its memory may be gone. kShutDown: it was.
+  Status OpenMemory(uint64_t token);
+  void CloseMemory();
   // An error text fails the operation here and aborts the world: peers may be half-way.
   Status JobDone(uint64_t token, const std::string& error);
 
@@ -56,6 +60,8 @@ class ExternalBackend : public Backend {
   uint64_t last_token_ = 0;             // guarded by mutex_
   std::optional<ExternalJob> offered_;  // guarded by mutex_
   uint64_t finished_token_ = 0;         // guarded by mutex_
+  uint64_t given_up_token_ = 0;         // guarded by mutex_
+  bool memory_open_ = false;            // guarded by mutex_
   std::string error_;                   // guarded by mutex_
 };
 

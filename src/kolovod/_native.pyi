@@ -79,6 +79,13 @@ class Engine:
         Average and the division by size is the callee's.
         """
 
+    def open_bucket(self, token: int) -> None:
+        """Begin to touch the memory of a bucket's tensors; end soon, with ``close_bucket``.
+
+        Raises EngineError when the bucket was given up: its memory may be gone.
+        """
+    def close_bucket(self) -> None:
+        """The memory is not touched any more."""
     def bucket_done(self, token: int, error: str) -> None:
         """``error == ""``: success."""
 

@@ -7,9 +7,10 @@ place [3]; the driver scales, converts and puts the values where they belong [4]
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,6 +92,8 @@ class ExternalDriver:
                 self._allreduce(bucket)
             else:
                 self._broadcast(bucket)
+        except _native.EngineError:
+            raise  # given up while it was on its way
         except Exception as error:  # of a library that we do not know
             return f"{type(error).__name__}: {error}"
         return ""
@@ -100,28 +103,44 @@ class ExternalDriver:
         op = Op(bucket["op"])
         pieces: Sequence[Piece] = bucket["tensors"]
         stored = _STORED[dtype]
-        values = np.concatenate([_array(source, count, stored) for source, _, count in pieces])
+        with self._memory(bucket):
+            values = np.concatenate([_array(source, count, stored) for source, _, count in pieces])
         values = _scaled(_widened(values, dtype), bucket["prescale"], dtype)  # [2]
         carried = _BOOL_OPS.get(op, op) if dtype == _BOOL else op
         self._backend.allreduce(values, Op.Sum if carried is Op.Average else carried)  # [3]
         divisor = self._size if op is Op.Average else 1
         values = _narrowed(_finished(values, divisor, bucket["postscale"]), dtype)  # [4]
         start = 0
-        for _, target, count in pieces:
-            _array(target, count, stored)[...] = values[start : start + count]
-            start += count
+        with self._memory(bucket):
+            for _, target, count in pieces:
+                _array(target, count, stored)[...] = values[start : start + count]
+                start += count
 
     def _broadcast(self, bucket: dict[str, Any]) -> None:
         item_size = _STORED[bucket["dtype"]].itemsize
         for source, target, count in bucket["tensors"]:
-            output = _array(target, count * item_size, np.dtype(np.uint8))
-            if source != target:
-                output[...] = _array(source, count * item_size, np.dtype(np.uint8))
-            self._backend.broadcast(output, bucket["root"])
+            with self._memory(bucket):
+                values = _array(source, count * item_size, np.dtype(np.uint8)).copy()
+            self._backend.broadcast(values, bucket["root"])
+            with self._memory(bucket):
+                _array(target, count * item_size, np.dtype(np.uint8))[...] = values
+
+    @contextlib.contextmanager
+    def _memory(self, bucket: dict[str, Any]) -> Iterator[None]:
+        """While the tensors' memory is touched; never during a call into the other engine.
+
+        Such a call may outlast the bucket: when a rank dies, the operation fails at once, and its
+        tensors may be freed while the call still waits for the dead.
+        """
+        self._engine.open_bucket(bucket["token"])
+        try:
+            yield
+        finally:
+            self._engine.close_bucket()
 
 
 def _array(address: int, count: int, dtype: np.dtype[Any]) -> Array:
-    """The memory at ``address`` as an array; alive while the bucket is at work."""
+    """The memory at ``address`` as an array, valid while the bucket's memory is open."""
     if count == 0:
         return np.empty(0, dtype)
     memory = (ctypes.c_ubyte * (count * dtype.itemsize)).from_address(address)
