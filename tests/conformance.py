@@ -232,3 +232,91 @@ def check_allgather(kv: Any, frontend: str, dtype: str) -> None:
         assert tensors.name(result) == dtype
         wanted = np.concatenate(parts).astype(np.float64)
         assert_equal(tensors.read(result), wanted, dtype, (tail, pattern))
+
+
+def check_grouped_allgather(kv: Any, frontend: str, dtypes: tuple[str, ...]) -> None:
+    """Groups that mix dtypes and first dimensions, both ways; the empty group."""
+    tensors = TENSORS[frontend]
+    world = kv.world()
+    for asynchronous in (False, True):
+        lines = list(itertools.product(dtypes, ((), (3,)), (lambda r: r, lambda r: 2)))
+        parts = [
+            [values_of(dtype, (rows(rank), *tail), rank) for rank in range(world.size)]
+            for dtype, tail, rows in lines
+        ]
+        mine = [tensors.make(p[world.rank], line[0]) for p, line in zip(parts, lines, strict=True)]
+        results = getattr(kv, "grouped_allgather" + "_async" * asynchronous)(mine, "group")
+        if asynchronous:
+            results = results.wait()
+        assert isinstance(results, list)
+        for (dtype, *what), part, result in zip(lines, parts, results, strict=True):
+            assert tensors.name(result) == dtype
+            assert_equal(tensors.read(result), np.concatenate(part).astype("f8"), dtype, what)
+    assert kv.grouped_allgather([], "empty group") == []
+
+
+def check_alltoall(kv: Any, frontend: str, dtype: str, scale: int = 1) -> None:
+    """Even and uneven splits, none for some, rows that stay; dense and not."""
+    tensors = TENSORS[frontend]
+    rank, size = kv.world().rank, kv.world().size
+    patterns = (
+        lambda source: [2 * scale] * size,
+        lambda source: [(3 * source + to) % 4 * scale for to in range(size)],
+        lambda source: [scale if to == 0 else 0 for to in range(size)],
+        lambda source: [0] * size,
+    )
+    for tail, (number, splits_of), spare, dense, asynchronous in itertools.product(
+        ((), (2, 3)), enumerate(patterns), (0, 2), (True, False), (False, True)
+    ):
+        inputs = [
+            values_of(dtype, (sum(splits_of(source)) + spare, *tail), source)
+            for source in range(size)
+        ]
+        splits = None if number == 0 and spare == 0 else splits_of(rank)
+        tensor = tensors.make(inputs[rank], dtype, dense)
+        name = f"a.{dtype}.{tail}.{number}.{spare}.{scale}"
+        answer = getattr(kv, "alltoall" + "_async" * asynchronous)(tensor, splits, name)
+        result, received = answer.wait() if asynchronous else answer
+        assert received == [splits_of(source)[rank] for source in range(size)]
+        assert tensors.name(result) == dtype
+        parts = [
+            np.split(values, np.cumsum(splits_of(source)))[rank]
+            for source, values in enumerate(inputs)
+        ]
+        wanted = np.concatenate(parts).astype(np.float64)
+        assert_equal(tensors.read(result), wanted, dtype, (tail, number, spare, scale))
+
+
+def check_reducescatter(kv: Any, frontend: str, case: Case) -> None:
+    """A line of the allreduce table, scattered: rows as np.array_split divides them."""
+    tensors = TENSORS[frontend]
+    rank, size = kv.world().rank, kv.world().size
+    values = values_of(case.dtype, case.shape, rank)
+    tensor = tensors.make(values, case.dtype, case.dense)
+    verb = "reducescatter" + "_async" * case.asynchronous
+    result = getattr(kv, verb)(tensor, str(case), case.op, *case.scales)
+    if case.asynchronous:
+        result = result.wait()
+    assert tensors.name(result) == case.dtype
+    wanted = np.array_split(expected(case, size), size)[rank]
+    assert_equal(tensors.read(result), wanted, case.dtype, (case, size))
+    assert_equal(tensors.read(tensor), values.astype(np.float64), case.dtype, (case, "input"))
+
+
+def check_grouped_reducescatter(kv: Any, frontend: str, dtypes: tuple[str, ...]) -> None:
+    """Groups that mix dtypes and shapes, both ways; the empty group."""
+    tensors = TENSORS[frontend]
+    rank, size = kv.world().rank, kv.world().size
+    for asynchronous in (False, True):
+        cases = [
+            Case(dtype, shape, Sum, (1.0, 1.0), False, asynchronous)
+            for dtype, shape in itertools.product(dtypes, ((7,), (0,), (3, 5), (1, 1025)))
+        ]
+        group = [tensors.make(values_of(c.dtype, c.shape, rank), c.dtype) for c in cases]
+        results = getattr(kv, "grouped_reducescatter" + "_async" * asynchronous)(group, "r", Sum)
+        if asynchronous:
+            results = results.wait()
+        for case, result in zip(cases, results, strict=True):
+            wanted = np.array_split(expected(case, size), size)[rank]
+            assert_equal(tensors.read(result), wanted, case.dtype, case)
+    assert kv.grouped_reducescatter([], "empty group") == []

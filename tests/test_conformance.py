@@ -6,7 +6,17 @@ import conformance
 import numpy as np
 import psutil
 import pytest
-from conformance import Case, check_allgather, check_allreduce, check_broadcast, check_grouped
+from conformance import (
+    Case,
+    check_allgather,
+    check_allreduce,
+    check_alltoall,
+    check_broadcast,
+    check_grouped,
+    check_grouped_allgather,
+    check_grouped_reducescatter,
+    check_reducescatter,
+)
 
 from kolovod.ops import Average, Max, Min, Op, Product, Sum
 from kolovod.testing import run_ranks
@@ -72,6 +82,78 @@ def test_broadcast_and_allgather(size, frontend, dtype):
         def work(kv):
             check_broadcast(kv, frontend, dtype, shapes)
             check_allgather(kv, frontend, dtype)
+
+        world.run(work)
+
+
+@pytest.mark.parametrize(("frontend", "dtype"), TABLE)
+@pytest.mark.parametrize("size", SIZES)
+def test_alltoall_and_reducescatter(size, frontend, dtype):
+    shapes = [s for s in conformance.SHAPES if s] if frontend == "numpy" else [(0,), (3, 5)]
+    modes = ((False, False), (False, True))
+    with loopback(size, frontend_of(frontend)) as world:
+
+        def work(kv):
+            check_alltoall(kv, frontend, dtype)
+            for case in conformance.reductions(dtype, shapes, modes):
+                check_reducescatter(kv, frontend, case)
+
+        world.run(work)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float64"])
+@pytest.mark.parametrize("size", SIZES)
+def test_alltoall_and_reducescatter_of_several_chunks(size, dtype):
+    with loopback(size, config={"chunk_bytes": 1 << 12}) as world:
+
+        def work(kv):
+            check_alltoall(kv, "numpy", dtype, scale=1111)
+            for case in conformance.reductions(dtype, ((10_007,), (3, 5_000)), ((False, False),)):
+                check_reducescatter(kv, "numpy", case)
+
+        world.run(work)
+
+
+@pytest.mark.parametrize("frontend", ["numpy", "torch"])
+@pytest.mark.parametrize("size", SIZES)
+def test_grouped_allgather_and_reducescatter(size, frontend):
+    with loopback(size, frontend_of(frontend)) as world:
+
+        def work(kv):
+            check_grouped_allgather(kv, frontend, ("int32", "float16", "bool"))
+            check_grouped_reducescatter(kv, frontend, ("int32", "float16"))
+
+        world.run(work)
+
+
+def test_verbs_follow_each_other_in_any_mix():
+    """Slots of staging are handed from verb to verb; sizes around a chunk, and above."""
+    with loopback(3, config={"chunk_bytes": 1 << 12}) as world:
+
+        def work(kv):
+            rank = kv.world().rank
+            draw = np.random.default_rng(7)  # the same on every rank
+            for turn in range(300):
+                rows = int(draw.choice([0, 1, 3, 170, 1024, 9000]))
+                x = np.arange(rows, dtype=np.float32) + rank
+                total = 3 * np.arange(rows, dtype=np.float32) + 3
+                verb = draw.integers(5)
+                if verb == 0:
+                    assert (kv.allreduce(x, op=Sum) == total).all(), turn
+                elif verb == 1:
+                    assert (kv.broadcast(x, 1) == np.arange(rows) + 1).all(), turn
+                elif verb == 2:
+                    assert (kv.allgather(x)[-rows or rows :] == np.arange(rows) + 2).all(), turn
+                elif verb == 3:
+                    part = kv.reducescatter(x, op=Sum)
+                    assert (part == np.array_split(total, 3)[rank]).all(), turn
+                else:
+                    splits = [rows // 2, 0, rows // 3]
+                    got, received = kv.alltoall(x, splits)
+                    assert received == [splits[rank]] * 3
+                    start = sum(splits[:rank])
+                    own = np.arange(rows, dtype=np.float32)[start : start + splits[rank]]
+                    assert (got == np.concatenate([own, own + 1, own + 2])).all(), turn
 
         world.run(work)
 
@@ -217,6 +299,11 @@ def on_a_real_rank(rank, size):
     )
     check_allreduce(on_numpy, "numpy", Case("float64", (700_001,), Sum, (0.5, 3.0), False, True))
     check_grouped(on_numpy, "numpy", ("int32", "float16"), ((3, 5), (0,)))
+    check_grouped_allgather(on_numpy, "numpy", ("int32", "float16"))
+    check_grouped_reducescatter(on_numpy, "numpy", ("int32", "float16"))
+    check_alltoall(on_numpy, "numpy", "float32", scale=5000)
+    for case in conformance.reductions("float32", ((3, 5), (700_001,)), ((False, False),)):
+        check_reducescatter(on_numpy, "numpy", case)
     kolovod.barrier()
     kolovod.shutdown()
     return kolovod.is_initialized()

@@ -12,7 +12,10 @@ VERBS = {
     *("grouped_allreduce", "grouped_allreduce_"),
     *("grouped_allreduce_async", "grouped_allreduce_async_"),
     *("broadcast", "broadcast_", "broadcast_async", "broadcast_async_"),
-    *("allgather", "allgather_async", "barrier", "poll", "synchronize"),
+    *("allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"),
+    *("alltoall", "alltoall_async", "reducescatter", "reducescatter_async"),
+    *("grouped_reducescatter", "grouped_reducescatter_async"),
+    *("barrier", "poll", "synchronize"),
     *("broadcast_object", "allgather_object"),
 }
 WORLD = {

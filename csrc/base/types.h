@@ -25,8 +25,22 @@ inline constexpr int kDTypeCount = 11;
 enum class Op : uint8_t { kAverage = 0, kSum = 1, kAdasum = 2, kMin = 3, kMax = 4, kProduct = 5 };
 inline constexpr int kOpCount = 6;
 
-enum class Verb : uint8_t { kAllreduce = 0, kBroadcast = 1, kAllgather = 2, kBarrier = 3 };
-inline constexpr int kVerbCount = 4;
+enum class Verb : uint8_t {
+  kAllreduce = 0,
+  kBroadcast = 1,
+  kAllgather = 2,
+  kBarrier = 3,
+  kAlltoall = 4,
+  kReducescatter = 5,
+};
+inline constexpr int kVerbCount = 6;
+// The engine allocates the outputs: only it knows how large they are.
+inline constexpr bool MakesOutputs(Verb verb) {
+  return verb == Verb::kAllgather || verb == Verb::kAlltoall || verb == Verb::kReducescatter;
+}
+inline constexpr bool IsReduction(Verb verb) {
+  return verb == Verb::kAllreduce || verb == Verb::kReducescatter;
+}
 
 size_t SizeOf(DType dtype);
 const char* NameOf(DType dtype);

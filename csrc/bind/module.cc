@@ -101,7 +101,7 @@ class PyEngine {
   }
 
   uint64_t Submit(int verb, std::string name, const nb::sequence& tensors, int op, double prescale,
-                  double postscale, int root, bool blocking) {
+                  double postscale, int root, bool blocking, std::vector<int64_t> splits) {
     Check();
     if (verb < 0 || verb >= kVerbCount) throw nb::value_error("unknown verb number");
     if (op < 0 || op >= kOpCount) throw nb::value_error("unknown op number");
@@ -112,6 +112,7 @@ class PyEngine {
     request.prescale = prescale;
     request.postscale = postscale;
     request.root = root;
+    request.splits = std::move(splits);
     std::vector<SubmittedTensor> converted = ToTensors(tensors);
     uint64_t handle = 0;
     Status status;
@@ -155,7 +156,7 @@ class PyEngine {
   nb::object Output(uint64_t handle, size_t index) {
     const OperationPtr op = Completed(handle, index);
     if (index >= op->buffers.size() || op->buffers[index].data == nullptr) {
-      throw nb::value_error("output: taken before, or not an allgather");
+      throw nb::value_error("output: taken before, or of a verb that makes none");
     }
     OutputBuffer& buffer = op->buffers[index];
     char* data = buffer.data.release();
@@ -164,10 +165,10 @@ class PyEngine {
     return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, 1, shape, owner));
   }
 
-  std::vector<int64_t> FirstDims(uint64_t handle, size_t index) {
+  std::vector<int64_t> Rows(uint64_t handle, size_t index) {
     const OperationPtr op = Completed(handle, index);
-    if (index >= op->first_dims.size()) throw nb::value_error("first_dims: not an allgather");
-    return op->first_dims[index];
+    if (index >= op->rows.size()) throw nb::value_error("rows: not an allgather or alltoall");
+    return op->rows[index];
   }
 
   nb::object NextBucket(double timeout_s) {
@@ -359,12 +360,12 @@ NB_MODULE(_native, m) {
           },
           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false)
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
-           "root"_a, "blocking"_a)
+           "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{})
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a)
       .def("poll", &PyEngine::Poll, "handle"_a)
       .def("release", &PyEngine::Release, "handle"_a)
       .def("output", &PyEngine::Output, "handle"_a, "index"_a)
-      .def("first_dims", &PyEngine::FirstDims, "handle"_a, "index"_a)
+      .def("rows", &PyEngine::Rows, "handle"_a, "index"_a)
       .def("next_bucket", &PyEngine::NextBucket, "timeout_s"_a)
       .def("open_bucket", &PyEngine::OpenBucket, "token"_a)
       .def("close_bucket", &PyEngine::CloseBucket)

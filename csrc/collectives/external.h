@@ -1,6 +1,6 @@
 // Hands buckets to an engine of somebody else (MPI, Gloo, NCCL) that a Python-owned thread drives: the
-// core holds no Python object and never takes the GIL. Verbs the other engine is not asked for
-// (allgather needs sizes that only the negotiation knows) go over the shared segment.
+// core holds no Python object and never takes the GIL. Verbs that the other engine is not
+// asked for (all but allreduce and broadcast) go over the shared segment.
 #pragma once
 
 #include <condition_variable>
@@ -37,6 +37,12 @@ class ExternalBackend : public Backend {
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
   Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override {
     return own_->Allgather(in, out, bytes);
+  }
+  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override {
+    return own_->Alltoall(in, out, bytes);
+  }
+  Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override {
+    return own_->Reducescatter(range, counts);
   }
 
   // The foreign thread: the next job; kTimeout when none came, kShutDown or the revoke reason at the end.

@@ -8,11 +8,6 @@
 
 namespace kolovod {
 
-namespace {
-// Below this, stores that bypass the cache cost more than the line transfers they save.
-constexpr size_t kStreamingFloor = 32 << 10;
-}  // namespace
-
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
                        LoopbackFaults* faults, bool streaming)
     : segment_(segment),
@@ -111,8 +106,8 @@ class ShmBackend::Walk {
   Part part() const {
     const Piece& piece = view_->range->pieces[index_];
     const size_t in_piece = at_ - view_->offset[index_];
-    return Part{static_cast<const char*>(piece.in) + in_piece, static_cast<char*>(piece.out) + in_piece,
-                at_ - begin_, edge_ - at_};
+    char* out = piece.out == nullptr ? nullptr : static_cast<char*>(piece.out) + in_piece;
+    return Part{static_cast<const char*>(piece.in) + in_piece, out, at_ - begin_, edge_ - at_};
   }
   // Goes on by at most part().bytes.
   void Take(size_t bytes) {
@@ -184,7 +179,7 @@ void ShmBackend::Run(const FusedRange& range, Tasks& t) {
   r.streaming = t.reduce_streaming;
   x.pack_streaming = t.pack_streaming;
   x.out_streaming = t.out_streaming;
-  x.weight = t.publish ? size_ - 1 : 1;
+  x.weight = size_ - 1;
   const auto weight = static_cast<size_t>(x.weight);
   const size_t item = SizeOf(range.dtype);
   while (!t.pack.done() || !t.reduce.done() || !t.out.done()) {
@@ -230,15 +225,6 @@ void ShmBackend::Run(const FusedRange& range, Tasks& t) {
   }
 }
 
-void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
-  if (chooser_.streaming() && bytes >= kStreamingFloor) {
-    kernels_.copy_streaming(slot, src, bytes);
-    StreamingFence();
-  } else {
-    std::memcpy(slot, src, bytes);
-  }
-}
-
 void ShmBackend::ReduceAlone(const FusedRange& range) {
   for (const Piece& piece : range.pieces) {
     Exchange x;
@@ -268,7 +254,9 @@ Status ShmBackend::Allreduce(const FusedRange& range) {
   }
   const View view = MakeView(range);
   if (view.total == 0) return Status();
-  return view.total <= one_shot_bytes_ ? OneShot(view) : TwoShot(view);
+  return view.total <= one_shot_bytes_
+             ? OneShot(view)
+             : Sliced(view, PlanChunks(view.total, chunk_bytes_, size_), /*gathers=*/true);
 }
 
 Status ShmBackend::OneShot(const View& view) {
@@ -288,14 +276,13 @@ Status ShmBackend::OneShot(const View& view) {
   return Status();
 }
 
-Status ShmBackend::TwoShot(const View& view) {
-  const ChunkPlan plan = PlanChunks(view.total, chunk_bytes_, size_);
+Status ShmBackend::Sliced(const View& view, const ChunkPlan& plan, bool gathers) {
   const uint64_t first = chunk_ + 1;
   chunk_ += plan.count;
   chooser_.BeginRange(plan.count);
   int64_t begin_ns = chooser_.trial() ? NowNs() : 0;
-  for (size_t step = 0; step < plan.count + 2; ++step) {
-    KV_RETURN_IF_ERROR(Step(view, plan, first, step));
+  for (size_t step = 0; step < plan.count + (gathers ? 2 : 1); ++step) {
+    KV_RETURN_IF_ERROR(Step(view, plan, gathers, first, step));
     if (chooser_.trial() && step < plan.count) {
       const int64_t now_ns = NowNs();
       chooser_.Record(step, now_ns - begin_ns);
@@ -306,7 +293,7 @@ Status ShmBackend::TwoShot(const View& view) {
   return Status();
 }
 
-Status ShmBackend::Step(const View& view, const ChunkPlan& plan, uint64_t first, size_t step) {
+Status ShmBackend::Step(const View& view, const ChunkPlan& plan, bool gathers, uint64_t first, size_t step) {
   // Chunk step - lag, or nothing before the first and after the last.
   const auto walk = [&](size_t lag, bool others) {
     if (step < lag || step - lag >= plan.count) return Walk();
@@ -314,16 +301,18 @@ Status ShmBackend::Step(const View& view, const ChunkPlan& plan, uint64_t first,
     return Walk(view, first + step - lag, begin, std::min(plan.chunk_bytes, view.total - begin), size_, rank_,
                 others);
   };
-  Tasks tasks{.pack = walk(0, true), .reduce = walk(1, false), .out = walk(2, true)};
   const uint64_t chunk = first + step;
   const bool packs = step < plan.count;
   const bool reduces = step >= 1 && step - 1 < plan.count;
+  const bool copies = gathers && step >= 2;
+  Tasks tasks{.pack = walk(0, true), .reduce = walk(1, false), .out = copies ? walk(2, true) : Walk()};
+  tasks.publish = gathers;
   if (packs) KV_RETURN_IF_ERROR(WaitForSlot(chunk));
   if (reduces) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk - 1));
-  if (step >= 2) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::done, chunk - 2));
+  if (copies) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::done, chunk - 2));
   tasks.pack_streaming = packs && chooser_.Use(step);
   tasks.reduce_streaming = reduces && chooser_.Use(step - 1);
-  tasks.out_streaming = step >= 2 && chooser_.Use(step - 2);
+  tasks.out_streaming = copies && chooser_.Use(step - 2);
   Run(*view.range, tasks);
   if (tasks.pack_streaming || tasks.reduce_streaming) StreamingFence();
   if (packs) Post({{&RankBlock::packed, chunk}});
@@ -331,64 +320,34 @@ Status ShmBackend::Step(const View& view, const ChunkPlan& plan, uint64_t first,
   return Status();
 }
 
-Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string&) {
-  const size_t total = piece.count * SizeOf(dtype);
-  if (rank_ == root && piece.in != piece.out && total > 0) std::memcpy(piece.out, piece.in, total);
-  if (size_ == 1) return Status();
-  for (size_t begin = 0; begin < total; begin += chunk_bytes_) {
-    const uint64_t chunk = ++chunk_;
-    const size_t bytes = std::min(chunk_bytes_, total - begin);
-    if (rank_ == root) {
-      KV_RETURN_IF_ERROR(WaitForSlot(chunk));
-      StageCopy(segment_.staging(rank_, chunk), static_cast<const char*>(piece.in) + begin, bytes);
-      Post({{&RankBlock::packed, chunk}});
-    } else {
-      KV_RETURN_IF_ERROR(WaitFor(root, &RankBlock::packed, chunk));
-      std::memcpy(static_cast<char*>(piece.out) + begin, segment_.staging(root, chunk), bytes);
-    }
-    Post({{&RankBlock::done, chunk}});
+// An allreduce that stops before the results are gathered. Its chunk is made of equal portions, one of every
+// rank's part, so that the slices of the chunk are what their owners keep.
+Status ShmBackend::Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) {
+  if (size_ == 1) {
+    ReduceAlone(range);
+    return Status();
   }
-  return Status();
-}
-
-Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t>& bytes) {
-  std::vector<size_t> at(bytes.size());
-  size_t longest = 0;
-  size_t sum = 0;
-  for (size_t r = 0; r < bytes.size(); ++r) {
-    at[r] = sum;
-    sum += bytes[r];
-    longest = std::max(longest, bytes[r]);
-  }
-  const size_t own = bytes[static_cast<size_t>(rank_)];
-  if (own > 0) std::memcpy(out + at[static_cast<size_t>(rank_)], in, own);
-  if (size_ == 1 || longest == 0) return Status();
-  const size_t chunks = (longest + chunk_bytes_ - 1) / chunk_bytes_;
-  const uint64_t first = chunk_ + 1;
-  chunk_ += chunks;
-  const auto part = [&](size_t c, size_t total) {
-    return c * chunk_bytes_ < total ? std::min(chunk_bytes_, total - c * chunk_bytes_) : 0;
-  };
-  for (size_t step = 0; step < chunks + 1; ++step) {
-    if (step < chunks) {
-      KV_RETURN_IF_ERROR(WaitForSlot(first + step));
-      const size_t n = part(step, own);
-      const char* src = static_cast<const char*>(in) + step * chunk_bytes_;
-      if (n > 0) StageCopy(segment_.staging(rank_, first + step), src, n);
-      Post({{&RankBlock::packed, first + step}});
+  const auto size = static_cast<size_t>(size_);
+  const size_t item = SizeOf(range.dtype);
+  const size_t longest = *std::max_element(counts.begin(), counts.end()) * item;
+  if (longest == 0) return Status();
+  const size_t portion = PlanChunks(longest * size, chunk_bytes_, size_).chunk_bytes / size;
+  const ChunkPlan plan{(longest + portion - 1) / portion, portion * size};
+  FusedRange parts{range.dtype, range.op, range.prescale, range.postscale, {}, range.name};
+  View view{&parts, {}, item, plan.count * plan.chunk_bytes};
+  for (size_t c = 0; c < plan.count; ++c) {
+    const char* part = static_cast<const char*>(range.pieces.front().in);
+    for (size_t r = 0; r < size; ++r) {
+      const size_t begin = std::min(c * portion, counts[r] * item);
+      const size_t end = std::min(begin + portion, counts[r] * item);
+      const bool own = r == static_cast<size_t>(rank_);
+      char* out = own ? static_cast<char*>(range.pieces.front().out) + begin : nullptr;
+      parts.pieces.push_back(Piece{part + begin, out, (end - begin) / item});
+      view.offset.push_back((c * size + r) * portion);
+      part += counts[r] * item;
     }
-    if (step == 0) continue;
-    const size_t c = step - 1;
-    for (int distance = 1; distance < size_; ++distance) {
-      const int peer = (rank_ + distance) % size_;
-      KV_RETURN_IF_ERROR(WaitFor(peer, &RankBlock::packed, first + c));
-      const auto p = static_cast<size_t>(peer);
-      const size_t n = part(c, bytes[p]);
-      if (n > 0) std::memcpy(out + at[p] + c * chunk_bytes_, segment_.staging(peer, first + c), n);
-    }
-    Post({{&RankBlock::done, first + c}});
   }
-  return Status();
+  return Sliced(view, plan, /*gathers=*/false);
 }
 
 }  // namespace kolovod

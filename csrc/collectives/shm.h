@@ -39,6 +39,8 @@ class ShmBackend : public Backend {
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
   Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
   // Bytes up to which every rank reduces everything itself (one exchange instead of two).
   static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes);
@@ -57,8 +59,9 @@ class ShmBackend : public Backend {
 
   void ReduceAlone(const FusedRange& range);
   Status OneShot(const View& view);
-  Status TwoShot(const View& view);
-  Status Step(const View& view, const ChunkPlan& plan, uint64_t first, size_t step);
+  // In slices, chunk by chunk; `gathers`: every rank gets all results, not only its own slice.
+  Status Sliced(const View& view, const ChunkPlan& plan, bool gathers);
+  Status Step(const View& view, const ChunkPlan& plan, bool gathers, uint64_t first, size_t step);
   void Run(const FusedRange& range, Tasks& tasks);
   void StageCopy(char* slot, const char* src, size_t bytes);
 
@@ -68,6 +71,9 @@ class ShmBackend : public Backend {
   Status WaitFor(int peer, Flag flag, uint64_t value);
   Status WaitForAll(Flag flag, uint64_t value);
   Status WaitForSlot(uint64_t chunk);
+
+  // Below this, stores that bypass the cache cost more than the line transfers they save.
+  static constexpr size_t kStreamingFloor = 32 << 10;
 
   Segment& segment_;
   const int rank_;

@@ -43,4 +43,9 @@ Slice SliceOf(size_t length, int size, int rank) {
   return Slice{std::min(r * slice, length), std::min((r + 1) * slice, length)};
 }
 
+size_t PartOf(size_t rows, int size, int rank) {
+  const auto n = static_cast<size_t>(size);
+  return rows / n + (static_cast<size_t>(rank) < rows % n ? 1 : 0);
+}
+
 }  // namespace kolovod

@@ -38,4 +38,7 @@ struct Slice {
 };
 Slice SliceOf(size_t length, int size, int rank);
 
+// Rows of `rows` that rank `rank` gets in a reducescatter: all alike, the first ones one more.
+size_t PartOf(size_t rows, int size, int rank);
+
 }  // namespace kolovod

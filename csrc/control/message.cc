@@ -79,6 +79,7 @@ std::string EncodeRequest(const Request& request) {
   w.Put(request.prescale);
   w.Put(request.postscale);
   w.Put(request.root);
+  PutInts(w, request.splits);
   w.Put(static_cast<uint32_t>(request.tensors.size()));
   for (const TensorMeta& tensor : request.tensors) {
     w.Put(static_cast<uint8_t>(tensor.dtype));
@@ -95,7 +96,7 @@ std::optional<Request> DecodeRequest(std::string_view bytes) {
   if (!r.GetString(&request.name) || !r.Get(&cacheable) || cacheable > 1 ||
       !r.GetEnum(kVerbCount, &request.verb) || !r.GetEnum(kOpCount, &request.op) ||
       !r.Get(&request.prescale) || !r.Get(&request.postscale) || !r.Get(&request.root) ||
-      !r.GetCount(5, &tensors)) {
+      !r.GetInts(&request.splits) || !r.GetCount(5, &tensors)) {
     return std::nullopt;
   }
   request.cacheable = cacheable != 0;
@@ -116,8 +117,8 @@ std::string EncodeResponse(const Response& response) {
   w.PutString(response.name);
   w.Put(response.id);
   w.PutString(response.error);
-  w.Put(static_cast<uint32_t>(response.first_dims.size()));
-  for (const auto& dims : response.first_dims) PutInts(w, dims);
+  w.Put(static_cast<uint32_t>(response.rows.size()));
+  for (const auto& rows : response.rows) PutInts(w, rows);
   return w.Take();
 }
 
@@ -129,9 +130,9 @@ std::optional<Response> DecodeResponse(std::string_view bytes) {
       !r.GetString(&response.error) || !r.GetCount(4, &tensors)) {
     return std::nullopt;
   }
-  response.first_dims.resize(tensors);
-  for (auto& dims : response.first_dims) {
-    if (!r.GetInts(&dims)) return std::nullopt;
+  response.rows.resize(tensors);
+  for (auto& rows : response.rows) {
+    if (!r.GetInts(&rows)) return std::nullopt;
   }
   if (!r.AtEnd()) return std::nullopt;
   return response;

@@ -28,6 +28,7 @@ struct Request {
   double prescale = 1.0;
   double postscale = 1.0;
   int32_t root = 0;
+  std::vector<int64_t> splits;  // alltoall: rows for each rank
   std::vector<TensorMeta> tensors;
 };
 
@@ -40,7 +41,9 @@ struct Response {
   std::string name;
   int32_t id = kNoId;  // kExecute: announce by this bit next time; kForget: no longer valid
   std::string error;   // kError
-  std::vector<std::vector<int64_t>> first_dims;  // allgather: per tensor, per rank
+  // What a rank cannot know by itself: for each tensor of an allgather dimension 0 by rank; for an alltoall
+  // the rows that rank s sends to rank d, at s * size + d.
+  std::vector<std::vector<int64_t>> rows;
 };
 
 std::string EncodeRequest(const Request& request);

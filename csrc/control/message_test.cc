@@ -15,6 +15,7 @@ Request SomeRequest() {
   request.prescale = 0.5;
   request.postscale = 3.0;
   request.root = 2;
+  request.splits = {1, 0, 4};
   request.tensors = {{DType::kBFloat16, {3, 4, 5}}, {DType::kInt64, {}}, {DType::kBool, {0}}};
   return request;
 }
@@ -25,7 +26,7 @@ Response SomeResponse() {
   response.name = "x";
   response.id = 7;
   response.error = "shape differs";
-  response.first_dims = {{1, 2, 3}, {}};
+  response.rows = {{1, 2, 3}, {}};
   return response;
 }
 
@@ -35,6 +36,7 @@ TEST(a_request_survives) {
   CHECK(decoded.has_value());
   CHECK(decoded->name == request.name && decoded->tensors == request.tensors);
   CHECK(decoded->op == request.op && decoded->verb == request.verb && decoded->root == 2);
+  CHECK(decoded->splits == request.splits);
   CHECK(decoded->prescale == 0.5 && decoded->postscale == 3.0);
   CHECK(EncodeRequest(*decoded) == EncodeRequest(request));
 }
@@ -44,7 +46,7 @@ TEST(a_response_survives) {
   const auto decoded = DecodeResponse(EncodeResponse(response));
   CHECK(decoded.has_value());
   CHECK(decoded->kind == response.kind && decoded->name == "x" && decoded->id == 7);
-  CHECK(decoded->error == response.error && decoded->first_dims == response.first_dims);
+  CHECK(decoded->error == response.error && decoded->rows == response.rows);
 }
 
 TEST(a_truncated_or_longer_message_is_refused) {

@@ -28,9 +28,9 @@ std::string Conflict(const char* what, int a, const std::string& value_a, int b,
          std::to_string(b) + " has " + value_b;
 }
 
-// Allgather joins along dimension 0, so that one may differ.
+// Allgather and alltoall join along dimension 0, so that one may differ.
 bool ShapesAgree(Verb verb, const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
-  if (verb != Verb::kAllgather) return a == b;
+  if (verb != Verb::kAllgather && verb != Verb::kAlltoall) return a == b;
   if (a.size() != b.size()) return false;
   for (size_t d = 1; d < a.size(); ++d) {
     if (a[d] != b[d]) return false;
@@ -125,11 +125,16 @@ Response Negotiator::Decide(const std::string& name, const Waiting& waiting) {
   }
   if (first.verb == Verb::kAllgather) {
     for (size_t t = 0; t < first.tensors.size(); ++t) {
-      std::vector<int64_t>& dims = response.first_dims.emplace_back();
+      std::vector<int64_t>& rows = response.rows.emplace_back();
       for (const auto& request : waiting.by_rank) {
         const std::vector<int64_t>& shape = request->tensors[t].shape;
-        dims.push_back(shape.empty() ? 1 : shape[0]);  // a scalar is refused before it gets here
+        rows.push_back(shape.empty() ? 1 : shape[0]);  // a scalar is refused before it gets here
       }
+    }
+  } else if (first.verb == Verb::kAlltoall) {
+    std::vector<int64_t>& rows = response.rows.emplace_back();
+    for (const auto& request : waiting.by_rank) {
+      rows.insert(rows.end(), request->splits.begin(), request->splits.end());
     }
   }
   response.id = AssignId(name, waiting);

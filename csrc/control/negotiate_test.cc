@@ -100,10 +100,24 @@ TEST(allgather_joins_different_first_dimensions_only) {
   n.Offer(0, a);
   const auto said = n.Offer(1, b);
   CHECK(said[0].kind == Kind::kExecute);
-  CHECK((said[0].first_dims == std::vector<std::vector<int64_t>>{{2, 0}}));
+  CHECK((said[0].rows == std::vector<std::vector<int64_t>>{{2, 0}}));
   b.tensors[0].shape = {2, 4};
   n.Offer(0, a);
   CHECK(n.Offer(1, b)[0].kind == Kind::kError);
+}
+
+TEST(alltoall_tells_everybody_who_sends_what_to_whom) {
+  Negotiator n(2, 8);
+  Request a = Make("a", {5, 3});
+  a.verb = Verb::kAlltoall;
+  a.splits = {2, 3};
+  Request b = Make("a", {1, 3});
+  b.verb = Verb::kAlltoall;
+  b.splits = {0, 1};
+  n.Offer(0, a);
+  const auto said = n.Offer(1, b);
+  CHECK(said[0].kind == Kind::kExecute);
+  CHECK((said[0].rows == std::vector<std::vector<int64_t>>{{2, 3, 0, 1}}));
 }
 
 }  // namespace

@@ -174,7 +174,7 @@ Status Control::ReadLog(std::deque<OperationPtr>* ready) {
       }
       OperationPtr op = std::move(by_id_[entry->id]);
       op->in_log = true;
-      op->first_dims = cache_[op->request.name].first_dims;
+      op->rows = cache_[op->request.name].rows;
       ready->push_back(std::move(op));
     } else {
       // Rank 0 appends the entry after the whole message is in the ring.
@@ -207,7 +207,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
   }
   OperationPtr op = found->second;
   op->in_log = true;
-  op->first_dims = response.first_dims;
+  op->rows = response.rows;
   if (response.kind == Response::Kind::kError) {
     op->status = Status(Code::kMismatch, response.error);
   } else if (response.id != kNoId) {
@@ -215,7 +215,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
       return Status(Code::kInternal, "rank 0 assigned bit " + std::to_string(response.id) +
                                          ", but there are " + std::to_string(by_id_.size()));
     }
-    cache_[response.name] = Cached{response.id, EncodeRequest(op->request), response.first_dims};
+    cache_[response.name] = Cached{response.id, EncodeRequest(op->request), response.rows};
   }
   ready->push_back(std::move(op));
   return Status();

@@ -58,7 +58,7 @@ class Control {
   struct Cached {
     int32_t id;
     std::string body;  // the request it stands for, encoded
-    std::vector<std::vector<int64_t>> first_dims;
+    std::vector<std::vector<int64_t>> rows;
   };
 
   void SendInFull(const OperationPtr& op, std::string body);

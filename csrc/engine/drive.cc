@@ -24,6 +24,13 @@ char* AllocateOutput(size_t bytes) {
   if (data != nullptr && huge) madvise(data, length, MADV_HUGEPAGE);  // a hint: may fail
   return static_cast<char*>(data);
 }
+
+// One index of the first dimension.
+size_t RowBytes(const TensorMeta& meta) {
+  size_t bytes = SizeOf(meta.dtype);
+  for (size_t d = 1; d < meta.shape.size(); ++d) bytes *= static_cast<size_t>(meta.shape[d]);
+  return bytes;
+}
 }  // namespace
 
 bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
@@ -139,7 +146,10 @@ Status Engine::Execute(const std::vector<OperationPtr>& ops) {
   KV_RETURN_IF_ERROR(ExecuteReductions(ops));
   for (const OperationPtr& op : ops) {
     if (!op->status.ok()) continue;
+    if (MakesOutputs(op->request.verb)) op->buffers.resize(op->inputs.size());
     if (op->request.verb == Verb::kAllgather) KV_RETURN_IF_ERROR(ExecuteAllgather(*op));
+    if (op->request.verb == Verb::kAlltoall) KV_RETURN_IF_ERROR(ExecuteAlltoall(*op));
+    if (op->request.verb == Verb::kReducescatter) KV_RETURN_IF_ERROR(ExecuteReducescatter(*op));
     if (op->request.verb != Verb::kBroadcast) continue;
     for (size_t t = 0; t < op->inputs.size(); ++t) {
       KV_RETURN_IF_ERROR(backend_->Broadcast(Piece{op->inputs[t], op->outputs[t], op->counts[t]},
@@ -174,30 +184,69 @@ Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
   return Status();
 }
 
+Status Engine::MakeOutput(Operation& op, size_t t, size_t bytes) {
+  OutputBuffer& buffer = op.buffers[t];
+  buffer.bytes = bytes;
+  buffer.data.reset(AllocateOutput(bytes));
+  if (buffer.data != nullptr) return Status();
+  const Status status(Code::kInternal, liveness_->Describe(rank_) + " has no memory for " +
+                                           std::to_string(bytes) + " bytes of " + NameOf(op.request.verb) +
+                                           " '" + op.request.name + "'");
+  segment_->Revoke(status.code(), status.message());
+  return status;
+}
+
 Status Engine::ExecuteAllgather(Operation& op) {
-  op.buffers.resize(op.inputs.size());
   for (size_t t = 0; t < op.inputs.size(); ++t) {
-    const TensorMeta& meta = op.request.tensors[t];
-    size_t row_bytes = SizeOf(meta.dtype);
-    for (size_t d = 1; d < meta.shape.size(); ++d) row_bytes *= static_cast<size_t>(meta.shape[d]);
+    const size_t row_bytes = RowBytes(op.request.tensors[t]);
     std::vector<size_t> bytes;
     size_t total = 0;
-    for (int64_t rows : op.first_dims[t]) {
+    for (int64_t rows : op.rows[t]) {
       bytes.push_back(static_cast<size_t>(rows) * row_bytes);
       total += bytes.back();
     }
-    OutputBuffer& buffer = op.buffers[t];
-    buffer.bytes = total;
-    buffer.data.reset(AllocateOutput(total));
-    if (buffer.data == nullptr) {
-      // The peers cannot go on without this rank's part.
-      const Status status(Code::kInternal, liveness_->Describe(rank_) + " has no memory for " +
-                                               std::to_string(total) + " bytes of allgather '" +
-                                               op.request.name + "'");
-      segment_->Revoke(status.code(), status.message());
-      return status;
-    }
-    KV_RETURN_IF_ERROR(backend_->Allgather(op.inputs[t], buffer.data.get(), bytes));
+    KV_RETURN_IF_ERROR(MakeOutput(op, t, total));
+    KV_RETURN_IF_ERROR(backend_->Allgather(op.inputs[t], op.buffers[t].data.get(), bytes));
+  }
+  return Status();
+}
+
+Status Engine::ExecuteAlltoall(Operation& op) {
+  const size_t row_bytes = RowBytes(op.request.tensors[0]);
+  const auto size = static_cast<size_t>(size_);
+  std::vector<size_t> bytes;
+  for (int64_t rows : op.rows[0]) bytes.push_back(static_cast<size_t>(rows) * row_bytes);
+  std::vector<int64_t> received;
+  size_t total = 0;
+  for (size_t s = 0; s < size; ++s) {
+    const size_t at = s * size + static_cast<size_t>(rank_);
+    received.push_back(op.rows[0][at]);
+    total += bytes[at];
+  }
+  KV_RETURN_IF_ERROR(MakeOutput(op, 0, total));
+  KV_RETURN_IF_ERROR(
+      backend_->Alltoall(static_cast<const char*>(op.inputs[0]), op.buffers[0].data.get(), bytes));
+  op.rows = {std::move(received)};
+  return Status();
+}
+
+Status Engine::ExecuteReducescatter(Operation& op) {
+  const Request& request = op.request;
+  for (size_t t = 0; t < op.inputs.size(); ++t) {
+    const TensorMeta& meta = request.tensors[t];
+    const auto rows = static_cast<size_t>(meta.shape[0]);
+    const size_t row_elements = RowBytes(meta) / SizeOf(meta.dtype);
+    std::vector<size_t> counts;
+    for (int r = 0; r < size_; ++r) counts.push_back(PartOf(rows, size_, r) * row_elements);
+    KV_RETURN_IF_ERROR(MakeOutput(op, t, counts[static_cast<size_t>(rank_)] * SizeOf(meta.dtype)));
+    if (op.counts[t] == 0) continue;
+    const FusedRange range{meta.dtype,
+                           request.op,
+                           request.prescale,
+                           request.postscale,
+                           {Piece{op.inputs[t], op.buffers[t].data.get(), op.counts[t]}},
+                           &request.name};
+    KV_RETURN_IF_ERROR(backend_->Reducescatter(range, counts));
   }
   return Status();
 }

@@ -153,15 +153,35 @@ Status Engine::Validate(const Request& request, const std::vector<SubmittedTenso
       return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +
                                                 " dimensions; at most " + std::to_string(kMaxDims));
     }
-    if (request.verb == Verb::kAllgather && tensor.meta.shape.empty()) {
+    if (MakesOutputs(request.verb) && tensor.meta.shape.empty()) {
       return Status(Code::kInvalidArgument,
-                    what + "a scalar has no first dimension to gather along; reshape it to (1,)");
+                    what + "a scalar has no first dimension to join or split along; reshape it to (1,)");
     }
-    if (request.verb == Verb::kAllreduce && tensor.meta.dtype == DType::kBool &&
+    if (IsReduction(request.verb) && tensor.meta.dtype == DType::kBool &&
         (request.op == Op::kAverage || request.prescale != 1.0 || request.postscale != 1.0)) {
       return Status(Code::kInvalidArgument,
                     what + "bool cannot be averaged or scaled; use Sum (or), Min (and) or Max (or)");
     }
+  }
+  return request.verb == Verb::kAlltoall ? ValidateSplits(what, request, tensors) : Status();
+}
+
+Status Engine::ValidateSplits(const std::string& what, const Request& request,
+                              const std::vector<SubmittedTensor>& tensors) const {
+  if (request.splits.size() != static_cast<size_t>(size_)) {
+    return Status(Code::kInvalidArgument, what + std::to_string(request.splits.size()) + " splits for " +
+                                              std::to_string(size_) + " ranks; give one for each");
+  }
+  int64_t left = tensors.front().meta.shape.front();
+  for (int r = 0; r < size_; ++r) {
+    const int64_t rows = request.splits[static_cast<size_t>(r)];
+    if (rows < 0 || rows > left) {
+      return Status(Code::kInvalidArgument,
+                    what + "split " + std::to_string(rows) + " for rank " + std::to_string(r) + ", but " +
+                        std::to_string(left) + " of " + std::to_string(tensors.front().meta.shape.front()) +
+                        " rows are left; splits are at least 0 and together at most the first dimension");
+    }
+    left -= rows;
   }
   return Status();
 }
@@ -180,7 +200,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     op->bytes += count * SizeOf(tensor.meta.dtype);
     request.tensors.push_back(std::move(tensor.meta));
   }
-  if (request.verb != Verb::kAllreduce) {
+  if (!IsReduction(request.verb)) {
     request.op = Op::kSum;
     request.prescale = request.postscale = 1.0;
   }

@@ -90,6 +90,8 @@ class Engine {
   std::string MissingRanks();
   void ProbeLatency();
   Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const;
+  Status ValidateSplits(const std::string& what, const Request& request,
+                        const std::vector<SubmittedTensor>& tensors) const;
 
   // Why a new operation could never complete, or OK.
   Status WorldStatus();
@@ -102,6 +104,10 @@ class Engine {
   Status Execute(const std::vector<OperationPtr>& ops);
   Status ExecuteReductions(const std::vector<OperationPtr>& ops);
   Status ExecuteAllgather(Operation& op);
+  Status ExecuteAlltoall(Operation& op);
+  Status ExecuteReducescatter(Operation& op);
+  // Makes the output of tensor t; without memory the world is aborted, since peers wait for this rank.
+  Status MakeOutput(Operation& op, size_t t, size_t bytes);
   void Complete(const std::vector<OperationPtr>& ops);
   bool HasWork();
   // Lease. Fails what can never complete because a rank left.

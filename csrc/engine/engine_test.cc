@@ -45,6 +45,35 @@ TEST(allreduce_of_every_size_on_every_world) {
   }
 }
 
+TEST(reducescatter_and_alltoall_on_every_world) {
+  for (int size : {1, 2, 3, 4, 8}) {
+    RunRanks(size, [](Rank& rank) {
+      const auto n = static_cast<size_t>(rank.size());
+      const auto r = static_cast<size_t>(rank.rank());
+      for (size_t count : {0, 1, 7, 1000, 30011}) {
+        const std::vector<float> sum = Expected(count, rank.size());
+        size_t begin = 0;
+        for (size_t q = 0; q < r; ++q) begin += PartOf(count, rank.size(), static_cast<int>(q));
+        const size_t part = PartOf(count, rank.size(), rank.rank());
+        std::vector<float> result;
+        CHECK_OK(rank.Scatter(Verb::kReducescatter, "r", Values(count, rank.rank()), {}, &result));
+        CHECK(result == std::vector<float>(sum.begin() + static_cast<long>(begin),
+                                           sum.begin() + static_cast<long>(begin + part)));
+        // Rank s sends count / (s + d + 1) rows, filled with 100 s + d, to rank d.
+        std::vector<float> data, wanted;
+        std::vector<int64_t> splits;
+        for (size_t d = 0; d < n; ++d) {
+          splits.push_back(static_cast<int64_t>(count / (r + d + 1)));
+          data.insert(data.end(), count / (r + d + 1), static_cast<float>(100 * r + d));
+          wanted.insert(wanted.end(), count / (r + d + 1), static_cast<float>(100 * d + r));
+        }
+        CHECK_OK(rank.Scatter(Verb::kAlltoall, "a", data, splits, &result));
+        CHECK(result == wanted);
+      }
+    });
+  }
+}
+
 TEST(unnamed_operations_match_by_order) {
   RunRanks(3, [](Rank& rank) {
     for (int i = 0; i < 50; ++i) {

@@ -16,7 +16,7 @@ struct FreeDeleter {
   void operator()(char* p) const { std::free(p); }
 };
 
-// Bytes that the engine allocated because only the negotiation knew how many (allgather).
+// Bytes that the engine allocated: allgather, alltoall and reducescatter make outputs of other sizes.
 struct OutputBuffer {
   std::unique_ptr<char, FreeDeleter> data;
   size_t bytes = 0;
@@ -29,10 +29,12 @@ struct Operation {
   std::vector<size_t> counts;  // elements
   size_t bytes = 0;            // all tensors of this rank
 
-  int32_t announced_id = kNoId;                  // guarded by the engine's mutex
-  bool in_log = false;                           // guarded by the engine's mutex
-  std::vector<std::vector<int64_t>> first_dims;  // allgather: set when the entry is read from the log
-  std::vector<OutputBuffer> buffers;             // allgather: filled by the driver before `done`
+  int32_t announced_id = kNoId;  // guarded by the engine's mutex
+  bool in_log = false;           // guarded by the engine's mutex
+  // As in Response, set when the entry is read from the log. Once an alltoall is done: the rows received, by
+  // rank.
+  std::vector<std::vector<int64_t>> rows;
+  std::vector<OutputBuffer> buffers;  // filled by the driver before `done`, unless outputs were given
 
   Status status;  // written before `done`
   std::atomic<bool> done{false};

@@ -50,6 +50,24 @@ class Rank {
     (void)engine_->Release(handle, &done);
     return status;
   }
+  // Splits and joins rows of one float.
+  Status Scatter(Verb verb, const std::string& name, const std::vector<float>& data,
+                 const std::vector<int64_t>& splits, std::vector<float>* result) {
+    Request request;
+    request.name = name;
+    request.verb = verb;
+    request.splits = splits;
+    std::vector<SubmittedTensor> tensors(1);
+    tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
+    tensors[0].in = data.data();
+    uint64_t handle = 0;
+    KV_RETURN_IF_ERROR(engine_->Submit(std::move(request), std::move(tensors), true, &handle));
+    const OperationPtr op = engine_->Find(handle);
+    KV_RETURN_IF_ERROR(Wait(handle));
+    const float* made = reinterpret_cast<const float*>(op->buffers[0].data.get());
+    result->assign(made, made + op->buffers[0].bytes / sizeof(float));
+    return Status();
+  }
   Status Allreduce(const std::string& name, std::vector<float>& data, Op op = Op::kSum) {
     uint64_t handle = 0;
     KV_RETURN_IF_ERROR(Submit(name, data, true, &handle, op));

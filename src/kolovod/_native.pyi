@@ -44,11 +44,13 @@ class Engine:
         postscale: float,
         root: int,
         blocking: bool,
+        splits: Sequence[int] = (),
     ) -> int:
         """Queue one request and return its handle (> 0).
 
         ``tensors``: (dtype, shape, input pointer, output pointer); several make a group. Output may
-        equal input. For allgather the output pointer is 0: the engine allocates, see ``output``.
+        equal input. For allgather, alltoall and reducescatter the output pointer is 0: the engine
+        allocates, see ``output``. ``splits``: alltoall, the rows for each rank.
         ``name == ""`` means unnamed (the engine numbers it). ``root`` matters to broadcast only.
         ``blocking``: the caller will wait at once, so no other thread is woken for it.
         Raises EngineError at once for a duplicate name, a bad argument, a lost or left rank.
@@ -66,10 +68,10 @@ class Engine:
         """Forget a handle. True: it is done, its buffers are no longer used. False: pending."""
 
     def output(self, handle: int, index: int) -> npt.NDArray[np.uint8]:
-        """Bytes of tensor ``index`` of a completed allgather (owns its memory; call once each)."""
+        """Bytes of output ``index`` that the engine made (owns its memory; call once each)."""
 
-    def first_dims(self, handle: int, index: int) -> list[int]:
-        """Dimension 0 that each rank contributed to a completed allgather."""
+    def rows(self, handle: int, index: int) -> list[int]:
+        """Rows that each rank contributed to a completed allgather, or sent here in an alltoall."""
 
     def next_bucket(self, timeout_s: float) -> dict[str, Any] | None:
         """External engines: the next bucket, None on timeout; EngineError once shut down.

@@ -174,8 +174,51 @@ def test_gradient_of_allgather_is_the_own_part():
     run(3, work)
 
 
+def test_gradient_of_grouped_allgather():
+    def work(kv, rank):
+        x = torch.ones(rank + 1, requires_grad=True)
+        z = torch.ones(2, 2, requires_grad=True)
+        a, b = kv.grouped_allgather([x, z], "pair")
+        ((a * torch.arange(6.0)).sum() * (rank + 1) + b.sum()).backward()
+        start = rank * (rank + 1) // 2
+        assert torch.equal(x.grad, 6 * torch.arange(6.0)[start : start + rank + 1])
+        assert z.grad.tolist() == [[3, 3]] * 2
+
+    run(3, work)
+
+
+def test_gradient_of_alltoall_goes_back_where_the_rows_came_from():
+    """Rank r sends d + 1 rows to rank d, and keeps two; rank d's loss weighs them by d + 1."""
+
+    def work(kv, rank):
+        x = torch.ones(8, 2, requires_grad=True)
+        y, received = kv.alltoall(x, [1, 2, 3], "rows")
+        assert received == [rank + 1] * 3
+        ((rank + 1) * y).sum().backward()
+        weights = torch.tensor([1.0, 2, 2, 3, 3, 3, 0, 0])
+        assert torch.equal(x.grad, weights[:, None].expand(8, 2))
+
+    run(3, work)
+
+
+@pytest.mark.parametrize(("op", "factor"), [(Sum, 1.0), (Average, 1 / 3)])
+def test_gradient_of_reducescatter(op, factor):
+    def work(kv, rank):
+        x = torch.ones(4, 2, requires_grad=True)  # rank 0 gets two rows, the others one
+        y = kv.reducescatter(x, "rows", op, 0.5, 4.0)
+        assert torch.equal(y, torch.full((2 - (rank > 0), 2), 6 * factor))
+        ((rank + 1) * y).sum().backward()
+        wanted = 2 * factor * torch.tensor([1.0, 1, 2, 3])
+        torch.testing.assert_close(x.grad, wanted[:, None].expand(4, 2))
+
+    run(3, work)
+
+
 def test_max_has_no_gradient():
     def work(kv, rank):
+        scattered = kv.reducescatter(torch.ones(2, requires_grad=True), op=Max)
+        with pytest.raises(InvalidArgumentError, match="reducescatter with op Max has no gradient"):
+            scattered.sum().backward()
         y = kv.allreduce(torch.ones(2, requires_grad=True), op=Max)
         with pytest.raises(InvalidArgumentError, match="Max has no gradient"):
             y.sum().backward()

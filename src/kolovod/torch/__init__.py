@@ -37,6 +37,14 @@ broadcast_ = collectives.broadcast_
 broadcast_async_ = collectives.broadcast_async_
 allgather = collectives.allgather
 allgather_async = collectives.allgather_async
+grouped_allgather = collectives.grouped_allgather
+grouped_allgather_async = collectives.grouped_allgather_async
+alltoall = collectives.alltoall
+alltoall_async = collectives.alltoall_async
+reducescatter = collectives.reducescatter
+reducescatter_async = collectives.reducescatter_async
+grouped_reducescatter = collectives.grouped_reducescatter
+grouped_reducescatter_async = collectives.grouped_reducescatter_async
 barrier = collectives.barrier
 poll = collectives.poll
 synchronize = collectives.synchronize
@@ -65,6 +73,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -76,16 +86,22 @@ __all__ = [
     "collectives",
     "cross_rank",
     "cross_size",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "shutdown",
     "size",
     "synchronize",

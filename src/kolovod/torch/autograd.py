@@ -43,10 +43,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         verbs, name, op, scales = ctx.call
-        if op not in _LINEAR:
-            raise InvalidArgumentError(
-                f"allreduce with op {Op(op).name} has no gradient here; use Average or Sum"
-            )
+        _need_linear("allreduce", op)
         results = verbs.grouped_allreduce(grads, _backward_name(name), op, *scales)
         return (None, None, None, None, *results)
 
@@ -71,20 +68,73 @@ class _Broadcast(torch.autograd.Function):
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, verbs: TorchCollectives, name: str | None, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        result = verbs.allgather(tensor, name)
-        rows = torch.tensor([tensor.shape[0]])
-        counts = verbs.allgather(rows, None if name is None else f"{name}.rows").tolist()
+        ctx: Any, verbs: TorchCollectives, name: str | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        rows = torch.tensor([[tensor.shape[0] if tensor.ndim else 0 for tensor in tensors]])
+        *results, counts = verbs.grouped_allgather([*tensors, rows], name)
         rank = verbs.world().rank
-        ctx.call = (verbs, name, sum(counts[:rank]), counts[rank])
-        return result
+        ctx.call = (verbs, name, counts[:rank].sum(0).tolist(), rows[0].tolist())
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, name, start, rows = ctx.call
-        total = verbs.allreduce(grads[0], _backward_name(name), Sum)
-        return None, None, total[start : start + rows]
+        verbs, name, starts, rows = ctx.call
+        totals = verbs.grouped_allreduce(grads, _backward_name(name), Sum)
+        own = (
+            total[start : start + count]
+            for total, start, count in zip(totals, starts, rows, strict=True)
+        )
+        return (None, None, *own)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        verbs: TorchCollectives,
+        name: str | None,
+        splits: Sequence[int] | None,
+        tensor: torch.Tensor,
+    ) -> tuple[torch.Tensor, list[int]]:
+        result, received = verbs.alltoall(tensor, splits, name)
+        ctx.call = (verbs, name, received, tensor.shape)
+        return result, received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        verbs, name, received, shape = ctx.call
+        sent, _ = verbs.alltoall(grads[0], received, _backward_name(name))
+        kept = sent.new_zeros((shape[0] - sent.shape[0], *shape[1:]))  # rows that stayed here
+        return None, None, None, torch.cat([sent, kept])
+
+
+class _Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        verbs: TorchCollectives,
+        name: str | None,
+        op: int,
+        scales: tuple[float, float],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = (verbs, name, op, scales)
+        return tuple(verbs.grouped_reducescatter(tensors, name, op, *scales))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        verbs, name, op, (prescale, postscale) = ctx.call
+        _need_linear("reducescatter", op)
+        factor = prescale * postscale / (verbs.world().size if op == Average else 1)
+        results = verbs.grouped_allgather(grads, _backward_name(name))
+        return (None, None, None, None, *(result.mul_(factor) for result in results))
+
+
+def _need_linear(verb: str, op: int) -> None:
+    if op not in _LINEAR:
+        raise InvalidArgumentError(
+            f"{verb} with op {Op(op).name} has no gradient here; use Average or Sum"
+        )
 
 
 class TorchCollectives(Collectives[torch.Tensor]):
@@ -133,5 +183,51 @@ class TorchCollectives(Collectives[torch.Tensor]):
     def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
         """See Collectives.allgather. Differentiable."""
         if _wants_grad(tensor):
-            return _Allgather.apply(self, name, tensor)  # type: ignore
+            (result,) = _Allgather.apply(self, name, tensor)  # type: ignore[no-untyped-call]
+            return result  # type: ignore[no-any-return]
         return super().allgather(tensor, name)
+
+    def grouped_allgather(
+        self, tensors: Sequence[torch.Tensor], name: str | None = None
+    ) -> list[torch.Tensor]:
+        """See Collectives.grouped_allgather. Differentiable."""
+        if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
+            return list(_Allgather.apply(self, name, *tensors))  # type: ignore[no-untyped-call]
+        return super().grouped_allgather(tensors, name)
+
+    def alltoall(
+        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, name: str | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """See Collectives.alltoall. Differentiable."""
+        if _wants_grad(tensor):
+            return _Alltoall.apply(self, name, splits, tensor)  # type: ignore
+        return super().alltoall(tensor, splits, name)
+
+    def reducescatter(
+        self,
+        tensor: torch.Tensor,
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> torch.Tensor:
+        """See Collectives.reducescatter. Differentiable for Average and Sum."""
+        if _wants_grad(tensor):
+            scales = (prescale_factor, postscale_factor)
+            (result,) = _Reducescatter.apply(self, name, op, scales, tensor)  # type: ignore[no-untyped-call]
+            return result  # type: ignore[no-any-return]
+        return super().reducescatter(tensor, name, op, prescale_factor, postscale_factor)
+
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[torch.Tensor],
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[torch.Tensor]:
+        """See Collectives.grouped_reducescatter. Differentiable for Average and Sum."""
+        if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
+            scales = (prescale_factor, postscale_factor)
+            return list(_Reducescatter.apply(self, name, op, scales, *tensors))  # type: ignore[no-untyped-call]
+        return super().grouped_reducescatter(tensors, name, op, prescale_factor, postscale_factor)

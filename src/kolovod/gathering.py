@@ -1,0 +1,233 @@
+"""The verbs whose outputs the engine makes, since their first dimension is not the input's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Any, TypeVar
+
+from kolovod import _native
+from kolovod.errors import InvalidArgumentError
+from kolovod.frontend import TensorView
+from kolovod.handles import Handle
+from kolovod.ops import Average, Sum
+from kolovod.submission import Submitter, several
+
+T = TypeVar("T")
+
+_ALLGATHER = _native.VERBS["allgather"]
+_ALLTOALL = _native.VERBS["alltoall"]
+_REDUCESCATTER = _native.VERBS["reducescatter"]
+
+
+class Gathering(Submitter[T]):
+    """allgather, alltoall and reducescatter; what all verbs share is said in collectives.py."""
+
+    # allgather ----------------------------------------------------------------------------------
+
+    def allgather(self, tensor: T, name: str | None = None) -> T:
+        """The ranks' tensors one after the other along dimension 0, in rank order.
+
+        Dimension 0 may differ between ranks (0 included); the others must agree. A scalar has no
+        dimension to join along: InvalidArgumentError.
+        """
+        result: T = self._allgather([tensor], name, blocking=True, single=True).wait()
+        return result
+
+    def allgather_async(self, tensor: T, name: str | None = None) -> Handle[T]:
+        """``allgather`` that returns at once."""
+        return self._allgather([tensor], name, blocking=False, single=True)
+
+    def grouped_allgather(self, tensors: Sequence[T], name: str | None = None) -> list[T]:
+        """``allgather`` of several tensors as one operation, in the order given."""
+        results: list[T] = self._allgather(several(tensors), name, blocking=True).wait()
+        return results
+
+    def grouped_allgather_async(
+        self, tensors: Sequence[T], name: str | None = None
+    ) -> Handle[list[T]]:
+        """``grouped_allgather`` that returns at once."""
+        return self._allgather(several(tensors), name, blocking=False)
+
+    # alltoall -----------------------------------------------------------------------------------
+
+    def alltoall(
+        self, tensor: T, splits: Sequence[int] | None = None, name: str | None = None
+    ) -> tuple[T, list[int]]:
+        """Send ``splits[r]`` rows of ``tensor`` to rank r, the first ones to rank 0, and so on.
+
+        ``splits``: one for each rank, at least 0, together at most dimension 0 (further rows stay);
+        None: equal parts. Returns what the ranks sent here, along dimension 0 in rank order, and
+        how many rows each of them sent. The other dimensions must agree. Raises
+        InvalidArgumentError for a scalar, for splits that do not fit, and for None when dimension
+        0 is not divisible by the number of ranks.
+        """
+        return self._alltoall(tensor, splits, name, blocking=True).wait()
+
+    def alltoall_async(
+        self, tensor: T, splits: Sequence[int] | None = None, name: str | None = None
+    ) -> Handle[tuple[T, list[int]]]:
+        """``alltoall`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
+        return self._alltoall(tensor, splits, name, blocking=False)
+
+    # reducescatter ------------------------------------------------------------------------------
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> T:
+        """``allreduce`` of which every rank gets a part of the rows, in rank order.
+
+        ``tensor``: the same shape on all ranks, at least one dimension. Of n rows on s ranks, each
+        rank gets n // s, and the first n % s ranks one more.
+        """
+        scales = (prescale_factor, postscale_factor)
+        result: T = self._reducescatter(
+            [tensor], name, op, scales, blocking=True, single=True
+        ).wait()
+        return result
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Handle[T]:
+        """``reducescatter`` that returns at once; leave ``tensor`` alone until ``wait``."""
+        scales = (prescale_factor, postscale_factor)
+        return self._reducescatter([tensor], name, op, scales, blocking=False, single=True)
+
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[T]:
+        """``reducescatter`` of several tensors as one operation, in the order given."""
+        scales = (prescale_factor, postscale_factor)
+        results: list[T] = self._reducescatter(
+            several(tensors), name, op, scales, blocking=True
+        ).wait()
+        return results
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Handle[list[T]]:
+        """``grouped_reducescatter`` that returns at once."""
+        scales = (prescale_factor, postscale_factor)
+        return self._reducescatter(several(tensors), name, op, scales, blocking=False)
+
+    # inside -------------------------------------------------------------------------------------
+
+    def _allgather(
+        self, tensors: Sequence[T], name: str | None, *, blocking: bool, single: bool = False
+    ) -> Handle[Any]:
+        views = [self._view(tensor) for tensor in tensors]
+
+        def finish(engine: _native.Engine, number: int) -> Any:
+            return self._made(
+                engine,
+                number,
+                views,
+                [sum(engine.rows(number, i)) for i in range(len(views))],
+                single,
+            )
+
+        return self._start(
+            _ALLGATHER,
+            name,
+            [(dtype, shape, source, 0) for dtype, shape, source, _ in views],
+            Sum,
+            1.0,
+            1.0,
+            0,
+            views,
+            None,
+            finish,
+            blocking,
+        )
+
+    def _alltoall(
+        self, tensor: T, splits: Sequence[int] | None, name: str | None, *, blocking: bool
+    ) -> Handle[tuple[T, list[int]]]:
+        view = self._view(tensor)
+        dtype, shape, source, _ = view
+        checked = _splits(splits, shape, self.world().size)
+
+        def finish(engine: _native.Engine, number: int) -> tuple[T, list[int]]:
+            received = engine.rows(number, 0)
+            output: T = self._made(engine, number, [view], [sum(received)], True)
+            return output, received
+
+        entries = [(dtype, shape, source, 0)]
+        return self._start(
+            _ALLTOALL, name, entries, Sum, 1.0, 1.0, 0, view, None, finish, blocking, checked
+        )
+
+    def _reducescatter(
+        self,
+        tensors: Sequence[T],
+        name: str | None,
+        op: int,
+        scales: tuple[float, float],
+        *,
+        blocking: bool,
+        single: bool = False,
+    ) -> Handle[Any]:
+        views = [self._view(tensor) for tensor in tensors]
+        world = self.world()
+        rank, size = world.rank, world.size
+
+        def finish(engine: _native.Engine, number: int) -> Any:
+            rows = [shape[0] // size + (rank < shape[0] % size) for _, shape, _, _ in views]
+            return self._made(engine, number, views, rows, single)
+
+        entries = [(dtype, shape, source, 0) for dtype, shape, source, _ in views]
+        return self._start(
+            _REDUCESCATTER, name, entries, op, *scales, 0, views, None, finish, blocking
+        )
+
+    def _made(
+        self,
+        engine: _native.Engine,
+        number: int,
+        views: Sequence[TensorView],
+        rows: Sequence[int],
+        single: bool,
+    ) -> Any:
+        """The outputs that the engine made: tensor i is like view i, but with ``rows[i]`` rows."""
+        outputs = [
+            self.frontend.from_bytes(engine.output(number, i), view[0], (rows[i], *view[1][1:]))
+            for i, view in enumerate(views)
+        ]
+        return outputs[0] if single else outputs
+
+
+def _splits(splits: Sequence[int] | None, shape: tuple[int, ...], size: int) -> list[int]:
+    """The splits of an alltoall as plain numbers; the engine checks how many and how large."""
+    if splits is None:
+        rows = shape[0] if shape else 0
+        if rows % size != 0:
+            raise InvalidArgumentError(
+                f"alltoall: {rows} rows cannot be split evenly over {size} ranks; give splits"
+            )
+        return [rows // size] * size
+    try:
+        return [index(split) for split in splits]
+    except TypeError:
+        raise InvalidArgumentError(
+            f"splits is {splits!r}: give one whole number of rows for each rank, or None"
+        ) from None

@@ -1,0 +1,176 @@
+"""From a verb's arguments to the engine: what all verbs do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+from kolovod import _native
+from kolovod.errors import InvalidArgumentError, from_engine
+from kolovod.frontend import Frontend
+from kolovod.handles import Handle, Keeper
+from kolovod.ops import Op
+
+T = TypeVar("T")
+
+EngineTensor = tuple[int, tuple[int, ...], int, int]
+"""dtype, shape, input address, output address (0: the engine makes the output)"""
+
+
+class WorldLike(Protocol):
+    """What verbs need to know about the world."""
+
+    @property
+    def engine(self) -> _native.Engine:
+        """The engine of this rank."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+
+class Submitter(Generic[T]):
+    """Submits requests and makes their results; the verbs are in Collectives."""
+
+    def __init__(self, frontend: Frontend[T], world: Callable[[], WorldLike]) -> None:
+        """``world`` is asked on every call, so that a new world needs no new Collectives."""
+        self.frontend = frontend
+        self.world = world
+        self._keeper = Keeper()
+        self._view = frontend.view
+        self._empty_like = frontend.empty_like
+
+    def _run(
+        self,
+        verb: int,
+        name: str | None,
+        entries: list[EngineTensor],
+        op: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        buffers: object,
+    ) -> None:
+        """Submit and wait. Three calls into the engine and nothing else on the good path.
+
+        ``op + 0`` is the plain int of an Op, which the binding takes much faster.
+        """
+        engine = self.world().engine
+        if self._keeper:
+            self._keeper.sweep()
+        number = 0
+        try:
+            number = engine.submit(
+                verb, name or "", entries, op + 0, prescale, postscale, root, True
+            )
+            engine.wait(number, -1.0)
+            engine.release(number)
+        except BaseException as error:
+            self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))
+
+    def _start(
+        self,
+        verb: int,
+        name: str | None,
+        entries: list[EngineTensor],
+        op: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        buffers: object,
+        result: Any,
+        finish: Callable[[_native.Engine, int], Any] | None = None,
+        blocking: bool = False,
+        splits: Sequence[int] = (),
+    ) -> Handle[Any]:
+        engine = self.world().engine
+        if self._keeper:
+            self._keeper.sweep()
+        number = 0
+        try:
+            number = engine.submit(
+                verb, name or "", entries, op + 0, prescale, postscale, root, blocking, splits
+            )
+            return Handle(engine, number, buffers, result, finish, self._keeper)
+        except BaseException as error:
+            self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))
+
+    def _failed(
+        self,
+        error: BaseException,
+        engine: _native.Engine,
+        number: int,
+        buffers: object,
+        arguments: tuple[object, object, object, object, object],
+    ) -> NoReturn:
+        if number != 0 or not isinstance(error, Exception):
+            self._keeper.keep(engine, number, buffers)
+        if isinstance(error, _native.EngineError):
+            raise from_engine(error) from None
+        if isinstance(error, TypeError | ValueError):
+            _blame(*arguments)
+        raise error
+
+    def _fresh(self, tensor: T) -> tuple[EngineTensor, T]:
+        """What the engine is told about ``tensor``, and the new tensor that receives the result."""
+        dtype, shape, source, owner = self._view(tensor)
+        if owner is tensor:
+            output, target = self._empty_like(tensor)
+            return (dtype, shape, source, target), output
+        return (dtype, shape, source, source), owner
+
+    def _own(self, tensor: T) -> tuple[EngineTensor, T]:
+        """The same for work in place; the second is ``tensor`` or a dense stand-in for it."""
+        self.frontend.claim(tensor)
+        dtype, shape, address, owner = self._view(tensor)
+        return (dtype, shape, address, address), owner
+
+    def _copying_back(
+        self, owners: Sequence[T], tensors: Sequence[T], result: Any
+    ) -> Callable[[_native.Engine, int], Any] | None:
+        pairs = [(owner, t) for owner, t in zip(owners, tensors, strict=True) if owner is not t]
+        if not pairs:
+            return None
+        copy_back = self.frontend.copy_back
+
+        def finish(engine: _native.Engine, number: int) -> Any:
+            for owner, tensor in pairs:
+                copy_back(owner, tensor)
+            return result
+
+        return finish
+
+
+def _blame(name: object, op: object, prescale: object, postscale: object, root: object) -> None:
+    """Say which argument the engine's binding could not take."""
+    if not (name is None or isinstance(name, str)):
+        raise InvalidArgumentError(
+            f"name is {name!r}: give a str, or None for an unnamed operation"
+        )
+    if op not in _native.OPS.values():
+        known = ", ".join(member.name for member in Op)
+        raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
+    for label, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if not isinstance(factor, int | float):
+            raise InvalidArgumentError(f"{label} is {factor!r}: give a float")
+    try:
+        index(root)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgumentError(f"root_rank is {root!r}: give the number of a rank") from None
+
+
+def several(tensors: Sequence[T]) -> Sequence[T]:
+    """The tensors of a grouped verb, if they are several."""
+    if not isinstance(tensors, list | tuple):
+        raise InvalidArgumentError(
+            f"a grouped verb takes a list or tuple of tensors, not {type(tensors).__name__}"
+        )
+    return tensors
