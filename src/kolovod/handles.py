@@ -2,7 +2,8 @@
 
 The engine reads and writes buffers by address until an operation is complete, whatever Python does
 meanwhile. So a buffer's owner is referenced by its Handle, and when a Handle is dropped too early,
-by the Keeper of its Collectives, until the engine says that it is done.
+by the process's ``keeper``, until the engine says that it is done. There is one for all, since what
+made the request (an optimizer, say) may be gone by then.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class Keeper:
             self.keep(engine, number, buffers)
 
 
+keeper = Keeper()
+
+
 class Handle(Generic[T]):
     """One asynchronous operation: ``poll`` it, then ``wait`` for its result, once.
 
@@ -58,7 +62,7 @@ class Handle(Generic[T]):
     count on it), it only makes the result unreachable.
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_engine", "_finish", "_keeper", "_number", "_result")
+    __slots__ = ("__weakref__", "_buffers", "_engine", "_finish", "_number", "_result")
 
     def __init__(
         self,
@@ -67,7 +71,6 @@ class Handle(Generic[T]):
         buffers: object,
         result: Any,
         finish: Callable[[_native.Engine, int], T] | None,
-        keeper: Keeper,
     ) -> None:
         """``finish(engine, number)`` makes the result on completion; None: it is ``result``."""
         self._engine = engine
@@ -75,7 +78,6 @@ class Handle(Generic[T]):
         self._buffers = buffers
         self._result = result
         self._finish = finish
-        self._keeper = keeper
 
     def __repr__(self) -> str:
         """Say whether the result is still to be had."""
@@ -121,7 +123,7 @@ class Handle(Generic[T]):
         finally:
             self._number = 0
             self._buffers = self._result = self._finish = None
-            engine.release(number)  # complete, so it needs no Keeper
+            engine.release(number)  # complete, so it needs no keeper
         return result
 
     def _failed(self, error: _native.EngineError) -> NoReturn:
@@ -133,9 +135,9 @@ class Handle(Generic[T]):
         number, self._number = self._number, 0
         buffers = self._buffers
         self._buffers = self._result = self._finish = None
-        self._keeper.keep(self._engine, number, buffers)
+        keeper.keep(self._engine, number, buffers)
 
     def __del__(self) -> None:
-        """Leave the buffers to the Keeper if the engine may still use them."""
+        """Leave the buffers to the keeper if the engine may still use them."""
         if self._number != 0:
             self._let_go()

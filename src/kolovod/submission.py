@@ -9,7 +9,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError, from_engine
 from kolovod.frontend import Frontend
-from kolovod.handles import Handle, Keeper
+from kolovod.handles import Handle, keeper
 from kolovod.ops import Op
 
 T = TypeVar("T")
@@ -44,7 +44,6 @@ class Submitter(Generic[T]):
         """``world`` is asked on every call, so that a new world needs no new Collectives."""
         self.frontend = frontend
         self.world = world
-        self._keeper = Keeper()
         self._view = frontend.view
         self._empty_like = frontend.empty_like
 
@@ -64,8 +63,8 @@ class Submitter(Generic[T]):
         ``op + 0`` is the plain int of an Op, which the binding takes much faster.
         """
         engine = self.world().engine
-        if self._keeper:
-            self._keeper.sweep()
+        if keeper:
+            keeper.sweep()
         number = 0
         try:
             number = engine.submit(
@@ -92,14 +91,14 @@ class Submitter(Generic[T]):
         splits: Sequence[int] = (),
     ) -> Handle[Any]:
         engine = self.world().engine
-        if self._keeper:
-            self._keeper.sweep()
+        if keeper:
+            keeper.sweep()
         number = 0
         try:
             number = engine.submit(
                 verb, name or "", entries, op + 0, prescale, postscale, root, blocking, splits
             )
-            return Handle(engine, number, buffers, result, finish, self._keeper)
+            return Handle(engine, number, buffers, result, finish)
         except BaseException as error:
             self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))
 
@@ -112,7 +111,7 @@ class Submitter(Generic[T]):
         arguments: tuple[object, object, object, object, object],
     ) -> NoReturn:
         if number != 0 or not isinstance(error, Exception):
-            self._keeper.keep(engine, number, buffers)
+            keeper.keep(engine, number, buffers)
         if isinstance(error, _native.EngineError):
             raise from_engine(error) from None
         if isinstance(error, TypeError | ValueError):

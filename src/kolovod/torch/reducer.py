@@ -20,7 +20,7 @@ import torch
 from kolovod import _native
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError, MismatchError, from_engine
-from kolovod.handles import Keeper
+from kolovod.handles import keeper
 from kolovod.numpy.frontend import NumpyFrontend
 from kolovod.objects import Objects
 from kolovod.ops import Max
@@ -88,7 +88,6 @@ class GradientReducer:
         self._compression = compression
         self._passes = passes
         self._op = int(op)
-        self._keeper = Keeper()
         self._hooks: list[_Removable] = []
         self._names: list[str] = []
         self._parameters: list[torch.Tensor] = []
@@ -280,7 +279,7 @@ class GradientReducer:
     def _let_go(self, bucket: _Bucket) -> None:
         """Its buffers stay alive until the engine is done with them."""
         assert bucket.engine is not None
-        self._keeper.keep(bucket.engine, bucket.number, [item[2] for item in bucket.items])
+        keeper.keep(bucket.engine, bucket.number, [item[2] for item in bucket.items])
         bucket.engine, bucket.number, bucket.items = None, 0, []
 
     def __del__(self) -> None:
