@@ -130,7 +130,7 @@ def expected(case: Case, size: int) -> np.ndarray:
         scaled = [np.trunc(values) for values in scaled]
     reducer = {Min: np.minimum, Max: np.maximum, Product: np.multiply}.get(case.op, np.add)
     result = reducer.reduce(scaled)
-    if case.dtype in INTEGERS:
+    if case.dtype in INTEGERS and case.op != Average:
         result = _wrapped(result, case.dtype)
     if case.op == Average:
         result = result / size

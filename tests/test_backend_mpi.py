@@ -86,7 +86,7 @@ def test_factors_on_integers_clamp_and_truncate():
     assert scaled.tolist() == [2**63 - 1, -(2**63), 20, -20]
     assert backends.base._scaled(values[2:], 0.5, _native.DTYPES["int64"]).tolist() == [2, -2]
     large = np.array([2**62 + 11, -(2**62) - 5], np.int64)
-    exact = backends.base._finished(large, 2, 1.0)
+    exact = backends.base._finished(large, 2, 1.0, _native.DTYPES["int64"])
     assert exact.tolist() == [(2**62 + 11) // 2, -((2**62 + 5) // 2)]
 
 

@@ -202,6 +202,18 @@ def test_integer_average_truncates_toward_zero(size):
             np.testing.assert_array_equal(result, wanted)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "int32"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_sum_of_an_integer_average_does_not_wrap(size, dtype):
+    limits = np.iinfo(dtype)
+    values = np.array([limits.max, limits.min, limits.max - 3], dtype)
+    with loopback(size) as world:
+        for result in world.run(lambda kv: kv.allreduce(values)):
+            np.testing.assert_array_equal(result, values)
+        for result in world.run(lambda kv: kv.allreduce(values, postscale_factor=2.0)):
+            np.testing.assert_array_equal(result, [limits.max, limits.min * 2 // 2, limits.max])
+
+
 def test_sums_of_integers_are_exact_beyond_the_mantissa_of_a_double():
     inputs = [np.array([2**62 - 1, -(2**62) + 3], np.int64), np.array([12, -8], np.int64)]
     with loopback(2) as world:

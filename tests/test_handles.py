@@ -17,7 +17,7 @@ from kolovod.errors import (
     ShutDownError,
     WaitTimeoutError,
 )
-from kolovod.ops import Sum
+from kolovod.ops import Max, Sum
 from kolovod.testing.loopback import loopback
 
 
@@ -112,6 +112,58 @@ def test_buffers_are_released_by_wait():
         handle.wait()
         gc.collect()
         assert alive() is None
+
+
+def test_one_of_several_threads_gets_the_result():
+    with loopback(2) as world:
+
+        def work(kv):
+            for turn in range(50):
+                handle = kv.allreduce_async(np.ones(2), f"t{turn % 3}", Sum)
+                answers = []
+
+                def wait(handle=handle, answers=answers):
+                    try:
+                        answers.append(handle.wait(timeout_s=60).tolist())
+                    except InvalidArgumentError as error:
+                        answers.append(str(error))
+
+                threads = [threading.Thread(target=wait) for _ in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                assert answers.count([2, 2]) == 1
+
+        world.run(work)
+
+
+def test_a_short_timeout_lasts_as_long_as_it_says_while_others_wait_too():
+    with loopback(2) as world:
+
+        def work(kv):
+            stop = threading.Event()
+
+            def until_all_stop(name):
+                rounds = 0
+                while kv.allreduce(np.array([not stop.is_set()], "i4"), name, Max)[0]:
+                    rounds += 1
+                return rounds
+
+            threads = [threading.Thread(target=until_all_stop, args=(n,)) for n in ("a", "b")]
+            for thread in threads:
+                thread.start()
+            never = kv.allreduce_async(np.ones(1), f"only on rank {kv.world().rank}")
+            for _ in range(30):
+                begin = time.monotonic()
+                with pytest.raises(WaitTimeoutError):
+                    never.wait(timeout_s=0.01)
+                assert time.monotonic() - begin >= 0.01
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+        world.run(work)
 
 
 def test_many_threads_may_submit_and_wait():

@@ -172,9 +172,32 @@ def test_duplicate_name_fails_at_once_where_it_was_made():
         assert [r.tolist() for r in world.run(work)] == [[2, 2], [2, 2]]
 
 
+def same_tensor_twice(kv):
+    x = np.ones(3)
+    kv.grouped_allreduce_([x, np.ones(2), x], op=Sum)
+
+
+def overlapping_tensors(kv):
+    x = np.ones(10)
+    kv.grouped_allreduce_([x[3:], x[:4]], op=Sum)
+
+
 BAD_CALLS = {
     "root too large": (lambda kv: kv.broadcast(np.ones(2), 7), "root rank 7.*0..1"),
     "root negative": (lambda kv: kv.broadcast(np.ones(2), -1), "root rank -1"),
+    "root too large for C": (lambda kv: kv.broadcast(np.ones(2), 2**40), "root_rank is 109951"),
+    "name not unicode": (
+        lambda kv: kv.allreduce(np.ones(2), "\ud800"),
+        "cannot be written in UTF-8",
+    ),
+    "name of the engine": (lambda kv: kv.allreduce(np.ones(2), "unnamed.8"), "the engine's own"),
+    "factor not finite": (
+        lambda kv: kv.allreduce(np.ones(2), postscale_factor=float("nan")),
+        "a factor is nan",
+    ),
+    "a tensor twice": (same_tensor_twice, "tensors 0 and 2 of the group share memory"),
+    "overlapping tensors": (overlapping_tensors, "tensors 0 and 1 of the group share memory"),
+    "unnamed is numbered": (lambda kv: kv.broadcast(np.ones(2), 7), "'unnamed.1': root rank 7"),
     "root no number": (lambda kv: kv.broadcast(np.ones(2), "one"), "root_rank is 'one'"),
     "name": (lambda kv: kv.allreduce(np.ones(2), 5), "name is 5"),
     "op number": (lambda kv: kv.allreduce(np.ones(2), op=99), "op is 99.*Average"),
@@ -216,6 +239,19 @@ def test_bad_arguments_fail_where_they_are_made(label):
             return kv.allreduce(np.ones(2), "after", Sum).tolist()
 
         assert world.run(work) == [[2, 2], [2, 2]]
+
+
+def test_tensors_of_a_group_may_touch_and_inputs_may_be_the_same():
+    with loopback(2) as world:
+
+        def work(kv):
+            x = np.ones(10)
+            kv.grouped_allreduce_([x[:4], x[4:], x[4:4]], op=Sum)
+            assert x.tolist() == [2] * 10
+            y, z = kv.grouped_allreduce([x, x], op=Sum)
+            assert y.tolist() == z.tolist() == [4] * 10
+
+        world.run(work)
 
 
 def on_a_real_rank(rank):

@@ -14,17 +14,33 @@ struct BoolByte {
   uint8_t value;
 };
 
-// How a stored type is loaded for arithmetic and stored back.
+// An integer whose sum is divided afterwards: added in 64 bits, so that it does not wrap before.
+template <class T>
+struct Averaged {
+  T value;
+};
+
+// How a stored type is loaded for arithmetic and stored back. Value: the range that it holds.
 template <class T>
 struct Arithmetic {
   using Acc = T;
+  using Value = T;
   using Factor = double;
   static Acc Load(T v) { return v; }
   static T Store(Acc v) { return v; }
 };
+template <class T>
+struct Arithmetic<Averaged<T>> {
+  using Acc = int64_t;
+  using Value = T;
+  using Factor = double;
+  static int64_t Load(Averaged<T> v) { return static_cast<int64_t>(v.value); }
+  static Averaged<T> Store(int64_t v) { return Averaged<T>{static_cast<T>(v)}; }
+};
 template <>
 struct Arithmetic<float> {
   using Acc = float;
+  using Value = float;
   using Factor = float;
   static float Load(float v) { return v; }
   static float Store(float v) { return v; }
@@ -32,6 +48,7 @@ struct Arithmetic<float> {
 template <>
 struct Arithmetic<Half> {
   using Acc = float;
+  using Value = float;
   using Factor = float;
   static float Load(Half v) { return ToFloat(v); }
   static Half Store(float v) { return ToHalf(v); }
@@ -39,6 +56,7 @@ struct Arithmetic<Half> {
 template <>
 struct Arithmetic<BFloat16> {
   using Acc = float;
+  using Value = float;
   using Factor = float;
   static float Load(BFloat16 v) { return ToFloat(v); }
   static BFloat16 Store(float v) { return ToBFloat16(v); }
@@ -46,6 +64,7 @@ struct Arithmetic<BFloat16> {
 template <>
 struct Arithmetic<BoolByte> {
   using Acc = uint8_t;
+  using Value = uint8_t;
   using Factor = double;
   static uint8_t Load(BoolByte v) { return v.value != 0; }
   static BoolByte Store(uint8_t v) { return BoolByte{static_cast<uint8_t>(v != 0)}; }
@@ -148,7 +167,8 @@ T Scaled(T value, typename Arithmetic<T>::Factor factor) {
   if constexpr (kIsFloating<A>) {
     return Ar::Store(static_cast<A>(Ar::Load(value) * factor));
   } else {
-    return Ar::Store(FromScaled<A>(static_cast<double>(Ar::Load(value)) * factor));
+    const auto scaled = FromScaled<typename Ar::Value>(static_cast<double>(Ar::Load(value)) * factor);
+    return Ar::Store(static_cast<A>(scaled));
   }
 }
 

@@ -103,7 +103,8 @@ void FinishBlock(const Reduction& r, size_t n, const typename Arithmetic<T>::Acc
     for (size_t i = 0; i < n; ++i) out[i] = Ar::Store(static_cast<A>(static_cast<int64_t>(acc[i]) / divisor));
   } else {
     for (size_t i = 0; i < n; ++i)
-      out[i] = Ar::Store(FromScaled<A>(static_cast<double>(acc[i]) / r.divisor * r.scale));
+      out[i] = Ar::Store(
+          static_cast<A>(FromScaled<typename Ar::Value>(static_cast<double>(acc[i]) / r.divisor * r.scale)));
   }
 }
 
@@ -241,6 +242,12 @@ void ExchangeOp(const Exchange& x) {
   }
 }
 
+template <class T>
+void ExchangeInteger(const Exchange& x) {
+  if (x.reduce.op == Op::kAverage) return ExchangeTyped<Averaged<T>, AddOp>(x);
+  return ExchangeOp<T>(x);
+}
+
 void ExchangeBool(const Exchange& x) {
   const Op op = x.reduce.op;
   if (op == Op::kMin || op == Op::kProduct) return ExchangeTyped<BoolByte, AndOp>(x);
@@ -250,15 +257,15 @@ void ExchangeBool(const Exchange& x) {
 void ExchangeAny(const Exchange& x) {
   switch (x.reduce.dtype) {
     case DType::kUInt8:
-      return ExchangeOp<uint8_t>(x);
+      return ExchangeInteger<uint8_t>(x);
     case DType::kInt8:
-      return ExchangeOp<int8_t>(x);
+      return ExchangeInteger<int8_t>(x);
     case DType::kUInt16:
-      return ExchangeOp<uint16_t>(x);
+      return ExchangeInteger<uint16_t>(x);
     case DType::kInt16:
-      return ExchangeOp<int16_t>(x);
+      return ExchangeInteger<int16_t>(x);
     case DType::kInt32:
-      return ExchangeOp<int32_t>(x);
+      return ExchangeInteger<int32_t>(x);
     case DType::kInt64:
       return ExchangeOp<int64_t>(x);
     case DType::kFloat16:

@@ -44,6 +44,9 @@ class Log {
     return true;
   }
 
+  // Rank 0: `id` will stand for another name, and ranks may have announced it before it was forgotten.
+  void Reset(uint32_t id) { segment_.counters()[id].store(0, std::memory_order_seq_cst); }
+
   // Log position where bucket `bucket`, which begins at `begin`, ends; nullopt: not sealed.
   std::optional<uint64_t> SealedEnd(uint64_t bucket, uint64_t begin) const {
     return Unpack(segment_.seals()[bucket & mask_].load(std::memory_order_acquire), bucket, begin);

@@ -99,6 +99,7 @@ std::vector<Response> Negotiator::Offer(int rank, Request request) {
     forget.name = name;
     forget.id = cached->second;
     responses.push_back(std::move(forget));
+    retiring_[name] = cached->second;
     cached_.erase(cached);
   }
   Waiting& waiting = waiting_[name];
@@ -114,6 +115,11 @@ std::vector<Response> Negotiator::Offer(int rank, Request request) {
 }
 
 Response Negotiator::Decide(const std::string& name, const Waiting& waiting) {
+  if (auto retiring = retiring_.find(name); retiring != retiring_.end()) {
+    free_ids_.push_back(retiring->second);
+    released_.push_back(retiring->second);
+    retiring_.erase(retiring);
+  }
   Response response;
   response.name = name;
   const Request& first = *waiting.by_rank[0];
@@ -145,15 +151,22 @@ int32_t Negotiator::AssignId(const std::string& name, const Waiting& waiting) {
   for (const auto& request : waiting.by_rank) {
     if (!request->cacheable) return kNoId;
   }
-  if (static_cast<size_t>(next_id_) >= cache_capacity_) return kNoId;
+  if (free_ids_.empty() && static_cast<size_t>(next_id_) >= cache_capacity_) return kNoId;
   const uint64_t hash = std::hash<std::string>{}(name);
   if (!seen_.contains(hash)) {
     if (seen_.size() >= kMaxSeen) seen_.clear();
     seen_.insert(hash);
     return kNoId;
   }
-  cached_[name] = next_id_;
-  return next_id_++;
+  int32_t id = next_id_;
+  if (free_ids_.empty()) {
+    ++next_id_;
+  } else {
+    id = free_ids_.back();
+    free_ids_.pop_back();
+  }
+  cached_[name] = id;
+  return id;
 }
 
 }  // namespace kolovod

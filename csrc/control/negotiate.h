@@ -8,6 +8,7 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "control/message.h"
@@ -25,6 +26,11 @@ class Negotiator {
   //   kError   all ranks have it and do not agree; the text names the values and the ranks
   std::vector<Response> Offer(int rank, Request request);
 
+  // Ids that may be given out again; their counters must be reset before the next answer is told. No rank can
+  // announce by such an id any more: all have announced its name in full since it was forgotten, and
+  // drop the id before that operation completes.
+  std::vector<int32_t> TakeReleased() { return std::exchange(released_, {}); }
+
  private:
   struct Waiting {
     std::vector<std::optional<Request>> by_rank;
@@ -39,6 +45,9 @@ class Negotiator {
   int32_t next_id_ = 0;
   std::unordered_map<std::string, Waiting> waiting_;
   std::unordered_map<std::string, int32_t> cached_;
+  std::unordered_map<std::string, int32_t> retiring_;  // forgotten, and not announced by all since
+  std::vector<int32_t> free_ids_;
+  std::vector<int32_t> released_;
   // Names that were executed before. Only a name that comes again is worth an id; bounded, so that
   // a program that makes up a new name each step does not grow.
   std::unordered_set<uint64_t> seen_;

@@ -49,7 +49,23 @@ TEST(a_cached_name_with_a_new_shape_is_forgotten_first) {
   const auto said = n.Offer(1, Make("a", {5}));
   CHECK(said.size() == 1 && said[0].kind == Kind::kForget && said[0].id == id);
   const auto answer = n.Offer(0, Make("a", {5}));
-  CHECK(answer.size() == 1 && answer[0].kind == Kind::kExecute && answer[0].id != id);
+  CHECK(answer.size() == 1 && answer[0].kind == Kind::kExecute);
+}
+
+TEST(ids_of_forgotten_names_are_given_out_again) {
+  Negotiator n(2, 2);
+  OfferAll(n, 2, Make("a"));
+  for (int64_t i = 1; i < 100; ++i) {
+    // Its id is free for others only once all ranks have announced the name in full.
+    const auto said = n.Offer(1, Make("a", {i}));
+    CHECK(said.size() == (i > 1 ? 1 : 0));
+    CHECK(n.TakeReleased().empty());
+    const auto answer = n.Offer(0, Make("a", {i}));
+    CHECK(answer.size() == 1 && answer[0].id >= 0 && answer[0].id < 2);
+    CHECK(n.TakeReleased().size() == (i > 1 ? 1 : 0));
+  }
+  OfferAll(n, 2, Make("b"));
+  CHECK(OfferAll(n, 2, Make("b"))[0].id != kNoId);
 }
 
 void CheckMismatch(const Request& other, const std::string& value0, const std::string& value1) {

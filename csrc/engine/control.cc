@@ -156,6 +156,7 @@ Status Control::Negotiate() {
 }
 
 void Control::Publish(std::vector<Response> responses) {
+  for (int32_t id : negotiator_->TakeReleased()) log_.Reset(static_cast<uint32_t>(id));
   for (const Response& response : responses) {
     const uint64_t before = responses_out_->bytes_pushed();
     responses_out_->Push(EncodeResponse(response));

@@ -121,7 +121,9 @@ Status Engine::ExecuteBucket(bool* progressed) {
     // The sealing rank saw entries that this one has not read yet: they are in the log.
     KV_RETURN_IF_ERROR(control_->Pump());
     KV_RETURN_IF_ERROR(control_->ReadLog(&ready_));
-    if (segment_->revoked()) return segment_->RevokedStatus();
+    if (control_->position() >= *end) break;
+    KV_RETURN_IF_ERROR(waiter_->Wait([&] { return control_->HasInput(); }, [&] { control_->RingLagging(); },
+                                     /*in_bucket=*/true));
   }
   std::vector<OperationPtr> ops;
   while (executed_ < *end) {

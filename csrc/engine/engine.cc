@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
 namespace kolovod {
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr uint32_t kFarLineNs = 200;  // one way; 60 to 160 between cores that share a cache, 250 else
 constexpr size_t kOverlapBytes = 1 << 20;
+constexpr const char* kUnnamed = "unnamed.";
 constexpr int64_t kIdlePeriodNs = 100'000'000;
 
 int64_t UsableCores() {
@@ -19,6 +21,11 @@ int64_t UsableCores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+size_t ElementsOf(const TensorMeta& meta) {
+  size_t count = 1;
+  for (int64_t dim : meta.shape) count *= static_cast<size_t>(dim);
+  return count;
+}
 }  // namespace
 
 Engine::Engine(EngineOptions options)
@@ -148,6 +155,13 @@ Status Engine::Validate(const Request& request, const std::vector<SubmittedTenso
     return Status(Code::kInvalidArgument,
                   what + "op Adasum is not available; use Average, Sum, Min, Max or Product");
   }
+  for (double factor : {request.prescale, request.postscale}) {
+    if (!std::isfinite(factor)) {
+      return Status(Code::kInvalidArgument, what + "a factor is " + std::to_string(factor) +
+                                                "; prescale and postscale factors are finite numbers");
+    }
+  }
+  if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors));
   for (const SubmittedTensor& tensor : tensors) {
     if (tensor.meta.shape.size() > kMaxDims) {
       return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +
@@ -164,6 +178,40 @@ Status Engine::Validate(const Request& request, const std::vector<SubmittedTenso
     }
   }
   return request.verb == Verb::kAlltoall ? ValidateSplits(what, request, tensors) : Status();
+}
+
+// Results of one tensor of a group would be the input of another, in an order that nobody promises.
+Status Engine::ValidateApart(const std::string& what, const std::vector<SubmittedTensor>& tensors) const {
+  struct Span {
+    const char *begin, *end;
+    size_t index;
+    bool written;
+  };
+  std::vector<Span> spans;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const SubmittedTensor& tensor = tensors[t];
+    const size_t bytes = ElementsOf(tensor.meta) * SizeOf(tensor.meta.dtype);
+    if (bytes == 0) continue;
+    const char* in = static_cast<const char*>(tensor.in);
+    const char* out = static_cast<const char*>(tensor.out);
+    if (out != nullptr) spans.push_back({out, out + bytes, t, true});
+    if (in != out) spans.push_back({in, in + bytes, t, false});
+  }
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  const Span* last = nullptr;     // of those before, the one that reaches furthest
+  const Span* written = nullptr;  // the same of those that are written
+  for (const Span& span : spans) {
+    const Span* other = span.written ? last : written;
+    if (other != nullptr && other->end > span.begin) {
+      return Status(Code::kInvalidArgument, what + "tensors " +
+                                                std::to_string(std::min(other->index, span.index)) + " and " +
+                                                std::to_string(std::max(other->index, span.index)) +
+                                                " of the group share memory; give each tensor once");
+    }
+    if (last == nullptr || span.end > last->end) last = &span;
+    if (span.written && (written == nullptr || span.end > written->end)) written = &span;
+  }
+  return Status();
 }
 
 Status Engine::ValidateSplits(const std::string& what, const Request& request,
@@ -189,11 +237,20 @@ Status Engine::ValidateSplits(const std::string& what, const Request& request,
 Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking,
                       uint64_t* handle) {
   if (forgotten_.load()) return Status(Code::kShutDown, "this process was forked from a rank");
+  if (request.name.starts_with(kUnnamed)) {
+    return Status(Code::kInvalidArgument, "the name '" + request.name +
+                                              "' is not to be had: names that begin with '" +
+                                              std::string(kUnnamed) + "' are the engine's own");
+  }
+  if (request.name.empty()) {
+    // Before anything is refused, so that the ranks' numbers stay level.
+    request.name = kUnnamed + std::to_string(next_unnamed_.fetch_add(1));
+    request.cacheable = false;
+  }
   KV_RETURN_IF_ERROR(Validate(request, tensors));
   auto op = std::make_shared<Operation>();
   for (SubmittedTensor& tensor : tensors) {
-    size_t count = 1;
-    for (int64_t dim : tensor.meta.shape) count *= static_cast<size_t>(dim);
+    const size_t count = ElementsOf(tensor.meta);
     op->counts.push_back(count);
     op->inputs.push_back(tensor.in);
     op->outputs.push_back(tensor.out);
@@ -210,13 +267,8 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     std::lock_guard lock(mutex_);
     if (!broken_.ok()) return broken_;
     if (Status status = WorldStatus(); !status.ok()) return status;
-    Request& stored = op->request;
-    if (stored.name.empty()) {
-      stored.name = "unnamed." + std::to_string(next_unnamed_++);
-      stored.cacheable = false;
-    }
-    if (control_->pending().contains(stored.name)) {
-      return Status(Code::kDuplicateName, "'" + stored.name + "' is already pending on rank " +
+    if (control_->pending().contains(op->request.name)) {
+      return Status(Code::kDuplicateName, "'" + op->request.name + "' is already pending on rank " +
                                               std::to_string(rank_) +
                                               ": wait for it before submitting the same name again");
     }
@@ -257,7 +309,7 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
                   "handle " + std::to_string(handle) + " is unknown: never given out, or already waited for");
   }
   if (timeout_s >= 0) {
-    KV_RETURN_IF_ERROR(WaitAsleep(op, timeout_s, interrupted));
+    KV_RETURN_IF_ERROR(WaitAsleep(op, timeout_s, /*wants_lease=*/false, interrupted));
     return op->status;
   }
   while (!op->done.load(std::memory_order_acquire)) {
@@ -268,7 +320,7 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
     } else {
       // The engine thread drives: it hands the lease over between buckets.
       lease_wanted_.fetch_add(1);
-      const Status status = WaitAsleep(op, 0.1, interrupted);
+      const Status status = WaitAsleep(op, 0.1, /*wants_lease=*/true, interrupted);
       lease_wanted_.fetch_sub(1);
       if (!status.ok() && status.code() != Code::kTimeout) return status;
     }
@@ -278,12 +330,11 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
 
 // Leaves the driving to the engine thread: a driver cannot give up in the middle of a bucket. Also
 // returns early, with kTimeout, when the lease is free for a caller that wants it.
-Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s,
+Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_lease,
                           const std::function<bool()>& interrupted) {
   using Clock = std::chrono::steady_clock;
   const Clock::time_point deadline =
       Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e8) * 1e9));
-  const bool wants_lease = lease_wanted_.load() > 0 && timeout_s <= 0.1;
   while (!op->done.load(std::memory_order_acquire)) {
     if (!wants_lease) NudgeForAsync();
     {

@@ -90,6 +90,7 @@ class Engine {
   std::string MissingRanks();
   void ProbeLatency();
   Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const;
+  Status ValidateApart(const std::string& what, const std::vector<SubmittedTensor>& tensors) const;
   Status ValidateSplits(const std::string& what, const Request& request,
                         const std::vector<SubmittedTensor>& tensors) const;
 
@@ -119,7 +120,9 @@ class Engine {
   void NudgeForAsync();
   void AnnounceLeave();
   void EngineThread();
-  Status WaitAsleep(const OperationPtr& op, double timeout_s, const std::function<bool()>& interrupted);
+  // `wants_lease`: returns early when the lease becomes free.
+  Status WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_lease,
+                    const std::function<bool()>& interrupted);
 
   const int rank_;
   const int size_;
@@ -139,10 +142,10 @@ class Engine {
   int sleeping_callers_ = 0;                            // guarded by mutex_
   std::unordered_map<uint64_t, OperationPtr> handles_;  // guarded by mutex_
   uint64_t next_handle_ = 1;                            // guarded by mutex_
-  uint64_t next_unnamed_ = 1;                           // guarded by mutex_
   Status broken_;                                       // guarded by mutex_; not ok: nothing works any more
   EngineStats stats_;                                   // guarded by mutex_
 
+  std::atomic<uint64_t> next_unnamed_{1};
   std::atomic<bool> lease_{false};
   std::atomic<int> lease_wanted_{0};
   size_t kick_bytes_ = 0;               // constant after Attach

@@ -138,6 +138,24 @@ TEST(the_steady_state_sends_no_messages) {
   });
 }
 
+TEST(a_name_whose_shape_varies_leaves_bits_for_others) {
+  RunRanks(3, [](Rank& rank) {
+    for (int i = 0; i < 500; ++i) {  // SmallConfig has 64 bits
+      const auto count = static_cast<size_t>(1 + i % 2);
+      std::vector<float> data = Values(count, rank.rank(), i);
+      CHECK_OK(rank.Allreduce("varies", data));
+      CHECK(data == Expected(count, 3, i));
+    }
+    const uint64_t before = rank.engine().Stats().control.bit_announcements;
+    for (int i = 0; i < 12; ++i) {
+      std::vector<float> data = Values(10, rank.rank(), i);
+      CHECK_OK(rank.Allreduce("steady", data));
+      CHECK(data == Expected(10, 3, i));
+    }
+    CHECK(rank.engine().Stats().control.bit_announcements == before + 10);
+  });
+}
+
 TEST(a_changed_shape_is_negotiated_again) {
   RunRanks(3, [](Rank& rank) {
     for (int i = 0; i < 60; ++i) {

@@ -75,7 +75,7 @@ struct SegmentLayout {
 class Segment {
  public:
   // Maps `fd` (kept by the caller), or fd -1: anonymous memory for ranks of this process.
-  // Rank `creator` writes the header; the others wait for it in Attach.
+  // Rank 0 writes the header; the others wait for it (Engine::Attach).
   static Status Map(int fd, const SegmentLayout& layout, std::shared_ptr<Segment>* out);
   ~Segment();
   Segment(const Segment&) = delete;

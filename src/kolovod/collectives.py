@@ -4,9 +4,8 @@ A verb asks the front end for views, submits one request to the engine and waits
 out a Handle). What is common to all verbs:
 
 - ``name``: operations of different ranks belong together by name, so named operations may be
-  submitted
-  in any order; the same name may be used again once the operation before is complete. Unnamed ones
-  (None) are matched by their order and must be submitted in the same order everywhere.
+  submitted in any order; the same name may be used again once the operation before is complete.
+  Unnamed ones (None) are matched by their order and must be submitted in the same order everywhere.
 - The result is the same, bit for bit, on every rank. Tensors that are not dense are copied first.
 - Verbs ending in ``_`` work in place and return the tensor that they were given.
 - Errors: NotInitializedError before ``init()``; InvalidArgumentError for what this rank got wrong;
@@ -49,7 +48,8 @@ class Collectives(Gathering[T]):
         """Combine ``tensor`` over all ranks; every rank gets ``postscale * op(prescale * tensor)``.
 
         ``tensor``: any shape, the same on all ranks, of any dtype that the engine knows (bool: no
-        Average, no factors). Integers are truncated toward zero after each multiplication.
+        Average, no factors). Integers are truncated toward zero after each multiplication. Sums
+        and products wrap around; the sum of an Average is kept in 64 bits and does not.
         """
         dtype, shape, source, owner = self._view(tensor)
         if owner is tensor:

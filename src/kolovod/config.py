@@ -170,7 +170,8 @@ class Settings:
     )
     one_shot_bytes: int = _knob(
         0,
-        "Up to this size every rank reduces the whole tensor by itself. 0: chosen by size.",
+        "Up to this size, and chunk_bytes at most, every rank reduces the whole tensor by itself. "
+        "0: chosen by size.",
         unit="bytes",
         minimum=0,
     )

@@ -8,6 +8,7 @@ made the request (an optimizer, say) may be gone by then.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -53,6 +54,9 @@ class Keeper:
 
 
 keeper = Keeper()
+
+
+_taking = threading.RLock()  # a collection of garbage may drop another handle within
 
 
 class Handle(Generic[T]):
@@ -102,9 +106,7 @@ class Handle(Generic[T]):
         """
         number = self._number
         if number == 0:
-            raise InvalidArgumentError(
-                "this handle was waited for before, and gives its result once; keep the result"
-            )
+            raise _waited_before()
         if timeout_s is None:
             timeout_s = _FOREVER
         elif not timeout_s >= 0:
@@ -116,28 +118,38 @@ class Handle(Generic[T]):
             engine.wait(number, timeout_s)
         except _native.EngineError as error:
             self._failed(error)
-        result: T = self._result
+        number, buffers, result, finish = self._take()
+        if number == 0:  # another thread was faster
+            raise _waited_before()
         try:
-            if self._finish is not None:
-                result = self._finish(engine, number)
+            return result if finish is None else finish(engine, number)
         finally:
-            self._number = 0
-            self._buffers = self._result = self._finish = None
-            engine.release(number)  # complete, so it needs no keeper
-        return result
+            keeper.keep(engine, number, buffers)
 
     def _failed(self, error: _native.EngineError) -> NoReturn:
         if error.args[0] != _TIMEOUT:
             self._let_go()
         raise from_engine(error) from None
 
+    def _take(self) -> tuple[int, object, Any, Callable[[_native.Engine, int], T] | None]:
+        """Everything, for one thread only; a number of 0 for the others."""
+        with _taking:
+            taken = self._number, self._buffers, self._result, self._finish
+            self._number, self._buffers, self._result, self._finish = 0, None, None, None
+        return taken
+
     def _let_go(self) -> None:
-        number, self._number = self._number, 0
-        buffers = self._buffers
-        self._buffers = self._result = self._finish = None
-        keeper.keep(self._engine, number, buffers)
+        number, buffers, _, _ = self._take()
+        if number != 0:
+            keeper.keep(self._engine, number, buffers)
 
     def __del__(self) -> None:
         """Leave the buffers to the keeper if the engine may still use them."""
         if self._number != 0:
             self._let_go()
+
+
+def _waited_before() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "this handle was waited for before, and gives its result once; keep the result"
+    )

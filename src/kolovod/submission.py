@@ -154,6 +154,8 @@ def _blame(name: object, op: object, prescale: object, postscale: object, root: 
         raise InvalidArgumentError(
             f"name is {name!r}: give a str, or None for an unnamed operation"
         )
+    if name is not None and not _is_encodable(name):
+        raise InvalidArgumentError(f"name is {name!r}, which cannot be written in UTF-8")
     if op not in _native.OPS.values():
         known = ", ".join(member.name for member in Op)
         raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
@@ -161,9 +163,19 @@ def _blame(name: object, op: object, prescale: object, postscale: object, root: 
         if not isinstance(factor, int | float):
             raise InvalidArgumentError(f"{label} is {factor!r}: give a float")
     try:
-        index(root)  # type: ignore[arg-type]
+        number = index(root)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgumentError(f"root_rank is {root!r}: give the number of a rank") from None
+    if abs(number) >= 1 << 31:
+        raise InvalidArgumentError(f"root_rank is {number}: there are not so many ranks")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def several(tensors: Sequence[T]) -> Sequence[T]:

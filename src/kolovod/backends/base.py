@@ -106,10 +106,12 @@ class ExternalDriver:
         with self._memory(bucket):
             values = np.concatenate([_array(source, count, stored) for source, _, count in pieces])
         values = _scaled(_widened(values, dtype), bucket["prescale"], dtype)  # [2]
+        if op is Op.Average and values.dtype.kind in "iu":
+            values = values.astype(np.int64)  # the sum must not wrap before it is divided
         carried = _BOOL_OPS.get(op, op) if dtype == _BOOL else op
         self._backend.allreduce(values, Op.Sum if carried is Op.Average else carried)  # [3]
         divisor = self._size if op is Op.Average else 1
-        values = _narrowed(_finished(values, divisor, bucket["postscale"]), dtype)  # [4]
+        values = _narrowed(_finished(values, divisor, bucket["postscale"], dtype), dtype)  # [4]
         start = 0
         with self._memory(bucket):
             for _, target, count in pieces:
@@ -179,7 +181,7 @@ def _scaled(values: Array, factor: float, dtype: int) -> Array:
     return _truncated(values * np.float64(factor), values.dtype)
 
 
-def _finished(values: Array, divisor: int, factor: float) -> Array:
+def _finished(values: Array, divisor: int, factor: float, dtype: int) -> Array:
     """``values / divisor * factor``; integers are truncated toward zero, once."""
     if divisor == 1 and factor == 1.0:
         return values
@@ -190,7 +192,7 @@ def _finished(values: Array, divisor: int, factor: float) -> Array:
         wide = values.astype(np.int64)  # exact, where a division in float64 would not be
         whole: Array = (wide - np.fmod(wide, divisor)) // divisor
         return whole.astype(values.dtype)
-    return _truncated(values / np.float64(divisor) * factor, values.dtype)
+    return _truncated(values / np.float64(divisor) * factor, _STORED[dtype])
 
 
 def _truncated(values: Array, dtype: np.dtype[Any]) -> Array:
