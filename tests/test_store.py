@@ -39,7 +39,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def member(rank: int, pid: int | None = None) -> Member:
-    return Member(rank, "localhost", 1000 + rank if pid is None else pid, "", f"socket-{rank}")
+    return Member(rank, "localhost", 1000 + rank if pid is None else pid, "", f"socket-{rank}", 0)
 
 
 def joining(
@@ -126,7 +126,7 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
         LABEL,
         time.monotonic() + 5,
     )
-    facts = {"rank": 1, "host": "h", "pid": 5, "pid_namespace": "", "socket": ""}
+    facts = {"rank": 1, "host": "h", "pid": 5, "pid_namespace": "", "socket": "", "user": 0}
     request = {"members": [0, 1], "timeout_s": TIMEOUT_S, **facts}
     channel.send(request, time.monotonic() + 5)
     wait_until_joined(store, 1)
@@ -172,7 +172,15 @@ def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecut
         [],
         "JOIN",
         {"members": [1, 0]},
-        {"members": [], "rank": 0, "host": "h", "pid": 1, "pid_namespace": "", "socket": ""},
+        {
+            "members": [],
+            "rank": 0,
+            "host": "h",
+            "pid": 1,
+            "pid_namespace": "",
+            "socket": "",
+            "user": 0,
+        },
         {
             "members": [0, 1],
             "rank": 5,
@@ -180,6 +188,7 @@ def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecut
             "pid": 1,
             "pid_namespace": "",
             "socket": "",
+            "user": 0,
             "timeout_s": 1,
         },
     ],

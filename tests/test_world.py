@@ -144,9 +144,10 @@ def test_the_segment_is_reserved_and_its_lack_is_said(monkeypatch: pytest.Monkey
 
 
 def test_ranks_are_described_by_both_numbers() -> None:
-    assert describe(1, Member(1, "a", 17, "", "")) == "rank 1 on host a (pid 17)"
+    assert describe(1, Member(1, "a", 17, "", "", 0)) == "rank 1 on host a (pid 17)"
     assert (
-        describe(1, Member(2, "a", 17, "", "")) == "rank 1 on host a (pid 17, launched as rank 2)"
+        describe(1, Member(2, "a", 17, "", "", 0))
+        == "rank 1 on host a (pid 17, launched as rank 2)"
     )
 
 

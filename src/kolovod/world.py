@@ -162,7 +162,7 @@ def _members(comm: Sequence[int], rank: int, size: int | None = None) -> tuple[i
 
 def _form_alone(place: Place, settings: Settings) -> World:
     _process.epochs_alone += 1
-    member = Member(place.rank, place.host, os.getpid(), "", "")
+    member = Member(place.rank, place.host, os.getpid(), "", "", os.geteuid())
     config = settings.engine_config()
     ready = Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
     return _make_world(ready, settings)

@@ -139,9 +139,10 @@ def bootstrap(
                 contextlib.closing(_Leader(secret, config, len(members)))
             )
         name = leader.name if leader is not None else ""
-        me = Member(rank, host, os.getpid(), pid_namespace(), name)
+        me = Member(rank, host, os.getpid(), pid_namespace(), name, os.geteuid())
         formation = join(store, secret, members, me, timeout_s)
         _check_hosts(formation)
+        _check_users(formation)
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
         if leader is not None:
             return leader.run(formation, deadline)
@@ -154,6 +155,16 @@ def _check_hosts(formation: Formation) -> None:
         raise BootstrapError(
             f"the ranks are on the hosts {', '.join(hosts)}: this version forms a world on one host"
         )
+
+
+def _check_users(formation: Formation) -> None:
+    first = formation.members[0]
+    for member in formation.members:
+        if member.user != first.user:
+            raise BootstrapError(
+                f"{member} runs as user {member.user}, but {first} as user {first.user}: ranks of "
+                "one host share memory, so start them all as the same user"
+            )
 
 
 class _Watch:
