@@ -18,7 +18,8 @@ from conformance import (
     check_reducescatter,
 )
 
-from kolovod.ops import Average, Max, Min, Op, Product, Sum
+from kolovod.errors import InvalidArgumentError
+from kolovod.ops import Adasum, Average, Max, Min, Product, Sum
 from kolovod.testing import run_ranks
 from kolovod.testing.loopback import loopback
 
@@ -174,7 +175,7 @@ def test_barrier_waits_for_everybody(size):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("op", list(Op))
+@pytest.mark.parametrize("op", conformance.OPS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_random_floats_are_added_in_rank_order_and_rounded_once(size, op, dtype):
     """Bitwise what NumPy gives for ((a0 op a1) op a2) ...; float16 computed in float32."""
@@ -190,6 +191,53 @@ def test_random_floats_are_added_in_rank_order_and_rounded_once(size, op, dtype)
         results = world.run(lambda kv: kv.allreduce(inputs[kv.world().rank], "x", op))
     for result in results:
         np.testing.assert_array_equal(result, total.astype(dtype))
+
+
+def adasum(vectors):
+    """Of 2^k vectors, straight from the paper's formula, in float64."""
+    while len(vectors) > 1:
+        vectors = [
+            (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_adasum(size, dtype):
+    """One vector and a group of several, in place or not, scaled; the same bits on all ranks."""
+    draws = [np.random.default_rng(rank) for rank in range(size)]
+    groups = [[draw.normal(size=n) for n in (1, 17, 30_011)] for draw in draws]
+    wanted = [
+        3 * adasum([group[i].astype(dtype).astype("f8") / 2 for group in groups]) for i in range(3)
+    ]
+    tolerance = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12}[dtype]
+    with loopback(size, config={"chunk_bytes": 1 << 12}) as world:
+
+        def work(kv):
+            mine = [vector.astype(dtype) for vector in groups[kv.world().rank]]
+            alone = [kv.allreduce(vector, f"v{vector.size}", Adasum, 0.5, 3.0) for vector in mine]
+            kv.grouped_allreduce_(mine, "group", Adasum, 0.5, 3.0)
+            return alone, mine
+
+        results = world.run(work)
+    for alone, grouped in results:
+        for i in range(3):
+            np.testing.assert_allclose(alone[i].astype("f8"), wanted[i], tolerance, tolerance)
+            np.testing.assert_array_equal(alone[i], grouped[i])
+            np.testing.assert_array_equal(alone[i], results[0][0][i])
+
+
+def test_adasum_needs_a_power_of_two_of_ranks():
+    with loopback(3) as world:
+
+        def work(kv):
+            with pytest.raises(InvalidArgumentError, match="ranks, not 3; use Average"):
+                kv.allreduce(np.ones(3), "t", Adasum)
+            return kv.allreduce(np.ones(3), "t", Sum).tolist()
+
+        assert world.run(work) == [[3, 3, 3]] * 3
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

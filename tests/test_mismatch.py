@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kolovod.errors import DuplicateNameError, InvalidArgumentError, MismatchError
-from kolovod.ops import Average, Max, Sum
+from kolovod.ops import Adasum, Average, Max, Sum
 from kolovod.testing import run_ranks
 from kolovod.testing.loopback import loopback
 
@@ -202,7 +202,14 @@ BAD_CALLS = {
     "name": (lambda kv: kv.allreduce(np.ones(2), 5), "name is 5"),
     "op number": (lambda kv: kv.allreduce(np.ones(2), op=99), "op is 99.*Average"),
     "op text": (lambda kv: kv.allreduce(np.ones(2), op="sum"), "op is 'sum'.*Average"),
-    "adasum": (lambda kv: kv.allreduce(np.ones(2), op=2), "Adasum is not available"),
+    "adasum of integers": (
+        lambda kv: kv.allreduce(np.ones(2, int), op=Adasum),
+        "Adasum needs a floating dtype, not int64",
+    ),
+    "adasum scattered": (
+        lambda kv: kv.reducescatter(np.ones(2), op=Adasum),
+        "Adasum is for allreduce only",
+    ),
     "factor": (lambda kv: kv.allreduce(np.ones(2), prescale_factor="x"), "prescale_factor is 'x'"),
     "scalar allgather": (lambda kv: kv.allgather(np.ones(())), r"reshape it to \(1,\)"),
     "scalar alltoall": (lambda kv: kv.alltoall(np.ones(())), r"reshape it to \(1,\)"),

@@ -1,5 +1,5 @@
-// How each dtype is loaded, combined, scaled and stored. Included by reduce_kernels.h only, once per
-// instruction set: see there for why nothing here may have external linkage.
+// How each dtype is loaded, combined, scaled and stored. Also included once per
+// instruction set, by reduce_kernels.h: see there for why nothing here may have external linkage.
 #pragma once
 
 #include <stddef.h>

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "collectives/adasum.h"
 #include "control/fusion.h"
 #include "engine/engine.h"
 
@@ -181,7 +182,13 @@ Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
     FusedRange range{key.dtype, key.op, key.prescale, key.postscale, {}, names[group.front()]};
     range.pieces.reserve(group.size());
     for (size_t i : group) range.pieces.push_back(pieces[i]);
-    KV_RETURN_IF_ERROR(backend_->Allreduce(range));
+    if (range.op == Op::kAdasum) {
+      Status status = Adasum(*backend_, range, rank_, size_);
+      if (status.code() == Code::kInternal) segment_->Revoke(status.code(), status.message());
+      KV_RETURN_IF_ERROR(status);
+    } else {
+      KV_RETURN_IF_ERROR(backend_->Allreduce(range));
+    }
   }
   return Status();
 }

@@ -151,9 +151,8 @@ Status Engine::Validate(const Request& request, const std::vector<SubmittedTenso
     return Status(Code::kInvalidArgument, what + "root rank " + std::to_string(request.root) +
                                               " is not in 0.." + std::to_string(size_ - 1));
   }
-  if (request.op == Op::kAdasum) {
-    return Status(Code::kInvalidArgument,
-                  what + "op Adasum is not available; use Average, Sum, Min, Max or Product");
+  if (request.op == Op::kAdasum && IsReduction(request.verb)) {
+    KV_RETURN_IF_ERROR(ValidateAdasum(what, request, tensors));
   }
   for (double factor : {request.prescale, request.postscale}) {
     if (!std::isfinite(factor)) {
@@ -210,6 +209,26 @@ Status Engine::ValidateApart(const std::string& what, const std::vector<Submitte
     }
     if (last == nullptr || span.end > last->end) last = &span;
     if (span.written && (written == nullptr || span.end > written->end)) written = &span;
+  }
+  return Status();
+}
+
+Status Engine::ValidateAdasum(const std::string& what, const Request& request,
+                              const std::vector<SubmittedTensor>& tensors) const {
+  if (request.verb != Verb::kAllreduce) {
+    return Status(Code::kInvalidArgument, what + "op Adasum is for allreduce only; use Average or Sum");
+  }
+  if ((size_ & (size_ - 1)) != 0) {
+    return Status(Code::kInvalidArgument,
+                  what + "op Adasum combines ranks in pairs of pairs: it needs 2, 4, 8, ... " +
+                      "ranks, not " + std::to_string(size_) + "; use Average");
+  }
+  for (const SubmittedTensor& tensor : tensors) {
+    const DType dtype = tensor.meta.dtype;
+    if (dtype != DType::kFloat16 && dtype != DType::kBFloat16 && dtype != DType::kFloat32 &&
+        dtype != DType::kFloat64) {
+      return Status(Code::kInvalidArgument, what + "op Adasum needs a floating dtype, not " + NameOf(dtype));
+    }
   }
   return Status();
 }

@@ -90,6 +90,8 @@ class Engine {
   std::string MissingRanks();
   void ProbeLatency();
   Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const;
+  Status ValidateAdasum(const std::string& what, const Request& request,
+                        const std::vector<SubmittedTensor>& tensors) const;
   Status ValidateApart(const std::string& what, const std::vector<SubmittedTensor>& tensors) const;
   Status ValidateSplits(const std::string& what, const Request& request,
                         const std::vector<SubmittedTensor>& tensors) const;

@@ -262,7 +262,8 @@ TEST(bad_arguments_fail_at_once) {
   RunRanks(1, [](Rank& rank) {
     std::vector<float> data(3);
     uint64_t handle = 0;
-    CHECK(rank.Submit("t", data, true, &handle, Op::kAdasum).code() == Code::kInvalidArgument);
+    CHECK(rank.Submit("t", data, true, &handle, Op::kAdasum, Verb::kReducescatter).code() ==
+          Code::kInvalidArgument);
     CHECK(rank.Submit("t", data, true, &handle, Op::kSum, Verb::kBroadcast, 1).code() ==
           Code::kInvalidArgument);
     CHECK(rank.Submit("t", data, true, &handle, Op::kSum, Verb::kBroadcast, -1).code() ==

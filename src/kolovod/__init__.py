@@ -48,7 +48,7 @@ from kolovod.numpy import (
     reducescatter_async,
     synchronize,
 )
-from kolovod.ops import Average, Max, Min, Op, Product, Sum
+from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.world import init, is_initialized, shutdown
 
 try:
@@ -57,6 +57,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Adasum",
     "Average",
     "Handle",
     "Max",

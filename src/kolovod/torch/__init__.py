@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
-from kolovod.ops import Average, Max, Min, Op, Product, Sum
+from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import TorchFrontend
@@ -54,6 +54,7 @@ broadcast_object = _functions.broadcast_object
 allgather_object = _functions.allgather_object
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "Compressor",
