@@ -20,7 +20,8 @@ VERBS = {
 }
 WORLD = {
     *("init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size"),
-    *("cross_rank", "cross_size", "Adasum", "Average", "Sum", "Min", "Max", "Product", "Op", "Handle"),
+    *("cross_rank", "cross_size", "Adasum", "Average", "Sum", "Min", "Max", "Product"),
+    *("Op", "Handle"),
 }
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),
