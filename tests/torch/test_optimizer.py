@@ -12,8 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from optimizing import Net, inputs, run, wrapped  # noqa: E402
+
 from kolovod.errors import (  # noqa: E402
-    DuplicateNameError,
     InvalidArgumentError,
     MismatchError,
     RankLostError,
@@ -26,37 +27,6 @@ from kolovod.torch import (  # noqa: E402
     TorchCollectives,
     TorchFrontend,
 )
-
-
-def run(size, work, **kwargs):
-    """``work(verbs, rank)`` on each of ``size`` ranks."""
-    with loopback(size, TorchFrontend()) as world:
-
-        def on_rank(kv):
-            return work(TorchCollectives(kv.frontend, kv.world), kv.world().rank)
-
-        return world.run(on_rank, **kwargs)
-
-
-class Net(torch.nn.Module):
-    """y = a * x, and b * x on request."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.ones(3))
-        self.b = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x, use_b=True):
-        return (self.a * x).sum() + ((self.b * x).sum() if use_b else 0)
-
-
-def wrapped(net, kv, lr=1.0, **kwargs):
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    return DistributedOptimizer(optimizer, net.named_parameters(), collectives=kv, **kwargs)
-
-
-def inputs(rank):
-    return torch.full((3,), float(rank + 1))
 
 
 def test_step_uses_the_average_gradient():
@@ -274,17 +244,6 @@ def test_gradients_in_another_memory_order():
     run(2, work)
 
 
-def test_a_sparse_gradient_is_refused_by_name():
-    def work(kv, rank):
-        net = torch.nn.Embedding(5, 2, sparse=True)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        optimizer = DistributedOptimizer(optimizer, net.named_parameters(), collectives=kv)
-        with pytest.raises(InvalidArgumentError, match=r"gradient of 'weight'.*sparse=True"):
-            net(torch.tensor([1])).sum().backward()
-
-    run(2, work)
-
-
 def test_closure():
     def work(kv, rank):
         net = Net()
@@ -416,24 +375,6 @@ def test_dropping_the_optimizer_frees_the_model_of_its_hooks():
         net.zero_grad()
         net(inputs(rank)).backward()
         assert net.a.grad.tolist() == inputs(rank).tolist()
-
-    run(2, work)
-
-
-def test_two_models_may_not_share_names_and_are_told_so():
-    def work(kv, rank):
-        first, second = Net(), Net()
-        optimizer, other = wrapped(first, kv), wrapped(second, kv)
-        if rank == 1:  # submits only after rank 0 has tried
-            kv.barrier("rank 0 has tried")
-        first(inputs(rank)).backward()
-        if rank == 0:
-            with pytest.raises(DuplicateNameError, match=r"gradients\.a"):
-                second(inputs(rank)).backward()
-            kv.barrier("rank 0 has tried")
-        del other
-        optimizer.step()
-        assert first.a.tolist() == [-0.5] * 3
 
     run(2, work)
 

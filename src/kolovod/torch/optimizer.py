@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,35 @@ class Distributed(torch.optim.Optimizer):
     _kolovod_reducer: GradientReducer
     _kolovod_names: dict[int, str]
     _kolovod_skip: bool
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As usual, but a GradScaler that asks for them finds gradients that are averaged.
+
+        It divides gradients behind autograd's back (no version is counted), in ``unscale_`` and in
+        its ``step``, both before our ``step``; and all ranks must see the same infinities. This is
+        the only thing of ours that it touches before.
+        """
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
+            self._kolovod_prepare()
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def _kolovod_prepare(self) -> None:
+        """Average the gradients unless that is done, or not wanted."""
+        reducer = self._kolovod_reducer
+        if self._kolovod_skip:
+            if reducer.sending:
+                raise InvalidArgumentError(
+                    "gradients are on their way to the other ranks: call optimizer.synchronize() "
+                    "before you step within optimizer.skip_synchronize()"
+                )
+        elif reducer.pending or not reducer.synchronized:
+            reducer.synchronize()
 
     def synchronize(self) -> None:
         """Wait until every gradient is the same on all ranks; ``step`` does so by itself.
@@ -58,8 +88,8 @@ class Distributed(torch.optim.Optimizer):
         reducer = self._kolovod_reducer
         if closure is not None:
             closure = self._synchronizing(closure)
-        elif not self._kolovod_skip and (reducer.pending or not reducer.synchronized):
-            reducer.synchronize()
+        else:
+            self._kolovod_prepare()
         result = super().step() if closure is None else super().step(closure)
         reducer.reset()
         return result
@@ -73,6 +103,7 @@ class Distributed(torch.optim.Optimizer):
         def averaged() -> Any:
             loss = closure()
             if self._kolovod_skip or not reducer.active:
+                self._kolovod_prepare()
                 return loss
             reducer.synchronize()
             if isinstance(loss, torch.Tensor):
@@ -83,11 +114,8 @@ class Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; those on their way are first waited for, on all ranks alike."""
-        reducer = self._kolovod_reducer
-        if reducer.pending:
-            reducer.synchronize()
+        self._kolovod_reducer.drop()
         super().zero_grad(set_to_none)
-        reducer.reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As usual; the new parameters' gradients are averaged too."""
@@ -116,8 +144,8 @@ def DistributedOptimizer(
     before or after go on working. In a world of one nothing is added to backward.
 
     ``named_parameters``: ``model.named_parameters()``; it must name every parameter of the
-    optimizer that wants a gradient, and may name more. Names must be the same on all ranks. None:
-    parameters are known by their place in the optimizer.
+    optimizer that wants a gradient, now or when it is thawed later, and may name more. Names must
+    be the same on all ranks. None: parameters are known by their place in the optimizer.
     ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
     ``backward_passes_per_step``: gradients of so many passes are summed locally before they are
     sent.
@@ -148,7 +176,7 @@ def DistributedOptimizer(
         for pair in _names_of_group(optimizer, group, names)
     ]
     # By name, so that the order of parameter groups may differ between ranks.
-    named.sort(key=lambda pair: pair[0])
+    named.sort(key=lambda pair: pair[0] or "")
     reducer = GradientReducer(
         named, compression, passes, op, verbs.collectives if collectives is None else collectives
     )
@@ -241,6 +269,11 @@ def _checked_names(
 
 def _names_of_group(
     optimizer: torch.optim.Optimizer, group: int, names: dict[int, str]
-) -> list[tuple[str, torch.Tensor]]:
+) -> list[tuple[str | None, torch.Tensor]]:
+    """None is the name of a frozen parameter that ``named_parameters`` left out."""
     parameters = optimizer.param_groups[group]["params"]
-    return [(names.get(id(p), f"{group}.{i}"), p) for i, p in enumerate(parameters)]
+    places = [
+        None if names and not parameter.requires_grad else f"{group}.{i}"
+        for i, parameter in enumerate(parameters)
+    ]
+    return [(names.get(id(p), place), p) for p, place in zip(parameters, places, strict=True)]

@@ -8,11 +8,15 @@ them [5].
 Buckets keep the cost of small tensors down: a hook only counts, and 500 tensors of 4 KiB are two
 requests. They follow from the parameters' names and sizes alone, so they are the same on every
 rank, in whatever order gradients appear.
+
+Nothing is sent for parameters that the ranks have not agreed upon: a name that is missing elsewhere
+would be waited for forever. So the first ``synchronize`` in a world sends everything by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -39,37 +43,34 @@ _BUCKET_BYTES = 1 << 20
 
 _Entry = tuple[int, tuple[int, ...], int, int]  # dtype, shape, input, output address
 
-_Item = tuple[int, torch.Tensor, torch.Tensor, "torch.dtype | None"]
-"""One gradient of a bucket that is on its way: the parameter's index, the gradient, the dense
-tensor the engine works on (the gradient itself unless it is compressed or not dense), and the
-compressor's context."""
+_Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, torch.Tensor, "torch.dtype | None"]
+"""One gradient of a bucket: the parameter's index; its ``grad`` and the version of that; what takes
+the result (``grad`` itself, or zeros where there is none); the dense tensor the engine works on
+(the same unless it is compressed or not dense); and the compressor's context."""
+
+# What a rank says of itself in every trip; each rank sees what all ranks together have said.
+_STEPS, _DROPS, _FAILED, _AGAIN = range(4)
+_MARKS = 4
 
 
 class _Bucket:
     """Parameters whose gradients are sent together."""
 
-    __slots__ = ("engine", "indices", "items", "missing", "name", "number")
+    __slots__ = ("agreed", "engine", "indices", "items", "missing", "name", "number", "unused")
 
-    def __init__(self, name: str, indices: list[int]) -> None:
-        self.name = name
+    def __init__(self, indices: list[int]) -> None:
         self.indices = indices
         self.missing = len(indices)  # gradients that backward has not finished yet
+        self.agreed = False  # all ranks of this world have it, under this name
+        self.name = ""
         self.engine: _native.Engine | None = None  # set while on its way
         self.number = 0
-        self.items: list[_Item] = []
+        self.items: list[_Item] = []  # as they were when backward had finished them
+        self.unused: list[int] = []
 
 
-def _buckets(first: int, names: list[str], sizes: list[int]) -> list[_Bucket]:
-    """Cut parameters ``first``, ``first + 1``, ... into buckets; ``sizes`` in bytes."""
-    groups: list[list[int]] = []
-    filled = _BUCKET_BYTES
-    for offset, size in enumerate(sizes):
-        if filled + size > _BUCKET_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(first + offset)
-        filled += size
-    return [_Bucket(f"gradients.{names[group[0] - first]}", group) for group in groups]
+# Proposals for numbers of optimizers: each larger than any that this process has agreed to before.
+_numbers = itertools.count()
 
 
 class GradientReducer:
@@ -77,7 +78,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        named: Iterable[tuple[str, torch.Tensor]],
+        named: Iterable[tuple[str | None, torch.Tensor]],
         compression: type[Compressor],
         passes: int,
         op: int,
@@ -91,32 +92,65 @@ class GradientReducer:
         self._hooks: list[_Removable] = []
         self._names: list[str] = []
         self._parameters: list[torch.Tensor] = []
+        self._frozen: list[tuple[str | None, torch.Tensor]] = []
         self._left: list[int] = []  # by parameter: backward passes until it is sent
         self._buckets: list[_Bucket] = []
         self._in_flight: list[_Bucket] = []
-        self._verified = False
+        self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
+        self._number = 0  # of this optimizer in that world
+        self._agreed = 0  # so many parameters
         self.synchronized = False  # gradients are equal everywhere, and nothing was submitted since
         self.active = verbs.world().size > 1
         self.add(named)
 
-    def add(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take more parameters; those that want no gradient are left alone."""
-        wanted = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        names = [name for name, _ in wanted]
-        sizes = [p.numel() * p.element_size() for _, p in wanted]
-        added = _buckets(len(self._names), names, sizes)
-        self._names += names
+    def add(self, named: Iterable[tuple[str | None, torch.Tensor]]) -> None:
+        """Take more parameters; those that want no gradient are left alone until they do.
+
+        Name None: not known, which is an error as soon as the parameter wants a gradient.
+        """
+        self._frozen += named
+        self._thaw()
+
+    def _thaw(self) -> list[InvalidArgumentError]:
+        """Take the parameters that want a gradient by now. Returns what is wrong with some."""
+        if not self._frozen:
+            return []
+        named = self._frozen
+        self._frozen = [pair for pair in named if pair[0] is None or not pair[1].requires_grad]
+        wanted = [(name, p) for name, p in named if name is not None and p.requires_grad]
+        first = len(self._names)
+        self._names += [name for name, _ in wanted]
         self._parameters += [parameter for _, parameter in wanted]
         self._left += [self._passes] * len(wanted)
-        self._buckets += added
-        self._verified = False
-        if not self.active:
-            return
-        for bucket in added:
-            for index in bucket.indices:
+        for indices in self._cut(range(first, len(self._names))):
+            bucket = _Bucket(indices)
+            self._buckets.append(bucket)
+            for index in indices if self.active else ():
                 register = self._parameters[index].register_post_accumulate_grad_hook
                 hook = self._make_hook(index, bucket)
                 self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
+        return [
+            InvalidArgumentError(
+                f"a parameter of shape {tuple(parameter.shape)} wants a gradient now, but "
+                "named_parameters did not name it: pass the frozen parameters' names too"
+            )
+            for _, parameter in self._frozen
+            if parameter.requires_grad
+        ]
+
+    def _cut(self, indices: Sequence[int]) -> list[list[int]]:
+        """Neighbours that are sent together."""
+        groups: list[list[int]] = []
+        filled = _BUCKET_BYTES
+        for index in indices:
+            parameter = self._parameters[index]
+            size = parameter.numel() * parameter.element_size()
+            if filled + size > _BUCKET_BYTES:
+                groups.append([])
+                filled = 0
+            groups[-1].append(index)
+            filled += size
+        return groups
 
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
@@ -134,51 +168,102 @@ class GradientReducer:
         """Whether backward has finished gradients that ``synchronize`` has not seen."""
         return any(bucket.missing < len(bucket.indices) for bucket in self._buckets)
 
+    @property
+    def sending(self) -> bool:
+        """Whether gradients may be on their way, so that their values are not to be used."""
+        return any(bucket.missing == 0 for bucket in self._buckets)
+
     def _make_hook(self, index: int, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
         """[1], with everything at hand as a local: this runs once per gradient."""
         left = self._left
-        submit = self._submit
+        complete = self._complete
 
         def hook(_: torch.Tensor) -> None:
             remaining = left[index] = left[index] - 1
             if remaining > 0:
                 return
             if remaining < 0:
-                raise self._too_many_passes(index)
+                self._one_more(index, bucket)
+                return
             bucket.missing -= 1
             if bucket.missing == 0:
-                submit(bucket)
+                complete(bucket)
 
         return hook
 
-    def _submit(self, bucket: _Bucket) -> list[int]:
-        """[2] Send a bucket; a parameter without a gradient counts as zeros. Returns those."""
-        unused = []
+    def _complete(self, bucket: _Bucket) -> None:
+        """Backward has finished a bucket: send it, if all ranks have agreed upon it."""
+        is_known = self.verbs.world().engine is self._engine
+        if is_known and bucket.agreed:
+            self._submit(bucket)
+            return
+        if not is_known:
+            self._discard()
+        for index in bucket.indices:
+            grad = self._parameters[index].grad
+            if grad is not None:
+                if grad.is_sparse:
+                    self._prepare(index, grad)  # says no, here and now
+                bucket.items.append((index, grad, grad._version, grad, grad, None))
+
+    def _one_more(self, index: int, bucket: _Bucket) -> None:
+        """One backward more than ``passes``: well if the earlier gradient was thrown away."""
+        grad = self._parameters[index].grad
+        if bucket.items:
+            is_new = all(own is not grad for i, own, *_ in bucket.items if i == index)
+        else:
+            is_new = grad is None or grad._version == 0  # accumulating in place would count
+        if not is_new:
+            raise InvalidArgumentError(
+                f"the gradient of '{self._names[index]}' was computed {self._passes + 1} times "
+                f"since the last step(), but backward_passes_per_step is {self._passes}: call "
+                f"step() after {self._passes}, or pass backward_passes_per_step="
+                f"{self._passes + 1}; optimizer.zero_grad() throws a gradient away"
+            )
+
+    def _submit(
+        self,
+        bucket: _Bucket,
+        problems: list[InvalidArgumentError] | None = None,
+        blank: bool = False,
+    ) -> None:
+        """[2] Send a bucket; a parameter without a gradient counts as zeros.
+
+        ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
+        it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
+        """
         items: list[_Item] = []
+        unused: list[int] = []
         entries: list[_Entry] = []
         is_plain = self._compression is Compression.none
         for index in bucket.indices:
-            grad = self._parameters[index].grad
+            own = grad = None if blank else self._parameters[index].grad
             if grad is None:
                 unused.append(index)
                 grad = torch.zeros_like(self._parameters[index], requires_grad=False)
+            version = grad._version
             code = DTYPES.get(grad.dtype) if is_plain and grad.is_cpu else None
             if code is not None and not grad.is_sparse and grad.is_contiguous():
                 address = grad.data_ptr()
                 entries.append((code, grad.shape, address, address))
-                items.append((index, grad, grad, None))
-            else:
+                items.append((index, own, version, grad, grad, None))
+                continue
+            try:
                 entry, dense, context = self._prepare(index, grad)
-                entries.append(entry)
-                items.append((index, grad, dense, context))
+            except InvalidArgumentError as error:
+                if problems is None:
+                    raise
+                problems.append(error)
+                entry, dense, context = self._prepare(index, _zeros(self._parameters[index]))
+            entries.append(entry)
+            items.append((index, own, version, grad, dense, context))
         engine = self.verbs.world().engine
         try:
             number = engine.submit(_ALLREDUCE, bucket.name, entries, self._op, 1.0, 1.0, 0, False)
         except _native.EngineError as error:
             raise from_engine(error) from None
-        bucket.engine, bucket.number, bucket.items = engine, number, items
+        bucket.engine, bucket.number, bucket.items, bucket.unused = engine, number, items, unused
         self._in_flight.append(bucket)
-        return unused
 
     def _prepare(
         self, index: int, grad: torch.Tensor
@@ -191,35 +276,153 @@ class GradientReducer:
             raise InvalidArgumentError(f"gradient of '{self._names[index]}': {error}") from None
         return (code, shape, address, address), dense, context
 
-    def _too_many_passes(self, index: int) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"the gradient of '{self._names[index]}' was computed {self._passes + 1} times since "
-            f"the last step(), but backward_passes_per_step is {self._passes}: call step() after "
-            f"{self._passes}, or pass backward_passes_per_step={self._passes + 1}"
-        )
-
     def synchronize(self) -> None:
-        """Return when every gradient is equal on all ranks; see ``_Distributed.synchronize``."""
-        if not self.active or not self._parameters:
+        """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
+        if not self.active or not (self._parameters or self._frozen):
             return
-        engine = self.verbs.world().engine
-        if any(bucket.engine is not engine for bucket in self._in_flight):
-            self.discard()  # left over from a world that is gone
-        self._verify()
-        unused = self._submit_missing()
-        used = torch.ones(len(self._parameters), dtype=torch.uint8)
-        used[unused] = 0
-        flags = self.verbs.allreduce_async_(used, f"used.{self._names[0]}", Max)
-        done = self._wait_for_all()
-        used = flags.wait()
-        self._store(done, unused, used)
+        problems = self._thaw()
+        try:
+            self._meet()
+            self._trip([bucket for bucket in self._buckets if bucket.agreed], problems)
+        except Exception:
+            self._reset()
+            raise
         self._reset()
         self.synchronized = True
 
-    def _submit_missing(self) -> list[int]:
-        """[3] What is unused here may be used elsewhere: send zeros. Returns the unused ones."""
-        missing = [bucket for bucket in self._buckets if bucket.engine is None]
-        return [index for bucket in missing for index in self._submit(bucket)]
+    def drop(self) -> None:
+        """Forget the gradients. What was sent comes back first, on all ranks alike."""
+        if self.pending and self._engine is self.verbs.world().engine:
+            self._travel([bucket for bucket in self._buckets if bucket.agreed], _DROPS, [])
+        elif self.pending:
+            self._discard()
+        self.reset()
+        self._thaw()
+
+    def _meet(self) -> None:
+        """Once per world: have all ranks the same parameters? They number the optimizer, too.
+
+        Numbers keep the names of several optimizers apart, of dropped ones too.
+        """
+        engine = self.verbs.world().engine
+        if engine is self._engine:
+            return
+        self._discard()
+        self._number = self._agree(self._details(range(len(self._names))), _SAME_MODEL)
+        self._engine = engine
+        self._agreed = 0
+        self._accept(self._buckets)
+
+    def _details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
+        return [(self._names[index], tuple(self._parameters[index].shape)) for index in indices]
+
+    def _agree(self, mine: list[tuple[str, Any]], advice: str) -> int:
+        """Raise MismatchError unless all ranks say the same; return a number that all may take."""
+        objects = Objects(Collectives(NumpyFrontend(), self.verbs.world))
+        proposal = next(_numbers)
+        said = objects.allgather_object((proposal, mine), "optimizer.parameters")
+        number: int = max(proposal for proposal, _ in said)
+        while proposal < number:
+            proposal = next(_numbers)
+        _compare([theirs for _, theirs in said], "optimizer parameter", advice)
+        return number
+
+    def _accept(self, buckets: list[_Bucket]) -> None:
+        for bucket in buckets:
+            bucket.agreed = True
+            bucket.name = f"gradients.{self._number}.{self._names[bucket.indices[0]]}"
+            self._agreed += len(bucket.indices)
+
+    def _trip(self, buckets: list[_Bucket], problems: list[InvalidArgumentError]) -> None:
+        """Average the gradients of ``buckets``, and then those that need a second trip."""
+        marks, done, redo = self._travel(buckets, _STEPS, problems)
+        if problems:
+            raise problems[0]
+        if marks[_FAILED]:
+            raise InvalidArgumentError(
+                "another rank has a gradient that cannot be averaged; its own error says which"
+            )
+        if marks[_DROPS]:
+            raise MismatchError(
+                "another rank called optimizer.zero_grad() where this one averages its gradients: "
+                "every rank must step, or skip the step, alike"
+            )
+        if not redo:
+            self._store(done, marks)
+        if not marks[_AGAIN]:
+            return
+        fresh = [bucket for bucket in self._buckets if not bucket.agreed]
+        mine: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
+        mine += self._details(index for bucket in fresh for index in bucket.indices)
+        self._agree(mine, "every rank must add, thaw and zero the same parameters")
+        self._accept(fresh)
+        self._reset()
+        self._trip(self._buckets if redo else fresh, [])
+
+    def _travel(
+        self, buckets: list[_Bucket], purpose: int, problems: list[InvalidArgumentError]
+    ) -> tuple[bytearray, list[_Item], bool]:
+        """[3] Send what no hook has sent, and wait for all.
+
+        Returns all ranks' marks, the items, and whether to do it again, since this rank threw away
+        what it had sent. After the marks there is a byte per parameter: is it used?
+        """
+        redo = purpose == _STEPS and self._look_at_sent(problems)
+        for bucket in buckets:
+            if bucket.engine is None:
+                self._submit(bucket, problems, blank=redo or purpose == _DROPS)
+        marks = bytearray(_MARKS) + b"\1" * self._agreed
+        for bucket in buckets:
+            for index in bucket.unused:  # here, but maybe not elsewhere: zeros were sent
+                marks[_MARKS + index] = 0
+        marks[purpose] = 1
+        if purpose == _STEPS:
+            marks[_FAILED] = bool(problems)
+            marks[_AGAIN] = redo or not all(bucket.agreed for bucket in self._buckets)
+        view = torch.frombuffer(marks, dtype=torch.uint8)
+        handle = self.verbs.allreduce_async_(view, f"used.{self._number}", Max)
+        done = self._wait_for_all()
+        handle.wait()
+        return marks, done, redo
+
+    def _look_at_sent(self, problems: list[InvalidArgumentError]) -> bool:
+        """Were the gradients thrown away since they were sent? Changed ones are problems.
+
+        What was sent is not this rank's gradient any more, so a change to it cannot be made good.
+        """
+        redo = min(self._left, default=0) < 0  # a gradient is a second one: see _one_more
+        parameters = self._parameters
+        kept = changed = None
+        for bucket in self._buckets:
+            for index, own, version, _, _, _ in bucket.items:
+                now = parameters[index].grad
+                if now is own:
+                    if own is None or own._version == version:
+                        continue
+                    changed = changed or f"'{self._names[index]}'"
+                elif now is not None and self._left[index] >= 0:
+                    changed = changed or f"'{self._names[index]}'"
+                elif bucket.engine is not None:
+                    redo = True
+        if redo:
+            for index, own, *_ in (item for bucket in self._in_flight for item in bucket.items):
+                if own is not None and own is parameters[index].grad:
+                    kept = f"'{self._names[index]}'"
+        what = ""
+        if changed:
+            what = (
+                f"the gradient of {changed} was changed while it was on its way "
+                "to the other ranks: call optimizer.synchronize() after backward(), then change "
+                "it, then step within optimizer.skip_synchronize()"
+            )
+        elif kept:
+            what = (
+                f"gradients were thrown away, but not that of {kept}, which is "
+                "on its way to the other ranks: use optimizer.zero_grad()"
+            )
+        if what:
+            problems.append(InvalidArgumentError(what))
+        return redo
 
     def _wait_for_all(self) -> list[_Item]:
         """[4] Last submitted first: one wait drives the engine through all of them."""
@@ -240,26 +443,14 @@ class GradientReducer:
             raise from_engine(failure)
         return done
 
-    def _store(self, done: list[_Item], unused: list[int], used: torch.Tensor) -> None:
+    def _store(self, done: list[_Item], marks: bytearray) -> None:
         """[5] A parameter that no rank has used keeps no gradient, as with one process."""
         with torch.no_grad():
-            for _, grad, dense, context in done:
+            for index, own, _, grad, dense, context in done:
                 if dense is not grad:
                     grad.copy_(self._compression.decompress(dense, context))
-        if unused:
-            grads = {index: grad for index, grad, _, _ in done}
-            for index in unused:
-                if used[index]:
-                    self._parameters[index].grad = grads[index]
-
-    def _verify(self) -> None:
-        """Once: have all ranks the same parameters? A missing one would be waited for forever."""
-        if self._verified:
-            return
-        mine = [(n, tuple(p.shape)) for n, p in zip(self._names, self._parameters, strict=True)]
-        objects = Objects(Collectives(NumpyFrontend(), self.verbs.world))
-        agree(objects, mine, "optimizer parameter", "optimizer.parameters")
-        self._verified = True
+                if own is None and marks[_MARKS + index]:
+                    self._parameters[index].grad = grad
 
     def reset(self) -> None:
         """The optimizer has used the gradients, or zeroed them: count passes anew."""
@@ -270,27 +461,41 @@ class GradientReducer:
         self._left[:] = [self._passes] * len(self._left)
         for bucket in self._buckets:
             bucket.missing = len(bucket.indices)
+            if bucket.engine is None:
+                bucket.items = []
 
-    def discard(self) -> None:
-        """Do not wait for what is on its way."""
+    def _discard(self) -> None:
+        """Do not wait for what is on its way, in a world that is gone."""
         while self._in_flight:
             self._let_go(self._in_flight.pop())
 
     def _let_go(self, bucket: _Bucket) -> None:
         """Its buffers stay alive until the engine is done with them."""
         assert bucket.engine is not None
-        keeper.keep(bucket.engine, bucket.number, [item[2] for item in bucket.items])
-        bucket.engine, bucket.number, bucket.items = None, 0, []
+        keeper.keep(bucket.engine, bucket.number, [item[4] for item in bucket.items])
+        bucket.engine, bucket.number, bucket.items, bucket.unused = None, 0, [], []
 
     def __del__(self) -> None:
         """Gradients on their way outlive this object."""
-        if getattr(self, "_in_flight", None):
-            self.discard()
+        for bucket in getattr(self, "_in_flight", ()):
+            self._let_go(bucket)
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    """To send instead of a gradient that cannot be sent, for those who wait for it."""
+    dtype = parameter.dtype if parameter.dtype in DTYPES else torch.float32
+    return torch.zeros(parameter.shape, dtype=dtype)
 
 
 def agree(objects: Objects, mine: list[tuple[str, Any]], what: str, name: str) -> None:
     """Raise MismatchError on every rank unless all have the same ``mine``, in the same order."""
-    lists = objects.allgather_object(mine, name)
+    _compare(objects.allgather_object(mine, name), what, _SAME_MODEL)
+
+
+_SAME_MODEL = "every rank must build the same model"
+
+
+def _compare(lists: list[list[tuple[str, Any]]], what: str, advice: str) -> None:
     for rank, theirs in enumerate(lists):
         if theirs == lists[0]:
             continue
@@ -299,7 +504,7 @@ def agree(objects: Objects, mine: list[tuple[str, Any]], what: str, name: str) -
             if first != other:
                 raise MismatchError(
                     f"{what} {position} differs: rank 0 has {first}, rank {rank} has {other}; "
-                    "every rank must build the same model"
+                    f"{advice}"
                 )
 
 
