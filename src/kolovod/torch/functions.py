@@ -11,8 +11,8 @@ from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.numpy.frontend import NumpyFrontend
 from kolovod.objects import Objects
+from kolovod.torch.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.reducer import agree
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
 

@@ -15,20 +15,18 @@ would be waited for forever. So the first ``synchronize`` in a world sends every
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
 from kolovod import _native
-from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError, MismatchError, from_engine
 from kolovod.handles import keeper
-from kolovod.numpy.frontend import NumpyFrontend
-from kolovod.objects import Objects
 from kolovod.ops import Max
+from kolovod.torch.agreement import SAME_MODEL, agree_on_optimizer
 from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.buckets import Bucket, Entry, Item, cut, zeros_for
 from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import DTYPES
 
@@ -39,38 +37,9 @@ class _Removable(Protocol):
     def remove(self) -> None: ...
 
 
-_BUCKET_BYTES = 1 << 20
-
-_Entry = tuple[int, tuple[int, ...], int, int]  # dtype, shape, input, output address
-
-_Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, torch.Tensor, "torch.dtype | None"]
-"""One gradient of a bucket: the parameter's index; its ``grad`` and the version of that; what takes
-the result (``grad`` itself, or zeros where there is none); the dense tensor the engine works on
-(the same unless it is compressed or not dense); and the compressor's context."""
-
 # What a rank says of itself in every trip; each rank sees what all ranks together have said.
 _STEPS, _DROPS, _FAILED, _AGAIN = range(4)
 _MARKS = 4
-
-
-class _Bucket:
-    """Parameters whose gradients are sent together."""
-
-    __slots__ = ("agreed", "engine", "indices", "items", "missing", "name", "number", "unused")
-
-    def __init__(self, indices: list[int]) -> None:
-        self.indices = indices
-        self.missing = len(indices)  # gradients that backward has not finished yet
-        self.agreed = False  # all ranks of this world have it, under this name
-        self.name = ""
-        self.engine: _native.Engine | None = None  # set while on its way
-        self.number = 0
-        self.items: list[_Item] = []  # as they were when backward had finished them
-        self.unused: list[int] = []
-
-
-# Proposals for numbers of optimizers: each larger than any that this process has agreed to before.
-_numbers = itertools.count()
 
 
 class GradientReducer:
@@ -94,8 +63,8 @@ class GradientReducer:
         self._parameters: list[torch.Tensor] = []
         self._frozen: list[tuple[str | None, torch.Tensor]] = []
         self._left: list[int] = []  # by parameter: backward passes until it is sent
-        self._buckets: list[_Bucket] = []
-        self._in_flight: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
+        self._in_flight: list[Bucket] = []
         self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
         self._number = 0  # of this optimizer in that world
         self._agreed = 0  # so many parameters
@@ -122,8 +91,8 @@ class GradientReducer:
         self._names += [name for name, _ in wanted]
         self._parameters += [parameter for _, parameter in wanted]
         self._left += [self._passes] * len(wanted)
-        for indices in self._cut(range(first, len(self._names))):
-            bucket = _Bucket(indices)
+        for indices in cut(range(first, len(self._names)), self._parameters):
+            bucket = Bucket(indices)
             self._buckets.append(bucket)
             for index in indices if self.active else ():
                 register = self._parameters[index].register_post_accumulate_grad_hook
@@ -137,20 +106,6 @@ class GradientReducer:
             for _, parameter in self._frozen
             if parameter.requires_grad
         ]
-
-    def _cut(self, indices: Sequence[int]) -> list[list[int]]:
-        """Neighbours that are sent together."""
-        groups: list[list[int]] = []
-        filled = _BUCKET_BYTES
-        for index in indices:
-            parameter = self._parameters[index]
-            size = parameter.numel() * parameter.element_size()
-            if filled + size > _BUCKET_BYTES:
-                groups.append([])
-                filled = 0
-            groups[-1].append(index)
-            filled += size
-        return groups
 
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
@@ -173,7 +128,7 @@ class GradientReducer:
         """Whether gradients may be on their way, so that their values are not to be used."""
         return any(bucket.missing == 0 for bucket in self._buckets)
 
-    def _make_hook(self, index: int, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+    def _make_hook(self, index: int, bucket: Bucket) -> Callable[[torch.Tensor], None]:
         """[1], with everything at hand as a local: this runs once per gradient."""
         left = self._left
         complete = self._complete
@@ -191,7 +146,7 @@ class GradientReducer:
 
         return hook
 
-    def _complete(self, bucket: _Bucket) -> None:
+    def _complete(self, bucket: Bucket) -> None:
         """Backward has finished a bucket: send it, if all ranks have agreed upon it."""
         is_known = self.verbs.world().engine is self._engine
         if is_known and bucket.agreed:
@@ -206,7 +161,7 @@ class GradientReducer:
                     self._prepare(index, grad)  # says no, here and now
                 bucket.items.append((index, grad, grad._version, grad, grad, None))
 
-    def _one_more(self, index: int, bucket: _Bucket) -> None:
+    def _one_more(self, index: int, bucket: Bucket) -> None:
         """One backward more than ``passes``: well if the earlier gradient was thrown away."""
         grad = self._parameters[index].grad
         if bucket.items:
@@ -223,7 +178,7 @@ class GradientReducer:
 
     def _submit(
         self,
-        bucket: _Bucket,
+        bucket: Bucket,
         problems: list[InvalidArgumentError] | None = None,
         blank: bool = False,
     ) -> None:
@@ -232,9 +187,9 @@ class GradientReducer:
         ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
         it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
         """
-        items: list[_Item] = []
+        items: list[Item] = []
         unused: list[int] = []
-        entries: list[_Entry] = []
+        entries: list[Entry] = []
         is_plain = self._compression is Compression.none
         for index in bucket.indices:
             own = grad = None if blank else self._parameters[index].grad
@@ -254,7 +209,7 @@ class GradientReducer:
                 if problems is None:
                     raise
                 problems.append(error)
-                entry, dense, context = self._prepare(index, _zeros(self._parameters[index]))
+                entry, dense, context = self._prepare(index, zeros_for(self._parameters[index]))
             entries.append(entry)
             items.append((index, own, version, grad, dense, context))
         engine = self.verbs.world().engine
@@ -267,7 +222,7 @@ class GradientReducer:
 
     def _prepare(
         self, index: int, grad: torch.Tensor
-    ) -> tuple[_Entry, torch.Tensor, torch.dtype | None]:
+    ) -> tuple[Entry, torch.Tensor, torch.dtype | None]:
         """What the engine gets of a gradient that is compressed or not dense."""
         small, context = self._compression.compress(grad.detach())
         try:
@@ -308,7 +263,9 @@ class GradientReducer:
         if engine is self._engine:
             return
         self._discard()
-        self._number = self._agree(self._details(range(len(self._names))), _SAME_MODEL)
+        self._number = agree_on_optimizer(
+            self.verbs.world, self._details(range(len(self._names))), SAME_MODEL
+        )
         self._engine = engine
         self._agreed = 0
         self._accept(self._buckets)
@@ -316,24 +273,13 @@ class GradientReducer:
     def _details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         return [(self._names[index], tuple(self._parameters[index].shape)) for index in indices]
 
-    def _agree(self, mine: list[tuple[str, Any]], advice: str) -> int:
-        """Raise MismatchError unless all ranks say the same; return a number that all may take."""
-        objects = Objects(Collectives(NumpyFrontend(), self.verbs.world))
-        proposal = next(_numbers)
-        said = objects.allgather_object((proposal, mine), "optimizer.parameters")
-        number: int = max(proposal for proposal, _ in said)
-        while proposal < number:
-            proposal = next(_numbers)
-        _compare([theirs for _, theirs in said], "optimizer parameter", advice)
-        return number
-
-    def _accept(self, buckets: list[_Bucket]) -> None:
+    def _accept(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
             bucket.agreed = True
             bucket.name = f"gradients.{self._number}.{self._names[bucket.indices[0]]}"
             self._agreed += len(bucket.indices)
 
-    def _trip(self, buckets: list[_Bucket], problems: list[InvalidArgumentError]) -> None:
+    def _trip(self, buckets: list[Bucket], problems: list[InvalidArgumentError]) -> None:
         """Average the gradients of ``buckets``, and then those that need a second trip."""
         marks, done, redo = self._travel(buckets, _STEPS, problems)
         if problems:
@@ -354,14 +300,15 @@ class GradientReducer:
         fresh = [bucket for bucket in self._buckets if not bucket.agreed]
         mine: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
         mine += self._details(index for bucket in fresh for index in bucket.indices)
-        self._agree(mine, "every rank must add, thaw and zero the same parameters")
+        advice = "every rank must add, thaw and zero the same parameters"
+        agree_on_optimizer(self.verbs.world, mine, advice)
         self._accept(fresh)
         self._reset()
         self._trip(self._buckets if redo else fresh, [])
 
     def _travel(
-        self, buckets: list[_Bucket], purpose: int, problems: list[InvalidArgumentError]
-    ) -> tuple[bytearray, list[_Item], bool]:
+        self, buckets: list[Bucket], purpose: int, problems: list[InvalidArgumentError]
+    ) -> tuple[bytearray, list[Item], bool]:
         """[3] Send what no hook has sent, and wait for all.
 
         Returns all ranks' marks, the items, and whether to do it again, since this rank threw away
@@ -424,9 +371,9 @@ class GradientReducer:
             problems.append(InvalidArgumentError(what))
         return redo
 
-    def _wait_for_all(self) -> list[_Item]:
+    def _wait_for_all(self) -> list[Item]:
         """[4] Last submitted first: one wait drives the engine through all of them."""
-        done: list[_Item] = []
+        done: list[Item] = []
         failure: _native.EngineError | None = None
         while self._in_flight:
             bucket = self._in_flight[-1]
@@ -443,7 +390,7 @@ class GradientReducer:
             raise from_engine(failure)
         return done
 
-    def _store(self, done: list[_Item], marks: bytearray) -> None:
+    def _store(self, done: list[Item], marks: bytearray) -> None:
         """[5] A parameter that no rank has used keeps no gradient, as with one process."""
         with torch.no_grad():
             for index, own, _, grad, dense, context in done:
@@ -469,7 +416,7 @@ class GradientReducer:
         while self._in_flight:
             self._let_go(self._in_flight.pop())
 
-    def _let_go(self, bucket: _Bucket) -> None:
+    def _let_go(self, bucket: Bucket) -> None:
         """Its buffers stay alive until the engine is done with them."""
         assert bucket.engine is not None
         keeper.keep(bucket.engine, bucket.number, [item[4] for item in bucket.items])
@@ -479,37 +426,3 @@ class GradientReducer:
         """Gradients on their way outlive this object."""
         for bucket in getattr(self, "_in_flight", ()):
             self._let_go(bucket)
-
-
-def _zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """To send instead of a gradient that cannot be sent, for those who wait for it."""
-    dtype = parameter.dtype if parameter.dtype in DTYPES else torch.float32
-    return torch.zeros(parameter.shape, dtype=dtype)
-
-
-def agree(objects: Objects, mine: list[tuple[str, Any]], what: str, name: str) -> None:
-    """Raise MismatchError on every rank unless all have the same ``mine``, in the same order."""
-    _compare(objects.allgather_object(mine, name), what, _SAME_MODEL)
-
-
-_SAME_MODEL = "every rank must build the same model"
-
-
-def _compare(lists: list[list[tuple[str, Any]]], what: str, advice: str) -> None:
-    for rank, theirs in enumerate(lists):
-        if theirs == lists[0]:
-            continue
-        for position in range(max(len(theirs), len(lists[0]))):
-            first, other = (_item(values, position) for values in (lists[0], theirs))
-            if first != other:
-                raise MismatchError(
-                    f"{what} {position} differs: rank 0 has {first}, rank {rank} has {other}; "
-                    f"{advice}"
-                )
-
-
-def _item(values: list[tuple[str, Any]], position: int) -> str:
-    if position >= len(values):
-        return "none"
-    name, detail = values[position]
-    return f"'{name}' {detail}"

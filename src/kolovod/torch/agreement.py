@@ -1,0 +1,60 @@
+"""Ranks that must have built the same say so to each other, before anything depends on it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from kolovod.collectives import Collectives
+from kolovod.errors import MismatchError
+from kolovod.numpy.frontend import NumpyFrontend
+from kolovod.objects import Objects
+from kolovod.submission import WorldLike
+
+SAME_MODEL = "every rank must build the same model"
+
+# Proposals for numbers of optimizers: each larger than any that this process has agreed to before.
+_numbers = itertools.count()
+
+
+def agree(objects: Objects, mine: list[tuple[str, Any]], what: str, name: str) -> None:
+    """Raise MismatchError on every rank unless all have the same ``mine``, in the same order."""
+    _compare(objects.allgather_object(mine, name), what, SAME_MODEL)
+
+
+def agree_on_optimizer(
+    world: Callable[[], WorldLike], mine: list[tuple[str, Any]], advice: str
+) -> int:
+    """Raise MismatchError unless all ranks say the same; return a number that all may take.
+
+    Numbers keep the names of several optimizers apart, of dropped ones too.
+    """
+    objects = Objects(Collectives(NumpyFrontend(), world))
+    proposal = next(_numbers)
+    said = objects.allgather_object((proposal, mine), "optimizer.parameters")
+    number: int = max(proposal for proposal, _ in said)
+    while proposal < number:
+        proposal = next(_numbers)
+    _compare([theirs for _, theirs in said], "optimizer parameter", advice)
+    return number
+
+
+def _compare(lists: list[list[tuple[str, Any]]], what: str, advice: str) -> None:
+    for rank, theirs in enumerate(lists):
+        if theirs == lists[0]:
+            continue
+        for position in range(max(len(theirs), len(lists[0]))):
+            first, other = (_item(values, position) for values in (lists[0], theirs))
+            if first != other:
+                raise MismatchError(
+                    f"{what} {position} differs: rank 0 has {first}, rank {rank} has {other}; "
+                    f"{advice}"
+                )
+
+
+def _item(values: list[tuple[str, Any]], position: int) -> str:
+    if position >= len(values):
+        return "none"
+    name, detail = values[position]
+    return f"'{name}' {detail}"
