@@ -293,6 +293,9 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     }
     *handle = next_handle_++;
     handles_[*handle] = op;
+    // The caller will drive at once, so that nobody wakes the engine thread, which would take the lease from
+    // it. If it is interrupted before, the engine thread's next look sets this right.
+    if (blocking) segment_->rank(rank_).driving.store(1, std::memory_order_seq_cst);
     appended = control_->Announce(op);
   }
   if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
