@@ -4,7 +4,9 @@
 // are arguments.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace kolovod {
 
@@ -16,29 +18,29 @@ class StreamingChooser {
   // groups between both ways. Which ones depends only on how many long ranges came before, and the group
   // only on the chunk's index, so all ranks try the same way at the same time.
   void BeginRange(uint64_t chunks) {
-    trial_ = chunks >= 2 * kGroup && (long_ranges_ < kFirstTrials || long_ranges_ % kEvery == 0);
-    if (chunks >= 2 * kGroup) ++long_ranges_;
-    for (Sample& sample : samples_) sample = Sample{};
+    trial_ = chunks >= kLong && (long_ranges_ < kFirstTrials || long_ranges_ % kEvery < 2);
+    first_of_pair_ = long_ranges_ % 2 == 0;
+    if (chunks >= kLong) ++long_ranges_;
+    for (std::vector<int64_t>& steps : step_ns_) steps.clear();
   }
 
   bool Use(uint64_t index) const { return trial_ ? (index / kGroup) % 2 == 1 : streaming_; }
 
   // The step of chunk `index` took this long. The first steps after a change are both ways mixed.
   void Record(uint64_t index, int64_t step_ns) {
-    if (!trial_ || index % kGroup < 2) return;
-    Sample& sample = samples_[Use(index) ? 1 : 0];
-    sample.total_ns += step_ns;
-    ++sample.steps;
+    if (trial_ && index % kGroup >= 2) step_ns_[Use(index) ? 1 : 0].push_back(step_ns);
   }
 
+  // Medians, since a step that was preempted says nothing; and two trials that agree, each by a clear
+  // difference: a wrong choice lasts for long, and noise must not flip it to and fro.
   void EndRange() {
-    if (!trial_ || samples_[0].steps == 0 || samples_[1].steps == 0) return;
-    const double cached = static_cast<double>(samples_[0].total_ns) / samples_[0].steps;
-    const double bypassed = static_cast<double>(samples_[1].total_ns) / samples_[1].steps;
-    // A clear difference only: noise must not flip the choice to and fro.
-    if (bypassed < 0.85 * cached) streaming_ = true;
-    if (cached < 0.85 * bypassed) streaming_ = false;
+    if (!trial_) return;
     trial_ = false;
+    const auto cached = static_cast<double>(Median(step_ns_[0]));
+    const auto bypassed = static_cast<double>(Median(step_ns_[1]));
+    const int verdict = bypassed < 0.85 * cached ? 1 : cached < 0.85 * bypassed ? -1 : 0;
+    if (!first_of_pair_ && verdict != 0 && verdict == verdict_) streaming_ = verdict > 0;
+    verdict_ = verdict;
   }
 
   bool trial() const { return trial_; }
@@ -46,17 +48,22 @@ class StreamingChooser {
 
  private:
   static constexpr uint64_t kGroup = 8;        // chunks
-  static constexpr uint64_t kFirstTrials = 3;  // long ranges
-  static constexpr uint64_t kEvery = 64;       // long ranges between later trials
+  static constexpr uint64_t kLong = 64;        // chunks: several groups of each way
+  static constexpr uint64_t kFirstTrials = 4;  // long ranges, two pairs
+  static constexpr uint64_t kEvery = 64;       // long ranges between later pairs
 
-  struct Sample {
-    int64_t total_ns = 0;
-    int steps = 0;
-  };
+  static int64_t Median(std::vector<int64_t>& values) {
+    const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
+    std::nth_element(values.begin(), middle, values.end());
+    return values.empty() ? 0 : *middle;
+  }
+
   bool streaming_;
   bool trial_ = false;
+  bool first_of_pair_ = false;
+  int verdict_ = 0;  // of the trial before: 1 bypassing is better, -1 worse, 0 alike
   uint64_t long_ranges_ = 0;
-  Sample samples_[2];
+  std::vector<int64_t> step_ns_[2];  // ordinary, bypassing
 };
 
 }  // namespace kolovod
