@@ -118,7 +118,8 @@ TEST(an_abort_names_its_rank_and_reason) {
 }
 
 TEST(a_lost_announcement_runs_into_the_callers_timeout_and_no_further) {
-  RunRanks(2, [](Rank& rank) {
+  std::atomic<int> finished{0};
+  RunRanks(2, [&](Rank& rank) {
     std::vector<float> warm(4);
     for (int i = 0; i < 3; ++i) CHECK_OK(rank.Allreduce("warm", warm));
     if (rank.rank() == 1) rank.world().faults->drop[1] = 1;
@@ -131,6 +132,9 @@ TEST(a_lost_announcement_runs_into_the_callers_timeout_and_no_further) {
     std::vector<float> other(4, 1.0f);
     CHECK_OK(rank.Allreduce("other", other));  // the engine goes on with everything else
     CHECK(other[0] == 2.0f);
+    // Who leaves with work pending ends the world: not before both are through.
+    finished.fetch_add(1);
+    while (finished.load() < 2) std::this_thread::yield();
   });
 }
 
