@@ -40,12 +40,6 @@ struct EngineOptions {
   bool external = false;
 };
 
-struct SubmittedTensor {
-  TensorMeta meta;
-  const void* in = nullptr;
-  void* out = nullptr;
-};
-
 struct EngineStats {
   ControlStats control;
   uint64_t operations = 0;     // completed without error
@@ -89,12 +83,6 @@ class Engine {
   Status Attach(const std::function<bool()>& interrupted);
   std::string MissingRanks();
   void ProbeLatency();
-  Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors) const;
-  Status ValidateAdasum(const std::string& what, const Request& request,
-                        const std::vector<SubmittedTensor>& tensors) const;
-  Status ValidateApart(const std::string& what, const std::vector<SubmittedTensor>& tensors) const;
-  Status ValidateSplits(const std::string& what, const Request& request,
-                        const std::vector<SubmittedTensor>& tensors) const;
 
   // Why a new operation could never complete, or OK.
   Status WorldStatus();

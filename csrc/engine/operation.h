@@ -16,6 +16,12 @@ struct FreeDeleter {
   void operator()(char* p) const { std::free(p); }
 };
 
+struct SubmittedTensor {
+  TensorMeta meta;
+  const void* in = nullptr;
+  void* out = nullptr;
+};
+
 // Bytes that the engine allocated: allgather, alltoall and reducescatter make outputs of other sizes.
 struct OutputBuffer {
   std::unique_ptr<char, FreeDeleter> data;

@@ -1,0 +1,126 @@
+#include "engine/validate.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kolovod {
+
+size_t ElementsOf(const TensorMeta& meta) {
+  size_t count = 1;
+  for (int64_t dim : meta.shape) count *= static_cast<size_t>(dim);
+  return count;
+}
+
+namespace {
+
+// Results of one tensor of a group would be the input of another, in an order that nobody promises.
+Status ValidateApart(const std::string& what, const std::vector<SubmittedTensor>& tensors) {
+  struct Span {
+    const char *begin, *end;
+    size_t index;
+    bool written;
+  };
+  std::vector<Span> spans;
+  for (size_t t = 0; t < tensors.size(); ++t) {
+    const SubmittedTensor& tensor = tensors[t];
+    const size_t bytes = ElementsOf(tensor.meta) * SizeOf(tensor.meta.dtype);
+    if (bytes == 0) continue;
+    const char* in = static_cast<const char*>(tensor.in);
+    const char* out = static_cast<const char*>(tensor.out);
+    if (out != nullptr) spans.push_back({out, out + bytes, t, true});
+    if (in != out) spans.push_back({in, in + bytes, t, false});
+  }
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  const Span* last = nullptr;     // of those before, the one that reaches furthest
+  const Span* written = nullptr;  // the same of those that are written
+  for (const Span& span : spans) {
+    const Span* other = span.written ? last : written;
+    if (other != nullptr && other->end > span.begin) {
+      return Status(Code::kInvalidArgument, what + "tensors " +
+                                                std::to_string(std::min(other->index, span.index)) + " and " +
+                                                std::to_string(std::max(other->index, span.index)) +
+                                                " of the group share memory; give each tensor once");
+    }
+    if (last == nullptr || span.end > last->end) last = &span;
+    if (span.written && (written == nullptr || span.end > written->end)) written = &span;
+  }
+  return Status();
+}
+
+Status ValidateAdasum(const std::string& what, const Request& request,
+                      const std::vector<SubmittedTensor>& tensors, int size) {
+  if (request.verb != Verb::kAllreduce) {
+    return Status(Code::kInvalidArgument, what + "op Adasum is for allreduce only; use Average or Sum");
+  }
+  if ((size & (size - 1)) != 0) {
+    return Status(Code::kInvalidArgument,
+                  what + "op Adasum combines ranks in pairs of pairs: it needs 2, 4, 8, ... " +
+                      "ranks, not " + std::to_string(size) + "; use Average");
+  }
+  for (const SubmittedTensor& tensor : tensors) {
+    const DType dtype = tensor.meta.dtype;
+    if (dtype != DType::kFloat16 && dtype != DType::kBFloat16 && dtype != DType::kFloat32 &&
+        dtype != DType::kFloat64) {
+      return Status(Code::kInvalidArgument, what + "op Adasum needs a floating dtype, not " + NameOf(dtype));
+    }
+  }
+  return Status();
+}
+
+Status ValidateSplits(const std::string& what, const Request& request,
+                      const std::vector<SubmittedTensor>& tensors, int size) {
+  if (request.splits.size() != static_cast<size_t>(size)) {
+    return Status(Code::kInvalidArgument, what + std::to_string(request.splits.size()) + " splits for " +
+                                              std::to_string(size) + " ranks; give one for each");
+  }
+  int64_t left = tensors.front().meta.shape.front();
+  for (int r = 0; r < size; ++r) {
+    const int64_t rows = request.splits[static_cast<size_t>(r)];
+    if (rows < 0 || rows > left) {
+      return Status(Code::kInvalidArgument,
+                    what + "split " + std::to_string(rows) + " for rank " + std::to_string(r) + ", but " +
+                        std::to_string(left) + " of " + std::to_string(tensors.front().meta.shape.front()) +
+                        " rows are left; splits are at least 0 and together at most the first dimension");
+    }
+    left -= rows;
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors, int size) {
+  const std::string what = std::string(NameOf(request.verb)) + " '" + request.name + "': ";
+  if (request.root < 0 || request.root >= size) {
+    return Status(Code::kInvalidArgument, what + "root rank " + std::to_string(request.root) +
+                                              " is not in 0.." + std::to_string(size - 1));
+  }
+  if (request.op == Op::kAdasum && IsReduction(request.verb)) {
+    KV_RETURN_IF_ERROR(ValidateAdasum(what, request, tensors, size));
+  }
+  for (double factor : {request.prescale, request.postscale}) {
+    if (!std::isfinite(factor)) {
+      return Status(Code::kInvalidArgument, what + "a factor is " + std::to_string(factor) +
+                                                "; prescale and postscale factors are finite numbers");
+    }
+  }
+  if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors));
+  for (const SubmittedTensor& tensor : tensors) {
+    if (tensor.meta.shape.size() > kMaxDims) {
+      return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +
+                                                " dimensions; at most " + std::to_string(kMaxDims));
+    }
+    if (MakesOutputs(request.verb) && tensor.meta.shape.empty()) {
+      return Status(Code::kInvalidArgument,
+                    what + "a scalar has no first dimension to join or split along; reshape it to (1,)");
+    }
+    if (IsReduction(request.verb) && tensor.meta.dtype == DType::kBool &&
+        (request.op == Op::kAverage || request.prescale != 1.0 || request.postscale != 1.0)) {
+      return Status(Code::kInvalidArgument,
+                    what + "bool cannot be averaged or scaled; use Sum (or), Min (and) or Max (or)");
+    }
+  }
+  return request.verb == Verb::kAlltoall ? ValidateSplits(what, request, tensors, size) : Status();
+}
+
+}  // namespace kolovod

@@ -1,0 +1,16 @@
+// Whether a request can ever work, before anything is sent. PURE.
+#pragma once
+
+#include <vector>
+
+#include "base/status.h"
+#include "engine/operation.h"
+
+namespace kolovod {
+
+size_t ElementsOf(const TensorMeta& meta);
+
+// `size`: ranks that take part. The error names the value received and the way out.
+Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors, int size);
+
+}  // namespace kolovod
