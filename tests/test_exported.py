@@ -15,13 +15,14 @@ VERBS = {
     *("allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"),
     *("alltoall", "alltoall_async", "reducescatter", "reducescatter_async"),
     *("grouped_reducescatter", "grouped_reducescatter_async"),
-    *("barrier", "poll", "synchronize"),
+    *("barrier", "join", "poll", "synchronize"),
     *("broadcast_object", "allgather_object"),
 }
 WORLD = {
     *("init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size"),
     *("cross_rank", "cross_size", "Adasum", "Average", "Sum", "Min", "Max", "Product"),
     *("Op", "Handle"),
+    *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
 }
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),

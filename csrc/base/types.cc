@@ -20,8 +20,8 @@ const char* NameOf(Op op) {
 }
 
 const char* NameOf(Verb verb) {
-  static constexpr const char* kNames[kVerbCount] = {"allreduce", "broadcast", "allgather",
-                                                     "barrier",   "alltoall",  "reducescatter"};
+  static constexpr const char* kNames[kVerbCount] = {"allreduce", "broadcast",     "allgather", "barrier",
+                                                     "alltoall",  "reducescatter", "join"};
   return kNames[static_cast<int>(verb)];
 }
 

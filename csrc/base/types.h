@@ -32,8 +32,9 @@ enum class Verb : uint8_t {
   kBarrier = 3,
   kAlltoall = 4,
   kReducescatter = 5,
+  kJoin = 6,
 };
-inline constexpr int kVerbCount = 6;
+inline constexpr int kVerbCount = 7;
 // The engine allocates the outputs: only it knows how large they are.
 inline constexpr bool MakesOutputs(Verb verb) {
   return verb == Verb::kAllgather || verb == Verb::kAlltoall || verb == Verb::kReducescatter;

@@ -222,6 +222,15 @@ class PyEngine {
     engine_->Abort(message);
   }
 
+  std::shared_ptr<Segment> segment() const {
+    Check();
+    return engine_->segment();
+  }
+  size_t Pending() {
+    Check();
+    return engine_->Pending();
+  }
+
   void Shutdown() {
     if (forgotten_) return;
     nb::gil_scoped_release release;
@@ -275,7 +284,7 @@ class PyEngine {
 
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
-                             bool external) {
+                             bool external, std::vector<int> ranks, const PyEngine* world) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
     throw nb::value_error("peers: need one (pidfd, description) for each rank");
   }
@@ -286,6 +295,11 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   options.epoch = epoch;
   options.config = ToConfig(config);
   options.external = external;
+  options.ranks = std::move(ranks);
+  if (!options.ranks.empty() && options.ranks.size() != peers.size()) {
+    throw nb::value_error("ranks: need one for each rank of the set, or none");
+  }
+  if (world != nullptr) options.world = world->segment();
   options.liveness = std::make_unique<PidfdLiveness>(rank, peers);
   ThrowIfError(Segment::Map(segment_fd, SegmentLayout(size, options.config), &options.segment));
   return options;
@@ -298,7 +312,9 @@ EngineOptions LoopbackOptions(const LoopbackWorld& world, int rank) {
   options.config = world.config;
   options.segment = world.segment;
   options.faults = world.faults;
-  options.liveness = std::make_unique<LoopbackLiveness>(world.faults);
+  options.ranks = world.ranks;
+  options.world = world.world;
+  options.liveness = std::make_unique<LoopbackLiveness>(world.faults, world.ranks);
   return options;
 }
 
@@ -309,9 +325,16 @@ class PyLoopbackWorld {
     ThrowIfError(LoopbackWorld::Create(size, ToConfig(config), &world_));
   }
   PyEngine* MakeEngine(int rank) const { return new PyEngine(LoopbackOptions(*world_, Rank(rank))); }
+  PyLoopbackWorld* MakeSet(const std::vector<int>& members) const {
+    for (int rank : members) Rank(rank);
+    auto set = std::make_unique<PyLoopbackWorld>();
+    ThrowIfError(world_->MakeSet(members, &set->world_));
+    return set.release();
+  }
   void Kill(int rank) { world_->Kill(Rank(rank)); }
-  void Delay(int rank, int us) { world_->faults->delay_us[static_cast<size_t>(Rank(rank))] = us; }
-  void Drop(int rank, int count) { world_->faults->drop[static_cast<size_t>(Rank(rank))] = count; }
+  void Delay(int rank, int us) { world_->Delay(Rank(rank), us); }
+  void Drop(int rank, int count) { world_->Drop(Rank(rank), count); }
+  PyLoopbackWorld() = default;
 
  private:
   int Rank(int rank) const {
@@ -355,10 +378,13 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
-             const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external) {
-            new (self) PyEngine(ProcessOptions(rank, size, epoch, segment_fd, peers, config, external));
+             const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external,
+             std::vector<int> ranks, const PyEngine* world) {
+            new (self) PyEngine(ProcessOptions(rank, size, epoch, segment_fd, peers, config, external,
+                                               std::move(ranks), world));
           },
-          "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false)
+          "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
+          "ranks"_a = std::vector<int>{}, "world"_a = nb::none())
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
            "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{})
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a)
@@ -370,6 +396,7 @@ NB_MODULE(_native, m) {
       .def("open_bucket", &PyEngine::OpenBucket, "token"_a)
       .def("close_bucket", &PyEngine::CloseBucket)
       .def("bucket_done", &PyEngine::BucketDone, "token"_a, "error"_a)
+      .def("pending", &PyEngine::Pending)
       .def("abort", &PyEngine::Abort, "message"_a)
       .def("shutdown", &PyEngine::Shutdown)
       .def("forget", &PyEngine::Forget)
@@ -377,6 +404,7 @@ NB_MODULE(_native, m) {
   nb::class_<PyLoopbackWorld>(m, "LoopbackWorld")
       .def(nb::init<int, const ConfigMap&>(), "size"_a, "config"_a)
       .def("engine", &PyLoopbackWorld::MakeEngine, "rank"_a, nb::rv_policy::take_ownership)
+      .def("make_set", &PyLoopbackWorld::MakeSet, "members"_a, nb::rv_policy::take_ownership)
       .def("kill", &PyLoopbackWorld::Kill, "rank"_a)
       .def("delay", &PyLoopbackWorld::Delay, "rank"_a, "delay_us"_a)
       .def("drop", &PyLoopbackWorld::Drop, "rank"_a, "count"_a);

@@ -117,6 +117,7 @@ std::string EncodeResponse(const Response& response) {
   w.PutString(response.name);
   w.Put(response.id);
   w.PutString(response.error);
+  w.PutString(response.request);
   w.Put(static_cast<uint32_t>(response.rows.size()));
   for (const auto& rows : response.rows) PutInts(w, rows);
   return w.Take();
@@ -126,8 +127,9 @@ std::optional<Response> DecodeResponse(std::string_view bytes) {
   Reader r(bytes);
   Response response;
   uint32_t tensors;
-  if (!r.GetEnum(3, &response.kind) || !r.GetString(&response.name) || !r.Get(&response.id) ||
-      !r.GetString(&response.error) || !r.GetCount(4, &tensors)) {
+  if (!r.GetEnum(Response::kKindCount, &response.kind) || !r.GetString(&response.name) ||
+      !r.Get(&response.id) || !r.GetString(&response.error) || !r.GetString(&response.request) ||
+      !r.GetCount(4, &tensors)) {
     return std::nullopt;
   }
   response.rows.resize(tensors);

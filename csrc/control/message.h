@@ -36,13 +36,17 @@ inline constexpr int32_t kNoId = -1;
 
 // The sequencer's answer, the same on every rank.
 struct Response {
-  enum class Kind : uint8_t { kExecute = 0, kError = 1, kForget = 2 };
+  // kForgetAll: a rank has joined and announces nothing more by bit, so nobody does until all have.
+  enum class Kind : uint8_t { kExecute = 0, kError = 1, kForget = 2, kForgetAll = 3 };
+  static constexpr int kKindCount = 4;
   Kind kind = Kind::kExecute;
   std::string name;
   int32_t id = kNoId;  // kExecute: announce by this bit next time; kForget: no longer valid
   std::string error;   // kError
+  // While ranks have joined: the encoded request, from which those make an operation that contributes zeros.
+  std::string request;
   // What a rank cannot know by itself: for each tensor of an allgather dimension 0 by rank; for an alltoall
-  // the rows that rank s sends to rank d, at s * size + d.
+  // the rows that rank s sends to rank d, at s * size + d; for a join who came last.
   std::vector<std::vector<int64_t>> rows;
 };
 

@@ -23,11 +23,6 @@ std::string Number(double value) {
   return text;
 }
 
-std::string Conflict(const char* what, int a, const std::string& value_a, int b, const std::string& value_b) {
-  return std::string(what) + " differs: rank " + std::to_string(a) + " has " + value_a + ", rank " +
-         std::to_string(b) + " has " + value_b;
-}
-
 // Allgather and alltoall join along dimension 0, so that one may differ.
 bool ShapesAgree(Verb verb, const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
   if (verb != Verb::kAllgather && verb != Verb::kAlltoall) return a == b;
@@ -38,59 +33,81 @@ bool ShapesAgree(Verb verb, const std::vector<int64_t>& a, const std::vector<int
   return true;
 }
 
-std::string TensorConflict(Verb verb, const Request& first, int rank, const Request& other) {
+// Two requests under one name, and who sent them.
+struct Pair {
+  const Request& first;
+  const Request& other;
+  int first_rank;
+  int other_rank;
+
+  std::string Says(const std::string& what, const std::string& a, const std::string& b) const {
+    return what + " differs: rank " + std::to_string(first_rank) + " has " + a + ", rank " +
+           std::to_string(other_rank) + " has " + b;
+  }
+};
+
+std::string TensorConflict(const Pair& pair) {
+  const auto& [first, other, first_rank, other_rank] = pair;
   for (size_t t = 0; t < first.tensors.size(); ++t) {
     const TensorMeta& a = first.tensors[t];
     const TensorMeta& b = other.tensors[t];
     const std::string where =
         first.tensors.size() > 1 ? " of tensor " + std::to_string(t) + " of the group" : "";
-    if (a.dtype != b.dtype) {
-      return Conflict(("dtype" + where).c_str(), 0, NameOf(a.dtype), rank, NameOf(b.dtype));
-    }
-    if (!ShapesAgree(verb, a.shape, b.shape)) {
-      return Conflict(("shape" + where).c_str(), 0, ShapeText(a.shape), rank, ShapeText(b.shape));
+    if (a.dtype != b.dtype) return pair.Says("dtype" + where, NameOf(a.dtype), NameOf(b.dtype));
+    if (!ShapesAgree(first.verb, a.shape, b.shape)) {
+      return pair.Says("shape" + where, ShapeText(a.shape), ShapeText(b.shape));
     }
   }
   return "";
 }
 
-std::string FindConflict(const Request& first, int rank, const Request& other) {
+std::string FindConflict(const Pair& pair) {
+  const auto& [first, other, first_rank, other_rank] = pair;
   if (first.verb != other.verb) {
-    return Conflict("kind of operation", 0, NameOf(first.verb), rank, NameOf(other.verb));
+    return pair.Says("kind of operation", NameOf(first.verb), NameOf(other.verb));
   }
   if (first.tensors.size() != other.tensors.size()) {
-    return Conflict("number of tensors", 0, std::to_string(first.tensors.size()), rank,
-                    std::to_string(other.tensors.size()));
+    return pair.Says("number of tensors", std::to_string(first.tensors.size()),
+                     std::to_string(other.tensors.size()));
   }
-  if (std::string text = TensorConflict(first.verb, first, rank, other); !text.empty()) return text;
-  if (first.op != other.op) {
-    return Conflict("reduction op", 0, NameOf(first.op), rank, NameOf(other.op));
-  }
+  if (std::string text = TensorConflict(pair); !text.empty()) return text;
+  if (first.op != other.op) return pair.Says("reduction op", NameOf(first.op), NameOf(other.op));
   if (first.prescale != other.prescale) {
-    return Conflict("prescale factor", 0, Number(first.prescale), rank, Number(other.prescale));
+    return pair.Says("prescale factor", Number(first.prescale), Number(other.prescale));
   }
   if (first.postscale != other.postscale) {
-    return Conflict("postscale factor", 0, Number(first.postscale), rank, Number(other.postscale));
+    return pair.Says("postscale factor", Number(first.postscale), Number(other.postscale));
   }
   if (first.root != other.root) {
-    return Conflict("root rank", 0, std::to_string(first.root), rank, std::to_string(other.root));
+    return pair.Says("root rank", std::to_string(first.root), std::to_string(other.root));
   }
   return "";
+}
+
+// The first of the requests that are there.
+size_t FirstOf(const std::vector<std::optional<Request>>& by_rank) {
+  size_t r = 0;
+  while (!by_rank[r].has_value()) ++r;
+  return r;
 }
 
 }  // namespace
 
-std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank) {
-  for (size_t r = 1; r < by_rank.size(); ++r) {
-    std::string text = FindConflict(*by_rank[0], static_cast<int>(r), *by_rank[r]);
+std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank, const std::vector<int>& ranks) {
+  const size_t first = FirstOf(by_rank);
+  for (size_t r = first + 1; r < by_rank.size(); ++r) {
+    if (!by_rank[r].has_value()) continue;
+    const std::string text = FindConflict({*by_rank[first], *by_rank[r], ranks[first], ranks[r]});
     if (!text.empty()) return text;
   }
   return "";
 }
 
-Negotiator::Negotiator(int size, size_t cache_capacity) : size_(size), cache_capacity_(cache_capacity) {}
+Negotiator::Negotiator(std::vector<int> ranks, size_t cache_capacity)
+    : ranks_(std::move(ranks)), cache_capacity_(cache_capacity), joined_(ranks_.size()) {}
 
 std::vector<Response> Negotiator::Offer(int rank, Request request) {
+  if (request.verb == Verb::kJoin) return Join(rank, request.name);
   std::vector<Response> responses;
   const std::string name = request.name;
   if (auto cached = cached_.find(name); cached != cached_.end()) {
@@ -99,19 +116,59 @@ std::vector<Response> Negotiator::Offer(int rank, Request request) {
     forget.name = name;
     forget.id = cached->second;
     responses.push_back(std::move(forget));
-    retiring_[name] = cached->second;
+    Retire(name, cached->second);
     cached_.erase(cached);
   }
   Waiting& waiting = waiting_[name];
-  waiting.by_rank.resize(static_cast<size_t>(size_));
+  waiting.by_rank.resize(ranks_.size());
   std::optional<Request>& slot = waiting.by_rank[static_cast<size_t>(rank)];
   if (!slot.has_value()) ++waiting.count;
   slot = std::move(request);
-  if (waiting.count == size_) {
+  if (static_cast<size_t>(waiting.count + joined_count_) == ranks_.size()) {
     responses.push_back(Decide(name, waiting));
     waiting_.erase(name);
   }
   return responses;
+}
+
+// A rank joins with nothing pending, so it is missing in all that waits.
+std::vector<Response> Negotiator::Join(int rank, const std::string& name) {
+  std::vector<Response> responses;
+  joined_[static_cast<size_t>(rank)] = true;
+  if (static_cast<size_t>(++joined_count_) == ranks_.size()) {
+    joined_.assign(ranks_.size(), false);
+    joined_count_ = 0;
+    Response all;
+    all.name = name;
+    all.rows = {{rank}};
+    responses.push_back(std::move(all));
+    return responses;
+  }
+  Response forget;
+  forget.kind = Response::Kind::kForgetAll;
+  responses.push_back(std::move(forget));
+  for (const auto& [cached, id] : cached_) Retire(cached, id);
+  cached_.clear();
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    const bool complete = static_cast<size_t>(it->second.count + joined_count_) == ranks_.size();
+    if (complete) responses.push_back(Decide(it->first, it->second));
+    it = complete ? waiting_.erase(it) : std::next(it);
+  }
+  return responses;
+}
+
+// Why the operation cannot be executed, or empty.
+std::string Negotiator::FindReason(const Waiting& waiting) const {
+  if (std::string text = FindMismatch(waiting.by_rank, ranks_); !text.empty()) {
+    return text + ". Every rank must submit the same operation under one name.";
+  }
+  const Request& first = *waiting.by_rank[FirstOf(waiting.by_rank)];
+  if (joined_count_ == 0 || first.verb == Verb::kAllreduce) return "";
+  std::string who;
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (joined_[r]) who += (who.empty() ? "" : ", ") + std::to_string(ranks_[r]);
+  }
+  return "rank " + who + " has joined, and of those that have no data left only an allreduce can do without.";
 }
 
 Response Negotiator::Decide(const std::string& name, const Waiting& waiting) {
@@ -122,11 +179,14 @@ Response Negotiator::Decide(const std::string& name, const Waiting& waiting) {
   }
   Response response;
   response.name = name;
-  const Request& first = *waiting.by_rank[0];
-  if (std::string mismatch = FindMismatch(waiting.by_rank); !mismatch.empty()) {
+  const Request& first = *waiting.by_rank[FirstOf(waiting.by_rank)];
+  if (std::string reason = FindReason(waiting); !reason.empty()) {
     response.kind = Response::Kind::kError;
-    response.error = std::string(NameOf(first.verb)) + " '" + name + "': " + mismatch +
-                     ". Every rank must submit the same operation under one name.";
+    response.error = std::string(NameOf(first.verb)) + " '" + name + "': " + reason;
+    return response;
+  }
+  if (joined_count_ > 0) {
+    response.request = EncodeRequest(first);
     return response;
   }
   if (first.verb == Verb::kAllgather) {

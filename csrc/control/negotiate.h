@@ -17,13 +17,16 @@ namespace kolovod {
 
 class Negotiator {
  public:
-  // At most `cache_capacity` names get an id (docs/wire.md, "bits").
-  Negotiator(int size, size_t cache_capacity);
+  // `ranks`: what messages call each rank (its number in the world). At most `cache_capacity` names get an id
+  // (docs/wire.md, "bits").
+  Negotiator(std::vector<int> ranks, size_t cache_capacity);
 
   // `rank` has `request` ready. Returns what every rank must be told now, in this order:
   //   kForget  a cached name came with other metadata: all ranks announce it in full again
   //   kExecute all ranks have it and agree
   //   kError   all ranks have it and do not agree; the text names the values and the ranks
+  // A rank that joins has no data left until all have joined: the others' allreduces go on without it, what
+  // else they submit is answered with kError, and nothing is announced by bit meanwhile (kForgetAll).
   std::vector<Response> Offer(int rank, Request request);
 
   // Ids that may be given out again; their counters must be reset before the next answer is told. No rank can
@@ -37,11 +40,17 @@ class Negotiator {
     int count = 0;
   };
 
+  std::vector<Response> Join(int rank, const std::string& name);
+  // Moves a name that has no id any more to the retiring ones.
+  void Retire(const std::string& name, int32_t id) { retiring_[name] = id; }
   Response Decide(const std::string& name, const Waiting& waiting);
+  std::string FindReason(const Waiting& waiting) const;
   int32_t AssignId(const std::string& name, const Waiting& waiting);
 
-  const int size_;
+  const std::vector<int> ranks_;
   const size_t cache_capacity_;
+  std::vector<bool> joined_;
+  int joined_count_ = 0;
   int32_t next_id_ = 0;
   std::unordered_map<std::string, Waiting> waiting_;
   std::unordered_map<std::string, int32_t> cached_;
@@ -53,8 +62,8 @@ class Negotiator {
   std::unordered_set<uint64_t> seen_;
 };
 
-// The first disagreement between the ranks' requests, or empty. Checked in the order verb, number of
-// tensors, dtype, shape, op, scale, root.
-std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank);
+// The first disagreement between the requests of those ranks that have one, or empty. Checked in the order
+// verb, number of tensors, dtype, shape, op, scale, root. `ranks[i]`: what to call rank i.
+std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank, const std::vector<int>& ranks);
 
 }  // namespace kolovod

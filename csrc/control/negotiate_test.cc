@@ -22,7 +22,7 @@ std::vector<Response> OfferAll(Negotiator& n, int size, const Request& request) 
 }
 
 TEST(nothing_is_said_until_every_rank_has_it) {
-  Negotiator n(3, 8);
+  Negotiator n({0, 1, 2}, 8);
   CHECK(n.Offer(2, Make("a")).empty());
   CHECK(n.Offer(0, Make("b")).empty());
   CHECK(n.Offer(0, Make("a")).empty());
@@ -31,7 +31,7 @@ TEST(nothing_is_said_until_every_rank_has_it) {
 }
 
 TEST(a_name_that_comes_again_gets_a_bit) {
-  Negotiator n(2, 1);
+  Negotiator n({0, 1}, 1);
   CHECK(OfferAll(n, 2, Make("a"))[0].id == kNoId);
   CHECK(OfferAll(n, 2, Make("b"))[0].id == kNoId);
   CHECK(OfferAll(n, 2, Make("a"))[0].id == 0);
@@ -42,7 +42,7 @@ TEST(a_name_that_comes_again_gets_a_bit) {
 }
 
 TEST(a_cached_name_with_a_new_shape_is_forgotten_first) {
-  Negotiator n(2, 8);
+  Negotiator n({0, 1}, 8);
   OfferAll(n, 2, Make("a"));
   const int32_t id = OfferAll(n, 2, Make("a"))[0].id;
   CHECK(id != kNoId);
@@ -53,7 +53,7 @@ TEST(a_cached_name_with_a_new_shape_is_forgotten_first) {
 }
 
 TEST(ids_of_forgotten_names_are_given_out_again) {
-  Negotiator n(2, 2);
+  Negotiator n({0, 1}, 2);
   OfferAll(n, 2, Make("a"));
   for (int64_t i = 1; i < 100; ++i) {
     // Its id is free for others only once all ranks have announced the name in full.
@@ -68,8 +68,47 @@ TEST(ids_of_forgotten_names_are_given_out_again) {
   CHECK(OfferAll(n, 2, Make("b"))[0].id != kNoId);
 }
 
+Request MakeJoin() {
+  Request request = Make("join", {});
+  request.verb = Verb::kJoin;
+  request.tensors.clear();
+  request.cacheable = false;
+  return request;
+}
+
+TEST(others_go_on_without_those_that_have_joined) {
+  Negotiator n({4, 5, 6}, 8);
+  OfferAll(n, 3, Make("a"));
+  CHECK(OfferAll(n, 3, Make("a"))[0].id != kNoId);
+  CHECK(n.Offer(0, Make("waits")).empty());
+  CHECK(n.Offer(2, Make("waits")).empty());
+  // All bits are forgotten, and what waited for the one that joined goes on.
+  const auto said = n.Offer(1, MakeJoin());
+  CHECK(said.size() == 2 && said[0].kind == Kind::kForgetAll && said[1].name == "waits");
+  CHECK(DecodeRequest(said[1].request)->tensors == Make("waits").tensors);
+  // No bits while somebody has joined, and the old one is free once the name was announced by the rest.
+  CHECK(n.Offer(0, Make("a")).empty());
+  const auto again = n.Offer(2, Make("a"));
+  CHECK(again.size() == 1 && again[0].kind == Kind::kExecute && again[0].id == kNoId);
+  CHECK(n.TakeReleased().size() == 1);
+  Request gather = Make("g");
+  gather.verb = Verb::kAllgather;
+  n.Offer(0, gather);
+  const auto refused = n.Offer(2, gather);
+  CHECK(refused[0].kind == Kind::kError);
+  CHECK(refused[0].error.find("rank 5 has joined") != std::string::npos);
+  CHECK(n.Offer(2, MakeJoin()).size() == 1);
+  CHECK(n.Offer(0, Make("alone"))[0].kind == Kind::kExecute);
+  const auto done = n.Offer(0, MakeJoin());
+  CHECK(done.size() == 1 && done[0].kind == Kind::kExecute && done[0].name == "join");
+  CHECK(done[0].rows == std::vector<std::vector<int64_t>>{{0}});
+  // And then everything is as before.
+  CHECK(OfferAll(n, 3, gather)[0].kind == Kind::kExecute);
+  CHECK(OfferAll(n, 3, Make("a"))[0].id != kNoId);
+}
+
 void CheckMismatch(const Request& other, const std::string& value0, const std::string& value1) {
-  Negotiator n(3, 8);
+  Negotiator n({0, 1, 2}, 8);
   n.Offer(0, Make("t"));
   n.Offer(2, other);
   const auto said = n.Offer(1, Make("t"));
@@ -108,7 +147,7 @@ TEST(every_mismatch_names_both_values_and_ranks) {
 }
 
 TEST(allgather_joins_different_first_dimensions_only) {
-  Negotiator n(2, 8);
+  Negotiator n({0, 1}, 8);
   Request a = Make("g", {2, 3});
   a.verb = Verb::kAllgather;
   Request b = Make("g", {0, 3});
@@ -123,7 +162,7 @@ TEST(allgather_joins_different_first_dimensions_only) {
 }
 
 TEST(alltoall_tells_everybody_who_sends_what_to_whom) {
-  Negotiator n(2, 8);
+  Negotiator n({0, 1}, 8);
   Request a = Make("a", {5, 3});
   a.verb = Verb::kAlltoall;
   a.splits = {2, 3};

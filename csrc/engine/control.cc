@@ -2,11 +2,14 @@
 
 #include <chrono>
 #include <thread>
+#include <utility>
+
+#include "engine/validate.h"
 
 namespace kolovod {
 
-Control::Control(Segment& segment, int rank, uint32_t epoch, const Config& config, std::mutex& mutex,
-                 LoopbackFaults* faults)
+Control::Control(Segment& segment, int rank, std::vector<int> ranks, uint32_t epoch, const Config& config,
+                 std::mutex& mutex, LoopbackFaults* faults)
     : segment_(segment),
       rank_(rank),
       mutex_(mutex),
@@ -23,7 +26,7 @@ Control::Control(Segment& segment, int rank, uint32_t epoch, const Config& confi
                                      std::vector<std::atomic<uint64_t>*>{&self.control_tail}, epoch);
     return;
   }
-  negotiator_ = std::make_unique<Negotiator>(size, static_cast<size_t>(config.cache_capacity));
+  negotiator_ = std::make_unique<Negotiator>(std::move(ranks), static_cast<size_t>(config.cache_capacity));
   std::vector<std::atomic<uint64_t>*> tails;
   for (int r = 0; r < size; ++r) {
     RankBlock& block = segment.rank(r);
@@ -58,6 +61,17 @@ bool Control::Announce(const OperationPtr& op) {
   }
   if (!lost) SendInFull(op, std::move(body));
   return false;
+}
+
+void Control::Join(const OperationPtr& op) {
+  pending_[op->request.name] = op;
+  join_ = op;
+  Erase("");
+}
+
+void Control::Erase(const std::string& name) {
+  pending_.erase(name);
+  if (join_ != nullptr && pending_.size() == 1) Announce(std::exchange(join_, nullptr));
 }
 
 void Control::SendInFull(const OperationPtr& op, std::string body) {
@@ -196,15 +210,23 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
   const auto found = pending_.find(response.name);
   if (response.kind == Response::Kind::kForget) {
     cache_.erase(response.name);
-    if (found != pending_.end() && found->second->announced_id == response.id && !found->second->in_log) {
-      by_id_[static_cast<size_t>(response.id)] = nullptr;
-      SendInFull(found->second, EncodeRequest(found->second->request));
-    }
+    if (found != pending_.end() && found->second->announced_id == response.id) Forget(found->second);
+    ready->push_back(nullptr);
+    return Status();
+  }
+  if (response.kind == Response::Kind::kForgetAll) {
+    cache_.clear();
+    for (const auto& [name, op] : pending_) Forget(op);
     ready->push_back(nullptr);
     return Status();
   }
   if (found == pending_.end()) {
-    return Status(Code::kInternal, "the log orders '" + response.name + "', which is not pending here");
+    OperationPtr zeros = response.request.empty() ? nullptr : MakeZeros(response);
+    if (zeros == nullptr && response.kind != Response::Kind::kError) {
+      return Status(Code::kInternal, "the log orders '" + response.name + "', which is not pending here");
+    }
+    ready->push_back(std::move(zeros));  // null: an error of the ranks that have not joined
+    return Status();
   }
   OperationPtr op = found->second;
   op->in_log = true;
@@ -220,6 +242,34 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
   }
   ready->push_back(std::move(op));
   return Status();
+}
+
+// The bit stands for nothing any more: what was announced by it and is not in the log is announced in full.
+void Control::Forget(const OperationPtr& op) {
+  if (op->announced_id == kNoId || op->in_log) return;
+  by_id_[static_cast<size_t>(op->announced_id)] = nullptr;
+  SendInFull(op, EncodeRequest(op->request));
+}
+
+OperationPtr Control::MakeZeros(const Response& response) {
+  std::optional<Request> request = DecodeRequest(response.request);
+  if (!request || request->verb != Verb::kAllreduce) return nullptr;
+  auto op = std::make_shared<Operation>();
+  op->request = std::move(*request);
+  for (const TensorMeta& meta : op->request.tensors) {
+    const size_t count = ElementsOf(meta);
+    const size_t bytes = count * SizeOf(meta.dtype);
+    OutputBuffer& zeros = op->buffers.emplace_back();
+    zeros.bytes = bytes;
+    zeros.data.reset(static_cast<char*>(std::calloc(bytes + 1, 1)));
+    if (zeros.data == nullptr) return nullptr;
+    op->counts.push_back(count);
+    op->inputs.push_back(zeros.data.get());
+    op->outputs.push_back(zeros.data.get());
+    op->bytes += bytes;
+  }
+  op->in_log = true;
+  return op;
 }
 
 }  // namespace kolovod

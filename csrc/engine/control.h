@@ -30,15 +30,18 @@ struct ControlStats {
 class Control {
  public:
   // `mutex` is the engine's; it guards the members marked so.
-  Control(Segment& segment, int rank, uint32_t epoch, const Config& config, std::mutex& mutex,
-          LoopbackFaults* faults);
+  // `ranks`: what messages call each rank.
+  Control(Segment& segment, int rank, std::vector<int> ranks, uint32_t epoch, const Config& config,
+          std::mutex& mutex, LoopbackFaults* faults);
 
   // Under the mutex. Registers the operation as pending and tells the world; true if it went into the
   // log at once (this rank was the last to announce it).
   bool Announce(const OperationPtr& op);
+  // Under the mutex. Registers a join as pending; it is announced once nothing else is.
+  void Join(const OperationPtr& op);
   // Under the mutex.
   const std::unordered_map<std::string, OperationPtr>& pending() const { return pending_; }
-  void Erase(const std::string& name) { pending_.erase(name); }
+  void Erase(const std::string& name);
   ControlStats stats() const { return stats_; }
 
   // Lease. Rank 0 negotiates what has arrived; every rank moves what waits to be sent.
@@ -66,6 +69,9 @@ class Control {
   Status DrainResponses();
   void Publish(std::vector<Response> responses);
   Status Apply(const Response& response, std::deque<OperationPtr>* ready);
+  void Forget(const OperationPtr& op);
+  // What this rank contributes while it has joined: zeros. Null for a response that is malformed.
+  static OperationPtr MakeZeros(const Response& response);
 
   Segment& segment_;
   const int rank_;
@@ -76,6 +82,7 @@ class Control {
   std::unordered_map<std::string, OperationPtr> pending_;  // guarded by mutex_
   std::unordered_map<std::string, Cached> cache_;          // guarded by mutex_
   std::vector<OperationPtr> by_id_;                        // guarded by mutex_
+  OperationPtr join_;                                      // guarded by mutex_; not announced yet
   std::unique_ptr<RingWriter> to_sequencer_;               // guarded by mutex_; rank 0 has none
   std::vector<Request> inbox_;                             // guarded by mutex_; rank 0's own requests
   std::atomic<bool> outgoing_{false};                      // something waits in to_sequencer_ or inbox_

@@ -86,6 +86,8 @@ Status Engine::Drive(const Operation* until) {
     if (!status.ok()) {
       // Interrupted before anything had started: only the caller gives up.
       if (status.code() == Code::kInterrupted && !segment_->revoked()) return status;
+      // A defect here is the end for all: the others would wait for this rank.
+      if (status.code() == Code::kInternal) segment_->Revoke(status.code(), status.message());
       Break(status);
       return BrokenStatus();
     }
@@ -264,6 +266,10 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
   std::lock_guard lock(mutex_);
   bool data = false;
   for (const OperationPtr& op : ops) {
+    if (op->request.verb == Verb::kJoin) {
+      joined_ = false;
+      next_unnamed_.store(1);  // nothing is pending anywhere, and the ranks have numbered unequally many
+    }
     control_->Erase(op->request.name);
     if (op->status.ok()) {
       ++stats_.operations;

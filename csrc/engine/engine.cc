@@ -14,6 +14,7 @@ namespace {
 constexpr uint32_t kFarLineNs = 200;  // one way; 60 to 160 between cores that share a cache, 250 else
 constexpr size_t kOverlapBytes = 1 << 20;
 constexpr const char* kUnnamed = "unnamed.";
+constexpr const char* kJoin = "unnamed.join";  // one name: ranks that join have submitted unequally much
 constexpr int64_t kIdlePeriodNs = 100'000'000;
 
 int64_t UsableCores() {
@@ -22,17 +23,25 @@ int64_t UsableCores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+std::vector<int> RanksOf(std::vector<int> ranks, int size) {
+  if (!ranks.empty()) return ranks;
+  for (int r = 0; r < size; ++r) ranks.push_back(r);
+  return ranks;
+}
 }  // namespace
 
 Engine::Engine(EngineOptions options)
     : rank_(options.rank),
       size_(options.size),
+      ranks_(RanksOf(std::move(options.ranks), options.size)),
       epoch_(options.epoch),
       config_(options.config),
       segment_(std::move(options.segment)),
       liveness_(std::move(options.liveness)),
       faults_(std::move(options.faults)),
-      use_external_(options.external) {}
+      use_external_(options.external) {
+  if (options.world != nullptr) segment_->BelongTo(std::move(options.world));
+}
 
 Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out,
                       const std::function<bool()>& interrupted) {
@@ -83,7 +92,7 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   kick_bytes_ = config_.kick_bytes > 0       ? static_cast<size_t>(config_.kick_bytes)
                 : config_.cores >= 2 * size_ ? kOverlapBytes
                                              : SIZE_MAX;
-  control_ = std::make_unique<Control>(*segment_, rank_, epoch_, config_, mutex_, faults_.get());
+  control_ = std::make_unique<Control>(*segment_, rank_, ranks_, epoch_, config_, mutex_, faults_.get());
   ProbeLatency();
   backend_ = std::make_unique<ShmBackend>(*segment_, rank_, config_, *waiter_, faults_.get(),
                                           stats_.line_latency_ns > kFarLineNs);
@@ -149,12 +158,16 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
                                               "' is not to be had: names that begin with '" +
                                               std::string(kUnnamed) + "' are the engine's own");
   }
-  if (request.name.empty()) {
+  const bool is_join = request.verb == Verb::kJoin;
+  if (is_join) {
+    request.name = kJoin;
+    request.cacheable = false;
+  } else if (request.name.empty()) {
     // Before anything is refused, so that the ranks' numbers stay level.
     request.name = kUnnamed + std::to_string(next_unnamed_.fetch_add(1));
     request.cacheable = false;
   }
-  KV_RETURN_IF_ERROR(Validate(request, tensors, size_));
+  KV_RETURN_IF_ERROR(Validate(request, tensors, ranks_));
   auto op = std::make_shared<Operation>();
   for (SubmittedTensor& tensor : tensors) {
     const size_t count = ElementsOf(tensor.meta);
@@ -170,13 +183,19 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   }
   op->request = std::move(request);
   bool appended;
+  const auto r = static_cast<size_t>(rank_);
   {
     std::lock_guard lock(mutex_);
     if (!broken_.ok()) return broken_;
     if (Status status = WorldStatus(); !status.ok()) return status;
+    if (joined_) {
+      return Status(Code::kInvalidArgument, std::string(NameOf(op->request.verb)) + " '" + op->request.name +
+                                                "': rank " + std::to_string(ranks_[r]) +
+                                                " has joined and has no data until join returns");
+    }
     if (control_->pending().contains(op->request.name)) {
       return Status(Code::kDuplicateName, "'" + op->request.name + "' is already pending on rank " +
-                                              std::to_string(rank_) +
+                                              std::to_string(ranks_[r]) +
                                               ": wait for it before submitting the same name again");
     }
     *handle = next_handle_++;
@@ -184,7 +203,13 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     // The caller will drive at once, so that nobody wakes the engine thread, which would take the lease from
     // it. If it is interrupted before, the engine thread's next look sets this right.
     if (blocking) segment_->rank(rank_).driving.store(1, std::memory_order_seq_cst);
-    appended = control_->Announce(op);
+    joined_ = is_join;
+    if (is_join) {
+      control_->Join(op);
+      appended = false;
+    } else {
+      appended = control_->Announce(op);
+    }
   }
   if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
     ready_bytes_.store(0);
@@ -259,7 +284,7 @@ Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_l
     }
     if (op->done.load(std::memory_order_acquire)) break;
     if (interrupted && interrupted()) {
-      return Status(Code::kInterrupted, "rank " + std::to_string(rank_) + " was interrupted by a signal");
+      return Status(Code::kInterrupted, liveness_->Describe(rank_) + " was interrupted by a signal");
     }
     if ((wants_lease && !lease_.load()) || Clock::now() >= deadline) {
       return Status(Code::kTimeout, std::string(NameOf(op->request.verb)) + " '" + op->request.name +
@@ -295,6 +320,11 @@ Status Engine::Release(uint64_t handle, bool* done) {
   *done = found->second->done.load(std::memory_order_acquire);
   if (*done) handles_.erase(found);
   return Status();
+}
+
+size_t Engine::Pending() {
+  std::lock_guard lock(mutex_);
+  return control_->pending().size();
 }
 
 void Engine::EngineThread() {

@@ -32,8 +32,12 @@ namespace kolovod {
 struct EngineOptions {
   int rank = 0;
   int size = 1;
+  // Of a process set: the number in the world of each rank, for messages. Empty: the same.
+  std::vector<int> ranks;
   uint32_t epoch = 0;
   std::shared_ptr<Segment> segment;
+  // Of a process set: the world's, which is aborted together with this one.
+  std::shared_ptr<Segment> world;
   std::unique_ptr<Liveness> liveness;
   std::shared_ptr<LoopbackFaults> faults;  // loopback only
   Config config;
@@ -70,6 +74,9 @@ class Engine {
   // Forgets the handle; true if it was done, false if pending (and then kept) .
   Status Release(uint64_t handle, bool* done);
 
+  // Operations that were submitted here and are not complete.
+  size_t Pending();
+  std::shared_ptr<Segment> segment() const { return segment_; }
   void Abort(const std::string& message);
   void Shutdown();
   // In a forked child: this object is inert from now on and its destructor does nothing.
@@ -116,6 +123,7 @@ class Engine {
 
   const int rank_;
   const int size_;
+  const std::vector<int> ranks_;
   const uint32_t epoch_;
   Config config_;
   const std::shared_ptr<Segment> segment_;
@@ -132,6 +140,7 @@ class Engine {
   int sleeping_callers_ = 0;                            // guarded by mutex_
   std::unordered_map<uint64_t, OperationPtr> handles_;  // guarded by mutex_
   uint64_t next_handle_ = 1;                            // guarded by mutex_
+  bool joined_ = false;                                 // guarded by mutex_; from a join to its completion
   Status broken_;                                       // guarded by mutex_; not ok: nothing works any more
   EngineStats stats_;                                   // guarded by mutex_
 

@@ -258,6 +258,71 @@ TEST(the_result_is_the_same_on_every_rank_and_in_every_bucket) {
   }
 }
 
+// Rank r has 3 (r + 1) steps, with names that come again, so that bits are in use when ranks join.
+TEST(ranks_with_uneven_data_join) {
+  for (int size : {1, 2, 3, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      for (int epoch = 0; epoch < 3; ++epoch) {
+        for (int step = 0; step < 3 * (rank.rank() + 1); ++step) {
+          std::vector<std::vector<float>> data(4);
+          std::vector<uint64_t> handles(4);
+          for (size_t t = 0; t < 4; ++t) {
+            data[t].assign(700 * (t + 1), 1.0f);
+            CHECK_OK(rank.Submit("t" + std::to_string(t), data[t], false, &handles[t]));
+          }
+          const auto there = static_cast<float>(rank.size() - step / 3);
+          for (size_t t = 0; t < 4; ++t) {
+            CHECK_OK(rank.Wait(handles[t]));
+            CHECK(data[t] == std::vector<float>(700 * (t + 1), there));
+          }
+        }
+        CHECK(rank.Join() == rank.size() - 1);
+      }
+    });
+  }
+}
+
+// {0, 1}, {1, 2} and {0, 2} at once, in another order on every rank, while the world works too.
+TEST(process_sets_that_overlap) {
+  std::shared_ptr<LoopbackWorld> world;
+  CHECK_OK(LoopbackWorld::Create(3, testing::SmallConfig(), &world));
+  std::vector<std::shared_ptr<LoopbackWorld>> sets(3);
+  for (int s = 0; s < 3; ++s)
+    CHECK_OK(world->MakeSet({s == 2 ? 0 : s, s == 0 ? 1 : 2}, &sets[static_cast<size_t>(s)]));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < 3; ++r) {
+    threads.emplace_back([&, r] {
+      Rank all(r, world);
+      std::vector<std::unique_ptr<Rank>> mine(3);
+      for (size_t s = 0; s < 3; ++s) {
+        const std::vector<int>& ranks = sets[s]->ranks;
+        const auto at = std::find(ranks.begin(), ranks.end(), r);
+        if (at != ranks.end())
+          mine[s] = std::make_unique<Rank>(static_cast<int>(at - ranks.begin()), sets[s]);
+      }
+      for (size_t step = 0; step < 20; ++step) {
+        std::vector<std::vector<float>> data(4, std::vector<float>(3000, static_cast<float>(r)));
+        std::vector<uint64_t> handles(4);
+        for (size_t i = 0; i < 4; ++i) {
+          const size_t s = (i + step + static_cast<size_t>(r)) % 4;
+          Rank* rank = s == 3 ? &all : mine[s].get();
+          if (rank != nullptr) CHECK_OK(rank->Submit("t", data[s], false, &handles[s]));
+        }
+        for (size_t s = 0; s < 4; ++s) {
+          Rank* rank = s == 3 ? &all : mine[s].get();
+          if (rank == nullptr) continue;
+          CHECK_OK(rank->Wait(handles[s]));
+          const float sum = s == 3 ? 3.0f : s == 0 ? 1.0f : s == 1 ? 3.0f : 2.0f;
+          CHECK(data[s] == std::vector<float>(3000, sum));
+        }
+      }
+      std::vector<float> data(1);
+      CHECK_OK(all.Allreduce("end", data));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST(bad_arguments_fail_at_once) {
   RunRanks(1, [](Rank& rank) {
     std::vector<float> data(3);

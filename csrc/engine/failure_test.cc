@@ -183,7 +183,7 @@ TEST(a_rank_that_never_comes_is_named) {
       options.config = config;
       options.segment = world->segment;
       options.faults = world->faults;
-      options.liveness = std::make_unique<LoopbackLiveness>(world->faults);
+      options.liveness = std::make_unique<LoopbackLiveness>(world->faults, world->ranks);
       std::unique_ptr<Engine> engine;
       const Status status = Engine::Create(std::move(options), &engine);
       CHECK(status.code() == Code::kTimeout);

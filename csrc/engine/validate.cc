@@ -68,7 +68,8 @@ Status ValidateAdasum(const std::string& what, const Request& request,
 }
 
 Status ValidateSplits(const std::string& what, const Request& request,
-                      const std::vector<SubmittedTensor>& tensors, int size) {
+                      const std::vector<SubmittedTensor>& tensors, const std::vector<int>& ranks) {
+  const auto size = static_cast<int>(ranks.size());
   if (request.splits.size() != static_cast<size_t>(size)) {
     return Status(Code::kInvalidArgument, what + std::to_string(request.splits.size()) + " splits for " +
                                               std::to_string(size) + " ranks; give one for each");
@@ -78,8 +79,9 @@ Status ValidateSplits(const std::string& what, const Request& request,
     const int64_t rows = request.splits[static_cast<size_t>(r)];
     if (rows < 0 || rows > left) {
       return Status(Code::kInvalidArgument,
-                    what + "split " + std::to_string(rows) + " for rank " + std::to_string(r) + ", but " +
-                        std::to_string(left) + " of " + std::to_string(tensors.front().meta.shape.front()) +
+                    what + "split " + std::to_string(rows) + " for rank " +
+                        std::to_string(ranks[static_cast<size_t>(r)]) + ", but " + std::to_string(left) +
+                        " of " + std::to_string(tensors.front().meta.shape.front()) +
                         " rows are left; splits are at least 0 and together at most the first dimension");
     }
     left -= rows;
@@ -89,7 +91,9 @@ Status ValidateSplits(const std::string& what, const Request& request,
 
 }  // namespace
 
-Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors, int size) {
+Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors,
+                const std::vector<int>& ranks) {
+  const auto size = static_cast<int>(ranks.size());
   const std::string what = std::string(NameOf(request.verb)) + " '" + request.name + "': ";
   if (request.root < 0 || request.root >= size) {
     return Status(Code::kInvalidArgument, what + "root rank " + std::to_string(request.root) +
@@ -120,7 +124,7 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
                     what + "bool cannot be averaged or scaled; use Sum (or), Min (and) or Max (or)");
     }
   }
-  return request.verb == Verb::kAlltoall ? ValidateSplits(what, request, tensors, size) : Status();
+  return request.verb == Verb::kAlltoall ? ValidateSplits(what, request, tensors, ranks) : Status();
 }
 
 }  // namespace kolovod

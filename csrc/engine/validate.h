@@ -10,7 +10,9 @@ namespace kolovod {
 
 size_t ElementsOf(const TensorMeta& meta);
 
-// `size`: ranks that take part. The error names the value received and the way out.
-Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors, int size);
+// `ranks`: of those that take part, their numbers in the world. The error names the value received and the
+// way out.
+Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors,
+                const std::vector<int>& ranks);
 
 }  // namespace kolovod

@@ -22,7 +22,9 @@ class Rank {
     options.config = world_->config;
     options.segment = world_->segment;
     options.faults = world_->faults;
-    options.liveness = std::make_unique<LoopbackLiveness>(world_->faults);
+    options.ranks = world_->ranks;
+    options.world = world_->world;
+    options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks);
     CHECK_OK(Engine::Create(std::move(options), &engine_));
   }
 
@@ -67,6 +69,16 @@ class Rank {
     const float* made = reinterpret_cast<const float*>(op->buffers[0].data.get());
     result->assign(made, made + op->buffers[0].bytes / sizeof(float));
     return Status();
+  }
+  // The rank that joined last.
+  int Join() {
+    Request request;
+    request.verb = Verb::kJoin;
+    uint64_t handle = 0;
+    CHECK_OK(engine_->Submit(std::move(request), {}, true, &handle));
+    const OperationPtr op = engine_->Find(handle);
+    CHECK_OK(Wait(handle));
+    return static_cast<int>(op->rows[0][0]);
   }
   Status Allreduce(const std::string& name, std::vector<float>& data, Op op = Op::kSum) {
     uint64_t handle = 0;

@@ -41,7 +41,7 @@ int LoopbackLiveness::FindDead() {
 }
 
 std::string LoopbackLiveness::Describe(int rank) const {
-  return "rank " + std::to_string(rank) + " (loopback)";
+  return "rank " + std::to_string(ranks_[static_cast<size_t>(rank)]) + " (loopback)";
 }
 
 }  // namespace kolovod

@@ -45,12 +45,15 @@ struct LoopbackFaults {
 
 class LoopbackLiveness : public Liveness {
  public:
-  explicit LoopbackLiveness(std::shared_ptr<LoopbackFaults> faults) : faults_(std::move(faults)) {}
+  // `ranks`: what messages call each rank.
+  LoopbackLiveness(std::shared_ptr<LoopbackFaults> faults, std::vector<int> ranks)
+      : faults_(std::move(faults)), ranks_(std::move(ranks)) {}
   int FindDead() override;
   std::string Describe(int rank) const override;
 
  private:
   std::shared_ptr<LoopbackFaults> faults_;
+  const std::vector<int> ranks_;
 };
 
 }  // namespace kolovod

@@ -90,6 +90,7 @@ Status Segment::CheckHeader(uint32_t epoch, Config* config) {
 }
 
 void Segment::Revoke(Code code, const std::string& text) {
+  if (world_ != nullptr) world_->Revoke(code, text);
   SegmentHeader& h = header();
   uint32_t expected = 0;
   if (h.revoked.compare_exchange_strong(expected, 1, std::memory_order_seq_cst)) {
@@ -107,6 +108,7 @@ void Segment::Revoke(Code code, const std::string& text) {
 
 Status Segment::RevokedStatus() {
   SegmentHeader& h = header();
+  if (world_ != nullptr && world_->revoked()) return world_->RevokedStatus();
   for (int i = 0; i < 1000 && h.revoked.load(std::memory_order_acquire) == 1; ++i) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));  // the text is being written
   }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "base/config.h"
 #include "base/status.h"
@@ -99,9 +100,14 @@ class Segment {
   // Fails when the header names another world.
   Status CheckHeader(uint32_t epoch, Config* config);
 
+  // This segment is a process set's: it is revoked with the world's, and that with it. Set before use.
+  void BelongTo(std::shared_ptr<Segment> world) { world_ = std::move(world); }
+
   // The first call wins; the others' text is dropped. Wakes every sleeper.
   void Revoke(Code code, const std::string& text);
-  bool revoked() { return header().revoked.load(std::memory_order_acquire) != 0; }
+  bool revoked() {
+    return header().revoked.load(std::memory_order_acquire) != 0 || (world_ != nullptr && world_->revoked());
+  }
   Status RevokedStatus();
 
   // Wakes rank r's driver, respectively its engine thread.
@@ -128,6 +134,7 @@ class Segment {
 
   char* base_;
   const SegmentLayout layout_;
+  std::shared_ptr<Segment> world_;
 };
 
 // Sleeps while *word == expected, at most timeout_ns. Works across processes.

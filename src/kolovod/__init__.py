@@ -43,12 +43,19 @@ from kolovod.numpy import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
+    join,
     poll,
     reducescatter,
     reducescatter_async,
     synchronize,
 )
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from kolovod.world import init, is_initialized, shutdown
 
 try:
@@ -63,9 +70,11 @@ __all__ = [
     "Max",
     "Min",
     "Op",
+    "ProcessSet",
     "Product",
     "Sum",
     "__version__",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -84,6 +93,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "errors",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -94,12 +104,14 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",

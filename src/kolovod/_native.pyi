@@ -21,6 +21,8 @@ class Engine:
     the death of that rank is not watched by the engine. Descriptors are duplicated.
     The constructor returns once all ranks have attached the segment, or raises EngineError
     (naming the missing ranks) after ``config["start_timeout_ms"]``.
+    ``ranks``, ``world``: of a process set its members' numbers in the world, and the world's
+    engine; both end together when a rank is lost.
     ``external=True``: buckets are handed to ``next_bucket`` instead of the own collectives.
     """
 
@@ -33,6 +35,8 @@ class Engine:
         peers: Sequence[tuple[int, str]],
         config: Mapping[str, int],
         external: bool = False,
+        ranks: Sequence[int] = (),
+        world: Engine | None = None,
     ) -> None: ...
     def submit(
         self,
@@ -71,7 +75,10 @@ class Engine:
         """Bytes of output ``index`` that the engine made (owns its memory; call once each)."""
 
     def rows(self, handle: int, index: int) -> list[int]:
-        """Rows that each rank contributed to a completed allgather, or sent here in an alltoall."""
+        """Rows that each rank contributed to a completed allgather, or sent here in an alltoall.
+
+        Of a completed join: the rank that came last.
+        """
 
     def next_bucket(self, timeout_s: float) -> dict[str, Any] | None:
         """External engines: the next bucket, None on timeout; EngineError once shut down.
@@ -91,6 +98,9 @@ class Engine:
     def bucket_done(self, token: int, error: str) -> None:
         """``error == ""``: success."""
 
+    def pending(self) -> int:
+        """Operations that were submitted here and are not complete."""
+
     def abort(self, message: str) -> None:
         """Fail every pending and later operation on every rank, naming this rank as the cause."""
 
@@ -109,6 +119,9 @@ class LoopbackWorld:
     def __init__(self, size: int, config: Mapping[str, int]) -> None: ...
     def engine(self, rank: int) -> Engine:
         """The engine of ``rank``; the first call for each rank must be made from its own thread."""
+
+    def make_set(self, members: Sequence[int]) -> LoopbackWorld:
+        """A process set of ``members`` (ascending), whose ranks are positions among them."""
 
     def kill(self, rank: int) -> None:
         """From now on rank behaves as a dead process does: it does nothing, and its pidfd fires."""

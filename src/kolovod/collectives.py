@@ -6,6 +6,8 @@ out a Handle). What is common to all verbs:
 - ``name``: operations of different ranks belong together by name, so named operations may be
   submitted in any order; the same name may be used again once the operation before is complete.
   Unnamed ones (None) are matched by their order and must be submitted in the same order everywhere.
+- ``process_set``: its members only take part, and only they may call the verb; None: all ranks.
+  ``root_rank`` is a rank of the world also then; splits and parts are by position in the set.
 - The result is the same, bit for bit, on every rank. Tensors that are not dense are copied first.
 - Verbs ending in ``_`` work in place and return the tensor that they were given.
 - Errors: NotInitializedError before ``init()``; InvalidArgumentError for what this rank got wrong;
@@ -23,13 +25,14 @@ from kolovod import _native
 from kolovod.gathering import Gathering
 from kolovod.handles import Handle
 from kolovod.ops import Average, Sum
-from kolovod.submission import several
+from kolovod.submission import Group, several
 
 T = TypeVar("T")
 
 _ALLREDUCE = _native.VERBS["allreduce"]
 _BROADCAST = _native.VERBS["broadcast"]
 _BARRIER = _native.VERBS["barrier"]
+_JOIN = _native.VERBS["join"]
 
 
 class Collectives(Gathering[T]):
@@ -44,6 +47,7 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> T:
         """Combine ``tensor`` over all ranks; every rank gets ``postscale * op(prescale * tensor)``.
 
@@ -57,6 +61,7 @@ class Collectives(Gathering[T]):
         else:
             target = source  # `owner` is a private copy: reduce that in place
         self._run(
+            process_set,
             _ALLREDUCE,
             name,
             [(dtype, shape, source, target)],
@@ -75,11 +80,14 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> Handle[T]:
         """``allreduce`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         entry, output = self._fresh(tensor)
         scales = (prescale_factor, postscale_factor)
-        return self._start(_ALLREDUCE, name, [entry], op, *scales, 0, (tensor, output), output)
+        return self._start(
+            process_set, _ALLREDUCE, name, [entry], op, *scales, 0, (tensor, output), output
+        )
 
     def allreduce_(
         self,
@@ -88,13 +96,14 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> T:
         """``allreduce`` in place."""
         self.frontend.claim(tensor)
         dtype, shape, address, owner = self._view(tensor)
         scales = (prescale_factor, postscale_factor)
         entries = [(dtype, shape, address, address)]
-        self._run(_ALLREDUCE, name, entries, op, *scales, 0, owner)
+        self._run(process_set, _ALLREDUCE, name, entries, op, *scales, 0, owner)
         if owner is not tensor:
             self.frontend.copy_back(owner, tensor)
         return tensor
@@ -106,12 +115,15 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> Handle[T]:
         """``allreduce_`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         entry, owner = self._own(tensor)
         finish = None if owner is tensor else self._copying_back([owner], [tensor], tensor)
         pre, post = prescale_factor, postscale_factor
-        return self._start(_ALLREDUCE, name, [entry], op, pre, post, 0, owner, tensor, finish)
+        return self._start(
+            process_set, _ALLREDUCE, name, [entry], op, pre, post, 0, owner, tensor, finish
+        )
 
     # grouped allreduce --------------------------------------------------------------------------
 
@@ -122,13 +134,16 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> list[T]:
         """``allreduce`` of several tensors as one operation, in the order given.
 
         They may differ in shape and dtype; the group is ready when every rank has submitted it.
         """
         scales = (prescale_factor, postscale_factor)
-        return self._grouped(tensors, name, op, scales, in_place=False, blocking=True).wait()
+        return self._grouped(
+            process_set, tensors, name, op, scales, in_place=False, blocking=True
+        ).wait()
 
     def grouped_allreduce_async(
         self,
@@ -137,10 +152,11 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce`` that returns at once."""
         scales = (prescale_factor, postscale_factor)
-        return self._grouped(tensors, name, op, scales, in_place=False, blocking=False)
+        return self._grouped(process_set, tensors, name, op, scales, in_place=False, blocking=False)
 
     def grouped_allreduce_(
         self,
@@ -149,10 +165,13 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> list[T]:
         """``grouped_allreduce`` in place; returns a list of the tensors given."""
         scales = (prescale_factor, postscale_factor)
-        return self._grouped(tensors, name, op, scales, in_place=True, blocking=True).wait()
+        return self._grouped(
+            process_set, tensors, name, op, scales, in_place=True, blocking=True
+        ).wait()
 
     def grouped_allreduce_async_(
         self,
@@ -161,34 +180,92 @@ class Collectives(Gathering[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce_`` that returns at once."""
         scales = (prescale_factor, postscale_factor)
-        return self._grouped(tensors, name, op, scales, in_place=True, blocking=False)
+        return self._grouped(process_set, tensors, name, op, scales, in_place=True, blocking=False)
 
     # broadcast ----------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: T, root_rank: int = 0, name: str | None = None) -> T:
+    def broadcast(
+        self,
+        tensor: T,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> T:
         """A new tensor with the values that ``tensor`` has on ``root_rank``; shapes must agree."""
-        return self._broadcast(tensor, root_rank, name, in_place=False, blocking=True).wait()
+        return self._broadcast(
+            process_set, tensor, root_rank, name, in_place=False, blocking=True
+        ).wait()
 
-    def broadcast_async(self, tensor: T, root_rank: int = 0, name: str | None = None) -> Handle[T]:
+    def broadcast_async(
+        self,
+        tensor: T,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> Handle[T]:
         """``broadcast`` that returns at once."""
-        return self._broadcast(tensor, root_rank, name, in_place=False, blocking=False)
+        return self._broadcast(process_set, tensor, root_rank, name, in_place=False, blocking=False)
 
-    def broadcast_(self, tensor: T, root_rank: int = 0, name: str | None = None) -> T:
+    def broadcast_(
+        self,
+        tensor: T,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> T:
         """``broadcast`` in place: ``tensor`` is overwritten on all ranks but ``root_rank``."""
-        return self._broadcast(tensor, root_rank, name, in_place=True, blocking=True).wait()
+        return self._broadcast(
+            process_set, tensor, root_rank, name, in_place=True, blocking=True
+        ).wait()
 
-    def broadcast_async_(self, tensor: T, root_rank: int = 0, name: str | None = None) -> Handle[T]:
+    def broadcast_async_(
+        self,
+        tensor: T,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> Handle[T]:
         """``broadcast_`` that returns at once."""
-        return self._broadcast(tensor, root_rank, name, in_place=True, blocking=False)
+        return self._broadcast(process_set, tensor, root_rank, name, in_place=True, blocking=False)
 
     # barrier ------------------------------------------------------------------------------------
 
-    def barrier(self, name: str | None = None) -> None:
+    def barrier(self, name: str | None = None, process_set: Group | None = None) -> None:
         """Return once every rank has called it. Other pending operations are not waited for."""
-        self._run(_BARRIER, name, [], Sum, 1.0, 1.0, 0, None)
+        self._run(process_set, _BARRIER, name, [], Sum, 1.0, 1.0, 0, None)
+
+    # join -------------------------------------------------------------------------------------
+
+    def join(self, process_set: Group | None = None) -> int:
+        """Say that this rank has no data left, and wait until all have said so.
+
+        For uneven data: until then the others' allreduces go on, and this rank contributes zeros to
+        them; an Average still divides by the number of all ranks. Everything else that they submit
+        raises MismatchError there. Operations that this rank has submitted before are completed
+        first; submitting more meanwhile raises InvalidArgumentError.
+
+        Returns the rank that came last, which is the one whose model has seen the most data; the
+        same on every rank.
+        """
+        last: int = self._start(
+            process_set,
+            _JOIN,
+            None,
+            [],
+            Sum,
+            1.0,
+            1.0,
+            0,
+            None,
+            None,
+            lambda engine, number: engine.rows(number, 0)[0],
+            True,
+        ).wait()
+        return last if process_set is None else process_set.ranks[last]
 
     # handles ------------------------------------------------------------------------------------
 
@@ -204,6 +281,7 @@ class Collectives(Gathering[T]):
 
     def _grouped(
         self,
+        process_set: Group | None,
         tensors: Sequence[T],
         name: str | None,
         op: int,
@@ -222,11 +300,28 @@ class Collectives(Gathering[T]):
         else:
             result, finish = outputs, None
         return self._start(
-            _ALLREDUCE, name, entries, op, *scales, 0, buffers, result, finish, blocking
+            process_set,
+            _ALLREDUCE,
+            name,
+            entries,
+            op,
+            *scales,
+            0,
+            buffers,
+            result,
+            finish,
+            blocking,
         )
 
     def _broadcast(
-        self, tensor: T, root: int, name: str | None, *, in_place: bool, blocking: bool
+        self,
+        process_set: Group | None,
+        tensor: T,
+        root: int,
+        name: str | None,
+        *,
+        in_place: bool,
+        blocking: bool,
     ) -> Handle[T]:
         finish = None
         if in_place:
@@ -234,8 +329,21 @@ class Collectives(Gathering[T]):
             finish = self._copying_back([output], [tensor], tensor)
         else:
             entry, output = self._fresh(tensor)
+        if process_set is not None:
+            root = process_set.position(root)
         result = tensor if in_place else output
         buffers = (tensor, output)
         return self._start(
-            _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, result, finish, blocking
+            process_set,
+            _BROADCAST,
+            name,
+            [entry],
+            Sum,
+            1.0,
+            1.0,
+            root,
+            buffers,
+            result,
+            finish,
+            blocking,
         )

@@ -11,7 +11,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.frontend import TensorView
 from kolovod.handles import Handle
 from kolovod.ops import Average, Sum
-from kolovod.submission import Submitter, several
+from kolovod.submission import Group, Submitter, several
 
 T = TypeVar("T")
 
@@ -25,34 +25,44 @@ class Gathering(Submitter[T]):
 
     # allgather ----------------------------------------------------------------------------------
 
-    def allgather(self, tensor: T, name: str | None = None) -> T:
+    def allgather(self, tensor: T, name: str | None = None, process_set: Group | None = None) -> T:
         """The ranks' tensors one after the other along dimension 0, in rank order.
 
         Dimension 0 may differ between ranks (0 included); the others must agree. A scalar has no
         dimension to join along: InvalidArgumentError.
         """
-        result: T = self._allgather([tensor], name, blocking=True, single=True).wait()
+        result: T = self._allgather(process_set, [tensor], name, blocking=True, single=True).wait()
         return result
 
-    def allgather_async(self, tensor: T, name: str | None = None) -> Handle[T]:
+    def allgather_async(
+        self, tensor: T, name: str | None = None, process_set: Group | None = None
+    ) -> Handle[T]:
         """``allgather`` that returns at once."""
-        return self._allgather([tensor], name, blocking=False, single=True)
+        return self._allgather(process_set, [tensor], name, blocking=False, single=True)
 
-    def grouped_allgather(self, tensors: Sequence[T], name: str | None = None) -> list[T]:
+    def grouped_allgather(
+        self, tensors: Sequence[T], name: str | None = None, process_set: Group | None = None
+    ) -> list[T]:
         """``allgather`` of several tensors as one operation, in the order given."""
-        results: list[T] = self._allgather(several(tensors), name, blocking=True).wait()
+        results: list[T] = self._allgather(
+            process_set, several(tensors), name, blocking=True
+        ).wait()
         return results
 
     def grouped_allgather_async(
-        self, tensors: Sequence[T], name: str | None = None
+        self, tensors: Sequence[T], name: str | None = None, process_set: Group | None = None
     ) -> Handle[list[T]]:
         """``grouped_allgather`` that returns at once."""
-        return self._allgather(several(tensors), name, blocking=False)
+        return self._allgather(process_set, several(tensors), name, blocking=False)
 
     # alltoall -----------------------------------------------------------------------------------
 
     def alltoall(
-        self, tensor: T, splits: Sequence[int] | None = None, name: str | None = None
+        self,
+        tensor: T,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        process_set: Group | None = None,
     ) -> tuple[T, list[int]]:
         """Send ``splits[r]`` rows of ``tensor`` to rank r, the first ones to rank 0, and so on.
 
@@ -62,13 +72,17 @@ class Gathering(Submitter[T]):
         InvalidArgumentError for a scalar, for splits that do not fit, and for None when dimension
         0 is not divisible by the number of ranks.
         """
-        return self._alltoall(tensor, splits, name, blocking=True).wait()
+        return self._alltoall(process_set, tensor, splits, name, blocking=True).wait()
 
     def alltoall_async(
-        self, tensor: T, splits: Sequence[int] | None = None, name: str | None = None
+        self,
+        tensor: T,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        process_set: Group | None = None,
     ) -> Handle[tuple[T, list[int]]]:
         """``alltoall`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
-        return self._alltoall(tensor, splits, name, blocking=False)
+        return self._alltoall(process_set, tensor, splits, name, blocking=False)
 
     # reducescatter ------------------------------------------------------------------------------
 
@@ -79,6 +93,7 @@ class Gathering(Submitter[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> T:
         """``allreduce`` of which every rank gets a part of the rows, in rank order.
 
@@ -87,7 +102,7 @@ class Gathering(Submitter[T]):
         """
         scales = (prescale_factor, postscale_factor)
         result: T = self._reducescatter(
-            [tensor], name, op, scales, blocking=True, single=True
+            process_set, [tensor], name, op, scales, blocking=True, single=True
         ).wait()
         return result
 
@@ -98,10 +113,13 @@ class Gathering(Submitter[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> Handle[T]:
         """``reducescatter`` that returns at once; leave ``tensor`` alone until ``wait``."""
         scales = (prescale_factor, postscale_factor)
-        return self._reducescatter([tensor], name, op, scales, blocking=False, single=True)
+        return self._reducescatter(
+            process_set, [tensor], name, op, scales, blocking=False, single=True
+        )
 
     def grouped_reducescatter(
         self,
@@ -110,11 +128,12 @@ class Gathering(Submitter[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> list[T]:
         """``reducescatter`` of several tensors as one operation, in the order given."""
         scales = (prescale_factor, postscale_factor)
         results: list[T] = self._reducescatter(
-            several(tensors), name, op, scales, blocking=True
+            process_set, several(tensors), name, op, scales, blocking=True
         ).wait()
         return results
 
@@ -125,15 +144,22 @@ class Gathering(Submitter[T]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> Handle[list[T]]:
         """``grouped_reducescatter`` that returns at once."""
         scales = (prescale_factor, postscale_factor)
-        return self._reducescatter(several(tensors), name, op, scales, blocking=False)
+        return self._reducescatter(process_set, several(tensors), name, op, scales, blocking=False)
 
     # inside -------------------------------------------------------------------------------------
 
     def _allgather(
-        self, tensors: Sequence[T], name: str | None, *, blocking: bool, single: bool = False
+        self,
+        process_set: Group | None,
+        tensors: Sequence[T],
+        name: str | None,
+        *,
+        blocking: bool,
+        single: bool = False,
     ) -> Handle[Any]:
         views = [self._view(tensor) for tensor in tensors]
 
@@ -147,6 +173,7 @@ class Gathering(Submitter[T]):
             )
 
         return self._start(
+            process_set,
             _ALLGATHER,
             name,
             [(dtype, shape, source, 0) for dtype, shape, source, _ in views],
@@ -161,11 +188,17 @@ class Gathering(Submitter[T]):
         )
 
     def _alltoall(
-        self, tensor: T, splits: Sequence[int] | None, name: str | None, *, blocking: bool
+        self,
+        process_set: Group | None,
+        tensor: T,
+        splits: Sequence[int] | None,
+        name: str | None,
+        *,
+        blocking: bool,
     ) -> Handle[tuple[T, list[int]]]:
         view = self._view(tensor)
         dtype, shape, source, _ = view
-        checked = _splits(splits, shape, self.world().size)
+        checked = _splits(splits, shape, self.membership(process_set).size)
 
         def finish(engine: _native.Engine, number: int) -> tuple[T, list[int]]:
             received = engine.rows(number, 0)
@@ -174,11 +207,24 @@ class Gathering(Submitter[T]):
 
         entries = [(dtype, shape, source, 0)]
         return self._start(
-            _ALLTOALL, name, entries, Sum, 1.0, 1.0, 0, view, None, finish, blocking, checked
+            process_set,
+            _ALLTOALL,
+            name,
+            entries,
+            Sum,
+            1.0,
+            1.0,
+            0,
+            view,
+            None,
+            finish,
+            blocking,
+            checked,
         )
 
     def _reducescatter(
         self,
+        process_set: Group | None,
         tensors: Sequence[T],
         name: str | None,
         op: int,
@@ -188,7 +234,7 @@ class Gathering(Submitter[T]):
         single: bool = False,
     ) -> Handle[Any]:
         views = [self._view(tensor) for tensor in tensors]
-        world = self.world()
+        world = self.membership(process_set)
         rank, size = world.rank, world.size
 
         def finish(engine: _native.Engine, number: int) -> Any:
@@ -197,7 +243,17 @@ class Gathering(Submitter[T]):
 
         entries = [(dtype, shape, source, 0) for dtype, shape, source, _ in views]
         return self._start(
-            _REDUCESCATTER, name, entries, op, *scales, 0, views, None, finish, blocking
+            process_set,
+            _REDUCESCATTER,
+            name,
+            entries,
+            op,
+            *scales,
+            0,
+            views,
+            None,
+            finish,
+            blocking,
         )
 
     def _made(

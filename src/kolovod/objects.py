@@ -15,6 +15,7 @@ import numpy as np
 
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
+from kolovod.submission import Group
 
 _HEADER = np.dtype([("failed", np.int64), ("bytes", np.int64)])
 
@@ -26,27 +27,37 @@ class Objects:
         """``collectives``: on NumPy arrays."""
         self._collectives = collectives
 
-    def broadcast_object(self, obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    def broadcast_object(
+        self,
+        obj: Any,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> Any:
         """Return, on every rank, a copy of the ``obj`` of ``root_rank``; there, ``obj`` itself.
 
         ``obj`` matters on ``root_rank`` only. Raises InvalidArgumentError, on every rank, when it
         cannot be pickled; and what broadcast raises.
         """
-        is_root = self._collectives.world().rank == root_rank
+        verbs = self._collectives
+        root = root_rank if process_set is None else process_set.position(root_rank)
+        is_root = verbs.membership(process_set).rank == root
         header = np.zeros(2, np.int64)
         payload = np.empty(0, np.uint8)
         if is_root:
             failed, payload = _dump(obj)
             header[:] = failed, payload.size
-        self._collectives.broadcast_(header, root_rank, name and f"{name}.header")
+        verbs.broadcast_(header, root_rank, name and f"{name}.header", process_set)
         if not is_root:
             payload = np.empty(int(header[1]), np.uint8)
-        self._collectives.broadcast_(payload, root_rank, name and f"{name}.bytes")
+        verbs.broadcast_(payload, root_rank, name and f"{name}.bytes", process_set)
         if is_root and not header[0]:
             return obj
         return _load(bool(header[0]), payload, root_rank)
 
-    def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
+    def allgather_object(
+        self, obj: Any, name: str | None = None, process_set: Group | None = None
+    ) -> list[Any]:
         """Return the ``obj`` of every rank, in rank order (of this rank too, a copy).
 
         Raises InvalidArgumentError, on every rank, when one cannot be pickled; and what allgather
@@ -54,10 +65,13 @@ class Objects:
         """
         failed, payload = _dump(obj)
         header = np.array([(failed, payload.size)], _HEADER).view(np.uint8)
-        everything = self._collectives.allgather(np.concatenate([header, payload]), name)
+        everything = self._collectives.allgather(
+            np.concatenate([header, payload]), name, process_set
+        )
         values = []
         at = 0
-        for rank in range(self._collectives.world().size):
+        size = self._collectives.membership(process_set).size
+        for rank in range(size) if process_set is None else process_set.ranks:
             start = at + _HEADER.itemsize
             rank_failed, size = everything[at:start].copy().view(_HEADER)[0]
             at = start + int(size)

@@ -37,6 +37,23 @@ class WorldLike(Protocol):
         ...
 
 
+class Group(Protocol):
+    """Some ranks of the world: what verbs need of a ``kolovod.ProcessSet``."""
+
+    def membership(self) -> WorldLike:
+        """Its engine, and rank and size within it. Raises InvalidArgumentError for non-members."""
+        ...
+
+    @property
+    def ranks(self) -> list[int]:
+        """World ranks of the members, ascending."""
+        ...
+
+    def position(self, rank: int) -> int:
+        """Where world rank ``rank`` stands in it. Raises InvalidArgumentError if nowhere."""
+        ...
+
+
 class Submitter(Generic[T]):
     """Submits requests and makes their results; the verbs are in Collectives."""
 
@@ -47,8 +64,13 @@ class Submitter(Generic[T]):
         self._view = frontend.view
         self._empty_like = frontend.empty_like
 
+    def membership(self, process_set: Group | None) -> WorldLike:
+        """The engine to use, and this rank's place in it."""
+        return self.world() if process_set is None else process_set.membership()
+
     def _run(
         self,
+        process_set: Group | None,
         verb: int,
         name: str | None,
         entries: list[EngineTensor],
@@ -62,7 +84,7 @@ class Submitter(Generic[T]):
 
         ``op + 0`` is the plain int of an Op, which the binding takes much faster.
         """
-        engine = self.world().engine
+        engine = self.membership(process_set).engine
         if keeper:
             keeper.sweep()
         number = 0
@@ -77,6 +99,7 @@ class Submitter(Generic[T]):
 
     def _start(
         self,
+        process_set: Group | None,
         verb: int,
         name: str | None,
         entries: list[EngineTensor],
@@ -90,7 +113,7 @@ class Submitter(Generic[T]):
         blocking: bool = False,
         splits: Sequence[int] = (),
     ) -> Handle[Any]:
-        engine = self.world().engine
+        engine = self.membership(process_set).engine
         if keeper:
             keeper.sweep()
         number = 0

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
+from typing import TYPE_CHECKING
 
 from kolovod import _native
 from kolovod.backends import ExternalDriver
@@ -25,7 +26,20 @@ from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
 from kolovod.launch.place import Place, local_and_cross, read_place, started_by_mpi
 from kolovod.launch.store import Member
 
+if TYPE_CHECKING:
+    from kolovod.process_sets import ProcessSet
+
 __all__ = ["World", "current", "init", "is_initialized", "shutdown"]
+
+
+@dataclass(slots=True)
+class Sets:
+    """The process sets of a world."""
+
+    by_id: dict[int, ProcessSet] = field(default_factory=dict)
+    next_id: int = 1
+    engines: list[_native.Engine] = field(default_factory=list)
+    """Those of the sets that this rank is a member of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +56,29 @@ class World:
     epoch: int
     engine: _native.Engine
     settings: Settings
+    place: Place = field(repr=False)
+    """What the launcher told this process; it holds the secret."""
     members: tuple[int, ...] = (0,)
     """The launcher's rank of each rank of this world."""
+    sets: Sets = field(default_factory=Sets, repr=False)
     driver: ExternalDriver | None = field(default=None, repr=False)
     """Carries the buckets when the backend is not the native one."""
+
+    def form(self, ranks: Sequence[int]) -> _native.Engine:
+        """An engine among ``ranks`` (ascending, with this one); called by these ranks only.
+
+        It shares the fate of this world, and ends with it. Raises what ``init`` raises.
+        """
+        members = tuple(self.members[rank] for rank in ranks)
+        with _ready(self.place, members, self.settings) as ready:
+            engine = _make_engine(ready, ranks=tuple(ranks), world=self.engine)
+        self.sets.engines.append(engine)
+        return engine
+
+    def dissolve(self, engine: _native.Engine) -> None:
+        """Shut down an engine that ``form`` made."""
+        self.sets.engines.remove(engine)
+        engine.shutdown()
 
 
 class _Process:
@@ -77,12 +110,16 @@ def is_initialized() -> bool:
     return _world is not None
 
 
-def init(comm: Sequence[int] | None = None) -> None:
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | None = None,
+) -> None:
     """Form a world with the other ranks of the job; does nothing if this process is in one.
 
     Without a launcher the world has size 1. ``comm``: the launcher ranks that form it, the same on
     each of them (in any order); new ranks are positions in the sorted list. After a failure the
     survivors call ``shutdown()`` and then ``init(comm=...)``, in the same processes.
+    ``process_sets``: sets to add at once, the same on all ranks (see ``add_process_set``).
 
     Returns when all ranks are there. Raises StartTimeoutError if one does not come (the limit is
     KOLOVOD_START_TIMEOUT_S), RankLostError (``rank`` is a launcher rank then) if one has ended,
@@ -103,12 +140,15 @@ def init(comm: Sequence[int] | None = None) -> None:
         settings = load(os.environ)
         place = _place()
         members = _members(range(place.size) if comm is None else comm, place.rank, place.size)
-        _world = (
-            _form_alone(place, settings) if len(members) == 1 else _form(place, members, settings)
-        )
+        _world = _make_world(_ready(place, members, settings), place, settings)
         if not _process.has_exit_hook:
             atexit.register(_at_exit)
             _process.has_exit_hook = True
+    if process_sets is not None:
+        from kolovod.process_sets import add_process_set  # which needs this module
+
+        for process_set in process_sets:
+            add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -121,6 +161,8 @@ def shutdown() -> None:
         world, _world = _world, None
         if world is None:
             return
+        for engine in reversed(world.sets.engines):
+            engine.shutdown()
         world.engine.shutdown()
         if world.driver is not None:
             world.driver.stop()
@@ -160,49 +202,63 @@ def _members(comm: Sequence[int], rank: int, size: int | None = None) -> tuple[i
     return members
 
 
-def _form_alone(place: Place, settings: Settings) -> World:
+def _ready(place: Place, members: tuple[int, ...], settings: Settings) -> Ready:
+    """All that an engine among ``members`` needs, once they have met."""
+    if len(members) > 1:
+        return bootstrap(
+            place.rank,
+            members,
+            place.host,
+            place.store,
+            place.secret,
+            settings.engine_config(),
+            settings.start_timeout_s,
+        )
     _process.epochs_alone += 1
     member = Member(place.rank, place.host, os.getpid(), "", "", os.geteuid())
     config = settings.engine_config()
-    ready = Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
-    return _make_world(ready, settings)
+    return Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
 
 
-def _form(place: Place, members: tuple[int, ...], settings: Settings) -> World:
-    ready = bootstrap(
-        place.rank,
-        members,
-        place.host,
-        place.store,
-        place.secret,
-        settings.engine_config(),
-        settings.start_timeout_s,
-    )
-    return _make_world(ready, settings)
+def _make_engine(
+    ready: Ready,
+    *,
+    external: bool = False,
+    ranks: tuple[int, ...] = (),
+    world: _native.Engine | None = None,
+) -> _native.Engine:
+    """The engine of what has been made ready.
+
+    ``ranks``: of a process set of ``world``, its members' numbers there.
+    """
+    size = len(ready.members)
+    try:
+        return _native.Engine(
+            ready.rank,
+            size,
+            ready.epoch,
+            ready.segment_fd,
+            ready.peers(ranks or range(size)),
+            ready.config,
+            external=external,
+            ranks=ranks,
+            world=world,
+        )
+    except _native.EngineError as exc:
+        error = from_engine(exc)
+        if isinstance(error, WaitTimeoutError):
+            raise StartTimeoutError(str(error)) from None
+        raise error from None
 
 
-def _make_world(ready: Ready, settings: Settings) -> World:
+def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
     is_external = settings.backend != "native" and size > 1
     with ready:
         # Before the engine, since it may fail; on every rank alike, since the settings are.
         backend = load_backend(settings.backend, ready.rank, size) if is_external else None
-        try:
-            engine = _native.Engine(
-                ready.rank,
-                size,
-                ready.epoch,
-                ready.segment_fd,
-                ready.peers(),
-                ready.config,
-                external=is_external,
-            )
-        except _native.EngineError as exc:
-            error = from_engine(exc)
-            if isinstance(error, WaitTimeoutError):
-                raise StartTimeoutError(str(error)) from None
-            raise error from None
+        engine = _make_engine(ready, external=is_external)
     driver = None
     if backend is not None:
         driver = ExternalDriver(engine, backend, size)
@@ -219,6 +275,7 @@ def _make_world(ready: Ready, settings: Settings) -> World:
         epoch=ready.epoch,
         engine=engine,
         settings=settings,
+        place=place,
         members=tuple(member.rank for member in ready.members),
         driver=driver,
     )
@@ -253,7 +310,8 @@ def _after_fork_in_child() -> None:
     _process.forked_from, _process.may_init = before.forked_from, before.may_init
     if world is None:
         return
-    world.engine.forget()
+    for engine in (*world.sets.engines, world.engine):
+        engine.forget()
     _process.forked_from = (
         f"this process (pid {os.getpid()}) was forked from rank {world.rank} (pid {os.getppid()}), "
         "and a forked process is no rank: communicate in the parent, or start a process anew "

@@ -22,7 +22,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
@@ -48,11 +48,14 @@ class Ready:
     """One per rank; -1 where the system has none."""
     config: Mapping[str, int]
 
-    def peers(self) -> list[tuple[int, str]]:
-        """``(pidfd, description)`` of every rank, as the engine wants them."""
+    def peers(self, ranks: Iterable[int]) -> list[tuple[int, str]]:
+        """``(pidfd, description)`` of every member, as the engine wants them.
+
+        ``ranks``: their numbers in the world.
+        """
         return [
-            (fd, describe(new_rank, member))
-            for new_rank, (fd, member) in enumerate(zip(self.pidfds, self.members, strict=True))
+            (fd, describe(rank, member))
+            for rank, fd, member in zip(ranks, self.pidfds, self.members, strict=True)
         ]
 
     def __enter__(self) -> Ready:

@@ -33,6 +33,7 @@ reducescatter_async = collectives.reducescatter_async
 grouped_reducescatter = collectives.grouped_reducescatter
 grouped_reducescatter_async = collectives.grouped_reducescatter_async
 barrier = collectives.barrier
+join = collectives.join
 poll = collectives.poll
 synchronize = collectives.synchronize
 broadcast_object = _objects.broadcast_object
@@ -65,6 +66,7 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
+    "join",
     "poll",
     "reducescatter",
     "reducescatter_async",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -34,6 +34,31 @@ class LoopbackRank(NamedTuple):
     size: int
 
 
+class LoopbackSet:
+    """A process set of a loopback world: what its verbs take as ``process_set``."""
+
+    def __init__(self, ranks: list[int], members: Mapping[int, LoopbackRank]) -> None:
+        """Use ``Loopback.process_set``."""
+        self.ranks = ranks
+        self._members = members
+
+    def membership(self) -> LoopbackRank:
+        """The engine of the rank that this thread is."""
+        rank: int = getattr(_thread, "rank", -1)
+        if rank not in self._members:
+            raise InvalidArgumentError(f"rank {rank} is not in the process set {self.ranks}")
+        return self._members[rank]
+
+    def position(self, rank: int) -> int:
+        """Where ``rank`` stands in the set."""
+        if rank not in self.ranks:
+            raise InvalidArgumentError(f"rank {rank} is not in the process set {self.ranks}")
+        return self.ranks.index(rank)
+
+
+_thread = threading.local()  # .rank: the rank that the thread is
+
+
 class Loopback(Generic[T]):
     """``size`` ranks; ``run`` lets each of them work in a thread of its own."""
 
@@ -41,6 +66,7 @@ class Loopback(Generic[T]):
         """Use ``loopback()``, which also shuts the engines down."""
         self.size = size
         self._native = _native.LoopbackWorld(size, config)
+        self._sets: list[list[LoopbackRank]] = []
         engines = _in_threads(size, self._native.engine, 60.0, lambda: None)
         self.ranks = [LoopbackRank(engine, r, size) for r, engine in enumerate(engines)]
         self.collectives = [Collectives(frontend, _returning(facts)) for facts in self.ranks]
@@ -56,6 +82,18 @@ class Loopback(Generic[T]):
             self.size, lambda rank: work(self.collectives[rank]), timeout_s, self._abort
         )
 
+    def process_set(self, ranks: Sequence[int]) -> LoopbackSet:
+        """Some ranks of this world; usable within ``run``, on the threads that it starts."""
+        members = sorted(ranks)
+        native = self._native.make_set(members)
+        engines = _in_threads(len(members), native.engine, 60.0, lambda: None)
+        facts = {
+            rank: LoopbackRank(engine, position, len(members))
+            for position, (rank, engine) in enumerate(zip(members, engines, strict=True))
+        }
+        self._sets.append(list(facts.values()))
+        return LoopbackSet(members, facts)
+
     def kill(self, rank: int) -> None:
         """From now on ``rank`` behaves like a process that was killed."""
         self._native.kill(rank)
@@ -70,7 +108,8 @@ class Loopback(Generic[T]):
 
     def close(self) -> None:
         """Shut every engine down; operations still pending fail."""
-        _in_threads(self.size, lambda rank: self.ranks[rank].engine.shutdown(), 60.0, self._abort)
+        for ranks in (*self._sets, self.ranks):
+            _in_threads(len(ranks), _shutting_down(ranks), 60.0, self._abort)
 
     def _abort(self) -> None:
         for facts in self.ranks:
@@ -97,6 +136,10 @@ def loopback(
         world.close()
 
 
+def _shutting_down(ranks: Sequence[LoopbackRank]) -> Callable[[int], None]:
+    return lambda index: ranks[index].engine.shutdown()
+
+
 def _returning(facts: LoopbackRank) -> Callable[[], LoopbackRank]:
     return lambda: facts
 
@@ -109,6 +152,7 @@ def _in_threads(
     changed = threading.Condition()
 
     def body(rank: int) -> None:
+        _thread.rank = rank
         try:
             result = work(rank)
         except BaseException as error:

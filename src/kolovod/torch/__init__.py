@@ -13,6 +13,12 @@ from __future__ import annotations
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import TorchFrontend
@@ -46,6 +52,7 @@ reducescatter_async = collectives.reducescatter_async
 grouped_reducescatter = collectives.grouped_reducescatter
 grouped_reducescatter_async = collectives.grouped_reducescatter_async
 barrier = collectives.barrier
+join = collectives.join
 poll = collectives.poll
 synchronize = collectives.synchronize
 broadcast_parameters = _functions.broadcast_parameters
@@ -63,10 +70,12 @@ __all__ = [
     "Max",
     "Min",
     "Op",
+    "ProcessSet",
     "Product",
     "Sum",
     "TorchCollectives",
     "TorchFrontend",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -87,6 +96,7 @@ __all__ = [
     "collectives",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -97,12 +107,14 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",

@@ -15,6 +15,7 @@ import torch
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Average, Op, Sum
+from kolovod.submission import Group
 
 _LINEAR = (Average, Sum)
 
@@ -32,59 +33,69 @@ class _Allreduce(torch.autograd.Function):
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
+        process_set: Group | None,
         name: str | None,
         op: int,
         scales: tuple[float, float],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call = (verbs, name, op, scales)
-        return tuple(verbs.grouped_allreduce(tensors, name, op, *scales))
+        ctx.call = (verbs, process_set, name, op, scales)
+        return tuple(verbs.grouped_allreduce(tensors, name, op, *scales, process_set))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, name, op, scales = ctx.call
+        verbs, process_set, name, op, scales = ctx.call
         _need_linear("allreduce", op)
-        results = verbs.grouped_allreduce(grads, _backward_name(name), op, *scales)
-        return (None, None, None, None, *results)
+        results = verbs.grouped_allreduce(grads, _backward_name(name), op, *scales, process_set)
+        return (None, None, None, None, None, *results)
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, verbs: TorchCollectives, name: str | None, root: int, tensor: torch.Tensor
+        ctx: Any,
+        verbs: TorchCollectives,
+        process_set: Group | None,
+        name: str | None,
+        root: int,
+        tensor: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.call = (verbs, name, root)
-        return verbs.broadcast(tensor, root, name)
+        ctx.call = (verbs, process_set, name, root)
+        return verbs.broadcast(tensor, root, name, process_set)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, name, root = ctx.call
-        total = verbs.allreduce(grads[0], _backward_name(name), Sum)
+        verbs, process_set, name, root = ctx.call
+        total = verbs.allreduce(grads[0], _backward_name(name), Sum, process_set=process_set)
         if verbs.world().rank != root:
             total = torch.zeros_like(total)
-        return None, None, None, total
+        return None, None, None, None, total
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, verbs: TorchCollectives, name: str | None, *tensors: torch.Tensor
+        ctx: Any,
+        verbs: TorchCollectives,
+        process_set: Group | None,
+        name: str | None,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         rows = torch.tensor([[tensor.shape[0] if tensor.ndim else 0 for tensor in tensors]])
-        *results, counts = verbs.grouped_allgather([*tensors, rows], name)
-        rank = verbs.world().rank
-        ctx.call = (verbs, name, counts[:rank].sum(0).tolist(), rows[0].tolist())
+        *results, counts = verbs.grouped_allgather([*tensors, rows], name, process_set)
+        rank = verbs.membership(process_set).rank
+        ctx.call = (verbs, process_set, name, counts[:rank].sum(0).tolist(), rows[0].tolist())
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, name, starts, rows = ctx.call
-        totals = verbs.grouped_allreduce(grads, _backward_name(name), Sum)
+        verbs, process_set, name, starts, rows = ctx.call
+        totals = verbs.grouped_allreduce(grads, _backward_name(name), Sum, process_set=process_set)
         own = (
             total[start : start + count]
             for total, start, count in zip(totals, starts, rows, strict=True)
         )
-        return (None, None, *own)
+        return (None, None, None, *own)
 
 
 class _Alltoall(torch.autograd.Function):
@@ -92,20 +103,21 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
+        process_set: Group | None,
         name: str | None,
         splits: Sequence[int] | None,
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, list[int]]:
-        result, received = verbs.alltoall(tensor, splits, name)
-        ctx.call = (verbs, name, received, tensor.shape)
+        result, received = verbs.alltoall(tensor, splits, name, process_set)
+        ctx.call = (verbs, process_set, name, received, tensor.shape)
         return result, received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, name, received, shape = ctx.call
-        sent, _ = verbs.alltoall(grads[0], received, _backward_name(name))
+        verbs, process_set, name, received, shape = ctx.call
+        sent, _ = verbs.alltoall(grads[0], received, _backward_name(name), process_set)
         kept = sent.new_zeros((shape[0] - sent.shape[0], *shape[1:]))  # rows that stayed here
-        return None, None, None, torch.cat([sent, kept])
+        return None, None, None, None, torch.cat([sent, kept])
 
 
 class _Reducescatter(torch.autograd.Function):
@@ -113,21 +125,22 @@ class _Reducescatter(torch.autograd.Function):
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
+        process_set: Group | None,
         name: str | None,
         op: int,
         scales: tuple[float, float],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call = (verbs, name, op, scales)
-        return tuple(verbs.grouped_reducescatter(tensors, name, op, *scales))
+        ctx.call = (verbs, process_set, name, op, scales)
+        return tuple(verbs.grouped_reducescatter(tensors, name, op, *scales, process_set))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, name, op, (prescale, postscale) = ctx.call
+        verbs, process_set, name, op, (prescale, postscale) = ctx.call
         _need_linear("reducescatter", op)
-        factor = prescale * postscale / (verbs.world().size if op == Average else 1)
-        results = verbs.grouped_allgather(grads, _backward_name(name))
-        return (None, None, None, None, *(result.mul_(factor) for result in results))
+        factor = prescale * postscale / (verbs.membership(process_set).size if op == Average else 1)
+        results = verbs.grouped_allgather(grads, _backward_name(name), process_set)
+        return (None, None, None, None, None, *(result.mul_(factor) for result in results))
 
 
 def _need_linear(verb: str, op: int) -> None:
@@ -150,13 +163,14 @@ class TorchCollectives(Collectives[torch.Tensor]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> torch.Tensor:
         """See Collectives.allreduce. Differentiable for Average and Sum."""
         if _wants_grad(tensor):
             scales = (prescale_factor, postscale_factor)
-            (result,) = _Allreduce.apply(self, name, op, scales, tensor)  # type: ignore[no-untyped-call]
+            (result,) = _Allreduce.apply(self, process_set, name, op, scales, tensor)  # type: ignore[no-untyped-call]
             return result  # type: ignore[no-any-return]
-        return super().allreduce(tensor, name, op, prescale_factor, postscale_factor)
+        return super().allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
 
     def grouped_allreduce(
         self,
@@ -165,43 +179,59 @@ class TorchCollectives(Collectives[torch.Tensor]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> list[torch.Tensor]:
         """See Collectives.grouped_allreduce. Differentiable for Average and Sum."""
         if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
             scales = (prescale_factor, postscale_factor)
-            return list(_Allreduce.apply(self, name, op, scales, *tensors))  # type: ignore[no-untyped-call]
-        return super().grouped_allreduce(tensors, name, op, prescale_factor, postscale_factor)
+            return list(_Allreduce.apply(self, process_set, name, op, scales, *tensors))  # type: ignore[no-untyped-call]
+        return super().grouped_allreduce(
+            tensors, name, op, prescale_factor, postscale_factor, process_set
+        )
 
     def broadcast(
-        self, tensor: torch.Tensor, root_rank: int = 0, name: str | None = None
+        self,
+        tensor: torch.Tensor,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
     ) -> torch.Tensor:
         """See Collectives.broadcast. Differentiable."""
         if _wants_grad(tensor):
-            return _Broadcast.apply(self, name, root_rank, tensor)  # type: ignore
-        return super().broadcast(tensor, root_rank, name)
+            return _Broadcast.apply(self, process_set, name, root_rank, tensor)  # type: ignore
+        return super().broadcast(tensor, root_rank, name, process_set)
 
-    def allgather(self, tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    def allgather(
+        self, tensor: torch.Tensor, name: str | None = None, process_set: Group | None = None
+    ) -> torch.Tensor:
         """See Collectives.allgather. Differentiable."""
         if _wants_grad(tensor):
-            (result,) = _Allgather.apply(self, name, tensor)  # type: ignore[no-untyped-call]
+            (result,) = _Allgather.apply(self, process_set, name, tensor)  # type: ignore[no-untyped-call]
             return result  # type: ignore[no-any-return]
-        return super().allgather(tensor, name)
+        return super().allgather(tensor, name, process_set)
 
     def grouped_allgather(
-        self, tensors: Sequence[torch.Tensor], name: str | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        name: str | None = None,
+        process_set: Group | None = None,
     ) -> list[torch.Tensor]:
         """See Collectives.grouped_allgather. Differentiable."""
         if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
-            return list(_Allgather.apply(self, name, *tensors))  # type: ignore[no-untyped-call]
-        return super().grouped_allgather(tensors, name)
+            return list(_Allgather.apply(self, process_set, name, *tensors))  # type: ignore[no-untyped-call]
+        return super().grouped_allgather(tensors, name, process_set)
 
     def alltoall(
-        self, tensor: torch.Tensor, splits: Sequence[int] | None = None, name: str | None = None
+        self,
+        tensor: torch.Tensor,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        process_set: Group | None = None,
     ) -> tuple[torch.Tensor, list[int]]:
         """See Collectives.alltoall. Differentiable."""
         if _wants_grad(tensor):
-            return _Alltoall.apply(self, name, splits, tensor)  # type: ignore
-        return super().alltoall(tensor, splits, name)
+            return _Alltoall.apply(self, process_set, name, splits, tensor)  # type: ignore
+        return super().alltoall(tensor, splits, name, process_set)
 
     def reducescatter(
         self,
@@ -210,13 +240,16 @@ class TorchCollectives(Collectives[torch.Tensor]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> torch.Tensor:
         """See Collectives.reducescatter. Differentiable for Average and Sum."""
         if _wants_grad(tensor):
             scales = (prescale_factor, postscale_factor)
-            (result,) = _Reducescatter.apply(self, name, op, scales, tensor)  # type: ignore[no-untyped-call]
+            (result,) = _Reducescatter.apply(self, process_set, name, op, scales, tensor)  # type: ignore[no-untyped-call]
             return result  # type: ignore[no-any-return]
-        return super().reducescatter(tensor, name, op, prescale_factor, postscale_factor)
+        return super().reducescatter(
+            tensor, name, op, prescale_factor, postscale_factor, process_set
+        )
 
     def grouped_reducescatter(
         self,
@@ -225,9 +258,12 @@ class TorchCollectives(Collectives[torch.Tensor]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> list[torch.Tensor]:
         """See Collectives.grouped_reducescatter. Differentiable for Average and Sum."""
         if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
             scales = (prescale_factor, postscale_factor)
-            return list(_Reducescatter.apply(self, name, op, scales, *tensors))  # type: ignore[no-untyped-call]
-        return super().grouped_reducescatter(tensors, name, op, prescale_factor, postscale_factor)
+            return list(_Reducescatter.apply(self, process_set, name, op, scales, *tensors))  # type: ignore[no-untyped-call]
+        return super().grouped_reducescatter(
+            tensors, name, op, prescale_factor, postscale_factor, process_set
+        )

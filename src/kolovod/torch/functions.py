@@ -11,6 +11,7 @@ from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.numpy.frontend import NumpyFrontend
 from kolovod.objects import Objects
+from kolovod.submission import Group
 from kolovod.torch.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
 
@@ -73,13 +74,21 @@ class Functions:
         if not is_root:
             optimizer.load_state_dict(_put_back(outline, received))
 
-    def broadcast_object(self, obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    def broadcast_object(
+        self,
+        obj: Any,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> Any:
         """Return, on every rank, the ``obj`` of ``root_rank``; see ``kolovod.broadcast_object``."""
-        return self._objects.broadcast_object(obj, root_rank, name)
+        return self._objects.broadcast_object(obj, root_rank, name, process_set)
 
-    def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
+    def allgather_object(
+        self, obj: Any, name: str | None = None, process_set: Group | None = None
+    ) -> list[Any]:
         """Return the ``obj`` of every rank; see ``kolovod.allgather_object``."""
-        return self._objects.allgather_object(obj, name)
+        return self._objects.allgather_object(obj, name, process_set)
 
 
 def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ import torch
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Average, Sum
+from kolovod.process_sets import ProcessSet
 from kolovod.torch import verbs
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compression, Compressor
@@ -134,6 +135,7 @@ def DistributedOptimizer(
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
+    process_set: ProcessSet | None = None,
     *,
     collectives: TorchCollectives | None = None,
 ) -> O:
@@ -150,6 +152,8 @@ def DistributedOptimizer(
     ``backward_passes_per_step``: gradients of so many passes are summed locally before they are
     sent.
     ``op``: Average or Sum.
+    ``process_set``: its members average among themselves, other ranks step with their own
+    gradients. None: all ranks.
     ``collectives``: over another world than the process's own (tests).
 
     Raises InvalidArgumentError for arguments that cannot work, NotInitializedError before
@@ -177,9 +181,12 @@ def DistributedOptimizer(
     ]
     # By name, so that the order of parameter groups may differ between ranks.
     named.sort(key=lambda pair: pair[0] or "")
-    reducer = GradientReducer(
-        named, compression, passes, op, verbs.collectives if collectives is None else collectives
-    )
+    if collectives is None:
+        collectives = verbs.collectives
+    if process_set is not None:
+        collectives = TorchCollectives(collectives.frontend, process_set.membership)
+    is_member = process_set is None or process_set.included()
+    reducer = GradientReducer(named, compression, passes, op, collectives, is_member)
     return _adopt(optimizer, reducer, names)
 
 

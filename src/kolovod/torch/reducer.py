@@ -52,8 +52,13 @@ class GradientReducer:
         passes: int,
         op: int,
         verbs: TorchCollectives,
+        is_member: bool = True,
     ) -> None:
-        """``passes``: backward passes that are summed locally before a gradient is sent."""
+        """``passes``: backward passes that are summed locally before a gradient is sent.
+
+        ``is_member``: False where this rank is not one of those that ``verbs`` work among; then
+        gradients stay as they are.
+        """
         self.verbs = verbs
         self._compression = compression
         self._passes = passes
@@ -69,7 +74,7 @@ class GradientReducer:
         self._number = 0  # of this optimizer in that world
         self._agreed = 0  # so many parameters
         self.synchronized = False  # gradients are equal everywhere, and nothing was submitted since
-        self.active = verbs.world().size > 1
+        self.active = is_member and verbs.world().size > 1
         self.add(named)
 
     def add(self, named: Iterable[tuple[str | None, torch.Tensor]]) -> None:
