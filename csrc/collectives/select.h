@@ -1,0 +1,42 @@
+// Which algorithm carries an operation between hosts, and why. PURE: the same question has the same answer on
+// every rank.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "base/status.h"
+#include "base/types.h"
+
+namespace kolovod {
+
+enum class Algorithm { kAuto, kDirect, kTree, kPairwise, kRing, kChain };
+inline constexpr int kAlgorithmCount = 6;
+const char* NameOf(Algorithm algorithm);
+// "auto", "direct", ...; else kInvalidArgument with the names that there are.
+Status ParseAlgorithm(const std::string& name, Algorithm* out);
+
+// What one message costs: `latency_us` until it is there, `overhead_us` of the sender's and the receiver's
+// time each, and the bytes.
+struct LinkCost {
+  double latency_us = 25;
+  double overhead_us = 2;
+  double bytes_per_us = 2500;
+};
+
+struct SelectQuestion {
+  Verb verb;
+  size_t bytes;  // allreduce, broadcast, reducescatter: the range; allgather, alltoall: all ranks' parts
+  int ranks;
+  DType dtype = DType::kFloat32;
+  Op op = Op::kSum;
+};
+struct Choice {
+  Algorithm algorithm;
+  std::string reason;
+};
+
+// `forced`: what the user named; where it cannot do the verb, the reason says so.
+Choice Select(const SelectQuestion& question, Algorithm forced, const LinkCost& cost = LinkCost());
+
+}  // namespace kolovod

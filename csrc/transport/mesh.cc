@@ -1,0 +1,181 @@
+#include "transport/mesh.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace kolovod {
+
+Mesh::Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options)
+    : self_(self), options_(std::move(options)), is_active_(peers.size(), 0) {
+  streams_.resize(peers.size());
+  for (size_t p = 0; p < peers.size(); ++p) {
+    if (static_cast<int>(p) == self || peers[p].fd < 0) continue;
+    streams_[p] = std::make_unique<Stream>(peers[p].fd, std::move(peers[p].description), options_.epoch);
+  }
+}
+
+Status Mesh::Create(int self, std::vector<MeshPeer> peers, MeshOptions options, std::unique_ptr<Mesh>* out) {
+  std::unique_ptr<Mesh> mesh(new Mesh(self, std::move(peers), std::move(options)));
+  for (const std::unique_ptr<Stream>& stream : mesh->streams_) {
+    if (stream != nullptr) KV_RETURN_IF_ERROR(stream->Prepare());
+  }
+  *out = std::move(mesh);
+  return Status();
+}
+
+void Mesh::BeginOperation(uint32_t number) {
+  for (const std::unique_ptr<Stream>& stream : streams_) {
+    if (stream != nullptr) stream->BeginOperation(number);
+  }
+}
+
+void Mesh::Close() {
+  for (const std::unique_ptr<Stream>& stream : streams_) {
+    if (stream != nullptr) stream->Close();
+  }
+  if (broken_.ok()) broken_ = Status(Code::kShutDown, "the connections of this process are closed");
+}
+
+void Mesh::Activate(int peer) {
+  const auto p = static_cast<size_t>(peer);
+  if (is_active_[p] != 0) return;
+  is_active_[p] = 1;
+  active_.push_back(peer);
+}
+
+bool Mesh::Usable(int peer) {
+  if (broken()) return false;
+  if (peer >= 0 && peer < size() && streams_[static_cast<size_t>(peer)] != nullptr) return true;
+  (void)Break(Status(Code::kInternal,
+                     "rank " + std::to_string(self_) + " has no connection to rank " + std::to_string(peer)));
+  return false;
+}
+
+uint64_t Mesh::PostSend(int peer, std::span<const iovec> parts) {
+  if (!Usable(peer)) return 0;
+  Stream& to = stream(peer);
+  const bool idle = !to.sending();
+  const uint64_t position = to.Send(parts);
+  if (!to.sending()) return position;
+  Activate(peer);
+  // Behind others it would wait for room anyway.
+  bool moved = false;
+  if (idle) (void)Break(to.Push(&moved));
+  return position;
+}
+
+uint64_t Mesh::PostReceive(int peer, std::span<const iovec> parts) {
+  if (!Usable(peer)) return 0;
+  const uint64_t position = stream(peer).Receive(parts);
+  if (stream(peer).receiving()) Activate(peer);
+  return position;
+}
+
+Status Mesh::Break(Status status) {
+  if (status.ok() || broken()) return status;
+  broken_ = std::move(status);
+  for (const std::unique_ptr<Stream>& stream : streams_) {
+    if (stream != nullptr) stream->Drop();
+  }
+  active_.clear();
+  std::fill(is_active_.begin(), is_active_.end(), 0);
+  return broken_;
+}
+
+Status Mesh::Progress(bool* moved) {
+  for (size_t i = 0; i < active_.size();) {
+    Stream& peer = stream(active_[i]);
+    if (peer.sending()) KV_RETURN_IF_ERROR(peer.Push(moved));
+    if (peer.receiving()) KV_RETURN_IF_ERROR(peer.Pull(moved));
+    if (peer.sending() || peer.receiving()) {
+      ++i;
+    } else {
+      is_active_[static_cast<size_t>(active_[i])] = 0;
+      active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+  }
+  return Status();
+}
+
+Status Mesh::Check(int64_t now_ns) {
+  if (now_ns < next_check_ns_) return Status();
+  next_check_ns_ = now_ns + kCheckPeriodNs;
+  return options_.check ? options_.check() : Status();
+}
+
+Status Mesh::CheckHosts(int64_t now_ns) {
+  if (now_ns < next_host_check_ns_) return Status();
+  next_host_check_ns_ = now_ns + kHostCheckPeriodNs;
+  for (const int peer : active_) KV_RETURN_IF_ERROR(stream(peer).CheckHost(options_.host_limit_ms));
+  return Status();
+}
+
+Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns) {
+  if (now_ns - idle_since_ns < options_.spin_ns) {
+    CpuRelax();
+    return Status();
+  }
+  KV_RETURN_IF_ERROR(CheckHosts(now_ns));
+  std::vector<pollfd> polled;
+  polled.reserve(active_.size());
+  for (const int peer : active_) {
+    const Stream& of = stream(peer);
+    const int events = (of.sending() ? POLLOUT : 0) | (of.receiving() ? POLLIN : 0);
+    polled.push_back({of.fd(), static_cast<short>(events), 0});
+  }
+  // Errors and hang-ups wake it too; the next transfer says what they are.
+  (void)poll(polled.data(), polled.size(), kPollMs);
+  return Status();
+}
+
+template <class Done>
+Status Mesh::Until(Done done) {
+  if (broken()) return broken_;
+  int64_t idle_since_ns = 0;
+  while (!done()) {
+    bool moved = false;
+    KV_RETURN_IF_ERROR(Break(Progress(&moved)));
+    if (done()) break;
+    const int64_t now_ns = NowNs();
+    KV_RETURN_IF_ERROR(Break(Check(now_ns)));
+    if (moved || idle_since_ns == 0) {
+      idle_since_ns = now_ns;
+      if (moved) continue;
+    }
+    KV_RETURN_IF_ERROR(Break(Rest(idle_since_ns, now_ns)));
+  }
+  return Status();
+}
+
+Status Mesh::WaitSent(int peer, uint64_t position) {
+  return Until([&] { return Sent(peer, position); });
+}
+
+Status Mesh::WaitReceived(int peer, uint64_t position) {
+  return Until([&] { return Received(peer, position); });
+}
+
+Status Mesh::WaitAll() {
+  return Until([&] { return active_.empty(); });
+}
+
+Status Mesh::Transfer(std::span<const SendPart> sends, std::span<const ReceivePart> receives) {
+  for (const ReceivePart& part : receives) {
+    const iovec place{part.data, part.bytes};
+    PostReceive(part.peer, {&place, 1});
+  }
+  for (const SendPart& part : sends) {
+    const iovec place{const_cast<void*>(part.data), part.bytes};
+    PostSend(part.peer, {&place, 1});
+  }
+  return WaitAll();
+}
+
+bool Mesh::Background() {
+  bool moved = false;
+  return Break(Progress(&moved)).ok() && !active_.empty();
+}
+
+}  // namespace kolovod

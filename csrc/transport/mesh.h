@@ -1,0 +1,127 @@
+// One stream to every other rank, and the waiting for them: what carries bytes between hosts.
+//
+// Sends and receives are posted and make progress together, so nothing deadlocks however they are ordered; to
+// one peer they match in the order in which they were posted. Positions that posting returns say later what
+// is through.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/stream.h"
+#include "transport/waiter.h"
+
+namespace kolovod {
+
+struct MeshPeer {
+  int fd = -1;              // connected stream socket; -1 for the rank itself, and for ranks never talked to
+  std::string description;  // for messages: "rank 1 on host a (pid 17)"
+};
+
+struct MeshOptions {
+  uint32_t epoch = 0;
+  // Called at most every 10 ms or so while waiting; an error ends the wait: a revoked world, a signal.
+  std::function<Status()> check;
+  int64_t spin_ns = 0;           // busy wait before sleeping in poll(2); 0 unless cores are free
+  int64_t host_limit_ms = 5000;  // a host that acknowledges nothing for so long is lost
+};
+
+struct SendPart {
+  int peer;
+  const void* data;
+  size_t bytes;
+};
+struct ReceivePart {
+  int peer;
+  void* data;
+  size_t bytes;
+};
+
+// Not thread-safe: whoever drives the engine uses it. Counters may be read by any thread.
+class Mesh {
+ public:
+  // Takes the descriptors over, also when it fails. peers[self].fd is not used.
+  static Status Create(int self, std::vector<MeshPeer> peers, MeshOptions options,
+                       std::unique_ptr<Mesh>* out);
+
+  int rank() const { return self_; }
+  int size() const { return static_cast<int>(streams_.size()); }
+
+  // The number of the operation in the log. If ranks tell it, data of another operation are an error that
+  // says so; else only the order and the sizes of messages are checked.
+  void BeginOperation(uint32_t number);
+  // Busy wait from now on; whoever takes the lease knows how many cores are free.
+  void set_spin_ns(int64_t spin_ns) { options_.spin_ns = spin_ns; }
+
+  // All of them, concurrently.
+  Status Transfer(std::span<const SendPart> sends, std::span<const ReceivePart> receives);
+
+  // Posts one message and starts moving it. A message of no bytes is none. The memory belongs to the mesh
+  // until the position that is returned is through, or until a call has failed.
+  uint64_t PostSend(int peer, std::span<const iovec> parts);
+  uint64_t PostReceive(int peer, std::span<const iovec> parts);
+  bool Sent(int peer, uint64_t position) const { return stream(peer).sent() >= position; }
+  bool Received(int peer, uint64_t position) const { return stream(peer).received() >= position; }
+  Status WaitSent(int peer, uint64_t position);
+  Status WaitReceived(int peer, uint64_t position);
+  Status WaitAll();
+
+  // Moves what can be moved without waiting. False: nothing is pending, or the mesh is broken, as the next
+  // wait will say. For waits on something else that must not hold the peers up.
+  bool Background();
+
+  // After an error streams may have stopped within a message: every later call fails alike.
+  bool broken() const { return !broken_.ok(); }
+
+  uint64_t sent_bytes(int peer) const { return Count(peer, &StreamCounters::sent_bytes); }
+  uint64_t sent_messages(int peer) const { return Count(peer, &StreamCounters::sent_messages); }
+  uint64_t received_bytes(int peer) const { return Count(peer, &StreamCounters::received_bytes); }
+  uint64_t received_messages(int peer) const { return Count(peer, &StreamCounters::received_messages); }
+
+  // -1: none. Readable when the peer has sent something, so an idle engine may sleep on it.
+  int fd(int peer) const { return streams_[static_cast<size_t>(peer)] == nullptr ? -1 : stream(peer).fd(); }
+  // In a forked child: closes the descriptors, says nothing to the peers.
+  void Close();
+
+ private:
+  static constexpr int64_t kCheckPeriodNs = 10'000'000;
+  static constexpr int kPollMs = 10;
+  static constexpr int64_t kHostCheckPeriodNs = 500'000'000;
+
+  Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options);
+
+  Stream& stream(int peer) const { return *streams_[static_cast<size_t>(peer)]; }
+  uint64_t Count(int peer, std::atomic<uint64_t> StreamCounters::* counter) const {
+    const bool connected = streams_[static_cast<size_t>(peer)] != nullptr;
+    return !connected ? 0 : (stream(peer).counters().*counter).load(std::memory_order_relaxed);
+  }
+  // False, and the mesh is broken, if there is no such connection.
+  bool Usable(int peer);
+  void Activate(int peer);
+  template <class Done>
+  Status Until(Done done);
+  Status Progress(bool* moved);
+  // Nothing moved: spins on, or sleeps until a socket is ready. Calls check() when it is time.
+  Status Rest(int64_t idle_since_ns, int64_t now_ns);
+  Status Check(int64_t now_ns);
+  Status CheckHosts(int64_t now_ns);
+  Status Break(Status status);
+
+  const int self_;
+  MeshOptions options_;
+  std::vector<std::unique_ptr<Stream>> streams_;
+  std::vector<int> active_;      // peers with something pending
+  std::vector<char> is_active_;  // by peer
+  int64_t next_check_ns_ = 0;
+  int64_t next_host_check_ns_ = 0;
+  Status broken_;
+};
+
+}  // namespace kolovod

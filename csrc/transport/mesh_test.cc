@@ -1,0 +1,233 @@
+#include "transport/mesh.h"
+
+#include <sys/socket.h>
+
+#include <chrono>
+#include <cstring>
+#include <numeric>
+
+#include "testing/mesh_world.h"
+
+namespace kolovod {
+namespace {
+
+using std::chrono::steady_clock;
+using testing::RunMesh;
+using testing::Wire;
+
+constexpr Wire kWires[] = {Wire::kSocketPair, Wire::kTcp};
+
+std::vector<char> Pattern(size_t bytes, int seed) {
+  std::vector<char> data(bytes);
+  for (size_t i = 0; i < bytes; ++i) data[i] = static_cast<char>(i * 31 + static_cast<size_t>(seed) * 7);
+  return data;
+}
+
+double SecondsSince(steady_clock::time_point start) {
+  return std::chrono::duration<double>(steady_clock::now() - start).count();
+}
+
+// A mesh of two, of which this end is rank 0 and the test itself plays rank 1 on the raw socket.
+struct Raw {
+  explicit Raw(MeshOptions options = MeshOptions(), Wire wire = Wire::kSocketPair) {
+    int ends[2];
+    testing::Connect(wire, ends);
+    fd = ends[1];
+    std::vector<MeshPeer> peers(2);
+    peers[1] = MeshPeer{ends[0], "rank 1 on raw"};
+    CHECK_OK(Mesh::Create(0, std::move(peers), std::move(options), &mesh));
+  }
+  ~Raw() {
+    if (fd >= 0) close(fd);
+  }
+  void Write(uint32_t epoch, uint32_t sequence, uint64_t bytes, const std::string& payload) {
+    const MessageHeader header{epoch, sequence, bytes};
+    CHECK(write(fd, &header, sizeof(header)) == sizeof(header));
+    CHECK(write(fd, payload.data(), payload.size()) == static_cast<ssize_t>(payload.size()));
+  }
+  Status Receive(char* to, size_t bytes) {
+    const ReceivePart part{1, to, bytes};
+    return mesh->Transfer({}, {&part, 1});
+  }
+
+  int fd = -1;
+  std::unique_ptr<Mesh> mesh;
+};
+
+TEST(everybody_to_everybody_at_once_however_large) {
+  for (const Wire wire : kWires) {
+    for (const int size : {2, 3, 5}) {
+      RunMesh(size, wire, [&](Mesh& mesh) {
+        for (const size_t bytes : {0, 1, 4000, 4096, 5000, 3'000'000}) {
+          std::vector<std::vector<char>> in, out;
+          std::vector<SendPart> sends;
+          std::vector<ReceivePart> receives;
+          for (int peer = 0; peer < size; ++peer) {
+            in.push_back(Pattern(bytes, mesh.rank() * 10 + peer));
+            out.emplace_back(bytes);
+          }
+          for (int peer = 0; peer < size; ++peer) {
+            if (peer == mesh.rank()) continue;
+            const auto p = static_cast<size_t>(peer);
+            sends.push_back({peer, in[p].data(), bytes});
+            receives.push_back({peer, out[p].data(), bytes});
+          }
+          CHECK_OK(mesh.Transfer(sends, receives));
+          for (int peer = 0; peer < size; ++peer) {
+            if (peer == mesh.rank()) continue;
+            CHECK(out[static_cast<size_t>(peer)] == Pattern(bytes, peer * 10 + mesh.rank()));
+          }
+        }
+        uint64_t sent = 0;
+        for (int peer = 0; peer < size; ++peer) {
+          sent += mesh.sent_bytes(peer);
+          CHECK(mesh.sent_messages(peer) == (peer == mesh.rank() ? 0 : 5));  // no bytes, no message
+        }
+        CHECK(sent == static_cast<uint64_t>(size - 1) * (1 + 4000 + 4096 + 5000 + 3'000'000));
+      });
+    }
+  }
+}
+
+TEST(messages_are_gathered_and_scattered_in_the_order_of_posting) {
+  RunMesh(2, Wire::kSocketPair, [](Mesh& mesh) {
+    mesh.BeginOperation(7);
+    constexpr size_t kParts = 300;  // more than one system call takes
+    std::vector<uint64_t> in(kParts * 3), out(kParts * 3);
+    std::iota(in.begin(), in.end(), mesh.rank() == 0 ? 0 : 100'000);
+    const int peer = 1 - mesh.rank();
+    for (size_t m = 0; m < 3; ++m) {
+      std::vector<iovec> from, to;
+      for (size_t i = 0; i < kParts; ++i) {
+        from.push_back({&in[m * kParts + i], 8});
+        to.push_back({&out[m * kParts + i], i % 2 == 0 ? size_t{16} : size_t{0}});  // other parts, same bytes
+      }
+      mesh.PostReceive(peer, to);
+      const uint64_t position = mesh.PostSend(peer, from);
+      CHECK_OK(mesh.WaitSent(peer, position));
+    }
+    CHECK_OK(mesh.WaitAll());
+    std::vector<uint64_t> wanted(kParts * 3);
+    std::iota(wanted.begin(), wanted.end(), mesh.rank() == 0 ? 100'000 : 0);
+    CHECK(out == wanted);
+    CHECK(mesh.sent_messages(peer) == 3);
+  });
+}
+
+TEST(what_comes_before_it_is_expected_waits) {
+  Raw raw;
+  raw.Write(0, 0, 3, "abc");
+  raw.Write(0, 1, 2, "de");
+  char text[6] = {};
+  CHECK_OK(raw.Receive(text, 3));
+  CHECK_OK(raw.Receive(text + 3, 2));
+  CHECK(std::string(text) == "abcde");
+}
+
+TEST(wrong_headers_are_errors_that_write_nothing) {
+  struct Case {
+    uint32_t epoch, sequence;
+    uint64_t bytes;
+    const char* text;
+  };
+  for (const Case& c :
+       {Case{5, 9 << 16, 4, "data of world 5; this rank is in world 6"},
+        Case{6, 8 << 16, 4, "message 0 of operation 8; this rank expects message 0 of operation 9"},
+        Case{6, 9 << 16, 1ULL << 60, "1152921504606846976 bytes"},
+        Case{6, (9 << 16) + 1, 4, "message 1 of operation 9"}}) {
+    MeshOptions options;
+    options.epoch = 6;
+    Raw raw(options);
+    raw.mesh->BeginOperation(9);
+    raw.Write(c.epoch, c.sequence, c.bytes, "xxxx");
+    char data[4] = {};
+    const Status status = raw.Receive(data, 4);
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(status.message().find("rank 1 on raw sent ") == 0);
+    CHECK(status.message().find(c.text) != std::string::npos);
+    CHECK(data[0] == 0);
+    CHECK(raw.mesh->broken());
+    CHECK(raw.Receive(data, 4).message() == status.message());
+  }
+}
+
+TEST(a_peer_that_closes_is_named_at_once) {
+  for (const Wire wire : kWires) {
+    for (const bool sends : {false, true}) {
+      Raw raw(MeshOptions(), wire);
+      std::thread closer([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        close(raw.fd);
+        raw.fd = -1;
+      });
+      std::vector<char> data(64 << 20);  // more than the socket takes
+      const auto start = steady_clock::now();
+      const SendPart part{1, data.data(), data.size()};
+      const Status status = sends ? raw.mesh->Transfer({&part, 1}, {}) : raw.Receive(data.data(), 8);
+      closer.join();
+      CHECK(SecondsSince(start) < 5);
+      CHECK(status.code() == Code::kRankLost);
+      CHECK(status.message().find("rank 1 on raw closed its connection") == 0);
+    }
+  }
+}
+
+TEST(a_check_ends_a_wait) {
+  for (const int64_t spin_ns : {int64_t{0}, int64_t{60'000'000'000}}) {
+    const auto start = steady_clock::now();
+    MeshOptions options;
+    options.spin_ns = spin_ns;
+    options.check = [&] {
+      return SecondsSince(start) < 0.1 ? Status() : Status(Code::kInterrupted, "interrupted by a signal");
+    };
+    Raw raw(options);
+    char byte = 0;
+    const Status status = raw.Receive(&byte, 1);
+    CHECK(status.code() == Code::kInterrupted);
+    CHECK(SecondsSince(start) < 5);
+    CHECK(raw.mesh->broken());
+    raw.Write(0, 0, 1, "x");
+    CHECK(!raw.Receive(&byte, 1).ok());
+    CHECK(byte == 0);  // nothing is written once a wait has failed
+  }
+}
+
+TEST(background_moves_bytes_without_waiting) {
+  RunMesh(2, Wire::kSocketPair, [](Mesh& mesh) {
+    const std::vector<char> in = Pattern(5'000'000, mesh.rank());
+    std::vector<char> out(in.size());
+    const int peer = 1 - mesh.rank();
+    const iovec from{const_cast<char*>(in.data()), in.size()}, to{out.data(), out.size()};
+    mesh.PostReceive(peer, {&to, 1});
+    mesh.PostSend(peer, {&from, 1});
+    while (mesh.Background()) std::this_thread::yield();
+    CHECK_OK(mesh.WaitAll());
+    CHECK(out == Pattern(5'000'000, peer));
+  });
+}
+
+TEST(no_connection_is_an_error) {
+  std::unique_ptr<Mesh> mesh;
+  CHECK_OK(Mesh::Create(0, std::vector<MeshPeer>(3), MeshOptions(), &mesh));
+  char byte = 0;
+  const SendPart part{2, &byte, 1};
+  CHECK(mesh->Transfer({&part, 1}, {}).message() == "rank 0 has no connection to rank 2");
+  CHECK(mesh->fd(2) == -1);
+  std::vector<MeshPeer> peers(2);
+  peers[1] = MeshPeer{1 << 20, "rank 1"};
+  CHECK(Mesh::Create(0, std::move(peers), MeshOptions(), &mesh).message().find("rank 1") !=
+        std::string::npos);
+}
+
+TEST(a_closed_mesh_says_so) {
+  Raw raw;
+  raw.mesh->Close();
+  char byte = 0;
+  CHECK(raw.Receive(&byte, 1).code() == Code::kShutDown);
+  CHECK(recv(raw.fd, &byte, 1, 0) == 0);
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

@@ -1,0 +1,277 @@
+#include "transport/stream.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+namespace kolovod {
+namespace {
+
+void SetOption(int fd, int level, int name, int value) {
+  // Every option here is an improvement, none is needed: a kernel without it still carries the bytes.
+  (void)setsockopt(fd, level, name, &value, sizeof(value));
+}
+
+// Goes on by `bytes` within parts[*next...], or to their end; what is used up is left behind. Returns by how
+// much it went on.
+size_t Advance(std::vector<iovec>& parts, size_t* next, size_t bytes) {
+  size_t left = bytes;
+  while (left > 0 && *next < parts.size()) {
+    iovec& part = parts[*next];
+    const size_t step = std::min(left, part.iov_len);
+    part.iov_base = static_cast<char*>(part.iov_base) + step;
+    part.iov_len -= step;
+    left -= step;
+    if (part.iov_len == 0) ++*next;
+  }
+  return bytes - left;
+}
+
+std::string Text(uint32_t sequence) {
+  return "message " + std::to_string(sequence & 0xffff) + " of operation " + std::to_string(sequence >> 16);
+}
+
+}  // namespace
+
+Stream::Stream(int fd, std::string peer, uint32_t epoch) : fd_(fd), peer_(std::move(peer)), epoch_(epoch) {}
+
+Stream::~Stream() { Close(); }
+
+void Stream::Close() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+Status Stream::Prepare() {
+  int domain = 0;
+  socklen_t length = sizeof(domain);
+  const int flags = fcntl(fd_, F_GETFL);
+  if (flags < 0 || fcntl(fd_, F_SETFL, flags | O_NONBLOCK) != 0 ||
+      getsockopt(fd_, SOL_SOCKET, SO_DOMAIN, &domain, &length) != 0) {
+    return Status(Code::kInternal, "the connection to " + peer_ + " (descriptor " + std::to_string(fd_) +
+                                       ") cannot be used: " + std::strerror(errno));
+  }
+  tcp_ = domain == AF_INET || domain == AF_INET6;
+  if (tcp_) TuneTcp();
+  return Status();
+}
+
+void Stream::TuneTcp() {
+  SetOption(fd_, IPPROTO_TCP, TCP_NODELAY, 1);
+  // A host that vanished while this end only receives is noticed by probes, within about five seconds.
+  SetOption(fd_, SOL_SOCKET, SO_KEEPALIVE, 1);
+  SetOption(fd_, IPPROTO_TCP, TCP_KEEPIDLE, 2);
+  SetOption(fd_, IPPROTO_TCP, TCP_KEEPINTVL, 1);
+  SetOption(fd_, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
+void Stream::BeginOperation(uint32_t number) { send_sequence_ = receive_sequence_ = number << 16; }
+
+uint64_t Stream::Send(std::span<const iovec> parts) {
+  uint64_t bytes = 0;
+  for (const iovec& part : parts) bytes += part.iov_len;
+  if (bytes == 0) return send_end_;
+  Outgoing& message = outgoing_.emplace_back();
+  message.header = MessageHeader{epoch_, send_sequence_++, bytes};
+  message.parts.reserve(parts.size() + 1);
+  message.parts.push_back({&message.header, sizeof(MessageHeader)});  // a deque's elements stay in place
+  for (const iovec& part : parts) {
+    if (part.iov_len > 0) message.parts.push_back(part);
+  }
+  counters_.sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
+  counters_.sent_messages.fetch_add(1, std::memory_order_relaxed);
+  return send_end_ += sizeof(MessageHeader) + bytes;
+}
+
+uint64_t Stream::Receive(std::span<const iovec> parts) {
+  uint64_t bytes = 0;
+  for (const iovec& part : parts) bytes += part.iov_len;
+  if (bytes == 0) return receive_end_;
+  Incoming& message = incoming_.emplace_back();
+  message.expected = MessageHeader{epoch_, receive_sequence_++, bytes};
+  message.left = bytes;
+  message.parts.reserve(parts.size());
+  for (const iovec& part : parts) {
+    if (part.iov_len > 0) message.parts.push_back(part);
+  }
+  return receive_end_ += sizeof(MessageHeader) + bytes;
+}
+
+Status Stream::Push(bool* moved) {
+  if (outgoing_.empty()) return Status();
+  iovec parts[kMaxParts];
+  size_t count = 0;
+  for (auto message = outgoing_.begin(); message != outgoing_.end() && count < kMaxParts; ++message) {
+    for (size_t i = message->next; i < message->parts.size() && count < kMaxParts; ++i) {
+      parts[count++] = message->parts[i];
+    }
+  }
+  msghdr call{};
+  call.msg_iov = parts;
+  call.msg_iovlen = count;
+  ssize_t result;
+  do {
+    result = sendmsg(fd_, &call, MSG_NOSIGNAL | MSG_DONTWAIT);
+  } while (result < 0 && errno == EINTR);
+  if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Status();
+  if (result < 0) return Lost("sending to", errno);
+  *moved = true;
+  size_t left = static_cast<size_t>(result);
+  sent_ += left;
+  while (left > 0) {
+    Outgoing& front = outgoing_.front();
+    left -= Advance(front.parts, &front.next, left);
+    if (front.next == front.parts.size()) outgoing_.pop_front();
+  }
+  return Status();
+}
+
+Status Stream::CheckHeader(const MessageHeader& header) const {
+  const MessageHeader& wanted = incoming_.front().expected;
+  if (header.epoch != wanted.epoch) {
+    return Status(Code::kMismatch, peer_ + " sent data of world " + std::to_string(header.epoch) +
+                                       "; this rank is in world " + std::to_string(wanted.epoch));
+  }
+  if (header.sequence != wanted.sequence) {
+    return Status(Code::kMismatch, peer_ + " sent " + Text(header.sequence) + "; this rank expects " +
+                                       Text(wanted.sequence) +
+                                       ": the ranks no longer execute the same operations");
+  }
+  if (header.bytes != wanted.bytes) {
+    return Status(Code::kMismatch, peer_ + " sent " + std::to_string(header.bytes) + " bytes as " +
+                                       Text(header.sequence) + "; this rank expects " +
+                                       std::to_string(wanted.bytes));
+  }
+  return Status();
+}
+
+void Stream::Finished() {
+  counters_.received_bytes.fetch_add(incoming_.front().expected.bytes, std::memory_order_relaxed);
+  counters_.received_messages.fetch_add(1, std::memory_order_relaxed);
+  incoming_.pop_front();
+  in_payload_ = false;
+}
+
+Status Stream::TakeFromInbox(bool* moved) {
+  while (!incoming_.empty()) {
+    Incoming& front = incoming_.front();
+    const size_t held = inbox_end_ - inbox_begin_;
+    if (!in_payload_) {
+      if (held < sizeof(MessageHeader)) return Status();
+      MessageHeader header;
+      std::memcpy(&header, inbox_ + inbox_begin_, sizeof(header));
+      KV_RETURN_IF_ERROR(CheckHeader(header));
+      inbox_begin_ += sizeof(header);
+      received_ += sizeof(header);
+      in_payload_ = true;
+      *moved = true;
+      continue;
+    }
+    size_t bytes = static_cast<size_t>(std::min<uint64_t>(held, front.left));
+    if (bytes == 0) return Status();
+    received_ += bytes;
+    front.left -= bytes;
+    while (bytes > 0) {
+      const size_t step = std::min(bytes, front.parts[front.next].iov_len);
+      std::memcpy(front.parts[front.next].iov_base, inbox_ + inbox_begin_, step);
+      Advance(front.parts, &front.next, step);
+      inbox_begin_ += step;
+      bytes -= step;
+    }
+    *moved = true;
+    if (front.left == 0) Finished();
+  }
+  return Status();
+}
+
+// The rest of the front payload straight to its place, and what follows it into the inbox.
+Status Stream::ReadFromSocket(bool* moved) {
+  iovec parts[kMaxParts + 1];
+  size_t count = 0;
+  uint64_t direct = 0;
+  if (in_payload_) {
+    const Incoming& front = incoming_.front();
+    for (size_t i = front.next; i < front.parts.size() && count < kMaxParts; ++i) {
+      direct += front.parts[i].iov_len;
+      parts[count++] = front.parts[i];
+    }
+  }
+  const bool whole = !in_payload_ || direct == incoming_.front().left;
+  if (inbox_begin_ == inbox_end_) inbox_begin_ = inbox_end_ = 0;
+  if (inbox_begin_ > 0) {  // part of a header
+    std::memmove(inbox_, inbox_ + inbox_begin_, inbox_end_ - inbox_begin_);
+    inbox_end_ -= inbox_begin_;
+    inbox_begin_ = 0;
+  }
+  if (whole) parts[count++] = {inbox_ + inbox_end_, kInboxBytes - inbox_end_};
+  msghdr call{};
+  call.msg_iov = parts;
+  call.msg_iovlen = count;
+  ssize_t result;
+  do {
+    result = recvmsg(fd_, &call, MSG_DONTWAIT);
+  } while (result < 0 && errno == EINTR);
+  if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Status();
+  if (result < 0) return Lost("receiving from", errno);
+  if (result == 0) return Lost(nullptr, 0);
+  *moved = true;
+  const auto bytes = static_cast<uint64_t>(result);
+  const uint64_t placed = std::min(bytes, direct);
+  inbox_end_ += bytes - placed;
+  if (placed > 0) {
+    Incoming& front = incoming_.front();
+    Advance(front.parts, &front.next, placed);
+    front.left -= placed;
+    received_ += placed;
+    if (front.left == 0) Finished();
+  }
+  return Status();
+}
+
+Status Stream::Pull(bool* moved) {
+  KV_RETURN_IF_ERROR(TakeFromInbox(moved));
+  if (incoming_.empty()) return Status();
+  KV_RETURN_IF_ERROR(ReadFromSocket(moved));
+  return TakeFromInbox(moved);
+}
+
+Status Stream::Lost(const char* doing, int error) const {
+  if (doing == nullptr || error == ECONNRESET || error == EPIPE) {
+    return Status(Code::kRankLost,
+                  peer_ +
+                      " closed its connection in the middle of an operation: its process ended or shut "
+                      "down");
+  }
+  return Status(Code::kRankLost, std::string("the connection failed while ") + doing + " " + peer_ + ": " +
+                                     std::strerror(error));
+}
+
+Status Stream::CheckHost(int64_t limit_ms) {
+  if (!tcp_) return Status();
+  tcp_info info{};
+  socklen_t length = sizeof(info);
+  if (getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return Status();
+  // A late process on a living host acknowledges retransmissions and probes, which resets both counts.
+  const bool unanswered = info.tcpi_retransmits >= 3 || info.tcpi_probes >= 3;
+  if (!unanswered || info.tcpi_last_ack_recv < limit_ms) return Status();
+  return Status(Code::kRankLost, "the host of " + peer_ + " has not answered for " +
+                                     std::to_string(info.tcpi_last_ack_recv) +
+                                     " ms: it is down, or the network between is");
+}
+
+void Stream::Drop() {
+  outgoing_.clear();
+  incoming_.clear();
+  in_payload_ = false;
+  sent_ = send_end_;
+  received_ = receive_end_;
+}
+
+}  // namespace kolovod

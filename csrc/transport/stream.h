@@ -1,0 +1,123 @@
+// One connection of the data plane: messages queued for sending and places posted for receiving, moved as far
+// as the socket allows and never further. The wire format is in docs/wire.md.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace kolovod {
+
+// In front of every message, little-endian. `sequence` is the operation's number in the upper 16 bits and the
+// message's within it, on this connection and in this direction, in the lower: both ends count alike, so what
+// differs has diverged.
+struct MessageHeader {
+  uint32_t epoch;
+  uint32_t sequence;
+  uint64_t bytes;
+};
+static_assert(sizeof(MessageHeader) == 16);
+
+// Counted since the connection was made; may be read by any thread.
+struct StreamCounters {
+  std::atomic<uint64_t> sent_bytes{0};  // payload, without headers
+  std::atomic<uint64_t> sent_messages{0};
+  std::atomic<uint64_t> received_bytes{0};
+  std::atomic<uint64_t> received_messages{0};
+};
+
+// Not thread-safe: whoever drives the engine uses it.
+class Stream {
+ public:
+  // Owns `fd`, a connected stream socket: TCP, or AF_UNIX in tests. `peer` is for messages: "rank 1 on a".
+  Stream(int fd, std::string peer, uint32_t epoch);
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  // Makes the socket non-blocking and tunes it. Before anything else.
+  Status Prepare();
+
+  // Messages count from 0 again.
+  void BeginOperation(uint32_t number);
+
+  // Queues one message that gathers or scatters `parts`; nothing at all if they hold no bytes. The memory
+  // must stay until the position that is returned has been reached.
+  uint64_t Send(std::span<const iovec> parts);
+  uint64_t Receive(std::span<const iovec> parts);
+
+  // Positions of the streams: everything queued up to there is through.
+  uint64_t sent() const { return sent_; }
+  uint64_t received() const { return received_; }
+  bool sending() const { return sent_ != send_end_; }
+  bool receiving() const { return received_ != receive_end_; }
+
+  // One system call each, at most, so that sending and receiving take turns; `moved` is set when bytes moved.
+  // A message is written only after its header was what this end expects.
+  Status Push(bool* moved);
+  Status Pull(bool* moved);
+
+  // Looks whether the peer's host still answers: bytes that nobody acknowledges, retransmitted in vain for
+  // `limit_ms`. (TCP_USER_TIMEOUT would also cut off a host that answers but whose process is late in
+  // reading.)
+  Status CheckHost(int64_t limit_ms);
+
+  // Forgets everything queued: memory of others is not touched any more.
+  void Drop();
+  // Closes the descriptor without a word to the peer; for the destructor and for forked children.
+  void Close();
+
+  int fd() const { return fd_; }
+  const std::string& peer() const { return peer_; }
+  StreamCounters& counters() { return counters_; }
+
+ private:
+  struct Outgoing {
+    MessageHeader header;
+    std::vector<iovec> parts;  // what is left of header and payload
+    size_t next = 0;
+  };
+  struct Incoming {
+    MessageHeader expected;
+    std::vector<iovec> parts;
+    size_t next = 0;
+    uint64_t left = 0;  // payload bytes
+  };
+
+  void TuneTcp();
+  // What the inbox has for the messages that are expected goes to its place.
+  Status TakeFromInbox(bool* moved);
+  Status CheckHeader(const MessageHeader& header) const;
+  Status Lost(const char* doing, int error) const;
+  Status ReadFromSocket(bool* moved);
+  void Finished();
+
+  // Headers are read through here together with the beginning of their payload: one system call for a small
+  // message. Larger would mean copying more of what could go straight to its place.
+  static constexpr size_t kInboxBytes = 4096;
+  static constexpr size_t kMaxParts = 64;  // per system call
+
+  int fd_;
+  const std::string peer_;
+  const uint32_t epoch_;
+  bool tcp_ = false;
+  uint32_t send_sequence_ = 0;
+  uint32_t receive_sequence_ = 0;
+  uint64_t sent_ = 0, send_end_ = 0;
+  uint64_t received_ = 0, receive_end_ = 0;
+  std::deque<Outgoing> outgoing_;
+  std::deque<Incoming> incoming_;
+  bool in_payload_ = false;  // of incoming_.front()
+  size_t inbox_begin_ = 0, inbox_end_ = 0;
+  char inbox_[kInboxBytes];
+  StreamCounters counters_;
+};
+
+}  // namespace kolovod
