@@ -48,7 +48,8 @@ const char* NameOf(DType dtype);
 const char* NameOf(Op op);
 const char* NameOf(Verb verb);
 
-inline constexpr size_t kLine = 64;  // bytes of a cache line
+inline constexpr size_t kLine = 64;                 // bytes of a cache line
+inline constexpr size_t kMaxFrameBytes = 64 << 20;  // of a control message
 
 inline constexpr size_t RoundUp(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;

@@ -284,7 +284,8 @@ class PyEngine {
 
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
-                             bool external, std::vector<int> ranks, const PyEngine* world) {
+                             bool external, std::vector<int> ranks, const PyEngine* world,
+                             std::vector<int> hosts, std::vector<int> uplink_fds, std::vector<int> mesh_fds) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
     throw nb::value_error("peers: need one (pidfd, description) for each rank");
   }
@@ -299,30 +300,44 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   if (!options.ranks.empty() && options.ranks.size() != peers.size()) {
     throw nb::value_error("ranks: need one for each rank of the set, or none");
   }
-  if (world != nullptr) options.world = world->segment();
+  options.hosts = std::move(hosts);
+  options.uplink_fds = std::move(uplink_fds);
+  options.mesh_fds = std::move(mesh_fds);
+  int on_host = size;
+  if (!options.hosts.empty()) {
+    const Topology topology(rank, options.hosts);
+    on_host = topology.local_size();
+    if (options.hosts.size() != peers.size() || options.mesh_fds.size() != peers.size() ||
+        options.uplink_fds.size() != topology.leaders.size()) {
+      throw nb::value_error("hosts, mesh_fds: need one for each rank; uplink_fds: one for each host");
+    }
+  }
   options.liveness = std::make_unique<PidfdLiveness>(rank, peers);
-  ThrowIfError(Segment::Map(segment_fd, SegmentLayout(size, options.config), &options.segment));
+  ThrowIfError(Segment::Map(segment_fd, SegmentLayout(on_host, size, options.config), &options.segment));
+  if (world != nullptr) options.segment->BelongTo(world->segment());
   return options;
 }
 
-EngineOptions LoopbackOptions(const LoopbackWorld& world, int rank) {
+EngineOptions LoopbackOptions(LoopbackWorld& world, int rank) {
   EngineOptions options;
   options.rank = rank;
-  options.size = world.segment->layout().size;
+  options.size = world.size();
   options.config = world.config;
-  options.segment = world.segment;
+  options.hosts = world.hosts;
+  options.uplink_fds = world.TakeUplinks(rank);
+  options.mesh_fds = world.TakeMesh(rank);
+  options.segment = world.SegmentOf(rank);
   options.faults = world.faults;
   options.ranks = world.ranks;
-  options.world = world.world;
   options.liveness = std::make_unique<LoopbackLiveness>(world.faults, world.ranks);
   return options;
 }
 
 class PyLoopbackWorld {
  public:
-  PyLoopbackWorld(int size, const ConfigMap& config) {
-    if (size < 1 || size > kMaxSources) throw nb::value_error("loopback: size out of range");
-    ThrowIfError(LoopbackWorld::Create(size, ToConfig(config), &world_));
+  PyLoopbackWorld(const std::vector<int>& hosts, const ConfigMap& config) {
+    if (hosts.empty() || hosts.size() > kMaxSources) throw nb::value_error("loopback: size out of range");
+    ThrowIfError(LoopbackWorld::Create(hosts, ToConfig(config), &world_));
   }
   PyEngine* MakeEngine(int rank) const { return new PyEngine(LoopbackOptions(*world_, Rank(rank))); }
   PyLoopbackWorld* MakeSet(const std::vector<int>& members) const {
@@ -338,7 +353,7 @@ class PyLoopbackWorld {
 
  private:
   int Rank(int rank) const {
-    if (rank < 0 || rank >= world_->segment->layout().size) {
+    if (rank < 0 || rank >= world_->size()) {
       throw nb::value_error("loopback: rank out of range");
     }
     return rank;
@@ -379,12 +394,15 @@ NB_MODULE(_native, m) {
           "__init__",
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external,
-             std::vector<int> ranks, const PyEngine* world) {
+             std::vector<int> ranks, const PyEngine* world, std::vector<int> hosts,
+             std::vector<int> uplink_fds, std::vector<int> mesh_fds) {
             new (self) PyEngine(ProcessOptions(rank, size, epoch, segment_fd, peers, config, external,
-                                               std::move(ranks), world));
+                                               std::move(ranks), world, std::move(hosts),
+                                               std::move(uplink_fds), std::move(mesh_fds)));
           },
           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
-          "ranks"_a = std::vector<int>{}, "world"_a = nb::none())
+          "ranks"_a = std::vector<int>{}, "world"_a = nb::none(), "hosts"_a = std::vector<int>{},
+          "uplink_fds"_a = std::vector<int>{}, "mesh_fds"_a = std::vector<int>{})
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
            "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{})
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a)
@@ -402,7 +420,7 @@ NB_MODULE(_native, m) {
       .def("forget", &PyEngine::Forget)
       .def("stats", &PyEngine::Stats);
   nb::class_<PyLoopbackWorld>(m, "LoopbackWorld")
-      .def(nb::init<int, const ConfigMap&>(), "size"_a, "config"_a)
+      .def(nb::init<const std::vector<int>&, const ConfigMap&>(), "hosts"_a, "config"_a)
       .def("engine", &PyLoopbackWorld::MakeEngine, "rank"_a, nb::rv_policy::take_ownership)
       .def("make_set", &PyLoopbackWorld::MakeSet, "members"_a, nb::rv_policy::take_ownership)
       .def("kill", &PyLoopbackWorld::Kill, "rank"_a)
@@ -410,8 +428,10 @@ NB_MODULE(_native, m) {
       .def("drop", &PyLoopbackWorld::Drop, "rank"_a, "count"_a);
   m.def(
       "segment_bytes",
-      [](int size, const ConfigMap& config) { return SegmentLayout(size, ToConfig(config)).total_bytes; },
-      "size"_a, "config"_a);
+      [](int on_host, int size, const ConfigMap& config) {
+        return SegmentLayout(on_host, size, ToConfig(config)).total_bytes;
+      },
+      "on_host"_a, "size"_a, "config"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;

@@ -9,7 +9,7 @@
 namespace kolovod {
 
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-                       LoopbackFaults* faults, bool streaming)
+                       const std::atomic<int>* delay_us, bool streaming)
     : segment_(segment),
       rank_(rank),
       size_(segment.layout().size),
@@ -17,7 +17,7 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       one_shot_bytes_(OneShotLimit(config, segment.layout().size, segment.layout().chunk_bytes)),
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
-      faults_(faults),
+      delay_us_(delay_us),
       kernels_(ActiveKernels()),
       chooser_(streaming) {}
 
@@ -32,9 +32,8 @@ size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_byt
 }
 
 void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {
-  if (faults_ != nullptr) {
-    const int delay_us = faults_->delay_us[static_cast<size_t>(rank_)].load();
-    if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+  if (delay_us_ != nullptr && delay_us_->load() > 0) {
+    std::this_thread::sleep_for(std::chrono::microseconds(delay_us_->load()));
   }
   RankBlock& self = segment_.rank(rank_);
   for (const auto& [flag, value] : flags) (self.*flag).store(value, std::memory_order_seq_cst);

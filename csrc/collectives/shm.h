@@ -24,7 +24,6 @@
 #include "collectives/reduce.h"
 #include "collectives/streaming.h"
 #include "control/fusion.h"
-#include "transport/liveness.h"
 #include "transport/segment.h"
 #include "transport/waiter.h"
 
@@ -32,9 +31,10 @@ namespace kolovod {
 
 class ShmBackend : public Backend {
  public:
+  // `rank`: among those of the segment. `delay_us`: before data flags, in a loopback world, else null.
   // `streaming`: the first guess whether stores into staging should bypass the cache.
-  ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter, LoopbackFaults* faults,
-             bool streaming);
+  ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
+             const std::atomic<int>* delay_us, bool streaming);
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -82,7 +82,7 @@ class ShmBackend : public Backend {
   const size_t one_shot_bytes_;
   const uint64_t slots_;
   Waiter& waiter_;
-  LoopbackFaults* const faults_;
+  const std::atomic<int>* const delay_us_;
   const Kernels& kernels_;
   StreamingChooser chooser_;
   uint64_t chunk_ = 0;  // number of the last chunk begun, the same on every rank

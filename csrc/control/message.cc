@@ -111,6 +111,26 @@ std::optional<Request> DecodeRequest(std::string_view bytes) {
   return request;
 }
 
+std::string EncodeNote(const Note& note) {
+  Writer w;
+  w.Put(static_cast<uint8_t>(note.kind));
+  w.Put(note.rank);
+  w.Put(note.number);
+  w.Put(note.end);
+  w.PutString(note.body);
+  return w.Take();
+}
+
+std::optional<Note> DecodeNote(std::string_view bytes) {
+  Reader r(bytes);
+  Note note;
+  if (!r.GetEnum(Note::kKindCount, &note.kind) || !r.Get(&note.rank) || !r.Get(&note.number) ||
+      !r.Get(&note.end) || !r.GetString(&note.body) || !r.AtEnd()) {
+    return std::nullopt;
+  }
+  return note;
+}
+
 std::string EncodeResponse(const Response& response) {
   Writer w;
   w.Put(static_cast<uint8_t>(response.kind));

@@ -55,7 +55,29 @@ std::optional<Request> DecodeRequest(std::string_view bytes);
 std::string EncodeResponse(const Response& response);
 std::optional<Response> DecodeResponse(std::string_view bytes);
 
+// What goes up to the root and down from it: within a host through its leader's rings, between leaders
+// through their connections.
+struct Note {
+  enum class Kind : uint8_t {
+    kRequest = 0,  // up: `rank` has this ready; body: the request
+    kId = 1,  // up: all ranks of the host have announced bit `number`; down: all have, it is next in the log
+    kResponse = 2,  // down: next in the log; body: the response
+    kReset = 3,     // down: bit `number` will stand for another name
+    kSeal = 4,      // down: bucket `number` ends at log position `end`
+    kLeft = 5,      // both: `rank` has left cleanly
+    kRevoked = 6,   // both: the world is over; number: the code, body: the text
+  };
+  static constexpr int kKindCount = 7;
+  Kind kind = Kind::kRequest;
+  int32_t rank = 0;
+  uint64_t number = 0;
+  uint64_t end = 0;
+  std::string body;
+};
+
+std::string EncodeNote(const Note& note);
+std::optional<Note> DecodeNote(std::string_view bytes);
+
 inline constexpr size_t kMaxDims = 64;
-inline constexpr size_t kMaxFrameBytes = 64 << 20;
 
 }  // namespace kolovod

@@ -8,27 +8,27 @@
 
 namespace kolovod {
 
-Control::Control(Segment& segment, int rank, std::vector<int> ranks, uint32_t epoch, const Config& config,
-                 std::mutex& mutex, LoopbackFaults* faults)
+Control::Control(Segment& segment, const Topology& topology, std::vector<int> ranks, uint32_t epoch,
+                 const Config& config, std::mutex& mutex, LoopbackFaults* faults, Uplink* uplink)
     : segment_(segment),
-      rank_(rank),
+      topology_(topology),
+      rank_(topology.rank),
+      uplink_(uplink),
       mutex_(mutex),
       faults_(faults),
       log_(segment),
       by_id_(segment.layout().cache_capacity),
+      leaving_(static_cast<size_t>(topology.hosts())),
       responses_in_(segment.broadcast_ring(), kBroadcastRingBytes, &segment.header().broadcast_head,
-                    &segment.rank(rank).broadcast_tail, epoch) {
-  const int size = segment.layout().size;
-  if (rank != 0) {
-    RankBlock& self = segment.rank(rank);
-    to_sequencer_ =
-        std::make_unique<RingWriter>(self.control_ring, kControlRingBytes, &self.control_head,
-                                     std::vector<std::atomic<uint64_t>*>{&self.control_tail}, epoch);
+                    &segment.rank(topology.local_rank).broadcast_tail, epoch) {
+  if (!topology_.leads()) {
+    RankBlock& self = segment.rank(topology_.local_rank);
+    to_leader_ = std::make_unique<RingWriter>(self.control_ring, kControlRingBytes, &self.control_head,
+                                              std::vector<std::atomic<uint64_t>*>{&self.control_tail}, epoch);
     return;
   }
-  negotiator_ = std::make_unique<Negotiator>(std::move(ranks), static_cast<size_t>(config.cache_capacity));
   std::vector<std::atomic<uint64_t>*> tails;
-  for (int r = 0; r < size; ++r) {
+  for (int r = 0; r < topology_.local_size(); ++r) {
     RankBlock& block = segment.rank(r);
     tails.push_back(&block.broadcast_tail);
     from_ranks_.emplace_back(block.control_ring, kControlRingBytes, &block.control_head, &block.control_tail,
@@ -36,6 +36,9 @@ Control::Control(Segment& segment, int rank, std::vector<int> ranks, uint32_t ep
   }
   responses_out_ = std::make_unique<RingWriter>(segment.broadcast_ring(), kBroadcastRingBytes,
                                                 &segment.header().broadcast_head, std::move(tails), epoch);
+  if (!topology_.is_root()) return;
+  negotiator_ = std::make_unique<Negotiator>(std::move(ranks), static_cast<size_t>(config.cache_capacity));
+  hosts_having_.resize(segment.layout().cache_capacity);
 }
 
 bool Control::Announce(const OperationPtr& op) {
@@ -56,6 +59,10 @@ bool Control::Announce(const OperationPtr& op) {
     by_id_[id] = op;
     ++stats_.bit_announcements;
     if (lost || !log_.AnnounceId(id)) return false;
+    if (topology_.hosts() > 1) {
+      Tell(Note{Note::Kind::kId, rank_, id, 0, {}});
+      return false;
+    }
     log_.AppendId(id);
     return true;
   }
@@ -77,23 +84,31 @@ void Control::Erase(const std::string& name) {
 void Control::SendInFull(const OperationPtr& op, std::string body) {
   ++stats_.full_announcements;
   op->announced_id = kNoId;
-  if (rank_ == 0) {
-    inbox_.push_back(op->request);
-    stats_.message_bytes += body.size();
+  Tell(Note{Note::Kind::kRequest, rank_, 0, 0, std::move(body)});
+}
+
+void Control::Tell(Note note) {
+  if (topology_.leads()) {
+    stats_.message_bytes += note.body.size();
+    inbox_.push_back(std::move(note));
     outgoing_.store(true, std::memory_order_seq_cst);
   } else {
-    const uint64_t before = to_sequencer_->bytes_pushed();
-    to_sequencer_->Push(body);
-    stats_.message_bytes += to_sequencer_->bytes_pushed() - before;
-    to_sequencer_->Flush();
-    outgoing_.store(!to_sequencer_->empty(), std::memory_order_seq_cst);
+    const uint64_t before = to_leader_->bytes_pushed();
+    to_leader_->Push(EncodeNote(note));
+    stats_.message_bytes += to_leader_->bytes_pushed() - before;
+    to_leader_->Flush();
+    outgoing_.store(!to_leader_->empty(), std::memory_order_seq_cst);
   }
   segment_.RingSleepers();
+  // Ranks of other hosts may wait for this, and cannot wake our leader.
+  if (topology_.hosts() > 1 && segment_.rank(0).driving.load(std::memory_order_seq_cst) == 0) {
+    segment_.RingIdle(0);
+  }
 }
 
 bool Control::HasInput() {
   if (log_.Read(position_).has_value() || outgoing_.load(std::memory_order_relaxed) ||
-      responses_in_.HasData()) {
+      responses_in_.HasData() || (uplink_ != nullptr && uplink_->HasData())) {
     return true;
   }
   for (const RingReader& reader : from_ranks_) {
@@ -103,12 +118,12 @@ bool Control::HasInput() {
 }
 
 Status Control::Pump() {
-  if (rank_ == 0) {
-    KV_RETURN_IF_ERROR(Negotiate());
+  if (topology_.leads()) {
+    KV_RETURN_IF_ERROR(Lead());
   } else if (outgoing_.load(std::memory_order_relaxed)) {
     std::lock_guard lock(mutex_);
-    to_sequencer_->Flush();
-    outgoing_.store(!to_sequencer_->empty(), std::memory_order_relaxed);
+    to_leader_->Flush();
+    outgoing_.store(!to_leader_->empty(), std::memory_order_relaxed);
   }
   return DrainResponses();
 }
@@ -120,63 +135,6 @@ Status Control::DrainResponses() {
     if (payload) arrived_.push_back(std::move(*payload));
   }
   return Status();
-}
-
-void Control::RingLagging() {
-  const auto ring = [&](int r) {
-    if (r != rank_ && segment_.rank(r).driving.load(std::memory_order_seq_cst) == 0) {
-      segment_.RingIdle(r);
-    }
-  };
-  if (rank_ != 0) {
-    ring(0);
-  } else if (!responses_out_->empty()) {
-    for (int r = 1; r < segment_.layout().size; ++r) ring(r);
-  }
-}
-
-Status Control::Negotiate() {
-  if (outgoing_.load(std::memory_order_seq_cst)) {
-    std::vector<Request> own;
-    {
-      std::lock_guard lock(mutex_);
-      own.swap(inbox_);
-      outgoing_.store(false, std::memory_order_relaxed);
-    }
-    for (Request& request : own) Publish(negotiator_->Offer(0, std::move(request)));
-  }
-  for (size_t r = 1; r < from_ranks_.size(); ++r) {
-    while (from_ranks_[r].HasData()) {
-      std::optional<std::string> payload;
-      KV_RETURN_IF_ERROR(from_ranks_[r].Next(&payload));
-      if (!payload) {
-        // A message longer than the ring: its writer must move the next piece.
-        if (segment_.rank(static_cast<int>(r)).driving.load(std::memory_order_seq_cst) == 0) {
-          segment_.RingIdle(static_cast<int>(r));
-        }
-        segment_.RingSleepers();
-        break;
-      }
-      std::optional<Request> request = DecodeRequest(*payload);
-      if (!request) {
-        return Status(Code::kInternal, "rank " + std::to_string(r) + " sent a malformed announcement of " +
-                                           std::to_string(payload->size()) + " bytes");
-      }
-      Publish(negotiator_->Offer(static_cast<int>(r), std::move(*request)));
-    }
-  }
-  for (int complete = responses_out_->Flush(); complete > 0; --complete) log_.AppendMessage();
-  return Status();
-}
-
-void Control::Publish(std::vector<Response> responses) {
-  for (int32_t id : negotiator_->TakeReleased()) log_.Reset(static_cast<uint32_t>(id));
-  for (const Response& response : responses) {
-    const uint64_t before = responses_out_->bytes_pushed();
-    responses_out_->Push(EncodeResponse(response));
-    std::lock_guard lock(mutex_);
-    stats_.message_bytes += responses_out_->bytes_pushed() - before;
-  }
 }
 
 Status Control::ReadLog(std::deque<OperationPtr>* ready) {

@@ -7,17 +7,20 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "base/config.h"
+#include "base/topology.h"
 #include "control/log.h"
 #include "control/negotiate.h"
 #include "control/ring.h"
 #include "engine/operation.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
+#include "transport/uplink.h"
 
 namespace kolovod {
 
@@ -30,9 +33,9 @@ struct ControlStats {
 class Control {
  public:
   // `mutex` is the engine's; it guards the members marked so.
-  // `ranks`: what messages call each rank.
-  Control(Segment& segment, int rank, std::vector<int> ranks, uint32_t epoch, const Config& config,
-          std::mutex& mutex, LoopbackFaults* faults);
+  // `ranks`: what messages call each rank. `uplink`: of a leader in a world of several hosts, else null.
+  Control(Segment& segment, const Topology& topology, std::vector<int> ranks, uint32_t epoch,
+          const Config& config, std::mutex& mutex, LoopbackFaults* faults, Uplink* uplink);
 
   // Under the mutex. Registers the operation as pending and tells the world; true if it went into the
   // log at once (this rank was the last to announce it).
@@ -44,7 +47,8 @@ class Control {
   void Erase(const std::string& name);
   ControlStats stats() const { return stats_; }
 
-  // Lease. Rank 0 negotiates what has arrived; every rank moves what waits to be sent.
+  // Lease. A leader passes on what has arrived, the root negotiates it; every rank moves what waits to be
+  // sent.
   Status Pump();
   // Lease. Is there something that Pump or ReadLog would act on?
   bool HasInput();
@@ -55,7 +59,20 @@ class Control {
   void RingLagging();
   // Lease: position after the last entry read.
   uint64_t position() const { return position_; }
-  Log& log() { return log_; }
+  // Lease. Where bucket `bucket`, which begins at `begin`, ends; nullopt: not decided.
+  std::optional<uint64_t> SealedEnd(uint64_t bucket, uint64_t begin) const {
+    return log_.SealedEnd(bucket, begin);
+  }
+  // Lease. Whether this rank may decide that: on one host whoever comes first, else the root.
+  bool MaySeal() const { return topology_.hosts() == 1 || topology_.is_root(); }
+  // Lease. Proposes `end`; returns the one that holds.
+  uint64_t Seal(uint64_t bucket, uint64_t begin, uint64_t end);
+  // A leader tells the other hosts that a rank of its own has left, or that the world is over. Any thread.
+  void TellLeft(int rank);
+  void TellRevoked(const Status& status);
+  // From the uplink's thread: whether the frame is dealt with.
+  bool Urgent(const Uplink::Frame& frame);
+  void Lost(int host, const std::string& reason, const std::string& leader);
 
  private:
   struct Cached {
@@ -65,16 +82,32 @@ class Control {
   };
 
   void SendInFull(const OperationPtr& op, std::string body);
-  Status Negotiate();
+  // To the leader of this host. Under the mutex.
+  void Tell(Note note);
+  Status Lead();
+  Status ReadLocalRings();
+  Status ReadUplink();
+  // Leader: from a rank of this host.
+  Status PassOn(const Note& note);
+  // Root: from a host. Other leaders: from the root.
+  Status Decide(int host, const Note& note);
+  Status Obey(const Note& note);
+  void MarkLeft(int rank);
+  void Publish(const std::vector<Response>& responses);
+  void PushResponse(const std::string& body);
+  // Appends what is complete, in the order that holds on all hosts.
+  void AppendInOrder();
+  void RingIdleRanks();
   Status DrainResponses();
-  void Publish(std::vector<Response> responses);
   Status Apply(const Response& response, std::deque<OperationPtr>* ready);
   void Forget(const OperationPtr& op);
   // What this rank contributes while it has joined: zeros. Null for a response that is malformed.
   static OperationPtr MakeZeros(const Response& response);
 
   Segment& segment_;
+  const Topology topology_;
   const int rank_;
+  Uplink* const uplink_;
   std::mutex& mutex_;
   LoopbackFaults* const faults_;
   Log log_;
@@ -83,15 +116,22 @@ class Control {
   std::unordered_map<std::string, Cached> cache_;          // guarded by mutex_
   std::vector<OperationPtr> by_id_;                        // guarded by mutex_
   OperationPtr join_;                                      // guarded by mutex_; not announced yet
-  std::unique_ptr<RingWriter> to_sequencer_;               // guarded by mutex_; rank 0 has none
-  std::vector<Request> inbox_;                             // guarded by mutex_; rank 0's own requests
-  std::atomic<bool> outgoing_{false};                      // something waits in to_sequencer_ or inbox_
+  std::unique_ptr<RingWriter> to_leader_;                  // guarded by mutex_; a leader has none
+  std::vector<Note> inbox_;                                // guarded by mutex_; a leader's own notes
+  std::atomic<bool> outgoing_{false};                      // something waits in to_leader_ or inbox_
   ControlStats stats_;                                     // guarded by mutex_
 
-  // Lease only.
-  std::unique_ptr<Negotiator> negotiator_;
+  std::vector<std::atomic<bool>> leaving_;  // by host: its leader has said that it leaves
+
+  // Lease only. Of leaders:
   std::vector<RingReader> from_ranks_;
   std::unique_ptr<RingWriter> responses_out_;
+  std::deque<int64_t> order_;  // not in the log yet: a cached name's id, or kMessage for the next response
+  int complete_ = 0;           // responses that are in the ring and not in the log
+  // Of the root:
+  std::unique_ptr<Negotiator> negotiator_;
+  std::vector<int> hosts_having_;  // by id: hosts all of whose ranks have announced it
+
   RingReader responses_in_;
   std::deque<std::string> arrived_;  // responses whose log entry was not read yet
   uint64_t position_ = 0;

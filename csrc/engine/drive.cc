@@ -38,9 +38,9 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
   if (lease_.load(std::memory_order_relaxed) || lease_.exchange(true, std::memory_order_acquire)) {
     return false;
   }
-  segment_->rank(rank_).driving.store(1, std::memory_order_seq_cst);
+  self().driving.store(1, std::memory_order_seq_cst);
   background_ = background;
-  const bool crowded = config_.cores < size_;
+  const bool crowded = config_.cores < topology_.local_size();
   WaitBudget budget;
   if (background) {
     budget.yield_ns = kThreadYieldNs;  // the core belongs to whoever computes gradients
@@ -55,20 +55,24 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
 }
 
 void Engine::ReleaseLease() {
-  segment_->rank(rank_).driving.store(0, std::memory_order_seq_cst);
+  self().driving.store(0, std::memory_order_seq_cst);
   // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread.
   const bool more = HasWork();
   const bool was_background = background_;
   lease_.store(false, std::memory_order_seq_cst);
-  if (more && !was_background) segment_->RingIdle(rank_);
+  if (more && !was_background) segment_->RingIdle(topology_.local_rank);
   if (lease_wanted_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard lock(mutex_);
     changed_.notify_all();
   }
 }
 
+bool Engine::CanExecute() {
+  return !ready_.empty() && (control_->MaySeal() || control_->SealedEnd(bucket_, executed_).has_value());
+}
+
 bool Engine::HasWork() {
-  return !ready_.empty() || control_->HasInput() ||
+  return CanExecute() || control_->HasInput() ||
          leavers_seen_.load(std::memory_order_relaxed) !=
              segment_->header().left_count.load(std::memory_order_seq_cst);
 }
@@ -111,14 +115,14 @@ Status Engine::Step(bool* progressed) {
 }
 
 Status Engine::ExecuteBucket(bool* progressed) {
-  if (ready_.empty()) return Status();
-  std::optional<uint64_t> end = control_->log().SealedEnd(bucket_, executed_);
+  if (!CanExecute()) return Status();
+  std::optional<uint64_t> end = control_->SealedEnd(bucket_, executed_);
   if (!end) {
     std::vector<size_t> bytes;
     bytes.reserve(ready_.size());
     for (const OperationPtr& op : ready_) bytes.push_back(op == nullptr ? 0 : op->bytes);
     const size_t taken = EntriesForBucket(bytes, static_cast<size_t>(config_.fusion_bytes));
-    end = control_->log().Seal(bucket_, executed_, executed_ + taken);
+    end = control_->Seal(bucket_, executed_, executed_ + taken);
   }
   while (control_->position() < *end) {
     // The sealing rank saw entries that this one has not read yet: they are in the log.
@@ -288,9 +292,13 @@ void Engine::NoticeLeavers() {
   if (segment_->revoked()) return;  // it left work behind and has said so: that is the better reason
   std::string who;
   for (int r = 0; r < size_ && who.empty(); ++r) {
-    if (r != rank_ && segment_->rank(r).left.load(std::memory_order_seq_cst) != 0) {
-      who = liveness_->Describe(r);
-    }
+    if (r != rank_ && segment_->left(r).load(std::memory_order_seq_cst) != 0) who = liveness_->Describe(r);
+  }
+  for (int r = 1; r < topology_.local_size() && topology_.leads(); ++r) {
+    const int rank = topology_.local_ranks[static_cast<size_t>(r)];
+    if (told_left_[static_cast<size_t>(r)] || segment_->left(rank).load() == 0) continue;
+    told_left_[static_cast<size_t>(r)] = true;
+    control_->TellLeft(rank);
   }
   if (who.empty()) return;
   // The leaver had nothing pending, so all it ever announced is in the log by now.

@@ -1,10 +1,12 @@
 #include "engine/engine.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 
+#include "collectives/tcp.h"
 #include "engine/validate.h"
 
 namespace kolovod {
@@ -15,6 +17,7 @@ constexpr uint32_t kFarLineNs = 200;  // one way; 60 to 160 between cores that s
 constexpr size_t kOverlapBytes = 1 << 20;
 constexpr const char* kUnnamed = "unnamed.";
 constexpr const char* kJoin = "unnamed.join";  // one name: ranks that join have submitted unequally much
+constexpr int kFarewellMs = 500;               // for the last words to other hosts
 constexpr int64_t kIdlePeriodNs = 100'000'000;
 
 int64_t UsableCores() {
@@ -33,6 +36,8 @@ std::vector<int> RanksOf(std::vector<int> ranks, int size) {
 Engine::Engine(EngineOptions options)
     : rank_(options.rank),
       size_(options.size),
+      topology_(options.rank,
+                options.hosts.empty() ? std::vector<int>(static_cast<size_t>(options.size)) : options.hosts),
       ranks_(RanksOf(std::move(options.ranks), options.size)),
       epoch_(options.epoch),
       config_(options.config),
@@ -40,15 +45,24 @@ Engine::Engine(EngineOptions options)
       liveness_(std::move(options.liveness)),
       faults_(std::move(options.faults)),
       use_external_(options.external) {
-  if (options.world != nullptr) segment_->BelongTo(std::move(options.world));
+  mesh_fds_ = std::move(options.mesh_fds);
+  told_left_.resize(static_cast<size_t>(topology_.local_size()));
+  if (topology_.hosts() == 1 || !topology_.leads()) return;
+  std::vector<UplinkPeer> peers;
+  for (size_t host = 0; host < topology_.leaders.size(); ++host) {
+    peers.push_back({options.uplink_fds[host], liveness_->Describe(topology_.leaders[host])});
+  }
+  uplink_ = std::make_unique<Uplink>(std::move(peers), epoch_);
 }
 
 Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out,
                       const std::function<bool()>& interrupted) {
-  if (options.size < 1 || options.size > kMaxSources || options.rank < 0 || options.rank >= options.size) {
-    return Status(Code::kInvalidArgument,
-                  "rank " + std::to_string(options.rank) + " of size " + std::to_string(options.size) +
-                      ": need 0 <= rank < size <= " + std::to_string(kMaxSources) + " on one host");
+  const int on_host = options.segment->layout().size;
+  if (on_host < 1 || on_host > kMaxSources || options.rank < 0 || options.rank >= options.size) {
+    return Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) + " of size " +
+                                              std::to_string(options.size) + ", " + std::to_string(on_host) +
+                                              " of them on this host: need 0 <= rank < size, and at most " +
+                                              std::to_string(kMaxSources) + " on one host");
   }
   std::unique_ptr<Engine> engine(new Engine(std::move(options)));
   KV_RETURN_IF_ERROR(engine->Attach(interrupted));
@@ -59,25 +73,24 @@ Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out,
 
 Status Engine::Attach(const std::function<bool()>& interrupted) {
   SegmentHeader& header = segment_->header();
-  if (rank_ == 0) {
+  if (topology_.leads()) {
     if (config_.cores <= 0) config_.cores = UsableCores();
     segment_->WriteHeader(epoch_, config_);
   }
-  RankBlock& self = segment_->rank(rank_);
   const int64_t deadline_ns = NowNs() + config_.start_timeout_ms * 1'000'000;
   bool attached = false;
   waiter_ =
-      std::make_unique<Waiter>(*segment_, rank_, *liveness_, stop_,
+      std::make_unique<Waiter>(*segment_, topology_, *liveness_, stop_,
                                faults_ == nullptr ? nullptr : &faults_->killed[static_cast<size_t>(rank_)]);
   waiter_->Configure(WaitBudget{}, interrupted);
   while (true) {
     if (!attached && header.magic.load(std::memory_order_seq_cst) == kSegmentMagic) {
       KV_RETURN_IF_ERROR(segment_->CheckHeader(epoch_, &config_));
-      self.attached.store(1, std::memory_order_seq_cst);
+      self().attached.store(1, std::memory_order_seq_cst);
       header.attached.fetch_add(1, std::memory_order_seq_cst);
       attached = true;
     }
-    if (attached && header.attached.load() == static_cast<uint32_t>(size_)) break;
+    if (attached && header.attached.load() == static_cast<uint32_t>(topology_.local_size())) break;
     if (segment_->revoked() || waiter_->CheckPeers()) return segment_->RevokedStatus();
     KV_RETURN_IF_ERROR(waiter_->Periodic(/*in_bucket=*/false));
     if (NowNs() > deadline_ns) {
@@ -89,13 +102,36 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   // With a core for every engine thread beside every computing one, communication overlaps the backward
   // pass. Without, it would take the core that computes, and pay for the switching: then it waits until
   // somebody waits (docs/decisions/0003).
-  kick_bytes_ = config_.kick_bytes > 0       ? static_cast<size_t>(config_.kick_bytes)
-                : config_.cores >= 2 * size_ ? kOverlapBytes
-                                             : SIZE_MAX;
-  control_ = std::make_unique<Control>(*segment_, rank_, ranks_, epoch_, config_, mutex_, faults_.get());
+  kick_bytes_ = config_.kick_bytes > 0                        ? static_cast<size_t>(config_.kick_bytes)
+                : config_.cores >= 2 * topology_.local_size() ? kOverlapBytes
+                                                              : SIZE_MAX;
+  control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),
+                                       uplink_.get());
   ProbeLatency();
-  backend_ = std::make_unique<ShmBackend>(*segment_, rank_, config_, *waiter_, faults_.get(),
+  KV_RETURN_IF_ERROR(MakeBackend(std::move(mesh_fds_)));
+  if (uplink_ != nullptr) StartUplink();
+  return Status();
+}
+
+Status Engine::MakeBackend(std::vector<int> mesh_fds) {
+  const std::atomic<int>* delay_us =
+      faults_ == nullptr ? nullptr : &faults_->delay_us[static_cast<size_t>(rank_)];
+  backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, delay_us,
                                           stats_.line_latency_ns > kFarLineNs);
+  if (topology_.hosts() > 1) {
+    std::vector<MeshPeer> peers;
+    for (int r = 0; r < size_; ++r)
+      peers.push_back({mesh_fds[static_cast<size_t>(r)], liveness_->Describe(r)});
+    MeshOptions options;
+    options.epoch = epoch_;
+    options.check = [this] {
+      return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
+    };
+    KV_RETURN_IF_ERROR(Mesh::Create(rank_, std::move(peers), std::move(options), &mesh_));
+    std::vector<int> all;
+    for (int r = 0; r < size_; ++r) all.push_back(r);
+    backend_ = std::make_unique<TcpBackend>(*mesh_, all, rank_, TcpOptions{});
+  }
   if (use_external_) {
     auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);
     external_ = external.get();
@@ -104,12 +140,25 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   return Status();
 }
 
+void Engine::StartUplink() {
+  Uplink::Events events;
+  events.urgent = [this](const Uplink::Frame& frame) { return control_->Urgent(frame); };
+  events.arrived = [this] {
+    segment_->RingDriver(topology_.local_rank);
+    if (self().driving.load(std::memory_order_seq_cst) == 0) segment_->RingIdle(topology_.local_rank);
+  };
+  events.lost = [this](int host, const std::string& reason) {
+    control_->Lost(host, reason, liveness_->Describe(topology_.leaders[static_cast<size_t>(host)]));
+  };
+  uplink_->Start(std::move(events));
+}
+
 std::string Engine::MissingRanks() {
   std::string missing;
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < topology_.local_size(); ++r) {
     if (segment_->rank(r).attached.load() != 0) continue;
     if (!missing.empty()) missing += ", ";
-    missing += liveness_->Describe(r);
+    missing += liveness_->Describe(topology_.local_ranks[static_cast<size_t>(r)]);
   }
   return missing.empty() ? "no rank" : missing;
 }
@@ -118,19 +167,20 @@ std::string Engine::MissingRanks() {
 // several rounds; nobody waits longer than a few milliseconds for it.
 void Engine::ProbeLatency() {
   SegmentHeader& header = segment_->header();
-  if (size_ < 2 || config_.cores < size_) return;
+  const int local = topology_.local_rank;
+  if (topology_.local_size() < 2 || config_.cores < topology_.local_size()) return;
   constexpr int kRounds = 400;
   const int64_t deadline_ns = NowNs() + 3'000'000;
-  if (rank_ <= 1) {
-    std::atomic<uint32_t>& mine = segment_->rank(rank_).ping;
-    std::atomic<uint32_t>& other = segment_->rank(1 - rank_).ping;
+  if (local <= 1) {
+    std::atomic<uint32_t>& mine = self().ping;
+    std::atomic<uint32_t>& other = segment_->rank(1 - local).ping;
     int64_t best_ns = 0;
     int64_t last_ns = NowNs();
     for (uint32_t i = 1; i <= kRounds; ++i) {
-      if (rank_ == 0) mine.store(i, std::memory_order_seq_cst);
+      if (local == 0) mine.store(i, std::memory_order_seq_cst);
       while (other.load(std::memory_order_acquire) < i && NowNs() < deadline_ns) CpuRelax();
       if (other.load(std::memory_order_acquire) < i) break;
-      if (rank_ == 1) mine.store(i, std::memory_order_seq_cst);
+      if (local == 1) mine.store(i, std::memory_order_seq_cst);
       if (i % 50 == 0) {
         const int64_t now_ns = NowNs();
         const int64_t one_way_ns = (now_ns - last_ns) / 100;
@@ -138,7 +188,7 @@ void Engine::ProbeLatency() {
         last_ns = now_ns;
       }
     }
-    if (rank_ == 0) header.line_latency_ns.store(static_cast<uint32_t>(best_ns) + 1);
+    if (local == 0) header.line_latency_ns.store(static_cast<uint32_t>(best_ns) + 1);
   }
   while (header.line_latency_ns.load() == 0 && NowNs() < deadline_ns + 2'000'000) CpuRelax();
   const uint32_t published = header.line_latency_ns.load();
@@ -148,6 +198,9 @@ void Engine::ProbeLatency() {
 Engine::~Engine() {
   // Without a control plane, Attach had failed and there is no world to leave.
   if (control_ != nullptr && !forgotten_.load()) Shutdown();
+  for (int fd : mesh_fds_) {
+    if (fd >= 0) close(fd);
+  }
 }
 
 Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking,
@@ -202,7 +255,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     handles_[*handle] = op;
     // The caller will drive at once, so that nobody wakes the engine thread, which would take the lease from
     // it. If it is interrupted before, the engine thread's next look sets this right.
-    if (blocking) segment_->rank(rank_).driving.store(1, std::memory_order_seq_cst);
+    if (blocking) self().driving.store(1, std::memory_order_seq_cst);
     joined_ = is_join;
     if (is_join) {
       control_->Join(op);
@@ -213,7 +266,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   }
   if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
     ready_bytes_.store(0);
-    segment_->RingIdle(rank_);
+    segment_->RingIdle(topology_.local_rank);
   }
   return Status();
 }
@@ -223,7 +276,7 @@ Status Engine::WorldStatus() {
   int leaver = -1;
   if (segment_->header().left_count.load(std::memory_order_seq_cst) != 0) {
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_ && segment_->rank(r).left.load(std::memory_order_seq_cst) != 0) leaver = r;
+      if (r != rank_ && segment_->left(r).load(std::memory_order_seq_cst) != 0) leaver = r;
     }
   }
   if (segment_->revoked()) return segment_->RevokedStatus();
@@ -297,8 +350,8 @@ Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_l
 
 // Wakes the threads that could bring an operation forward while no caller drives.
 void Engine::NudgeForAsync() {
-  segment_->RingIdle(rank_);
-  if (rank_ != 0 && segment_->rank(0).driving.load() == 0) segment_->RingIdle(0);
+  segment_->RingIdle(topology_.local_rank);
+  if (!topology_.leads() && segment_->rank(0).driving.load() == 0) segment_->RingIdle(0);
 }
 
 Status Engine::Poll(uint64_t handle, bool* done) {
@@ -328,19 +381,19 @@ size_t Engine::Pending() {
 }
 
 void Engine::EngineThread() {
-  RankBlock& self = segment_->rank(rank_);
   while (!stop_.load()) {
-    const uint32_t bell = self.idle_bell.load(std::memory_order_seq_cst);
+    const uint32_t bell = self().idle_bell.load(std::memory_order_seq_cst);
     if (TryLease(/*background=*/true, nullptr)) {
       waiter_->CheckPeers();
       const Status status = Drive(nullptr);
       (void)status;  // Drive has failed every pending operation with it
       ReleaseLease();
     }
+    SpreadRevocation();
     if (stop_.load()) break;
-    self.idle_sleeping.store(1, std::memory_order_seq_cst);
-    FutexWait(&self.idle_bell, bell, kIdlePeriodNs);
-    self.idle_sleeping.store(0, std::memory_order_seq_cst);
+    self().idle_sleeping.store(1, std::memory_order_seq_cst);
+    FutexWait(&self().idle_bell, bell, kIdlePeriodNs);
+    self().idle_sleeping.store(0, std::memory_order_seq_cst);
   }
 }
 
@@ -353,11 +406,16 @@ void Engine::Shutdown() {
   if (shut_down_ || forgotten_.load()) return;
   shut_down_ = true;
   const bool killed = faults_ != nullptr && faults_->killed[static_cast<size_t>(rank_)].load();
-  stop_.store(true);  // first: whatever fails here fails with kShutDown
+  stop_.store(true);   // first: whatever fails here fails with kShutDown
+  SpreadRevocation();  // why, before that this rank leaves
   if (!killed) AnnounceLeave();
-  segment_->RingDriver(rank_);
-  segment_->RingIdle(rank_);
+  segment_->RingDriver(topology_.local_rank);
+  segment_->RingIdle(topology_.local_rank);
   if (thread_.joinable()) thread_.join();
+  if (uplink_ != nullptr) {
+    SpreadRevocation();
+    uplink_->Stop(kFarewellMs);
+  }
   while (lease_.exchange(true)) std::this_thread::sleep_for(std::chrono::microseconds(50));
   Break(Status(Code::kShutDown, "this rank was shut down"));
   lease_.store(false);
@@ -375,12 +433,18 @@ void Engine::AnnounceLeave() {
   if (!pending.empty() && size_ > 1) {
     segment_->Revoke(Code::kRankLeft, liveness_->Describe(rank_) + " shut down with " + pending);
   }
-  segment_->rank(rank_).left.store(1, std::memory_order_seq_cst);
+  segment_->left(rank_).store(1, std::memory_order_seq_cst);
   segment_->header().left_count.fetch_add(1, std::memory_order_seq_cst);
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < topology_.local_size(); ++r) {
     segment_->RingDriver(r);
     segment_->RingIdle(r);
   }
+  if (topology_.leads()) control_->TellLeft(rank_);
+}
+
+void Engine::SpreadRevocation() {
+  if (uplink_ == nullptr || !segment_->revoked() || spread_.exchange(true)) return;
+  control_->TellRevoked(segment_->RevokedStatus());
 }
 
 void Engine::Forget() {
@@ -388,6 +452,8 @@ void Engine::Forget() {
   stop_.store(true);
   // The thread object refers to a thread that exists only in the parent.
   if (thread_.joinable()) thread_.detach();
+  if (uplink_ != nullptr) uplink_->Forget();
+  if (mesh_ != nullptr) mesh_->Close();
   segment_->Forget();
 }
 

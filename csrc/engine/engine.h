@@ -18,13 +18,16 @@
 #include <vector>
 
 #include "base/config.h"
+#include "base/topology.h"
 #include "collectives/backend.h"
 #include "collectives/external.h"
 #include "collectives/shm.h"
 #include "engine/control.h"
 #include "engine/operation.h"
 #include "transport/liveness.h"
+#include "transport/mesh.h"
 #include "transport/segment.h"
+#include "transport/uplink.h"
 #include "transport/waiter.h"
 
 namespace kolovod {
@@ -32,12 +35,16 @@ namespace kolovod {
 struct EngineOptions {
   int rank = 0;
   int size = 1;
+  // By rank: a label of its host, equal for those that share a segment. Empty: all do.
+  std::vector<int> hosts;
+  // Between hosts, connected stream sockets that are this engine's from now on. By host, in the order of
+  // their first ranks: from the root to every other leader, and from that to the root; -1 for all others.
+  std::vector<int> uplink_fds;
+  std::vector<int> mesh_fds;  // by rank; -1 for this one
   // Of a process set: the number in the world of each rank, for messages. Empty: the same.
   std::vector<int> ranks;
   uint32_t epoch = 0;
   std::shared_ptr<Segment> segment;
-  // Of a process set: the world's, which is aborted together with this one.
-  std::shared_ptr<Segment> world;
   std::unique_ptr<Liveness> liveness;
   std::shared_ptr<LoopbackFaults> faults;  // loopback only
   Config config;
@@ -88,6 +95,11 @@ class Engine {
   explicit Engine(EngineOptions options);
 
   Status Attach(const std::function<bool()>& interrupted);
+  Status MakeBackend(std::vector<int> mesh_fds);
+  // A leader's connection to the others.
+  void StartUplink();
+  void SpreadRevocation();
+  RankBlock& self() { return segment_->rank(topology_.local_rank); }
   std::string MissingRanks();
   void ProbeLatency();
 
@@ -108,6 +120,8 @@ class Engine {
   Status MakeOutput(Operation& op, size_t t, size_t bytes);
   void Complete(const std::vector<OperationPtr>& ops);
   bool HasWork();
+  // The next bucket has its end, or this rank may decide it.
+  bool CanExecute();
   // Lease. Fails what can never complete because a rank left.
   void NoticeLeavers();
   // Lease. After this every pending and later operation fails with `status`.
@@ -123,6 +137,7 @@ class Engine {
 
   const int rank_;
   const int size_;
+  const Topology topology_;
   const std::vector<int> ranks_;
   const uint32_t epoch_;
   Config config_;
@@ -150,9 +165,15 @@ class Engine {
   size_t kick_bytes_ = 0;               // constant after Attach
   std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket
 
+  std::vector<int> mesh_fds_;        // until the backend has them
+  std::unique_ptr<Uplink> uplink_;   // of a leader in a world of several hosts
+  std::vector<bool> told_left_;      // lease; by local rank: the other hosts know
+  std::atomic<bool> spread_{false};  // the other hosts know that the world is over
+
   // Lease only.
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Control> control_;  // Announce: under mutex_
+  std::unique_ptr<Mesh> mesh_;
   std::unique_ptr<Backend> backend_;
   ExternalBackend* external_ = nullptr;
   bool background_ = false;

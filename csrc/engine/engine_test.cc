@@ -285,7 +285,7 @@ TEST(ranks_with_uneven_data_join) {
 // {0, 1}, {1, 2} and {0, 2} at once, in another order on every rank, while the world works too.
 TEST(process_sets_that_overlap) {
   std::shared_ptr<LoopbackWorld> world;
-  CHECK_OK(LoopbackWorld::Create(3, testing::SmallConfig(), &world));
+  CHECK_OK(LoopbackWorld::Create(std::vector<int>(3), testing::SmallConfig(), &world));
   std::vector<std::shared_ptr<LoopbackWorld>> sets(3);
   for (int s = 0; s < 3; ++s)
     CHECK_OK(world->MakeSet({s == 2 ? 0 : s, s == 0 ? 1 : 2}, &sets[static_cast<size_t>(s)]));

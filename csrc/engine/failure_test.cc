@@ -173,7 +173,7 @@ TEST(a_rank_that_never_comes_is_named) {
   Config config = testing::SmallConfig();
   config.start_timeout_ms = 200;
   std::shared_ptr<LoopbackWorld> world;
-  CHECK_OK(LoopbackWorld::Create(3, config, &world));
+  CHECK_OK(LoopbackWorld::Create(std::vector<int>(3), config, &world));
   std::vector<std::thread> threads;
   for (int r : {0, 2}) {
     threads.emplace_back([&, r] {
@@ -181,7 +181,7 @@ TEST(a_rank_that_never_comes_is_named) {
       options.rank = r;
       options.size = 3;
       options.config = config;
-      options.segment = world->segment;
+      options.segment = world->segments[0];
       options.faults = world->faults;
       options.liveness = std::make_unique<LoopbackLiveness>(world->faults, world->ranks);
       std::unique_ptr<Engine> engine;

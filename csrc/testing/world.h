@@ -18,18 +18,20 @@ class Rank {
   Rank(int rank, std::shared_ptr<LoopbackWorld> world) : rank_(rank), world_(std::move(world)) {
     EngineOptions options;
     options.rank = rank;
-    options.size = world_->segment->layout().size;
+    options.size = world_->size();
+    options.hosts = world_->hosts;
+    options.uplink_fds = world_->TakeUplinks(rank);
+    options.mesh_fds = world_->TakeMesh(rank);
     options.config = world_->config;
-    options.segment = world_->segment;
+    options.segment = world_->SegmentOf(rank);
     options.faults = world_->faults;
     options.ranks = world_->ranks;
-    options.world = world_->world;
     options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks);
     CHECK_OK(Engine::Create(std::move(options), &engine_));
   }
 
   int rank() const { return rank_; }
-  int size() const { return world_->segment->layout().size; }
+  int size() const { return world_->size(); }
   LoopbackWorld& world() { return *world_; }
   Engine& engine() { return *engine_; }
 
@@ -102,17 +104,22 @@ inline Config SmallConfig() {
   return config;
 }
 
-inline void RunRanks(int size, const std::function<void(Rank&)>& body, const Config& config = SmallConfig()) {
+inline void RunHosts(const std::vector<int>& hosts, const std::function<void(Rank&)>& body,
+                     const Config& config = SmallConfig()) {
   std::shared_ptr<LoopbackWorld> world;
-  CHECK_OK(LoopbackWorld::Create(size, config, &world));
+  CHECK_OK(LoopbackWorld::Create(hosts, config, &world));
   std::vector<std::thread> threads;
-  for (int r = 0; r < size; ++r) {
+  for (int r = 0; r < world->size(); ++r) {
     threads.emplace_back([&, r] {
       Rank rank(r, world);
       body(rank);
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+inline void RunRanks(int size, const std::function<void(Rank&)>& body, const Config& config = SmallConfig()) {
+  RunHosts(std::vector<int>(static_cast<size_t>(size)), body, config);
 }
 
 }  // namespace kolovod::testing

@@ -2,13 +2,19 @@
 // kolovod.testing.loopback.
 #pragma once
 
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/config.h"
 #include "base/status.h"
+#include "base/topology.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
 
@@ -16,15 +22,19 @@ namespace kolovod {
 
 class LoopbackWorld {
  public:
-  static Status Create(int size, const Config& config, std::shared_ptr<LoopbackWorld>* out) {
+  // `hosts[r]`: a label of rank r's host; ranks of different hosts are connected by sockets.
+  static Status Create(const std::vector<int>& hosts, const Config& config,
+                       std::shared_ptr<LoopbackWorld>* out) {
     std::vector<int> ranks;
-    for (int r = 0; r < size; ++r) ranks.push_back(r);
-    return Create(std::move(ranks), config, nullptr, out);
+    for (size_t r = 0; r < hosts.size(); ++r) ranks.push_back(static_cast<int>(r));
+    return Create(std::move(ranks), hosts, config, nullptr, out);
   }
 
   // A process set: some ranks of this world, which share its fate and its faults.
   Status MakeSet(std::vector<int> members, std::shared_ptr<LoopbackWorld>* out) {
-    KV_RETURN_IF_ERROR(Create(std::move(members), config, segment, out));
+    std::vector<int> labels;
+    for (int rank : members) labels.push_back(hosts[static_cast<size_t>(rank)]);
+    KV_RETURN_IF_ERROR(Create(std::move(members), std::move(labels), config, this, out));
     std::lock_guard lock(mutex_);
     sets_.push_back(*out);
     return Status();
@@ -34,8 +44,10 @@ class LoopbackWorld {
   void Kill(int rank) {
     ForEach(rank, [](LoopbackWorld& world, int index) {
       world.faults->killed[static_cast<size_t>(index)].store(true);
-      world.segment->RingDriver(index);
-      world.segment->RingIdle(index);
+      const Topology topology(index, world.hosts);
+      Segment& segment = *world.SegmentOf(index);
+      segment.RingDriver(topology.local_rank);
+      segment.RingIdle(topology.local_rank);
     });
   }
   void Delay(int rank, int us) {
@@ -49,23 +61,72 @@ class LoopbackWorld {
     });
   }
 
+  int size() const { return static_cast<int>(ranks.size()); }
+  const std::shared_ptr<Segment>& SegmentOf(int rank) { return segments[hosts[static_cast<size_t>(rank)]]; }
+  // Connected sockets for the engine of `rank`, which takes them over.
+  std::vector<int> TakeUplinks(int rank) { return std::exchange(uplinks_[static_cast<size_t>(rank)], {}); }
+  std::vector<int> TakeMesh(int rank) { return std::exchange(meshes_[static_cast<size_t>(rank)], {}); }
+  ~LoopbackWorld() {
+    for (const auto& all : {uplinks_, meshes_}) {
+      for (const std::vector<int>& fds : all) {
+        for (int fd : fds) {
+          if (fd >= 0) close(fd);
+        }
+      }
+    }
+  }
+
   Config config;
   std::vector<int> ranks;  // numbers in the world
-  std::shared_ptr<Segment> segment;
-  std::shared_ptr<Segment> world;  // of a process set
+  std::vector<int> hosts;
+  std::map<int, std::shared_ptr<Segment>> segments;  // by host label
   std::shared_ptr<LoopbackFaults> faults;
 
  private:
-  static Status Create(std::vector<int> ranks, const Config& config, std::shared_ptr<Segment> world,
-                       std::shared_ptr<LoopbackWorld>* out) {
+  static Status Create(std::vector<int> ranks, std::vector<int> hosts, const Config& config,
+                       const LoopbackWorld* world, std::shared_ptr<LoopbackWorld>* out) {
     const auto size = static_cast<int>(ranks.size());
     auto made = std::make_shared<LoopbackWorld>();
     made->config = config;
     made->ranks = std::move(ranks);
-    made->world = std::move(world);
+    made->hosts = std::move(hosts);
     made->faults = std::make_shared<LoopbackFaults>(size);
-    KV_RETURN_IF_ERROR(Segment::Map(-1, SegmentLayout(size, config), &made->segment));
+    for (int host : made->hosts) {
+      std::shared_ptr<Segment>& segment = made->segments[host];
+      const auto local = std::count(made->hosts.begin(), made->hosts.end(), host);
+      if (segment == nullptr) {
+        KV_RETURN_IF_ERROR(Segment::Map(-1, SegmentLayout(static_cast<int>(local), size, config), &segment));
+        if (world != nullptr) segment->BelongTo(world->segments.at(host));
+      }
+    }
+    KV_RETURN_IF_ERROR(made->Connect());
     *out = std::move(made);
+    return Status();
+  }
+
+  Status Connect() {
+    const Topology topology(0, hosts);
+    const auto n = static_cast<size_t>(size());
+    uplinks_.assign(n, std::vector<int>(topology.leaders.size(), -1));
+    meshes_.assign(n, std::vector<int>(n, -1));
+    if (topology.hosts() == 1) return Status();
+    for (size_t r = 0; r < n; ++r) {
+      for (size_t q = 0; q < r; ++q) KV_RETURN_IF_ERROR(MakePair(&meshes_[r][q], &meshes_[q][r]));
+    }
+    for (size_t host = 1; host < topology.leaders.size(); ++host) {
+      const auto leader = static_cast<size_t>(topology.leaders[host]);
+      KV_RETURN_IF_ERROR(MakePair(&uplinks_[0][host], &uplinks_[leader][0]));
+    }
+    return Status();
+  }
+
+  static Status MakePair(int* a, int* b) {
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) {
+      return Status(Code::kInternal, "no more sockets for a loopback world");
+    }
+    *a = pair[0];
+    *b = pair[1];
     return Status();
   }
 
@@ -80,6 +141,8 @@ class LoopbackWorld {
     }
   }
 
+  std::vector<std::vector<int>> uplinks_;  // by rank, by host; those that were not taken
+  std::vector<std::vector<int>> meshes_;   // by rank, by rank
   std::mutex mutex_;
   std::vector<std::shared_ptr<LoopbackWorld>> sets_;  // guarded by mutex_
 };

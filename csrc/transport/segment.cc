@@ -19,7 +19,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
               "words shared between processes must be lock-free");
 static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex is 32 bits");
 
-SegmentLayout::SegmentLayout(int ranks, const Config& config) : size(ranks) {
+SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
+    : size(ranks), world_size(world_ranks) {
   constexpr size_t kPage = 4096;
   cache_capacity = static_cast<size_t>(std::max<int64_t>(config.cache_capacity, 1));
   // A cached name has at most one entry in flight; the rest is room for negotiated messages.
@@ -37,6 +38,7 @@ SegmentLayout::SegmentLayout(int ranks, const Config& config) : size(ranks) {
     return here;
   };
   ranks_at = take(static_cast<size_t>(size) * Segment::kRankStride);
+  left_at = take(static_cast<size_t>(world_size) * sizeof(uint32_t));
   log_at = take(log_slots * sizeof(uint64_t));
   seals_at = take(log_slots * sizeof(uint64_t));
   counters_at = take(cache_capacity * sizeof(uint32_t));

@@ -51,7 +51,6 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint32_t> idle_bell;  // many writers; futex
   std::atomic<uint32_t> idle_sleeping;
   alignas(kLine) std::atomic<uint32_t> attached;
-  std::atomic<uint32_t> left;
   std::atomic<uint32_t> ping;
   alignas(kLine) std::atomic<uint64_t> control_head;    // this rank: bytes ever written
   alignas(kLine) std::atomic<uint64_t> control_tail;    // rank 0: bytes ever read
@@ -61,15 +60,17 @@ struct RankBlock {
 
 // Where everything lies, from the number of ranks and the configuration alone.
 struct SegmentLayout {
-  SegmentLayout(int size, const Config& config);
+  // `size`: ranks of this host; `world_size`: of all hosts.
+  SegmentLayout(int size, int world_size, const Config& config);
 
   int size;
+  int world_size;
   size_t log_slots;  // power of two
   size_t cache_capacity;
   size_t chunk_bytes;  // multiple of the page size
   size_t chunk_slots;
   size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
-  size_t ranks_at, log_at, seals_at, counters_at, broadcast_at, staging_at;
+  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, staging_at;
   size_t total_bytes;
 };
 
@@ -85,6 +86,10 @@ class Segment {
   SegmentHeader& header() { return *reinterpret_cast<SegmentHeader*>(base_); }
   RankBlock& rank(int r) {
     return *reinterpret_cast<RankBlock*>(base_ + layout_.ranks_at + static_cast<size_t>(r) * kRankStride);
+  }
+  // Whether a rank (of the world; its leader says so for other hosts) has left cleanly.
+  std::atomic<uint32_t>& left(int rank) {
+    return At<std::atomic<uint32_t>>(layout_.left_at)[static_cast<size_t>(rank)];
   }
   std::atomic<uint64_t>* log() { return At<std::atomic<uint64_t>>(layout_.log_at); }
   std::atomic<uint64_t>* seals() { return At<std::atomic<uint64_t>>(layout_.seals_at); }

@@ -12,7 +12,7 @@ Status Waiter::Stopped() {
 bool Waiter::CheckPeers() {
   const int dead = liveness_.FindDead();
   if (dead < 0 || dead == rank_) return false;
-  if (segment_.rank(dead).left.load(std::memory_order_seq_cst) != 0) return false;
+  if (segment_.left(dead).load(std::memory_order_seq_cst) != 0) return false;
   if (segment_.revoked()) return true;
   segment_.Revoke(Code::kRankLost, liveness_.Describe(dead) +
                                        " died: its process ended without shutting down (killed, "
@@ -22,7 +22,7 @@ bool Waiter::CheckPeers() {
 
 void Waiter::NoteCore() {
   const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
-  std::atomic<uint32_t>& noted = segment_.rank(rank_).core;
+  std::atomic<uint32_t>& noted = segment_.rank(local_).core;
   // Written only when it changes: peers read this line.
   if (noted.load(std::memory_order_relaxed) != core) noted.store(core, std::memory_order_relaxed);
 }
@@ -31,10 +31,10 @@ bool Waiter::ShouldLeave(uint32_t core, const cpu_set_t& allowed) {
   int drivers[CPU_SETSIZE] = {};
   for (int r = 0; r < segment_.layout().size; ++r) {
     RankBlock& peer = segment_.rank(r);
-    if (r != rank_ && peer.driving.load(std::memory_order_relaxed) == 0) continue;
+    if (r != local_ && peer.driving.load(std::memory_order_relaxed) == 0) continue;
     const uint32_t noted = peer.core.load(std::memory_order_relaxed);
     if (noted == 0 || noted > CPU_SETSIZE) continue;
-    if (r < rank_ && noted - 1 == core) return false;
+    if (r < local_ && noted - 1 == core) return false;
     ++drivers[noted - 1];
   }
   for (uint32_t other = 0; other < CPU_SETSIZE; ++other) {
@@ -46,12 +46,12 @@ bool Waiter::ShouldLeave(uint32_t core, const cpu_set_t& allowed) {
 void Waiter::SpreadOverCores(int64_t now_ns) {
   NoteCore();
   if (now_ns < next_spread_ns_) return;
-  const uint32_t noted = segment_.rank(rank_).core.load(std::memory_order_relaxed);
+  const uint32_t noted = segment_.rank(local_).core.load(std::memory_order_relaxed);
   if (noted == 0 || noted > CPU_SETSIZE) return;
   bool shared = false;
   for (int r = 0; r < segment_.layout().size && !shared; ++r) {
     RankBlock& peer = segment_.rank(r);
-    shared = r != rank_ && peer.driving.load(std::memory_order_relaxed) != 0 &&
+    shared = r != local_ && peer.driving.load(std::memory_order_relaxed) != 0 &&
              peer.core.load(std::memory_order_relaxed) == noted;
   }
   if (!shared) return;

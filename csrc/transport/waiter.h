@@ -10,6 +10,7 @@
 #include <functional>
 
 #include "base/status.h"
+#include "base/topology.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
 
@@ -40,9 +41,14 @@ struct WaitBudget {
 class Waiter {
  public:
   // `killed`: loopback only, else null.
-  Waiter(Segment& segment, int rank, Liveness& liveness, const std::atomic<bool>& stop,
+  Waiter(Segment& segment, const Topology& topology, Liveness& liveness, const std::atomic<bool>& stop,
          const std::atomic<bool>* killed)
-      : segment_(segment), rank_(rank), liveness_(liveness), stop_(stop), killed_(killed) {}
+      : segment_(segment),
+        rank_(topology.rank),
+        local_(topology.local_rank),
+        liveness_(liveness),
+        stop_(stop),
+        killed_(killed) {}
 
   // Set by whoever takes the lease, before driving.
   void Configure(WaitBudget budget, std::function<bool()> interrupted) {
@@ -123,7 +129,7 @@ class Waiter {
   // changes the state, then reads `sleepers`; we write `sleepers`, then read the state.
   template <class Ready>
   bool SleepUnless(Ready ready) {
-    RankBlock& self = segment_.rank(rank_);
+    RankBlock& self = segment_.rank(local_);
     const uint32_t bell = self.driver_bell.load(std::memory_order_seq_cst);
     self.driver_sleeping.store(1, std::memory_order_seq_cst);
     segment_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -136,6 +142,7 @@ class Waiter {
 
   Segment& segment_;
   const int rank_;
+  const int local_;
   Liveness& liveness_;
   const std::atomic<bool>& stop_;
   const std::atomic<bool>* const killed_;

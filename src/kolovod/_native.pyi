@@ -23,6 +23,9 @@ class Engine:
     (naming the missing ranks) after ``config["start_timeout_ms"]``.
     ``ranks``, ``world``: of a process set its members' numbers in the world, and the world's
     engine; both end together when a rank is lost.
+    ``hosts``: by rank a number for its host, () for one host. Then connected stream sockets, which
+    the engine takes over: ``uplink_fds`` by host (from rank 0 to the first rank of every other
+    host, and from that to rank 0), ``mesh_fds`` by rank; -1 where there is none.
     ``external=True``: buckets are handed to ``next_bucket`` instead of the own collectives.
     """
 
@@ -37,6 +40,9 @@ class Engine:
         external: bool = False,
         ranks: Sequence[int] = (),
         world: Engine | None = None,
+        hosts: Sequence[int] = (),
+        uplink_fds: Sequence[int] = (),
+        mesh_fds: Sequence[int] = (),
     ) -> None: ...
     def submit(
         self,
@@ -114,9 +120,11 @@ class Engine:
 
 @final
 class LoopbackWorld:
-    """``size`` ranks in this process over one anonymous segment (the real segment code)."""
+    """Ranks in this process, over anonymous segments and sockets (the real code)."""
 
-    def __init__(self, size: int, config: Mapping[str, int]) -> None: ...
+    def __init__(self, hosts: Sequence[int], config: Mapping[str, int]) -> None:
+        """``hosts``: by rank a number for its host; ranks of one share a segment."""
+
     def engine(self, rank: int) -> Engine:
         """The engine of ``rank``; the first call for each rank must be made from its own thread."""
 
@@ -132,7 +140,7 @@ class LoopbackWorld:
     def drop(self, rank: int, count: int) -> None:
         """Lose the next ``count`` announcements of rank."""
 
-def segment_bytes(size: int, config: Mapping[str, int]) -> int:
+def segment_bytes(on_host: int, size: int, config: Mapping[str, int]) -> int:
     """How large a segment must be (bytes, a multiple of the page size)."""
 
 def config_defaults() -> dict[str, int]:

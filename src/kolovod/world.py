@@ -232,6 +232,8 @@ def _make_engine(
     ``ranks``: of a process set of ``world``, its members' numbers there.
     """
     size = len(ready.members)
+    hosts = ready.hosts
+    data, control = ready.links.hand_over()
     try:
         return _native.Engine(
             ready.rank,
@@ -243,6 +245,9 @@ def _make_engine(
             external=external,
             ranks=ranks,
             world=world,
+            hosts=hosts,
+            uplink_fds=control,
+            mesh_fds=data,
         )
     except _native.EngineError as exc:
         error = from_engine(exc)

@@ -128,6 +128,10 @@ class Channel:
             raise
         return fds
 
+    def detach(self) -> int:
+        """The connection's descriptor, for use without frames; the caller closes it."""
+        return self._sock.detach()
+
     def close(self) -> None:
         """Close the connection; a thread that waits on it is woken."""
         _close(self._sock)

@@ -8,6 +8,9 @@ crash can leave behind, and hands it round over an AF_UNIX socket::
                     or   {"error": text, "rank": launcher rank or null}
 
 The leader's configuration is everybody's, since the segment's layout follows from it.
+
+A world of several hosts has a leader and a segment on each. Its members meet at the store once
+more, with the addresses where they listen, and connect to each other (mesh.py) before that.
 """
 
 from __future__ import annotations
@@ -22,14 +25,15 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import NoReturn
 
 from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect
+from kolovod.launch.mesh import Links, Listener, interface_to, link
 from kolovod.launch.store import Formation, Member, join
 
 __all__ = ["Ready", "bootstrap", "make_segment", "own_pidfd", "pid_namespace"]
@@ -47,6 +51,15 @@ class Ready:
     pidfds: tuple[int, ...]
     """One per rank; -1 where the system has none."""
     config: Mapping[str, int]
+    links: Links = field(default_factory=Links)
+    """To the ranks of other hosts; empty on one host."""
+
+    @property
+    def hosts(self) -> list[int]:
+        """By rank: a number for its host; empty if there is one only."""
+        labels = [member.host for member in self.members]
+        different = list(dict.fromkeys(labels))
+        return [different.index(label) for label in labels] if len(different) > 1 else []
 
     def peers(self, ranks: Iterable[int]) -> list[tuple[int, str]]:
         """``(pidfd, description)`` of every member, as the engine wants them.
@@ -70,6 +83,7 @@ class Ready:
         for fd in (self.segment_fd, *self.pidfds):
             if fd >= 0:
                 os.close(fd)
+        self.links.close()
 
 
 def describe(new_rank: int, member: Member) -> str:
@@ -94,13 +108,15 @@ def own_pidfd() -> int:
         return -1
 
 
-def make_segment(size: int, config: Mapping[str, int]) -> int:
-    """An anonymous file for ``size`` ranks, its memory reserved; returns the descriptor.
+def make_segment(on_host: int, size: int, config: Mapping[str, int]) -> int:
+    """An anonymous file for the ranks of a host, its memory reserved; returns the descriptor.
+
+    ``on_host``: how many they are; ``size``: the ranks of all hosts.
 
     Reserved, because a memory file system that is full kills the writer with SIGBUS otherwise.
     Raises BootstrapError if there is not enough memory.
     """
-    bytes_needed = _native.segment_bytes(size, config)
+    bytes_needed = _native.segment_bytes(on_host, size, config)
     try:
         fd = os.memfd_create("kolovod-segment")
     except OSError:  # refused by a sandbox: a file without a name, in memory as well
@@ -113,8 +129,8 @@ def make_segment(size: int, config: Mapping[str, int]) -> int:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise BootstrapError(
-            f"no {bytes_needed} bytes of shared memory for {size} ranks ({error.strerror}): give "
-            "the container more memory, or lower KOLOVOD_CHUNK_BYTES or KOLOVOD_CHUNK_SLOTS"
+            f"no {bytes_needed} bytes of shared memory for {on_host} ranks ({error.strerror}): "
+            "give the container more memory, or lower KOLOVOD_CHUNK_BYTES or KOLOVOD_CHUNK_SLOTS"
         ) from error
     return fd
 
@@ -144,28 +160,59 @@ def bootstrap(
         name = leader.name if leader is not None else ""
         me = Member(rank, host, os.getpid(), pid_namespace(), name, os.geteuid())
         formation = join(store, secret, members, me, timeout_s)
-        _check_hosts(formation)
         _check_users(formation)
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
+        new_rank = members.index(rank)
+        hosts = {member.host for member in formation.members}
+        if len(hosts) > 1:
+            return _bootstrap_hosts(new_rank, formation, store, secret, config, deadline)
         if leader is not None:
-            return leader.run(formation, deadline)
-        return _follow(formation, members.index(rank), secret, deadline)
+            return leader.run(formation, formation.members, deadline)
+        return _follow(formation, formation.members, new_rank, secret, deadline)
 
 
-def _check_hosts(formation: Formation) -> None:
-    hosts = sorted({member.host for member in formation.members})
-    if len(hosts) > 1:
-        raise BootstrapError(
-            f"the ranks are on the hosts {', '.join(hosts)}: this version forms a world on one host"
+def _bootstrap_hosts(
+    new_rank: int,
+    before: Formation,
+    store: str,
+    secret: str,
+    config: Mapping[str, int],
+    deadline: float,
+) -> Ready:
+    """Meet again with addresses, connect the hosts, then share a segment on each."""
+    me = before.members[new_rank]
+    local = [member for member in before.members if member.host == me.host]
+    remaining = deadline - time.monotonic()
+    with contextlib.ExitStack() as cleanup:
+        listener = cleanup.enter_context(
+            contextlib.closing(Listener(secret, interface_to(store), len(before.members), config))
         )
+        leader = None
+        if local[0] is me:
+            leader = cleanup.enter_context(contextlib.closing(_Leader(secret, config, len(local))))
+        name = leader.name if leader is not None else ""
+        again = replace(me, socket=name, address=listener.address)
+        ranks = [member.rank for member in before.members]
+        formation = join(store, secret, ranks, again, remaining)
+        links, config_of_root = link(new_rank, formation.members, listener, secret, deadline)
+        cleanup.callback(links.close)
+        here = tuple(member for member in formation.members if member.host == me.host)
+        if leader is not None:
+            leader.config = config if config_of_root is None else config_of_root
+            ready = leader.run(formation, here, deadline)
+        else:
+            ready = _follow(formation, here, new_rank, secret, deadline)
+        data, control = links.hand_over()
+        return replace(ready, links=Links(data, control))
 
 
 def _check_users(formation: Formation) -> None:
-    first = formation.members[0]
+    first: dict[str, Member] = {}
     for member in formation.members:
-        if member.user != first.user:
+        other = first.setdefault(member.host, member)
+        if member.user != other.user:
             raise BootstrapError(
-                f"{member} runs as user {member.user}, but {first} as user {first.user}: ranks of "
+                f"{member} runs as user {member.user}, but {other} as user {other.user}: ranks of "
                 "one host share memory, so start them all as the same user"
             )
 
@@ -173,12 +220,11 @@ def _check_users(formation: Formation) -> None:
 class _Watch:
     """The processes of other members, watched by pid until they have sent their own pidfds."""
 
-    def __init__(self, formation: Formation, ranks: list[int]) -> None:
+    def __init__(self, members: Iterable[Member]) -> None:
         self._poll = select.poll()
         self._members: dict[int, Member] = {}
         here = pid_namespace()
-        for new_rank in ranks:
-            member = formation.members[new_rank]
+        for member in members:
             if not here or member.pid_namespace != here:
                 continue
             try:
@@ -227,7 +273,7 @@ class _Leader:
 
     def __init__(self, secret: str, config: Mapping[str, int], size: int) -> None:
         self.name = f"kolovod-{secrets.token_hex(16)}"
-        self._config = config
+        self.config = config
         self._arrivals: queue.SimpleQueue[tuple[int, int, Channel]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._done = threading.Event()
@@ -238,17 +284,18 @@ class _Leader:
         self._server = Server(listener, secret, label, self._serve, max_strangers=64 + size)
         self._server.start()
 
-    def run(self, formation: Formation, deadline: float) -> Ready:
-        """The leader's part, once the world has come together."""
-        size = len(formation.members)
+    def run(self, formation: Formation, here: Sequence[Member], deadline: float) -> Ready:
+        """The leader's part, once the world has come together; ``here``: its host's members."""
         channels: dict[int, Channel] = {}
         fds: dict[int, int] = {}
+        ranks = [formation.members.index(member) for member in here]
         try:
             try:
-                self._collect(formation, channels, fds, deadline)
-                segment = fds[-1] = make_segment(size, self._config)
-                fds[0] = own_pidfd()
-                pidfds = tuple(fds[new_rank] for new_rank in range(size))
+                self._collect(formation, ranks, channels, fds, deadline)
+                size = len(formation.members)
+                segment = fds[-1] = make_segment(len(here), size, self.config)
+                fds[ranks[0]] = own_pidfd()
+                pidfds = tuple(fds.get(new_rank, -1) for new_rank in range(size))
                 self._distribute(formation, channels, segment, pidfds, deadline)
             except KolovodError as error:
                 self._tell_failure(channels, error)
@@ -258,7 +305,7 @@ class _Leader:
                 if fd >= 0:
                     os.close(fd)
             raise
-        return Ready(0, formation.epoch, formation.members, segment, pidfds, self._config)
+        return Ready(ranks[0], formation.epoch, formation.members, segment, pidfds, self.config)
 
     def _serve(self, channel: Channel) -> None:
         """On the server's thread of one follower; returning closes the channel."""
@@ -272,16 +319,17 @@ class _Leader:
     def _collect(
         self,
         formation: Formation,
+        ranks: Sequence[int],
         channels: dict[int, Channel],
         fds: dict[int, int],
         deadline: float,
     ) -> None:
-        size = len(formation.members)
-        while len(channels) < size - 1:
-            missing = [new_rank for new_rank in range(1, size) if new_rank not in channels]
-            with contextlib.closing(_Watch(formation, missing)) as watch:
+        while len(channels) < len(ranks) - 1:
+            missing = [new_rank for new_rank in ranks[1:] if new_rank not in channels]
+            awaited = [formation.members[new_rank] for new_rank in missing]
+            with contextlib.closing(_Watch(awaited)) as watch:
                 if not watch.wait(self._bell, deadline):
-                    names = ", ".join(str(formation.members[r]) for r in missing)
+                    names = ", ".join(map(str, awaited))
                     raise StartTimeoutError(f"{names} did not connect to the leader in time")
             os.eventfd_read(self._bell)
             while not self._arrivals.empty():
@@ -300,7 +348,7 @@ class _Leader:
         pidfds: tuple[int, ...],
         deadline: float,
     ) -> None:
-        message = {"config": dict(self._config), "pidfds": [fd >= 0 for fd in pidfds]}
+        message = {"config": dict(self.config), "pidfds": [fd >= 0 for fd in pidfds]}
         sent = [segment, *(fd for fd in pidfds if fd >= 0)]
         for new_rank, channel in channels.items():
             try:
@@ -331,9 +379,11 @@ def leader_label(name: str) -> str:
     return f"leader {name}"
 
 
-def _follow(formation: Formation, new_rank: int, secret: str, deadline: float) -> Ready:
-    leader = formation.members[0]
-    watch = _Watch(formation, [0])
+def _follow(
+    formation: Formation, here: Sequence[Member], new_rank: int, secret: str, deadline: float
+) -> Ready:
+    leader = here[0]
+    watch = _Watch([leader])
     try:
         label = leader_label(leader.socket)
         channel = connect(socket.AF_UNIX, f"\0{leader.socket}", secret, label, deadline)

@@ -4,9 +4,9 @@ The launcher runs one ``Store`` on the loopback interface for the whole job, so 
 formed again after a failure. One conversation per rank and world::
 
     rank  -> store   {"members": [launcher ranks], "rank", "host", "pid", "pid_namespace",
-                      "socket", "user", "timeout_s"}
+                      "socket", "user", "address", "timeout_s"}
     store -> rank    {"epoch": n, "members": [{"rank", "host", "pid", "pid_namespace", "socket",
-                      "user"}]}
+                      "user", "address"}]}
                 or   {"error": kind, "message": text, "rank": launcher rank or null}
 
 The answer comes when all members have joined. It is an error at once when a member's process is
@@ -65,6 +65,8 @@ class Member:
     """Name of the abstract AF_UNIX socket where it listens as the leader."""
     user: int
     """Effective user id: the system keeps processes of different users apart."""
+    address: str = ""
+    """Where it listens for ranks of other hosts, "ip:port"; "" while nobody needs that."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
@@ -234,6 +236,7 @@ def _parse_join(message: dict[str, Any]) -> tuple[tuple[int, ...], Member, float
         pid_namespace=str(message["pid_namespace"])[:64],
         socket=str(message["socket"])[:107],
         user=int(message["user"]),
+        address=str(message["address"])[:64],
     )
     timeout_s = float(message["timeout_s"])
     if member.rank not in members or not 0 < timeout_s < 1e7:

@@ -62,10 +62,12 @@ _thread = threading.local()  # .rank: the rank that the thread is
 class Loopback(Generic[T]):
     """``size`` ranks; ``run`` lets each of them work in a thread of its own."""
 
-    def __init__(self, size: int, frontend: Frontend[T], config: Mapping[str, int]) -> None:
+    def __init__(
+        self, hosts: Sequence[int], frontend: Frontend[T], config: Mapping[str, int]
+    ) -> None:
         """Use ``loopback()``, which also shuts the engines down."""
-        self.size = size
-        self._native = _native.LoopbackWorld(size, config)
+        self.size = size = len(hosts)
+        self._native = _native.LoopbackWorld(hosts, config)
         self._sets: list[list[LoopbackRank]] = []
         engines = _in_threads(size, self._native.engine, 60.0, lambda: None)
         self.ranks = [LoopbackRank(engine, r, size) for r, engine in enumerate(engines)]
@@ -118,18 +120,28 @@ class Loopback(Generic[T]):
 
 @contextmanager
 def loopback(
-    size: int, frontend: Frontend[Any] | None = None, config: Mapping[str, int] | None = None
+    size: int,
+    frontend: Frontend[Any] | None = None,
+    config: Mapping[str, int] | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> Iterator[Loopback[Any]]:
     """A Loopback of ``size`` ranks for the length of a ``with`` block.
 
     ``frontend`` says whose tensors the verbs take (NumPy arrays by default); ``config`` replaces
-    fields of ``_native.config_defaults()``. Raises InvalidArgumentError when ``size`` is not
-    positive.
+    fields of ``_native.config_defaults()``. ``hosts``: by rank a number for its host; those of
+    different hosts are connected by sockets instead of shared memory. Raises InvalidArgumentError
+    when ``size`` is not positive, or there is not one host for each rank.
     """
     if size < 1:
         raise InvalidArgumentError(f"loopback size is {size}: need at least one rank")
     fields = {**_native.config_defaults(), **(config or {})}
-    world = Loopback(size, NumpyFrontend() if frontend is None else frontend, fields)
+    if hosts is not None and len(hosts) != size:
+        raise InvalidArgumentError(f"loopback: {len(hosts)} hosts for {size} ranks; give each one")
+    world = Loopback(
+        [0] * size if hosts is None else hosts,
+        NumpyFrontend() if frontend is None else frontend,
+        fields,
+    )
     try:
         yield world
     finally:

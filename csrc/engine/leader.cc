@@ -1,0 +1,239 @@
+// The leading half of Control: what the first rank of a host does for the others, and rank 0 for all.
+//
+//   rank --ring--> leader --uplink--> root: negotiates, orders
+//   rank <--log--- leader <--uplink-- root
+//
+// On one host leader and root are the same, and cached names are ordered by the ranks themselves
+// (control/log.h). Between hosts everything is ordered by the root, so that all logs are alike.
+#include "engine/control.h"
+
+namespace kolovod {
+namespace {
+
+constexpr int64_t kMessage = -1;
+
+}  // namespace
+
+Status Control::Lead() {
+  if (outgoing_.load(std::memory_order_seq_cst)) {
+    std::vector<Note> own;
+    {
+      std::lock_guard lock(mutex_);
+      own.swap(inbox_);
+      outgoing_.store(false, std::memory_order_relaxed);
+    }
+    for (const Note& note : own) KV_RETURN_IF_ERROR(PassOn(note));
+  }
+  KV_RETURN_IF_ERROR(ReadLocalRings());
+  if (uplink_ != nullptr && uplink_->HasData()) KV_RETURN_IF_ERROR(ReadUplink());
+  complete_ += responses_out_->Flush();
+  AppendInOrder();
+  return Status();
+}
+
+Status Control::ReadLocalRings() {
+  for (size_t r = 1; r < from_ranks_.size(); ++r) {
+    const int rank = topology_.local_ranks[r];
+    while (from_ranks_[r].HasData()) {
+      std::optional<std::string> payload;
+      KV_RETURN_IF_ERROR(from_ranks_[r].Next(&payload));
+      if (!payload) {
+        // A message longer than the ring: its writer must move the next piece.
+        if (segment_.rank(static_cast<int>(r)).driving.load(std::memory_order_seq_cst) == 0) {
+          segment_.RingIdle(static_cast<int>(r));
+        }
+        segment_.RingSleepers();
+        break;
+      }
+      std::optional<Note> note = DecodeNote(*payload);
+      if (!note || note->rank != rank) {
+        return Status(Code::kInternal, "rank " + std::to_string(rank) + " sent a malformed announcement of " +
+                                           std::to_string(payload->size()) + " bytes");
+      }
+      KV_RETURN_IF_ERROR(PassOn(*note));
+    }
+  }
+  return Status();
+}
+
+Status Control::ReadUplink() {
+  for (const Uplink::Frame& frame : uplink_->Take()) {
+    const std::optional<Note> note = DecodeNote(frame.payload);
+    if (!note) {
+      return Status(Code::kInternal, "the leader of host " + std::to_string(frame.host) +
+                                         " sent a malformed message of " +
+                                         std::to_string(frame.payload.size()) + " bytes");
+    }
+    KV_RETURN_IF_ERROR(topology_.is_root() ? Decide(frame.host, *note) : Obey(*note));
+  }
+  return Status();
+}
+
+Status Control::PassOn(const Note& note) {
+  if (topology_.is_root()) return Decide(topology_.host(), note);
+  uplink_->Send(0, EncodeNote(note));
+  return Status();
+}
+
+Status Control::Decide(int host, const Note& note) {
+  const bool known = note.rank >= 0 && note.rank < topology_.size() &&
+                     topology_.host_of[static_cast<size_t>(note.rank)] == host;
+  if (note.kind == Note::Kind::kRequest && known) {
+    std::optional<Request> request = DecodeRequest(note.body);
+    if (request) {
+      Publish(negotiator_->Offer(note.rank, std::move(*request)));
+      return Status();
+    }
+  } else if (note.kind == Note::Kind::kId && known && note.number < hosts_having_.size()) {
+    int& having = hosts_having_[note.number];
+    if (++having < topology_.hosts()) return Status();
+    having = 0;
+    order_.push_back(static_cast<int64_t>(note.number));
+    uplink_->SendAll(EncodeNote(note));
+    return Status();
+  } else if (note.kind == Note::Kind::kLeft && known) {
+    MarkLeft(note.rank);
+    uplink_->SendAll(EncodeNote(note));
+    return Status();
+  }
+  return Status(Code::kInternal, "rank " + std::to_string(note.rank) + " of host " + std::to_string(host) +
+                                     " sent a malformed announcement of kind " +
+                                     std::to_string(static_cast<int>(note.kind)));
+}
+
+Status Control::Obey(const Note& note) {
+  const bool is_id = note.number < segment_.layout().cache_capacity;
+  switch (note.kind) {
+    case Note::Kind::kResponse:
+      PushResponse(note.body);
+      return Status();
+    case Note::Kind::kId:
+      if (!is_id) break;
+      order_.push_back(static_cast<int64_t>(note.number));
+      return Status();
+    case Note::Kind::kReset:
+      if (!is_id) break;
+      log_.Reset(static_cast<uint32_t>(note.number));
+      return Status();
+    case Note::Kind::kSeal:
+      log_.Seal(note.number, 0, note.end);
+      segment_.RingSleepers();
+      RingIdleRanks();
+      return Status();
+    case Note::Kind::kLeft:
+      if (note.rank < 0 || note.rank >= topology_.size()) break;
+      MarkLeft(note.rank);
+      return Status();
+    default:
+      break;
+  }
+  return Status(Code::kInternal,
+                "rank 0 sent a malformed message of kind " + std::to_string(static_cast<int>(note.kind)));
+}
+
+void Control::Publish(const std::vector<Response>& responses) {
+  for (int32_t id : negotiator_->TakeReleased()) {
+    log_.Reset(static_cast<uint32_t>(id));
+    hosts_having_[static_cast<size_t>(id)] = 0;
+    if (uplink_ != nullptr) {
+      uplink_->SendAll(EncodeNote(Note{Note::Kind::kReset, 0, static_cast<uint64_t>(id), 0, {}}));
+    }
+  }
+  for (const Response& response : responses) {
+    std::string body = EncodeResponse(response);
+    PushResponse(body);
+    if (uplink_ == nullptr) continue;
+    uplink_->SendAll(EncodeNote(Note{Note::Kind::kResponse, 0, 0, 0, std::move(body)}));
+  }
+}
+
+void Control::PushResponse(const std::string& body) {
+  const uint64_t before = responses_out_->bytes_pushed();
+  responses_out_->Push(body);
+  order_.push_back(kMessage);
+  std::lock_guard lock(mutex_);
+  stats_.message_bytes += responses_out_->bytes_pushed() - before;
+}
+
+void Control::AppendInOrder() {
+  while (!order_.empty()) {
+    if (order_.front() != kMessage) {
+      log_.AppendId(static_cast<uint32_t>(order_.front()));
+    } else if (complete_ > 0) {
+      --complete_;
+      log_.AppendMessage();
+    } else {
+      return;
+    }
+    order_.pop_front();
+  }
+}
+
+uint64_t Control::Seal(uint64_t bucket, uint64_t begin, uint64_t end) {
+  const uint64_t sealed = log_.Seal(bucket, begin, end);
+  if (uplink_ == nullptr) return sealed;
+  uplink_->SendAll(EncodeNote(Note{Note::Kind::kSeal, 0, bucket, sealed, {}}));
+  segment_.RingSleepers();
+  RingIdleRanks();
+  return sealed;
+}
+
+// Ranks of other hosts wait for the data of those of this host that nobody drives.
+void Control::RingIdleRanks() {
+  for (int r = 0; r < topology_.local_size(); ++r) {
+    if (r != topology_.local_rank && segment_.rank(r).driving.load(std::memory_order_seq_cst) == 0) {
+      segment_.RingIdle(r);
+    }
+  }
+}
+
+void Control::RingLagging() {
+  const auto ring = [&](int r) {
+    if (r != topology_.local_rank && segment_.rank(r).driving.load(std::memory_order_seq_cst) == 0) {
+      segment_.RingIdle(r);
+    }
+  };
+  if (!topology_.leads()) {
+    ring(0);
+  } else if (!responses_out_->empty()) {
+    for (int r = 1; r < topology_.local_size(); ++r) ring(r);
+  }
+}
+
+// A rank of another host; those of this host say so themselves (Engine::AnnounceLeave).
+void Control::MarkLeft(int rank) {
+  if (topology_.on_this_host(rank)) return;
+  if (segment_.left(rank).exchange(1, std::memory_order_seq_cst) != 0) return;
+  segment_.header().left_count.fetch_add(1, std::memory_order_seq_cst);
+  segment_.RingSleepers();
+}
+
+void Control::TellLeft(int rank) {
+  if (uplink_ == nullptr) return;
+  const std::string note = EncodeNote(Note{Note::Kind::kLeft, rank, 0, 0, {}});
+  topology_.is_root() ? uplink_->SendAll(note) : uplink_->Send(0, note);
+}
+
+void Control::TellRevoked(const Status& status) {
+  if (uplink_ == nullptr) return;
+  uplink_->SendAll(EncodeNote(
+      Note{Note::Kind::kRevoked, rank_, static_cast<uint64_t>(status.code()), 0, status.message()}));
+}
+
+bool Control::Urgent(const Uplink::Frame& frame) {
+  const std::optional<Note> note = DecodeNote(frame.payload);
+  if (!note) return false;  // the driver will say so
+  const auto host = static_cast<size_t>(frame.host);
+  if (note->kind == Note::Kind::kLeft && note->rank == topology_.leaders[host]) leaving_[host].store(true);
+  if (note->kind != Note::Kind::kRevoked) return false;
+  const bool known = note->number > 0 && note->number <= static_cast<uint64_t>(Code::kInternal);
+  segment_.Revoke(known ? static_cast<Code>(note->number) : Code::kInternal, note->body);
+  return true;
+}
+
+void Control::Lost(int host, const std::string& reason, const std::string& leader) {
+  if (leaving_[static_cast<size_t>(host)].load() || segment_.revoked()) return;
+  segment_.Revoke(Code::kRankLost, leader + " died, or its host is out of reach: " + reason);
+}
+
+}  // namespace kolovod

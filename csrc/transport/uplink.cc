@@ -1,0 +1,214 @@
+#include "transport/uplink.h"
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+#include "base/types.h"
+
+namespace kolovod {
+namespace {
+
+constexpr size_t kHeader = 2 * sizeof(uint32_t);  // length, epoch
+constexpr size_t kReadBytes = 64 << 10;
+
+void Prepare(int fd) {
+  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+  // These fail on AF_UNIX, where they mean nothing.
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+  const int seconds = 1, probes = 4, user_timeout_ms = 5000;
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof(seconds));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof(seconds));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout_ms, sizeof(user_timeout_ms));
+}
+
+}  // namespace
+
+Uplink::Uplink(std::vector<UplinkPeer> peers, uint32_t epoch) : epoch_(epoch) {
+  for (UplinkPeer& link : peers) {
+    if (link.fd >= 0) Prepare(link.fd);
+    Peer& peer = peers_.emplace_back();
+    peer.ended = link.fd < 0;
+    peer.link = std::move(link);
+  }
+  bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+}
+
+Uplink::~Uplink() {
+  Stop(0);
+  for (Peer& peer : peers_) {
+    if (peer.link.fd >= 0) close(peer.link.fd);
+  }
+  if (bell_ >= 0) close(bell_);
+}
+
+void Uplink::Start(Events events) {
+  events_ = std::move(events);
+  thread_ = std::thread([this] { Read(); });
+}
+
+void Uplink::Stop(int patience_ms) {
+  const auto unsent = [this] {
+    std::lock_guard lock(mutex_);
+    for (Peer& peer : peers_) {
+      if (!peer.ended && !peer.outgoing.empty()) return true;
+    }
+    return false;
+  };
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(patience_ms);
+  while (!stop_.load() && Clock::now() < deadline && unsent()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  stop_.store(true);
+  eventfd_write(bell_, 1);
+  if (thread_.joinable()) thread_.join();
+}
+
+void Uplink::Forget() {
+  if (thread_.joinable()) thread_.detach();
+  for (Peer& peer : peers_) {
+    if (peer.link.fd >= 0) close(peer.link.fd);
+    peer.link.fd = -1;
+  }
+}
+
+void Uplink::SendAll(const std::string& payload) {
+  std::lock_guard lock(mutex_);
+  for (Peer& peer : peers_) Push(peer, payload);
+}
+
+void Uplink::Send(int host, const std::string& payload) {
+  std::lock_guard lock(mutex_);
+  Push(peers_[static_cast<size_t>(host)], payload);
+}
+
+void Uplink::Push(Peer& peer, const std::string& payload) {
+  if (peer.ended) return;
+  const auto length = static_cast<uint32_t>(payload.size());
+  const bool waited = !peer.outgoing.empty();
+  peer.outgoing.append(reinterpret_cast<const char*>(&length), sizeof(length));
+  peer.outgoing.append(reinterpret_cast<const char*>(&epoch_), sizeof(epoch_));
+  peer.outgoing += payload;
+  sent_bytes_.fetch_add(kHeader + payload.size(), std::memory_order_relaxed);
+  if (waited) return;
+  Flush(peer);
+  if (!peer.outgoing.empty()) eventfd_write(bell_, 1);
+}
+
+// Moves what the socket takes. An error shows itself to the reader too, which says so.
+void Uplink::Flush(Peer& peer) {
+  while (peer.written < peer.outgoing.size()) {
+    const ssize_t n = send(peer.link.fd, peer.outgoing.data() + peer.written,
+                           peer.outgoing.size() - peer.written, MSG_NOSIGNAL);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) break;
+    peer.written += static_cast<size_t>(n);
+  }
+  if (peer.written == peer.outgoing.size()) {
+    peer.outgoing.clear();
+    peer.written = 0;
+  }
+}
+
+std::deque<Uplink::Frame> Uplink::Take() {
+  std::lock_guard lock(mutex_);
+  has_data_.store(false, std::memory_order_relaxed);
+  return std::exchange(arrived_, {});
+}
+
+void Uplink::Read() {
+  std::vector<pollfd> polled;
+  while (!stop_.load()) {
+    polled.assign(1, pollfd{bell_, POLLIN, 0});
+    {
+      std::lock_guard lock(mutex_);
+      for (Peer& peer : peers_) {
+        const short events = static_cast<short>(POLLIN | (peer.outgoing.empty() ? 0 : POLLOUT));
+        polled.push_back(pollfd{peer.ended ? -1 : peer.link.fd, events, 0});
+      }
+    }
+    if (poll(polled.data(), polled.size(), 1000) <= 0) continue;
+    if (polled[0].revents != 0) {
+      eventfd_t rings;
+      eventfd_read(bell_, &rings);
+    }
+    bool arrived = false;
+    for (size_t host = 0; host < peers_.size() && !stop_.load(); ++host) {
+      const short happened = polled[host + 1].revents;
+      if (happened & POLLOUT) {
+        std::lock_guard lock(mutex_);
+        Flush(peers_[host]);
+      }
+      if (happened & ~POLLOUT) arrived = Receive(static_cast<int>(host)) || arrived;
+    }
+    if (arrived) events_.arrived();
+  }
+}
+
+// True: there is a new frame for the driver.
+bool Uplink::Receive(int host) {
+  Peer& peer = peers_[static_cast<size_t>(host)];
+  bool arrived = false;
+  while (true) {
+    const size_t had = peer.incoming.size();
+    peer.incoming.resize(had + kReadBytes);
+    const ssize_t n = recv(peer.link.fd, peer.incoming.data() + had, kReadBytes, 0);
+    const int error = n < 0 ? errno : 0;
+    peer.incoming.resize(had + static_cast<size_t>(n > 0 ? n : 0));
+    if (error == EINTR) continue;
+    if (error == EAGAIN || error == EWOULDBLOCK) return arrived;
+    if (n <= 0) {
+      End(host, n == 0 ? "its connection was closed" : std::strerror(error));
+      return arrived;
+    }
+    if (!Parse(host)) {
+      End(host, "it sent bytes that no leader of this world can have written");
+      return arrived;
+    }
+    arrived = arrived || HasData();
+    if (static_cast<size_t>(n) < kReadBytes) return arrived;
+  }
+}
+
+bool Uplink::Parse(int host) {
+  Peer& peer = peers_[static_cast<size_t>(host)];
+  size_t at = 0;
+  while (peer.incoming.size() - at >= kHeader) {
+    uint32_t length;
+    uint32_t epoch;
+    std::memcpy(&length, peer.incoming.data() + at, sizeof(length));
+    std::memcpy(&epoch, peer.incoming.data() + at + sizeof(length), sizeof(epoch));
+    if (length > kMaxFrameBytes || epoch != epoch_) return false;
+    if (peer.incoming.size() - at - kHeader < length) break;
+    Frame frame{host, peer.incoming.substr(at + kHeader, length)};
+    at += kHeader + length;
+    if (events_.urgent(frame)) continue;
+    std::lock_guard lock(mutex_);
+    arrived_.push_back(std::move(frame));
+    has_data_.store(true, std::memory_order_seq_cst);
+  }
+  peer.incoming.erase(0, at);
+  return true;
+}
+
+void Uplink::End(int host, const std::string& reason) {
+  {
+    std::lock_guard lock(mutex_);
+    peers_[static_cast<size_t>(host)].ended = true;
+  }
+  events_.lost(host, reason);
+}
+
+}  // namespace kolovod

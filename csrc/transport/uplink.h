@@ -1,0 +1,88 @@
+// Messages between the leaders of hosts: a star around the root, which is connected to every other leader.
+//
+// A thread reads, so that an abort arrives while the driver waits for data, and a death is noticed at once.
+// It puts everything else aside for the driver and wakes it. Frames are those of the control rings
+// (docs/wire.md).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/status.h"
+
+namespace kolovod {
+
+struct UplinkPeer {
+  int fd = -1;              // connected stream socket; -1: none to this host
+  std::string description;  // for messages: the leader, "rank 4 on host b (pid 17)"
+};
+
+class Uplink {
+ public:
+  struct Frame {
+    int host;
+    std::string payload;
+  };
+  struct Events {
+    // From the reader thread. A frame that must not wait for the driver: true, it is done with.
+    std::function<bool(const Frame&)> urgent;
+    std::function<void()> arrived;
+    // The connection ended, or carried bytes that no leader can have written.
+    std::function<void(int host, const std::string& reason)> lost;
+  };
+
+  // Takes the descriptors over. `peers`: by host.
+  Uplink(std::vector<UplinkPeer> peers, uint32_t epoch);
+  ~Uplink();
+  Uplink(const Uplink&) = delete;
+  Uplink& operator=(const Uplink&) = delete;
+
+  void Start(Events events);
+  // What has been sent goes out for up to `patience_ms`; then no event comes any more.
+  void Stop(int patience_ms);
+  // In a forked child: closes the descriptors; the thread exists in the parent only.
+  void Forget();
+
+  // To every other leader that there is a connection to, or one of them. Any thread; never blocks.
+  void SendAll(const std::string& payload);
+  void Send(int host, const std::string& payload);
+  bool HasData() const { return has_data_.load(std::memory_order_seq_cst); }
+  std::deque<Frame> Take();
+  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Peer {
+    UplinkPeer link;
+    std::string incoming;  // reader thread
+    std::string outgoing;  // guarded by mutex_
+    size_t written = 0;    // of outgoing; guarded by mutex_
+    bool ended = false;    // guarded by mutex_
+  };
+
+  void Read();
+  bool Receive(int host);
+  bool Parse(int host);
+  // Under the mutex.
+  void Push(Peer& peer, const std::string& payload);
+  void Flush(Peer& peer);
+  void End(int host, const std::string& reason);
+
+  std::vector<Peer> peers_;
+  const uint32_t epoch_;
+  Events events_;
+  int bell_ = -1;  // eventfd: there is something to write, or it is time to stop
+  std::mutex mutex_;
+  std::deque<Frame> arrived_;  // guarded by mutex_
+  std::atomic<bool> has_data_{false};
+  std::atomic<bool> stop_{false};
+  std::atomic<uint64_t> sent_bytes_{0};
+  std::thread thread_;
+};
+
+}  // namespace kolovod
