@@ -24,6 +24,7 @@ bool Serves(Algorithm algorithm, const SelectQuestion& question) {
     case Verb::kReducescatter:
       return algorithm == Algorithm::kPairwise;
     case Verb::kBarrier:
+    case Verb::kJoin:
       return false;
   }
   return false;
@@ -68,7 +69,8 @@ Choice Automatic(const SelectQuestion& q, const LinkCost& cost) {
     case Verb::kReducescatter:
       return {Algorithm::kPairwise, "every part is added by the rank that keeps it"};
     case Verb::kBarrier:
-      return {Algorithm::kAuto, "a barrier moves no bytes"};
+    case Verb::kJoin:
+      return {Algorithm::kAuto, "no bytes to move"};
     default:
       break;
   }

@@ -34,17 +34,21 @@ Status TcpBackend::Allreduce(const FusedRange& range) {
     return Status();
   }
   PackedRange view(range);
-  if (view.total() == 0) return Status();
-  const Combine combine = Combine::Of(range, group_.size());
-  switch (Choose({Verb::kAllreduce, view.total(), group_.size(), range.dtype, range.op})) {
+  return Reduce(view, Combine::Of(range, group_.size()));
+}
+
+Status TcpBackend::Reduce(PackedRange& range, const Combine& combine) {
+  if (range.total() == 0) return Status();
+  switch (Choose({Verb::kAllreduce, range.total(), group_.size(), combine.dtype, combine.op})) {
     case Algorithm::kDirect:
-      return DirectAllreduce(group_, view, combine, options_.portion_bytes, scratch_);
+      return DirectAllreduce(group_, range, combine, options_.portion_bytes, scratch_);
     case Algorithm::kTree:
-      return TreeAllreduce(group_, view, combine, scratch_);
+      return TreeAllreduce(group_, range, combine, scratch_);
     case Algorithm::kRing:
-      return RingAllreduce(group_, view, combine, options_.portion_bytes, scratch_);
+      return RingAllreduce(group_, range, combine, options_.portion_bytes, scratch_);
     default:
-      return RunPairwise(view, combine, Pairwise::EqualSlices(view.total(), group_.size()), /*gathers=*/true);
+      return RunPairwise(range, combine, Pairwise::EqualSlices(range.total(), group_.size()),
+                         /*gathers=*/true);
   }
 }
 

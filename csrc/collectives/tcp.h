@@ -32,6 +32,10 @@ class TcpBackend : public Backend {
   Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
+  // An allreduce whose factors are given, not derived from the number of members: a level of several.
+  Status Reduce(PackedRange& range, const Combine& combine);
+  Group& group() { return group_; }
+
   // How often an algorithm ran; may be read by any thread.
   uint64_t runs(Algorithm algorithm) const { return runs_[static_cast<size_t>(algorithm)].load(); }
   // The last operation's.
