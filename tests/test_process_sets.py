@@ -293,6 +293,7 @@ def test_adding_and_removing_leaves_nothing_behind():
 def killed_member(rank):
     (group,) = of_ranks(rank, [0, 1])
     if rank == 2:
+        time.sleep(0.5)  # until the others have the set, too
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankLostError) as raised:
         again_and_again(lambda: kolovod.allreduce(np.ones(4), process_set=group))

@@ -126,7 +126,15 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
         LABEL,
         time.monotonic() + 5,
     )
-    facts = {"rank": 1, "host": "h", "pid": 5, "pid_namespace": "", "socket": "", "user": 0}
+    facts = {
+        "rank": 1,
+        "host": "h",
+        "pid": 5,
+        "pid_namespace": "",
+        "socket": "",
+        "user": 0,
+        "address": "",
+    }
     request = {"members": [0, 1], "timeout_s": TIMEOUT_S, **facts}
     channel.send(request, time.monotonic() + 5)
     wait_until_joined(store, 1)

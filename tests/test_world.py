@@ -120,7 +120,7 @@ def test_a_script_that_mpi_started_needs_mpi4py(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_segment_is_reserved_and_its_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = _native.segment_bytes(2, CONFIG)
+    wanted = _native.segment_bytes(2, 2, CONFIG)
     fd = make_segment(2, CONFIG)
     assert os.fstat(fd).st_blocks * 512 >= wanted
     os.close(fd)

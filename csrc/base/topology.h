@@ -1,36 +1,22 @@
 // Which ranks share a host, as one of them sees it.
 #pragma once
 
-#include <algorithm>
 #include <vector>
+
+#include "base/hosts.h"
 
 namespace kolovod {
 
-// Hosts are numbered in the order of their first ranks. The first rank of a host leads it: it speaks for the
-// host to the others. Rank 0 leads the first host and is the root of all.
+// The first rank of a host leads it: it speaks for the host to the others. Rank 0 leads the first host and is
+// the root of all.
 struct Topology {
-  int rank = 0;
-  std::vector<int> host_of{0};      // by rank
-  std::vector<int> local_ranks{0};  // of this rank's host, ascending
-  std::vector<int> leaders{0};      // by host
-  int local_rank = 0;               // index in local_ranks
-
-  // `hosts`: any label of its host for each rank, equal for ranks that share one.
-  Topology(int rank_here, const std::vector<int>& hosts) : rank(rank_here) {
-    host_of.clear();
-    local_ranks.clear();
-    leaders.clear();
-    for (size_t r = 0; r < hosts.size(); ++r) {
-      size_t host = 0;
-      while (host < leaders.size() && hosts[static_cast<size_t>(leaders[host])] != hosts[r]) ++host;
-      if (host == leaders.size()) leaders.push_back(static_cast<int>(r));
-      host_of.push_back(static_cast<int>(host));
-    }
-    for (size_t r = 0; r < hosts.size(); ++r) {
-      if (host_of[r] == host()) local_ranks.push_back(static_cast<int>(r));
-    }
-    local_rank =
-        static_cast<int>(std::find(local_ranks.begin(), local_ranks.end(), rank) - local_ranks.begin());
+  // `labels`: for each rank any number of its host, equal for ranks that share one.
+  Topology(int rank_here, const std::vector<int>& labels) : rank(rank_here) {
+    const Hosts hosts(labels);
+    host_of = hosts.host;
+    local_ranks = hosts.ranks[static_cast<size_t>(host())];
+    local_rank = hosts.local[static_cast<size_t>(rank)];
+    for (const std::vector<int>& ranks : hosts.ranks) leaders.push_back(ranks.front());
   }
 
   int size() const { return static_cast<int>(host_of.size()); }
@@ -40,6 +26,12 @@ struct Topology {
   bool leads() const { return local_rank == 0; }
   bool is_root() const { return rank == 0; }
   bool on_this_host(int r) const { return host_of[static_cast<size_t>(r)] == host(); }
+
+  int rank;
+  std::vector<int> host_of;      // by rank; hosts are numbered in the order of their first ranks
+  std::vector<int> local_ranks;  // of this rank's host, ascending
+  std::vector<int> leaders;      // by host
+  int local_rank;                // index in local_ranks
 };
 
 }  // namespace kolovod

@@ -1,5 +1,7 @@
 #include "collectives/tcp.h"
 
+#include <cstring>
+
 #include "collectives/adasum.h"
 #include "testing/mesh_world.h"
 #include "testing/verbs.h"

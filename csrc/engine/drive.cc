@@ -49,6 +49,7 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
     budget.yield_ns = crowded ? kCrowdedYieldNs : kCallerYieldNs;
     budget.patience_ns = crowded ? kCrowdedPatienceNs : 0;
   }
+  if (mesh_ != nullptr) mesh_->set_spin_ns(budget.spin_ns);
   waiter_->Configure(budget, std::move(interrupted));
   waiter_->NoteCore();
   return true;
@@ -141,6 +142,7 @@ Status Engine::ExecuteBucket(bool* progressed) {
   ++bucket_;
   *progressed = true;
   ready_bytes_.store(0, std::memory_order_relaxed);
+  if (mesh_ != nullptr) mesh_->BeginOperation(static_cast<uint32_t>(bucket_));
   const Status status = Execute(ops);
   if (!status.ok()) {
     std::lock_guard lock(mutex_);

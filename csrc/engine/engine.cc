@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "collectives/tcp.h"
+#include "collectives/hierarchical.h"
 #include "engine/validate.h"
 
 namespace kolovod {
@@ -128,9 +128,9 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds) {
       return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
     };
     KV_RETURN_IF_ERROR(Mesh::Create(rank_, std::move(peers), std::move(options), &mesh_));
-    std::vector<int> all;
-    for (int r = 0; r < size_; ++r) all.push_back(r);
-    backend_ = std::make_unique<TcpBackend>(*mesh_, all, rank_, TcpOptions{});
+    backend_ =
+        std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, TcpOptions{});
+    waiter_->set_background([this] { return mesh_->Background(); });
   }
   if (use_external_) {
     auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);

@@ -2,10 +2,8 @@
 // come from one reduction of all ranks' data in one place, by the kernels that reduce_test.cc checks.
 #pragma once
 
-#include <cstring>
 #include <functional>
 #include <numeric>
-#include <random>
 #include <vector>
 
 #include "base/half.h"
@@ -17,15 +15,15 @@ namespace kolovod::testing {
 
 using Bytes = std::vector<char>;
 
-// Random small values of a rank; the same for whoever asks.
+// Small values of a rank, well mixed; the same for whoever asks.
 inline Bytes ValuesOf(DType dtype, size_t count, int rank, unsigned salt = 0) {
-  std::mt19937 random(static_cast<unsigned>(rank) * 7919 + salt * 104729 + static_cast<unsigned>(count));
-  std::uniform_int_distribution<int> small(-20, 20);
+  const uint32_t seed = static_cast<uint32_t>(rank) * 7919 + salt * 104729;
   Bytes bytes(count * SizeOf(dtype));
   const auto fill = [&]<class T>(T*, auto make) {
+    T* at = reinterpret_cast<T*>(bytes.data());
     for (size_t i = 0; i < count; ++i) {
-      const T value = make(small(random));
-      std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
+      const uint32_t mixed = (static_cast<uint32_t>(i) + seed) * 2654435761u;
+      at[i] = make(static_cast<int>((mixed >> 16) % 41) - 20);
     }
   };
   const auto integer = [&]<class T>(T* type) { fill(type, [](int v) { return static_cast<T>(v); }); };
@@ -219,7 +217,7 @@ inline void CheckAllReductions(Backend& backend, int rank, int size, const Refer
 
 // Every verb, from no bytes to many portions.
 inline void CheckAllSizes(Backend& backend, int rank, int size, const Reference& reference) {
-  for (const size_t count : {0, 1, 17, 1000, 70'001}) {
+  for (const size_t count : {0, 1, 17, 1000, 20'001}) {
     for (const bool in_place : {false, true}) {
       CheckAllreduce(backend, rank, size, reference, DType::kFloat32, Op::kSum, {}, {count}, in_place);
       CheckAllreduce(backend, rank, size, reference, DType::kFloat16, Op::kAverage, {2.0, 0.25},

@@ -57,6 +57,10 @@ class Waiter {
     next_signal_check_ns_ = NowNs() + kSignalPeriodNs;
   }
 
+  // Called again and again while waiting, so that bytes between hosts keep moving; true: it has more to do,
+  // and sleeps are short.
+  void set_background(std::function<bool()> background) { background_ = std::move(background); }
+
   // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,
   // and again after every sleep: it wakes the ranks that this one waits for. Both may be called many times.
   // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world.
@@ -81,6 +85,7 @@ class Waiter {
         ring_lagging();
         rung = true;
       }
+      if (background_) background_();
       sched_yield();
       if (ready()) return Status();
       if (MustStop()) return Stopped();
@@ -115,6 +120,7 @@ class Waiter {
   static constexpr int64_t kSignalPeriodNs = 100'000'000;
   static constexpr int64_t kLivenessPeriodNs = 10'000'000;
   static constexpr int64_t kSleepNs = 10'000'000;
+  static constexpr int64_t kBusySleepNs = 200'000;  // while there is something to do in the background
   static constexpr int64_t kSpreadPeriodNs = 2'000'000;
 
   // Ranks that yield to each other on one core look busy to the scheduler's balancer, which may leave them
@@ -129,12 +135,13 @@ class Waiter {
   // changes the state, then reads `sleepers`; we write `sleepers`, then read the state.
   template <class Ready>
   bool SleepUnless(Ready ready) {
+    const int64_t sleep_ns = background_ && background_() ? kBusySleepNs : kSleepNs;
     RankBlock& self = segment_.rank(local_);
     const uint32_t bell = self.driver_bell.load(std::memory_order_seq_cst);
     self.driver_sleeping.store(1, std::memory_order_seq_cst);
     segment_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
     const bool is_ready = ready();
-    if (!is_ready && !MustStop()) FutexWait(&self.driver_bell, bell, kSleepNs);
+    if (!is_ready && !MustStop()) FutexWait(&self.driver_bell, bell, sleep_ns);
     segment_.header().sleepers.fetch_sub(1, std::memory_order_seq_cst);
     self.driver_sleeping.store(0, std::memory_order_seq_cst);
     return is_ready;
@@ -148,6 +155,7 @@ class Waiter {
   const std::atomic<bool>* const killed_;
   WaitBudget budget_;
   std::function<bool()> interrupted_;
+  std::function<bool()> background_;
   int64_t next_signal_check_ns_ = 0;
   int64_t next_liveness_check_ns_ = 0;
   int64_t next_spread_ns_ = 0;

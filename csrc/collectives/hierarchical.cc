@@ -1,0 +1,183 @@
+#include "collectives/hierarchical.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "collectives/pairwise.h"
+
+namespace kolovod {
+namespace {
+
+std::vector<int> Everybody(size_t size) {
+  std::vector<int> members(size);
+  std::iota(members.begin(), members.end(), 0);
+  return members;
+}
+
+// Up to this size one rank per host does the talking: a message costs more than its bytes.
+constexpr size_t kOneLaneBytes = 16 << 10;
+
+}  // namespace
+
+HierarchicalBackend::HierarchicalBackend(std::unique_ptr<Backend> local, Mesh& mesh,
+                                         const std::vector<int>& host_of, const TcpOptions& options)
+    : local_(std::move(local)),
+      mesh_(mesh),
+      hosts_(host_of),
+      rank_(mesh.rank()),
+      host_(hosts_.host[static_cast<size_t>(rank_)]),
+      place_(hosts_.local[static_cast<size_t>(rank_)]),
+      options_(options),
+      flat_(mesh, Everybody(host_of.size()), mesh.rank(), options) {
+  if (static_cast<size_t>(place_) >= hosts_.fewest) return;
+  std::vector<int> members;
+  for (const std::vector<int>& there : hosts_.ranks) members.push_back(there[static_cast<size_t>(place_)]);
+  lane_ = std::make_unique<TcpBackend>(mesh, std::move(members), host_, options);
+}
+
+HierarchicalBackend::~HierarchicalBackend() = default;
+
+bool HierarchicalBackend::GoesFlat(DType dtype, Op op) const {
+  return hosts_.most == 1 || NeedsOnePlace(dtype, op);
+}
+
+// One block of an allreduce on its way through the three steps. Small tensors are gathered into `staging`
+// first, since what is inside the host wants one run of bytes.
+class HierarchicalBackend::Block {
+ public:
+  Block(HierarchicalBackend& owner, const FusedRange& range, const PackedRange& view, Slice slice,
+        size_t lanes)
+      : owner_(owner), range_(range), view_(view), slice_(slice), counts_(owner.local_size()) {
+    const size_t item = SizeOf(range.dtype);
+    const auto place = static_cast<size_t>(owner.place_);
+    for (size_t l = 0; l < lanes; ++l) {
+      const Slice share = SliceOf(slice.end - slice.begin, static_cast<int>(lanes), static_cast<int>(l));
+      counts_[l] = (share.end - share.begin) / item;
+      if (l == place) own_ = share;
+    }
+  }
+
+  // Memory for a block of `bytes`, and for its exchange among `hosts` hosts.
+  static size_t ScratchBytes(size_t block_bytes, size_t lane_bytes, size_t hosts) {
+    return RoundUp(block_bytes, kLine) + 2 * hosts * RoundUp((lane_bytes + hosts - 1) / hosts, kLine);
+  }
+
+  Status ReduceInside(char* scratch) {
+    const char* in = nullptr;
+    size_t parts = 0;
+    view_.ForEach(slice_, [&](const PackedRange::Part& part) {
+      in = part.in;
+      base_ = part.out;
+      ++parts;
+    });
+    staged_ = parts > 1;
+    if (staged_) {
+      PackSlice(Combine{range_.dtype, range_.op, 1.0, 1.0, 1}, view_, slice_, scratch);
+      in = base_ = scratch;
+    }
+    scratch_ = scratch + RoundUp(slice_.end - slice_.begin, kLine);
+    const size_t elements = (slice_.end - slice_.begin) / SizeOf(range_.dtype);
+    const Op op = range_.op == Op::kAverage ? Op::kSum : range_.op;  // divided between the hosts
+    const FusedRange inside{range_.dtype, op, range_.prescale, 1.0, {Piece{in, base_ + own_.begin, elements}},
+                            range_.name};
+    KV_RETURN_IF_ERROR(owner_.local_->Reducescatter(inside, counts_));
+    char* share = base_ + own_.begin;
+    lane_range_.pieces = {Piece{share, share, (own_.end - own_.begin) / SizeOf(range_.dtype)}};
+    lane_range_.dtype = range_.dtype;
+    lane_view_ = std::make_unique<PackedRange>(lane_range_);
+    return Status();
+  }
+
+  // The exchange between the hosts at once, by whatever algorithm is best.
+  Status Exchange() { return InLane() ? owner_.lane_->Reduce(*lane_view_, Between()) : Status(); }
+
+  // The same in parts, so that blocks overlap.
+  Status Contribute() {
+    if (!InLane()) return Status();
+    const auto hosts = static_cast<int>(owner_.hosts_.ranks.size());
+    pairwise_ = std::make_unique<Pairwise>(owner_.lane_->group(), *lane_view_, Between(),
+                                           Pairwise::EqualSlices(lane_view_->total(), hosts), true,
+                                           lane_view_->total());
+    pairwise_->Begin(scratch_);
+    return pairwise_->Contribute(0);
+  }
+  Status Reduce() { return pairwise_ == nullptr ? Status() : pairwise_->Reduce(0); }
+  Status Collect() { return pairwise_ == nullptr ? Status() : pairwise_->Collect(); }
+
+  Status GatherInside() {
+    std::vector<size_t> bytes;
+    for (const size_t count : counts_) bytes.push_back(count * SizeOf(range_.dtype));
+    KV_RETURN_IF_ERROR(owner_.local_->Allgather(base_ + own_.begin, base_, bytes));
+    if (!staged_) return Status();
+    view_.ForEach(slice_, [&](const PackedRange::Part& part) {
+      std::memcpy(part.out, base_ + part.in_slice, part.bytes);
+    });
+    return Status();
+  }
+
+ private:
+  bool InLane() const { return own_.end > own_.begin; }
+  Combine Between() const {
+    Combine between = Combine::Of(range_, static_cast<int>(owner_.hosts_.host.size()));
+    between.prescale = 1.0;
+    return between;
+  }
+
+  HierarchicalBackend& owner_;
+  const FusedRange& range_;
+  const PackedRange& view_;
+  const Slice slice_;
+  std::vector<size_t> counts_;  // by place: elements of its share
+  Slice own_{0, 0};
+  bool staged_ = false;
+  char* base_ = nullptr;  // where the block lies, in the tensor or in scratch
+  char* scratch_ = nullptr;
+  FusedRange lane_range_{DType::kUInt8, Op::kSum, 1.0, 1.0, {}, nullptr};
+  std::unique_ptr<PackedRange> lane_view_;
+  std::unique_ptr<Pairwise> pairwise_;
+};
+
+Status HierarchicalBackend::Allreduce(const FusedRange& range) {
+  const size_t hosts = hosts_.ranks.size();
+  if (hosts == 1) return local_->Allreduce(range);
+  if (GoesFlat(range.dtype, range.op)) return flat_.Allreduce(range);
+  const PackedRange view(range);
+  if (view.total() == 0) return Status();
+  const size_t lanes = view.total() <= kOneLaneBytes ? 1 : hosts_.fewest;
+  const size_t lane_bytes = RoundUp(options_.portion_bytes, kLine);
+  const size_t block_bytes = lanes * lane_bytes;
+  const size_t blocks = (view.total() + block_bytes - 1) / block_bytes;
+  constexpr size_t kInFlight = 3;
+  const size_t slot_bytes = Block::ScratchBytes(std::min(block_bytes, view.total()), lane_bytes, hosts);
+  KV_RETURN_IF_ERROR(scratch_.Reserve(std::min(kInFlight, blocks) * slot_bytes));
+  const auto block_at = [&](size_t i) {
+    return Slice{i * block_bytes, std::min((i + 1) * block_bytes, view.total())};
+  };
+  if (blocks == 1) {
+    Block only(*this, range, view, block_at(0), lanes);
+    KV_RETURN_IF_ERROR(only.ReduceInside(scratch_.data()));
+    KV_RETURN_IF_ERROR(only.Exchange());
+    return only.GatherInside();
+  }
+  std::array<std::unique_ptr<Block>, kInFlight> in_flight;
+  for (size_t step = 0; step < blocks + 2; ++step) {
+    if (step < blocks) {
+      auto& block = in_flight[step % kInFlight];
+      block = std::make_unique<Block>(*this, range, view, block_at(step), lanes);
+      KV_RETURN_IF_ERROR(block->ReduceInside(scratch_.data() + step % kInFlight * slot_bytes));
+      KV_RETURN_IF_ERROR(block->Contribute());
+    }
+    if (step >= 1 && step - 1 < blocks) KV_RETURN_IF_ERROR(in_flight[(step - 1) % kInFlight]->Reduce());
+    if (step >= 2) {
+      Block& block = *in_flight[(step - 2) % kInFlight];
+      KV_RETURN_IF_ERROR(block.Collect());
+      KV_RETURN_IF_ERROR(block.GatherInside());
+    }
+  }
+  return Status();
+}
+
+}  // namespace kolovod

@@ -1,0 +1,228 @@
+#include "collectives/hierarchical.h"
+
+#include <chrono>
+
+#include "collectives/shm.h"
+#include "testing/mesh_world.h"
+#include "testing/verbs.h"
+#include "testing/world.h"
+
+namespace kolovod {
+namespace {
+
+using testing::Bytes;
+using testing::Factors;
+using testing::Wire;
+
+// What the ranks of one test host share.
+struct TestHost {
+  explicit TestHost(int size, const Config& config) : faults(std::make_shared<LoopbackFaults>(size)) {
+    CHECK_OK(Segment::Map(-1, SegmentLayout(size, size, config), &segment));
+  }
+  std::shared_ptr<LoopbackFaults> faults;
+  std::shared_ptr<Segment> segment;
+};
+
+// One rank of one host: shared memory inside, the mesh kept moving while it waits there.
+struct Member {
+  Member(TestHost& host, int place, Mesh& mesh, const Config& config)
+      : liveness(host.faults, Numbers(*host.segment)),
+        waiter(*host.segment,
+               Topology(place, std::vector<int>(static_cast<size_t>(host.segment->layout().size))), liveness,
+               stop, nullptr),
+        shm(std::make_unique<ShmBackend>(*host.segment, place, config, waiter, nullptr, false)) {
+    WaitBudget budget;
+    budget.yield_ns = 200'000;
+    waiter.Configure(budget, nullptr);
+    waiter.set_background([&mesh] { return mesh.Background(); });
+  }
+  static std::vector<int> Numbers(Segment& segment) {
+    std::vector<int> numbers(static_cast<size_t>(segment.layout().size));
+    std::iota(numbers.begin(), numbers.end(), 0);
+    return numbers;
+  }
+  LoopbackLiveness liveness;
+  std::atomic<bool> stop{false};
+  Waiter waiter;
+  std::unique_ptr<ShmBackend> shm;
+};
+
+TcpOptions SmallOptions() {
+  TcpOptions options;
+  options.portion_bytes = 4096;
+  return options;
+}
+
+void RunHosts(const std::vector<int>& host_of, const TcpOptions& options,
+              const std::function<void(HierarchicalBackend&, Mesh&)>& body) {
+  const Config config = testing::SmallConfig();
+  const Hosts hosts(host_of);
+  std::vector<std::unique_ptr<TestHost>> machines;
+  for (const std::vector<int>& here : hosts.ranks) {
+    machines.push_back(std::make_unique<TestHost>(static_cast<int>(here.size()), config));
+  }
+  testing::RunMesh(static_cast<int>(host_of.size()), Wire::kSocketPair, [&](Mesh& mesh) {
+    const auto self = static_cast<size_t>(mesh.rank());
+    Member member(*machines[static_cast<size_t>(hosts.host[self])], hosts.local[self], mesh, config);
+    HierarchicalBackend backend(std::move(member.shm), mesh, host_of, options);
+    body(backend, mesh);
+  });
+}
+
+// First the ranks of each host, then the hosts; what must be added in one place, in the order of ranks.
+testing::Reference TwoLevels(const std::vector<int>& host_of) {
+  return [hosts = Hosts(host_of)](DType dtype, Op op, const Factors& factors, std::vector<Bytes> all) {
+    if (hosts.ranks.size() == 1 || NeedsOnePlace(dtype, op)) {
+      return testing::Combined(dtype, op, factors, std::move(all));
+    }
+    std::vector<Bytes> sums;
+    for (const std::vector<int>& here : hosts.ranks) {
+      std::vector<Bytes> sources;
+      for (const int r : here) sources.push_back(all[static_cast<size_t>(r)]);
+      sums.push_back(testing::Combined(dtype, op == Op::kAverage ? Op::kSum : op,
+                                       Factors{factors.prescale, 1.0, 1}, std::move(sources)));
+    }
+    return testing::Combined(dtype, op, Factors{1.0, factors.postscale, factors.divisor}, std::move(sums));
+  };
+}
+
+const std::vector<std::vector<int>> kPlacements = {
+    {0},                       // alone
+    {0, 0, 0},                 // one host
+    {4, 7, 9},                 // nobody shares
+    {0, 0, 1, 1},              // equal
+    {0, 1, 0, 1},              // dealt round
+    {0, 0, 0, 1},              // unequal
+    {1, 0, 0, 2, 0, 1},        // unequal and mixed
+    {0, 0, 1, 1, 2, 2, 3, 3},  // four hosts
+};
+
+TEST(every_size_of_every_verb_in_every_placement) {
+  for (const std::vector<int>& host_of : kPlacements) {
+    const auto size = static_cast<int>(host_of.size());
+    const testing::Reference reference = TwoLevels(host_of);
+    RunHosts(host_of, SmallOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+      testing::CheckAllSizes(backend, mesh.rank(), size, reference);
+    });
+  }
+}
+
+TEST(every_dtype_and_op) {
+  for (const std::vector<int>& host_of : {std::vector<int>{0, 0, 1, 1}, {0, 1, 0, 0}, {0, 1, 2}}) {
+    const auto size = static_cast<int>(host_of.size());
+    const testing::Reference reference = TwoLevels(host_of);
+    RunHosts(host_of, SmallOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+      testing::CheckAllReductions(backend, mesh.rank(), size, reference, [](DType, Op) { return true; });
+    });
+  }
+}
+
+// Bytes that this rank has sent to ranks of other hosts, and to its own host's.
+std::pair<uint64_t, uint64_t> SentOutAndIn(const Mesh& mesh, const Hosts& hosts) {
+  uint64_t out = 0, in = 0;
+  for (int peer = 0; peer < mesh.size(); ++peer) {
+    const bool here = hosts.host[static_cast<size_t>(peer)] == hosts.host[static_cast<size_t>(mesh.rank())];
+    (here ? in : out) += mesh.sent_bytes(peer);
+  }
+  return {out, in};
+}
+
+TEST(every_lane_carries_its_share_and_no_byte_goes_by_network_inside_a_host) {
+  const std::vector<int> host_of = {0, 0, 1, 1};
+  RunHosts(host_of, TcpOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+    std::vector<float> data(1 << 20, 1.0f);  // 4 MiB: every block and lane alike
+    const std::string name = "t";
+    const FusedRange range{
+        DType::kFloat32, Op::kSum, 1.0, 1.0, {Piece{data.data(), data.data(), data.size()}}, &name};
+    CHECK_OK(backend.Allreduce(range));
+    CHECK(data == std::vector<float>(data.size(), 4.0f));
+    // Two hosts: 2 (2-1)/2 of the lane, which is half of the range.
+    CHECK(SentOutAndIn(mesh, backend.hosts()) == (std::pair<uint64_t, uint64_t>(2 << 20, 0)));
+  });
+}
+
+TEST(a_broadcast_and_an_allgather_cross_once) {
+  const std::vector<int> host_of = {0, 0, 1, 1};
+  std::atomic<uint64_t> crossed{0};
+  constexpr size_t kBytes = 100'000;
+  RunHosts(host_of, SmallOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+    testing::CheckBroadcast(backend, mesh.rank(), kBytes / 4, 1, true);
+    crossed += SentOutAndIn(mesh, backend.hosts()).first;
+    CHECK(SentOutAndIn(mesh, backend.hosts()).second == 0);
+  });
+  CHECK(crossed == kBytes);
+  crossed = 0;
+  RunHosts(host_of, SmallOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+    testing::CheckAllgather(backend, mesh.rank(), std::vector<size_t>(4, kBytes));
+    crossed += SentOutAndIn(mesh, backend.hosts()).first;
+    CHECK(SentOutAndIn(mesh, backend.hosts()).second == 0);
+  });
+  CHECK(crossed == 4 * kBytes);
+}
+
+TEST(sixteen_bits_have_the_same_bits_in_any_bucket) {
+  const std::vector<int> host_of = {0, 0, 0, 1, 1};
+  RunHosts(host_of, SmallOptions(), [](HierarchicalBackend& backend, Mesh& mesh) {
+    constexpr size_t kCount = 20'000;
+    const std::string name = "t";
+    const Bytes in = testing::ValuesOf(DType::kBFloat16, kCount, mesh.rank());
+    Bytes whole(in.size()), pieces(in.size());
+    const FusedRange one{
+        DType::kBFloat16, Op::kSum, 1.0, 1.0, {Piece{in.data(), whole.data(), kCount}}, &name};
+    CHECK_OK(backend.Allreduce(one));
+    for (size_t begin = 0; begin < kCount; begin += 3333) {
+      const size_t count = std::min<size_t>(3333, kCount - begin);
+      const FusedRange part{DType::kBFloat16,
+                            Op::kSum,
+                            1.0,
+                            1.0,
+                            {Piece{in.data() + 2 * begin, pieces.data() + 2 * begin, count}},
+                            &name};
+      CHECK_OK(backend.Allreduce(part));
+    }
+    CHECK(whole == pieces);
+  });
+}
+
+// The ranks of the dead rank's host wait in shared memory until whoever noticed has revoked the world, as the
+// engine does.
+TEST(a_lost_host_fails_the_others) {
+  const std::vector<int> host_of = {0, 0, 1};
+  const Config config = testing::SmallConfig();
+  TestHost machine(2, config);
+  const auto start = std::chrono::steady_clock::now();
+  testing::RunMesh(3, Wire::kSocketPair, [&](Mesh& mesh) {
+    if (mesh.rank() == 2) return;
+    Member member(machine, mesh.rank(), mesh, config);
+    HierarchicalBackend backend(std::move(member.shm), mesh, host_of, TcpOptions());
+    std::vector<float> data(1 << 20, 1.0f);
+    const std::string name = "t";
+    const FusedRange range{
+        DType::kFloat32, Op::kSum, 1.0, 1.0, {Piece{data.data(), data.data(), data.size()}}, &name};
+    const Status status = backend.Allreduce(range);
+    if (!status.ok()) machine.segment->Revoke(status.code(), status.message());
+    CHECK(status.code() == Code::kRankLost);
+    CHECK(status.message().find("rank 2 on test closed its connection") == 0);
+  });
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+}
+
+TEST(agents_and_runs) {
+  const Hosts hosts({5, 3, 5, 5, 3, 8});
+  CHECK((hosts.ranks == std::vector<std::vector<int>>{{0, 2, 3}, {1, 4}, {5}}));
+  CHECK((hosts.host == std::vector<int>{0, 1, 0, 0, 1, 2}));
+  CHECK((hosts.local == std::vector<int>{0, 0, 1, 2, 1, 0}));
+  CHECK(hosts.fewest == 1 && hosts.most == 3);
+  CHECK(hosts.Agent(1, 0) == 1 && hosts.Agent(1, 2) == 4 && hosts.Agent(1, 3) == 1 && hosts.Agent(2, 3) == 5);
+  const auto is = [](const Hosts::Run& run, int rank, int agent, int length) {
+    return run.first_rank == rank && run.first_agent == agent && run.length == length;
+  };
+  const std::vector<Hosts::Run> in_threes = hosts.RunsOf(0, 3), in_twos = hosts.RunsOf(0, 2);
+  CHECK(in_threes.size() == 2 && is(in_threes[0], 0, 0, 1) && is(in_threes[1], 2, 1, 2));
+  CHECK(in_twos.size() == 3 && is(in_twos[2], 3, 0, 1));
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

@@ -1,0 +1,99 @@
+#include "collectives/select.h"
+
+#include "testing/check.h"
+
+namespace kolovod {
+namespace {
+
+struct Row {
+  SelectQuestion question;
+  Algorithm forced;
+  Algorithm chosen;
+  const char* reason;  // a part of it
+};
+
+constexpr Algorithm kAuto = Algorithm::kAuto;
+constexpr DType kF32 = DType::kFloat32;
+
+TEST(the_table) {
+  const Row rows[] = {
+      {{Verb::kAllreduce, 4, 1}, kAuto, kAuto, "one rank"},
+      // Small: everybody's data to everybody; from about a hundred ranks on, by trees.
+      {{Verb::kAllreduce, 4, 2}, kAuto, Algorithm::kDirect, "direct is estimated at 27 us"},
+      {{Verb::kAllreduce, 4096, 8}, kAuto, Algorithm::kDirect, "among 8 ranks"},
+      {{Verb::kAllreduce, 64, 256}, kAuto, Algorithm::kTree, "tree is estimated"},
+      // Large: an owner for every slice.
+      {{Verb::kAllreduce, 1 << 20, 3}, kAuto, Algorithm::kPairwise, "allreduce of 1048576 bytes"},
+      {{Verb::kAllreduce, 64 << 20, 64}, kAuto, Algorithm::kPairwise, "pairwise is estimated"},
+      // What was asked for, where it can.
+      {{Verb::kAllreduce, 4, 4}, Algorithm::kRing, Algorithm::kRing, "ring was asked for"},
+      {{Verb::kAllreduce, 64 << 20, 4}, Algorithm::kTree, Algorithm::kTree, "tree was asked for"},
+      {{Verb::kAllreduce, 64 << 20, 4}, Algorithm::kDirect, Algorithm::kDirect, "direct was asked for"},
+      {{Verb::kAllreduce, 4, 4}, Algorithm::kPairwise, Algorithm::kPairwise, "pairwise was asked for"},
+      {{Verb::kAllreduce, 1 << 20, 4, DType::kInt8, Op::kAverage},
+       Algorithm::kRing,
+       Algorithm::kPairwise,
+       "ring was asked for but cannot do an allreduce of int8 Average; allreduce of"},
+      {{Verb::kAllreduce, 1 << 20, 4, DType::kInt64, Op::kAverage},
+       Algorithm::kRing,
+       Algorithm::kRing,
+       "ring was asked for"},
+      {{Verb::kAllreduce, 4, 4}, Algorithm::kChain, Algorithm::kDirect, "chain was asked for but cannot"},
+      {{Verb::kBroadcast, 4, 8}, kAuto, Algorithm::kTree, "broadcast of 4 bytes"},
+      {{Verb::kBroadcast, 64 << 20, 8}, kAuto, Algorithm::kChain, "chain is estimated"},
+      {{Verb::kBroadcast, 4, 8}, Algorithm::kChain, Algorithm::kChain, "chain was asked for"},
+      {{Verb::kBroadcast, 64 << 20, 8}, Algorithm::kRing, Algorithm::kChain, "cannot do a broadcast of"},
+      {{Verb::kAllgather, 1 << 20, 8}, kAuto, Algorithm::kDirect, "straight from its rank"},
+      {{Verb::kAllgather, 1 << 20, 8}, Algorithm::kRing, Algorithm::kRing, "ring was asked for"},
+      {{Verb::kAllgather, 1 << 20, 8}, Algorithm::kTree, Algorithm::kDirect, "cannot do an allgather of"},
+      {{Verb::kAlltoall, 1 << 20, 8}, Algorithm::kRing, Algorithm::kDirect, "cannot do an alltoall of"},
+      {{Verb::kReducescatter, 1 << 20, 8, kF32}, kAuto, Algorithm::kPairwise, "the rank that keeps it"},
+      {{Verb::kReducescatter, 1 << 20, 8, kF32}, Algorithm::kRing, Algorithm::kPairwise, "cannot do a"},
+      {{Verb::kBarrier, 0, 8}, kAuto, kAuto, "no bytes"},
+  };
+  for (const Row& row : rows) {
+    const Choice choice = Select(row.question, row.forced);
+    if (choice.algorithm != row.chosen || choice.reason.find(row.reason) == std::string::npos) {
+      std::printf("%s of %zu bytes among %d: %s: %s\n", NameOf(row.question.verb), row.question.bytes,
+                  row.question.ranks, NameOf(choice.algorithm), choice.reason.c_str());
+    }
+    CHECK(choice.algorithm == row.chosen);
+    CHECK(choice.reason.find(row.reason) != std::string::npos);
+  }
+}
+
+// Nothing is chosen whose order of addition differs: a tensor's bits may not depend on its bucket.
+TEST(the_ring_is_never_chosen) {
+  for (const Verb verb : {Verb::kAllreduce, Verb::kBroadcast, Verb::kAllgather, Verb::kReducescatter}) {
+    for (int ranks = 1; ranks <= 4096; ranks *= 2) {
+      for (size_t bytes = 1; bytes <= size_t{1} << 34; bytes *= 4) {
+        const Choice choice = Select({verb, bytes, ranks}, kAuto);
+        CHECK(choice.algorithm != Algorithm::kRing);
+        CHECK(!choice.reason.empty());
+      }
+    }
+  }
+}
+
+TEST(slower_links_prefer_fewer_bytes) {
+  const SelectQuestion question{Verb::kAllreduce, 32 << 10, 4};
+  CHECK(Select(question, kAuto, LinkCost{25, 2, 10000}).algorithm == Algorithm::kDirect);
+  CHECK(Select(question, kAuto, LinkCost{25, 2, 100}).algorithm == Algorithm::kPairwise);
+}
+
+TEST(names) {
+  for (int a = 0; a < kAlgorithmCount; ++a) {
+    Algorithm parsed = Algorithm::kChain;
+    CHECK_OK(ParseAlgorithm(NameOf(static_cast<Algorithm>(a)), &parsed));
+    CHECK(parsed == static_cast<Algorithm>(a));
+  }
+  Algorithm parsed = kAuto;
+  const Status status = ParseAlgorithm("Ring", &parsed);
+  CHECK(status.code() == Code::kInvalidArgument);
+  CHECK(status.message() == "algorithm 'Ring' is not one of auto, direct, tree, pairwise, ring, chain");
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()
