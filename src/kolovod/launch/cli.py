@@ -77,6 +77,14 @@ def _parser() -> argparse.ArgumentParser:
         help="let the other ranks go on when one ends: they can form a smaller world",
     )
     run.add_argument(
+        "--label-hosts",
+        type=_host_labels,
+        default=[],
+        metavar="A:2,B:2",
+        help="label the ranks as those of several hosts: 2 of A, then 2 of B. They all run here, "
+        "but those of different hosts communicate over TCP; to try that on one machine",
+    )
+    run.add_argument(
         "-x",
         dest="variables",
         action="append",
@@ -104,6 +112,17 @@ def _rank_count(text: str) -> int:
     return int(text)
 
 
+def _host_labels(text: str) -> list[str]:
+    """The host of each rank, from HOST:SLOTS,HOST:SLOTS,..."""
+    labels: list[str] = []
+    for part in text.split(","):
+        host, _, slots = part.partition(":")
+        if not host or not slots.isdecimal() or not 1 <= int(slots) <= _MAX_RANKS:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected HOST:SLOTS,HOST:SLOTS,...")
+        labels += [host] * int(slots)
+    return labels
+
+
 def _run(options: argparse.Namespace) -> int:
     command: list[str] = options.command
     if command[:1] == ["--"]:
@@ -111,6 +130,11 @@ def _run(options: argparse.Namespace) -> int:
     if not command:
         options.parser.error("no COMMAND to run, for example: kolovod run -np 2 python train.py")
     variables = _variables(options)
+    if options.label_hosts and len(options.label_hosts) != options.num_proc:
+        raise InvalidArgumentError(
+            f"--label-hosts names {len(options.label_hosts)} slots for {options.num_proc} ranks: "
+            "give as many"
+        )
     settings = load({**os.environ, **variables})
     if shutil.which(command[0]) is None:
         report_to_stderr(f"command not found: {command[0]}")
@@ -126,6 +150,7 @@ def _run(options: argparse.Namespace) -> int:
         timestamps=options.timestamps,
         output_dir=options.output_dir,
         keep_going=options.keep_going,
+        hosts=options.label_hosts,
         stdout=sys.stdout,
         stderr=sys.stderr,
         report=report_to_stderr,

@@ -23,7 +23,7 @@ from typing import IO, TextIO
 from kolovod.launch import guard
 from kolovod.launch.auth import new_secret
 from kolovod.launch.output import OutputPump
-from kolovod.launch.place import Place, thread_limits, usable_cores
+from kolovod.launch.place import Place, local_and_cross, thread_limits, usable_cores
 from kolovod.launch.store import Store
 
 __all__ = ["Ended", "Job", "JobOptions", "Outcome"]
@@ -43,6 +43,8 @@ class JobOptions:
     output_dir: Path | None = None
     """Also write each rank's output, unmarked, to rank.N/stdout and rank.N/stderr below it."""
     keep_going: bool = False
+    hosts: Sequence[str] = ()
+    """The host of each rank, if not all the same; see ``kolovod run --label-hosts``."""
     stdout: TextIO | None = None
     stderr: TextIO | None = None
     """Where the ranks' output goes; None: nowhere."""
@@ -144,8 +146,14 @@ class Job:
             guard.MARK_NAME: self._marks,
         }
         for rank in range(self.size):
+            hosts = self.options.hosts or ["localhost"] * self.size
             place = Place(
-                rank, self.size, rank, self.size, store=self._store.address, secret=self._secret
+                rank,
+                self.size,
+                *local_and_cross(hosts, rank),
+                host=hosts[rank],
+                store=self._store.address,
+                secret=self._secret,
             )
             process = subprocess.Popen(
                 guard.exec_command(list(command(rank))),

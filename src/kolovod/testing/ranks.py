@@ -10,7 +10,7 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -46,11 +46,14 @@ def run_ranks(
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     keep_going: bool = False,
+    hosts: Sequence[str] = (),
 ) -> list[Any]:
     """Call ``fn(rank, *args)`` in ``n`` new processes; return the results by rank.
 
     The processes are ranks of one job: ``kolovod.init()`` in ``fn`` forms their world. ``fn``,
     ``args`` and the results travel by cloudpickle. ``env``: further variables for all ranks.
+    ``hosts``: the host of each rank, if not all the same; they run here all the same, but those of
+    different hosts communicate over TCP.
 
     When a rank fails, the others are ended, and the first failure is raised as RankFailed; so it is
     after ``timeout_s``, with the Python stacks of the ranks that were late. With ``keep_going`` the
@@ -60,10 +63,16 @@ def run_ranks(
     if n < 1:
         raise InvalidArgumentError(f"run_ranks({n}): need at least one rank")
     payload = cloudpickle.dumps((fn, args))
+    if hosts and len(hosts) != n:
+        raise InvalidArgumentError(f"run_ranks: {len(hosts)} hosts for {n} ranks; give each one")
     # By reference, a function of a test module is found only with the caller's search path.
     header = pickle.dumps([path for path in sys.path if isinstance(path, str)])
     options = JobOptions(
-        environment=env or {}, keep_going=keep_going, stdout=sys.stdout, stderr=sys.stderr
+        environment=env or {},
+        keep_going=keep_going,
+        hosts=hosts,
+        stdout=sys.stdout,
+        stderr=sys.stderr,
     )
     with _memory_files(n, header + payload) as (source, results):
         with Job(n, options) as job:

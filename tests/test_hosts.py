@@ -1,0 +1,314 @@
+"""Worlds of several hosts: ranks that the launcher labels so, and that communicate over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import kolovod
+from kolovod.errors import (
+    InterruptedByRankError,
+    InvalidArgumentError,
+    RankLeftError,
+    RankLostError,
+)
+from kolovod.ops import Sum
+from kolovod.testing import RankFailed, run_ranks
+from kolovod.testing.loopback import loopback
+
+WORLDS = (["a", "b"], ["a", "a", "b"], ["a", "b", "a", "b", "c"])
+
+
+def facts_and_verbs(rank):
+    kolovod.init()
+    size = kolovod.size()
+    for count in (1, 5_000, 300_000):
+        for again in range(3):
+            mine = np.full(count, rank + again, np.float32)
+            total = kolovod.allreduce(mine, f"t{count}", op=Sum)
+            assert np.all(total == sum(range(size)) + size * again)
+            rows = kolovod.allgather(np.full((rank + 1, count), rank, np.int16))
+            assert rows.shape == (size * (size + 1) // 2, count)
+            root = again % size
+            assert np.all(kolovod.broadcast(mine, root) == root + again)
+            part = kolovod.reducescatter(np.ones((size + 1, count)), op=Sum)
+            assert part.shape[0] == 1 + (rank == 0)
+            assert np.all(part == size)
+            got, received = kolovod.alltoall(np.full(size, rank), [1] * size)
+            assert got.tolist() == list(range(size))
+            assert received == [1] * size
+        kolovod.barrier()
+    assert kolovod.allgather_object(rank) == list(range(size))
+    return (
+        (kolovod.local_rank(), kolovod.local_size()),
+        (kolovod.cross_rank(), kolovod.cross_size()),
+        kolovod.join() in range(size),
+    )
+
+
+@pytest.mark.parametrize("hosts", WORLDS, ids="".join)
+def test_every_verb_between_hosts(hosts):
+    from kolovod.launch.place import local_and_cross
+
+    for rank, (local, cross, joined) in enumerate(
+        run_ranks(len(hosts), facts_and_verbs, hosts=hosts)
+    ):
+        assert (*local, *cross) == local_and_cross(hosts, rank)
+        assert joined
+
+
+def connections(rank):
+    """Of this process: with whom, as addresses."""
+    kolovod.init()
+    kolovod.barrier()
+    table = subprocess.run(["cat", f"/proc/{os.getpid()}/net/tcp"], capture_output=True, text=True)
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    lines = [line.split() for line in table.stdout.splitlines()[1:]]
+    mine = [line for line in lines if line[9] in inodes]
+    kolovod.barrier()
+    # 0100007F: 127.0.0.1, which is where the launcher's store is; 0A: listening.
+    return len(mine), {line[1][:8] for line in mine}, any(line[3] == "0A" for line in mine)
+
+
+def test_sockets_are_those_of_the_mesh_on_the_interface_of_the_store():
+    results = run_ranks(3, connections, hosts=["a", "a", "b"])
+    assert [count for count, _, _ in results] == [3, 2, 3]  # leaders have one more between them
+    for _, addresses, listening in results:
+        assert addresses == {"0100007F"}
+        assert not listening
+
+
+def of_the_root(rank):
+    kolovod.init()
+    from kolovod.world import current
+
+    return current().engine.stats()["operations"], kolovod.allreduce(np.ones(200_000))[0]
+
+
+def test_the_config_of_rank_0_is_everybodys():
+    """Segments are laid out alike, whatever a host's own environment says."""
+    results = run_ranks(
+        2,
+        lambda rank: (
+            os.environ.__setitem__("KOLOVOD_CHUNK_BYTES", str(4096 << rank)) or of_the_root(rank)
+        ),
+        hosts=["a", "b"],
+    )
+    assert [value for _, value in results] == [1, 1]
+
+
+def sets_between_hosts(rank):
+    kolovod.init()
+    first = kolovod.add_process_set([0, 1, 2])
+    second = kolovod.add_process_set([2, 3])
+    totals = []
+    for group in (second, first):
+        if group.included():
+            total = kolovod.allreduce(np.full(3_000, rank), op=Sum, process_set=group)
+            totals.append(int(total[0]))
+    kolovod.remove_process_set(second)
+    return totals
+
+
+def test_process_sets_between_hosts():
+    results = run_ranks(4, sets_between_hosts, hosts=["a", "b", "a", "b"])
+    assert results == [[3], [3], [5, 3], [5]]
+
+
+def victim(rank, which, how):
+    kolovod.init()
+    kolovod.allreduce(np.ones(10_000), "t")
+    if rank == which:
+        time.sleep(0.5)  # until the others have their result, too
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raise":
+            raise RuntimeError("out of data")
+        kolovod.shutdown()
+        time.sleep(3)  # so that the others' end is not what they hear of
+        return None
+    begin = time.monotonic()
+    try:
+        while True:
+            kolovod.allreduce(np.ones(10_000), "t")
+    except kolovod.errors.CollectiveAbortedError as error:
+        return type(error), error.rank, time.monotonic() - begin
+    finally:
+        time.sleep(1)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("kill", RankLostError), ("raise", InterruptedByRankError), ("leave", RankLeftError)],
+)
+def test_a_lost_rank_is_named_on_every_host(which, how, error):
+    results = run_ranks(3, victim, which, how, hosts=["a", "a", "b"], keep_going=True)
+    for rank, result in enumerate(results):
+        if rank == which:
+            assert how == "leave" or isinstance(result, RankFailed)
+            continue
+        kind, culprit, elapsed_s = result
+        assert (kind, culprit) == (error, which)
+        assert elapsed_s < 10
+
+
+def forking(rank):
+    """A child of a dead rank holds its sockets open; the death is noticed all the same."""
+    kolovod.init()
+    kolovod.allreduce(np.ones(10), "t")
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RankLostError) as raised:
+        kolovod.allreduce(np.ones(10), "t")
+    return raised.value.rank, time.monotonic() - begin
+
+
+def test_a_forked_child_does_not_keep_a_dead_rank_alive():
+    results = run_ranks(2, forking, hosts=["a", "b"], keep_going=True)
+    culprit, elapsed_s = results[0]
+    assert culprit == 1
+    assert elapsed_s < 10
+
+
+def again(rank):
+    kolovod.init()
+
+    def resources():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    kolovod.allreduce(np.ones(3))
+    kolovod.shutdown()
+    before = resources()
+    for turn in range(10):
+        kolovod.init()
+        assert kolovod.allreduce(np.full(1000, turn))[0] == turn
+        kolovod.shutdown()
+    return before, resources()
+
+
+def test_init_and_shutdown_leave_nothing_behind():
+    for before, after in run_ranks(3, again, hosts=["a", "a", "b"]):
+        assert before == after
+
+
+def smaller_world(rank):
+    kolovod.init()
+    kolovod.allreduce(np.ones(3))
+    if rank == 1:
+        time.sleep(0.5)  # until the others have their result, too
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLostError):
+        kolovod.allreduce(np.ones(3))
+    kolovod.shutdown()
+    kolovod.init(comm=[0, 2, 3])
+    return kolovod.allreduce(np.full(3, float(rank)), op=Sum)[0], kolovod.local_size()
+
+
+def test_survivors_form_a_smaller_world():
+    results = run_ranks(4, smaller_world, hosts=["a", "b", "b", "a"], keep_going=True)
+    assert [results[rank] for rank in (0, 2, 3)] == [(5, 2), (5, 1), (5, 2)]
+
+
+def garbage_listener(rank):
+    """Strangers who connect to the ranks' ports while a world forms learn and break nothing."""
+    import threading
+
+    from kolovod.launch import mesh
+
+    ports: list[str] = []
+    original = mesh.Listener.__init__
+
+    def watched(self, *args):
+        original(self, *args)
+        ports.append(self.address)
+        host, _, port = self.address.rpartition(":")
+        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4000)):
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.sendall(text)
+
+    mesh.Listener.__init__ = watched
+    kolovod.init()
+    assert ports
+    assert threading.active_count() < 5
+    return kolovod.allreduce(np.ones(2), op=Sum)[0]
+
+
+def test_strangers_do_not_disturb_the_forming():
+    assert run_ranks(2, garbage_listener, hosts=["a", "b"]) == [2, 2]
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 0, 1], [0, 1, 1, 0], [0, 1, 2, 3, 0, 1, 2, 3]])
+def test_loopback_worlds_of_several_hosts(hosts):
+    size = len(hosts)
+    with loopback(size, hosts=hosts) as world:
+
+        def work(kv):
+            me = kv.world().rank
+            handles = [kv.allreduce_async(np.full(n, me), f"n{n}", op=Sum) for n in (1, 70, 9_000)]
+            totals = {int(handle.wait()[-1]) for handle in handles}
+            return totals, kv.allgather(np.array([me])).tolist()
+
+        for totals, gathered in world.run(work):
+            assert totals == {sum(range(size))}
+            assert gathered == list(range(size))
+
+
+def test_loopback_wants_a_host_for_each_rank():
+    with (
+        pytest.raises(InvalidArgumentError, match="3 hosts for 2 ranks"),
+        loopback(2, hosts=[0] * 3),
+    ):
+        pass
+
+
+SCRIPT = """
+import numpy as np, kolovod as kv
+kv.init()
+print(int(kv.allreduce(np.array([kv.rank()]), op=kv.Sum)[0]), kv.local_size(), kv.cross_size())
+"""
+
+
+def launch(*options):
+    return subprocess.run(
+        [sys.executable, "-m", "kolovod", "run", *options, sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_launcher_labels_hosts():
+    ended = launch("-np", "3", "--label-hosts", "a:2,b:1")
+    assert ended.returncode == 0, ended.stderr
+    lines = sorted(line.partition(">")[2] or line for line in ended.stdout.splitlines())
+    assert [line.strip()[-5:] for line in lines] == ["3 1 2", "3 2 1", "3 2 2"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [("a:1", "names 1 slots for 3 ranks"), ("a", "expected HOST:SLOTS"), ("a:0", "HOST:SLOTS")],
+)
+def test_labels_that_do_not_fit(labels, text):
+    ended = launch("-np", "3", "--label-hosts", labels)
+    assert ended.returncode == 2
+    assert text in ended.stderr
