@@ -15,8 +15,10 @@ END = "<!-- end -->"
 def _row(knob: Knob) -> str:
     default = f"{knob.default:g}" if isinstance(knob.default, float) else str(knob.default)
     value = " or ".join(f"`{choice}`" for choice in knob.choices) or knob.unit
-    aliases = ", ".join(f"`{alias}`" for alias in knob.aliases)
-    cells = [f"`{knob.environment}`", f"`{knob.flag}`", value, default, aliases, knob.text]
+    also = [f"`{alias}`" for alias in knob.aliases]
+    if knob.off:
+        also.append(f"`{knob.off}` (1 means 0 here)")
+    cells = [f"`{knob.environment}`", f"`{knob.flag}`", value, default, ", ".join(also), knob.text]
     return f"| {' | '.join(cells)} |"
 
 

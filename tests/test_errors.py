@@ -42,6 +42,7 @@ def test_the_tree_in_the_docstring_is_the_real_one(name: str) -> None:
         ("timeout", errors.WaitTimeoutError),
         ("interrupted", errors.InterruptedByRankError),
         ("internal", errors.InternalError),
+        ("late", errors.LateRankError),
     ],
 )
 def test_from_engine_maps_every_status(status: str, kind: type[errors.KolovodError]) -> None:

@@ -29,7 +29,7 @@ OF_TORCH = {
     *("Compressor", "TorchCollectives", "TorchFrontend", "collectives"),
 }
 SURFACE = {
-    "kolovod": VERBS | WORLD | {"__version__", "errors"},
+    "kolovod": VERBS | WORLD | {"__version__", "errors", "last_operations"},
     "kolovod.numpy": VERBS | {"Array", "NumpyFrontend", "collectives"},
     "kolovod.torch": VERBS | WORLD | OF_TORCH,
 }

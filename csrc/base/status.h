@@ -18,6 +18,7 @@ enum class Code : int {
   kTimeout = 7,
   kInterrupted = 8,
   kInternal = 9,
+  kLate = 10,
 };
 
 class [[nodiscard]] Status {

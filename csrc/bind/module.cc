@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -253,7 +254,34 @@ class PyEngine {
             {"bytes", stats.bytes},
             {"buckets_by_caller", stats.drives_caller},
             {"buckets_by_thread", stats.drives_thread},
+            {"late_reports", stats.late_reports},
             {"line_latency_ns", stats.line_latency_ns}};
+  }
+
+  nb::list LastOperations() {
+    Check();
+    nb::list list;
+    for (const OperationRecord& record : engine_->LastOperations()) {
+      nb::dict fields;
+      fields["number"] = record.number;
+      fields["name"] = record.name;
+      fields["verb"] = NameOf(record.verb);
+      fields["dtype"] = record.tensors > 0 ? nb::cast(NameOf(record.dtype)) : nb::none();
+      fields["tensors"] = record.tensors;
+      fields["bytes"] = record.bytes;
+      fields["bucket"] = record.bucket > 0 ? nb::cast(record.bucket) : nb::none();
+      fields["state"] = NameOf(record.state);
+      fields["submitted_ns"] = record.submitted_ns;
+      fields["started_ns"] = record.started_ns;
+      fields["ended_ns"] = record.ended_ns;
+      list.append(fields);
+    }
+    return list;
+  }
+
+  std::string LastLateReport() {
+    Check();
+    return engine_->LastLateReport();
   }
 
  private:
@@ -285,7 +313,8 @@ class PyEngine {
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
                              bool external, std::vector<int> ranks, const PyEngine* world,
-                             std::vector<int> hosts, std::vector<int> uplink_fds, std::vector<int> mesh_fds) {
+                             std::vector<int> hosts, std::vector<int> uplink_fds, std::vector<int> mesh_fds,
+                             std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
     throw nb::value_error("peers: need one (pidfd, description) for each rank");
   }
@@ -300,6 +329,8 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   if (!options.ranks.empty() && options.ranks.size() != peers.size()) {
     throw nb::value_error("ranks: need one for each rank of the set, or none");
   }
+  options.stacks = std::move(stacks);
+  options.last_operations_prefix = std::move(last_operations_prefix);
   options.hosts = std::move(hosts);
   options.uplink_fds = std::move(uplink_fds);
   options.mesh_fds = std::move(mesh_fds);
@@ -371,8 +402,10 @@ nb::dict Names(int count) {
 nb::dict StatusNames() {
   nb::dict names;
   const char* const kNames[] = {"ok",        "invalid_argument", "duplicate_name", "mismatch",    "rank_lost",
-                                "rank_left", "shut_down",        "timeout",        "interrupted", "internal"};
-  for (int i = 0; i < 10; ++i) names[kNames[i]] = i;
+                                "rank_left", "shut_down",        "timeout",        "interrupted", "internal",
+                                "late"};
+  int code = 0;
+  for (const char* name : kNames) names[name] = code++;
   return names;
 }
 
@@ -389,20 +422,24 @@ NB_MODULE(_native, m) {
       PyErr_SetObject(engine_error, args.ptr());
     }
   });
+  nb::class_<StackSource>(m, "StackSource").def(nb::init<int, int>(), "signum"_a, "read_fd"_a);
   nb::class_<PyEngine>(m, "Engine")
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external,
              std::vector<int> ranks, const PyEngine* world, std::vector<int> hosts,
-             std::vector<int> uplink_fds, std::vector<int> mesh_fds) {
+             std::vector<int> uplink_fds, std::vector<int> mesh_fds, std::shared_ptr<StackSource> stacks,
+             std::string last_operations_prefix) {
             new (self) PyEngine(ProcessOptions(rank, size, epoch, segment_fd, peers, config, external,
                                                std::move(ranks), world, std::move(hosts),
-                                               std::move(uplink_fds), std::move(mesh_fds)));
+                                               std::move(uplink_fds), std::move(mesh_fds), std::move(stacks),
+                                               std::move(last_operations_prefix)));
           },
           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
           "ranks"_a = std::vector<int>{}, "world"_a = nb::none(), "hosts"_a = std::vector<int>{},
-          "uplink_fds"_a = std::vector<int>{}, "mesh_fds"_a = std::vector<int>{})
+          "uplink_fds"_a = std::vector<int>{}, "mesh_fds"_a = std::vector<int>{}, "stacks"_a = nb::none(),
+          "last_operations_prefix"_a = "")
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
            "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{})
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a)
@@ -418,7 +455,9 @@ NB_MODULE(_native, m) {
       .def("abort", &PyEngine::Abort, "message"_a)
       .def("shutdown", &PyEngine::Shutdown)
       .def("forget", &PyEngine::Forget)
-      .def("stats", &PyEngine::Stats);
+      .def("stats", &PyEngine::Stats)
+      .def("last_operations", &PyEngine::LastOperations)
+      .def("last_late_report", &PyEngine::LastLateReport);
   nb::class_<PyLoopbackWorld>(m, "LoopbackWorld")
       .def(nb::init<const std::vector<int>&, const ConfigMap&>(), "hosts"_a, "config"_a)
       .def("engine", &PyLoopbackWorld::MakeEngine, "rank"_a, nb::rv_policy::take_ownership)

@@ -43,11 +43,16 @@ void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {
 Status ShmBackend::WaitFor(int peer, Flag flag, uint64_t value) {
   RankBlock& block = segment_.rank(peer);
   const auto ready = [&] { return (block.*flag).load(std::memory_order_acquire) >= value; };
+  bool noted = false;
   const auto wake = [&] {
     // The peer has announced this operation, but no thread of it may be driving.
     if (block.driving.load(std::memory_order_seq_cst) == 0) segment_.RingIdle(peer);
+    if (!noted) segment_.NoteWait(rank_, peer, flag == &RankBlock::done, value);
+    noted = true;
   };
-  return waiter_.Wait(ready, wake, /*in_bucket=*/true);
+  const Status status = waiter_.Wait(ready, wake, /*in_bucket=*/true);
+  if (noted) segment_.NoteWait(rank_, -1, false, 0);
+  return status;
 }
 
 Status ShmBackend::WaitForAll(Flag flag, uint64_t value) {

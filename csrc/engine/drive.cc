@@ -143,6 +143,8 @@ Status Engine::ExecuteBucket(bool* progressed) {
   *progressed = true;
   ready_bytes_.store(0, std::memory_order_relaxed);
   if (mesh_ != nullptr) mesh_->BeginOperation(static_cast<uint32_t>(bucket_));
+  const int64_t now_ns = NowNs();
+  for (const OperationPtr& op : ops) records_->Started(op->record, bucket_, now_ns);
   const Status status = Execute(ops);
   if (!status.ok()) {
     std::lock_guard lock(mutex_);
@@ -271,12 +273,14 @@ Status Engine::ExecuteReducescatter(Operation& op) {
 void Engine::Complete(const std::vector<OperationPtr>& ops) {
   std::lock_guard lock(mutex_);
   bool data = false;
+  const int64_t now_ns = NowNs();
   for (const OperationPtr& op : ops) {
     if (op->request.verb == Verb::kJoin) {
       joined_ = false;
       next_unnamed_.store(1);  // nothing is pending anywhere, and the ranks have numbered unequally many
     }
     control_->Erase(op->request.name);
+    records_->Ended(op->record, op->status.ok(), now_ns);
     if (op->status.ok()) {
       ++stats_.operations;
       stats_.bytes += op->bytes;
@@ -317,7 +321,7 @@ void Engine::NoticeLeavers() {
 
 void Engine::Break(const Status& status) {
   std::lock_guard lock(mutex_);
-  if (broken_.ok()) broken_ = status;
+  if (broken_.ok()) broken_ = status.code() == Code::kShutDown ? status : WithLastOperations(status);
   std::vector<OperationPtr> lost;
   for (const auto& [name, op] : control_->pending()) lost.push_back(op);
   for (const OperationPtr& op : lost) FailLocked(op, broken_);
@@ -335,6 +339,7 @@ void Engine::FailLocked(const OperationPtr& op, const Status& status) {
   op->status = Status(status.code(), status.message() + "; pending here: " + NameOf(op->request.verb) + " '" +
                                          op->request.name + "'");
   control_->Erase(op->request.name);
+  records_->Ended(op->record, /*ok=*/false, NowNs());
   op->done.store(true, std::memory_order_release);
 }
 

@@ -44,7 +44,9 @@ Engine::Engine(EngineOptions options)
       segment_(std::move(options.segment)),
       liveness_(std::move(options.liveness)),
       faults_(std::move(options.faults)),
-      use_external_(options.external) {
+      use_external_(options.external),
+      last_operations_prefix_(std::move(options.last_operations_prefix)),
+      stacks_(std::move(options.stacks)) {
   mesh_fds_ = std::move(options.mesh_fds);
   told_left_.resize(static_cast<size_t>(topology_.local_size()));
   if (topology_.hosts() == 1 || !topology_.leads()) return;
@@ -105,6 +107,8 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   kick_bytes_ = config_.kick_bytes > 0                        ? static_cast<size_t>(config_.kick_bytes)
                 : config_.cores >= 2 * topology_.local_size() ? kOverlapBytes
                                                               : SIZE_MAX;
+  records_ = std::make_unique<RecordRing>(segment_->records(topology_.local_rank), &self().unrecorded);
+  MakeLateWatch();
   control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),
                                        uplink_.get());
   ProbeLatency();
@@ -240,7 +244,9 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   {
     std::lock_guard lock(mutex_);
     if (!broken_.ok()) return broken_;
-    if (Status status = WorldStatus(); !status.ok()) return status;
+    if (Status status = WorldStatus(); !status.ok()) {
+      return segment_->revoked() ? WithLastOperations(status) : status;
+    }
     if (joined_) {
       return Status(Code::kInvalidArgument, std::string(NameOf(op->request.verb)) + " '" + op->request.name +
                                                 "': rank " + std::to_string(ranks_[r]) +
@@ -257,12 +263,15 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     // it. If it is interrupted before, the engine thread's next look sets this right.
     if (blocking) self().driving.store(1, std::memory_order_seq_cst);
     joined_ = is_join;
+    // The time before, the rest after: others need not wait for it.
+    const int64_t now_ns = NowNs();
     if (is_join) {
       control_->Join(op);
       appended = false;
     } else {
       appended = control_->Announce(op);
     }
+    Note(*op, now_ns);
   }
   if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
     ready_bytes_.store(0);
@@ -390,6 +399,7 @@ void Engine::EngineThread() {
       ReleaseLease();
     }
     SpreadRevocation();
+    late_->Tick();
     if (stop_.load()) break;
     self().idle_sleeping.store(1, std::memory_order_seq_cst);
     FutexWait(&self().idle_bell, bell, kIdlePeriodNs);
@@ -461,6 +471,7 @@ EngineStats Engine::Stats() {
   std::lock_guard lock(mutex_);
   EngineStats stats = stats_;
   stats.control = control_->stats();
+  stats.late_reports = late_->reports();
   return stats;
 }
 

@@ -23,7 +23,9 @@
 #include "collectives/external.h"
 #include "collectives/shm.h"
 #include "engine/control.h"
+#include "engine/late.h"
 #include "engine/operation.h"
+#include "engine/stack.h"
 #include "transport/liveness.h"
 #include "transport/mesh.h"
 #include "transport/segment.h"
@@ -49,6 +51,9 @@ struct EngineOptions {
   std::shared_ptr<LoopbackFaults> faults;  // loopback only
   Config config;
   bool external = false;
+  std::shared_ptr<StackSource> stacks;  // null: nobody can say where the main thread is
+  // What the names of files with last operations begin with, folder included; empty: none are written.
+  std::string last_operations_prefix;
 };
 
 struct EngineStats {
@@ -58,6 +63,7 @@ struct EngineStats {
   uint64_t bytes = 0;          // of tensors in completed operations
   uint64_t drives_caller = 0;  // leases taken by blocking callers
   uint64_t drives_thread = 0;  // leases taken by the engine thread
+  uint64_t late_reports = 0;   // written by this rank
   uint32_t line_latency_ns = 0;
 };
 
@@ -89,11 +95,18 @@ class Engine {
   // In a forked child: this object is inert from now on and its destructor does nothing.
   void Forget();
   EngineStats Stats();
+  // What this rank has submitted last and all that is pending here, by order of submission.
+  std::vector<OperationRecord> LastOperations() {
+    return ReadRecords(segment_->records(topology_.local_rank));
+  }
+  // The last report on late ranks that this rank has written to standard error; empty: none.
+  std::string LastLateReport() { return late_->last_report(); }
   ExternalBackend* external() { return external_; }
 
  private:
   explicit Engine(EngineOptions options);
 
+  void MakeLateWatch();
   Status Attach(const std::function<bool()>& interrupted);
   Status MakeBackend(std::vector<int> mesh_fds);
   // A leader's connection to the others.
@@ -127,6 +140,12 @@ class Engine {
   // Lease. After this every pending and later operation fails with `status`.
   void Break(const Status& status);
   Status BrokenStatus();
+  // Under mutex_. Opens the record of what has just been submitted.
+  void Note(Operation& op, int64_t submitted_ns);
+  // Under mutex_. The world is over: writes the last operations down, once, and says where.
+  Status WithLastOperations(const Status& status);
+  // Of a rank of this host. The path, or empty if it could not be written.
+  std::string WriteLastOperations(int rank, const std::string& suffix, const Status& status);
   void FailLocked(const OperationPtr& op, const Status& status);
   void NudgeForAsync();
   void AnnounceLeave();
@@ -157,7 +176,9 @@ class Engine {
   uint64_t next_handle_ = 1;                            // guarded by mutex_
   bool joined_ = false;                                 // guarded by mutex_; from a join to its completion
   Status broken_;                                       // guarded by mutex_; not ok: nothing works any more
-  EngineStats stats_;                                   // guarded by mutex_
+  const std::string last_operations_prefix_;
+  std::optional<std::string> last_operations_path_;  // guarded by mutex_; empty: could not be written
+  EngineStats stats_;                                // guarded by mutex_
 
   std::atomic<uint64_t> next_unnamed_{1};
   std::atomic<bool> lease_{false};
@@ -171,6 +192,9 @@ class Engine {
   std::atomic<bool> spread_{false};  // the other hosts know that the world is over
 
   // Lease only.
+  std::unique_ptr<RecordRing> records_;  // Open: under mutex_
+  std::shared_ptr<StackSource> stacks_;
+  std::unique_ptr<LateWatch> late_;  // any thread; constant after Attach
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<Control> control_;  // Announce: under mutex_
   std::unique_ptr<Mesh> mesh_;

@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "control/message.h"
+#include "transport/record.h"
 
 namespace kolovod {
 
@@ -41,6 +42,8 @@ struct Operation {
   // rank.
   std::vector<std::vector<int64_t>> rows;
   std::vector<OutputBuffer> buffers;  // filled by the driver before `done`, unless outputs were given
+
+  uint32_t record = kNoRecord;  // where its rank notes it; guarded by the engine's mutex
 
   Status status;  // written before `done`
   std::atomic<bool> done{false};

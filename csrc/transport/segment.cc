@@ -43,6 +43,7 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   seals_at = take(log_slots * sizeof(uint64_t));
   counters_at = take(cache_capacity * sizeof(uint32_t));
   broadcast_at = take(kBroadcastRingBytes);
+  records_at = take(static_cast<size_t>(size) * kRecordSlots * sizeof(RecordSlot));
   staging_at = take(static_cast<size_t>(size) * chunk_slots * slot_bytes);
   total_bytes = at;
 }
@@ -118,6 +119,22 @@ Status Segment::RevokedStatus() {
     return Status(Code::kRankLost, "the world was aborted by a rank that died while saying why");
   }
   return Status(static_cast<Code>(h.revoke_code), h.revoke_text);
+}
+
+void Segment::NoteWait(int r, int peer, bool for_done, uint64_t value) {
+  RankBlock& block = rank(r);
+  block.waits_value.store(value, std::memory_order_release);
+  block.waits_for.store(static_cast<uint64_t>(peer + 1) | static_cast<uint64_t>(for_done) << 32,
+                        std::memory_order_release);
+}
+
+int Segment::WaitsFor(int r) {
+  const uint64_t word = rank(r).waits_for.load(std::memory_order_acquire);
+  const int peer = static_cast<int>(word & UINT32_MAX) - 1;
+  if (peer < 0) return -1;
+  const RankBlock& block = rank(peer);
+  const uint64_t reached = (word >> 32 != 0 ? block.done : block.packed).load(std::memory_order_acquire);
+  return reached < rank(r).waits_value.load(std::memory_order_acquire) ? peer : -1;
 }
 
 void Segment::RingDriver(int r) {

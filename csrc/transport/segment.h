@@ -14,12 +14,14 @@
 #include "base/config.h"
 #include "base/status.h"
 #include "base/types.h"
+#include "transport/record.h"
 
 namespace kolovod {
 
 inline constexpr uint64_t kSegmentMagic = 0x31444f564f4c4f4bULL;  // "KOLOVOD1"
 inline constexpr size_t kControlRingBytes = 64 << 10;
 inline constexpr size_t kBroadcastRingBytes = 256 << 10;
+inline constexpr size_t kStackBytes = 4096;
 
 struct SegmentHeader {
   std::atomic<uint64_t> magic;  // written last by rank 0
@@ -37,6 +39,10 @@ struct SegmentHeader {
   alignas(kLine) std::atomic<uint32_t> sleepers;        // many writers: drivers asleep
   alignas(kLine) std::atomic<uint64_t> log_tail;        // many writers: next free log position
   alignas(kLine) std::atomic<uint64_t> broadcast_head;  // rank 0: bytes ever written
+  // Many writers: when somebody last began a report on late ranks (CLOCK_MONOTONIC, 0 never). Moved by
+  // compare-and-swap, so that one rank reports for all.
+  alignas(kLine) std::atomic<int64_t> late_report_ns;
+  std::atomic<uint32_t> lost_written;  // many writers: the first writes the lost rank's last operations
 };
 
 struct RankBlock {
@@ -55,6 +61,15 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> control_head;    // this rank: bytes ever written
   alignas(kLine) std::atomic<uint64_t> control_tail;    // rank 0: bytes ever read
   alignas(kLine) std::atomic<uint64_t> broadcast_tail;  // this rank: bytes ever read
+  // Whose data this rank waits for in a bucket, noted once a wait is not short: the peer + 1 in the low half,
+  // 1 in the high one if for `done`, 0 for `packed`; 0 nobody.
+  alignas(kLine) std::atomic<uint64_t> waits_for;
+  std::atomic<uint64_t> waits_value;              // what that flag must reach
+  std::atomic<uint32_t> unrecorded;               // pending operations beyond what `records` can hold
+  alignas(kLine) std::atomic<uint32_t> asked;     // many writers: how often others asked where it is
+  alignas(kLine) std::atomic<uint32_t> answered;  // the `asked` that the text answers
+  uint32_t stack_bytes;
+  char stack[kStackBytes];
   alignas(kLine) char control_ring[kControlRingBytes];
 };
 
@@ -70,7 +85,7 @@ struct SegmentLayout {
   size_t chunk_bytes;  // multiple of the page size
   size_t chunk_slots;
   size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
-  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, staging_at;
+  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, records_at, staging_at;
   size_t total_bytes;
 };
 
@@ -95,6 +110,10 @@ class Segment {
   std::atomic<uint64_t>* seals() { return At<std::atomic<uint64_t>>(layout_.seals_at); }
   std::atomic<uint32_t>* counters() { return At<std::atomic<uint32_t>>(layout_.counters_at); }
   char* broadcast_ring() { return base_ + layout_.broadcast_at; }
+  // kRecordSlots of them; written by rank r alone.
+  RecordSlot* records(int r) {
+    return At<RecordSlot>(layout_.records_at) + static_cast<size_t>(r) * kRecordSlots;
+  }
   char* staging(int r, uint64_t chunk) {
     return base_ + layout_.staging_at +
            (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.slot_bytes;
@@ -107,6 +126,7 @@ class Segment {
 
   // This segment is a process set's: it is revoked with the world's, and that with it. Set before use.
   void BelongTo(std::shared_ptr<Segment> world) { world_ = std::move(world); }
+  bool belongs() const { return world_ != nullptr; }
 
   // The first call wins; the others' text is dropped. Wakes every sleeper.
   void Revoke(Code code, const std::string& text);
@@ -122,6 +142,11 @@ class Segment {
   void RingSleepers() {
     if (header().sleepers.load(std::memory_order_seq_cst) != 0) RingAllSleepers();
   }
+
+  // Rank r waits for a flag of `peer` to reach `value`; peer -1: no more.
+  void NoteWait(int r, int peer, bool for_done, uint64_t value);
+  // Whom rank r still waits for, or -1.
+  int WaitsFor(int r);
 
   // In a forked child: the parent's mapping is not there (MADV_DONTFORK), so never unmap.
   void Forget() { base_ = nullptr; }

@@ -68,10 +68,12 @@ void Waiter::SpreadOverCores(int64_t now_ns) {
 
 Status Waiter::Periodic(bool in_bucket) {
   const int64_t now_ns = NowNs();
+  if (watch_) watch_();
   if (now_ns >= next_liveness_check_ns_) {
     next_liveness_check_ns_ = now_ns + kLivenessPeriodNs;
     if (CheckPeers()) return segment_.RevokedStatus();
   }
+  if (next_signal_check_ns_ == 0) next_signal_check_ns_ = now_ns + kSignalPeriodNs;
   if (interrupted_ && now_ns >= next_signal_check_ns_) {
     next_signal_check_ns_ = now_ns + kSignalPeriodNs;
     if (interrupted_()) {

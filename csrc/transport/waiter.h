@@ -54,12 +54,15 @@ class Waiter {
   void Configure(WaitBudget budget, std::function<bool()> interrupted) {
     budget_ = budget;
     interrupted_ = std::move(interrupted);
-    next_signal_check_ns_ = NowNs() + kSignalPeriodNs;
+    next_signal_check_ns_ = 0;  // set once a wait turns out to be long: reading the clock takes 40 ns
   }
 
   // Called again and again while waiting, so that bytes between hosts keep moving; true: it has more to do,
   // and sleeps are short.
   void set_background(std::function<bool()> background) { background_ = std::move(background); }
+
+  // Called while a wait is asleep, every 10 ms or so. Once, before the first wait.
+  void SetWatch(std::function<void()> watch) { watch_ = std::move(watch); }
 
   // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,
   // and again after every sleep: it wakes the ranks that this one waits for. Both may be called many times.
@@ -156,6 +159,7 @@ class Waiter {
   WaitBudget budget_;
   std::function<bool()> interrupted_;
   std::function<bool()> background_;
+  std::function<void()> watch_;
   int64_t next_signal_check_ns_ = 0;
   int64_t next_liveness_check_ns_ = 0;
   int64_t next_spread_ns_ = 0;

@@ -49,6 +49,7 @@ from kolovod.numpy import (
     reducescatter_async,
     synchronize,
 )
+from kolovod.observe.last_operations import last_operations
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.process_sets import (
     ProcessSet,
@@ -105,6 +106,7 @@ __all__ = [
     "init",
     "is_initialized",
     "join",
+    "last_operations",
     "local_rank",
     "local_size",
     "poll",

@@ -27,6 +27,9 @@ class Engine:
     the engine takes over: ``uplink_fds`` by host (from rank 0 to the first rank of every other
     host, and from that to rank 0), ``mesh_fds`` by rank; -1 where there is none.
     ``external=True``: buckets are handed to ``next_bucket`` instead of the own collectives.
+    ``stacks``: asked for the main thread's stack when this rank is late. ``last_operations_prefix``:
+    what the names of the files begin with (folder included) that are written when the world ends
+    by a failure; "" writes none.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class Engine:
         hosts: Sequence[int] = (),
         uplink_fds: Sequence[int] = (),
         mesh_fds: Sequence[int] = (),
+        stacks: StackSource | None = None,
+        last_operations_prefix: str = "",
     ) -> None: ...
     def submit(
         self,
@@ -117,6 +122,20 @@ class Engine:
         """In a forked child: what is the parent's (thread, segment) is never touched again."""
 
     def stats(self) -> dict[str, int]: ...
+    def last_operations(self) -> list[dict[str, Any]]:
+        """What ``kolovod.last_operations`` documents, but times in ns of CLOCK_MONOTONIC, or 0."""
+
+    def last_late_report(self) -> str:
+        """The last report on late ranks that this rank wrote to standard error; "" if none."""
+
+@final
+class StackSource:
+    """Sends ``signum`` to the main thread, whose handler writes a stack into a pipe.
+
+    ``read_fd`` is the pipe's other end, not blocking; the caller keeps it open.
+    """
+
+    def __init__(self, signum: int, read_fd: int) -> None: ...
 
 @final
 class LoopbackWorld:

@@ -51,6 +51,8 @@ class Knob:
     """The variable that sets it."""
     aliases: tuple[str, ...]
     """Further variables with the same meaning and unit; ``environment`` wins over them."""
+    off: str
+    """A variable that sets the value to 0 when it is true, "" for none; it wins over aliases."""
     flag: str
     """Option of ``kolovod run``."""
     text: str
@@ -93,6 +95,7 @@ def _knob(
     *,
     unit: str = "",
     aliases: tuple[str, ...] = (),
+    off: str = "",
     minimum: float = -math.inf,
     maximum: float = _INT64_MAX,
     choices: tuple[str, ...] = (),
@@ -104,6 +107,7 @@ def _knob(
         "default": default,
         "unit": unit,
         "aliases": aliases,
+        "off": off,
         "text": text,
         "minimum": minimum,
         "maximum": maximum,
@@ -130,6 +134,33 @@ class Settings:
         aliases=("HOROVOD_START_TIMEOUT",),
         minimum=0.1,
         maximum=30 * 86_400.0,
+        engine=False,
+    )
+    late_report_s: float = _knob(
+        60.0,
+        "An operation that waits longer for a rank is reported on standard error, with that rank's "
+        "Python stack; again after twice the time. 0: never.",
+        unit="seconds",
+        aliases=("HOROVOD_STALL_CHECK_TIME_SECONDS",),
+        off="HOROVOD_STALL_CHECK_DISABLE",
+        minimum=0.0,
+        maximum=30 * 86_400.0,
+        engine=False,
+    )
+    late_failure_s: float = _knob(
+        0.0,
+        "After waiting so long for a rank, every rank fails with LateRankError. 0: never.",
+        unit="seconds",
+        aliases=("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",),
+        off="HOROVOD_STALL_CHECK_DISABLE",
+        minimum=0.0,
+        maximum=30 * 86_400.0,
+        engine=False,
+    )
+    last_operations_dir: str = _knob(
+        "",
+        "Folder for the files with each rank's last operations, which are written when the world "
+        "fails. none: no files. By default kolovod-UID in the folder for temporary files.",
         engine=False,
     )
     fusion_bytes: int = _knob(
@@ -194,6 +225,8 @@ class Settings:
         """Every field of the native engine's configuration."""
         config = {knob.name: int(getattr(self, knob.name)) for knob in KNOBS if knob.engine}
         config["start_timeout_ms"] = max(1, round(self.start_timeout_s * 1000))
+        config["late_report_ms"] = math.ceil(self.late_report_s * 1000)
+        config["late_failure_ms"] = math.ceil(self.late_failure_s * 1000)
         return config
 
 
@@ -216,9 +249,14 @@ def load(environ: Mapping[str, str]) -> Settings:
     """
     values: dict[str, Value] = {}
     for knob in KNOBS:
-        for name in (knob.environment, *knob.aliases):
+        for name in (knob.environment, knob.off, *knob.aliases):
             text = environ.get(name, "")
-            if text.strip():
+            if not text.strip():
+                continue
+            if name != knob.off:
                 values[knob.name] = knob.parse(text, name)
+                break
+            if parse_bool(text, name):
+                values[knob.name] = knob.type(0)
                 break
     return Settings(**values)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@
     ├── CollectiveAbortedError                    the world is over: shutdown(), then init() again
     │   ├── RankLostError (.rank)                 a rank's process ended without leaving
     │   ├── RankLeftError (.rank)                 a rank left before this operation
+    │   ├── LateRankError (.rank)                 a rank kept the others waiting for too long
     │   ├── ShutDownError                         this rank shut down before it completed
     │   └── InterruptedByRankError (.rank)        a rank gave up: Ctrl-C, or an uncaught exception
     ├── WaitTimeoutError (also TimeoutError)      still pending; wait again, or shut down
@@ -35,6 +36,7 @@ __all__ = [
     "InterruptedByRankError",
     "InvalidArgumentError",
     "KolovodError",
+    "LateRankError",
     "MismatchError",
     "NotInitializedError",
     "RankLeftError",
@@ -90,6 +92,10 @@ class RankLeftError(CollectiveAbortedError):
     """The operation needs a rank that has left, by ``shutdown()`` or by ending normally."""
 
 
+class LateRankError(CollectiveAbortedError):
+    """A rank was alive but late for longer than KOLOVOD_LATE_FAILURE_S. ``rank`` says which."""
+
+
 class ShutDownError(CollectiveAbortedError):
     """Shut down on this rank before the operation completed."""
 
@@ -128,6 +134,7 @@ _BY_STATUS: dict[str, type[KolovodError]] = {
     "timeout": WaitTimeoutError,
     "interrupted": InterruptedByRankError,
     "internal": InternalError,
+    "late": LateRankError,
 }
 
 _LEADING_RANK = re.compile(r"rank (\d{1,9})\b")

@@ -25,6 +25,7 @@ from kolovod.errors import (
 from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
 from kolovod.launch.place import Place, local_and_cross, read_place, started_by_mpi
 from kolovod.launch.store import Member
+from kolovod.observe import record_files, stacks
 
 if TYPE_CHECKING:
     from kolovod.process_sets import ProcessSet
@@ -71,7 +72,12 @@ class World:
         """
         members = tuple(self.members[rank] for rank in ranks)
         with _ready(self.place, members, self.settings) as ready:
-            engine = _make_engine(ready, ranks=tuple(ranks), world=self.engine)
+            prefix = record_files.file_prefix(
+                self.settings.last_operations_dir, self.place.secret, ready.epoch, ranks
+            )
+            engine = _make_engine(
+                ready, ranks=tuple(ranks), world=self.engine, last_operations_prefix=prefix
+            )
         self.sets.engines.append(engine)
         return engine
 
@@ -226,6 +232,7 @@ def _make_engine(
     external: bool = False,
     ranks: tuple[int, ...] = (),
     world: _native.Engine | None = None,
+    last_operations_prefix: str = "",
 ) -> _native.Engine:
     """The engine of what has been made ready.
 
@@ -248,6 +255,8 @@ def _make_engine(
             hosts=hosts,
             uplink_fds=control,
             mesh_fds=data,
+            stacks=stacks.source() if size > 1 else None,
+            last_operations_prefix=last_operations_prefix,
         )
     except _native.EngineError as exc:
         error = from_engine(exc)
@@ -260,10 +269,13 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
     is_external = settings.backend != "native" and size > 1
+    if ready.rank == 0:
+        record_files.prune()
     with ready:
+        prefix = record_files.file_prefix(settings.last_operations_dir, place.secret, ready.epoch)
         # Before the engine, since it may fail; on every rank alike, since the settings are.
         backend = load_backend(settings.backend, ready.rank, size) if is_external else None
-        engine = _make_engine(ready, external=is_external)
+        engine = _make_engine(ready, external=is_external, last_operations_prefix=prefix)
     driver = None
     if backend is not None:
         driver = ExternalDriver(engine, backend, size)

@@ -1,0 +1,70 @@
+// Which rank keeps the others waiting, since when, and is it time to say so or to give up? PURE: what the
+// ranks have noted (transport/record.h), the time and the limits in; findings and their text out.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "transport/record.h"
+
+namespace kolovod {
+
+struct LateLimits {
+  int64_t report_ns = 0;   // 0: never
+  int64_t failure_ns = 0;  // 0: never
+};
+
+struct LateView {
+  int64_t now_ns = 0;
+  int64_t last_report_ns = 0;                         // by whatever rank; 0 never
+  std::vector<std::vector<OperationRecord>> records;  // by rank
+  std::vector<bool> incomplete;                       // by rank: more is pending than its records say
+  std::vector<int> waits_for;                         // by rank: whose data it waits for in a bucket, or -1
+};
+
+enum class LateCause {
+  kNotSubmitted,  // the rank has not come to the operation
+  kNotStarted,    // it has submitted it, and does not take part in the bucket
+  kNoData,        // it is in the bucket, and others wait for its data
+  kNoProgress,    // nobody in particular: all have submitted it, and nothing happens
+};
+
+struct LateOperation {
+  uint64_t name_hash;
+  std::string name;
+  Verb verb;
+  int64_t waited_ns;
+};
+
+struct LateFinding {
+  int rank;  // who is late; -1: kNoProgress
+  LateCause cause;
+  std::vector<LateOperation> operations;  // longest wait first
+  std::vector<int> waiting;               // who waits, ascending
+};
+
+struct LateVerdict {
+  bool report = false;
+  bool fail = false;
+  std::vector<LateFinding> findings;  // longest wait first; not empty if `report` or `fail`
+};
+
+// A report is due when an operation has waited for the limit, and again after twice, four times, ... that
+// time: the ranks share last_report_ns, so that one of them reports, and all follow the same times.
+LateVerdict JudgeLate(const LateView& view, const LateLimits& limits);
+
+// What messages call the ranks of a view.
+struct RankNames {
+  std::vector<int> numbers;
+  std::function<std::string(int)> describe;  // "rank 1 on host a (pid 17)"
+};
+
+// One line, with at most so many operations' names.
+std::string LateText(const LateFinding& finding, const RankNames& names, size_t max_names);
+
+// Reports follow each other by this at least, however short the limit: one takes a while to make.
+inline constexpr int64_t kLateGapNs = 2'500'000'000;
+
+}  // namespace kolovod

@@ -1,0 +1,259 @@
+#include "control/late.h"
+
+#include "testing/check.h"
+
+namespace kolovod {
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+
+// Ranks' records in seconds; the time is 100 s.
+struct World {
+  explicit World(int size) {
+    view.now_ns = 100 * kSecond;
+    view.records.resize(static_cast<size_t>(size));
+    view.incomplete.resize(static_cast<size_t>(size));
+    view.waits_for.assign(static_cast<size_t>(size), -1);
+  }
+  OperationRecord& Add(int rank, const std::string& name, int64_t submitted_s) {
+    std::vector<OperationRecord>& records = view.records[static_cast<size_t>(rank)];
+    OperationRecord& record = records.emplace_back();
+    record.number = records.size();
+    record.name = name;
+    record.name_hash = HashName(name);
+    record.state = RecordState::kSubmitted;
+    record.submitted_ns = submitted_s * kSecond;
+    return record;
+  }
+  void Start(int rank, const std::string& name, int64_t submitted_s, int64_t started_s, uint64_t bucket = 1) {
+    OperationRecord& record = Add(rank, name, submitted_s);
+    record.bucket = bucket;
+    record.state = RecordState::kStarted;
+    record.started_ns = started_s * kSecond;
+  }
+  void Finish(int rank, const std::string& name, int64_t submitted_s, int64_t ended_s, uint64_t bucket = 1) {
+    Start(rank, name, submitted_s, ended_s, bucket);
+    view.records[static_cast<size_t>(rank)].back().state = RecordState::kDone;
+    view.records[static_cast<size_t>(rank)].back().ended_ns = ended_s * kSecond;
+  }
+  LateVerdict Judge(int64_t report_s = 60, int64_t failure_s = 0) const {
+    return JudgeLate(view, LateLimits{report_s * kSecond, failure_s * kSecond});
+  }
+  static std::string Text(const LateFinding& finding, size_t max_names = 6) {
+    const RankNames names{{0, 1, 2, 3}, [](int r) { return "rank " + std::to_string(r); }};
+    return LateText(finding, names, max_names);
+  }
+
+  LateView view;
+};
+
+TEST(all_is_well) {
+  World w(2);
+  CHECK(w.Judge().findings.empty());
+  w.Finish(0, "a", 1, 2);
+  w.Finish(1, "a", 1, 2);
+  w.Add(0, "b", 41);
+  const LateVerdict verdict = w.Judge();
+  CHECK(!verdict.report && !verdict.fail);
+}
+
+TEST(who_has_not_submitted_what_and_who_waits) {
+  World w(3);
+  w.Add(0, "layer1.weight", 39);
+  w.Add(1, "layer1.weight", 38);
+  w.Add(0, "layer2.weight", 40);
+  const LateVerdict verdict = w.Judge();
+  CHECK(verdict.report && !verdict.fail);
+  CHECK(verdict.findings.size() == 2);
+  CHECK(World::Text(verdict.findings[0]) ==
+        "rank 2 has not submitted 'layer1.weight' (allreduce, 62 s), 'layer2.weight' (allreduce, 60 s); "
+        "ranks 0, 1 wait");
+  CHECK(World::Text(verdict.findings[1]) ==
+        "rank 1 has not submitted 'layer2.weight' (allreduce, 60 s); rank 0 waits");
+}
+
+TEST(different_tensors_missing_on_different_ranks) {
+  World w(3);
+  for (int r : {0, 2}) w.Add(r, "x", 10);
+  for (int r : {1, 2}) w.Add(r, "y", 20);
+  const LateVerdict verdict = w.Judge();
+  CHECK(verdict.findings.size() == 2);
+  CHECK(World::Text(verdict.findings[0]) ==
+        "rank 1 has not submitted 'x' (allreduce, 90 s); ranks 0, 2 wait");
+  CHECK(World::Text(verdict.findings[1]) ==
+        "rank 0 has not submitted 'y' (allreduce, 80 s); ranks 1, 2 wait");
+}
+
+TEST(many_names_are_counted) {
+  World w(2);
+  for (int i = 0; i < 9; ++i) w.Add(0, "t" + std::to_string(i), 10);
+  const LateVerdict verdict = w.Judge();
+  CHECK(World::Text(verdict.findings[0], 1) ==
+        "rank 1 has not submitted 't0' (allreduce, 90 s) and 8 more; rank 0 waits");
+  CHECK(World::Text(verdict.findings[0]).find("'t5'") != std::string::npos);
+  CHECK(World::Text(verdict.findings[0]).find("and 3 more") != std::string::npos);
+}
+
+TEST(what_has_waited_for_half_the_time_goes_with_it) {
+  World w(2);
+  w.Add(0, "old", 40);
+  w.Add(0, "younger", 70);
+  w.Add(0, "new", 71);
+  CHECK(w.Judge().findings[0].operations.size() == 2);
+}
+
+TEST(reports_come_after_twice_the_time) {
+  World w(2);
+  w.Add(0, "a", 0);
+  const auto due = [&](int64_t now_s, int64_t last_s) {
+    w.view.now_ns = now_s * kSecond;
+    w.view.last_report_ns = last_s * kSecond;
+    return w.Judge(10).report;
+  };
+  CHECK(!due(9, 0) && due(10, 0));
+  CHECK(!due(19, 10) && due(20, 10));
+  CHECK(!due(39, 20) && due(40, 20));
+  // Another that begins to be late has its own time, but not right after a report.
+  w.Add(0, "b", 41);
+  CHECK(!due(50, 40) && due(51, 40));
+  CHECK(!due(55, 46) && due(56, 46));
+}
+
+TEST(short_limits_do_not_make_reports_overlap) {
+  World w(2);
+  w.Add(0, "a", 99);
+  w.view.last_report_ns = 99 * kSecond;
+  CHECK(!w.Judge(1, 1).report && !w.Judge(1, 1).fail);
+  w.view.last_report_ns = 97 * kSecond;
+  CHECK(w.Judge(1, 1).report && w.Judge(1, 1).fail);
+}
+
+TEST(the_second_limit_is_independent_of_the_first) {
+  World w(2);
+  w.Add(0, "a", 50);
+  CHECK(!w.Judge(60, 51).fail && w.Judge(60, 50).fail);
+  CHECK(!w.Judge(60, 50).report);
+  LateVerdict verdict = w.Judge(0, 50);
+  CHECK(verdict.fail && !verdict.report && verdict.findings[0].rank == 1);
+  verdict = w.Judge(50, 0);
+  CHECK(!verdict.fail && verdict.report);
+}
+
+TEST(an_earlier_use_of_a_name_does_not_count) {
+  const std::string wanted = "rank 1 has not submitted 'a' (allreduce, 85 s); rank 0 waits";
+  // Rank 1 was through with it a moment after rank 0 had submitted the next.
+  World w(2);
+  w.Finish(0, "a", 1, 14, 7);
+  w.Finish(1, "a", 2, 16, 7);
+  w.Add(0, "a", 15);
+  CHECK(World::Text(w.Judge().findings.at(0)) == wanted);
+  // It hangs in the earlier one, which needs nothing of it.
+  World v(2);
+  v.Finish(0, "a", 1, 14, 7);
+  v.Start(1, "a", 2, 16, 7);
+  v.Add(0, "a", 15);
+  CHECK(World::Text(v.Judge().findings.at(0)) == wanted);
+  // It has not even begun the earlier one.
+  World u(2);
+  u.Finish(0, "a", 1, 14, 7);
+  u.Add(1, "a", 2);
+  u.Add(0, "a", 15);
+  bool named = false;
+  for (const LateFinding& finding : u.Judge().findings) named = named || World::Text(finding) == wanted;
+  CHECK(named);
+  // The same, but in the next one: there is nobody to blame.
+  World t(2);
+  for (int r : {0, 1}) t.Finish(r, "a", 1, 14, 7);
+  for (int r : {0, 1}) t.Add(r, "a", 15);
+  CHECK(t.Judge().findings.at(0).cause == LateCause::kNoProgress);
+}
+
+TEST(a_rank_that_is_through_is_not_late) {
+  World w(2);
+  w.Add(0, "a", 10);
+  w.Finish(1, "a", 11, 12);
+  const LateVerdict verdict = w.Judge();
+  CHECK(verdict.findings.at(0).cause == LateCause::kNoProgress);
+}
+
+TEST(a_rank_with_unknown_operations_is_not_accused) {
+  World w(3);
+  w.Add(0, "a", 10);
+  w.view.incomplete[1] = true;
+  const LateVerdict verdict = w.Judge();
+  CHECK(verdict.findings.size() == 1 && verdict.findings[0].rank == 2);
+}
+
+TEST(a_rank_that_takes_no_part_in_the_bucket) {
+  World w(3);
+  w.Start(0, "a", 1, 20);
+  w.Start(1, "a", 1, 21);
+  w.Add(2, "a", 5);
+  w.view.waits_for[0] = 1;  // which waits for rank 2, but that is not noted
+  const LateVerdict verdict = w.Judge();
+  CHECK(verdict.findings.size() == 1);
+  CHECK(World::Text(verdict.findings[0]) ==
+        "rank 2 has submitted 'a' (allreduce, 80 s), but takes no part in it; ranks 0, 1 wait");
+}
+
+TEST(data_that_do_not_come_are_followed_to_their_source) {
+  World w(4);
+  for (int r = 0; r < 4; ++r) w.Start(r, "a", 1, 20);
+  w.view.waits_for = {1, 2, -1, 2};
+  LateVerdict verdict = w.Judge();
+  CHECK(verdict.findings.size() == 1);
+  CHECK(World::Text(verdict.findings[0]) ==
+        "rank 2 does not deliver its data of 'a' (allreduce, 80 s); ranks 0, 1, 3 wait");
+  w.view.waits_for = {1, 2, 0, 0};  // a circle: somebody is named, and nothing hangs
+  verdict = w.Judge();
+  CHECK(!verdict.findings.empty() && verdict.findings[0].cause == LateCause::kNoData);
+}
+
+TEST(what_waits_behind_other_trouble_is_not_told) {
+  World w(2);
+  for (int r = 0; r < 2; ++r) w.Start(r, "a", 1, 20);
+  for (int r = 0; r < 2; ++r) w.Add(r, "behind", 21);
+  w.view.waits_for[0] = 1;
+  const LateVerdict verdict = w.Judge();
+  CHECK(verdict.findings.size() == 1);
+  CHECK(verdict.findings[0].operations.size() == 1);
+}
+
+TEST(ranks_of_a_process_set_have_the_numbers_of_the_world) {
+  World w(3);
+  for (int r : {0, 2}) w.Add(r, "a", 10);
+  const RankNames names{{4, 6, 9}, [](int r) { return "rank of index " + std::to_string(r); }};
+  CHECK(LateText(w.Judge().findings.at(0), names, 6) ==
+        "rank of index 1 has not submitted 'a' (allreduce, 90 s); ranks 4, 9 wait");
+}
+
+TEST(who_has_joined_is_not_late_and_waits_for_long) {
+  World w(3);
+  w.Add(0, "join", 1).verb = Verb::kJoin;
+  w.Finish(1, "a", 85, 86);
+  w.Finish(2, "a", 85, 86);
+  CHECK(w.Judge().findings.empty());
+  // Rank 1 goes on, rank 2 hangs.
+  World v(3);
+  v.Add(0, "join", 1).verb = Verb::kJoin;
+  v.Finish(2, "a", 15, 16);
+  v.Add(1, "b", 60);
+  const LateVerdict verdict = v.Judge();
+  CHECK(verdict.findings.size() == 1);
+  CHECK(World::Text(verdict.findings[0]) ==
+        "rank 2 has not submitted 'join' (join, 99 s), 'b' (allreduce, 40 s); ranks 0, 1 wait");
+}
+
+TEST(nothing_happens_and_nobody_is_missing) {
+  World w(2);
+  for (int r = 0; r < 2; ++r) w.Add(r, "a", 10);
+  const LateVerdict verdict = w.Judge(60, 90);
+  CHECK(verdict.report && verdict.fail);
+  CHECK(World::Text(verdict.findings.at(0)) ==
+        "every rank has submitted 'a' (allreduce, 90 s), but nothing happens; ranks 0, 1 wait");
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

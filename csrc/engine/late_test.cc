@@ -1,0 +1,187 @@
+// Late ranks in a world of threads: who reports, what it says, and the end after the second limit.
+#include <chrono>
+#include <thread>
+
+#include "engine/record_file.h"
+#include "testing/world.h"
+
+namespace kolovod {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::Rank;
+using testing::RunRanks;
+
+Config LateConfig(int64_t report_ms, int64_t failure_ms) {
+  Config config = testing::SmallConfig();
+  config.late_report_ms = report_ms;
+  config.late_failure_ms = failure_ms;
+  return config;
+}
+
+uint64_t ReportsOf(Rank& rank) { return rank.engine().Stats().late_reports; }
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Of all ranks together: any of those that wait may be the one that writes.
+class Reports {
+ public:
+  void Take(Rank& rank) {
+    std::lock_guard lock(mutex_);
+    count_ += ReportsOf(rank);
+    text_ += rank.engine().LastLateReport();
+  }
+  uint64_t count_ = 0;
+  std::string text_;
+
+ private:
+  std::mutex mutex_;
+};
+
+TEST(one_rank_reports_for_all_who_has_not_submitted_what) {
+  for (const bool cached : {false, true}) {
+    Reports reports;
+    std::atomic<int> finished{0};
+    RunRanks(
+        3,
+        [&](Rank& rank) {
+          std::vector<float> data(4, 1.0f);
+          for (int i = 0; cached && i < 3; ++i) CHECK_OK(rank.Allreduce("t", data));
+          if (rank.rank() == 1) std::this_thread::sleep_for(milliseconds(1200));
+          CHECK_OK(rank.Allreduce("t", data));
+          reports.Take(rank);
+          finished.fetch_add(1);
+          while (finished.load() < 3) std::this_thread::sleep_for(milliseconds(1));
+        },
+        LateConfig(200, 0));
+    CHECK(reports.count_ == 1);
+    CHECK(Contains(reports.text_, "rank 1 (loopback) has not submitted 't' (allreduce, "));
+    CHECK(Contains(reports.text_, "; ranks 0, 2 wait\n"));
+    CHECK(Contains(reports.text_, "  rank 1, its main thread:\n  no stack: no faulthandler here\n"));
+  }
+}
+
+TEST(nothing_is_said_while_all_is_well) {
+  RunRanks(
+      2,
+      [](Rank& rank) {
+        std::vector<float> data(4, 1.0f);
+        const auto end = std::chrono::steady_clock::now() + milliseconds(600);
+        std::vector<float> go(1);
+        while (go[0] == 0.0f) {
+          CHECK_OK(rank.Allreduce("t", data));
+          go[0] = std::chrono::steady_clock::now() > end ? 1.0f : 0.0f;
+          CHECK_OK(rank.Allreduce("go", go, Op::kMax));
+        }
+        CHECK(ReportsOf(rank) == 0);
+      },
+      LateConfig(30'000, 0));
+}
+
+TEST(after_the_second_limit_all_fail_and_the_late_rank_is_named) {
+  RunRanks(
+      3,
+      [](Rank& rank) {
+        std::vector<float> data(4, 1.0f);
+        if (rank.rank() == 2) {
+          uint64_t handle = 0;
+          Status status;
+          for (int i = 0; i < 1000 && status.ok(); ++i) {
+            std::this_thread::sleep_for(milliseconds(20));
+            status = rank.Submit("other" + std::to_string(i), data, false, &handle);
+          }
+          CHECK(status.code() == Code::kLate);
+          return;
+        }
+        const Status status = rank.Allreduce("t", data);
+        CHECK(status.code() == Code::kLate);
+        CHECK(status.message().rfind("rank 2", 0) == 0);
+        CHECK(Contains(status.message(), "'t'"));
+        CHECK(Contains(status.message(), "the limit is 300 ms"));
+      },
+      LateConfig(0, 300));
+}
+
+TEST(a_rank_whose_data_do_not_come_is_named) {
+  Reports reports;
+  RunRanks(
+      2,
+      [&](Rank& rank) {
+        std::vector<float> data(3000, 1.0f);  // three chunks
+        CHECK_OK(rank.Allreduce("before", data));
+        if (rank.rank() == 1) rank.world().faults->delay_us[1] = 300'000;
+        CHECK_OK(rank.Allreduce("slow", data));
+        if (rank.rank() == 1) rank.world().faults->delay_us[1] = 0;
+        reports.Take(rank);
+        CHECK_OK(rank.Allreduce("after", data));
+      },
+      LateConfig(400, 0));
+  CHECK(reports.count_ >= 1);
+  CHECK(Contains(reports.text_, "rank 1 (loopback) "));
+  CHECK(Contains(reports.text_, "'slow'"));
+  CHECK(!Contains(reports.text_, "has not submitted"));
+}
+
+TEST(a_lost_announcement_is_found_not_to_progress) {
+  Reports reports;
+  std::atomic<int> finished{0};
+  RunRanks(
+      2,
+      [&](Rank& rank) {
+        std::vector<float> data(4, 1.0f);
+        if (rank.rank() == 1) rank.world().faults->drop[1] = 1;
+        uint64_t handle = 0;
+        CHECK_OK(rank.Submit("t", data, false, &handle));
+        CHECK(rank.engine().Wait(handle, 1.0, nullptr).code() == Code::kTimeout);
+        reports.Take(rank);
+        finished.fetch_add(1);
+        while (finished.load() < 2) std::this_thread::sleep_for(milliseconds(1));
+      },
+      LateConfig(200, 0));
+  CHECK(reports.count_ == 1);
+  CHECK(Contains(reports.text_, "every rank has submitted 't'"));
+}
+
+TEST(the_last_operations_of_a_rank) {
+  RunRanks(2, [](Rank& rank) {
+    std::vector<float> data(8, 1.0f);
+    CHECK_OK(rank.Allreduce("a", data));
+    CHECK_OK(rank.Allreduce("b", data));
+    const auto records = rank.engine().LastOperations();
+    CHECK(records.size() == 2);
+    CHECK(records[0].name == "a" && records[0].state == RecordState::kDone && records[0].bytes == 32);
+    CHECK(records[1].bucket == records[0].bucket + 1);
+    CHECK(records[1].submitted_ns <= records[1].started_ns && records[1].started_ns <= records[1].ended_ns);
+  });
+}
+
+TEST(the_file_of_last_operations) {
+  std::vector<OperationRecord> records(4);
+  for (size_t i = 0; i < records.size(); ++i) {
+    records[i].number = i + 1;
+    records[i].name = "t" + std::to_string(i);
+    records[i].state = i == 1 ? RecordState::kSubmitted : RecordState::kDone;
+    records[i].tensors = 1;
+    records[i].submitted_ns = 1'000'000'000;
+  }
+  records[3].name = "quote \" back\\slash \n end \xC3\xA9\xC3";
+  RecordFileHeader header;
+  header.rank = 1;
+  header.size = 2;
+  header.reason = "why";
+  header.now_ns = 3'000'000'000;
+  header.wall_ns = 1'700'000'003'250'000'000;
+  const std::string text = RecordFileText(header, records, 1);
+  CHECK(Contains(text, "{\"rank\": 1, \"size\": 2, \"epoch\": 0, "));
+  CHECK(Contains(text, "\"reason\": \"why\", \"written_at_s\": 1700000003.250000}\n"));
+  CHECK(!Contains(text, "\"t0\"") && Contains(text, "\"t1\"") && !Contains(text, "\"t2\""));
+  CHECK(Contains(text, "\"name\": \"quote \\\" back\\\\slash \\u000a end \xC3\xA9\""));
+  CHECK(Contains(text, "\"submitted_at_s\": 1700000001.250000, \"started_at_s\": null"));
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

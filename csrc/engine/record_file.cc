@@ -1,0 +1,107 @@
+#include "engine/record_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <string_view>
+
+namespace kolovod {
+namespace {
+
+// Without the last character if a limit of bytes has cut it in two: then it is no UTF-8.
+std::string_view WholeCharacters(std::string_view text) {
+  size_t begin = text.size();
+  while (begin > 0 && (static_cast<unsigned char>(text[begin - 1]) & 0xC0) == 0x80) --begin;
+  if (begin == 0) return text;
+  const auto lead = static_cast<unsigned char>(text[begin - 1]);
+  const size_t length = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC0 ? 2 : 1;
+  return text.size() - (begin - 1) < length ? text.substr(0, begin - 1) : text;
+}
+
+std::string Quoted(std::string_view text) {
+  std::string out = "\"";
+  for (char c : WholeCharacters(text)) {
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += c;
+    } else if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F) {
+      char escape[8];
+      std::snprintf(escape, sizeof(escape), "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+      out += escape;
+    } else {
+      out += c;
+    }
+  }
+  return out + '"';
+}
+
+std::string Time(const RecordFileHeader& header, int64_t monotonic_ns) {
+  if (monotonic_ns == 0) return "null";
+  const int64_t us = (monotonic_ns - header.now_ns + header.wall_ns) / 1000;
+  char text[40];
+  std::snprintf(text, sizeof(text), "%lld.%06lld", static_cast<long long>(us / 1'000'000),
+                static_cast<long long>(us % 1'000'000));
+  return text;
+}
+
+std::string Line(const RecordFileHeader& header, const OperationRecord& record) {
+  std::string line = "{\"number\": " + std::to_string(record.number);
+  line += ", \"name\": " + Quoted(record.name);
+  line += std::string(", \"verb\": \"") + NameOf(record.verb) + "\"";
+  line += ", \"dtype\": " + (record.tensors > 0 ? "\"" + std::string(NameOf(record.dtype)) + "\"" : "null");
+  line += ", \"tensors\": " + std::to_string(record.tensors);
+  line += ", \"bytes\": " + std::to_string(record.bytes);
+  line += ", \"bucket\": " + (record.bucket > 0 ? std::to_string(record.bucket) : "null");
+  line += std::string(", \"state\": \"") + NameOf(record.state) + "\"";
+  line += ", \"submitted_at_s\": " + Time(header, record.submitted_ns);
+  line += ", \"started_at_s\": " + Time(header, record.started_ns);
+  line += ", \"ended_at_s\": " + Time(header, record.ended_ns);
+  return line + "}\n";
+}
+
+Status Trouble(const std::string& what, const std::string& path) {
+  return Status(Code::kInternal, "cannot " + what + " " + path + ": " + std::strerror(errno));
+}
+
+}  // namespace
+
+std::string RecordFileText(const RecordFileHeader& header, const std::vector<OperationRecord>& records,
+                           size_t limit) {
+  std::string text = "{\"rank\": " + std::to_string(header.rank);
+  text += ", \"size\": " + std::to_string(header.size);
+  text += ", \"epoch\": " + std::to_string(header.epoch);
+  text += ", \"who\": " + Quoted(header.who);
+  text += ", \"reason\": " + Quoted(header.reason);
+  text += ", \"written_at_s\": " + Time(header, header.now_ns) + "}\n";
+  for (size_t i = 0; i < records.size(); ++i) {
+    if (i + limit >= records.size() || records[i].pending()) text += Line(header, records[i]);
+  }
+  return text;
+}
+
+Status WriteNewFile(const std::string& path, const std::string& text) {
+  const std::string folder = path.substr(0, path.rfind('/'));
+  if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return Trouble("make the folder", folder);
+  // Never through a link or into a file that somebody else has put there.
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (fd < 0) return Trouble("write", path);
+  size_t done = 0;
+  while (done < text.size()) {
+    const ssize_t n = write(fd, text.data() + done, text.size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      Status status = Trouble("write", path);
+      close(fd);
+      return status;
+    }
+    done += static_cast<size_t>(n);
+  }
+  if (close(fd) != 0) return Trouble("write", path);
+  return Status();
+}
+
+}  // namespace kolovod

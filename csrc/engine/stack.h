@@ -1,0 +1,36 @@
+// Where this process's main thread is in Python. Python's faulthandler has a handler on a real-time signal
+// that writes the stack into a pipe: it runs at once, whoever holds the GIL (src/kolovod/observe/stacks.py).
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace kolovod {
+
+// One for all engines of a process.
+class StackSource {
+ public:
+  // `signum` has its handler by now, which writes into the pipe whose other end is `read_fd` (not blocking,
+  // kept open by the caller).
+  StackSource(int signum, int read_fd);
+
+  // To be called again and again until it returns the text: the stack, or why there is none. Never blocks.
+  std::optional<std::string> Capture(int64_t now_ns);
+
+ private:
+  using Handler = void (*)(int);
+  std::string Begin(int64_t now_ns);
+  bool Read();
+
+  const int signum_;
+  const int read_fd_;
+  const Handler handler_;
+  std::mutex mutex_;
+  int64_t begun_ns_ = 0;  // guarded by mutex_; 0: no capture under way
+  int64_t read_ns_ = 0;   // guarded by mutex_; when the last part came
+  std::string text_;      // guarded by mutex_
+};
+
+}  // namespace kolovod
