@@ -47,6 +47,19 @@ def _everything() -> set[str]:
     return _children() | _threads() | _memory_files()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def last_operations_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Worlds that fail on purpose write their files here, not among the user's."""
+    name = "KOLOVOD_LAST_OPERATIONS_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(tmp_path_factory.mktemp("last-operations"))
+    yield
+    if before is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = before
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a child process, a thread or a file in shared memory behind."""

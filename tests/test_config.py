@@ -23,6 +23,7 @@ def test_the_engine_has_the_same_fields_and_defaults() -> None:
 
 def test_names_are_unique_and_documented() -> None:
     names = [name for knob in KNOBS for name in (knob.environment, *knob.aliases)]
+    assert not set(names) & {knob.off for knob in KNOBS}
     assert len(names) == len(set(names))
     assert len({knob.flag for knob in KNOBS}) == len(KNOBS)
     for knob in KNOBS:
@@ -50,6 +51,23 @@ def test_aliases_of_horovod_and_who_wins() -> None:
     assert load({"HOROVOD_FUSION_THRESHOLD": "123"}).fusion_bytes == 123
     both = {"HOROVOD_FUSION_THRESHOLD": "123", "KOLOVOD_FUSION_BYTES": "456"}
     assert load(both).fusion_bytes == 456
+
+
+def test_the_limits_for_late_ranks_and_what_switches_them_off() -> None:
+    horovods = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90",
+    }
+    settings = load({**horovods, "HOROVOD_STALL_CHECK_DISABLE": "0"})
+    assert (settings.late_report_s, settings.late_failure_s) == (30.0, 90.0)
+    assert settings.engine_config()["late_report_ms"] == 30_000
+    assert settings.engine_config()["late_failure_ms"] == 90_000
+    settings = load({**horovods, "HOROVOD_STALL_CHECK_DISABLE": "1"})
+    assert (settings.late_report_s, settings.late_failure_s) == (0.0, 0.0)
+    settings = load({"HOROVOD_STALL_CHECK_DISABLE": "1", "KOLOVOD_LATE_REPORT_S": "0.0001"})
+    assert settings.engine_config()["late_report_ms"] == 1
+    with pytest.raises(InvalidArgumentError, match="HOROVOD_STALL_CHECK_DISABLE='perhaps'"):
+        load({"HOROVOD_STALL_CHECK_DISABLE": "perhaps"})
 
 
 def test_an_empty_variable_is_unset() -> None:

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "transport/waiter.h"
@@ -176,8 +177,9 @@ void LateWatch::Finish(int64_t now_ns) {
   // Released to the next reporter, who may have the texts overwritten that were read here.
   segment_.header().late_report_ns.store(report.begun_ns, std::memory_order_release);
   if (verdict.fail) {
-    const int64_t limit_ms = limits_.failure_ns / 1'000'000;
-    segment_.Revoke(Code::kLate, causes + where_ + "; the limit is " + std::to_string(limit_ms) + " ms");
+    char limit[32];
+    std::snprintf(limit, sizeof(limit), "%g s", static_cast<double>(limits_.failure_ns) * 1e-9);
+    segment_.Revoke(Code::kLate, causes + where_ + "; the limit is " + limit);
   }
 }
 

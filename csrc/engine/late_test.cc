@@ -99,7 +99,7 @@ TEST(after_the_second_limit_all_fail_and_the_late_rank_is_named) {
         CHECK(status.code() == Code::kLate);
         CHECK(status.message().rfind("rank 2", 0) == 0);
         CHECK(Contains(status.message(), "'t'"));
-        CHECK(Contains(status.message(), "the limit is 300 ms"));
+        CHECK(Contains(status.message(), "the limit is 0.3 s"));
       },
       LateConfig(0, 300));
 }

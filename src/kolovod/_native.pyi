@@ -27,9 +27,9 @@ class Engine:
     the engine takes over: ``uplink_fds`` by host (from rank 0 to the first rank of every other
     host, and from that to rank 0), ``mesh_fds`` by rank; -1 where there is none.
     ``external=True``: buckets are handed to ``next_bucket`` instead of the own collectives.
-    ``stacks``: asked for the main thread's stack when this rank is late. ``last_operations_prefix``:
-    what the names of the files begin with (folder included) that are written when the world ends
-    by a failure; "" writes none.
+    ``stacks``: asked for the main thread's stack when this rank is late.
+    ``last_operations_prefix``: what the names of the files begin with (folder included) that are
+    written when the world ends by a failure; "" writes none.
     """
 
     def __init__(

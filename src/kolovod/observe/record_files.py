@@ -31,7 +31,8 @@ def file_prefix(folder: str, secret: str, epoch: int, members: Sequence[int] = (
     """What the files of one world begin with, folder included; "" if there are to be none.
 
     ``folder`` is the knob ``last_operations_dir``, ``secret`` the job's, which names the job: the
-    ranks of one job have the same prefix. ``members``: of a process set. Raises InvalidArgumentError if ``folder`` cannot be made.
+    ranks of one job have the same prefix. ``members``: of a process set. Raises
+    InvalidArgumentError if ``folder`` cannot be made.
     """
     if folder == "none":
         return ""

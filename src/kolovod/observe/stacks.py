@@ -16,8 +16,8 @@ from kolovod import _native
 
 __all__ = ["SIGNAL", "source"]
 
-SIGNAL = signal.SIGRTMIN + 11
-"""Signal of the main thread; if a process uses it itself, the next real-time signal that is free."""
+SIGNAL = int(signal.SIGRTMIN) + 11
+"""What the main thread gets; if the process uses it itself, the next real-time signal is taken."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ def source() -> _native.StackSource | None:
 def _free_signal() -> int | None:
     """One that has its default action, whoever might have changed that: Python or native code."""
     taken = _caught_or_ignored()
-    for signum in (*range(SIGNAL, signal.SIGRTMAX), *range(signal.SIGRTMIN + 1, SIGNAL)):
+    for signum in (*range(SIGNAL, signal.SIGRTMAX), *range(int(signal.SIGRTMIN) + 1, SIGNAL)):
         if not taken >> (signum - 1) & 1:
-            return signum
+            return int(signum)
     return None
 
 

@@ -1,0 +1,432 @@
+"""Late ranks and last operations, in real processes: who is named, where it is, and what is left."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kolovod as kv
+from kolovod.errors import LateRankError, RankLostError
+from kolovod.observe import stacks
+from kolovod.testing import RankFailed, run_ranks
+from kolovod.world import current
+
+REPORT = {"KOLOVOD_LATE_REPORT_S": "1", "KOLOVOD_LAST_OPERATIONS_DIR": "none"}
+PATIENCE_S = 60.0
+
+
+def ones() -> np.ndarray:
+    return np.ones(4, np.float32)
+
+
+class Signpost:
+    """A pipe with a name: a late rank reads it until the others have reported that it is late."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "reported")
+        os.mkfifo(self.path)
+
+    def open(self) -> int:
+        return os.open(self.path, os.O_RDWR)  # which does not wait for the other end
+
+    def when_reported(self, engine: Any = None) -> threading.Thread:
+        """On a rank that waits: tell the late ones once there is a report, by whatever rank."""
+        engine = engine or current().engine
+
+        def watch() -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while engine.stats()["late_reports"] == 0 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            os.write(fd, b"12345678")
+
+        fd = self.open()
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        return thread
+
+
+def sleep_in_python(fd: int) -> None:
+    os.set_blocking(fd, False)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            os.read(fd, 1)
+            return
+        except BlockingIOError:
+            time.sleep(0.02)
+
+
+def hold_the_gil(fd: int) -> None:
+    # A system call that goes on after a signal; no other thread runs Python meanwhile.
+    ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1)
+
+
+def be_late(
+    rank: int, post: Signpost, how: Callable[[int], None], uses: int, late: int
+) -> float | None:
+    kv.init()
+    for _ in range(uses):
+        kv.allreduce(ones(), name="layer1.weight")
+    if rank == late:
+        how(post.open())
+    else:
+        post.when_reported()
+    return float(kv.allreduce(ones(), name="layer1.weight", op=kv.Sum)[0])
+
+
+def report_of(capfd_text: str) -> str:
+    """Without the launcher's marks."""
+    lines = capfd_text.splitlines()
+    return "\n".join(line.partition("<stderr>:")[2] for line in lines if "<stderr>:" in line)
+
+
+# --- reports ---
+
+
+@pytest.mark.parametrize(
+    ("uses", "how"), [(0, sleep_in_python), (4, sleep_in_python), (4, hold_the_gil)]
+)
+def test_a_late_rank_is_named_with_its_stack(
+    uses: int, how: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+    assert run_ranks(3, be_late, post, how, uses, 1, env=REPORT) == [3.0] * 3
+    text = report_of(capsys.readouterr().err)
+    first, *stack = text.splitlines()
+    assert first.startswith("kolovod: rank 1 on host localhost (pid ")
+    assert " has not submitted 'layer1.weight' (allreduce, 1." in first
+    assert first.endswith("; ranks 0, 2 wait")
+    assert stack[0] == "  rank 1, its main thread:"
+    inside = [line for line in stack if __file__ in line]
+    assert f"in {how.__name__}" in inside[0]
+    assert "in be_late" in inside[1]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_stopped_rank_does_not_answer_and_goes_on_when_continued(
+    late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> float:
+        kv.init()
+        pids = kv.allgather_object(os.getpid())
+        for _ in range(4):
+            kv.allreduce(ones(), name="t")
+        if rank == late:
+            time.sleep(0.2)
+        elif rank == 2:
+            os.kill(pids[late], signal.SIGSTOP)
+        if rank != late:
+            post.when_reported()
+        if rank == 2:
+            fd = post.open()
+            threading.Thread(
+                target=lambda: (sleep_in_python(fd), os.kill(pids[late], signal.SIGCONT)),
+                daemon=True,
+            ).start()
+        return float(kv.allreduce(ones(), name="t", op=kv.Sum)[0])
+
+    assert run_ranks(3, work, env=REPORT) == [3.0] * 3
+    text = report_of(capsys.readouterr().err)
+    assert text.startswith(f"kolovod: rank {late} on host localhost")
+    assert f"  rank {late} does not answer: its process is stopped" in text
+
+
+def test_a_rank_that_is_stopped_in_a_bucket_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> float:
+        kv.init()
+        pids = kv.allgather_object(os.getpid())
+        data = np.ones(1 << 22, np.float32)
+        if rank == 0:
+            fd = post.open()
+
+            def stop_and_continue() -> None:
+                while not any(op["name"] == "big" and op["bucket"] for op in kv.last_operations()):
+                    time.sleep(0)
+                os.kill(pids[1], signal.SIGSTOP)
+                sleep_in_python(fd)
+                os.kill(pids[1], signal.SIGCONT)
+
+            threading.Thread(target=stop_and_continue, daemon=True).start()
+            post.when_reported()
+        for _ in range(20):
+            total = float(kv.allreduce(data, name="big", op=kv.Sum)[-1])
+        return total
+
+    assert run_ranks(2, work, env=REPORT) == [2.0] * 2
+    text = report_of(capsys.readouterr().err)
+    assert "kolovod: rank 1 on host localhost" in text.splitlines()[0]
+    assert "'big' (allreduce, " in text.splitlines()[0]
+    assert "  rank 1 does not answer" in text
+
+
+def test_different_tensors_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> None:
+        kv.init()
+        names = {0: ["x"], 1: ["y"], 2: ["x", "y"]}[rank]
+        handles = {name: kv.allreduce_async(ones(), name=name) for name in names}
+        post.when_reported()
+        sleep_in_python(post.open())
+        for name in ("x", "y"):
+            if name not in handles:
+                handles[name] = kv.allreduce_async(ones(), name=name)
+        for handle in handles.values():
+            handle.wait()
+
+    run_ranks(3, work, env=REPORT)
+    text = report_of(capsys.readouterr().err)
+    assert " has not submitted 'x' (allreduce, " in text
+    assert " has not submitted 'y' (allreduce, " in text
+    lines = [line for line in text.splitlines() if line.startswith("kolovod: ")][:2]
+    found = {line.split(" ")[2]: line for line in lines}
+    assert "'y'" in found["0"]
+    assert found["0"].endswith("; ranks 1, 2 wait")
+    assert "'x'" in found["1"]
+    assert found["1"].endswith("; ranks 0, 2 wait")
+
+
+def test_a_process_set_is_said_and_its_ranks_have_the_numbers_of_the_world(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> None:
+        kv.init()
+        some = kv.add_process_set([1, 2])
+        if rank == 2:
+            sleep_in_python(post.open())
+        elif rank == 1:
+            post.when_reported(some.membership().engine)
+        if rank != 0:
+            kv.allreduce(ones(), name="t", process_set=some)
+
+    run_ranks(3, work, env=REPORT)
+    first = report_of(capsys.readouterr().err).splitlines()[0]
+    assert first.startswith("kolovod: rank 2 on host localhost")
+    assert first.endswith("; rank 1 waits; process set [1, 2]")
+
+
+def test_nothing_is_said_while_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(rank: int) -> int:
+        kv.init()
+        end = time.monotonic() + 1.0
+        while kv.allreduce(np.array([float(time.monotonic() < end)]), name="go", op=kv.Min)[0]:
+            pass
+        return current().engine.stats()["late_reports"]
+
+    assert run_ranks(2, work, env={**REPORT, "KOLOVOD_LATE_REPORT_S": "10"}) == [0, 0]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_stack_is_the_main_threads_whoever_calls_init(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> None:
+        thread = threading.Thread(target=kv.init)
+        thread.start()
+        thread.join()
+        be_late(rank, post, sleep_in_python, 0, 1)
+
+    run_ranks(2, work, env=REPORT)
+    assert "in sleep_in_python" in report_of(capsys.readouterr().err)
+
+
+def test_a_process_that_takes_the_signal_for_itself_is_not_hurt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> None:
+        kv.init()
+        signal.signal(stacks.SIGNAL, signal.SIG_DFL)  # which would end the process
+        be_late(rank, post, sleep_in_python, 0, 1)
+
+    run_ranks(2, work, env=REPORT)
+    text = report_of(capsys.readouterr().err)
+    assert f"no stack: this process has changed its handler of signal {stacks.SIGNAL}" in text
+
+
+def test_a_signal_that_is_used_already_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> int:
+        caught = []
+        signal.signal(stacks.SIGNAL, lambda number, frame: caught.append(number))
+        be_late(rank, post, sleep_in_python, 0, 1)
+        return len(caught)
+
+    assert run_ranks(2, work, env=REPORT) == [0, 0]
+    assert "in sleep_in_python" in report_of(capsys.readouterr().err)
+
+
+def test_a_forked_child_has_no_handler() -> None:
+    def caught() -> bool:
+        with open("/proc/self/status") as file:
+            mask = next(line for line in file if line.startswith("SigCgt:"))
+        return bool(int(mask.split()[1], 16) >> (stacks.SIGNAL - 1) & 1)
+
+    def work(rank: int) -> tuple[bool, int]:
+        kv.init()
+        child = os.fork()
+        if child == 0:
+            os._exit(1 if caught() else 0)
+        return caught(), os.waitpid(child, 0)[1]
+
+    assert run_ranks(2, work) == [(True, 0)] * 2
+
+
+# --- the second limit ---
+
+
+@pytest.mark.parametrize("report_s", ["0", "1"])
+def test_after_the_second_limit_every_rank_fails(report_s: str) -> None:
+    def lag_behind() -> None:
+        time.sleep(5)
+
+    def work(rank: int) -> tuple[int | None, str, float]:
+        kv.init()
+        kv.allreduce(ones(), name="t")
+        started = time.monotonic()
+        if rank == 2:
+            lag_behind()
+        with pytest.raises(LateRankError) as caught:
+            kv.allreduce(ones(), name="t")
+        return caught.value.rank, str(caught.value), time.monotonic() - started
+
+    limits = {"KOLOVOD_LATE_REPORT_S": report_s, "KOLOVOD_LATE_FAILURE_S": "1.5"}
+    for late, text, seconds in run_ranks(3, work, env={**REPORT, **limits}):
+        assert late == 2
+        assert " has not submitted 't' (allreduce, " in text
+        assert " in lag_behind" in text
+        assert "the limit is 1.5 s" in text
+        assert seconds < 30
+
+
+# --- last operations ---
+
+
+def test_last_operations_of_a_world_of_one() -> None:
+    kv.init()
+    try:
+        before = time.time()
+        kv.allreduce(ones(), name="a")
+        kv.grouped_allreduce([ones(), ones()], name="b")
+        kv.barrier()
+        a, b, c = kv.last_operations()
+    finally:
+        kv.shutdown()
+    assert (a["number"], a["name"], a["verb"], a["dtype"]) == (1, "a", "allreduce", "float32")
+    assert (a["tensors"], a["bytes"], a["bucket"], a["state"]) == (1, 16, 1, "done")
+    assert before - 1 < a["submitted_at_s"] <= a["started_at_s"] <= a["ended_at_s"] < before + 60
+    assert (b["tensors"], b["bytes"]) == (2, 32)
+    assert (c["verb"], c["dtype"], c["tensors"]) == ("barrier", None, 0)
+
+
+def test_a_process_sets_operations_are_its_own() -> None:
+    def work(rank: int) -> tuple[list[str], list[str]]:
+        kv.init()
+        pair = kv.add_process_set([0, 1]) if kv.size() > 2 else kv.global_process_set
+        kv.allreduce(ones(), name="world")
+        names = []
+        if rank < 2:
+            kv.allreduce(ones(), name="pair", process_set=pair)
+            names = [op["name"] for op in kv.last_operations(pair)]
+        return names, [op["name"] for op in kv.last_operations()][-1:]
+
+    results = run_ranks(3, work)
+    assert results == [(["pair"], ["world"])] * 2 + [([], ["world"])]
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    header, *records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return header, records
+
+
+def test_the_file_after_a_kill_has_what_was_pending(tmp_path: Path) -> None:
+    def work(rank: int) -> str:
+        kv.init()
+        for i in range(300):
+            kv.allreduce(ones(), name=f"step{i % 3}")
+        if rank == 1:
+            kv.allreduce_async(ones(), name="only on rank 1")
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RankLostError) as caught:
+            kv.allreduce(ones(), name="the last \u00e9")
+        return str(caught.value)
+
+    env = {**REPORT, "KOLOVOD_LAST_OPERATIONS_DIR": str(tmp_path / "made")}
+    results = run_ranks(3, work, env=env, keep_going=True)
+    assert isinstance(results[1], RankFailed)
+    files = sorted((tmp_path / "made").iterdir())
+    kinds = [file.name.split("-", 2)[2] for file in files]
+    assert [kind.split("-")[0] for kind in kinds] == ["rank0", "rank1", "rank2"]
+    assert kinds[1] == "rank1-lost.jsonl"
+    for rank in (0, 2):
+        assert f"the last operations of this rank: {files[rank]}" in results[rank]
+        assert files[rank].stat().st_mode & 0o777 == 0o600
+        header, records = read_file(files[rank])
+        assert (header["rank"], header["size"], header["epoch"]) == (rank, 3, 1)
+        assert header["who"].startswith(f"rank {rank} on host localhost (pid ")
+        assert header["reason"].startswith("rank 1 on host localhost")
+        assert abs(header["written_at_s"] - time.time()) < 300
+        # The file holds the last 256 at most; "the last" was submitted or refused at once.
+        assert 250 <= len(records) <= 256
+        if records[-1]["name"] == "the last \u00e9":
+            assert records[-1]["state"] == "submitted"
+            records.pop()
+        assert (records[-1]["name"], records[-1]["state"]) == ("step2", "done")
+    header, records = read_file(files[1])
+    assert header["rank"] == 1
+    assert (records[-1]["name"], records[-1]["state"]) == ("only on rank 1", "submitted")
+
+
+def test_the_pending_operation_is_in_the_file_of_the_rank_that_waits(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        kv.init()
+        kv.allreduce(ones(), name="before")
+        if rank == 1:
+            time.sleep(1.0)  # meanwhile the other waits
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RankLostError):
+            kv.allreduce(ones(), name="waiting")
+
+    env = {**REPORT, "KOLOVOD_LAST_OPERATIONS_DIR": "", "TMPDIR": str(tmp_path)}
+    run_ranks(2, work, env=env, keep_going=True)
+    folder = tmp_path / f"kolovod-{os.geteuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    files = {file.name.split("-")[2]: read_file(file)[1] for file in folder.iterdir()}
+    assert (files["rank0"][-1]["name"], files["rank0"][-1]["state"]) == ("waiting", "submitted")
+    assert (files["rank1"][-1]["name"], files["rank1"][-1]["state"]) == ("before", "done")
+
+
+def test_neither_a_mismatch_nor_a_clean_end_writes_a_file(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        kv.init()
+        with pytest.raises(kv.errors.MismatchError):
+            kv.allreduce(np.ones(2 + rank), name="t")
+        kv.barrier()
+        kv.shutdown()
+
+    run_ranks(2, work, env={**REPORT, "KOLOVOD_LAST_OPERATIONS_DIR": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []
