@@ -1,4 +1,4 @@
-"""Late ranks and last operations, in real processes: who is named, where it is, and what is left."""
+"""Late ranks and last operations, in real processes: who is named, where it is, what is left."""
 
 from __future__ import annotations
 

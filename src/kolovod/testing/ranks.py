@@ -145,7 +145,8 @@ def _judge(
         failures[end.rank] = _failure(job, end, record)
         # The cause comes before its effects. Last: ranks that were told to end; before them, those
         # that ended as if all was well; and where the clock is no help, the order of the ends.
-        told = end.code < 0 and outcome.first_failure is not end and not keep_going
+        raised = record is not None and "traceback" in record  # and was told while it left
+        told = end.code < 0 and outcome.first_failure is not end and not keep_going and not raised
         moment = -1.0 if record is None else record["time"]
         order[end.rank] = (told, end.code == 0, moment + position * 1e-9)
     if failures and not (keep_going and len(failures) < len(records)):
