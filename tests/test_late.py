@@ -370,6 +370,7 @@ def test_the_file_after_a_kill_has_what_was_pending(tmp_path: Path) -> None:
             kv.allreduce(ones(), name=f"step{i % 3}")
         if rank == 1:
             kv.allreduce_async(ones(), name="only on rank 1")
+            time.sleep(0.5)  # the others are through with step2
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(RankLostError) as caught:
             kv.allreduce(ones(), name="the last \u00e9")
