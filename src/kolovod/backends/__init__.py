@@ -43,7 +43,11 @@ def start(name: str, world: World) -> ExternalDriver:
     except Exception as error:  # of a library that we do not know
         meeting.fail(error)
         raise
-    meeting.finish()
+    try:
+        meeting.finish()
+    except BaseException:
+        backend.close()
+        raise
     driver = ExternalDriver(world.engine, backend, world.rank, world.size)
     driver.start()
     return driver
