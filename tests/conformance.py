@@ -373,3 +373,12 @@ def check_objects(kv: Any) -> None:
             == (everyone[root])
         )
         kv.barrier(f"after {root}")
+
+
+def check_join(kv: Any) -> None:
+    """Rank r has work for r + 1 turns, then it joins: the others' sums are without it."""
+    rank, size = kv.world().rank, kv.world().size
+    for turn in range(rank + 1):
+        total = kv.allreduce(np.full(5, rank + 1), f"turn {turn}", Sum)
+        np.testing.assert_array_equal(total, np.full(5, sum(range(turn + 1, size + 1))))
+    assert kv.join() == size - 1

@@ -1,6 +1,6 @@
 """The conformance table: every verb in every world, for every front end and dtype.
 
-Adding a world is one row of ``WORLDS``; adding a verb is one row of ``VERBS`` or ``GROUPS``.
+Adding a world is one row of ``WORLDS``, adding a verb one of ``VERBS``, ``GROUPS`` or ``OTHERS``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from conformance import (
     check_grouped,
     check_grouped_allgather,
     check_grouped_reducescatter,
+    check_join,
     check_objects,
     check_reducescatter,
     reductions,
@@ -53,19 +54,16 @@ FULL = {
     "torch": Extent(TORCH_DTYPES, ((), (0,), (3, 5))),
 }
 _TWO_MODES = ((True, False), (False, True))
+_BRIEF_DTYPES = ("uint8", "int16", "uint16", "int64", "float16", "float32", "float64", "bool")
 BRIEF = {
-    "numpy": Extent(NUMPY_DTYPES, ((), (0,), (3, 5), (1025,)), _TWO_MODES, ((70_001, 10),)),
+    "numpy": Extent(_BRIEF_DTYPES, ((), (0,), (3, 5), (1025,)), _TWO_MODES, ((70_001, 10),)),
     "torch": Extent(("int32", "float32", "bfloat16"), ((3, 5),), _TWO_MODES),
 }
-SOME = {**BRIEF, "numpy": BRIEF["numpy"]._replace(dtypes=("int16", "float16", "float32", "bool"))}
+SOME = {
+    "numpy": Extent(("int16", "float16", "float32"), ((0,), (3, 5)), _TWO_MODES, ((7, 10_001),)),
+    "torch": Extent(("bfloat16",), ((3, 5),), _TWO_MODES),
+}
 SLICE = {"numpy": Extent(("int32", "float32"), ((3, 5), (1025,)), _TWO_MODES)}
-
-
-class Line(NamedTuple):
-    """A verb for one dtype, or for all at once (``dtype`` is "" then)."""
-
-    verb: str
-    dtype: str
 
 
 def _allreduce(kv: Any, frontend: str, dtype: str, extent: Extent) -> None:
@@ -119,6 +117,9 @@ GROUPS: dict[str, Check] = {
 }
 
 
+OTHERS: dict[str, Callable[[Any], None]] = {"objects": check_objects, "join": check_join}
+
+
 def lines(extent: Extent, frontend: str) -> list[Line]:
     """All lines of an extent."""
     by_dtype = [
@@ -128,14 +129,14 @@ def lines(extent: Extent, frontend: str) -> list[Line]:
         if verb != "adasum" or dtype in FLOATS
     ]
     at_once = [Line(verb, "") for verb in GROUPS]
-    objects = [Line("objects", "")] if frontend == "numpy" else []
-    return by_dtype + at_once + objects
+    others = [Line(verb, "") for verb in OTHERS if frontend == "numpy"]
+    return by_dtype + at_once + others
 
 
 def check(kv: Any, frontend: str, line: Line, extent: Extent) -> None:
     """Run one line on this rank; an AssertionError says which case of it failed."""
-    if line.verb == "objects":
-        check_objects(kv)
+    if line.verb in OTHERS:
+        OTHERS[line.verb](kv)
     else:
         {**VERBS, **GROUPS}[line.verb](kv, frontend, line.dtype, extent)
 
