@@ -66,6 +66,13 @@ SOME = {
 SLICE = {"numpy": Extent(("int32", "float32"), ((3, 5), (1025,)), _TWO_MODES)}
 
 
+class Line(NamedTuple):
+    """A verb for one dtype, or for all at once (``dtype`` is "" then)."""
+
+    verb: str
+    dtype: str
+
+
 def _allreduce(kv: Any, frontend: str, dtype: str, extent: Extent) -> None:
     for case in reductions(dtype, extent.shapes, extent.modes):
         check_allreduce(kv, frontend, case)
