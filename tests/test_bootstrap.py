@@ -20,8 +20,8 @@ CONFIG = Settings().engine_config()
 
 
 def test_the_segment_is_reserved_and_its_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = _native.segment_bytes(2, CONFIG)
-    fd = make_segment(2, CONFIG)
+    wanted = _native.segment_bytes(2, 2, CONFIG)
+    fd = make_segment(2, 2, CONFIG)
     assert os.fstat(fd).st_blocks * 512 >= wanted
     os.close(fd)
 
@@ -30,7 +30,7 @@ def test_the_segment_is_reserved_and_its_lack_is_said(monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "memfd_create", refuse)
-        fd = make_segment(2, CONFIG)
+        fd = make_segment(2, 2, CONFIG)
         assert os.fstat(fd).st_size == wanted
         assert os.fstat(fd).st_nlink == 0
         os.close(fd)
@@ -40,7 +40,7 @@ def test_the_segment_is_reserved_and_its_lack_is_said(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(BootstrapError, match=rf"no {wanted} bytes of shared memory.*CHUNK_BYTES"):
-        make_segment(2, CONFIG)
+        make_segment(2, 2, CONFIG)
 
 
 def test_ranks_are_described_by_both_numbers() -> None:

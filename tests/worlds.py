@@ -151,13 +151,16 @@ def check(kv: Any, frontend: str, line: Line, extent: Extent) -> None:
 # Where it is checked ------------------------------------------------------------------------------
 
 
+Runner = Callable[[str, int, str, list[Line]], None]
+
+
 class World(NamedTuple):
     """A row of the table: ranks that communicate in one way."""
 
     name: str
     extents: Mapping[int, Mapping[str, Extent]]
     """By number of ranks, then by front end."""
-    run: Callable[[str, int, str, list[Line]], None]
+    run: Runner
     """``run(name, size, frontend, lines)`` runs the lines on that many ranks, or raises."""
     at_once: bool = True
     """All lines in one go: where ranks are processes, which take long to start."""
@@ -190,16 +193,21 @@ class Row(NamedTuple):
         return "-".join([self.world.name, str(self.size), self.frontend, *line])
 
 
-def on_threads(name: str, size: int, frontend: str, lines: list[Line]) -> None:
-    """Ranks that are threads of this process."""
-    extent = WORLDS[name].extents[size][frontend]
+def on_threads(ranks_of_a_host: int = 1 << 10) -> Runner:
+    """Ranks that are threads of this process, so many on each host."""
 
-    def work(kv: Any) -> None:
-        for line in lines:
-            check(kv, frontend, line, extent)
+    def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
+        extent = WORLDS[name].extents[size][frontend]
+        hosts = [rank // ranks_of_a_host for rank in range(size)]
 
-    with loopback(size, _frontend(frontend)) as world:
-        world.run(work)
+        def work(kv: Any) -> None:
+            for line in lines:
+                check(kv, frontend, line, extent)
+
+        with loopback(size, _frontend(frontend), hosts=hosts) as world:
+            world.run(work, timeout_s=100)
+
+    return run
 
 
 def _frontend(name: str) -> Any:
@@ -212,17 +220,26 @@ def _frontend(name: str) -> Any:
     return TorchFrontend()
 
 
-def on_processes(**env: str) -> Callable[[str, int, str, list[Line]], None]:
-    """Ranks that are processes, as the launcher starts them, with these variables."""
+def on_processes(ranks_of_a_host: int = 1 << 10, **env: str) -> Runner:
+    """Ranks that are processes, as the launcher starts them; so many are told to share a host."""
 
     def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
-        run_ranks(size, as_a_process, name, size, frontend, lines, timeout_s=110, env=env)
+        arguments = (name, size, frontend, lines, ranks_of_a_host)
+        run_ranks(size, as_a_process, *arguments, timeout_s=110, env=env)
 
     return run
 
 
-def as_a_process(rank: int, name: str, size: int, frontend: str, lines: list[Line]) -> None:
+def as_a_process(
+    rank: int,
+    name: str,
+    size: int,
+    frontend: str,
+    lines: list[Line],
+    ranks_of_a_host: int = 1 << 10,
+) -> None:
     """What a rank in a process of its own does."""
+    os.environ["KOLOVOD_HOST"] = f"host{rank // ranks_of_a_host}"
     import kolovod
 
     if frontend == "numpy":
@@ -291,8 +308,12 @@ def no_torch() -> str:
 WORLDS = {
     world.name: world
     for world in (
-        World("loopback", dict.fromkeys((1, 2, 3, 4, 8), FULL), on_threads, at_once=False),
+        World("loopback", dict.fromkeys((1, 2, 3, 4, 8), FULL), on_threads(), at_once=False),
+        World("loopback-hosts", {2: BRIEF, 3: SOME, 5: SLICE}, on_threads(1)),
+        World("loopback-pairs", {4: SOME}, on_threads(2)),
         World("shm", {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE}, on_processes()),
+        World("tcp", {2: BRIEF, 3: SOME}, on_processes(1)),
+        World("tcp-pairs", {4: SLICE}, on_processes(2)),
         World("mpi", {2: BRIEF, 3: SOME, 4: SLICE}, under_mpirun, missing=no_mpi),
         World(
             "gloo",
