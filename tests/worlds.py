@@ -317,9 +317,10 @@ WORLDS = {
         World("mpi", {2: BRIEF, 3: SOME, 4: SLICE}, under_mpirun, missing=no_mpi),
         World(
             "gloo",
-            {2: BRIEF, 3: SOME, 4: SLICE},
+            {2: BRIEF, 3: SOME},
             on_processes(KOLOVOD_BACKEND="gloo"),
             missing=no_torch,
         ),
+        World("gloo-pairs", {4: SLICE}, on_processes(2, KOLOVOD_BACKEND="gloo"), missing=no_torch),
     )
 }

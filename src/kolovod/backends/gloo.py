@@ -7,6 +7,7 @@ encrypted: between hosts, use it in networks that you trust.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from kolovod.backends.base import Array, Bytes
 from kolovod.errors import InvalidArgumentError
+from kolovod.launch.mesh import interface_to
 from kolovod.ops import Op
 
 if TYPE_CHECKING:
@@ -35,9 +37,10 @@ class GlooBackend:
     def __init__(self, world: World, meeting: Meeting) -> None:
         """Collective: connects every rank with every other one.
 
-        The ranks find each other through ``meeting``. Raises InvalidArgumentError when PyTorch with
-        Gloo is not installed, and what Gloo raises when it cannot connect the ranks within the
-        start timeout.
+        The ranks find each other through ``meeting``, and listen on the interface by which they
+        reach the store, or on what GLOO_SOCKET_IFNAME names. Raises InvalidArgumentError when
+        PyTorch with Gloo is not installed, and what Gloo raises when it cannot connect the ranks
+        within the start timeout.
         """
         try:
             import torch
@@ -55,10 +58,11 @@ class GlooBackend:
         group: Any = ProcessGroupGloo
         options = group._Options()
         options._timeout = timedelta(seconds=world.settings.start_timeout_s)
-        if world.local_size == world.size:
-            options._devices = [group.create_device(hostname="127.0.0.1")]
-        else:  # GLOO_SOCKET_IFNAME, or the address that belongs to this host's name
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
             options._devices = [group.create_default_device()]
+        else:
+            address = interface_to(world.place.store)
+            options._devices = [group.create_device(hostname=address)]
         store = _make_store(self._dist.Store, meeting)
         self._group = group(store, world.rank, world.size, options)
         self._group._set_default_timeout(_PATIENCE)
