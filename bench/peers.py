@@ -6,6 +6,7 @@ NumPy memory, and imports what it needs only when it is made: the MPI environmen
 
 from __future__ import annotations
 
+import abc
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -19,19 +20,19 @@ Many = Callable[[Sequence[Any]], Any]
 """Reduces all the buffers, and returns when all are done."""
 
 
-class Peer:
+class Peer(abc.ABC):
     """What a worker owes its measurements. ``front``: the kind of tensor that the call is given."""
 
     rank: int
     size: int
 
+    @abc.abstractmethod
     def wrap(self, front: str, array: np.ndarray[Any, Any]) -> Any:
         """The same memory as the peer's own kind of tensor."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def allreduce(self, front: str) -> Call:
         """The blocking call to be timed."""
-        raise NotImplementedError
 
     def many(self, front: str, way: str) -> Many:
         """``calls``: a blocking call each; ``async``: start all, then wait; ``grouped``: one."""
@@ -40,15 +41,25 @@ class Peer:
             return lambda tensors: [call(tensor) for tensor in tensors]
         raise ValueError(f"{type(self).__name__} knows no way {way!r}")
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Leave the world."""
 
 
 class Local(Peer):
-    """No communication at all: the processes of a run without peers."""
+    """No communication at all: every process keeps what it has."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def wrap(self, front: str, array: np.ndarray[Any, Any]) -> Any:
+        return array
+
+    def allreduce(self, front: str) -> Call:
+        return lambda tensor: tensor
+
+    def close(self) -> None:
+        """There is no world to leave."""
 
 
 class Kolovod(Peer):

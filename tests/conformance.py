@@ -1,8 +1,7 @@
-"""The conformance table: what every verb must give for every dtype, shape and op, by NumPy.
+"""What every verb must give for every dtype, shape and op, by NumPy.
 
-``check`` runs a part of it on one rank; the tests call it on the ranks of a loopback world and of
-real processes, for the front ends that they name. Inputs depend on (case, rank) only, so every rank
-knows what all others have, and can tell what must come out.
+The checks run on one rank; ``worlds.py`` has the table of what is checked where. Inputs depend on
+(case, rank) only, so every rank knows what all others have, and can tell what must come out.
 """
 
 from __future__ import annotations
@@ -13,8 +12,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
-from kolovod.ops import Average, Max, Min, Op, Product, Sum
+from kolovod.errors import InvalidArgumentError
+from kolovod.objects import Objects
+from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 
 OPS = (Average, Sum, Min, Max, Product)
 INTEGERS = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -320,3 +322,63 @@ def check_grouped_reducescatter(kv: Any, frontend: str, dtypes: tuple[str, ...])
             wanted = np.array_split(expected(case, size), size)[rank]
             assert_equal(tensors.read(result), wanted, case.dtype, case)
     assert kv.grouped_reducescatter([], "empty group") == []
+
+
+def check_adasum(kv: Any, frontend: str, dtype: str) -> None:
+    """One vector and a group, in place or not, scaled; refused unless there are 2^k ranks."""
+    tensors = TENSORS[frontend]
+    rank, size = kv.world().rank, kv.world().size
+    draws = [np.random.default_rng(r) for r in range(size)]
+    inputs = [[tensors.make(draw.normal(size=n), dtype) for n in (1, 17, 3011)] for draw in draws]
+    mine = inputs[rank]
+    if size & (size - 1) != 0:
+        with pytest.raises(InvalidArgumentError, match=f"ranks, not {size}; use Average"):
+            kv.allreduce(mine[0], "refused", Adasum)
+        return
+    wanted = [
+        3 * adasum([tensors.read(vectors[i]).astype("f8") / 2 for vectors in inputs])
+        for i in range(len(mine))
+    ]
+    alone = [kv.allreduce(vector, f"v{i}", Adasum, 0.5, 3.0) for i, vector in enumerate(mine)]
+    kv.grouped_allreduce_(mine, "group", Adasum, 0.5, 3.0)
+    tolerance = 20 * _EPSILON[dtype]
+    for one, grouped, right in zip(alone, mine, wanted, strict=True):
+        actual = tensors.read(one).astype("f8")
+        np.testing.assert_allclose(actual, right, tolerance, tolerance, err_msg=dtype)
+        np.testing.assert_array_equal(actual, tensors.read(grouped).astype("f8"))
+        everywhere = tensors.read(kv.allgather(one)).astype("f8")
+        np.testing.assert_array_equal(everywhere, np.tile(actual, size))  # the same bits
+
+
+def adasum(vectors: list[np.ndarray]) -> np.ndarray:
+    """Of 2^k vectors, straight from the paper's formula, in float64."""
+    while len(vectors) > 1:
+        vectors = [
+            (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
+
+
+def check_objects(kv: Any) -> None:
+    """Objects of different sizes, from every root; barriers between."""
+    rank, size = kv.world().rank, kv.world().size
+    objects = Objects(kv)
+    everyone = [{"rank": r, "payload": "x" * (1000 * r)} for r in range(size)]
+    assert objects.allgather_object(everyone[rank]) == everyone
+    for root in range(size):
+        kv.barrier()
+        assert (
+            objects.broadcast_object(everyone[rank] if rank == root else None, root)
+            == (everyone[root])
+        )
+        kv.barrier(f"after {root}")
+
+
+def check_join(kv: Any) -> None:
+    """Rank r has work for r + 1 turns, then it joins: the others' sums are without it."""
+    rank, size = kv.world().rank, kv.world().size
+    for turn in range(rank + 1):
+        total = kv.allreduce(np.full(5, rank + 1), f"turn {turn}", Sum)
+        np.testing.assert_array_equal(total, np.full(5, sum(range(turn + 1, size + 1))))
+    assert kv.join() == size - 1

@@ -46,6 +46,9 @@ class Fake(Peer):
 
         return call
 
+    def close(self):
+        pass
+
 
 @pytest.fixture
 def barrier(tmp_path):

@@ -85,7 +85,7 @@ def test_an_empty_variable_is_unset() -> None:
         ("KOLOVOD_CHUNK_SLOTS", "1", "at least 3"),
         ("KOLOVOD_START_TIMEOUT_S", "nan", "at least"),
         ("KOLOVOD_START_TIMEOUT_S", "soon", "a number of seconds"),
-        ("KOLOVOD_BACKEND", "gloo", "native, mpi"),
+        ("KOLOVOD_BACKEND", "smoke", "native, mpi, gloo"),
     ],
 )
 def test_a_bad_value_is_named(variable: str, value: str, reason: str) -> None:

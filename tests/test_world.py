@@ -1,8 +1,7 @@
-"""kolovod.world and launch.bootstrap: worlds form, end and form again, in real processes."""
+"""kolovod.world: worlds form, end and form again, in real processes."""
 
 from __future__ import annotations
 
-import errno
 import multiprocessing
 import os
 import re
@@ -18,8 +17,6 @@ import numpy as np
 import pytest
 
 import kolovod as kv
-from kolovod import _native
-from kolovod.config import Settings
 from kolovod.errors import (
     AuthenticationError,
     BootstrapError,
@@ -30,12 +27,8 @@ from kolovod.errors import (
     RankLostError,
     StartTimeoutError,
 )
-from kolovod.launch.bootstrap import describe, make_segment
-from kolovod.launch.store import Member
 from kolovod.testing import RankFailed, run_ranks
 from kolovod.world import current
-
-CONFIG = Settings().engine_config()
 
 
 def ranks_sum(value: float) -> float:
@@ -117,38 +110,6 @@ def test_a_script_that_mpi_started_needs_mpi4py(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(BootstrapError, match="mpi4py cannot be used"):
         kv.init()
-
-
-def test_the_segment_is_reserved_and_its_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = _native.segment_bytes(2, 2, CONFIG)
-    fd = make_segment(2, 2, CONFIG)
-    assert os.fstat(fd).st_blocks * 512 >= wanted
-    os.close(fd)
-
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EPERM, "not in this sandbox")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "memfd_create", refuse)
-        fd = make_segment(2, 2, CONFIG)
-        assert os.fstat(fd).st_size == wanted
-        assert os.fstat(fd).st_nlink == 0
-        os.close(fd)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(BootstrapError, match=rf"no {wanted} bytes of shared memory.*CHUNK_BYTES"):
-        make_segment(2, 2, CONFIG)
-
-
-def test_ranks_are_described_by_both_numbers() -> None:
-    assert describe(1, Member(1, "a", 17, "", "", 0)) == "rank 1 on host a (pid 17)"
-    assert (
-        describe(1, Member(2, "a", 17, "", "", 0))
-        == "rank 1 on host a (pid 17, launched as rank 2)"
-    )
 
 
 # --- several processes ---

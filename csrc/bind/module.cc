@@ -11,6 +11,7 @@
 #include <map>
 #include <optional>
 
+#include "bind/bucket.h"
 #include "engine/engine.h"
 #include "transport/loopback.h"
 
@@ -172,6 +173,11 @@ class PyEngine {
     return op->rows[index];
   }
 
+  void HandOver() {
+    Check();
+    External().HandOver();
+  }
+
   nb::object NextBucket(double timeout_s) {
     Check();
     ExternalJob job;
@@ -182,22 +188,7 @@ class PyEngine {
     }
     if (status.code() == Code::kTimeout) return nb::none();
     ThrowIfError(status);
-    nb::list tensors;
-    for (const Piece& piece : job.pieces) {
-      tensors.append(nb::make_tuple(reinterpret_cast<uintptr_t>(piece.in),
-                                    reinterpret_cast<uintptr_t>(piece.out), piece.count));
-    }
-    nb::dict bucket;
-    bucket["token"] = job.token;
-    bucket["verb"] = static_cast<int>(job.verb);
-    bucket["dtype"] = static_cast<int>(job.dtype);
-    bucket["op"] = static_cast<int>(job.op);
-    bucket["prescale"] = job.prescale;
-    bucket["postscale"] = job.postscale;
-    bucket["root"] = job.root;
-    bucket["name"] = job.name;
-    bucket["tensors"] = tensors;
-    return bucket;
+    return ToBucket(job);
   }
 
   void OpenBucket(uint64_t token) {
@@ -447,6 +438,7 @@ NB_MODULE(_native, m) {
       .def("release", &PyEngine::Release, "handle"_a)
       .def("output", &PyEngine::Output, "handle"_a, "index"_a)
       .def("rows", &PyEngine::Rows, "handle"_a, "index"_a)
+      .def("hand_over", &PyEngine::HandOver)
       .def("next_bucket", &PyEngine::NextBucket, "timeout_s"_a)
       .def("open_bucket", &PyEngine::OpenBucket, "token"_a)
       .def("close_bucket", &PyEngine::CloseBucket)

@@ -1,24 +1,48 @@
 #include "collectives/external.h"
 
 #include <chrono>
+#include <thread>
 
 namespace kolovod {
+namespace {
 
 using std::chrono::duration;
 using std::chrono::milliseconds;
 
-Status ExternalBackend::Allreduce(const FusedRange& range) {
+constexpr milliseconds kLook{20};
+// A foreign engine's connection to a rank that dies may break before the system says that it died.
+constexpr auto kUntilDeathShows = std::chrono::seconds(1);
+
+ExternalJob ReductionJob(Verb verb, const FusedRange& range) {
   ExternalJob job;
+  job.verb = verb;
   job.dtype = range.dtype;
   job.op = range.op;
   job.prescale = range.prescale;
   job.postscale = range.postscale;
   job.pieces = range.pieces;
   job.name = *range.name;
-  return Run(std::move(job));
+  return job;
+}
+
+ExternalJob MoveJob(Verb verb, const void* in, void* out, const std::vector<size_t>& bytes) {
+  ExternalJob job;
+  job.verb = verb;
+  job.dtype = DType::kUInt8;
+  job.pieces = {{in, out, 0}};
+  job.sizes = bytes;
+  return job;
+}
+
+}  // namespace
+
+Status ExternalBackend::Allreduce(const FusedRange& range) {
+  if (!handed_over_.load()) return own_->Allreduce(range);
+  return Run(ReductionJob(Verb::kAllreduce, range));
 }
 
 Status ExternalBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) {
+  if (!handed_over_.load()) return own_->Broadcast(piece, dtype, root, name);
   ExternalJob job;
   job.verb = Verb::kBroadcast;
   job.dtype = dtype;
@@ -28,13 +52,30 @@ Status ExternalBackend::Broadcast(const Piece& piece, DType dtype, int root, con
   return Run(std::move(job));
 }
 
+Status ExternalBackend::Allgather(const void* in, char* out, const std::vector<size_t>& bytes) {
+  if (!handed_over_.load()) return own_->Allgather(in, out, bytes);
+  return Run(MoveJob(Verb::kAllgather, in, out, bytes));
+}
+
+Status ExternalBackend::Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) {
+  if (!handed_over_.load()) return own_->Alltoall(in, out, bytes);
+  return Run(MoveJob(Verb::kAlltoall, in, out, bytes));
+}
+
+Status ExternalBackend::Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) {
+  if (!handed_over_.load()) return own_->Reducescatter(range, counts);
+  ExternalJob job = ReductionJob(Verb::kReducescatter, range);
+  job.sizes = counts;
+  return Run(std::move(job));
+}
+
 Status ExternalBackend::Run(ExternalJob job) {
   std::unique_lock lock(mutex_);
   job.token = ++last_token_;
   offered_ = std::move(job);
   changed_.notify_all();
   while (finished_token_ != last_token_) {
-    changed_.wait_for(lock, milliseconds(20));
+    changed_.wait_for(lock, kLook);
     lock.unlock();  // the driver's wait: signals are served with the GIL, which the foreign thread has
     const Status status = waiter_.MustStop() ? waiter_.Stopped() : waiter_.Periodic(/*in_bucket=*/true);
     lock.lock();
@@ -48,6 +89,16 @@ Status ExternalBackend::Run(ExternalJob job) {
   if (error_.empty()) return Status();
   const std::string text = "the external engine failed: " + error_;
   lock.unlock();
+  return Blame(text);
+}
+
+Status ExternalBackend::Blame(const std::string& text) {
+  const auto deadline = std::chrono::steady_clock::now() + kUntilDeathShows;
+  while (std::chrono::steady_clock::now() < deadline) {
+    if (waiter_.MustStop()) return waiter_.Stopped();
+    KV_RETURN_IF_ERROR(waiter_.Periodic(/*in_bucket=*/true));
+    std::this_thread::sleep_for(kLook);
+  }
   segment_.Revoke(Code::kInternal, text);
   return Status(Code::kInternal, text);
 }
@@ -59,7 +110,7 @@ Status ExternalBackend::NextJob(double timeout_s, ExternalJob* job) {
     if (segment_.revoked()) return segment_.RevokedStatus();
     if (stop_.load()) return Status(Code::kShutDown, "the engine was shut down");
     if (std::chrono::steady_clock::now() >= deadline) return Status(Code::kTimeout, "no bucket yet");
-    changed_.wait_for(lock, milliseconds(20));
+    changed_.wait_for(lock, kLook);
   }
   *job = std::move(*offered_);
   offered_.reset();

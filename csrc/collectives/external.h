@@ -1,6 +1,6 @@
 // Hands buckets to an engine of somebody else (MPI, Gloo, NCCL) that a Python-owned thread drives: the
-// core holds no Python object and never takes the GIL. Verbs that the other engine is not
-// asked for (all but allreduce and broadcast) go over the shared segment.
+// core holds no Python object and never takes the GIL. Until HandOver() the native backend carries
+// everything: what the other engine's ranks must know to find each other travels that way.
 #pragma once
 
 #include <condition_variable>
@@ -24,7 +24,10 @@ struct ExternalJob {
   double postscale = 1.0;
   int root = 0;
   std::string name;
-  std::vector<Piece> pieces;
+  std::vector<Piece> pieces;  // of an allgather and alltoall: one, whose count says nothing
+  // Allgather: the bytes of each rank. Alltoall: rank s sends sizes[s * ranks + d] bytes to rank d.
+  // Reducescatter: the elements of each rank's part.
+  std::vector<size_t> sizes;
 };
 
 class ExternalBackend : public Backend {
@@ -35,16 +38,12 @@ class ExternalBackend : public Backend {
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
-  Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override {
-    return own_->Allgather(in, out, bytes);
-  }
-  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override {
-    return own_->Alltoall(in, out, bytes);
-  }
-  Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override {
-    return own_->Reducescatter(range, counts);
-  }
+  Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
+  // The foreign engine stands, on every rank: it carries all buckets from now on.
+  void HandOver() { handed_over_.store(true); }
   // The foreign thread: the next job; kTimeout when none came, kShutDown or the revoke reason at the end.
   Status NextJob(double timeout_s, ExternalJob* job);
   // The pieces of a job may be read and written only between these two: a job whose world was aborted is
@@ -56,8 +55,11 @@ class ExternalBackend : public Backend {
 
  private:
   Status Run(ExternalJob job);
+  // Why the foreign engine failed: a peer's death, if that is what it was, else `text`.
+  Status Blame(const std::string& text);
 
-  std::unique_ptr<Backend> own_;
+  const std::unique_ptr<Backend> own_;
+  std::atomic<bool> handed_over_{false};
   Segment& segment_;
   Waiter& waiter_;  // the driver's
   const std::atomic<bool>& stop_;

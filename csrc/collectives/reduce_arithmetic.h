@@ -21,51 +21,38 @@ struct Averaged {
 };
 
 // How a stored type is loaded for arithmetic and stored back. Value: the range that it holds.
-template <class T>
-struct Arithmetic {
-  using Acc = T;
-  using Value = T;
-  using Factor = double;
-  static Acc Load(T v) { return v; }
-  static T Store(Acc v) { return v; }
+template <class AccType, class ValueType, class FactorType>
+struct ArithmeticTypes {
+  using Acc = AccType;
+  using Value = ValueType;
+  using Factor = FactorType;
 };
+template <class T, class FactorType>
+struct PlainArithmetic : ArithmeticTypes<T, T, FactorType> {
+  static T Load(T v) { return v; }
+  static T Store(T v) { return v; }
+};
+template <class T, T (*kNarrow)(float)>
+struct NarrowArithmetic : ArithmeticTypes<float, float, float> {
+  static float Load(T v) { return ToFloat(v); }
+  static T Store(float v) { return kNarrow(v); }
+};
+
 template <class T>
-struct Arithmetic<Averaged<T>> {
-  using Acc = int64_t;
-  using Value = T;
-  using Factor = double;
+struct Arithmetic : PlainArithmetic<T, double> {};
+template <>
+struct Arithmetic<float> : PlainArithmetic<float, float> {};
+template <>
+struct Arithmetic<Half> : NarrowArithmetic<Half, ToHalf> {};
+template <>
+struct Arithmetic<BFloat16> : NarrowArithmetic<BFloat16, ToBFloat16> {};
+template <class T>
+struct Arithmetic<Averaged<T>> : ArithmeticTypes<int64_t, T, double> {
   static int64_t Load(Averaged<T> v) { return static_cast<int64_t>(v.value); }
   static Averaged<T> Store(int64_t v) { return Averaged<T>{static_cast<T>(v)}; }
 };
 template <>
-struct Arithmetic<float> {
-  using Acc = float;
-  using Value = float;
-  using Factor = float;
-  static float Load(float v) { return v; }
-  static float Store(float v) { return v; }
-};
-template <>
-struct Arithmetic<Half> {
-  using Acc = float;
-  using Value = float;
-  using Factor = float;
-  static float Load(Half v) { return ToFloat(v); }
-  static Half Store(float v) { return ToHalf(v); }
-};
-template <>
-struct Arithmetic<BFloat16> {
-  using Acc = float;
-  using Value = float;
-  using Factor = float;
-  static float Load(BFloat16 v) { return ToFloat(v); }
-  static BFloat16 Store(float v) { return ToBFloat16(v); }
-};
-template <>
-struct Arithmetic<BoolByte> {
-  using Acc = uint8_t;
-  using Value = uint8_t;
-  using Factor = double;
+struct Arithmetic<BoolByte> : ArithmeticTypes<uint8_t, uint8_t, double> {
   static uint8_t Load(BoolByte v) { return v.value != 0; }
   static BoolByte Store(uint8_t v) { return BoolByte{static_cast<uint8_t>(v != 0)}; }
 };
@@ -77,34 +64,19 @@ constexpr bool kIsFloating<float> = true;
 template <>
 constexpr bool kIsFloating<double> = true;
 
-// Signed sums wrap, as in every peer: computed unsigned, where wrapping is defined.
-template <class A>
+// Signed sums wrap, as in every peer: computed unsigned, where wrapping is defined. In 32 bits at least, for
+// uint16 * uint16 would overflow int.
+template <class A, size_t kBytes = kIsFloating<A> ? 0 : sizeof(A)>
 struct Wrapping {
-  using Type = A;
-};
-template <>
-struct Wrapping<int8_t> {
   using Type = uint32_t;
 };
-template <>
-struct Wrapping<int16_t> {
-  using Type = uint32_t;
-};
-template <>
-struct Wrapping<uint8_t> {
-  using Type = uint32_t;
-};
-template <>
-struct Wrapping<uint16_t> {
-  using Type = uint32_t;  // uint16 * uint16 would overflow int
-};
-template <>
-struct Wrapping<int32_t> {
-  using Type = uint32_t;
-};
-template <>
-struct Wrapping<int64_t> {
+template <class A>
+struct Wrapping<A, 8> {
   using Type = uint64_t;
+};
+template <class A>
+struct Wrapping<A, 0> {
+  using Type = A;
 };
 
 struct AddOp {

@@ -26,7 +26,8 @@ class Engine:
     ``hosts``: by rank a number for its host, () for one host. Then connected stream sockets, which
     the engine takes over: ``uplink_fds`` by host (from rank 0 to the first rank of every other
     host, and from that to rank 0), ``mesh_fds`` by rank; -1 where there is none.
-    ``external=True``: buckets are handed to ``next_bucket`` instead of the own collectives.
+    ``external=True``: after ``hand_over`` buckets are handed to ``next_bucket`` instead of the own
+    collectives.
     ``stacks``: asked for the main thread's stack when this rank is late.
     ``last_operations_prefix``: what the names of the files begin with (folder included) that are
     written when the world ends by a failure; "" writes none.
@@ -91,12 +92,17 @@ class Engine:
         Of a completed join: the rank that came last.
         """
 
+    def hand_over(self) -> None:
+        """External engines: from now on ``next_bucket`` gets all buckets; call it on all ranks."""
+
     def next_bucket(self, timeout_s: float) -> dict[str, Any] | None:
         """External engines: the next bucket, None on timeout; EngineError once shut down.
 
-        Keys: token, verb, dtype, op, prescale, postscale, root (rank), name (first tensor's name)
-        and tensors, a list of (input pointer, output pointer, element count). For Average, op is
-        Average and the division by size is the callee's.
+        Keys: token, verb, dtype, op, prescale, postscale, root (rank), name (first tensor's name),
+        tensors, a list of (input pointer, output pointer, element count), and sizes. For Average,
+        op is Average and the division by size is the callee's. sizes: of an allgather the bytes of
+        each rank, of an alltoall the bytes that rank s sends to rank d at [s * ranks + d] (the
+        element counts are 0 then); of a reducescatter the elements of each rank's part.
         """
 
     def open_bucket(self, token: int) -> None:

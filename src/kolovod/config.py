@@ -123,8 +123,9 @@ class Settings:
 
     backend: str = _knob(
         "native",
-        "Who carries the bytes: native (shared memory) or mpi (an MPI library, by mpi4py).",
-        choices=("native", "mpi"),
+        "Who carries the bytes: native (shared memory), mpi (an MPI library, by mpi4py) or gloo "
+        "(by torch.distributed).",
+        choices=("native", "mpi", "gloo"),
         engine=False,
     )
     start_timeout_s: float = _knob(

@@ -7,13 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING
 
-from kolovod import _native
-from kolovod.backends import ExternalDriver
-from kolovod.backends import load as load_backend
+from kolovod import _native, backends
 from kolovod.config import Settings, load
 from kolovod.errors import (
     InvalidArgumentError,
@@ -62,7 +60,7 @@ class World:
     members: tuple[int, ...] = (0,)
     """The launcher's rank of each rank of this world."""
     sets: Sets = field(default_factory=Sets, repr=False)
-    driver: ExternalDriver | None = field(default=None, repr=False)
+    driver: backends.ExternalDriver | None = field(default=None, repr=False)
     """Carries the buckets when the backend is not the native one."""
 
     def form(self, ranks: Sequence[int]) -> _native.Engine:
@@ -273,15 +271,9 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
         record_files.prune()
     with ready:
         prefix = record_files.file_prefix(settings.last_operations_dir, place.secret, ready.epoch)
-        # Before the engine, since it may fail; on every rank alike, since the settings are.
-        backend = load_backend(settings.backend, ready.rank, size) if is_external else None
         engine = _make_engine(ready, external=is_external, last_operations_prefix=prefix)
-    driver = None
-    if backend is not None:
-        driver = ExternalDriver(engine, backend, size)
-        driver.start()
     local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
-    return World(
+    world = World(
         rank=ready.rank,
         size=size,
         local_rank=local_rank,
@@ -294,8 +286,14 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
         settings=settings,
         place=place,
         members=tuple(member.rank for member in ready.members),
-        driver=driver,
     )
+    if not is_external:
+        return world
+    try:
+        return replace(world, driver=backends.start(settings.backend, world))
+    except BaseException:
+        engine.shutdown()
+        raise
 
 
 def _not_initialized() -> NotInitializedError:

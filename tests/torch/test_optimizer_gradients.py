@@ -26,15 +26,36 @@ def one_step(net, optimizer, rank):
     optimizer.step()
 
 
+def put_right(recover, optimizer, text):
+    """By ``zero_grad``; or by ``step``, which once more says what is wrong."""
+    if recover == optimizer.zero_grad:
+        recover()
+    else:
+        with pytest.raises(InvalidArgumentError, match=text):
+            recover()
+
+
+def misuse(body, size=2, steps_before=1, **kwargs):
+    """``body(net, optimizer, rank)`` on each rank: after it, steps are right again."""
+
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv, **kwargs)
+        for _ in range(steps_before):
+            one_step(net, optimizer, rank)
+        body(net, optimizer, rank)
+        kv.barrier()
+        one_step(net, optimizer, rank)
+        assert net.a.grad.tolist() == [(size + 1) / 2] * 3
+
+    run(size, work)
+
+
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
 @pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_gradient_changed_on_its_way_is_an_error_on_every_rank(change, steps_before, compression):
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv, lr=0.0, compression=compression)
-        for _ in range(steps_before):
-            one_step(net, optimizer, rank)
+    def body(net, optimizer, rank):
         optimizer.zero_grad()
         net(inputs(rank)).backward()
         if rank == 1:
@@ -42,11 +63,8 @@ def test_a_gradient_changed_on_its_way_is_an_error_on_every_rank(change, steps_b
         text = "'a' was changed while.*synchronize" if rank == 1 else "another rank has"
         with pytest.raises(InvalidArgumentError, match=text):
             optimizer.step()
-        kv.barrier()
-        one_step(net, optimizer, rank)
-        assert net.a.grad.tolist() == [2.0] * 3
 
-    run(3, work)
+    misuse(body, 3, steps_before, lr=0.0, compression=compression)
 
 
 def test_a_local_step_while_gradients_are_on_their_way_is_an_error():
@@ -179,26 +197,18 @@ def test_a_backward_thrown_away_that_used_other_parameters_on_each_rank():
 
 
 def test_only_some_gradients_thrown_away():
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv)
-        one_step(net, optimizer, rank)
+    def body(net, optimizer, rank):
         net.zero_grad()
         net(inputs(rank)).backward()
         net.b.grad = None
         with pytest.raises(InvalidArgumentError, match=r"not that of 'a'.*optimizer.zero_grad"):
             optimizer.step()
-        one_step(net, optimizer, rank)
-        assert net.a.grad.tolist() == [1.5] * 3
 
-    run(2, work)
+    misuse(body)
 
 
 def test_a_backward_thrown_away_on_some_ranks_only():
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv)
-        one_step(net, optimizer, rank)
+    def body(net, optimizer, rank):
         net.zero_grad()
         net(inputs(rank)).backward()
         if rank == 1:
@@ -206,10 +216,8 @@ def test_a_backward_thrown_away_on_some_ranks_only():
             net(inputs(rank)).backward()
         with pytest.raises(MismatchError, match="rank 0 has none, rank 1 has 'gradients' thrown"):
             optimizer.step()
-        one_step(net, optimizer, rank)
-        assert net.a.grad.tolist() == [1.5] * 3
 
-    run(2, work)
+    misuse(body)
 
 
 def test_zeroing_in_place_is_told_of_the_optimizers_way_and_recovers():
@@ -223,11 +231,7 @@ def test_zeroing_in_place_is_told_of_the_optimizers_way_and_recovers():
             net.zero_grad(set_to_none=False)
             with pytest.raises(InvalidArgumentError, match=r"optimizer.zero_grad\(\)"):
                 net(inputs(rank)).backward()
-            if recover == optimizer.step:
-                with pytest.raises(InvalidArgumentError, match="was changed"):
-                    recover()
-            else:
-                recover()
+            put_right(recover, optimizer, "was changed")
             net.zero_grad(set_to_none=False)
             net(inputs(rank)).backward()
             optimizer.step()
@@ -237,20 +241,15 @@ def test_zeroing_in_place_is_told_of_the_optimizers_way_and_recovers():
 
 
 def test_zero_grad_here_and_step_there_is_an_error_there():
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv)
-        one_step(net, optimizer, rank)
+    def body(net, optimizer, rank):
         net(inputs(rank)).backward()
         if rank == 0:
             optimizer.zero_grad()
         else:
             with pytest.raises(MismatchError, match=r"another rank called optimizer.zero_grad"):
                 optimizer.step()
-        one_step(net, optimizer, rank)
-        assert net.a.grad.tolist() == [1.5] * 3
 
-    run(2, work)
+    misuse(body)
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
@@ -267,9 +266,7 @@ def test_a_sparse_gradient_is_refused_by_name_and_can_be_zeroed(compression, ste
         for recover in (optimizer.zero_grad, optimizer.step):
             with pytest.raises(InvalidArgumentError, match=text):
                 net(torch.tensor([1])).sum().backward()
-            if recover == optimizer.step:
-                with pytest.raises(InvalidArgumentError, match=text):
-                    recover()
+            put_right(recover, optimizer, text)
             optimizer.zero_grad()
             (net.weight.sum() * (rank + 1)).backward()
             optimizer.step()

@@ -1,31 +1,67 @@
 """Engines of others that carry the bytes, under our negotiation and order. Chosen by one option.
 
-``KOLOVOD_BACKEND=mpi`` sends allreduce and broadcast through MPI. Allgather and barrier stay with
-the native engine: only its negotiation knows the sizes.
+``KOLOVOD_BACKEND=mpi`` or ``gloo`` sends every bucket of every verb through MPI or Gloo. What is
+ready on all ranks, and in which order it goes, is still the native engine's to say, and so a
+barrier, which has no bytes, is its own.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from kolovod.backends.base import Backend, ExternalDriver
+from kolovod.backends.base import Backend
+from kolovod.backends.driver import ExternalDriver
 from kolovod.errors import InvalidArgumentError
 
-_CLASSES = {"mpi": ("kolovod.backends.mpi", "MpiBackend")}
+if TYPE_CHECKING:
+    from kolovod.backends.meeting import Meeting
+    from kolovod.world import World
+
+_CLASSES = {
+    "gloo": ("kolovod.backends.gloo", "GlooBackend"),
+    "mpi": ("kolovod.backends.mpi", "MpiBackend"),
+}
 
 
-def load(name: str, world_rank: int, world_size: int) -> Backend:
-    """Make the backend ``name`` for this rank. Collective: every rank loads the same one.
+def start(name: str, world: World) -> ExternalDriver:
+    """Let the backend ``name`` carry the bytes of ``world``. Collective: the same on every rank.
 
-    Raises InvalidArgumentError for an unknown name, a library that is not installed, or processes
-    that were not started the way the backend needs.
+    The engine was made with ``external=True``. Raises InvalidArgumentError for an unknown name, a
+    library that is not installed, or processes that were not started the way the backend needs;
+    BootstrapError when that happened to another rank; RankLostError.
     """
+    # Here, since these import the world.
+    from kolovod.backends.meeting import Meeting
+    from kolovod.collectives import Collectives
+    from kolovod.numpy.frontend import NumpyFrontend
+    from kolovod.objects import Objects
+
+    meeting = Meeting(Objects(Collectives(NumpyFrontend(), lambda: world)))
+    try:
+        backend = load(name, world, meeting)
+    except Exception as error:  # of a library that we do not know
+        meeting.fail(error)
+        raise
+    try:
+        meeting.finish()
+    except BaseException:
+        backend.close()
+        raise
+    driver = ExternalDriver(world.engine, backend, world.rank, world.size)
+    driver.start()
+    return driver
+
+
+def load(name: str, world: World, meeting: Meeting) -> Backend:
+    """Make this rank's backend ``name``. See ``start``."""
     if name not in _CLASSES:
         known = ", ".join(["native", *sorted(_CLASSES)])
         raise InvalidArgumentError(f"backend is {name!r}: KOLOVOD_BACKEND can be one of {known}")
     module, class_name = _CLASSES[name]
-    backend: Backend = getattr(import_module(module), class_name)(world_rank, world_size)
+    made: Any = getattr(import_module(module), class_name)
+    backend: Backend = made(world, meeting)
     return backend
 
 
-__all__ = ["Backend", "ExternalDriver", "load"]
+__all__ = ["Backend", "ExternalDriver", "load", "start"]

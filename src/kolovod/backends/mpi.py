@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from kolovod.backends.base import Array, Bytes
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Op
 
-_MAX_COUNT = 1 << 30  # MPI 3 counts elements in an int
+if TYPE_CHECKING:
+    from kolovod.backends.meeting import Meeting
+    from kolovod.world import World
+
+_MAX_COUNT = 1 << 30  # MPI 3 counts elements in an int; what is larger goes in parts
 
 
 class MpiBackend:
-    """Collectives of MPI's COMM_WORLD, through mpi4py."""
+    """Collectives of MPI's COMM_WORLD, through mpi4py.
 
-    def __init__(self, world_rank: int, world_size: int) -> None:
+    The order of additions is the MPI library's choice: it may depend on the size of a tensor, and
+    on what it was fused with.
+    """
+
+    def __init__(self, world: World, meeting: Meeting | None = None) -> None:
         """Collective: makes a communicator of its own, ordered like the world's ranks.
 
-        Raises InvalidArgumentError when mpi4py is not installed, when MPI did not start exactly the
-        world's processes, or when it cannot be called from a second thread.
+        ``meeting`` is not needed: MPI's processes know each other. Raises InvalidArgumentError when
+        mpi4py is not installed, when MPI did not start exactly the world's processes, or when it
+        cannot be called from a second thread.
         """
         try:
             from mpi4py import MPI
@@ -30,29 +41,98 @@ class MpiBackend:
                 "pip install 'kolovod[mpi]'"
             ) from None
         mpi_size = MPI.COMM_WORLD.Get_size()
-        if mpi_size != world_size:
+        if mpi_size != world.size:
             raise InvalidArgumentError(
-                f"backend 'mpi': MPI has {mpi_size} process(es), the world {world_size} rank(s); "
-                f"start it with 'kolovod run -np {world_size} --backend mpi', or with mpirun"
+                f"backend 'mpi': MPI has {mpi_size} process(es), the world {world.size} rank(s); "
+                f"start it with 'kolovod run -np {world.size} --backend mpi', or with mpirun"
             )
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise InvalidArgumentError(
                 "backend 'mpi' calls MPI from a thread of its own; initialise MPI with "
                 "THREAD_SERIALIZED or more (mpi4py asks for THREAD_MULTIPLE unless told otherwise)"
             )
-        self._communicator = MPI.COMM_WORLD.Split(0, world_rank)
+        self._rank = world.rank
+        self._communicator = MPI.COMM_WORLD.Split(0, world.rank)
         self._in_place = MPI.IN_PLACE
         self._ops = {Op.Sum: MPI.SUM, Op.Min: MPI.MIN, Op.Max: MPI.MAX, Op.Product: MPI.PROD}
         self._byte = MPI.BYTE
+        self._wait_all = MPI.Request.Waitall
 
-    def allreduce(self, values: npt.NDArray[Any], op: Op) -> None:
+    def allreduce(self, values: Array, op: Op) -> None:
         """See Backend.allreduce."""
-        for start in range(0, values.size, _MAX_COUNT):
-            part = values[start : start + _MAX_COUNT]
+        for part in _chunks(values):
             self._communicator.Allreduce(self._in_place, part, self._ops[op])
 
-    def broadcast(self, values: npt.NDArray[np.uint8], root: int) -> None:
+    def broadcast(self, values: Bytes, root: int) -> None:
         """See Backend.broadcast."""
-        for start in range(0, values.size, _MAX_COUNT):
-            part = values[start : start + _MAX_COUNT]
+        for part in _chunks(values):
             self._communicator.Bcast([part, self._byte], root)
+
+    def allgather(self, values: Bytes, sizes: Sequence[int]) -> Bytes:
+        """See Backend.allgather."""
+        result = np.empty(sum(sizes), np.uint8)
+        if result.size <= _MAX_COUNT:
+            self._communicator.Allgatherv(
+                [values, self._byte], [result, sizes, _starts(sizes), self._byte]
+            )
+            return result
+        parts = _parts(result, sizes)
+        parts[self._rank][...] = values
+        for rank, part in enumerate(parts):
+            self.broadcast(part, rank)
+        return result
+
+    def alltoall(self, values: Bytes, sizes: Sequence[Sequence[int]]) -> Bytes:
+        """See Backend.alltoall."""
+        sent = sizes[self._rank]
+        received = [row[self._rank] for row in sizes]
+        result = np.empty(sum(received), np.uint8)
+        # The same answer on every rank, whatever its own share.
+        if sum(map(sum, sizes)) <= _MAX_COUNT:
+            self._communicator.Alltoallv(
+                [values, sent, _starts(sent), self._byte],
+                [result, received, _starts(received), self._byte],
+            )
+            return result
+        # Between two ranks messages keep their order, so the chunks need no further label.
+        requests = [
+            self._communicator.Irecv([chunk, self._byte], source)
+            for source, part in enumerate(_parts(result, received))
+            for chunk in _chunks(part)
+        ]
+        requests += [
+            self._communicator.Isend([chunk, self._byte], to)
+            for to, part in enumerate(_parts(values, sent))
+            for chunk in _chunks(part)
+        ]
+        self._wait_all(requests)
+        return result
+
+    def reducescatter(self, values: Array, op: Op, counts: Sequence[int]) -> Array:
+        """See Backend.reducescatter."""
+        if values.size <= _MAX_COUNT:
+            result = np.empty(counts[self._rank], values.dtype)
+            self._communicator.Reduce_scatter(values, result, counts, self._ops[op])
+            return result
+        parts = _parts(values, counts)
+        for root, part in enumerate(parts):
+            for chunk in _chunks(part):
+                source, target = (self._in_place, chunk) if root == self._rank else (chunk, None)
+                self._communicator.Reduce(source, target, self._ops[op], root)
+        return parts[self._rank]
+
+    def close(self) -> None:
+        """Keep the communicator: to free it would be collective, and the others may be dead."""
+
+
+def _chunks(values: Array) -> Iterator[Array]:
+    return (values[start : start + _MAX_COUNT] for start in range(0, values.size, _MAX_COUNT))
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)][:-1]
+
+
+def _parts(values: Array, sizes: Sequence[int]) -> list[Array]:
+    """Views: ``values`` cut into parts of these sizes."""
+    return [values[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=True)]

@@ -297,7 +297,7 @@ class _Leader:
                 fds[ranks[0]] = own_pidfd()
                 pidfds = tuple(fds.get(new_rank, -1) for new_rank in range(size))
                 self._distribute(formation, channels, segment, pidfds, deadline)
-            except KolovodError as error:
+            except Exception as error:
                 self._tell_failure(channels, error)
                 raise
         except BaseException:
@@ -357,11 +357,14 @@ class _Leader:
             except OSError:
                 _raise_lost(formation.members[new_rank])
 
-    def _tell_failure(self, channels: dict[int, Channel], error: KolovodError) -> None:
+    def _tell_failure(self, channels: dict[int, Channel], error: Exception) -> None:
         rank = error.rank if isinstance(error, RankLostError) else None
+        text = str(error)
+        if not isinstance(error, KolovodError):
+            text = f"the leader of the world could not form it: {type(error).__name__}: {text}"
         for channel in channels.values():
             with contextlib.suppress(OSError):
-                channel.send({"error": str(error), "rank": rank}, time.monotonic() + 5)
+                channel.send({"error": text, "rank": rank}, time.monotonic() + 5)
 
     def close(self) -> None:
         """Stop listening; followers that are still connected hear no more."""

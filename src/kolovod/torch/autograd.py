@@ -7,7 +7,7 @@ Average is an Average, that of a Sum a Sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,26 +28,25 @@ def _backward_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.backward"
 
 
+# Each takes the verbs, what a verb is given after its tensors, and the tensors.
+
+
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
-        process_set: Group | None,
-        name: str | None,
-        op: int,
-        scales: tuple[float, float],
+        arguments: tuple[str | None, int, float, float, Group | None],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call = (verbs, process_set, name, op, scales)
-        return tuple(verbs.grouped_allreduce(tensors, name, op, *scales, process_set))
+        ctx.call = (verbs, *arguments)
+        return tuple(verbs.grouped_allreduce(tensors, *arguments))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, process_set, name, op, scales = ctx.call
+        verbs, name, op, *further = ctx.call
         _need_linear("allreduce", op)
-        results = verbs.grouped_allreduce(grads, _backward_name(name), op, *scales, process_set)
-        return (None, None, None, None, None, *results)
+        return None, None, *verbs.grouped_allreduce(grads, _backward_name(name), op, *further)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -55,21 +54,19 @@ class _Broadcast(torch.autograd.Function):
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
-        process_set: Group | None,
-        name: str | None,
-        root: int,
-        tensor: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.call = (verbs, process_set, name, root)
-        return verbs.broadcast(tensor, root, name, process_set)
+        arguments: tuple[int, str | None, Group | None],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.call = (verbs, *arguments)
+        return tuple(verbs.broadcast(tensor, *arguments) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, process_set, name, root = ctx.call
+        verbs, root, name, process_set = ctx.call
         total = verbs.allreduce(grads[0], _backward_name(name), Sum, process_set=process_set)
         if verbs.world().rank != root:
             total = torch.zeros_like(total)
-        return None, None, None, None, total
+        return None, None, total
 
 
 class _Allgather(torch.autograd.Function):
@@ -77,25 +74,24 @@ class _Allgather(torch.autograd.Function):
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
-        process_set: Group | None,
-        name: str | None,
+        arguments: tuple[str | None, Group | None],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         rows = torch.tensor([[tensor.shape[0] if tensor.ndim else 0 for tensor in tensors]])
-        *results, counts = verbs.grouped_allgather([*tensors, rows], name, process_set)
-        rank = verbs.membership(process_set).rank
-        ctx.call = (verbs, process_set, name, counts[:rank].sum(0).tolist(), rows[0].tolist())
+        *results, counts = verbs.grouped_allgather([*tensors, rows], *arguments)
+        rank = verbs.membership(arguments[-1]).rank
+        ctx.call = (verbs, *arguments, counts[:rank].sum(0).tolist(), rows[0].tolist())
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, process_set, name, starts, rows = ctx.call
+        verbs, name, process_set, starts, rows = ctx.call
         totals = verbs.grouped_allreduce(grads, _backward_name(name), Sum, process_set=process_set)
         own = (
             total[start : start + count]
             for total, start, count in zip(totals, starts, rows, strict=True)
         )
-        return (None, None, None, *own)
+        return (None, None, *own)
 
 
 class _Alltoall(torch.autograd.Function):
@@ -103,21 +99,19 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
-        process_set: Group | None,
-        name: str | None,
-        splits: Sequence[int] | None,
+        arguments: tuple[Sequence[int] | None, str | None, Group | None],
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, list[int]]:
-        result, received = verbs.alltoall(tensor, splits, name, process_set)
-        ctx.call = (verbs, process_set, name, received, tensor.shape)
+        result, received = verbs.alltoall(tensor, *arguments)
+        ctx.call = (verbs, *arguments[1:], received, tensor.shape)
         return result, received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, process_set, name, received, shape = ctx.call
+        verbs, name, process_set, received, shape = ctx.call
         sent, _ = verbs.alltoall(grads[0], received, _backward_name(name), process_set)
         kept = sent.new_zeros((shape[0] - sent.shape[0], *shape[1:]))  # rows that stayed here
-        return None, None, None, None, torch.cat([sent, kept])
+        return None, None, torch.cat([sent, kept])
 
 
 class _Reducescatter(torch.autograd.Function):
@@ -125,22 +119,19 @@ class _Reducescatter(torch.autograd.Function):
     def forward(
         ctx: Any,
         verbs: TorchCollectives,
-        process_set: Group | None,
-        name: str | None,
-        op: int,
-        scales: tuple[float, float],
+        arguments: tuple[str | None, int, float, float, Group | None],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.call = (verbs, process_set, name, op, scales)
-        return tuple(verbs.grouped_reducescatter(tensors, name, op, *scales, process_set))
+        ctx.call = (verbs, *arguments)
+        return tuple(verbs.grouped_reducescatter(tensors, *arguments))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        verbs, process_set, name, op, (prescale, postscale) = ctx.call
+        verbs, name, op, prescale, postscale, process_set = ctx.call
         _need_linear("reducescatter", op)
         factor = prescale * postscale / (verbs.membership(process_set).size if op == Average else 1)
         results = verbs.grouped_allgather(grads, _backward_name(name), process_set)
-        return (None, None, None, None, None, *(result.mul_(factor) for result in results))
+        return (None, None, *(result.mul_(factor) for result in results))
 
 
 def _need_linear(verb: str, op: int) -> None:
@@ -166,11 +157,8 @@ class TorchCollectives(Collectives[torch.Tensor]):
         process_set: Group | None = None,
     ) -> torch.Tensor:
         """See Collectives.allreduce. Differentiable for Average and Sum."""
-        if _wants_grad(tensor):
-            scales = (prescale_factor, postscale_factor)
-            (result,) = _Allreduce.apply(self, process_set, name, op, scales, tensor)  # type: ignore[no-untyped-call]
-            return result  # type: ignore[no-any-return]
-        return super().allreduce(tensor, name, op, prescale_factor, postscale_factor, process_set)
+        arguments = (name, op, prescale_factor, postscale_factor, process_set)
+        return self._one(_Allreduce, super().allreduce, tensor, *arguments)
 
     def grouped_allreduce(
         self,
@@ -182,12 +170,8 @@ class TorchCollectives(Collectives[torch.Tensor]):
         process_set: Group | None = None,
     ) -> list[torch.Tensor]:
         """See Collectives.grouped_allreduce. Differentiable for Average and Sum."""
-        if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
-            scales = (prescale_factor, postscale_factor)
-            return list(_Allreduce.apply(self, process_set, name, op, scales, *tensors))  # type: ignore[no-untyped-call]
-        return super().grouped_allreduce(
-            tensors, name, op, prescale_factor, postscale_factor, process_set
-        )
+        arguments = (name, op, prescale_factor, postscale_factor, process_set)
+        return self._several(_Allreduce, super().grouped_allreduce, tensors, *arguments)
 
     def broadcast(
         self,
@@ -197,18 +181,13 @@ class TorchCollectives(Collectives[torch.Tensor]):
         process_set: Group | None = None,
     ) -> torch.Tensor:
         """See Collectives.broadcast. Differentiable."""
-        if _wants_grad(tensor):
-            return _Broadcast.apply(self, process_set, name, root_rank, tensor)  # type: ignore
-        return super().broadcast(tensor, root_rank, name, process_set)
+        return self._one(_Broadcast, super().broadcast, tensor, root_rank, name, process_set)
 
     def allgather(
         self, tensor: torch.Tensor, name: str | None = None, process_set: Group | None = None
     ) -> torch.Tensor:
         """See Collectives.allgather. Differentiable."""
-        if _wants_grad(tensor):
-            (result,) = _Allgather.apply(self, process_set, name, tensor)  # type: ignore[no-untyped-call]
-            return result  # type: ignore[no-any-return]
-        return super().allgather(tensor, name, process_set)
+        return self._one(_Allgather, super().allgather, tensor, name, process_set)
 
     def grouped_allgather(
         self,
@@ -217,9 +196,7 @@ class TorchCollectives(Collectives[torch.Tensor]):
         process_set: Group | None = None,
     ) -> list[torch.Tensor]:
         """See Collectives.grouped_allgather. Differentiable."""
-        if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
-            return list(_Allgather.apply(self, process_set, name, *tensors))  # type: ignore[no-untyped-call]
-        return super().grouped_allgather(tensors, name, process_set)
+        return self._several(_Allgather, super().grouped_allgather, tensors, name, process_set)
 
     def alltoall(
         self,
@@ -230,7 +207,7 @@ class TorchCollectives(Collectives[torch.Tensor]):
     ) -> tuple[torch.Tensor, list[int]]:
         """See Collectives.alltoall. Differentiable."""
         if _wants_grad(tensor):
-            return _Alltoall.apply(self, process_set, name, splits, tensor)  # type: ignore
+            return _Alltoall.apply(self, (splits, name, process_set), tensor)  # type: ignore
         return super().alltoall(tensor, splits, name, process_set)
 
     def reducescatter(
@@ -243,13 +220,8 @@ class TorchCollectives(Collectives[torch.Tensor]):
         process_set: Group | None = None,
     ) -> torch.Tensor:
         """See Collectives.reducescatter. Differentiable for Average and Sum."""
-        if _wants_grad(tensor):
-            scales = (prescale_factor, postscale_factor)
-            (result,) = _Reducescatter.apply(self, process_set, name, op, scales, tensor)  # type: ignore[no-untyped-call]
-            return result  # type: ignore[no-any-return]
-        return super().reducescatter(
-            tensor, name, op, prescale_factor, postscale_factor, process_set
-        )
+        arguments = (name, op, prescale_factor, postscale_factor, process_set)
+        return self._one(_Reducescatter, super().reducescatter, tensor, *arguments)
 
     def grouped_reducescatter(
         self,
@@ -261,9 +233,30 @@ class TorchCollectives(Collectives[torch.Tensor]):
         process_set: Group | None = None,
     ) -> list[torch.Tensor]:
         """See Collectives.grouped_reducescatter. Differentiable for Average and Sum."""
-        if isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors)):
-            scales = (prescale_factor, postscale_factor)
-            return list(_Reducescatter.apply(self, process_set, name, op, scales, *tensors))  # type: ignore[no-untyped-call]
-        return super().grouped_reducescatter(
-            tensors, name, op, prescale_factor, postscale_factor, process_set
-        )
+        arguments = (name, op, prescale_factor, postscale_factor, process_set)
+        return self._several(_Reducescatter, super().grouped_reducescatter, tensors, *arguments)
+
+    def _one(
+        self,
+        function: type[torch.autograd.Function],
+        plain: Callable[..., torch.Tensor],
+        tensor: torch.Tensor,
+        *arguments: Any,
+    ) -> torch.Tensor:
+        """``plain(tensor, *arguments)``, by way of ``function`` if that needs a gradient."""
+        if not _wants_grad(tensor):
+            return plain(tensor, *arguments)
+        (result,) = function.apply(self, arguments, tensor)  # type: ignore[no-untyped-call]
+        return result  # type: ignore[no-any-return]
+
+    def _several(
+        self,
+        function: type[torch.autograd.Function],
+        plain: Callable[..., list[torch.Tensor]],
+        tensors: Sequence[torch.Tensor],
+        *arguments: Any,
+    ) -> list[torch.Tensor]:
+        """The same for a group."""
+        if not (isinstance(tensors, list | tuple) and any(map(_wants_grad, tensors))):
+            return plain(tensors, *arguments)
+        return list(function.apply(self, arguments, *tensors))  # type: ignore[no-untyped-call]

@@ -1,0 +1,150 @@
+"""Gloo under our negotiation, through torch.distributed: ``kolovod run --backend gloo``.
+
+The process group is constructed by itself, and never registered: a default process group that the
+script makes is none of our business. Gloo's own connections are neither authenticated nor
+encrypted: between hosts, use it in networks that you trust.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kolovod.backends.base import Array, Bytes
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.mesh import interface_to
+from kolovod.ops import Op
+
+if TYPE_CHECKING:
+    from kolovod.backends.meeting import Meeting
+    from kolovod.world import World
+
+# Gloo must not be the one who says that a rank is late: a rank may be stopped for a while.
+_PATIENCE = timedelta(days=30)
+
+
+class GlooBackend:
+    """Collectives of a process group of Gloo's.
+
+    The order of additions is Gloo's: it depends on an element's place in the bucket and on the
+    number of ranks, so a tensor may be summed differently when it is fused with others.
+    """
+
+    def __init__(self, world: World, meeting: Meeting) -> None:
+        """Collective: connects every rank with every other one.
+
+        The ranks find each other through ``meeting``, and listen on the interface by which they
+        reach the store, or on what GLOO_SOCKET_IFNAME names. Raises InvalidArgumentError when
+        PyTorch with Gloo is not installed, and what Gloo raises when it cannot connect the ranks
+        within the start timeout.
+        """
+        try:
+            import torch
+            import torch.distributed
+            from torch.distributed import ProcessGroupGloo
+        except ImportError as error:
+            raise InvalidArgumentError(
+                f"backend 'gloo' needs PyTorch with Gloo ({error}): pip install 'kolovod[torch]'"
+            ) from None
+        self._torch: Any = torch
+        self._dist: Any = torch.distributed
+        self._rank = world.rank
+        ops = self._dist.ReduceOp
+        self._ops = {Op.Sum: ops.SUM, Op.Min: ops.MIN, Op.Max: ops.MAX, Op.Product: ops.PRODUCT}
+        group: Any = ProcessGroupGloo
+        options = group._Options()
+        options._timeout = timedelta(seconds=world.settings.start_timeout_s)
+        if os.environ.get("GLOO_SOCKET_IFNAME"):
+            options._devices = [group.create_default_device()]
+        else:
+            address = interface_to(world.place.store)
+            options._devices = [group.create_device(hostname=address)]
+        store = _make_store(self._dist.Store, meeting)
+        self._group = group(store, world.rank, world.size, options)
+        self._group._set_default_timeout(_PATIENCE)
+
+    def allreduce(self, values: Array, op: Op) -> None:
+        """See Backend.allreduce."""
+        wide = _widened(values)
+        options = self._dist.AllreduceOptions()
+        options.reduceOp = self._ops[op]
+        self._group.allreduce([self._tensor(wide)], options).wait()
+        if wide is not values:
+            values[...] = wide
+
+    def broadcast(self, values: Bytes, root: int) -> None:
+        """See Backend.broadcast."""
+        self._broadcast(values, root).wait()
+
+    def _broadcast(self, values: Bytes, root: int) -> Any:
+        options = self._dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._group.broadcast([self._tensor(values)], options)
+
+    def allgather(self, values: Bytes, sizes: Sequence[int]) -> Bytes:
+        """See Backend.allgather. Gloo's own wants equal sizes; others are a broadcast each."""
+        result = np.empty(sum(sizes), np.uint8)
+        if len(set(sizes)) == 1:
+            self._group._allgather_base(self._tensor(result), self._tensor(values)).wait()
+            return result
+        parts = np.split(result, np.cumsum(sizes)[:-1])
+        parts[self._rank][...] = values
+        works = [self._broadcast(part, rank) for rank, part in enumerate(parts) if part.size > 0]
+        for work in works:
+            work.wait()
+        return result
+
+    def alltoall(self, values: Bytes, sizes: Sequence[Sequence[int]]) -> Bytes:
+        """See Backend.alltoall."""
+        received = [row[self._rank] for row in sizes]
+        result = np.empty(sum(received), np.uint8)
+        self._group.alltoall_base(
+            self._tensor(result), self._tensor(values), received, list(sizes[self._rank])
+        ).wait()
+        return result
+
+    def reducescatter(self, values: Array, op: Op, counts: Sequence[int]) -> Array:
+        """See Backend.reducescatter. Each rank is the root of a reduction of its own part."""
+        parts = np.split(_widened(values), np.cumsum(counts)[:-1])
+        works = []
+        for root, part in enumerate(parts):
+            if part.size > 0:
+                options = self._dist.ReduceOptions()
+                options.reduceOp, options.rootRank = self._ops[op], root
+                works.append(self._group.reduce([self._tensor(part)], options))
+        for work in works:
+            work.wait()
+        return parts[self._rank].astype(values.dtype, copy=False)
+
+    def close(self) -> None:
+        """Close the connections: a rank that still waits for this one sees it."""
+        self._group = None
+
+    def _tensor(self, values: Array) -> Any:
+        return self._torch.from_numpy(values)
+
+
+def _widened(values: Array) -> Array:
+    """Gloo adds no integers of 16 bits; the lower half of a longer sum is theirs."""
+    return values.astype(np.int32) if values.dtype in (np.int16, np.uint16) else values
+
+
+def _make_store(base: Any, meeting: Meeting) -> Any:
+    """What Gloo takes for a key-value store: it holds the ranks' addresses."""
+
+    class MeetingStore(base):  # type: ignore[misc]
+        def set(self, key: str, value: bytes) -> None:
+            meeting.put(key, bytes(value))
+
+        def get(self, key: str) -> bytes:
+            return meeting.get(key)
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            for key in keys:
+                meeting.get(key)
+
+    return MeetingStore()

@@ -1,0 +1,301 @@
+"""DistributedOptimizer as an optimizer of PyTorch: closures, schedulers, copies, arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from optimizing import Net, inputs, run, wrapped  # noqa: E402
+
+from kolovod.errors import (  # noqa: E402
+    InvalidArgumentError,
+    MismatchError,
+    RankLostError,
+)
+from kolovod.ops import Max  # noqa: E402
+from kolovod.testing.loopback import loopback  # noqa: E402
+from kolovod.torch import (  # noqa: E402
+    DistributedOptimizer,
+    TorchCollectives,
+    TorchFrontend,
+)
+
+
+def test_closure():
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(inputs(rank))
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        assert loss.item() == 9.0  # 6 on rank 0, 12 on rank 1
+        assert net.a.tolist() == [-0.5] * 3
+
+    run(2, work)
+
+
+def test_lbfgs_takes_the_same_path_on_all_ranks():
+    def work(kv, rank):
+        net = Net()
+        target = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.5, line_search_fn="strong_wolfe")
+        optimizer = DistributedOptimizer(optimizer, net.named_parameters(), collectives=kv)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (net.a - target).square().sum() + net.b.square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return net.a.tolist()
+
+    first, second = run(2, work)
+    assert first == second
+    assert first == pytest.approx([1.5, 3.0, 4.5], abs=1e-4)
+
+
+def test_scheduler_made_before_or_after_wrapping():
+    def work(kv, rank):
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=8.0)
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer = DistributedOptimizer(optimizer, net.named_parameters(), collectives=kv)
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()", ...
+            for step in range(3):
+                optimizer.zero_grad()
+                net(inputs(rank)).backward()
+                optimizer.step()
+                before.step()
+                after.step()
+                assert optimizer.param_groups[0]["lr"] == 8.0 / 4 ** (step + 1)
+        assert net.a.tolist() == [1 - 1.5 * (8 + 2 + 0.5)] * 3
+
+    run(2, work)
+
+
+def test_it_stays_an_optimizer_of_its_class():
+    def work(kv, rank):
+        net = Net()
+        plain = torch.optim.AdamW(net.parameters(), lr=0.5)
+        optimizer = DistributedOptimizer(plain, net.named_parameters(), collectives=kv)
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert type(optimizer).__name__ == "AdamW"
+        assert "lr: 0.5" in repr(optimizer)
+        assert optimizer is plain
+        calls = []
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        net(inputs(rank)).backward()
+        optimizer.step()
+        assert calls == ["pre", "post"]
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.zero_grad()
+        net(inputs(rank)).backward()
+        optimizer.step()
+        assert calls == ["pre", "post"] * 2
+        return net.a.tolist()
+
+    first, second = run(2, work)
+    assert first == second
+
+
+def test_copies_and_pickles_are_plain():
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv, lr=0.25)
+        for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+            assert type(other) is torch.optim.SGD
+            assert other.param_groups[0]["lr"] == 0.25
+            other.param_groups[0]["params"][0].grad = torch.ones(3)
+            other.step()
+            assert other.param_groups[0]["params"][0].tolist() == [0.75] * 3
+
+    run(2, work)
+
+
+def test_a_new_parameter_group_is_averaged_too():
+    def work(kv, rank):
+        net = Net()
+        optimizer = torch.optim.SGD([net.a], lr=1.0)
+        optimizer = DistributedOptimizer(optimizer, net.named_parameters(), collectives=kv)
+        net(inputs(rank), use_b=False).backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [net.b], "lr": 0.5})
+        optimizer.zero_grad()
+        net(inputs(rank)).backward()
+        optimizer.step()
+        assert net.b.tolist() == [1 - 0.75] * 3
+
+    run(2, work)
+
+
+def test_dropping_the_optimizer_frees_the_model_of_its_hooks():
+    def work(kv, rank):
+        net = Net()
+        for _ in range(2):
+            optimizer = wrapped(net, kv)
+            optimizer.zero_grad()
+            net(inputs(rank)).backward()
+            optimizer.step()
+            del optimizer
+            gc.collect()
+        assert net.a.tolist() == [1 - 3.0] * 3
+        net.zero_grad()
+        net(inputs(rank)).backward()
+        assert net.a.grad.tolist() == inputs(rank).tolist()
+
+    run(2, work)
+
+
+def test_ranks_with_different_parameters_are_told_at_the_first_step():
+    def work(kv, rank):
+        parameters = [("same", torch.nn.Parameter(torch.ones(2)))]
+        parameters.append((f"only{rank}", torch.nn.Parameter(torch.ones(2))))
+        optimizer = torch.optim.SGD([p for _, p in parameters], lr=1.0)
+        optimizer = DistributedOptimizer(optimizer, parameters, collectives=kv)
+        sum(p.sum() for _, p in parameters).backward()
+        with pytest.raises(MismatchError, match=r"rank 0 has 'only0'.*rank 1 has 'only1'"):
+            optimizer.step()
+
+    run(2, work)
+
+
+def test_a_lost_rank_is_named_and_nothing_hangs():
+    with loopback(2, TorchFrontend()) as world:
+
+        def work(kv):
+            rank = kv.world().rank
+            net = Net()
+            optimizer = wrapped(net, TorchCollectives(kv.frontend, kv.world))
+            net(inputs(rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 1:
+                world.kill(1)
+                return
+
+            def next_step():
+                net(inputs(rank)).backward()
+                optimizer.step()
+
+            with pytest.raises(RankLostError) as caught:
+                next_step()
+            assert caught.value.rank == 1
+
+        world.run(work)
+
+
+def test_survivors_go_on_in_a_new_world():
+    """What was on its way in the old world is dropped, and the same optimizer steps in the new."""
+    with loopback(2, TorchFrontend()) as old, loopback(1, TorchFrontend()) as new:
+        worlds = [old.ranks[0], old.ranks[1]]
+
+        def work(kv):
+            rank = kv.world().rank
+            net = Net()
+            optimizer = wrapped(net, TorchCollectives(kv.frontend, lambda: worlds[rank]))
+            if rank == 1:
+                net(inputs(1)).backward()
+                optimizer.step()
+                old.kill(1)
+                return
+            net(inputs(1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with contextlib.suppress(RankLostError):
+                net(inputs(0)).backward()
+            with pytest.raises(RankLostError):
+                optimizer.synchronize()
+            worlds[0] = new.ranks[0]
+            optimizer.zero_grad()
+            net(inputs(0)).backward()
+            optimizer.step()
+            assert net.a.tolist() == [1 - 2.0 - 1.0] * 3
+
+        old.run(work)
+
+
+def test_a_world_of_one_adds_nothing_to_backward():
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        assert not net.a._post_accumulate_grad_hooks
+        for _ in range(2):  # any number of passes
+            net(inputs(rank)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        net(inputs(rank), use_b=False).backward()
+        optimizer.step()
+        assert net.a.tolist() == [1 - 3.0] * 3
+        return kv.world().engine.stats()["operations"]
+
+    assert run(1, work) == [0]
+
+
+def parameter():
+    return torch.nn.Parameter(torch.ones(2))
+
+
+BAD = {
+    "optimizer": (lambda kv, o: DistributedOptimizer(3, collectives=kv), "optimizer is a int"),
+    "op": (lambda kv, o: DistributedOptimizer(o, op=Max, collectives=kv), "Average or Sum"),
+    "passes 0": (
+        lambda kv, o: DistributedOptimizer(o, backward_passes_per_step=0, collectives=kv),
+        "backward_passes_per_step is 0",
+    ),
+    "passes float": (
+        lambda kv, o: DistributedOptimizer(o, backward_passes_per_step=1.5, collectives=kv),
+        "backward_passes_per_step is 1.5",
+    ),
+    "compression": (
+        lambda kv, o: DistributedOptimizer(o, compression="fp16", collectives=kv),
+        "compression is 'fp16'.*Compression.none",
+    ),
+    "names without tuples": (
+        lambda kv, o: DistributedOptimizer(o, [parameter()], collectives=kv),
+        "a Parameter instead of",
+    ),
+    "names twice": (
+        lambda kv, o: DistributedOptimizer(
+            o, [("w", parameter()), ("w", parameter())], collectives=kv
+        ),
+        "two parameters named 'w'",
+    ),
+    "names missing": (
+        lambda kv, o: DistributedOptimizer(o, [("w", parameter())], collectives=kv),
+        r"lacks 1 parameter.*group 0 parameter 0 of shape \(2,\)",
+    ),
+    "twice": (
+        lambda kv, o: DistributedOptimizer(DistributedOptimizer(o, collectives=kv), collectives=kv),
+        "already distributed",
+    ),
+}
+
+
+@pytest.mark.parametrize("label", BAD)
+def test_arguments_that_cannot_work(label):
+    call, text = BAD[label]
+
+    def work(kv, rank):
+        with pytest.raises(InvalidArgumentError, match=text):
+            call(kv, torch.optim.SGD([parameter()], lr=1.0))
+
+    run(1, work)

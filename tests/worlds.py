@@ -1,0 +1,326 @@
+"""The conformance table: every verb in every world, for every front end and dtype.
+
+Adding a world is one row of ``WORLDS``, adding a verb one of ``VERBS``, ``GROUPS`` or ``OTHERS``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conformance import (
+    FLOATS,
+    MODES,
+    NUMPY_DTYPES,
+    SHAPES,
+    TORCH_DTYPES,
+    check_adasum,
+    check_allgather,
+    check_allreduce,
+    check_alltoall,
+    check_broadcast,
+    check_grouped,
+    check_grouped_allgather,
+    check_grouped_reducescatter,
+    check_join,
+    check_objects,
+    check_reducescatter,
+    reductions,
+)
+
+from kolovod.testing import loopback, run_ranks
+
+# What is checked ----------------------------------------------------------------------------------
+
+
+class Extent(NamedTuple):
+    """How much of the table is run, for one front end."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    modes: tuple[tuple[bool, bool], ...] = MODES
+    large: tuple[tuple[int, ...], ...] = ()
+    """Further shapes, for float32."""
+
+
+FULL = {
+    "numpy": Extent(NUMPY_DTYPES, SHAPES),
+    "torch": Extent(TORCH_DTYPES, ((), (0,), (3, 5))),
+}
+_TWO_MODES = ((True, False), (False, True))
+_BRIEF_DTYPES = ("uint8", "int16", "uint16", "int64", "float16", "float32", "float64", "bool")
+BRIEF = {
+    "numpy": Extent(_BRIEF_DTYPES, ((), (0,), (3, 5), (1025,)), _TWO_MODES, ((70_001, 10),)),
+    "torch": Extent(("int32", "float32", "bfloat16"), ((3, 5),), _TWO_MODES),
+}
+SOME = {
+    "numpy": Extent(("int16", "float16", "float32"), ((0,), (3, 5)), _TWO_MODES, ((7, 10_001),)),
+    "torch": Extent(("bfloat16",), ((3, 5),), _TWO_MODES),
+}
+SLICE = {"numpy": Extent(("int32", "float32"), ((3, 5), (1025,)), _TWO_MODES)}
+
+
+class Line(NamedTuple):
+    """A verb for one dtype, or for all at once (``dtype`` is "" then)."""
+
+    verb: str
+    dtype: str
+
+
+def _allreduce(kv: Any, frontend: str, dtype: str, extent: Extent) -> None:
+    for case in reductions(dtype, extent.shapes, extent.modes):
+        check_allreduce(kv, frontend, case)
+    for shape in extent.large if dtype == "float32" else ():
+        for case in reductions(dtype, (shape,), extent.modes[:1]):
+            check_allreduce(kv, frontend, case)
+
+
+def _reducescatter(kv: Any, frontend: str, dtype: str, extent: Extent) -> None:
+    shapes = tuple(shape for shape in extent.shapes if shape)
+    for case in reductions(dtype, shapes, ((False, False), (False, True))):
+        check_reducescatter(kv, frontend, case)
+    for shape in extent.large if dtype == "float32" else ():
+        for case in reductions(dtype, (shape,), ((False, False),)):
+            check_reducescatter(kv, frontend, case)
+
+
+def _alltoall(kv: Any, frontend: str, dtype: str, extent: Extent) -> None:
+    check_alltoall(kv, frontend, dtype)
+    if extent.large and dtype == "float32":
+        check_alltoall(kv, frontend, dtype, scale=5000)
+
+
+def _mixed(extent: Extent) -> tuple[str, ...]:
+    return tuple(dtype for dtype in ("int32", "float16", "float64") if dtype in extent.dtypes)
+
+
+Check = Callable[[Any, str, str, Extent], None]
+VERBS: dict[str, Check] = {
+    "allreduce": _allreduce,
+    "broadcast": lambda kv, frontend, dtype, extent: check_broadcast(
+        kv, frontend, dtype, extent.shapes[-3:]
+    ),
+    "allgather": lambda kv, frontend, dtype, extent: check_allgather(kv, frontend, dtype),
+    "alltoall": _alltoall,
+    "reducescatter": _reducescatter,
+    "adasum": lambda kv, frontend, dtype, extent: check_adasum(kv, frontend, dtype),
+}
+GROUPS: dict[str, Check] = {
+    "grouped_allreduce": lambda kv, frontend, dtype, extent: check_grouped(
+        kv, frontend, _mixed(extent), extent.shapes
+    ),
+    "grouped_allgather": lambda kv, frontend, dtype, extent: check_grouped_allgather(
+        kv, frontend, _mixed(extent)
+    ),
+    "grouped_reducescatter": lambda kv, frontend, dtype, extent: check_grouped_reducescatter(
+        kv, frontend, _mixed(extent)
+    ),
+}
+
+
+OTHERS: dict[str, Callable[[Any], None]] = {"objects": check_objects, "join": check_join}
+
+
+def lines(extent: Extent, frontend: str) -> list[Line]:
+    """All lines of an extent."""
+    by_dtype = [
+        Line(verb, dtype)
+        for verb in VERBS
+        for dtype in extent.dtypes
+        if verb != "adasum" or dtype in FLOATS
+    ]
+    at_once = [Line(verb, "") for verb in GROUPS]
+    others = [Line(verb, "") for verb in OTHERS if frontend == "numpy"]
+    return by_dtype + at_once + others
+
+
+def check(kv: Any, frontend: str, line: Line, extent: Extent) -> None:
+    """Run one line on this rank; an AssertionError says which case of it failed."""
+    if line.verb in OTHERS:
+        OTHERS[line.verb](kv)
+    else:
+        {**VERBS, **GROUPS}[line.verb](kv, frontend, line.dtype, extent)
+
+
+# Where it is checked ------------------------------------------------------------------------------
+
+
+Runner = Callable[[str, int, str, list[Line]], None]
+
+
+class World(NamedTuple):
+    """A row of the table: ranks that communicate in one way."""
+
+    name: str
+    extents: Mapping[int, Mapping[str, Extent]]
+    """By number of ranks, then by front end."""
+    run: Runner
+    """``run(name, size, frontend, lines)`` runs the lines on that many ranks, or raises."""
+    at_once: bool = True
+    """All lines in one go: where ranks are processes, which take long to start."""
+    missing: Callable[[], str] = lambda: ""
+    """Why the world cannot be had here, or nothing."""
+    skips: Mapping[str, str] = {}
+    """Verbs that it does not run, and why."""
+
+    def rows(self) -> list[Row]:
+        """The tests of this world."""
+        found = []
+        for size, by_frontend in self.extents.items():
+            for frontend, extent in by_frontend.items():
+                mine = [line for line in lines(extent, frontend) if line.verb not in self.skips]
+                groups = [mine] if self.at_once else [[line] for line in mine]
+                found += [Row(self, size, frontend, group) for group in groups]
+        return found
+
+
+class Row(NamedTuple):
+    """One test: lines that run together."""
+
+    world: World
+    size: int
+    frontend: str
+    lines: list[Line]
+
+    def __str__(self) -> str:
+        line = [] if self.world.at_once else [part for part in self.lines[0] if part]
+        return "-".join([self.world.name, str(self.size), self.frontend, *line])
+
+
+def on_threads(ranks_of_a_host: int = 1 << 10) -> Runner:
+    """Ranks that are threads of this process, so many on each host."""
+
+    def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
+        extent = WORLDS[name].extents[size][frontend]
+        hosts = [rank // ranks_of_a_host for rank in range(size)]
+
+        def work(kv: Any) -> None:
+            for line in lines:
+                check(kv, frontend, line, extent)
+
+        with loopback(size, _frontend(frontend), hosts=hosts) as world:
+            world.run(work, timeout_s=100)
+
+    return run
+
+
+def _frontend(name: str) -> Any:
+    if name == "numpy":
+        from kolovod.numpy import NumpyFrontend
+
+        return NumpyFrontend()
+    from kolovod.torch import TorchFrontend
+
+    return TorchFrontend()
+
+
+def on_processes(ranks_of_a_host: int = 1 << 10, **env: str) -> Runner:
+    """Ranks that are processes, as the launcher starts them; so many are told to share a host."""
+
+    def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
+        arguments = (name, size, frontend, lines, ranks_of_a_host)
+        run_ranks(size, as_a_process, *arguments, timeout_s=110, env=env)
+
+    return run
+
+
+def as_a_process(
+    rank: int,
+    name: str,
+    size: int,
+    frontend: str,
+    lines: list[Line],
+    ranks_of_a_host: int = 1 << 10,
+) -> None:
+    """What a rank in a process of its own does."""
+    os.environ["KOLOVOD_HOST"] = f"host{rank // ranks_of_a_host}"
+    import kolovod
+
+    if frontend == "numpy":
+        from kolovod.numpy import collectives
+    else:
+        from kolovod.torch import collectives
+    kolovod.init()
+    assert (kolovod.rank(), kolovod.size()) == (rank, size)
+    for line in lines:
+        check(collectives, frontend, line, WORLDS[name].extents[size][frontend])
+    kolovod.shutdown()
+    assert not kolovod.is_initialized()
+    kolovod.init()  # again, in the same processes
+    assert kolovod.allreduce(1, op=kolovod.Sum) == size
+    kolovod.shutdown()
+
+
+def under_mpirun(name: str, size: int, frontend: str, lines: list[Line]) -> None:
+    """Ranks that are processes started by mpirun."""
+    code = (
+        "import os, sys, worlds; name, size, frontend = sys.argv[1:]; size = int(size); "
+        "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))); "
+        "(row,) = (row for row in worlds.WORLDS[name].rows() if row[1:3] == (size, frontend)); "
+        "worlds.as_a_process(rank, name, size, frontend, row.lines); print('conforms')"
+    )
+    command = [mpirun(), "-n", str(size), sys.executable, "-c", code, name, str(size), frontend]
+    ended = subprocess.run(
+        command,
+        env=mpi_environment(KOLOVOD_BACKEND="mpi"),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("conforms") == size
+
+
+def mpirun() -> str:
+    """The command that starts MPI processes; "" if there is none."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun") or ""
+
+
+def mpi_environment(**extra: str) -> dict[str, str]:
+    """Variables that let Open MPI start more ranks than cores, and as the superuser."""
+    path = [str(Path(__file__).parent), *sys.path]
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    allowed["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"  # on one core
+    allowed |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**os.environ, **allowed, "PYTHONPATH": os.pathsep.join(filter(None, path)), **extra}
+
+
+def no_mpi() -> str:
+    """Why MPI cannot be tested here, or nothing."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed: pip install 'kolovod[mpi]'"
+    return "" if mpirun() else "there is no mpirun: pip install 'kolovod[mpi]'"
+
+
+def no_torch() -> str:
+    """Why PyTorch cannot be tested here, or nothing."""
+    return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
+
+
+WORLDS = {
+    world.name: world
+    for world in (
+        World("loopback", dict.fromkeys((1, 2, 3, 4, 8), FULL), on_threads(), at_once=False),
+        World("loopback-hosts", {2: BRIEF, 3: SOME, 5: SLICE}, on_threads(1)),
+        World("loopback-pairs", {4: SOME}, on_threads(2)),
+        World("shm", {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE}, on_processes()),
+        World("tcp", {2: BRIEF, 3: SOME}, on_processes(1)),
+        World("tcp-pairs", {4: SLICE}, on_processes(2)),
+        World("mpi", {2: BRIEF, 3: SOME, 4: SLICE}, under_mpirun, missing=no_mpi),
+        World(
+            "gloo",
+            {2: BRIEF, 3: SOME},
+            on_processes(KOLOVOD_BACKEND="gloo"),
+            missing=no_torch,
+        ),
+        World("gloo-pairs", {4: SLICE}, on_processes(2, KOLOVOD_BACKEND="gloo"), missing=no_torch),
+    )
+}
