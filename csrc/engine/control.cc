@@ -108,7 +108,7 @@ void Control::Tell(Note note) {
 
 bool Control::HasInput() {
   if (log_.Read(position_).has_value() || outgoing_.load(std::memory_order_relaxed) ||
-      responses_in_.HasData() || (uplink_ != nullptr && uplink_->HasData())) {
+      responses_in_.HasData() || (uplink_ != nullptr && uplink_->Look())) {
     return true;
   }
   for (const RingReader& reader : from_ranks_) {

@@ -18,7 +18,7 @@ namespace kolovod {
 namespace {
 
 constexpr size_t kHeader = 2 * sizeof(uint32_t);  // length, epoch
-constexpr size_t kReadBytes = 64 << 10;
+constexpr size_t kReadBytes = 16 << 10;
 
 void Prepare(int fd) {
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
@@ -151,22 +151,34 @@ void Uplink::Read() {
         std::lock_guard lock(mutex_);
         Flush(peers_[host]);
       }
-      if (happened & ~POLLOUT) arrived = Receive(static_cast<int>(host)) || arrived;
+      if (happened & ~POLLOUT) {
+        std::lock_guard lock(read_mutex_);
+        arrived = Receive(static_cast<int>(host)) || arrived;
+      }
     }
     if (arrived) events_.arrived();
   }
+}
+
+bool Uplink::Look() {
+  if (HasData()) return true;
+  std::unique_lock lock(read_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  for (size_t host = 0; host < peers_.size(); ++host) {
+    if (peers_[host].link.fd >= 0) Receive(static_cast<int>(host));
+  }
+  return HasData();
 }
 
 // True: there is a new frame for the driver.
 bool Uplink::Receive(int host) {
   Peer& peer = peers_[static_cast<size_t>(host)];
   bool arrived = false;
-  while (true) {
-    const size_t had = peer.incoming.size();
-    peer.incoming.resize(had + kReadBytes);
-    const ssize_t n = recv(peer.link.fd, peer.incoming.data() + had, kReadBytes, 0);
+  char bytes[kReadBytes];
+  while (!peer.gone) {
+    const ssize_t n = recv(peer.link.fd, bytes, sizeof(bytes), 0);
     const int error = n < 0 ? errno : 0;
-    peer.incoming.resize(had + static_cast<size_t>(n > 0 ? n : 0));
+    if (n > 0) peer.incoming.append(bytes, static_cast<size_t>(n));
     if (error == EINTR) continue;
     if (error == EAGAIN || error == EWOULDBLOCK) return arrived;
     if (n <= 0) {
@@ -178,8 +190,9 @@ bool Uplink::Receive(int host) {
       return arrived;
     }
     arrived = arrived || HasData();
-    if (static_cast<size_t>(n) < kReadBytes) return arrived;
+    if (static_cast<size_t>(n) < sizeof(bytes)) return arrived;
   }
+  return arrived;
 }
 
 bool Uplink::Parse(int host) {
@@ -204,6 +217,7 @@ bool Uplink::Parse(int host) {
 }
 
 void Uplink::End(int host, const std::string& reason) {
+  peers_[static_cast<size_t>(host)].gone = true;
   {
     std::lock_guard lock(mutex_);
     peers_[static_cast<size_t>(host)].ended = true;

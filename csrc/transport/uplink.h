@@ -1,8 +1,8 @@
 // Messages between the leaders of hosts: a star around the root, which is connected to every other leader.
 //
 // A thread reads, so that an abort arrives while the driver waits for data, and a death is noticed at once.
-// It puts everything else aside for the driver and wakes it. Frames are those of the control rings
-// (docs/wire.md).
+// It puts everything else aside for the driver and wakes it. A driver that waits for a frame reads by itself
+// and is spared the hand-over. Frames are those of the control rings (docs/wire.md).
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ class Uplink {
     std::string payload;
   };
   struct Events {
-    // From the reader thread. A frame that must not wait for the driver: true, it is done with.
+    // From whoever reads. A frame that must not wait for the driver: true, it is done with.
     std::function<bool(const Frame&)> urgent;
     std::function<void()> arrived;
     // The connection ended, or carried bytes that no leader can have written.
@@ -53,19 +53,23 @@ class Uplink {
   void SendAll(const std::string& payload);
   void Send(int host, const std::string& payload);
   bool HasData() const { return has_data_.load(std::memory_order_seq_cst); }
+  // The driver: the same, after a look at the sockets.
+  bool Look();
   std::deque<Frame> Take();
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
 
  private:
   struct Peer {
     UplinkPeer link;
-    std::string incoming;  // reader thread
+    std::string incoming;  // guarded by read_mutex_
     std::string outgoing;  // guarded by mutex_
     size_t written = 0;    // of outgoing; guarded by mutex_
     bool ended = false;    // guarded by mutex_
+    bool gone = false;     // the same for the reader; guarded by read_mutex_
   };
 
   void Read();
+  // Under read_mutex_.
   bool Receive(int host);
   bool Parse(int host);
   // Under the mutex.
@@ -77,6 +81,7 @@ class Uplink {
   const uint32_t epoch_;
   Events events_;
   int bell_ = -1;  // eventfd: there is something to write, or it is time to stop
+  std::mutex read_mutex_;
   std::mutex mutex_;
   std::deque<Frame> arrived_;  // guarded by mutex_
   std::atomic<bool> has_data_{false};
