@@ -141,12 +141,15 @@ TEST(a_set_across_hosts) {
 // Rank `victim` does something and is not there for the last allreduce; all others hear of it.
 void CheckOthersFail(const std::vector<int>& hosts, int victim, Code code,
                      const std::function<void(Rank&)>& end) {
+  std::atomic<int> ready{0};
   std::atomic<int> through{0};
   RunHosts(hosts, [&](Rank& rank) {
     for (int i = 0; i < 3; ++i) {
       std::vector<float> data(3000, 1.0f);
       CHECK_OK(rank.Allreduce("t", data));
     }
+    ++ready;
+    while (ready.load() < rank.size()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (rank.rank() == victim) return end(rank);
     std::vector<float> data(3000, 1.0f);
     const auto begin = std::chrono::steady_clock::now();
