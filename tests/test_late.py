@@ -296,6 +296,64 @@ def test_a_forked_child_has_no_handler() -> None:
     assert run_ranks(2, work) == [(True, 0)] * 2
 
 
+# --- several hosts ---
+
+
+def test_a_rank_that_is_late_alone_on_its_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> float:
+        kv.init()
+        for _ in range(4):
+            kv.allreduce(ones(), name="t")
+        post.when_reported()  # on all ranks: it is the late one's host that reports
+        if rank == 2:
+            sleep_in_python(post.open())
+        return float(kv.allreduce(ones(), name="t", op=kv.Sum)[0])
+
+    hosts = ["a", "a", "b"]
+    assert run_ranks(3, work, env=REPORT, hosts=hosts) == [3.0] * 3
+    first, *stack = report_of(capsys.readouterr().err).splitlines()
+    assert first.startswith("kolovod: rank 2 on host b (pid ")
+    assert " has not submitted 't' (allreduce, " in first
+    assert first.endswith("; ranks 0, 1 wait")
+    assert any("in sleep_in_python" in line for line in stack)
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_host_whose_leader_is_stopped(
+    stopped: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+
+    def work(rank: int) -> float:
+        kv.init()
+        pids = kv.allgather_object(os.getpid())
+        if rank == stopped:
+            time.sleep(0.2)
+        elif rank == 1:
+            os.kill(pids[stopped], signal.SIGSTOP)
+        if rank != stopped:
+            post.when_reported()
+        if rank == 1:
+            fd = post.open()
+            threading.Thread(
+                target=lambda: (sleep_in_python(fd), os.kill(pids[stopped], signal.SIGCONT)),
+                daemon=True,
+            ).start()
+        return float(kv.allreduce(ones(), name="t", op=kv.Sum)[0])
+
+    hosts = ["a", "b", "c"]
+    assert run_ranks(3, work, env=REPORT, hosts=hosts) == [3.0] * 3
+    text = report_of(capsys.readouterr().err)
+    name = f"kolovod: rank {stopped} on host {hosts[stopped]} (pid "
+    assert name in text
+    line = next(line for line in text.splitlines() if line.startswith(name))
+    assert ", which leads its host, does not answer; here every rank has submitted 't' (" in line
+
+
 # --- the second limit ---
 
 

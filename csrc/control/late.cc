@@ -16,6 +16,11 @@ struct Wait {
   int64_t since_ns;
 };
 
+bool HasStarted(const OperationRecord& record) { return record.state == RecordState::kStarted; }
+int64_t SinceNs(const OperationRecord& record) {
+  return HasStarted(record) ? record.started_ns : record.submitted_ns;
+}
+
 class Judge {
  public:
   Judge(const LateView& view, const LateLimits& limits) : view_(view), limits_(limits) {
@@ -29,21 +34,21 @@ class Judge {
         last_bucket = std::max(last_bucket, record.bucket);
       }
       has_joined_.push_back(joined);
-      is_busy_.push_back(!records.empty() && view.now_ns - records.back().submitted_ns < Shortest());
+      is_busy_.push_back(!records.empty() &&
+                         view.now_ns - records.back().submitted_ns < ShortestLimit(limits));
       last_bucket_.push_back(last_bucket);
     }
   }
 
   LateVerdict Run() {
     // What has waited for half the time belongs to the same trouble: it is not worth a report of its own.
-    const int64_t least_ns = Shortest() / 2;
+    const int64_t least_ns = ShortestLimit(limits_) / 2;
     for (size_t r = 0; r < view_.records.size(); ++r) {
       for (const OperationRecord& record : view_.records[r]) {
         if (!record.pending()) continue;
-        const bool started = record.state == RecordState::kStarted;
-        const Wait wait{static_cast<int>(r), &record, started ? record.started_ns : record.submitted_ns};
+        const Wait wait{static_cast<int>(r), &record, SinceNs(record)};
         if (view_.now_ns - wait.since_ns < least_ns) continue;
-        if (!(started ? JudgeStarted(wait) : JudgeSubmitted(wait))) unclear_.push_back(wait);
+        if (!(HasStarted(record) ? JudgeStarted(wait) : JudgeSubmitted(wait))) unclear_.push_back(wait);
       }
     }
     // What is only behind other trouble says nothing.
@@ -63,12 +68,6 @@ class Judge {
     size_t rank;
     const OperationRecord* record;
   };
-
-  int64_t Shortest() const {
-    if (limits_.report_ns == 0) return limits_.failure_ns;
-    if (limits_.failure_ns == 0) return limits_.report_ns;
-    return std::min(limits_.report_ns, limits_.failure_ns);
-  }
 
   // Whether another rank's record is of the same use of its name: names are used again and again. `used`: the
   // bucket of the last use that is over on the rank that waits, 0 unknown.
@@ -106,7 +105,7 @@ class Judge {
     bool lagging = false;
     for (const Noted& noted : by_name_[wait.record->name_hash]) {
       const bool behind = last_bucket_[noted.rank] < wait.record->bucket;
-      if (noted.record->state != RecordState::kSubmitted || !behind) continue;
+      if (noted.record->state != RecordState::kSubmitted || !behind || view_.incomplete[noted.rank]) continue;
       Blame(static_cast<int>(noted.rank), LateCause::kNotStarted, wait);
       lagging = true;
     }
@@ -211,6 +210,12 @@ std::string Ranks(const std::vector<int>& ranks, const std::vector<int>& numbers
 
 }  // namespace
 
+int64_t ShortestLimit(const LateLimits& limits) {
+  if (limits.report_ns == 0) return limits.failure_ns;
+  if (limits.failure_ns == 0) return limits.report_ns;
+  return std::min(limits.report_ns, limits.failure_ns);
+}
+
 LateVerdict JudgeLate(const LateView& view, const LateLimits& limits) { return Judge(view, limits).Run(); }
 
 std::string LateText(const LateFinding& finding, const RankNames& names, size_t max_names) {
@@ -224,6 +229,9 @@ std::string LateText(const LateFinding& finding, const RankNames& names, size_t 
       return who + " has submitted " + operations + ", but takes no part in it" + wait;
     case LateCause::kNoData:
       return who + " does not deliver its data of " + operations + wait;
+    case LateCause::kSilentHost:
+      return finding.silent + ", which leads its host, does not answer; here every rank has submitted " +
+             operations + wait;
     case LateCause::kNoProgress:
       break;
   }

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "transport/record.h"
@@ -16,12 +18,16 @@ struct LateLimits {
   int64_t failure_ns = 0;  // 0: never
 };
 
+// Of those that are set; 0: none is.
+int64_t ShortestLimit(const LateLimits& limits);
+
 struct LateView {
   int64_t now_ns = 0;
   int64_t last_report_ns = 0;                         // by whatever rank; 0 never
   std::vector<std::vector<OperationRecord>> records;  // by rank
-  std::vector<bool> incomplete;                       // by rank: more is pending than its records say
-  std::vector<int> waits_for;                         // by rank: whose data it waits for in a bucket, or -1
+  // By rank: it has more operations than its records say, and is not accused.
+  std::vector<bool> incomplete;
+  std::vector<int> waits_for;  // by rank: whose data it waits for in a bucket, or -1
 };
 
 enum class LateCause {
@@ -29,6 +35,7 @@ enum class LateCause {
   kNotStarted,    // it has submitted it, and does not take part in the bucket
   kNoData,        // it is in the bucket, and others wait for its data
   kNoProgress,    // nobody in particular: all have submitted it, and nothing happens
+  kSilentHost,    // the same, and the leader of another host does not answer
 };
 
 struct LateOperation {
@@ -39,10 +46,11 @@ struct LateOperation {
 };
 
 struct LateFinding {
-  int rank;  // who is late; -1: kNoProgress
+  int rank;  // who is late; -1: kNoProgress, kSilentHost
   LateCause cause;
   std::vector<LateOperation> operations;  // longest wait first
   std::vector<int> waiting;               // who waits, ascending
+  std::string silent{};                   // kSilentHost: "rank 4 on host b (pid 17)"
 };
 
 struct LateVerdict {
@@ -63,6 +71,20 @@ struct RankNames {
 
 // One line, with at most so many operations' names.
 std::string LateText(const LateFinding& finding, const RankNames& names, size_t max_names);
+
+// What a rank waits for, told to other hosts: they look whether a rank of their own is late.
+struct LateWait {
+  int rank = 0;
+  OperationRecord record;  // pending; of its fields: state, verb, bucket, times, name
+  uint64_t used = 0;       // the bucket of the last use of the name that is over on that rank; 0 unknown
+};
+
+// The oldest waits, at most kMaxLateWaits, of the first `ranks` ranks of a view, as (docs/wire.md) bytes and
+// back. Times are sent as ages, since hosts have different clocks.
+inline constexpr size_t kMaxLateWaits = 32;
+std::vector<LateWait> LateWaits(const LateView& view, const LateLimits& limits, size_t ranks);
+std::string EncodeLateWaits(const std::vector<LateWait>& waits, int64_t now_ns);
+std::optional<std::vector<LateWait>> DecodeLateWaits(std::string_view bytes, int64_t now_ns);
 
 // Reports follow each other by this at least, however short the limit: one takes a while to make.
 inline constexpr int64_t kLateGapNs = 2'500'000'000;

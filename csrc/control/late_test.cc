@@ -227,6 +227,62 @@ TEST(ranks_of_a_process_set_have_the_numbers_of_the_world) {
         "rank of index 1 has not submitted 'a' (allreduce, 90 s); ranks 4, 9 wait");
 }
 
+// Rank 2 is of another host, which has told for what it waits.
+TEST(a_wait_of_another_host) {
+  World w(3);
+  w.Finish(0, "a", 1, 2, 7);
+  w.Finish(1, "a", 1, 2, 7);
+  w.Finish(2, "a", 1, 2, 7);
+  w.Add(0, "a", 10);
+  w.Add(2, "a", 9);
+  w.view.incomplete[2] = true;
+  CHECK(World::Text(w.Judge().findings.at(0)) ==
+        "rank 1 has not submitted 'a' (allreduce, 91 s); ranks 0, 2 wait");
+  // It has begun the bucket, and rank 1 has not.
+  World v(3);
+  v.Start(0, "a", 1, 20, 7);
+  v.Add(1, "a", 5);
+  v.Start(2, "a", 1, 19, 7);
+  v.view.incomplete[2] = true;
+  CHECK(World::Text(v.Judge().findings.at(0)) ==
+        "rank 1 has submitted 'a' (allreduce, 81 s), but takes no part in it; ranks 0, 2 wait");
+  // It waits for nobody here.
+  World u(2);
+  u.Add(0, "a", 10);
+  u.Add(1, "a", 10);
+  u.view.incomplete[1] = true;
+  CHECK(u.Judge().findings.at(0).cause == LateCause::kNoProgress);
+}
+
+TEST(waits_survive_the_way_to_another_host) {
+  World w(2);
+  w.Finish(1, "a", 1, 2, 7);
+  w.Add(1, "a", 30);
+  w.Start(0, "b", 1, 20, 8);
+  w.Add(0, "new", 99);
+  const LateLimits limits{60 * kSecond, 0};
+  const std::vector<LateWait> waits = LateWaits(w.view, limits, 2);
+  CHECK(waits.size() == 2);
+  const std::string bytes = EncodeLateWaits(waits, 100 * kSecond);
+  const auto there = DecodeLateWaits(bytes, 1100 * kSecond);
+  CHECK(there.has_value() && there->size() == 2);
+  CHECK(there->at(0).rank == 0 && there->at(0).record.state == RecordState::kStarted);
+  CHECK(there->at(0).record.started_ns == 1020 * kSecond && there->at(0).record.bucket == 8);
+  CHECK(there->at(1).rank == 1 && there->at(1).used == 7 && there->at(1).record.name == "a");
+  CHECK(there->at(1).record.submitted_ns == 1030 * kSecond && there->at(1).record.started_ns == 0);
+  CHECK(there->at(1).record.name_hash == HashName("a"));
+  for (size_t n = 0; n < bytes.size(); ++n) CHECK(!DecodeLateWaits(bytes.substr(0, n), 0).has_value());
+  CHECK(!DecodeLateWaits(bytes + "x", 0).has_value());
+  for (size_t n = 0; n < bytes.size(); ++n) {
+    std::string other = bytes;
+    other[n] = static_cast<char>(other[n] ^ 0x80);
+    (void)DecodeLateWaits(other, 0);  // whatever it says, it reads no byte that is not there
+  }
+  World many(1);
+  for (int i = 0; i < 100; ++i) many.Add(0, "t" + std::to_string(i), 100 - 40 - i % 3);
+  CHECK(LateWaits(many.view, limits, 1).size() == kMaxLateWaits);
+}
+
 TEST(who_has_joined_is_not_late_and_waits_for_long) {
   World w(3);
   w.Add(0, "join", 1).verb = Verb::kJoin;

@@ -66,8 +66,10 @@ struct Note {
     kSeal = 4,      // down: bucket `number` ends at log position `end`
     kLeft = 5,      // both: `rank` has left cleanly
     kRevoked = 6,   // both: the world is over; number: the code, body: the text
+    kLate = 7,      // both: body: for what the ranks of leader `rank`'s host wait too long
+    kLateSeen = 8,  // both: that leader has read it; number: 1 if it knows a rank of its host to be late
   };
-  static constexpr int kKindCount = 7;
+  static constexpr int kKindCount = 9;
   Kind kind = Kind::kRequest;
   int32_t rank = 0;
   uint64_t number = 0;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -69,6 +70,9 @@ class Control {
   uint64_t Seal(uint64_t bucket, uint64_t begin, uint64_t end);
   // A leader tells the other hosts that a rank of its own has left, or that the world is over. Any thread.
   void TellLeft(int rank);
+  void TellLeaders(const Note& note);
+  // Called by the uplink's thread with what leaders tell each other about late ranks. Before it is started.
+  void set_on_late(std::function<void(const Note&)> on_late) { on_late_ = std::move(on_late); }
   void TellRevoked(const Status& status);
   // From the uplink's thread: whether the frame is dealt with.
   bool Urgent(const Uplink::Frame& frame);
@@ -121,6 +125,7 @@ class Control {
   std::atomic<bool> outgoing_{false};                      // something waits in to_leader_ or inbox_
   ControlStats stats_;                                     // guarded by mutex_
 
+  std::function<void(const Note&)> on_late_;
   std::vector<std::atomic<bool>> leaving_;  // by host: its leader has said that it leaves
 
   // Lease only. Of leaders:

@@ -146,6 +146,7 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds) {
 
 void Engine::StartUplink() {
   Uplink::Events events;
+  control_->set_on_late([this](const Note& note) { late_->Hear(note); });
   events.urgent = [this](const Uplink::Frame& frame) { return control_->Urgent(frame); };
   events.arrived = [this] {
     segment_->RingDriver(topology_.local_rank);
@@ -271,7 +272,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     } else {
       appended = control_->Announce(op);
     }
-    Note(*op, now_ns);
+    KeepRecord(*op, now_ns);
   }
   if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
     ready_bytes_.store(0);

@@ -141,7 +141,7 @@ class Engine {
   void Break(const Status& status);
   Status BrokenStatus();
   // Under mutex_. Opens the record of what has just been submitted.
-  void Note(Operation& op, int64_t submitted_ns);
+  void KeepRecord(Operation& op, int64_t submitted_ns);
   // Under mutex_. The world is over: writes the last operations down, once, and says where.
   Status WithLastOperations(const Status& status);
   // Of a rank of this host. The path, or empty if it could not be written.

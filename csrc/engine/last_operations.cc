@@ -27,17 +27,17 @@ void Engine::MakeLateWatch() {
     for (int rank : ranks_) where += (where.empty() ? "process set [" : ", ") + std::to_string(rank);
     where += "]";
   }
-  RankNames names;
-  for (int rank : topology_.local_ranks) names.numbers.push_back(ranks_[static_cast<size_t>(rank)]);
-  names.describe = [this](int r) {
-    return liveness_->Describe(topology_.local_ranks[static_cast<size_t>(r)]);
-  };
-  late_ = std::make_unique<LateWatch>(*segment_, topology_.local_rank, config_, std::move(names),
-                                      std::move(where), std::move(stacks_));
+  LateOptions options;
+  options.topology = topology_;
+  options.names = {ranks_, [this](int r) { return liveness_->Describe(r); }};
+  options.where = std::move(where);
+  options.stacks = std::move(stacks_);
+  options.tell_leaders = [this](const Note& note) { control_->TellLeaders(note); };
+  late_ = std::make_unique<LateWatch>(*segment_, config_, std::move(options));
   waiter_->SetWatch([this] { late_->Tick(); });
 }
 
-void Engine::Note(Operation& op, int64_t submitted_ns) {
+void Engine::KeepRecord(Operation& op, int64_t submitted_ns) {
   const std::vector<TensorMeta>& tensors = op.request.tensors;
   const DType dtype = tensors.empty() ? DType::kUInt8 : tensors.front().dtype;
   op.record = records_->Open(op.request.name, op.request.verb, dtype, tensors.size(), op.bytes, submitted_ns);

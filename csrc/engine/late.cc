@@ -19,11 +19,7 @@ constexpr size_t kMaxFailureNames = 2;  // the text of a failure is short
 constexpr size_t kMaxFailureCauses = 2;
 
 int64_t PeriodOf(const LateLimits& limits) {
-  int64_t shortest = INT64_MAX;
-  for (int64_t limit : {limits.report_ns, limits.failure_ns}) {
-    if (limit > 0) shortest = std::min(shortest, limit);
-  }
-  return std::clamp(shortest / 20, kShortestPeriodNs, kLongestPeriodNs);
+  return std::clamp(ShortestLimit(limits) / 20, kShortestPeriodNs, kLongestPeriodNs);
 }
 
 std::string Indented(const std::string& text) {
@@ -51,19 +47,17 @@ void WriteToStandardError(const std::string& text) {
 
 }  // namespace
 
-LateWatch::LateWatch(Segment& segment, int rank, const Config& config, RankNames names, std::string where,
-                     std::shared_ptr<StackSource> stacks)
+LateWatch::LateWatch(Segment& segment, const Config& config, LateOptions options)
     : segment_(segment),
-      rank_(rank),
-      size_(segment.layout().size),
+      options_(std::move(options)),
+      rank_(options_.topology.local_rank),
+      size_(options_.topology.local_size()),
       limits_{config.late_report_ms * 1'000'000, config.late_failure_ms * 1'000'000},
       period_ns_(PeriodOf(limits_)),
-      names_(std::move(names)),
-      where_(where.empty() ? "" : "; " + std::move(where)),
-      stacks_(std::move(stacks)) {}
+      elsewhere_(options_.topology.hosts(), options_.topology.host()) {}
 
 void LateWatch::Tick() {
-  if (segment_.layout().world_size == 1 || (limits_.report_ns == 0 && limits_.failure_ns == 0)) return;
+  if (options_.topology.size() == 1 || ShortestLimit(limits_) == 0) return;
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return;
   const int64_t now_ns = NowNs();
@@ -88,7 +82,7 @@ void LateWatch::Answer(int64_t now_ns) {
   const uint32_t asked = self.asked.load(std::memory_order_acquire);
   if (asked == answered_) return;
   const std::optional<std::string> text =
-      stacks_ == nullptr ? "no stack: no faulthandler here\n" : stacks_->Capture(now_ns);
+      options_.stacks == nullptr ? "no stack: no faulthandler here\n" : options_.stacks->Capture(now_ns);
   if (!text) return;
   self.stack_bytes = static_cast<uint32_t>(std::min(text->size(), kStackBytes));
   std::memcpy(self.stack, text->data(), self.stack_bytes);
@@ -97,20 +91,39 @@ void LateWatch::Answer(int64_t now_ns) {
 }
 
 // Only who waits too long itself looks at what the others have noted: as long as all is well, nobody reads
-// another rank's memory.
-void LateWatch::Look(int64_t now_ns) {
-  int64_t least_ns = INT64_MAX;
-  for (int64_t limit : {limits_.report_ns, limits_.failure_ns}) {
-    if (limit > 0) least_ns = std::min(least_ns, limit);
+// another rank's memory. With several hosts its leader looks as well, and who hears that others wait.
+bool LateWatch::HasReasonToLook(int64_t now_ns) {
+  const bool overdue = OldestPendingNs(segment_.records(rank_)) <= now_ns - ShortestLimit(limits_);
+  if (!several_hosts()) return overdue;
+  std::atomic<uint32_t>& wanted = segment_.header().late_elsewhere;
+  if (options_.topology.leads()) {
+    const bool is_wanted = wanted.exchange(0, std::memory_order_relaxed) != 0;
+    return overdue || is_wanted || !elsewhere_.Waits(now_ns).empty();
   }
-  const int64_t oldest_ns = OldestPendingNs(segment_.records(rank_));
-  if (oldest_ns > now_ns - least_ns) return;
-  std::atomic<int64_t>& last = segment_.header().late_report_ns;
-  int64_t last_ns = last.load(std::memory_order_acquire);
-  const LateVerdict verdict = JudgeLate(View(now_ns, last_ns), limits_);
-  if (!verdict.report && !verdict.fail) return;
+  if (overdue) {
+    wanted.store(1, std::memory_order_relaxed);
+    segment_.RingIdle(0);
+  }
+  return overdue;
+}
+
+void LateWatch::Look(int64_t now_ns) {
+  if (!HasReasonToLook(now_ns)) return;
+  const int64_t last_ns = segment_.header().late_report_ns.load(std::memory_order_acquire);
+  const LateView view = View(now_ns, last_ns);
+  LateVerdict verdict = JudgeLate(view, limits_);
+  if (several_hosts()) {
+    if (options_.topology.leads()) TellOthers(view, verdict);
+    LeaveToOthers(&verdict, now_ns);
+  }
+  if (verdict.report || verdict.fail) Begin(verdict, now_ns, last_ns);
+}
+
+void LateWatch::Begin(const LateVerdict& verdict, int64_t now_ns, int64_t last_ns) {
   Report report{now_ns, last_ns, std::vector<uint32_t>(static_cast<size_t>(size_))};
-  if (!last.compare_exchange_strong(last_ns, now_ns, std::memory_order_acq_rel)) return;
+  if (!segment_.header().late_report_ns.compare_exchange_strong(last_ns, now_ns, std::memory_order_acq_rel)) {
+    return;
+  }
   for (const LateFinding& finding : verdict.findings) {
     for (int r = 0; r < size_; ++r) {
       if (finding.rank < 0 ? r == rank_ : r != finding.rank) continue;
@@ -126,13 +139,79 @@ LateView LateWatch::View(int64_t now_ns, int64_t last_report_ns) {
   LateView view;
   view.now_ns = now_ns;
   view.last_report_ns = last_report_ns;
+  shown_ = options_.topology.local_ranks;
   for (int r = 0; r < size_; ++r) {
     RankBlock& block = segment_.rank(r);
     view.records.push_back(ReadRecords(segment_.records(r)));
     view.incomplete.push_back(block.unrecorded.load(std::memory_order_relaxed) > 0);
     view.waits_for.push_back(segment_.WaitsFor(r));
   }
+  for (const LateWait& wait : elsewhere_.Waits(now_ns)) {
+    const auto found = std::find(shown_.begin() + size_, shown_.end(), wait.rank);
+    const auto index = static_cast<size_t>(found - shown_.begin());
+    if (found == shown_.end()) {
+      shown_.push_back(wait.rank);
+      view.records.emplace_back();
+      view.incomplete.push_back(true);
+      view.waits_for.push_back(-1);
+    }
+    view.records[index].push_back(wait.record);
+    if (wait.used == 0) continue;
+    OperationRecord& used = view.records[index].emplace_back(wait.record);
+    used.state = RecordState::kDone;
+    used.bucket = wait.used;
+  }
   return view;
+}
+
+void LateWatch::TellOthers(const LateView& view, const LateVerdict& verdict) {
+  std::vector<LateWait> waits = LateWaits(view, limits_, static_cast<size_t>(size_));
+  Note note;
+  note.rank = options_.topology.rank;
+  if (!waits.empty()) {
+    for (LateWait& wait : waits) wait.rank = shown_[static_cast<size_t>(wait.rank)];
+    note.kind = Note::Kind::kLate;
+    note.body = EncodeLateWaits(waits, view.now_ns);
+    options_.tell_leaders(note);
+    elsewhere_.Told(view.now_ns);
+  }
+  if (!elsewhere_.TakeUnanswered()) return;
+  note.kind = Note::Kind::kLateSeen;
+  note.number = !verdict.findings.empty() && verdict.findings.front().rank >= 0;
+  note.body.clear();
+  options_.tell_leaders(note);
+}
+
+void LateWatch::Hear(const Note& note) {
+  const Topology& topology = options_.topology;
+  if (note.rank < 0 || note.rank >= topology.size() || topology.on_this_host(note.rank)) return;
+  const int host = topology.host_of[static_cast<size_t>(note.rank)];
+  const int64_t now_ns = NowNs();
+  if (note.kind == Note::Kind::kLateSeen) return elsewhere_.HearAnswer(host, note.number != 0, now_ns);
+  std::optional<std::vector<LateWait>> waits = DecodeLateWaits(note.body, now_ns);
+  if (!waits) return;
+  for (const LateWait& wait : *waits) {
+    if (wait.rank < 0 || wait.rank >= topology.size()) return;
+  }
+  elsewhere_.Hear(host, std::move(*waits), now_ns);
+  segment_.RingIdle(rank_);
+}
+
+void LateWatch::LeaveToOthers(LateVerdict* verdict, int64_t now_ns) {
+  if (verdict->findings.empty() || verdict->findings.front().rank >= 0) return;
+  LateFinding& finding = verdict->findings.front();
+  int silent = -1;
+  const bool waits_here =
+      std::any_of(finding.waiting.begin(), finding.waiting.end(), [this](int r) { return r < size_; });
+  const Elsewhere::Answers answers = options_.topology.leads() && waits_here
+                                         ? elsewhere_.Judge(now_ns, &silent)
+                                         : Elsewhere::Answers::kOutstanding;
+  if (answers == Elsewhere::Answers::kOutstanding || answers == Elsewhere::Answers::kBlaming) {
+    *verdict = LateVerdict();
+  } else if (answers == Elsewhere::Answers::kSilent) {
+    finding.cause = LateCause::kSilentHost;
+    finding.silent = options_.names.describe(options_.topology.leaders[static_cast<size_t>(silent)]);
+  }
 }
 
 bool LateWatch::HaveAnswered(const Report& report) {
@@ -151,20 +230,25 @@ void LateWatch::Finish(int64_t now_ns) {
   if (segment_.header().late_report_ns.load(std::memory_order_acquire) != report.begun_ns) return;
   // Again, since a late rank may have come meanwhile.
   LateVerdict verdict = JudgeLate(View(now_ns, report.last_report_ns), limits_);
+  if (several_hosts()) LeaveToOthers(&verdict, now_ns);
   if (!verdict.report && !verdict.fail) return;
   for (int r = 0; r < size_; ++r) {
     const uint32_t answered = segment_.rank(r).answered.load(std::memory_order_acquire);
     report.answered.push_back(static_cast<int32_t>(answered - report.asked[static_cast<size_t>(r)]) >= 0);
   }
   const std::vector<LateFinding> findings = BlameSilent(std::move(verdict.findings), report);
+  RankNames names;
+  for (int rank : shown_) names.numbers.push_back(options_.names.numbers[static_cast<size_t>(rank)]);
+  names.describe = [this](int r) { return options_.names.describe(shown_[static_cast<size_t>(r)]); };
+  const std::string where = options_.where.empty() ? "" : "; " + options_.where;
   std::string text;
   std::string causes;
   std::vector<bool> told(static_cast<size_t>(size_));
   for (size_t i = 0; i < findings.size(); ++i) {
     const LateFinding& finding = findings[i];
-    text += "kolovod: " + LateText(finding, names_, kMaxNames) + where_ + "\n";
+    text += "kolovod: " + LateText(finding, names, kMaxNames) + where + "\n";
     if (i < kMaxFailureCauses) {
-      causes += (i == 0 ? "" : "; ") + LateText(finding, names_, kMaxFailureNames) +
+      causes += (i == 0 ? "" : "; ") + LateText(finding, names, kMaxFailureNames) +
                 InnermostCall(finding.rank, report);
     }
     if (finding.rank < 0 || told[static_cast<size_t>(finding.rank)]) continue;
@@ -179,13 +263,13 @@ void LateWatch::Finish(int64_t now_ns) {
   if (verdict.fail) {
     char limit[32];
     std::snprintf(limit, sizeof(limit), "%g s", static_cast<double>(limits_.failure_ns) * 1e-9);
-    segment_.Revoke(Code::kLate, causes + where_ + "; the limit is " + limit);
+    segment_.Revoke(Code::kLate, causes + where + "; the limit is " + limit);
   }
 }
 
 // Nothing happens, and some do not even answer: it is for them that the others wait.
 std::vector<LateFinding> LateWatch::BlameSilent(std::vector<LateFinding> findings, const Report& report) {
-  if (findings.front().rank >= 0) return findings;
+  if (findings.front().cause != LateCause::kNoProgress) return findings;
   const LateFinding unclear = findings.front();
   std::vector<LateFinding> silent;
   for (int r = 0; r < size_; ++r) {
@@ -213,7 +297,9 @@ std::string LateWatch::Stack(int rank) {
 }
 
 std::string LateWatch::WhereIs(int rank, const Report& report) {
-  const std::string whose = "  rank " + std::to_string(names_.numbers[static_cast<size_t>(rank)]);
+  const std::string whose =
+      "  rank " +
+      std::to_string(options_.names.numbers[static_cast<size_t>(shown_[static_cast<size_t>(rank)])]);
   if (report.asked[static_cast<size_t>(rank)] == 0) return "";  // late only since the report was begun
   if (!report.answered[static_cast<size_t>(rank)]) {
     return whose +

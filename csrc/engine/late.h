@@ -3,10 +3,14 @@
 //
 // All it needs is in the segment, so that no lease and no lock of the engine is taken: it works while the
 // driver is stuck, and tells what a stopped rank had submitted. No step of it blocks.
+//
+// Between hosts the leaders tell each other for what their hosts wait. A rank that is late is found, and
+// reported, on its own host; the others only wait for that, and speak up if a host does not answer.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,28 +18,38 @@
 #include <vector>
 
 #include "base/config.h"
+#include "base/topology.h"
 #include "control/late.h"
+#include "control/message.h"
+#include "engine/elsewhere.h"
 #include "engine/stack.h"
 #include "transport/segment.h"
 
 namespace kolovod {
 
+struct LateOptions {
+  Topology topology{0, {0}};
+  RankNames names;                                // by rank of the engine
+  std::string where;                              // empty for the world, else which process set this is
+  std::shared_ptr<StackSource> stacks;            // null where there is no Python
+  std::function<void(const Note&)> tell_leaders;  // of a leader, with several hosts
+};
+
 class LateWatch {
  public:
-  // `stacks`: null where there is no Python.
-  // Ranks are counted as in the segment. `where`: empty for the world, else which process set this is.
-  LateWatch(Segment& segment, int rank, const Config& config, RankNames names, std::string where,
-            std::shared_ptr<StackSource> stacks);
+  LateWatch(Segment& segment, const Config& config, LateOptions options);
 
   // Any thread, often: the engine thread when it wakes, a driver while it waits. Never blocks.
   void Tick();
+  // A leader: kLate or kLateSeen from another. Any thread.
+  void Hear(const Note& note);
 
   uint64_t reports() const { return reports_.load(std::memory_order_relaxed); }
   // The last report that this rank wrote to standard error.
   std::string last_report();
 
  private:
-  // A report that waits for the late ranks' stacks.
+  // A report that waits for the late ranks' stacks. Ranks here are those of the segment.
   struct Report {
     int64_t begun_ns;
     int64_t last_report_ns;        // before this one
@@ -43,9 +57,16 @@ class LateWatch {
     std::vector<bool> answered{};  // by rank, at the end
   };
 
+  bool several_hosts() const { return options_.topology.hosts() > 1; }
   void Answer(int64_t now_ns);
+  bool HasReasonToLook(int64_t now_ns);
   void Look(int64_t now_ns);
+  void Begin(const LateVerdict& verdict, int64_t now_ns, int64_t last_ns);
+  // The ranks of this host, then those of others that wait.
   LateView View(int64_t now_ns, int64_t last_report_ns);
+  // With several hosts, what nobody here is to blame for is the other hosts' to tell, if they can.
+  void LeaveToOthers(LateVerdict* verdict, int64_t now_ns);
+  void TellOthers(const LateView& view, const LateVerdict& verdict);
   bool HaveAnswered(const Report& report);
   void Finish(int64_t now_ns);
   std::vector<LateFinding> BlameSilent(std::vector<LateFinding> findings, const Report& report);
@@ -54,18 +75,18 @@ class LateWatch {
   std::string Stack(int rank);
 
   Segment& segment_;
-  const int rank_;
+  const LateOptions options_;
+  const int rank_;  // in the segment, as all below that is not said to be of the engine
   const int size_;
   const LateLimits limits_;
   const int64_t period_ns_;  // between looks at the own records
-  const RankNames names_;
-  const std::string where_;
-  const std::shared_ptr<StackSource> stacks_;
   std::atomic<uint64_t> reports_{0};
+  Elsewhere elsewhere_;
 
   std::mutex mutex_;  // guards what follows
   int64_t next_look_ns_ = 0;
   uint32_t answered_ = 0;
+  std::vector<int> shown_;  // of the last view: the engine's number of each rank
   std::optional<Report> report_;
   std::string last_report_;
 };

@@ -10,6 +10,7 @@ namespace {
 
 using std::chrono::milliseconds;
 using testing::Rank;
+using testing::RunHosts;
 using testing::RunRanks;
 
 Config LateConfig(int64_t report_ms, int64_t failure_ms) {
@@ -142,6 +143,81 @@ TEST(a_lost_announcement_is_found_not_to_progress) {
       LateConfig(200, 0));
   CHECK(reports.count_ == 1);
   CHECK(Contains(reports.text_, "every rank has submitted 't'"));
+}
+
+TEST(a_late_rank_is_reported_on_its_own_host) {
+  for (const std::vector<int>& hosts : {std::vector<int>{0, 1}, {0, 1, 1}, {0, 0, 1, 2}}) {
+    const int late = static_cast<int>(hosts.size()) - 1;
+    for (const bool cached : {false, true}) {
+      Reports reports;
+      std::atomic<int> finished{0};
+      RunHosts(
+          hosts,
+          [&](Rank& rank) {
+            std::vector<float> data(4, 1.0f);
+            for (int i = 0; cached && i < 3; ++i) CHECK_OK(rank.Allreduce("t", data));
+            if (rank.rank() == late) {
+              for (int i = 0; i < 500 && reports.count_ == 0; ++i) {
+                std::this_thread::sleep_for(milliseconds(20));
+                reports.Take(rank);
+              }
+            }
+            CHECK_OK(rank.Allreduce("t", data));
+            if (rank.rank() != late) reports.Take(rank);
+            finished.fetch_add(1);
+            while (finished.load() < rank.size()) std::this_thread::sleep_for(milliseconds(1));
+          },
+          LateConfig(200, 0));
+      const std::string who = "kolovod: rank " + std::to_string(late) + " (loopback) has not submitted 't'";
+      CHECK(Contains(reports.text_, who));
+      CHECK(!Contains(reports.text_, "nothing happens"));
+    }
+  }
+}
+
+TEST(the_second_limit_ends_the_world_on_all_hosts) {
+  RunHosts(
+      {0, 1, 1, 2},
+      [](Rank& rank) {
+        std::vector<float> data(4, 1.0f);
+        const int late = 3;
+        if (rank.rank() == late) {
+          bool revoked = false;
+          uint64_t handle = 0;
+          for (int i = 0; i < 1000 && !revoked; ++i) {
+            std::this_thread::sleep_for(milliseconds(20));
+            if (i % 20 == 19) revoked = !rank.Submit("n" + std::to_string(i), data, false, &handle).ok();
+          }
+          CHECK(revoked);
+          return;
+        }
+        const Status status = rank.Allreduce("t", data);
+        CHECK(status.code() == Code::kLate);
+        CHECK(Contains(status.message(), "'t'"));
+      },
+      LateConfig(0, 300));
+}
+
+TEST(hosts_that_tell_and_answer) {
+  constexpr int64_t kSecond = 1'000'000'000;
+  Elsewhere elsewhere(3, 0);
+  int silent = -1;
+  CHECK(!elsewhere.TakeUnanswered());
+  std::vector<LateWait> waits(2);
+  elsewhere.Hear(1, waits, 100 * kSecond);
+  CHECK(elsewhere.TakeUnanswered() && !elsewhere.TakeUnanswered());
+  CHECK(elsewhere.Waits(101 * kSecond).size() == 2 && elsewhere.Waits(106 * kSecond).empty());
+  elsewhere.Told(200 * kSecond);
+  CHECK(elsewhere.Judge(202 * kSecond, &silent) == Elsewhere::Answers::kOutstanding);
+  elsewhere.HearAnswer(1, false, 203 * kSecond);
+  CHECK(elsewhere.Judge(203 * kSecond, &silent) == Elsewhere::Answers::kSilent && silent == 2);
+  elsewhere.HearAnswer(2, false, 203 * kSecond);
+  CHECK(elsewhere.Judge(204 * kSecond, &silent) == Elsewhere::Answers::kNone);
+  elsewhere.HearAnswer(2, true, 204 * kSecond);
+  CHECK(elsewhere.Judge(205 * kSecond, &silent) == Elsewhere::Answers::kBlaming);
+  elsewhere.Told(300 * kSecond);  // other trouble: they have time to answer again
+  CHECK(elsewhere.Judge(301 * kSecond, &silent) == Elsewhere::Answers::kOutstanding);
+  CHECK(elsewhere.Judge(304 * kSecond, &silent) == Elsewhere::Answers::kSilent && silent == 1);
 }
 
 TEST(the_last_operations_of_a_rank) {

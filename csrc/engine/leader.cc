@@ -208,10 +208,12 @@ void Control::MarkLeft(int rank) {
   segment_.RingSleepers();
 }
 
-void Control::TellLeft(int rank) {
+void Control::TellLeft(int rank) { TellLeaders(Note{Note::Kind::kLeft, rank, 0, 0, {}}); }
+
+// By way of the root, which passes it on.
+void Control::TellLeaders(const Note& note) {
   if (uplink_ == nullptr) return;
-  const std::string note = EncodeNote(Note{Note::Kind::kLeft, rank, 0, 0, {}});
-  topology_.is_root() ? uplink_->SendAll(note) : uplink_->Send(0, note);
+  topology_.is_root() ? uplink_->SendAll(EncodeNote(note)) : uplink_->Send(0, EncodeNote(note));
 }
 
 void Control::TellRevoked(const Status& status) {
@@ -225,8 +227,13 @@ bool Control::Urgent(const Uplink::Frame& frame) {
   if (!note) return false;  // the driver will say so
   const auto host = static_cast<size_t>(frame.host);
   if (note->kind == Note::Kind::kLeft && note->rank == topology_.leaders[host]) leaving_[host].store(true);
+  if (note->kind == Note::Kind::kLate || note->kind == Note::Kind::kLateSeen) {
+    if (topology_.is_root()) uplink_->SendAll(frame.payload);
+    on_late_(*note);
+    return true;
+  }
   if (note->kind != Note::Kind::kRevoked) return false;
-  const bool known = note->number > 0 && note->number <= static_cast<uint64_t>(Code::kInternal);
+  const bool known = note->number > 0 && note->number <= static_cast<uint64_t>(Code::kLate);
   segment_.Revoke(known ? static_cast<Code>(note->number) : Code::kInternal, note->body);
   return true;
 }

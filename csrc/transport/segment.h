@@ -42,7 +42,8 @@ struct SegmentHeader {
   // Many writers: when somebody last began a report on late ranks (CLOCK_MONOTONIC, 0 never). Moved by
   // compare-and-swap, so that one rank reports for all.
   alignas(kLine) std::atomic<int64_t> late_report_ns;
-  std::atomic<uint32_t> lost_written;  // many writers: the first writes the lost rank's last operations
+  std::atomic<uint32_t> late_elsewhere;  // many writers: the leader must ask other hosts who is late
+  std::atomic<uint32_t> lost_written;    // many writers: the first writes the lost rank's last operations
 };
 
 struct RankBlock {

@@ -1,0 +1,84 @@
+// What hosts tell each other about operations that wait for too long.
+#include <algorithm>
+
+#include "control/bytes.h"
+#include "control/late.h"
+
+namespace kolovod {
+namespace {
+
+uint64_t LastUse(const std::vector<OperationRecord>& records, uint64_t name_hash) {
+  uint64_t bucket = 0;
+  for (const OperationRecord& record : records) {
+    if (record.name_hash == name_hash && !record.pending()) bucket = std::max(bucket, record.bucket);
+  }
+  return bucket;
+}
+
+}  // namespace
+
+std::vector<LateWait> LateWaits(const LateView& view, const LateLimits& limits, size_t ranks) {
+  std::vector<LateWait> waits;
+  for (size_t r = 0; r < ranks; ++r) {
+    for (const OperationRecord& record : view.records[r]) {
+      const int64_t since_ns =
+          record.state == RecordState::kStarted ? record.started_ns : record.submitted_ns;
+      if (!record.pending() || view.now_ns - since_ns < ShortestLimit(limits) / 2) continue;
+      waits.push_back({static_cast<int>(r), record, 0});
+    }
+  }
+  std::stable_sort(waits.begin(), waits.end(), [](const LateWait& a, const LateWait& b) {
+    return a.record.submitted_ns < b.record.submitted_ns;
+  });
+  if (waits.size() > kMaxLateWaits) waits.resize(kMaxLateWaits);
+  for (LateWait& wait : waits) {
+    wait.used = LastUse(view.records[static_cast<size_t>(wait.rank)], wait.record.name_hash);
+  }
+  return waits;
+}
+
+std::string EncodeLateWaits(const std::vector<LateWait>& waits, int64_t now_ns) {
+  Writer w;
+  w.Put(static_cast<uint32_t>(waits.size()));
+  for (const LateWait& wait : waits) {
+    const OperationRecord& record = wait.record;
+    w.Put(wait.rank);
+    w.Put(static_cast<uint8_t>(record.state == RecordState::kStarted));
+    w.Put(static_cast<uint8_t>(record.verb));
+    w.Put(record.name_hash);
+    w.Put(record.bucket);
+    w.Put(wait.used);
+    w.Put(std::max<int64_t>(now_ns - record.submitted_ns, 0));
+    w.Put(std::max<int64_t>(now_ns - record.started_ns, 0));
+    w.PutString(record.name);
+  }
+  return w.Take();
+}
+
+std::optional<std::vector<LateWait>> DecodeLateWaits(std::string_view bytes, int64_t now_ns) {
+  Reader r(bytes);
+  uint32_t count;
+  if (!r.GetCount(50, &count) || count > kMaxLateWaits) return std::nullopt;
+  std::vector<LateWait> waits(count);
+  for (LateWait& wait : waits) {
+    OperationRecord& record = wait.record;
+    uint8_t started;
+    int64_t submitted_ago_ns;
+    int64_t started_ago_ns;
+    if (!r.Get(&wait.rank) || !r.Get(&started) || started > 1 || !r.GetEnum(kVerbCount, &record.verb) ||
+        !r.Get(&record.name_hash) || !r.Get(&record.bucket) || !r.Get(&wait.used) ||
+        !r.Get(&submitted_ago_ns) || !r.Get(&started_ago_ns) || !r.GetString(&record.name)) {
+      return std::nullopt;
+    }
+    if (submitted_ago_ns < 0 || started_ago_ns < 0 || record.name.size() > kRecordNameBytes) {
+      return std::nullopt;
+    }
+    record.state = started != 0 ? RecordState::kStarted : RecordState::kSubmitted;
+    record.submitted_ns = now_ns - submitted_ago_ns;
+    record.started_ns = started != 0 ? now_ns - started_ago_ns : 0;
+  }
+  if (!r.AtEnd()) return std::nullopt;
+  return waits;
+}
+
+}  // namespace kolovod

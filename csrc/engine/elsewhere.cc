@@ -1,0 +1,63 @@
+#include "engine/elsewhere.h"
+
+#include <utility>
+
+namespace kolovod {
+namespace {
+
+constexpr int64_t kFreshNs = 5'000'000'000;     // waits are told again every second, while they last
+constexpr int64_t kPatienceNs = 3'000'000'000;  // for an answer
+
+}  // namespace
+
+void Elsewhere::Hear(int host, std::vector<LateWait> waits, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  Other& other = others_[static_cast<size_t>(host)];
+  other.waits = std::move(waits);
+  other.heard_ns = now_ns;
+  unanswered_ = true;
+}
+
+void Elsewhere::HearAnswer(int host, bool blames, int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  Other& other = others_[static_cast<size_t>(host)];
+  other.answered_ns = now_ns;
+  other.blames = blames;
+}
+
+void Elsewhere::Told(int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  if (now_ns - last_told_ns_ > kFreshNs) first_told_ns_ = now_ns;
+  last_told_ns_ = now_ns;
+}
+
+std::vector<LateWait> Elsewhere::Waits(int64_t now_ns) {
+  std::lock_guard lock(mutex_);
+  std::vector<LateWait> waits;
+  for (const Other& other : others_) {
+    if (now_ns - other.heard_ns <= kFreshNs)
+      waits.insert(waits.end(), other.waits.begin(), other.waits.end());
+  }
+  return waits;
+}
+
+bool Elsewhere::TakeUnanswered() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(unanswered_, false);
+}
+
+Elsewhere::Answers Elsewhere::Judge(int64_t now_ns, int* silent) {
+  std::lock_guard lock(mutex_);
+  if (now_ns - first_told_ns_ < kPatienceNs) return Answers::kOutstanding;
+  for (const Other& other : others_) {
+    if (other.blames && now_ns - other.answered_ns <= kFreshNs) return Answers::kBlaming;
+  }
+  for (size_t host = 0; host < others_.size(); ++host) {
+    if (static_cast<int>(host) == host_ || now_ns - others_[host].answered_ns <= kFreshNs) continue;
+    *silent = static_cast<int>(host);
+    return Answers::kSilent;
+  }
+  return Answers::kNone;
+}
+
+}  // namespace kolovod
