@@ -61,7 +61,6 @@ BRIEF = {
 }
 SOME = {
     "numpy": Extent(("int16", "float16", "float32"), ((0,), (3, 5)), _TWO_MODES, ((7, 10_001),)),
-    "torch": Extent(("bfloat16",), ((3, 5),), _TWO_MODES),
 }
 SLICE = {"numpy": Extent(("int32", "float32"), ((3, 5), (1025,)), _TWO_MODES)}
 
@@ -193,17 +192,32 @@ class Row(NamedTuple):
         return "-".join([self.world.name, str(self.size), self.frontend, *line])
 
 
-def on_threads(ranks_of_a_host: int = 1 << 10) -> Runner:
-    """Ranks that are threads of this process, so many on each host."""
+def one_host(rank: int) -> int:
+    """All ranks share memory."""
+    return 0
+
+
+def own_host(rank: int) -> int:
+    """No two ranks do; they are on one machine all the same, as in all these worlds."""
+    return rank
+
+
+def in_pairs(rank: int) -> int:
+    """Ranks 0 and 1 do, 2 and 3, ..."""
+    return rank // 2
+
+
+def on_threads(host_of: Callable[[int], int] = one_host) -> Runner:
+    """Ranks that are threads of this process."""
 
     def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
         extent = WORLDS[name].extents[size][frontend]
-        hosts = [rank // ranks_of_a_host for rank in range(size)]
 
         def work(kv: Any) -> None:
             for line in lines:
                 check(kv, frontend, line, extent)
 
+        hosts = list(map(host_of, range(size)))
         with loopback(size, _frontend(frontend), hosts=hosts) as world:
             world.run(work, timeout_s=100)
 
@@ -220,26 +234,19 @@ def _frontend(name: str) -> Any:
     return TorchFrontend()
 
 
-def on_processes(ranks_of_a_host: int = 1 << 10, **env: str) -> Runner:
-    """Ranks that are processes, as the launcher starts them; so many are told to share a host."""
+def on_processes(host_of: Callable[[int], int] = one_host, **env: str) -> Runner:
+    """Ranks that are processes, as the launcher starts them, with these variables."""
 
     def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
-        arguments = (name, size, frontend, lines, ranks_of_a_host)
-        run_ranks(size, as_a_process, *arguments, timeout_s=110, env=env)
+        hosts = [f"host{host_of(rank)}" for rank in range(size)]
+        arguments = (name, size, frontend, lines)
+        run_ranks(size, as_a_process, *arguments, timeout_s=110, env=env, hosts=hosts)
 
     return run
 
 
-def as_a_process(
-    rank: int,
-    name: str,
-    size: int,
-    frontend: str,
-    lines: list[Line],
-    ranks_of_a_host: int = 1 << 10,
-) -> None:
+def as_a_process(rank: int, name: str, size: int, frontend: str, lines: list[Line]) -> None:
     """What a rank in a process of its own does."""
-    os.environ["KOLOVOD_HOST"] = f"host{rank // ranks_of_a_host}"
     import kolovod
 
     if frontend == "numpy":
@@ -308,12 +315,17 @@ def no_torch() -> str:
 WORLDS = {
     world.name: world
     for world in (
-        World("loopback", dict.fromkeys((1, 2, 3, 4, 8), FULL), on_threads(), at_once=False),
-        World("loopback-hosts", {2: BRIEF, 3: SOME, 5: SLICE}, on_threads(1)),
-        World("loopback-pairs", {4: SOME}, on_threads(2)),
+        World(
+            "loopback",
+            {1: FULL, 2: FULL, 3: FULL, 4: BRIEF, 8: BRIEF},
+            on_threads(),
+            at_once=False,
+        ),
+        World("loopback-tcp", {2: SOME, 3: SOME, 5: SLICE}, on_threads(own_host)),
+        World("loopback-hosts", {3: SOME, 4: SOME, 8: SLICE}, on_threads(in_pairs)),
         World("shm", {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE}, on_processes()),
-        World("tcp", {2: BRIEF, 3: SOME}, on_processes(1)),
-        World("tcp-pairs", {4: SLICE}, on_processes(2)),
+        World("tcp", {2: BRIEF, 3: SOME}, on_processes(own_host)),
+        World("hosts", {3: SLICE, 4: SOME}, on_processes(in_pairs)),
         World("mpi", {2: BRIEF, 3: SOME, 4: SLICE}, under_mpirun, missing=no_mpi),
         World(
             "gloo",
@@ -321,6 +333,11 @@ WORLDS = {
             on_processes(KOLOVOD_BACKEND="gloo"),
             missing=no_torch,
         ),
-        World("gloo-pairs", {4: SLICE}, on_processes(2, KOLOVOD_BACKEND="gloo"), missing=no_torch),
+        World(
+            "gloo-hosts",
+            {4: SLICE},
+            on_processes(in_pairs, KOLOVOD_BACKEND="gloo"),
+            missing=no_torch,
+        ),
     )
 }
