@@ -1,4 +1,4 @@
-"""A training step with Kolovod, DDP over gloo or Kolovod, or without communication: ``bench/training.py``.
+"""A training step: Kolovod, DDP over gloo or Kolovod, no communication: ``bench/training.py``.
 
 Two processes, one compute thread each, the same batches in all ways of running. A step is forward,
 backward, optimizer; its time is max(end) - min(start) over the ranks. The ways take turns in every
@@ -181,7 +181,9 @@ def make(
             digests = {record.digests.get((model, name)) for name in ("ddp", way.name)}
             if way.peer not in ("local", "gloo") and None not in digests:
                 same = "bitwise equal to" if len(digests) == 1 else "NOT bitwise equal to"
-                parts.append(f"{model}: the weights of {way.text} are {same} those of DDP (gloo).\n")
+                parts.append(
+                    f"{model}: the weights of {way.text} are {same} those of DDP (gloo).\n"
+                )
     if rows:
         parts.append(goals.goals_table(rows))
     parts += [f"Dropped: {who}: {why.splitlines()[-1]}\n" for who, why in record.dropped.items()]

@@ -77,9 +77,9 @@ class Engine:
     def wait(self, handle: int, timeout_s: float, drives: bool = False) -> None:
         """Return when done; EngineError when failed; ``timeout_s < 0`` waits without limit.
 
-        Without a limit the caller drives; with one it sleeps and leaves that to the engine's thread,
-        unless ``drives``, for the price that a time limit which is over in the middle of a bucket
-        ends the world.
+        Without a limit the caller drives; with one it leaves that to the engine's thread, unless
+        ``drives``: for the price that a limit which is over in the middle of a bucket ends the
+        world.
 
         Python signals are served at least every 100 ms. After a timeout the operation is still
         pending and may be waited for again. A finished handle stays until ``release``.

@@ -1,8 +1,8 @@
 """The place of a rank that has met the others through ``torch.distributed``'s store.
 
 That store is open to everybody who can reach its port, so no secret goes through it: it only tells
-where rank 0 can be found on this host. Rank 0 runs a ``Store`` of ours with a fresh secret, and gives
-both out at an AF_UNIX socket, where the kernel vouches for the user at either end.
+where rank 0 can be found on this host. Rank 0 runs a ``Store`` of ours with a fresh secret, and
+gives both out at an AF_UNIX socket, where the kernel vouches for the user at either end.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Meeting:
         ours.start()
         door = _Door({"store": ours.address, "secret": secret}, size)
         store.set(key, json.dumps({"host": host, "socket": door.name}))
-        return Meeting(Place(0, size, 0, size, host=host, store=ours.address, secret=secret), ours, door)
+        return Meeting(
+            Place(0, size, 0, size, host=host, store=ours.address, secret=secret), ours, door
+        )
     try:
         store.wait([key], timedelta(seconds=timeout_s))
         found = json.loads(store.get(key))
@@ -94,11 +96,11 @@ def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Meeting:
             f"rank 0 is on host {found['host']}, rank {rank} on host {host}: this version forms a "
             "world on one host"
         )
-    given = _ask(found["socket"], rank, time.monotonic() + timeout_s)
-    return Meeting(Place(rank, size, rank, size, host=host, **given))
+    address, secret = _ask(found["socket"], rank, time.monotonic() + timeout_s)
+    return Meeting(Place(rank, size, rank, size, host=host, store=address, secret=secret))
 
 
-def _ask(name: str, rank: int, deadline: float) -> dict[str, str]:
+def _ask(name: str, rank: int, deadline: float) -> tuple[str, str]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         data = b""
@@ -112,7 +114,7 @@ def _ask(name: str, rank: int, deadline: float) -> dict[str, str]:
             while chunk := sock.recv(_MAX_BYTES):
                 data += chunk
             given = json.loads(data)
-            return {"store": given["store"], "secret": given["secret"]}
+            return given["store"], given["secret"]
         except (OSError, ValueError) as error:
             raise BootstrapError(
                 f"rank {rank} cannot reach rank 0 on this host ({error}): it has ended, or is in "

@@ -1,9 +1,9 @@
 """Kolovod as a backend of ``torch.distributed``: ``init_process_group("kolovod")``.
 
-The default group is this process's world; every further group has an engine of its own, as process
-sets have. docs/torch-distributed.md says what works and what does not. The files: ``groups`` finds
-the engine for a group, ``flat`` sees tensors as c10d does, ``base``, ``moving`` and ``reducing`` are
-the process group with its verbs, ``work`` is what they return.
+The default group is this process's world; every further group has an engine of its own, as
+process sets have. docs/torch-distributed.md says what works and what does not. The files:
+``groups`` finds the engine for a group, ``flat`` sees tensors as c10d does, ``base``, ``moving``
+and ``reducing`` are the process group with its verbs, ``work`` is what they return.
 """
 
 from __future__ import annotations

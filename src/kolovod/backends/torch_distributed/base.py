@@ -1,4 +1,4 @@
-"""A process group of torch.distributed over an engine; the verbs are in ``moving`` and ``reducing``."""
+"""A process group of torch.distributed over an engine, without its verbs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Tensors = Sequence[torch.Tensor]
 
 _frontend = TorchFrontend()
 _NOTHING = timedelta(0)
+_ProcessGroup: Any = dist.ProcessGroup  # whose stub has signatures that c10d itself does not use
 
 
-class Base(dist.ProcessGroup):
+class Base(_ProcessGroup):  # type: ignore[misc]
     """What all verbs need, and what c10d wants to know of a group besides verbs."""
 
     def __init__(self, world: WorldLike, leave: Leave, timeout_s: float) -> None:

@@ -20,7 +20,7 @@ _view = TorchFrontend().view
 
 
 class Flat:
-    """``count`` elements of dtype ``code``, of ``itemsize`` bytes, at ``address``: ``dense``'s memory.
+    """``count`` elements of dtype ``code`` and ``itemsize`` bytes at ``address``, in ``dense``.
 
     ``dense`` is the tensor itself, or a dense copy of it. Raises InvalidArgumentError for what the
     engine cannot reach.

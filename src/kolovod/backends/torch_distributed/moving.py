@@ -62,9 +62,7 @@ class Moving(Base):
             pairs.append((part, whole))
         return self._into(_ALLGATHER, pairs, opts)
 
-    def allgather(
-        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> Work:
+    def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """``output_lists[i][r]`` receives input i of rank r; ranks may differ in its size."""
         inputs = several("all_gather", inputs)
         flats = [Flat(tensor, moves_only=True) for tensor in inputs]
@@ -88,7 +86,8 @@ class Moving(Base):
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
         """``output_lists[r][i]`` receives input i of rank r."""
-        return self.allgather([list(outputs) for outputs in zip(*output_lists)], inputs, opts)
+        lists = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        return self.allgather(lists, inputs, opts)
 
     # from and to one rank -----------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ __all__ = ["ProcessGroupKolovod", "create"]
 
 _ALLREDUCE = _native.VERBS["allreduce"]
 _REDUCESCATTER = _native.VERBS["reducescatter"]
-_RED_OP = dist.ReduceOp.RedOpType
+_RED_OP: Any = dist.ReduceOp.RedOpType
 _OPS: dict[Any, int] = {
     _RED_OP.SUM: Op.Sum,
     _RED_OP.AVG: Op.Average,
@@ -164,7 +164,7 @@ _groups: weakref.WeakSet[ProcessGroupKolovod] = weakref.WeakSet()
 
 
 def create(options: Any) -> ProcessGroupKolovod:
-    """The process group for c10d's ``_DistributedBackendOptions``. Raises what ``engine_for`` does."""
+    """The group for c10d's ``_DistributedBackendOptions``. Raises what ``engine_for`` does."""
     if not _groups:
         # Before the world registers its own, so that it runs after that.
         atexit.register(_at_exit)

@@ -1,7 +1,7 @@
 """What the verbs return, works and futures, and who drives them.
 
 Nothing of ours happens in the background where cores are scarce (docs/decisions/0003): whoever
-waits drives the engine. ``Work.wait`` does. A future may be waited for where we cannot see it, in C++:
+waits drives the engine. ``Work.wait`` does. A future may be waited for in C++, unseen by us:
 
 - DDP takes a future for every bucket while backward runs, and waits for them in a callback at its
   end. We put a callback of our own before that one, which waits for them here.
