@@ -336,6 +336,8 @@ def of_sub_groups(rank):
         dist.broadcast(from_last, src=root, group=group)
         results[name] = (tensor.item(), from_last.item())
     dist.destroy_process_group(everyone)
+    with pytest.raises(InvalidArgumentError, match="was destroyed"):
+        everyone.barrier()
     dist.barrier()
     if rank != 1:
         with pytest.raises(InvalidArgumentError, match="ascending"):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +19,9 @@ from torch.distributed.algorithms.join import Join  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch_launching import TORCHRUN, start  # noqa: E402
 
-import kolovod  # noqa: E402
-import kolovod.torch  # noqa: E402 - registers the backend
+import kolovod.torch  # noqa: E402, F401 - registers the backend
 from kolovod.testing import run_ranks  # noqa: E402
 
 STEPS = 6
@@ -199,8 +197,7 @@ def test_fsdp2_equals_gloo(shape):
 
 
 SCRIPT = """
-import os, torch, torch.distributed as dist
-{imports}
+import torch, torch.distributed as dist
 for _ in range(2):
     dist.init_process_group("kolovod")
     rank = dist.get_rank()
@@ -215,32 +212,13 @@ print("rank", rank, "is done", flush=True)
 """
 
 
-def start(command, script, tmp_path, **variables):
-    file = tmp_path / "script.py"
-    file.write_text(script)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [*command, str(file)], capture_output=True, text=True, timeout=90, env=environment
-    )
-
-
 def test_torchrun(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = start(torchrun, SCRIPT.format(imports="import kolovod.torch"), tmp_path)
+    done = start(TORCHRUN, SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", "rank 0 is done", "rank 1 is done"]
+    assert sorted(re.findall("rank . is done", done.stdout)) == ["rank 0 is done", "rank 1 is done"]
 
 
-def test_the_entry_point_registers_without_an_import(tmp_path):
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    section = text.split('[project.entry-points."torch.backends"]\n')[1].split("\n\n")[0]
-    # As an installation would write it, for tests that run from the source folder.
-    info = tmp_path / "kolovod_entry-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kolovod-entry\nVersion: 1\n")
-    lines = "\n".join(line.replace('"', "") for line in section.splitlines())
-    (info / "entry_points.txt").write_text(f"[torch.backends]\n{lines}\n")
-    source = str(Path(kolovod.__file__).parents[1])
+def test_torch_finds_the_entry_point_without_an_import(tmp_path):
     script = "import torch; print(torch.distributed.Backend.backend_list)"
-    done = start([sys.executable], script, tmp_path, PYTHONPATH=f"{tmp_path}:{source}")
+    done = start([sys.executable], script, tmp_path)
     assert "'kolovod'" in done.stdout, done.stderr

@@ -34,11 +34,10 @@ class Base(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, world: WorldLike, leave: Leave, timeout_s: float) -> None:
         """``leave`` is called once, when the group is destroyed."""
         super().__init__(world.rank, world.size)
-        self._world = world
-        self._leave = leave
-        self._is_open = True
+        self._world: WorldLike | None = world  # None once it is destroyed
+        self._leave: Leave | None = leave
         self._timeout_s = timeout_s
-        self._submitter = Submitter(_frontend, lambda: world)
+        self._submitter = Submitter(_frontend, self._open_world)
         self._watcher = Watcher()
         self._group_name = self._group_desc = ""
 
@@ -109,14 +108,20 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Give the engine up. Called by ``destroy_process_group``; idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self._leave()
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
             self._watcher.stop()
+            self._world = None  # c10d may keep this object for good, but the engine is to go
 
     def abort(self) -> None:
         """End the world at once, for all ranks."""
-        self._world.engine.abort("torch.distributed aborted the process group")
+        self._open_world().engine.abort("torch.distributed aborted the process group")
+
+    def _open_world(self) -> WorldLike:
+        if self._world is None:
+            raise InvalidArgumentError(f"{self!r} was destroyed: make a new one")
+        return self._world
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For the collectives from now on."""
