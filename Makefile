@@ -62,7 +62,7 @@ $(STAMPS)/examples: pyproject.toml $(STAMPS)/torch | $(STAMPS)/package
 	touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/examples
-	$(PIP) install --quiet --no-build-isolation '.[test,mpi]'
+	$(PIP) install --quiet --no-build-isolation '.[test,mpi,integrations]'
 	touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples

@@ -60,7 +60,7 @@ def mpi_venv(peer: str) -> Path:
 def _commands(peer: str, np: int) -> list[tuple[list[str], dict[str, str]]]:
     """The commands that start the ranks, each with what it adds to the environment."""
     worker = [str(machine.BENCH / "worker.py"), peer]
-    if peer in ("local", "gloo"):
+    if peer in ("local", "gloo", "kolovod-under-torch"):
         return [
             ([sys.executable, *worker], {"RANK": str(rank), "WORLD_SIZE": str(np)})
             for rank in range(np)

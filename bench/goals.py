@@ -116,6 +116,17 @@ def collective_rows(np: int, mode: str, cells: Cells) -> list[Row]:
 
 def training_rows(model: str, medians: Mapping[str, float]) -> list[Row]:
     """The goals of one model; ``medians``: kind -> ms per step."""
+    return [*_ddp_row(model, medians), *_kolovod_rows(model, medians)]
+
+
+def _ddp_row(model: str, medians: Mapping[str, float]) -> Iterator[Row]:
+    if {"ddp", "ddp-kolovod"} <= medians.keys():
+        gloo, mine = medians["ddp"], medians["ddp-kolovod"]
+        label = f"{model}, ms per step with DDP over Kolovod"
+        yield label, number(mine), f"under {number(gloo)} over gloo", mine < gloo
+
+
+def _kolovod_rows(model: str, medians: Mapping[str, float]) -> list[Row]:
     if not {"alone", "ddp", "kolovod"} <= medians.keys():
         return []
     ddp, mine, alone = medians["ddp"], medians["kolovod"], medians["alone"]

@@ -113,11 +113,13 @@ class Kolovod(Peer):
 class Gloo(Peer):
     """torch.distributed's gloo backend on torch tensors."""
 
+    backend = "gloo"
+
     def __init__(self) -> None:
         import torch.distributed as dist
 
         self._dist = dist
-        dist.init_process_group("gloo", init_method=f"file://{os.environ['BENCH_GLOO_FILE']}",
+        dist.init_process_group(self.backend, init_method=f"file://{os.environ['BENCH_GLOO_FILE']}",
                                 rank=int(os.environ["RANK"]),
                                 world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -140,6 +142,17 @@ class Gloo(Peer):
 
     def close(self) -> None:
         self._dist.destroy_process_group()
+
+
+class KolovodUnderTorch(Gloo):
+    """Kolovod as torch.distributed's backend, in gloo's place."""
+
+    backend = "kolovod"
+
+    def __init__(self) -> None:
+        import kolovod.torch  # noqa: F401 - registers the backend
+
+        super().__init__()
 
 
 class Mpi(Peer):
@@ -170,6 +183,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "local": Local,
     "kolovod": Kolovod,
     "gloo": Gloo,
+    "kolovod-under-torch": KolovodUnderTorch,
     "openmpi": Mpi,
     "mpich": Mpi,
 }

@@ -1,4 +1,4 @@
-"""A training step with Kolovod, DDP over gloo, or no communication: ``bench/training.py``.
+"""A training step: Kolovod, DDP over gloo or Kolovod, no communication: ``bench/training.py``.
 
 Two processes, one compute thread each, the same batches in all ways of running. A step is forward,
 backward, optimizer; its time is max(end) - min(start) over the ranks. The ways take turns in every
@@ -43,8 +43,12 @@ WAYS = (
     Way("single", "1 process", "local", 1),
     Way("alone", "2, no communication", "local", NP),
     Way("ddp", "DDP (gloo)", "gloo", NP),
+    Way("ddp-kolovod", "DDP (Kolovod)", "kolovod-under-torch", NP),
     Way("kolovod", "Kolovod", "kolovod", NP),
 )
+
+
+COMMUNICATING = ("ddp", "ddp-kolovod", "kolovod")
 
 
 @dataclass
@@ -137,7 +141,7 @@ def _row(model: str, record: Record, found: dict[str, dict[str, Any]]) -> list[s
         here = found.get(way.name)
         row.append(f"{number(here['median'])} ({number(here['p90'])})" if here else "-")
     alone = found.get("alone", {}).get("median")
-    for name in ("ddp", "kolovod"):
+    for name in COMMUNICATING:
         median = found.get(name, {}).get("median")
         row.append(f"{alone / median:.0%}" if alone and median else "-")
     if alone and "ddp" in found and "kolovod" in found and found["ddp"]["median"] > alone:
@@ -157,8 +161,10 @@ def make(
         pooled = report.summary([value for one in rounds for value in one])
         medians = [report.summary(one)["median"] for one in rounds]
         found[model][way] = {**pooled, "round_medians": medians}
-    head = ["model", "parameters, tensors", *[way.text for way in WAYS], "DDP's efficiency",
-            "Kolovod's efficiency", "Kolovod's overhead over DDP's"]  # fmt: skip
+    texts = [way.text for way in WAYS]
+    efficiencies = [f"efficiency of {way.text}" for way in WAYS if way.name in COMMUNICATING]
+    head = ["model", "parameters, tensors", *texts, *efficiencies,
+            "Kolovod's overhead over DDP's (gloo)"]  # fmt: skip
     main_table = table(head, [_row(model, record, ways) for model, ways in found.items()])
     modes = ", ".join(dict.fromkeys(one["mode"] for one in record.rounds))
     parts = [
@@ -171,10 +177,13 @@ def make(
     rows: list[goals.Row] = []
     for model, ways in found.items():
         rows += goals.training_rows(model, {name: one["median"] for name, one in ways.items()})
-        digests = {record.digests.get((model, name)) for name in ("ddp", "kolovod")}
-        if None not in digests:
-            same = "bitwise equal to" if len(digests) == 1 else "NOT bitwise equal to"
-            parts.append(f"{model}: Kolovod's weights are {same} DDP's after the run.\n")
+        for way in WAYS:
+            digests = {record.digests.get((model, name)) for name in ("ddp", way.name)}
+            if way.peer not in ("local", "gloo") and None not in digests:
+                same = "bitwise equal to" if len(digests) == 1 else "NOT bitwise equal to"
+                parts.append(
+                    f"{model}: the weights of {way.text} are {same} those of DDP (gloo).\n"
+                )
     if rows:
         parts.append(goals.goals_table(rows))
     parts += [f"Dropped: {who}: {why.splitlines()[-1]}\n" for who, why in record.dropped.items()]

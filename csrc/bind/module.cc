@@ -58,9 +58,12 @@ void ThrowWaitError(const Status& status) {
   ThrowIfError(status);
 }
 
-std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence) {
+std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence, const std::vector<size_t>& out_bytes) {
   std::vector<SubmittedTensor> tensors;
   tensors.reserve(nb::len(sequence));
+  if (!out_bytes.empty() && out_bytes.size() != nb::len(sequence)) {
+    throw nb::value_error("out_bytes: need one for each tensor, or none");
+  }
   for (nb::handle item : sequence) {
     const nb::tuple fields = nb::borrow<nb::tuple>(item);
     if (fields.size() != 4) throw nb::value_error("tensor: need (dtype, shape, input, output)");
@@ -76,6 +79,7 @@ std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence) {
     }
     tensor.in = reinterpret_cast<const void*>(nb::cast<uintptr_t>(fields[2]));
     tensor.out = reinterpret_cast<void*>(nb::cast<uintptr_t>(fields[3]));
+    if (!out_bytes.empty()) tensor.out_bytes = out_bytes[tensors.size()];
     tensors.push_back(std::move(tensor));
   }
   return tensors;
@@ -103,7 +107,8 @@ class PyEngine {
   }
 
   uint64_t Submit(int verb, std::string name, const nb::sequence& tensors, int op, double prescale,
-                  double postscale, int root, bool blocking, std::vector<int64_t> splits) {
+                  double postscale, int root, bool blocking, std::vector<int64_t> splits,
+                  const std::vector<size_t>& out_bytes) {
     Check();
     if (verb < 0 || verb >= kVerbCount) throw nb::value_error("unknown verb number");
     if (op < 0 || op >= kOpCount) throw nb::value_error("unknown op number");
@@ -115,7 +120,7 @@ class PyEngine {
     request.postscale = postscale;
     request.root = root;
     request.splits = std::move(splits);
-    std::vector<SubmittedTensor> converted = ToTensors(tensors);
+    std::vector<SubmittedTensor> converted = ToTensors(tensors, out_bytes);
     uint64_t handle = 0;
     Status status;
     {
@@ -126,12 +131,13 @@ class PyEngine {
     return handle;
   }
 
-  void Wait(uint64_t handle, double timeout_s) {
+  void Wait(uint64_t handle, double timeout_s, bool drives) {
     Check();
     Status status;
     {
       nb::gil_scoped_release release;
-      status = engine_->Wait(handle, timeout_s, SignalPending);
+      status = drives && timeout_s >= 0 ? engine_->WaitDriving(handle, timeout_s, SignalPending)
+                                        : engine_->Wait(handle, timeout_s, SignalPending);
     }
     ThrowWaitError(status);
   }
@@ -432,8 +438,8 @@ NB_MODULE(_native, m) {
           "uplink_fds"_a = std::vector<int>{}, "mesh_fds"_a = std::vector<int>{}, "stacks"_a = nb::none(),
           "last_operations_prefix"_a = "")
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
-           "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{})
-      .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a)
+           "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{}, "out_bytes"_a = std::vector<size_t>{})
+      .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a, "drives"_a = false)
       .def("poll", &PyEngine::Poll, "handle"_a)
       .def("release", &PyEngine::Release, "handle"_a)
       .def("output", &PyEngine::Output, "handle"_a, "index"_a)

@@ -47,7 +47,8 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
     longest = std::max(longest, bytes[r]);
   }
   const size_t own = bytes[static_cast<size_t>(rank_)];
-  if (own > 0) std::memcpy(out + at[static_cast<size_t>(rank_)], in, own);
+  char* const own_out = out + at[static_cast<size_t>(rank_)];
+  if (own > 0 && own_out != in) std::memcpy(own_out, in, own);
   if (size_ == 1 || longest == 0) return Status();
   const size_t chunks = (longest + chunk_bytes_ - 1) / chunk_bytes_;
   const uint64_t first = chunk_ + 1;

@@ -26,6 +26,18 @@ char* AllocateOutput(size_t bytes) {
   return static_cast<char*>(data);
 }
 
+// The other ranks' outputs may fit, so the data has moved; this rank's result is an error.
+void NoteMisfits(Operation* op) {
+  for (size_t t = 0; t < op->buffers.size(); ++t) {
+    if (op->out_bytes[t] == 0 || op->out_bytes[t] == op->buffers[t].bytes) continue;
+    op->status = Status(Code::kInvalidArgument,
+                        std::string(NameOf(op->request.verb)) + " '" + op->request.name + "': output " +
+                            std::to_string(t) + " has " + std::to_string(op->out_bytes[t]) +
+                            " bytes, but the result has " + std::to_string(op->buffers[t].bytes));
+    return;
+  }
+}
+
 // One index of the first dimension.
 size_t RowBytes(const TensorMeta& meta) {
   size_t bytes = SizeOf(meta.dtype);
@@ -163,6 +175,7 @@ Status Engine::Execute(const std::vector<OperationPtr>& ops) {
     if (op->request.verb == Verb::kAllgather) KV_RETURN_IF_ERROR(ExecuteAllgather(*op));
     if (op->request.verb == Verb::kAlltoall) KV_RETURN_IF_ERROR(ExecuteAlltoall(*op));
     if (op->request.verb == Verb::kReducescatter) KV_RETURN_IF_ERROR(ExecuteReducescatter(*op));
+    if (MakesOutputs(op->request.verb)) NoteMisfits(op.get());
     if (op->request.verb != Verb::kBroadcast) continue;
     for (size_t t = 0; t < op->inputs.size(); ++t) {
       KV_RETURN_IF_ERROR(backend_->Broadcast(Piece{op->inputs[t], op->outputs[t], op->counts[t]},
@@ -203,10 +216,15 @@ Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
   return Status();
 }
 
-Status Engine::MakeOutput(Operation& op, size_t t, size_t bytes) {
+Status Engine::OutputFor(Operation& op, size_t t, size_t bytes, char** out) {
   OutputBuffer& buffer = op.buffers[t];
   buffer.bytes = bytes;
+  if (op.out_bytes[t] == bytes && bytes > 0) {
+    *out = static_cast<char*>(op.outputs[t]);
+    return Status();
+  }
   buffer.data.reset(AllocateOutput(bytes));
+  *out = buffer.data.get();
   if (buffer.data != nullptr) return Status();
   const Status status(Code::kInternal, liveness_->Describe(rank_) + " has no memory for " +
                                            std::to_string(bytes) + " bytes of " + NameOf(op.request.verb) +
@@ -224,8 +242,9 @@ Status Engine::ExecuteAllgather(Operation& op) {
       bytes.push_back(static_cast<size_t>(rows) * row_bytes);
       total += bytes.back();
     }
-    KV_RETURN_IF_ERROR(MakeOutput(op, t, total));
-    KV_RETURN_IF_ERROR(backend_->Allgather(op.inputs[t], op.buffers[t].data.get(), bytes));
+    char* out = nullptr;
+    KV_RETURN_IF_ERROR(OutputFor(op, t, total, &out));
+    KV_RETURN_IF_ERROR(backend_->Allgather(op.inputs[t], out, bytes));
   }
   return Status();
 }
@@ -242,9 +261,9 @@ Status Engine::ExecuteAlltoall(Operation& op) {
     received.push_back(op.rows[0][at]);
     total += bytes[at];
   }
-  KV_RETURN_IF_ERROR(MakeOutput(op, 0, total));
-  KV_RETURN_IF_ERROR(
-      backend_->Alltoall(static_cast<const char*>(op.inputs[0]), op.buffers[0].data.get(), bytes));
+  char* out = nullptr;
+  KV_RETURN_IF_ERROR(OutputFor(op, 0, total, &out));
+  KV_RETURN_IF_ERROR(backend_->Alltoall(static_cast<const char*>(op.inputs[0]), out, bytes));
   op.rows = {std::move(received)};
   return Status();
 }
@@ -257,13 +276,14 @@ Status Engine::ExecuteReducescatter(Operation& op) {
     const size_t row_elements = RowBytes(meta) / SizeOf(meta.dtype);
     std::vector<size_t> counts;
     for (int r = 0; r < size_; ++r) counts.push_back(PartOf(rows, size_, r) * row_elements);
-    KV_RETURN_IF_ERROR(MakeOutput(op, t, counts[static_cast<size_t>(rank_)] * SizeOf(meta.dtype)));
+    char* out = nullptr;
+    KV_RETURN_IF_ERROR(OutputFor(op, t, counts[static_cast<size_t>(rank_)] * SizeOf(meta.dtype), &out));
     if (op.counts[t] == 0) continue;
     const FusedRange range{meta.dtype,
                            request.op,
                            request.prescale,
                            request.postscale,
-                           {Piece{op.inputs[t], op.buffers[t].data.get(), op.counts[t]}},
+                           {Piece{op.inputs[t], out, op.counts[t]}},
                            &request.name};
     KV_RETURN_IF_ERROR(backend_->Reducescatter(range, counts));
   }

@@ -26,6 +26,12 @@ int64_t UsableCores() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
+Status NotComplete(const Operation& op, double after_s) {
+  return Status(Code::kTimeout, std::string(NameOf(op.request.verb)) + " '" + op.request.name +
+                                    "' is not complete after " + std::to_string(after_s) +
+                                    " s; it is still pending and may be waited for again");
+}
+
 std::vector<int> RanksOf(std::vector<int> ranks, int size) {
   if (!ranks.empty()) return ranks;
   for (int r = 0; r < size; ++r) ranks.push_back(r);
@@ -232,6 +238,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     op->counts.push_back(count);
     op->inputs.push_back(tensor.in);
     op->outputs.push_back(tensor.out);
+    op->out_bytes.push_back(tensor.out_bytes);
     op->bytes += count * SizeOf(tensor.meta.dtype);
     request.tensors.push_back(std::move(tensor.meta));
   }
@@ -326,6 +333,18 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
   return op->status;
 }
 
+Status Engine::WaitDriving(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted) {
+  const int64_t deadline_ns = NowNs() + static_cast<int64_t>(std::min(timeout_s, 1e8) * 1e9);
+  bool is_late = false;
+  const Status status = Wait(handle, -1, [&] {
+    is_late = NowNs() >= deadline_ns;
+    return is_late || (interrupted && interrupted());
+  });
+  if (!is_late || status.code() != Code::kInterrupted || segment_->revoked()) return status;
+  const OperationPtr op = Find(handle);
+  return op == nullptr ? status : NotComplete(*op, timeout_s);
+}
+
 // Leaves the driving to the engine thread: a driver cannot give up in the middle of a bucket. Also
 // returns early, with kTimeout, when the lease is free for a caller that wants it.
 Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_lease,
@@ -347,12 +366,11 @@ Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_l
     }
     if (op->done.load(std::memory_order_acquire)) break;
     if (interrupted && interrupted()) {
-      return Status(Code::kInterrupted, liveness_->Describe(rank_) + " was interrupted by a signal");
+      return Status(Code::kInterrupted,
+                    liveness_->Describe(rank_) + " was interrupted (by a signal or its time limit)");
     }
     if ((wants_lease && !lease_.load()) || Clock::now() >= deadline) {
-      return Status(Code::kTimeout, std::string(NameOf(op->request.verb)) + " '" + op->request.name +
-                                        "' is not complete after " + std::to_string(timeout_s) +
-                                        " s; it is still pending and may be waited for again");
+      return NotComplete(*op, timeout_s);
     }
   }
   return Status();

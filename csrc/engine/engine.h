@@ -81,6 +81,9 @@ class Engine {
   Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle);
   // timeout_s < 0: no limit. `interrupted` is called about every 100 ms on this thread; true gives up.
   Status Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted);
+  // Drives like a wait without a limit, and gives up after timeout_s: before the operation has started that
+  // is kTimeout for this caller; later the world is over, for its peers have half a result.
+  Status WaitDriving(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted);
   Status Poll(uint64_t handle, bool* done);
   // The operation of a handle until Release; null if unknown.
   OperationPtr Find(uint64_t handle);
@@ -129,8 +132,9 @@ class Engine {
   Status ExecuteAllgather(Operation& op);
   Status ExecuteAlltoall(Operation& op);
   Status ExecuteReducescatter(Operation& op);
-  // Makes the output of tensor t; without memory the world is aborted, since peers wait for this rank.
-  Status MakeOutput(Operation& op, size_t t, size_t bytes);
+  // Where the output of tensor t goes: to the caller's memory if that was given and fits. Without memory the
+  // world is aborted, since peers wait for this rank.
+  Status OutputFor(Operation& op, size_t t, size_t bytes, char** out);
   void Complete(const std::vector<OperationPtr>& ops);
   bool HasWork();
   // The next bucket has its end, or this rank may decide it.

@@ -21,11 +21,15 @@ struct SubmittedTensor {
   TensorMeta meta;
   const void* in = nullptr;
   void* out = nullptr;
+  // Of an allgather, alltoall or reducescatter: how large the memory at out is, which must be what the result
+  // takes. 0: the engine allocates the output. It is apart from in, or in is this rank's part of it
+  // (allgather).
+  size_t out_bytes = 0;
 };
 
 // Bytes that the engine allocated: allgather, alltoall and reducescatter make outputs of other sizes.
 struct OutputBuffer {
-  std::unique_ptr<char, FreeDeleter> data;
+  std::unique_ptr<char, FreeDeleter> data;  // null if the caller's memory was taken instead
   size_t bytes = 0;
 };
 
@@ -33,8 +37,9 @@ struct Operation {
   Request request;                  // constant after submission
   std::vector<const void*> inputs;  // by tensor; constant after submission
   std::vector<void*> outputs;
-  std::vector<size_t> counts;  // elements
-  size_t bytes = 0;            // all tensors of this rank
+  std::vector<size_t> out_bytes;  // as in SubmittedTensor
+  std::vector<size_t> counts;     // elements
+  size_t bytes = 0;               // all tensors of this rank
 
   int32_t announced_id = kNoId;  // guarded by the engine's mutex
   bool in_log = false;           // guarded by the engine's mutex

@@ -14,7 +14,8 @@ size_t ElementsOf(const TensorMeta& meta) {
 namespace {
 
 // Results of one tensor of a group would be the input of another, in an order that nobody promises.
-Status ValidateApart(const std::string& what, const std::vector<SubmittedTensor>& tensors) {
+Status ValidateApart(const std::string& what, const std::vector<SubmittedTensor>& tensors,
+                     bool makes_outputs) {
   struct Span {
     const char *begin, *end;
     size_t index;
@@ -24,11 +25,12 @@ Status ValidateApart(const std::string& what, const std::vector<SubmittedTensor>
   for (size_t t = 0; t < tensors.size(); ++t) {
     const SubmittedTensor& tensor = tensors[t];
     const size_t bytes = ElementsOf(tensor.meta) * SizeOf(tensor.meta.dtype);
-    if (bytes == 0) continue;
+    const size_t out_bytes = makes_outputs ? tensor.out_bytes : bytes;
     const char* in = static_cast<const char*>(tensor.in);
     const char* out = static_cast<const char*>(tensor.out);
-    if (out != nullptr) spans.push_back({out, out + bytes, t, true});
-    if (in != out) spans.push_back({in, in + bytes, t, false});
+    const bool within = in >= out && in + bytes <= out + out_bytes;  // of an allgather
+    if (out_bytes > 0) spans.push_back({out, out + out_bytes, t, true});
+    if (bytes > 0 && !within) spans.push_back({in, in + bytes, t, false});
   }
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
   const Span* last = nullptr;     // of those before, the one that reaches furthest
@@ -108,7 +110,7 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
                                                 "; prescale and postscale factors are finite numbers");
     }
   }
-  if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors));
+  if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors, MakesOutputs(request.verb)));
   for (const SubmittedTensor& tensor : tensors) {
     if (tensor.meta.shape.size() > kMaxDims) {
       return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +

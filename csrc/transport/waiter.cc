@@ -79,10 +79,11 @@ Status Waiter::Periodic(bool in_bucket) {
     if (interrupted_()) {
       if (in_bucket) {
         segment_.Revoke(Code::kInterrupted, liveness_.Describe(rank_) +
-                                                " was interrupted (signal) in the middle of an "
-                                                "operation that had started");
+                                                " was interrupted (by a signal or its time limit) in "
+                                                "the middle of an operation that had started");
       }
-      return Status(Code::kInterrupted, liveness_.Describe(rank_) + " was interrupted by a signal");
+      return Status(Code::kInterrupted,
+                    liveness_.Describe(rank_) + " was interrupted (by a signal or its time limit)");
     }
   }
   return Status();

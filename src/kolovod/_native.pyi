@@ -61,19 +61,25 @@ class Engine:
         root: int,
         blocking: bool,
         splits: Sequence[int] = (),
+        out_bytes: Sequence[int] = (),
     ) -> int:
         """Queue one request and return its handle (> 0).
 
         ``tensors``: (dtype, shape, input pointer, output pointer); several make a group. Output may
-        equal input. For allgather, alltoall and reducescatter the output pointer is 0: the engine
-        allocates, see ``output``. ``splits``: alltoall, the rows for each rank.
+        equal input. For allgather, alltoall and reducescatter the engine allocates the outputs (see
+        ``output``), or ``out_bytes`` says how large the memory at each output pointer is; another
+        size than the result's is an error of ``wait``. ``splits``: alltoall, rows for each rank.
         ``name == ""`` means unnamed (the engine numbers it). ``root`` matters to broadcast only.
         ``blocking``: the caller will wait at once, so no other thread is woken for it.
         Raises EngineError at once for a duplicate name, a bad argument, a lost or left rank.
         """
 
-    def wait(self, handle: int, timeout_s: float) -> None:
+    def wait(self, handle: int, timeout_s: float, drives: bool = False) -> None:
         """Return when done; EngineError when failed; ``timeout_s < 0`` waits without limit.
+
+        Without a limit the caller drives; with one it leaves that to the engine's thread, unless
+        ``drives``: for the price that a limit which is over in the middle of a bucket ends the
+        world.
 
         Python signals are served at least every 100 ms. After a timeout the operation is still
         pending and may be waited for again. A finished handle stays until ``release``.

@@ -104,18 +104,26 @@ class Handle(Generic[T]):
         MismatchError when the ranks did not submit the same thing, RankLostError and its siblings
         when a rank is gone, InvalidArgumentError for a second wait.
         """
-        number = self._number
-        if number == 0:
-            raise _waited_before()
         if timeout_s is None:
             timeout_s = _FOREVER
         elif not timeout_s >= 0:
             raise InvalidArgumentError(
                 f"timeout_s is {timeout_s!r}: give seconds >= 0, or None to wait without limit"
             )
+        return self._drive(timeout_s, drives=False)
+
+    def _drive(self, timeout_s: float, *, drives: bool = True) -> T:
+        """``wait``, but by driving the engine also when there is a limit (< 0: none).
+
+        Faster than leaving that to the engine's thread; but a limit that is over in the middle of
+        the operation ends the world.
+        """
+        number = self._number
+        if number == 0:
+            raise _waited_before()
         engine = self._engine
         try:
-            engine.wait(number, timeout_s)
+            engine.wait(number, timeout_s, drives)
         except _native.EngineError as error:
             self._failed(error)
         number, buffers, result, finish = self._take()

@@ -15,7 +15,8 @@ from kolovod.ops import Op
 T = TypeVar("T")
 
 EngineTensor = tuple[int, tuple[int, ...], int, int]
-"""dtype, shape, input address, output address (0: the engine makes the output)"""
+"""dtype, shape, input address, output address (0, or no ``out_bytes``: the engine makes outputs of
+other sizes than the inputs)"""
 
 
 class WorldLike(Protocol):
@@ -112,6 +113,7 @@ class Submitter(Generic[T]):
         finish: Callable[[_native.Engine, int], Any] | None = None,
         blocking: bool = False,
         splits: Sequence[int] = (),
+        out_bytes: Sequence[int] = (),
     ) -> Handle[Any]:
         engine = self.membership(process_set).engine
         if keeper:
@@ -119,7 +121,16 @@ class Submitter(Generic[T]):
         number = 0
         try:
             number = engine.submit(
-                verb, name or "", entries, op + 0, prescale, postscale, root, blocking, splits
+                verb,
+                name or "",
+                entries,
+                op + 0,
+                prescale,
+                postscale,
+                root,
+                blocking,
+                splits,
+                out_bytes,
             )
             return Handle(engine, number, buffers, result, finish)
         except BaseException as error:

@@ -28,7 +28,16 @@ from kolovod.observe import record_files, stacks
 if TYPE_CHECKING:
     from kolovod.process_sets import ProcessSet
 
-__all__ = ["World", "current", "init", "is_initialized", "shutdown"]
+__all__ = [
+    "World",
+    "current",
+    "has_place",
+    "init",
+    "init_at",
+    "is_initialized",
+    "leave",
+    "shutdown",
+]
 
 
 @dataclass(slots=True)
@@ -91,7 +100,7 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.epochs_alone = 0  # worlds of one need no store to count them
-        self.mpi_place: Place | None = None
+        self.place: Place | None = None  # learnt otherwise than from the environment
         self.forked_from = ""  # not empty: a forked child, and of whom
         self.may_init = True
         self.has_exit_hook = False
@@ -146,7 +155,7 @@ def init(
         members = _members(range(place.size) if comm is None else comm, place.rank, place.size)
         _world = _make_world(_ready(place, members, settings), place, settings)
         if not _process.has_exit_hook:
-            atexit.register(_at_exit)
+            atexit.register(leave_at_exit)
             _process.has_exit_hook = True
     if process_sets is not None:
         from kolovod.process_sets import add_process_set  # which needs this module
@@ -176,13 +185,31 @@ def _place() -> Place:
     place = read_place(os.environ)
     if place is not None:
         return place
-    if not started_by_mpi(os.environ):
-        return Place()
-    if _process.mpi_place is None:
+    if _process.place is None and started_by_mpi(os.environ):
         from kolovod.launch.mpirun import place_from_mpi  # rarely needed, and slow to import
 
-        _process.mpi_place = place_from_mpi()
-    return _process.mpi_place
+        _process.place = place_from_mpi()
+    return _process.place or Place()
+
+
+def has_place() -> bool:
+    """Whether a launcher, ours or MPI's, has told this process its rank."""
+    return read_place(os.environ) is not None or started_by_mpi(os.environ)
+
+
+def init_at(place: Place) -> None:
+    """``init`` in a process that has no launcher of ours but knows its place, as the others do."""
+    with _process.lock:
+        _process.place = place
+        init()
+
+
+def leave(place: Place) -> None:
+    """``shutdown``, after which no world is formed at ``place`` any more."""
+    with _process.lock:
+        shutdown()
+        if _process.place is place:
+            _process.place = None
 
 
 def _members(comm: Sequence[int], rank: int, size: int | None = None) -> tuple[int, ...]:
@@ -302,7 +329,7 @@ def _not_initialized() -> NotInitializedError:
     )
 
 
-def _at_exit() -> None:
+def leave_at_exit() -> None:
     """Leave the world, or end it for all if this process is about to die of an exception.
 
     Without that the others would only learn that this rank left, not why.

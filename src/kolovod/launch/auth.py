@@ -31,7 +31,7 @@ from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
 
-__all__ = ["Channel", "Server", "accept", "connect", "new_secret"]
+__all__ = ["Channel", "Server", "accept", "connect", "new_secret", "same_user"]
 
 MAGIC = b"KOLOVOD\x01"
 NONCE_BYTES = 32
@@ -254,7 +254,7 @@ class Server:
                 time.sleep(0.05)  # out of descriptors: some connection will end
                 continue
             with self._lock:
-                if self._closed or not _same_user(sock):
+                if self._closed or not same_user(sock):
                     _close(sock)
                     continue
                 if len(self._strangers) >= self._max_strangers:
@@ -291,7 +291,7 @@ class Server:
                 self._strangers.pop(sock, None)
 
 
-def _same_user(sock: socket.socket) -> bool:
+def same_user(sock: socket.socket) -> bool:
     """On AF_UNIX the kernel says who connects; elsewhere only the secret counts."""
     if sock.family != socket.AF_UNIX:
         return True

@@ -48,6 +48,17 @@ class Place:
         variables["KOLOVOD_SECRET"] = self.secret
         return variables
 
+    def torch_environment(self, port: int) -> dict[str, str]:
+        """What ``torch.distributed`` reads: its own store is to be at ``port`` of rank 0's host."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+
 
 def read_place(environ: Mapping[str, str]) -> Place | None:
     """The place that ``environ`` tells, None if no launcher has set one.

@@ -11,6 +11,7 @@ import os
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +109,7 @@ class Job:
         self._marks = f"{outer},{self._mark}" if outer else self._mark
         self._secret = new_secret()
         self._store = Store(self._secret, size)
+        self._torch_port = _reserved_port()
         stamp = _now if options.timestamps else None
         self._output = OutputPump(stamp)
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -155,13 +157,14 @@ class Job:
                 store=self._store.address,
                 secret=self._secret,
             )
+            told = place.torch_environment(self._torch_port.getsockname()[1])
             process = subprocess.Popen(
                 guard.exec_command(list(command(rank))),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                env={**base, **place.environment()},
+                env={**base, **told, **self.options.environment, **place.environment()},
                 pass_fds=tuple(pass_fds(rank)),
             )
             self._processes[rank] = process
@@ -227,6 +230,7 @@ class Job:
             time.sleep(0.01)
         self._output.finish()
         self._store.close()
+        self._torch_port.close()
         for process in self._processes.values():
             process.wait()
         if self._watcher is not None and self._watcher.stdin is not None:
@@ -312,6 +316,17 @@ class Job:
 
     def _left(self) -> bool:
         return bool(guard.job_processes(self._mark, self._sessions()))
+
+
+def _reserved_port() -> socket.socket:
+    """A port for a server that a rank may start: nobody gets it by chance while this is open.
+
+    Since nobody listens here, a server that sets SO_REUSEADDR, as torch.distributed's does, can.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
 
 
 def _signal_name(signum: int) -> str:

@@ -10,6 +10,7 @@ kv.broadcast_optimizer_state(optimizer)
 
 from __future__ import annotations
 
+from kolovod.backends.torch_distributed import register as _register
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
@@ -27,6 +28,7 @@ from kolovod.torch.optimizer import DistributedOptimizer
 from kolovod.torch.verbs import collectives
 from kolovod.world import init, is_initialized, shutdown
 
+_register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)
 
 allreduce = collectives.allreduce

@@ -1,0 +1,452 @@
+"""The torch.distributed backend: each verb against gloo's in the same processes, and its errors."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import torch.distributed as dist  # noqa: E402
+
+import kolovod  # noqa: E402
+import kolovod.torch  # noqa: E402 - registers the backend
+from kolovod.errors import (  # noqa: E402
+    InvalidArgumentError,
+    MismatchError,
+    RankLostError,
+    WaitTimeoutError,
+)
+from kolovod.testing import RankFailed, run_ranks  # noqa: E402
+
+DTYPES = ["uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+MOVED_ONLY = ["complex64", "float8_e4m3fn", "uint32"]
+
+
+def numbers(dtype, *shape, seed=0):
+    """The same on both backends, different on every rank, small enough for every dtype."""
+    draw = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
+    values = torch.randint(0, 5, shape, generator=draw)
+    if dtype.is_complex:
+        return torch.complex(values.double(), values.double() + 1).to(dtype)
+    return values.to(dtype)
+
+
+def in_float(tensor):
+    """For comparing: torch compares few of the rare dtypes."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def dense_for_gloo(group, tensor):
+    """Gloo takes a tensor with gaps and reduces other memory than its elements."""
+    return tensor if group is None else tensor.contiguous()
+
+
+def allreduce(group, dtype):
+    results = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
+        for shape in ((), (0,), (7,), (3, 5)):
+            tensor = numbers(dtype, *shape)
+            dist.all_reduce(tensor, op, group=group)
+            results.append(tensor)
+    strided = dense_for_gloo(group, numbers(dtype, 4, 6).t()[1:3])
+    dist.all_reduce(strided, group=group)
+    return [*results, strided]
+
+
+def reduce(group, dtype):
+    results = []
+    for root in range(dist.get_world_size()):
+        tensor = numbers(dtype, 9)
+        before = tensor.clone()
+        dist.reduce(tensor, dst=root, group=group)
+        if dist.get_rank() == root:  # elsewhere gloo leaves what it likes, and Kolovod nothing
+            results.append(tensor)
+        elif group is None:
+            assert (tensor == before).all()
+    return results
+
+
+def reduce_scatter(group, dtype):
+    size = dist.get_world_size()
+    single = torch.empty(3, 2).to(dtype)
+    dist.reduce_scatter_single(single, numbers(dtype, 3 * size, 2), group=group)
+    part = torch.empty(4).to(dtype)
+    dist.reduce_scatter(part, [numbers(dtype, 4, seed=s) for s in range(size)], group=group)
+    return [single, part]
+
+
+def broadcast(group, dtype):
+    results = []
+    for root in range(dist.get_world_size()):
+        strided = dense_for_gloo(group, numbers(dtype, 6, 6)[:, 1::2])
+        for tensor in (numbers(dtype, 3, 4), numbers(dtype), strided):
+            dist.broadcast(tensor, src=root, group=group)
+            results.append(tensor)
+    return results
+
+
+def all_gather(group, dtype):
+    size = dist.get_world_size()
+    parts = [torch.empty(2, 3).to(dtype) for _ in range(size)]
+    dist.all_gather(parts, numbers(dtype, 2, 3), group=group)
+    single = torch.empty(2 * size, 3).to(dtype)
+    dist.all_gather_single(single, numbers(dtype, 2, 3), group=group)
+    return [*parts, single]
+
+
+def gather(group, dtype):
+    results = []
+    for root in range(dist.get_world_size()):
+        parts = [torch.empty(5).to(dtype) for _ in range(dist.get_world_size())]
+        is_root = dist.get_rank() == root
+        dist.gather(numbers(dtype, 5), parts if is_root else None, dst=root, group=group)
+        results += parts if is_root else []
+    return results
+
+
+def scatter(group, dtype):
+    results = []
+    for root in range(dist.get_world_size()):
+        part = torch.empty(2, 2).to(dtype)
+        parts = [numbers(dtype, 2, 2, seed=seed) for seed in range(dist.get_world_size())]
+        is_root = dist.get_rank() == root
+        dist.scatter(part, parts if is_root else None, src=root, group=group)
+        results.append(part)
+    return results
+
+
+def all_to_all(group, dtype):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    even = torch.empty(2 * size, 3).to(dtype)
+    dist.all_to_all_single(even, numbers(dtype, 2 * size, 3), group=group)
+    # Rank s sends s + d rows to rank d.
+    sent, received = [rank + d for d in range(size)], [s + rank for s in range(size)]
+    uneven = torch.empty(sum(received), 2).to(dtype)
+    dist.all_to_all_single(uneven, numbers(dtype, sum(sent), 2), received, sent, group=group)
+    return [even, uneven]
+
+
+def objects(group, dtype):
+    everything = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, {"rank": dist.get_rank(), "of": str(dtype)}, group=group)
+    one = [dist.get_rank(), "x" * 50]
+    dist.broadcast_object_list(one, src=1, group=group)
+    return [torch.tensor(list(repr((everything, one)).encode()))]
+
+
+REDUCING = [allreduce, reduce, reduce_scatter]
+MOVING = [broadcast, all_gather, gather, scatter, all_to_all, objects]
+
+
+def against_gloo(rank):
+    dist.init_process_group("kolovod")
+    gloo = dist.new_group(backend="gloo")
+    compared = 0
+    for name in DTYPES + MOVED_ONLY:
+        dtype = getattr(torch, name)
+        is_known = name not in MOVED_ONLY  # to gloo, which gets the same numbers as floats else
+        for verb in REDUCING + MOVING if is_known else MOVING[:-1]:
+            expected = verb(gloo, dtype if is_known else torch.float32)
+            for mine, theirs in zip(verb(None, dtype), expected, strict=True):
+                if dtype.is_complex:
+                    theirs = torch.complex(theirs, theirs + 1)
+                assert mine.shape == theirs.shape, verb
+                assert (in_float(mine) == in_float(theirs)).all(), (verb, name, mine, theirs)
+                compared += 1
+    dist.destroy_process_group()
+    assert not kolovod.is_initialized()
+    return compared
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_verb_equals_gloo(size):
+    counts = run_ranks(size, against_gloo)
+    assert min(counts) > 300
+
+
+def beyond_gloo(rank):
+    dist.init_process_group("kolovod")
+    size = dist.get_world_size()
+    mean = torch.tensor([1.0, 2.0]) * (rank + 1)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    assert mean.tolist() == [1.5, 3.0]
+    either = torch.tensor([rank == 0, rank == 1, False])
+    dist.all_reduce(either, dist.ReduceOp.MAX)
+    assert either.tolist() == [True, True, False]
+    dist.broadcast(either.logical_not_() if rank == 0 else either, src=0)
+    assert either.tolist() == [False, False, True]
+    scaled = torch.ones(3) * (rank + 1)
+    dist.all_reduce(scaled, dist.ReduceOp.PREMUL_SUM(0.5))
+    assert scaled.tolist() == [1.5, 1.5, 1.5]
+    uneven = torch.empty(1 + rank)
+    dist.reduce_scatter(uneven, [torch.ones(1), torch.arange(2.0)])
+    assert uneven.tolist() == ([2.0] if rank == 0 else [0.0, 2.0])
+    stacked = torch.empty(size, 3)
+    dist.all_gather_single(stacked, torch.full((3,), float(rank)))
+    assert stacked.tolist() == [[0.0] * 3, [1.0] * 3]
+    parts = [torch.empty(r + 1, dtype=torch.complex64) for r in range(size)]
+    dist.all_gather(parts, torch.full((rank + 1,), rank + 1j))
+    assert [part.tolist() for part in parts] == [[1j], [1 + 1j, 1 + 1j]]
+    received = [torch.empty(2 * rank + s) for s in range(size)]
+    dist.all_to_all(received, [torch.full((rank + 2 * d,), float(rank)) for d in range(size)])
+    assert [part.tolist() for part in received] == [[0.0] * (2 * rank), [1.0] * (2 * rank + 1)]
+    return True
+
+
+def test_what_gloo_does_not_have():
+    assert all(run_ranks(2, beyond_gloo))
+
+
+def in_place_and_grouped(rank):
+    dist.init_process_group("kolovod")
+    size, group = dist.get_world_size(), dist.group.WORLD
+    whole = torch.full((size * 100_000,), -1.0)
+    whole[rank * 100_000 : (rank + 1) * 100_000] = rank
+    dist.all_gather_single(whole, whole[rank * 100_000 : (rank + 1) * 100_000])
+    assert (whole.view(size, -1) == torch.arange(float(size))[:, None]).all()
+    dist.all_gather_single(whole, whole[7 : 7 + 100_000])  # overlaps, and not in its place
+    assert (whole[rank * 100_000 + 99_000] == whole[rank * 100_000]).all()
+    whole = torch.arange(size * 50_000.0)
+    part = whole[rank * 50_000 : (rank + 1) * 50_000]
+    dist.reduce_scatter_single(part, whole)
+    assert (part == size * torch.arange(rank * 50_000.0, (rank + 1) * 50_000.0)).all()
+    with dist._coalescing_manager(group, async_ops=True) as manager:
+        sums = [torch.full((n,), float(rank)) for n in (1, 10, 1000)]
+        for tensor in sums:
+            dist.all_reduce(tensor)
+    manager.wait()
+    assert all((tensor == size * (size - 1) / 2).all() for tensor in sums)
+    outputs = [torch.empty(size * n, dtype=d) for n, d in ((2, torch.int64), (3, torch.half))]
+    inputs = [torch.full((2,), rank), torch.full((3,), rank, dtype=torch.half)]
+    group.all_gather_single_coalesced(outputs, inputs).wait()
+    assert outputs[0].tolist() == [0, 0, 1, 1]
+    assert outputs[1].tolist() == [0, 0, 0, 1, 1, 1]
+    strided = torch.zeros(4, 2).t()
+    dist.all_gather_single(strided, torch.full((4,), float(rank)))
+    assert strided.tolist() == [[0.0] * 4, [1.0] * 4]
+    return True
+
+
+def test_in_place_and_grouped():
+    assert all(run_ranks(2, in_place_and_grouped))
+
+
+def works(rank):
+    dist.init_process_group("kolovod")
+    tensor = torch.full((10,), float(rank))
+    first = dist.all_reduce(tensor, async_op=True)
+    doubled = first.get_future().then(lambda future: future.value()[0] * 2)
+    assert doubled.wait().tolist() == [2.0] * 10
+    assert first.is_completed()
+    assert first.is_success()
+    assert first.exception() is None
+    assert first.wait()
+    assert first.wait(datetime.timedelta(seconds=1))
+    assert first.result()[0] is tensor
+    # Several at once, waited for in the other order; nobody waits for the last but a callback.
+    seen = []
+    tensors = [torch.full((n,), float(rank)) for n in range(1, 6)]
+    handles = [dist.all_reduce(each, async_op=True) for each in tensors]
+    handles[-1].get_future().add_done_callback(lambda future: seen.append(future.value()))
+    for handle in reversed(handles[:-1]):
+        handle.wait()
+    futures = [dist.all_reduce(each, async_op=True).get_future() for each in tensors]
+    torch.futures.wait_all(futures)
+    assert [each.tolist() for each in tensors] == [[2.0] * n for n in range(1, 6)]
+    deadline = time.monotonic() + 10
+    while not seen and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert seen[0][0] is tensors[-1]
+    raising = dist.barrier(async_op=True).get_future().then(lambda future: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        raising.wait()
+    polled = dist.all_reduce(tensor, async_op=True)
+    while not polled.is_completed():
+        time.sleep(0.001)
+    assert tensor.tolist() == [2.0] * 10
+    return True
+
+
+def test_works_and_futures():
+    assert all(run_ranks(2, works))
+
+
+def bad_arguments(rank):
+    dist.init_process_group("kolovod")
+    ones, size = torch.ones(4), dist.get_world_size()
+    cases = [
+        (lambda: dist.all_reduce(torch.ones(3).int(), dist.ReduceOp.BAND), "BAND"),
+        (lambda: dist.all_reduce(torch.ones(3, dtype=torch.float8_e4m3fn)), "float8_e4m3fn"),
+        (lambda: dist.all_reduce(torch.ones(3).to_sparse()), "to_dense"),
+        (lambda: dist.broadcast(torch.ones(3, device="meta"), 0), "meta"),
+        (lambda: dist.send(ones, 1 - rank), 'new_group(backend="gloo")'),
+        (lambda: dist.recv(ones, 1 - rank), "gloo"),
+        (lambda: dist.all_gather_single(torch.empty(9), ones), r"2 equal parts"),
+        (lambda: dist.all_gather_single(torch.empty(8).int(), ones), "int32"),
+        (lambda: dist.reduce_scatter_single(torch.empty(3), ones), r"(4,)"),
+        (lambda: dist.all_to_all_single(torch.empty(3), torch.empty(3)), "evenly"),
+        (lambda: dist.all_to_all_single(ones, ones, [1, 2], [2, 2]), "output_split_sizes"),
+    ]
+    for call, text in cases:
+        with pytest.raises(InvalidArgumentError, match=re.escape(text)):
+            call()
+    # Found when the ranks' sizes are known: an error here, and the group goes on.
+    outputs = [torch.empty(4), torch.empty(4 if rank == 0 else 5)]
+    if rank == 0:
+        dist.all_gather(outputs, ones)
+    else:
+        with pytest.raises(InvalidArgumentError, match="rank 1 sent 4 elements"):
+            dist.all_gather(outputs, ones)
+    if rank == 0:
+        with pytest.raises(InvalidArgumentError, match="output 0 has 8 bytes"):
+            dist.all_to_all_single(torch.empty(2), ones[:3], [1, 1], [1, 2])
+    else:
+        dist.all_to_all_single(torch.empty(4), ones[:4], [2, 2], [2, 2])
+    with pytest.raises(MismatchError, match=r"rank 0 has \(4,\), rank 1 has \(5,\)"):
+        dist.all_reduce(torch.ones(4 + rank))
+    with pytest.raises(MismatchError, match="barrier"):
+        dist.all_reduce(ones) if rank == 0 else dist.barrier()
+    dist.all_reduce(ones)
+    assert ones.tolist() == [float(size)] * 4
+    return True
+
+
+def test_bad_arguments():
+    assert all(run_ranks(2, bad_arguments))
+
+
+def of_sub_groups(rank):
+    dist.init_process_group("kolovod")
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
+    everyone = dist.new_group()
+    results = {}
+    for name, group in [("01", pairs[0]), ("12", pairs[1]), ("02", pairs[2]), ("all", everyone)]:
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, group=group)
+        root = dist.get_global_rank(group, dist.get_world_size(group) - 1)
+        from_last = torch.tensor([rank])
+        dist.broadcast(from_last, src=root, group=group)
+        results[name] = (tensor.item(), from_last.item())
+    dist.destroy_process_group(everyone)
+    with pytest.raises(InvalidArgumentError, match="was destroyed"):
+        everyone.barrier()
+    dist.barrier()
+    if rank != 1:
+        with pytest.raises(InvalidArgumentError, match="ascending"):
+            dist.new_group([2, 0], sort_ranks=False)
+    return results
+
+
+def test_sub_groups():
+    zero, one, two = run_ranks(3, of_sub_groups)
+    assert zero == {"01": (1.0, 1), "02": (2.0, 2), "all": (3.0, 2)}
+    assert one == {"01": (1.0, 1), "12": (3.0, 2), "all": (3.0, 2)}
+    assert two == {"12": (3.0, 2), "02": (2.0, 2), "all": (3.0, 2)}
+
+
+def beside_own_verbs(rank):
+    kolovod.init()
+    dist.init_process_group("kolovod")
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    kolovod.torch.allreduce_(tensor, op=kolovod.Sum)
+    dist.destroy_process_group()
+    return kolovod.torch.allreduce(tensor, op=kolovod.Sum).tolist()
+
+
+def test_a_world_that_was_there_before_stays():
+    assert run_ranks(2, beside_own_verbs) == [[8.0, 8.0]] * 2
+
+
+def again(rank):
+    for number in range(3):
+        # A TCPStore at the same port as the one before would be met while that one goes away.
+        method = f"file://{os.environ['MEETING']}{number}"
+        dist.init_process_group("kolovod", init_method=method, rank=rank, world_size=2)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+    return tensor.item()
+
+
+def test_init_and_destroy_again(tmp_path):
+    assert run_ranks(2, again, env={"MEETING": f"{tmp_path}/meeting"}) == [2.0, 2.0]
+
+
+def other_numbers(rank):
+    with pytest.raises(InvalidArgumentError, match=f"rank {1 - rank} of 2.*rank {rank} of 2"):
+        dist.init_process_group(
+            "kolovod", init_method=os.environ["MEETING"], rank=1 - rank, world_size=2
+        )
+    return True
+
+
+def test_ranks_that_are_numbered_differently(tmp_path):
+    assert all(run_ranks(2, other_numbers, env={"MEETING": f"file://{tmp_path}/meeting"}))
+
+
+def killed(rank):
+    dist.init_process_group("kolovod")
+    tensor = torch.ones(10)
+    dist.all_reduce(tensor)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RankLostError, match="rank 1"):
+        dist.all_reduce(tensor)
+    with pytest.raises(RankLostError):
+        dist.barrier()
+    return time.monotonic() - begin
+
+
+def test_a_killed_rank_is_an_error_within_seconds():
+    took_s, failure = run_ranks(2, killed, keep_going=True)
+    assert isinstance(failure, RankFailed)
+    assert took_s < 25  # five times the slack
+
+
+def killed_in_backward(rank):
+    dist.init_process_group("kolovod")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    loss = model(torch.ones(1, 4)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLostError, match="rank 1"):
+        loss.backward()
+    return True
+
+
+def test_a_killed_rank_is_an_error_of_backward():
+    result, failure = run_ranks(2, killed_in_backward, keep_going=True)
+    assert result is True
+    assert isinstance(failure, RankFailed)
+
+
+def late(rank):
+    dist.init_process_group("kolovod", timeout=datetime.timedelta(seconds=0.5))
+    if rank == 1:
+        time.sleep(2.0)
+        dist.barrier()
+        return True
+    explicit = dist.barrier(async_op=True)
+    with pytest.raises(WaitTimeoutError, match=r"barrier .* not complete after 0.1"):
+        explicit.wait(datetime.timedelta(seconds=0.1))
+    with pytest.raises(WaitTimeoutError, match=r"not complete after 0.5"):
+        explicit.wait()
+    with pytest.raises(WaitTimeoutError):  # final
+        explicit.wait()
+    assert not explicit.is_success()
+    time.sleep(2.5)
+    return True
+
+
+def test_timeouts():
+    assert all(run_ranks(2, late))
