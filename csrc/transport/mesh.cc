@@ -116,14 +116,17 @@ Status Mesh::CheckHosts(int64_t now_ns) {
 
 void Mesh::SpreadOverCores(int64_t now_ns) {
   if (now_ns < next_spread_ns_) return;
-  next_spread_ns_ = now_ns + kSpreadPeriodNs;
   std::vector<int> cores(streams_.size(), -1);
   bool any = false;
   for (const int peer : active_) {
     cores[static_cast<size_t>(peer)] = stream(peer).PeerCore();
     any |= cores[static_cast<size_t>(peer)] >= 0;
   }
-  if (any) (void)LeaveSharedCore(self_, cores);
+  // Where all cores are busy with others, leaving leads to the end of another queue, and back: ever more
+  // rarely.
+  const bool left = any && LeaveSharedCore(self_, cores);
+  spread_period_ns_ = left ? std::min(2 * spread_period_ns_, kMaxSpreadPeriodNs) : kSpreadPeriodNs;
+  next_spread_ns_ = now_ns + spread_period_ns_;
 }
 
 Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns) {

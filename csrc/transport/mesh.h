@@ -94,6 +94,7 @@ class Mesh {
   static constexpr int64_t kCheckPeriodNs = 10'000'000;
   static constexpr int kPollMs = 10;
   static constexpr int64_t kSpreadPeriodNs = 2'000'000;
+  static constexpr int64_t kMaxSpreadPeriodNs = 256'000'000;
   static constexpr int64_t kHostCheckPeriodNs = 500'000'000;
 
   Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options);
@@ -125,6 +126,7 @@ class Mesh {
   int64_t next_check_ns_ = 0;
   int64_t next_host_check_ns_ = 0;
   int64_t next_spread_ns_ = 0;
+  int64_t spread_period_ns_ = kSpreadPeriodNs;
   Status broken_;
 };
 

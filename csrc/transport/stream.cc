@@ -266,6 +266,10 @@ Status Stream::Lost(const char* doing, int error) const {
                       " closed its connection in the middle of an operation: its process ended or shut "
                       "down");
   }
+  if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH) {
+    return Status(Code::kRankLost, "the host of " + peer_ + " does not answer any more (" +
+                                       std::strerror(error) + "): it is down, or the network between is");
+  }
   return Status(Code::kRankLost, std::string("the connection failed while ") + doing + " " + peer_ + ": " +
                                      std::strerror(error));
 }
