@@ -109,9 +109,9 @@ Status Pairwise::Collect() {
 
 Status Pairwise::Run(char* scratch) {
   Begin(scratch);
-  for (size_t step = 0; step < steps_ + 1; ++step) {
+  for (size_t step = 0; step < steps_ + kLead; ++step) {
     if (step < steps_) KV_RETURN_IF_ERROR(Contribute(step));
-    if (step > 0) KV_RETURN_IF_ERROR(Reduce(step - 1));
+    if (step >= kLead) KV_RETURN_IF_ERROR(Reduce(step - kLead));
   }
   return Collect();
 }

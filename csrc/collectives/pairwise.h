@@ -4,7 +4,7 @@
 //
 //   to and from every peer, in this order:  part 0 | part 1 | result 0 | part 2 | result 1 | ...
 //
-// so that parts are on their way while the ones before are reduced.
+// so that parts are on their way while those before are reduced.
 #pragma once
 
 #include <vector>
@@ -26,7 +26,9 @@ class Pairwise {
   // All steps. `scratch`: ScratchBytes().
   Status Run(char* scratch);
 
-  // The steps one by one, for those who do something in between: Contribute(k + 1) before Reduce(k).
+  // The steps one by one, for those who do something in between: each Contribute(k) once and in order, then
+  // Reduce(k), not more than kLead behind. All members in the same order.
+  static constexpr size_t kLead = 1;
   size_t steps() const { return steps_; }
   void Begin(char* scratch) { scratch_ = scratch; }
   Status Contribute(size_t step);
@@ -38,7 +40,7 @@ class Pairwise {
   static std::vector<Slice> EqualSlices(size_t total, int size);
 
  private:
-  static constexpr size_t kSlots = 2;
+  static constexpr size_t kSlots = kLead + 1;
 
   Slice Portion(int member, size_t step) const;
   // In scratch: what `member` has sent of step `step`, respectively what goes to it.

@@ -32,19 +32,21 @@ bool Serves(Algorithm algorithm, const SelectQuestion& question) {
 
 double Log2(int ranks) { return std::ceil(std::log2(ranks)); }
 
-// Microseconds, by the model of a LinkCost; the reduction is hidden behind the transfer.
+// Microseconds, by the model of a LinkCost.
 double Estimate(Algorithm algorithm, const SelectQuestion& q, const LinkCost& cost) {
   const double others = q.ranks - 1;
   const double transfer_us = static_cast<double>(q.bytes) / cost.bytes_per_us;
+  const double reduce_us = static_cast<double>(q.bytes) / cost.reduced_bytes_per_us;
   const double hop_us = cost.latency_us + cost.overhead_us;
   switch (algorithm) {
     case Algorithm::kDirect:
-      return cost.latency_us + others * (cost.overhead_us + transfer_us);
+      return cost.latency_us + others * (cost.overhead_us + transfer_us) + reduce_us;
     case Algorithm::kTree:
       if (q.verb == Verb::kBroadcast) return Log2(q.ranks) * (hop_us + transfer_us);
-      return Log2(q.ranks) * hop_us + others * transfer_us;
+      return Log2(q.ranks) * hop_us + others * transfer_us + reduce_us;
     case Algorithm::kPairwise:
-      return 2 * cost.latency_us + 2 * others * cost.overhead_us + 2 * others / q.ranks * transfer_us;
+      return 2 * cost.latency_us + 2 * others * cost.overhead_us + 2 * others / q.ranks * transfer_us +
+             reduce_us / q.ranks;
     case Algorithm::kChain:
       return others * hop_us + transfer_us;
     default:

@@ -22,7 +22,9 @@ TEST(the_table) {
       {{Verb::kAllreduce, 4, 2}, kAuto, Algorithm::kDirect, "direct is estimated at 27 us"},
       {{Verb::kAllreduce, 4096, 8}, kAuto, Algorithm::kDirect, "among 8 ranks"},
       {{Verb::kAllreduce, 64, 256}, kAuto, Algorithm::kTree, "tree is estimated"},
-      // Large: an owner for every slice.
+      {{Verb::kAllreduce, 256 << 10, 2}, kAuto, Algorithm::kDirect, "direct is estimated"},
+      // Large: an owner for every slice; among two ranks that saves no bytes, but half of the adding.
+      {{Verb::kAllreduce, 1 << 20, 2}, kAuto, Algorithm::kPairwise, "pairwise is estimated"},
       {{Verb::kAllreduce, 1 << 20, 3}, kAuto, Algorithm::kPairwise, "allreduce of 1048576 bytes"},
       {{Verb::kAllreduce, 64 << 20, 64}, kAuto, Algorithm::kPairwise, "pairwise is estimated"},
       // What was asked for, where it can.
@@ -77,8 +79,8 @@ TEST(the_ring_is_never_chosen) {
 
 TEST(slower_links_prefer_fewer_bytes) {
   const SelectQuestion question{Verb::kAllreduce, 32 << 10, 4};
-  CHECK(Select(question, kAuto, LinkCost{25, 2, 10000}).algorithm == Algorithm::kDirect);
-  CHECK(Select(question, kAuto, LinkCost{25, 2, 100}).algorithm == Algorithm::kPairwise);
+  CHECK(Select(question, kAuto, LinkCost{25, 2, 10000, 8000}).algorithm == Algorithm::kDirect);
+  CHECK(Select(question, kAuto, LinkCost{25, 2, 100, 8000}).algorithm == Algorithm::kPairwise);
 }
 
 TEST(names) {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "transport/cores.h"
+
 namespace kolovod {
 
 Mesh::Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options)
@@ -112,9 +114,30 @@ Status Mesh::CheckHosts(int64_t now_ns) {
   return Status();
 }
 
+void Mesh::SpreadOverCores(int64_t now_ns) {
+  if (now_ns < next_spread_ns_) return;
+  std::vector<int> cores(streams_.size(), -1);
+  bool any = false;
+  for (const int peer : active_) {
+    cores[static_cast<size_t>(peer)] = stream(peer).PeerCore();
+    any |= cores[static_cast<size_t>(peer)] >= 0;
+  }
+  // Where all cores are busy with others, leaving leads to the end of another queue, and back: ever more
+  // rarely.
+  const bool left = any && LeaveSharedCore(self_, cores);
+  spread_period_ns_ = left ? std::min(2 * spread_period_ns_, kMaxSpreadPeriodNs) : kSpreadPeriodNs;
+  next_spread_ns_ = now_ns + spread_period_ns_;
+}
+
 Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns) {
-  if (now_ns - idle_since_ns < options_.spin_ns) {
+  const int64_t idle_ns = now_ns - idle_since_ns;
+  if (idle_ns < options_.budget.spin_ns) {
     CpuRelax();
+    return Status();
+  }
+  SpreadOverCores(now_ns);
+  if (idle_ns < options_.budget.spin_ns + options_.budget.yield_ns) {
+    sched_yield();
     return Status();
   }
   KV_RETURN_IF_ERROR(CheckHosts(now_ns));

@@ -29,7 +29,7 @@ struct MeshOptions {
   uint32_t epoch = 0;
   // Called at most every 10 ms or so while waiting; an error ends the wait: a revoked world, a signal.
   std::function<Status()> check;
-  int64_t spin_ns = 0;           // busy wait before sleeping in poll(2); 0 unless cores are free
+  WaitBudget budget;             // before sleeping in poll(2): a busy wait if cores are free, then yields
   int64_t host_limit_ms = 5000;  // a host that acknowledges nothing for so long is lost
 };
 
@@ -57,8 +57,8 @@ class Mesh {
   // The number of the operation in the log. If ranks tell it, data of another operation are an error that
   // says so; else only the order and the sizes of messages are checked.
   void BeginOperation(uint32_t number);
-  // Busy wait from now on; whoever takes the lease knows how many cores are free.
-  void set_spin_ns(int64_t spin_ns) { options_.spin_ns = spin_ns; }
+  // From now on; whoever takes the lease knows how many cores are free.
+  void set_budget(WaitBudget budget) { options_.budget = budget; }
 
   // All of them, concurrently.
   Status Transfer(std::span<const SendPart> sends, std::span<const ReceivePart> receives);
@@ -93,6 +93,8 @@ class Mesh {
  private:
   static constexpr int64_t kCheckPeriodNs = 10'000'000;
   static constexpr int kPollMs = 10;
+  static constexpr int64_t kSpreadPeriodNs = 2'000'000;
+  static constexpr int64_t kMaxSpreadPeriodNs = 256'000'000;
   static constexpr int64_t kHostCheckPeriodNs = 500'000'000;
 
   Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options);
@@ -108,8 +110,10 @@ class Mesh {
   template <class Done>
   Status Until(Done done);
   Status Progress(bool* moved);
-  // Nothing moved: spins on, or sleeps until a socket is ready. Calls check() when it is time.
+  // Nothing moved: spins on, yields, or sleeps until a socket is ready. Calls check() when it is time.
   Status Rest(int64_t idle_since_ns, int64_t now_ns);
+  // Peers on this machine that share this core with this rank wait for each other: one of them goes.
+  void SpreadOverCores(int64_t now_ns);
   Status Check(int64_t now_ns);
   Status CheckHosts(int64_t now_ns);
   Status Break(Status status);
@@ -121,6 +125,8 @@ class Mesh {
   std::vector<char> is_active_;  // by peer
   int64_t next_check_ns_ = 0;
   int64_t next_host_check_ns_ = 0;
+  int64_t next_spread_ns_ = 0;
+  int64_t spread_period_ns_ = kSpreadPeriodNs;
   Status broken_;
 };
 

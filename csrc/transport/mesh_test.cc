@@ -176,7 +176,7 @@ TEST(a_check_ends_a_wait) {
   for (const int64_t spin_ns : {int64_t{0}, int64_t{60'000'000'000}}) {
     const auto start = steady_clock::now();
     MeshOptions options;
-    options.spin_ns = spin_ns;
+    options.budget.spin_ns = spin_ns;
     options.check = [&] {
       return SecondsSince(start) < 0.1 ? Status() : Status(Code::kInterrupted, "interrupted by a signal");
     };

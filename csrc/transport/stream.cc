@@ -34,6 +34,16 @@ size_t Advance(std::vector<iovec>& parts, size_t* next, size_t bytes) {
   return bytes - left;
 }
 
+bool SameAddress(const sockaddr_storage& a, const sockaddr_storage& b) {
+  if (a.ss_family != b.ss_family) return false;
+  if (a.ss_family == AF_INET) {
+    return reinterpret_cast<const sockaddr_in&>(a).sin_addr.s_addr ==
+           reinterpret_cast<const sockaddr_in&>(b).sin_addr.s_addr;
+  }
+  return std::memcmp(&reinterpret_cast<const sockaddr_in6&>(a).sin6_addr,
+                     &reinterpret_cast<const sockaddr_in6&>(b).sin6_addr, sizeof(in6_addr)) == 0;
+}
+
 std::string Text(uint32_t sequence) {
   return "message " + std::to_string(sequence & 0xffff) + " of operation " + std::to_string(sequence >> 16);
 }
@@ -59,7 +69,14 @@ Status Stream::Prepare() {
                                        ") cannot be used: " + std::strerror(errno));
   }
   tcp_ = domain == AF_INET || domain == AF_INET6;
-  if (tcp_) TuneTcp();
+  if (!tcp_) return Status();
+  TuneTcp();
+  // Both ends with one address are one machine.
+  sockaddr_storage own{}, other{};
+  socklen_t own_length = sizeof(own), other_length = sizeof(other);
+  same_machine_ = getsockname(fd_, reinterpret_cast<sockaddr*>(&own), &own_length) == 0 &&
+                  getpeername(fd_, reinterpret_cast<sockaddr*>(&other), &other_length) == 0 &&
+                  SameAddress(own, other);
   return Status();
 }
 
@@ -249,6 +266,10 @@ Status Stream::Lost(const char* doing, int error) const {
                       " closed its connection in the middle of an operation: its process ended or shut "
                       "down");
   }
+  if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH) {
+    return Status(Code::kRankLost, "the host of " + peer_ + " does not answer any more (" +
+                                       std::strerror(error) + "): it is down, or the network between is");
+  }
   return Status(Code::kRankLost, std::string("the connection failed while ") + doing + " " + peer_ + ": " +
                                      std::strerror(error));
 }
@@ -264,6 +285,14 @@ Status Stream::CheckHost(int64_t limit_ms) {
   return Status(Code::kRankLost, "the host of " + peer_ + " has not answered for " +
                                      std::to_string(info.tcpi_last_ack_recv) +
                                      " ms: it is down, or the network between is");
+}
+
+int Stream::PeerCore() const {
+  int core = -1;
+  socklen_t length = sizeof(core);
+  // On the loopback interface the sender's core also does the receiver's part of the protocol.
+  if (!same_machine_ || getsockopt(fd_, SOL_SOCKET, SO_INCOMING_CPU, &core, &length) != 0) return -1;
+  return core;
 }
 
 void Stream::Drop() {

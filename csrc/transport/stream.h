@@ -69,6 +69,9 @@ class Stream {
   // reading.)
   Status CheckHost(int64_t limit_ms);
 
+  // The core that the peer last sent from, if it is a process of this machine; else -1.
+  int PeerCore() const;
+
   // Forgets everything queued: memory of others is not touched any more.
   void Drop();
   // Closes the descriptor without a word to the peer; for the destructor and for forked children.
@@ -108,6 +111,7 @@ class Stream {
   const std::string peer_;
   const uint32_t epoch_;
   bool tcp_ = false;
+  bool same_machine_ = false;
   uint32_t send_sequence_ = 0;
   uint32_t receive_sequence_ = 0;
   uint64_t sent_ = 0, send_end_ = 0;

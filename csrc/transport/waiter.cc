@@ -2,6 +2,10 @@
 
 #include <sched.h>
 
+#include <vector>
+
+#include "transport/cores.h"
+
 namespace kolovod {
 
 Status Waiter::Stopped() {
@@ -27,43 +31,22 @@ void Waiter::NoteCore() {
   if (noted.load(std::memory_order_relaxed) != core) noted.store(core, std::memory_order_relaxed);
 }
 
-bool Waiter::ShouldLeave(uint32_t core, const cpu_set_t& allowed) {
-  int drivers[CPU_SETSIZE] = {};
-  for (int r = 0; r < segment_.layout().size; ++r) {
-    RankBlock& peer = segment_.rank(r);
-    if (r != local_ && peer.driving.load(std::memory_order_relaxed) == 0) continue;
-    const uint32_t noted = peer.core.load(std::memory_order_relaxed);
-    if (noted == 0 || noted > CPU_SETSIZE) continue;
-    if (r < local_ && noted - 1 == core) return false;
-    ++drivers[noted - 1];
-  }
-  for (uint32_t other = 0; other < CPU_SETSIZE; ++other) {
-    if (CPU_ISSET(other, &allowed) && drivers[core] >= drivers[other] + 2) return true;
-  }
-  return false;
-}
-
 void Waiter::SpreadOverCores(int64_t now_ns) {
   NoteCore();
   if (now_ns < next_spread_ns_) return;
-  const uint32_t noted = segment_.rank(local_).core.load(std::memory_order_relaxed);
-  if (noted == 0 || noted > CPU_SETSIZE) return;
-  bool shared = false;
-  for (int r = 0; r < segment_.layout().size && !shared; ++r) {
+  const auto core_of = [&](int r) {
     RankBlock& peer = segment_.rank(r);
-    shared = r != local_ && peer.driving.load(std::memory_order_relaxed) != 0 &&
-             peer.core.load(std::memory_order_relaxed) == noted;
-  }
+    const bool driving = r != local_ && peer.driving.load(std::memory_order_relaxed) != 0;
+    return driving ? static_cast<int>(peer.core.load(std::memory_order_relaxed)) - 1 : -1;
+  };
+  const int own = static_cast<int>(segment_.rank(local_).core.load(std::memory_order_relaxed)) - 1;
+  bool shared = false;
+  for (int r = 0; r < segment_.layout().size && !shared; ++r) shared = own >= 0 && core_of(r) == own;
   if (!shared) return;
   next_spread_ns_ = now_ns + kSpreadPeriodNs;
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || !ShouldLeave(noted - 1, allowed)) return;
-  cpu_set_t elsewhere = allowed;
-  CPU_CLR(noted - 1, &elsewhere);
-  if (sched_setaffinity(0, sizeof(elsewhere), &elsewhere) == 0) {
-    sched_setaffinity(0, sizeof(allowed), &allowed);
-  }
-  NoteCore();
+  std::vector<int> cores;
+  for (int r = 0; r < segment_.layout().size; ++r) cores.push_back(core_of(r));
+  if (LeaveSharedCore(local_, cores)) NoteCore();
 }
 
 Status Waiter::Periodic(bool in_bucket) {

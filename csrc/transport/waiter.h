@@ -126,13 +126,8 @@ class Waiter {
   static constexpr int64_t kBusySleepNs = 200'000;  // while there is something to do in the background
   static constexpr int64_t kSpreadPeriodNs = 2'000'000;
 
-  // Ranks that yield to each other on one core look busy to the scheduler's balancer, which may leave them
-  // there for seconds while another core has less to do. If this core has two driving ranks more than some
-  // other, its lowest rank steps off: it forbids the core for a moment, which migrates at once, and allows it
-  // again (docs/decisions/0006).
+  // Steps off a core that it shares with other drivers, if another has fewer (transport/cores.h).
   void SpreadOverCores(int64_t now_ns);
-  // Whether this rank is the one to step off the core it runs on.
-  bool ShouldLeave(uint32_t core, const cpu_set_t& allowed);
 
   // True: ready before going to sleep. The order of stores makes a lost wake-up impossible: the waker
   // changes the state, then reads `sleepers`; we write `sleepers`, then read the state.
