@@ -61,6 +61,7 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
     budget.yield_ns = crowded ? kCrowdedYieldNs : kCallerYieldNs;
     budget.patience_ns = crowded ? kCrowdedPatienceNs : 0;
   }
+  if (mesh_ != nullptr) mesh_->set_budget(budget);
   waiter_->Configure(budget, std::move(interrupted));
   waiter_->NoteCore();
   return true;
