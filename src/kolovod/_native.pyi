@@ -128,6 +128,9 @@ class Engine:
         """In a forked child: what is the parent's (thread, segment) is never touched again."""
 
     def stats(self) -> dict[str, int]: ...
+    def c_handle(self) -> int:
+        """The address that C programs know as ``kolovod_engine*`` (csrc/include/kolovod.h)."""
+
     def last_operations(self) -> list[dict[str, Any]]:
         """What ``kolovod.last_operations`` documents, but times in ns of CLOCK_MONOTONIC, or 0."""
 
@@ -170,6 +173,15 @@ def segment_bytes(on_host: int, size: int, config: Mapping[str, int]) -> int:
 
 def config_defaults() -> dict[str, int]:
     """Every field of the C++ Config with its default; config.py must name each exactly once."""
+
+def set_current(engine: Engine | None) -> None:
+    """Which engine ``kolovod_current()`` gives to ops inside graphs."""
+
+def register_tensorflow_ops() -> str:
+    """Make the op KolovodAllreduce known to the TensorFlow in this process; "" or what is wrong."""
+
+def xla_allreduce_handler() -> int:
+    """The address of the XLA FFI handler of allreduce."""
 
 VERBS: dict[str, int]
 DTYPES: dict[str, int]

@@ -145,6 +145,7 @@ def init(
         place = _place()
         members = _members(range(place.size) if comm is None else comm, place.rank, place.size)
         _world = _make_world(_ready(place, members, settings), place, settings)
+        _native.publish(0, _world.engine)
         if not _process.has_exit_hook:
             atexit.register(_at_exit)
             _process.has_exit_hook = True
@@ -168,6 +169,7 @@ def shutdown() -> None:
         for engine in reversed(world.sets.engines):
             engine.shutdown()
         world.engine.shutdown()
+        _native.publish(0, None)
         if world.driver is not None:
             world.driver.stop()
 
@@ -325,6 +327,7 @@ def _after_fork_in_child() -> None:
     _process.forked_from, _process.may_init = before.forked_from, before.may_init
     if world is None:
         return
+    _native.publish(0, None)
     for engine in (*world.sets.engines, world.engine):
         engine.forget()
     _process.forked_from = (

@@ -1,0 +1,42 @@
+"""Allreduce as a custom call of an XLA program (csrc/bind/xla_ffi.cc).
+
+The handler submits and returns a future: all the allreduces of a program whose inputs are ready are
+on their way together, and the engine fuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from kolovod import _native
+from kolovod.errors import InvalidArgumentError
+from kolovod.ops import Op
+
+_TARGET = "kolovod_allreduce"
+
+
+def register() -> None:
+    """Make the custom call known to XLA."""
+    handler = jax.ffi.pycapsule(_native.xla_allreduce_handler())
+    jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
+
+
+def allreduce(
+    tensors: Sequence[jax.Array], name: str | None, op: int, scales: tuple[float, float]
+) -> list[jax.Array]:
+    """Reduce ``tensors``, which are being traced, as one group."""
+    if not name:
+        raise InvalidArgumentError(
+            "inside jax.jit operations run in no fixed order, so ranks match them by name: give "
+            "each a name of its own, the same on all ranks"
+        )
+    if op not in _native.OPS.values():
+        known = ", ".join(member.name for member in Op)
+        raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
+    results = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
+    call = jax.ffi.ffi_call(_TARGET, results, vmap_method="broadcast_all")
+    prescale, postscale = map(np.float64, scales)
+    return list(call(*tensors, name=name, op=np.int64(op), prescale=prescale, postscale=postscale))

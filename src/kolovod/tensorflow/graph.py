@@ -1,0 +1,67 @@
+"""Allreduce as an op of a TensorFlow graph (csrc/bind/tf_ops.cc).
+
+The op is made with public functions alone. Its kernel is asynchronous: all the allreduces of a
+graph whose inputs are ready are on their way together, and the engine fuses them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kolovod import _native
+from kolovod.errors import InternalError, InvalidArgumentError
+from kolovod.ops import Op
+
+OP_TYPE = "KolovodAllreduce"
+
+
+def register() -> None:
+    """Make the op known to TensorFlow. Raises InternalError when it cannot be."""
+    error = _native.register_tensorflow_ops()
+    if error:
+        raise InternalError(f"kolovod.tensorflow with TensorFlow {tf.__version__}: {error}")
+
+
+def allreduce(
+    tensors: Sequence[Any], name: str | None, op: int, scales: tuple[float, float]
+) -> list[tf.Tensor]:
+    """Add one op to the graph that is being built; it reduces ``tensors`` as one group.
+
+    ``name`` None: the operation is named after its node, so that ranks which build the same graph
+    agree, however often each of them has traced it.
+    """
+    if op not in _native.OPS.values():
+        known = ", ".join(member.name for member in Op)
+        raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
+    graph = tf.compat.v1.get_default_graph()
+    inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    if not inputs:
+        return []
+    # If all inputs were constants the optimizer would run the op, once, and keep the result. It
+    # leaves placeholders alone.
+    inputs[0] = tf.raw_ops.PlaceholderWithDefault(input=inputs[0], shape=inputs[0].shape)
+    types = [tensor.dtype.as_datatype_enum for tensor in inputs]
+    attribute = tf.compat.v1.AttrValue
+    attributes = {
+        "T": attribute(list=attribute.ListValue(type=types)),
+        "op": attribute(i=int(op)),
+        "prescale_bits": attribute(i=_bits(scales[0])),
+        "postscale_bits": attribute(i=_bits(scales[1])),
+        "tensor_name": attribute(s=(name or "").encode()),
+        # Two ops of one graph that are alike but for this are two operations.
+        "unique_name": attribute(s=graph.unique_name(OP_TYPE, mark_as_used=False).encode()),
+    }
+    node = graph.create_op(
+        OP_TYPE, inputs, [tensor.dtype for tensor in inputs], name=OP_TYPE, attrs=attributes
+    )
+    return list(node.outputs)
+
+
+def _bits(value: float) -> int:
+    """A float64 as the integer of the same bits; TensorFlow's own float attribute has 32."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
