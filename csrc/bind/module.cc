@@ -485,7 +485,10 @@ NB_MODULE(_native, m) {
       [](const PyEngine* engine) { SetCurrent(engine == nullptr ? nullptr : engine->handle()); },
       "engine"_a.none());
   m.def("register_tensorflow_ops", &RegisterTensorFlowOps);
-  m.def("xla_allreduce_handler", [] { return reinterpret_cast<uintptr_t>(XlaAllreduceHandler()); });
+  m.def(
+      "xla_allreduce_handler",
+      [](int major, int minor) { return reinterpret_cast<uintptr_t>(XlaAllreduceHandler(major, minor)); },
+      "major"_a, "minor"_a);
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
   m.attr("OPS") = Names<Op>(kOpCount);

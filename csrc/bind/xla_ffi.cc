@@ -3,7 +3,7 @@
 // The handler submits and returns a future, so that any number of operations are on their way while XLA goes
 // on with what does not depend on them. What does depend on them XLA runs in the thread that completes the
 // future; that must not be the engine's, so completions are handed to threads of their own.
-#include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -79,7 +79,7 @@ struct FutureSetErrorArgs {
 };
 
 using Unused = void*;
-struct Api {
+struct Api {  // its struct_size said less than there was until jaxlib 0.6
   size_t struct_size;
   Extension* extensions;
   Version version;
@@ -311,14 +311,12 @@ std::string ReadTensors(const xla::CallFrame& frame, std::vector<kolovod_tensor>
   return "";
 }
 
-xla::Error* Answer(xla::MetadataExtension* question, const xla::Api* api) {
+// XLA wants its own version to the digit, and may ask before it has told which that is.
+std::atomic<int> minor_version{xla::kNewestMinor};
+
+xla::Error* Answer(xla::MetadataExtension* question) {
   xla::Metadata& metadata = *question->metadata;
-  // XLA wants its own version to the digit. Ours is whichever it has, within those that were looked at.
-  int minor = xla::kNewestMinor;
-  if (api != nullptr && api->version.major == xla::kMajor && api->version.minor >= xla::kOldestMinor) {
-    minor = std::min(api->version.minor, xla::kNewestMinor);
-  }
-  metadata.version = {sizeof(xla::Version), nullptr, xla::kMajor, minor};
+  metadata.version = {sizeof(xla::Version), nullptr, xla::kMajor, minor_version.load()};
   metadata.traits = 0;
   return nullptr;
 }
@@ -326,13 +324,9 @@ xla::Error* Answer(xla::MetadataExtension* question, const xla::Api* api) {
 xla::Error* Allreduce(xla::CallFrame* frame) {
   const xla::Api* api = frame->api;
   for (xla::Extension* e = frame->extensions; e != nullptr; e = e->next) {
-    if (e->type == xla::kMetadataExtension) return Answer(reinterpret_cast<xla::MetadataExtension*>(e), api);
+    if (e->type == xla::kMetadataExtension) return Answer(reinterpret_cast<xla::MetadataExtension*>(e));
   }
   if (frame->stage != xla::kExecute) return nullptr;
-  if (api->struct_size < sizeof(xla::Api)) {
-    return MakeError(api, KOLOVOD_INTERNAL,
-                     "this version of XLA has no futures: kolovod needs jax 0.5 or later");
-  }
   Arguments arguments;
   std::vector<kolovod_tensor> tensors;
   if (!ReadAttributes(frame->attributes, &arguments)) {
@@ -366,6 +360,10 @@ xla::Error* Allreduce(xla::CallFrame* frame) {
 
 }  // namespace
 
-void* XlaAllreduceHandler() { return reinterpret_cast<void*>(&Allreduce); }
+void* XlaAllreduceHandler(int major, int minor) {
+  if (major != xla::kMajor || minor < xla::kOldestMinor || minor > xla::kNewestMinor) return nullptr;
+  minor_version.store(minor);
+  return reinterpret_cast<void*>(&Allreduce);
+}
 
 }  // namespace kolovod

@@ -180,8 +180,8 @@ def set_current(engine: Engine | None) -> None:
 def register_tensorflow_ops() -> str:
     """Make the op KolovodAllreduce known to the TensorFlow in this process; "" or what is wrong."""
 
-def xla_allreduce_handler() -> int:
-    """The address of the XLA FFI handler of allreduce."""
+def xla_allreduce_handler(major: int, minor: int) -> int:
+    """The address of the handler of allreduce for this version of XLA's FFI; 0: not known."""
 
 VERBS: dict[str, int]
 DTYPES: dict[str, int]

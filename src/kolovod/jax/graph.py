@@ -6,22 +6,41 @@ on their way together, and the engine fuses them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from kolovod import _native
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import InternalError, InvalidArgumentError
 from kolovod.ops import Op
 
 _TARGET = "kolovod_allreduce"
 
 
 def register() -> None:
-    """Make the custom call known to XLA."""
-    handler = jax.ffi.pycapsule(_native.xla_allreduce_handler())
-    jax.ffi.register_ffi_target(_TARGET, handler, platform="cpu")
+    """Make the custom call known to XLA. Raises InternalError when it cannot be."""
+    major, minor = _ffi_version()
+    handler = _native.xla_allreduce_handler(major, minor)
+    if not handler:
+        raise InternalError(
+            f"kolovod.jax with jax {jax.__version__}: its foreign function interface has version "
+            f"{major}.{minor}, which this version of Kolovod does not know; look for a newer one"
+        )
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+
+
+def _ffi_version() -> tuple[int, int]:
+    """What XLA compares with the version of a handler; jaxlib says it only in a header."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    text = header.read_text(encoding="utf-8")
+    major, minor = (
+        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1])  # type: ignore[index]
+        for part in ("MAJOR", "MINOR")
+    )
+    return major, minor
 
 
 def allreduce(
