@@ -28,19 +28,30 @@ struct kolovod_engine {
 namespace {
 
 std::atomic<kolovod_engine*> all_handles{nullptr};
-std::atomic<kolovod_engine*> current_handle{nullptr};
+// What is current, by number. Entries are never removed.
+struct Published {
+  int process_set;
+  std::atomic<kolovod_engine*> handle;
+  Published* next;
+};
+std::atomic<Published*> all_published{nullptr};
 thread_local std::string error_message;
 
 static_assert(static_cast<int>(Code::kInternal) == KOLOVOD_INTERNAL);
 static_assert(static_cast<int>(DType::kBFloat16) == KOLOVOD_BFLOAT16 &&
               kolovod::kDTypeCount == KOLOVOD_BFLOAT16 + 1);
 static_assert(static_cast<int>(Op::kProduct) == KOLOVOD_PRODUCT && kolovod::kOpCount == KOLOVOD_PRODUCT + 1);
-static_assert(static_cast<int>(Verb::kReducescatter) == KOLOVOD_REDUCESCATTER &&
-              kolovod::kVerbCount == KOLOVOD_REDUCESCATTER + 1);
+static_assert(static_cast<int>(Verb::kJoin) == KOLOVOD_JOIN && kolovod::kVerbCount == KOLOVOD_JOIN + 1);
 
 // The first version's structs: no caller has smaller ones.
 constexpr size_t kRequestBytes1 = offsetof(kolovod_request, split_count) + sizeof(size_t);
 constexpr size_t kTensorBytes1 = offsetof(kolovod_tensor, dtype) + sizeof(int32_t);
+
+Published* FindPublished(int process_set) {
+  Published* at = all_published.load();
+  while (at != nullptr && at->process_set != process_set) at = at->next;
+  return at;
+}
 
 int Report(const Status& status) {
   error_message = status.message();
@@ -50,9 +61,7 @@ int Report(const Status& status) {
 Status Invalid(std::string message) { return Status(Code::kInvalidArgument, std::move(message)); }
 
 Status Find(kolovod_engine* handle, std::shared_ptr<Engine>* engine) {
-  if (handle == nullptr) {
-    return Status(Code::kShutDown, "there is no world in this process: call kolovod.init() first");
-  }
+  if (handle == nullptr) return Invalid("engine is NULL");
   std::lock_guard lock(handle->mutex);
   *engine = handle->engine;
   return *engine != nullptr ? Status() : Status(Code::kShutDown, "the world that this handle was of is over");
@@ -83,9 +92,13 @@ Status ReadTensor(const kolovod_tensor& from, size_t index, bool makes_outputs, 
 
 Status CheckTensorCount(Verb verb, size_t count) {
   const char* need = nullptr;
-  if (verb == Verb::kBarrier && count != 0) need = "none";
-  if (verb == Verb::kAlltoall && count != 1) need = "exactly one";
-  if (verb != Verb::kBarrier && count == 0) need = "at least one";
+  if (verb == Verb::kBarrier || verb == Verb::kJoin) {
+    if (count != 0) need = "none";
+  } else if (verb == Verb::kAlltoall) {
+    if (count != 1) need = "exactly one";
+  } else if (count == 0) {
+    need = "at least one";
+  }
   if (need == nullptr) return Status();
   return Invalid(std::string(NameOf(verb)) + " with " + std::to_string(count) + " tensors: needs " + need);
 }
@@ -176,7 +189,12 @@ void Detach(kolovod_engine* handle) {
   last.swap(handle->engine);
 }
 
-void SetCurrent(kolovod_engine* handle) { current_handle.store(handle); }
+void Publish(int process_set, kolovod_engine* handle) {
+  if (Published* known = FindPublished(process_set); known != nullptr) return known->handle.store(handle);
+  auto* added = new Published{process_set, {handle}, all_published.load()};
+  while (!all_published.compare_exchange_weak(added->next, added)) {
+  }
+}
 
 }  // namespace kolovod
 
@@ -186,7 +204,16 @@ uint32_t kolovod_abi_version(void) { return KOLOVOD_ABI_VERSION; }
 
 const char* kolovod_error_message(void) { return error_message.c_str(); }
 
-kolovod_engine* kolovod_current(void) { return current_handle.load(); }
+kolovod_engine* kolovod_current(int32_t process_set) {
+  const Published* known = FindPublished(process_set);
+  kolovod_engine* handle = known == nullptr ? nullptr : known->handle.load();
+  if (handle == nullptr) {
+    error_message = process_set == 0 ? "there is no world in this process: call kolovod.init() first"
+                                     : "process set " + std::to_string(process_set) +
+                                           " is not part of this world, or this rank is not in it";
+  }
+  return handle;
+}
 
 int kolovod_rank(kolovod_engine* handle) {
   std::shared_ptr<Engine> engine;

@@ -10,8 +10,8 @@ namespace kolovod {
 // do nothing. Returns what went wrong, or "".
 std::string RegisterTensorFlowOps();
 
-// The handler of allreduce for the version of XLA's FFI that the process has, on the platform "cpu"; null for a
-// version whose structs nobody has compared with those here.
+// The handler of allreduce for the version of XLA's FFI that the process has, on the platform "cpu"; null for
+// a version whose structs nobody has compared with those here.
 void* XlaAllreduceHandler(int major, int minor);
 
 }  // namespace kolovod

@@ -481,9 +481,11 @@ NB_MODULE(_native, m) {
     return defaults;
   });
   m.def(
-      "set_current",
-      [](const PyEngine* engine) { SetCurrent(engine == nullptr ? nullptr : engine->handle()); },
-      "engine"_a.none());
+      "publish",
+      [](int process_set, const PyEngine* engine) {
+        Publish(process_set, engine == nullptr ? nullptr : engine->handle());
+      },
+      "process_set"_a, "engine"_a.none());
   m.def("register_tensorflow_ops", &RegisterTensorFlowOps);
   m.def(
       "xla_allreduce_handler",

@@ -160,6 +160,7 @@ struct Kernel {
   int op = KOLOVOD_AVERAGE;
   double prescale = 1.0;
   double postscale = 1.0;
+  int32_t process_set = 0;
 };
 
 // What a TF_AsyncOpKernelDoneCallback is, and was in every TensorFlow that has them (2.11 to 2.21): a local
@@ -201,8 +202,12 @@ void* CreateKernel(TF_OpKernelConstruction* construction) {
   auto kernel = std::make_unique<Kernel>();
   const StatusPtr status = NewStatus();
   int64_t op = 0;
+  int64_t process_set = 0;
   kernel->name = ReadString(construction, "tensor_name", status);
   if (Ok(status)) tf.OpKernelConstruction_GetAttrInt64(construction, "op", &op, status.get());
+  if (Ok(status)) {
+    tf.OpKernelConstruction_GetAttrInt64(construction, "process_set", &process_set, status.get());
+  }
   if (Ok(status)) kernel->prescale = ReadDouble(construction, "prescale_bits", status);
   if (Ok(status)) kernel->postscale = ReadDouble(construction, "postscale_bits", status);
   if (!Ok(status)) {
@@ -210,6 +215,7 @@ void* CreateKernel(TF_OpKernelConstruction* construction) {
     return nullptr;
   }
   kernel->op = static_cast<int>(op);
+  kernel->process_set = static_cast<int32_t>(process_set);
   if (kernel->name.empty()) {
     // The place in the graph: unlike a name made while tracing it does not depend on how often each rank has
     // traced, and a function that is called twice is there twice once it is inlined.
@@ -286,7 +292,9 @@ void Compute(void* kernel_pointer, TF_OpKernelContext* context, TF_AsyncOpKernel
   request.name = kernel.name.c_str();
   request.tensors = call->tensors.data();
   request.tensor_count = call->tensors.size();
-  const int code = kolovod_submit(kolovod_current(), &request, OnDone, call, nullptr);
+  kolovod_engine* engine = kolovod_current(kernel.process_set);
+  if (engine == nullptr) return Finish(call, KOLOVOD_SHUT_DOWN, kolovod_error_message());
+  const int code = kolovod_submit(engine, &request, OnDone, call, nullptr);
   // From here on the call may be gone, unless it was refused.
   if (code != KOLOVOD_OK) Finish(call, code, kolovod_error_message());
 }
@@ -330,6 +338,7 @@ std::string Register() {
   tf.OpDefinitionBuilderAddAttr(op, "op: int");
   tf.OpDefinitionBuilderAddAttr(op, "prescale_bits: int");   // of a float64
   tf.OpDefinitionBuilderAddAttr(op, "postscale_bits: int");  // of a float64
+  tf.OpDefinitionBuilderAddAttr(op, "process_set: int");
   tf.OpDefinitionBuilderAddAttr(op, "tensor_name: string");  // empty: the node's
   tf.OpDefinitionBuilderAddAttr(op, "unique_name: string");
   tf.OpDefinitionBuilderSetShapeInferenceFunction(op, InferShapes);

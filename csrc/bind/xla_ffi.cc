@@ -263,6 +263,7 @@ void OnDone(void* user_data, int code, const char* message) {
 struct Arguments {
   std::string name;
   int64_t op = -1;
+  int64_t process_set = 0;
   double prescale = 1.0;
   double postscale = 1.0;
 };
@@ -281,6 +282,8 @@ bool ReadAttributes(const xla::Attributes& attributes, Arguments* out) {
     const auto& scalar = *static_cast<const xla::Scalar*>(value);
     if (name == "op" && scalar.dtype == xla::kInt64) {
       std::memcpy(&out->op, scalar.value, sizeof(out->op));
+    } else if (name == "process_set" && scalar.dtype == xla::kInt64) {
+      std::memcpy(&out->process_set, scalar.value, sizeof(out->process_set));
     } else if (name == "prescale" && scalar.dtype == xla::kFloat64) {
       std::memcpy(&out->prescale, scalar.value, sizeof(double));
     } else if (name == "postscale" && scalar.dtype == xla::kFloat64) {
@@ -349,7 +352,9 @@ xla::Error* Allreduce(xla::CallFrame* frame) {
   request.tensors = tensors.data();
   request.tensor_count = tensors.size();
   auto call = std::make_unique<Call>(Call{api, created.future});
-  const int code = kolovod_submit(kolovod_current(), &request, OnDone, call.get(), nullptr);
+  kolovod_engine* engine = kolovod_current(static_cast<int32_t>(arguments.process_set));
+  const int code = engine == nullptr ? static_cast<int>(KOLOVOD_SHUT_DOWN)
+                                     : kolovod_submit(engine, &request, OnDone, call.get(), nullptr);
   if (code == KOLOVOD_OK) {
     (void)call.release();  // the callback's, which may have run already
   } else {

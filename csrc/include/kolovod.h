@@ -1,7 +1,7 @@
 /* The engine for callers that are not Python: ops inside a TensorFlow graph, XLA custom calls, plain C.
  *
  * The functions are exported by the extension module `kolovod._native`; the world is formed by Python
- * (`kolovod.init()`), and `kolovod_current()` finds it. A request says what every rank submits alike; ranks'
+ * (`kolovod.init()`), and kolovod_current(0) finds it. A request says what every rank submits alike; ranks'
  * requests belong together by name, or, unnamed, by order of submission.
  *
  * Threads: every function may be called by any thread, without Python's global lock.
@@ -75,11 +75,12 @@ typedef enum kolovod_verb {
   KOLOVOD_ALLGATHER = 2,
   KOLOVOD_BARRIER = 3, /* no tensors */
   KOLOVOD_ALLTOALL = 4,
-  KOLOVOD_REDUCESCATTER = 5
+  KOLOVOD_REDUCESCATTER = 5,
+  KOLOVOD_JOIN = 6 /* no tensors, no name; kolovod_rows has the rank that came last */
 } kolovod_verb;
 
-/* One rank of one world. The pointer stays valid until the process ends; once the world is over, every call
- * with it fails with KOLOVOD_SHUT_DOWN. */
+/* One rank of one world or process set. The pointer stays valid until the process ends; once the world is
+ * over, every call with it fails with KOLOVOD_SHUT_DOWN. */
 typedef struct kolovod_engine kolovod_engine;
 
 /* Dense row-major host memory, owned by the caller and left alone by it until completion. */
@@ -119,14 +120,15 @@ KOLOVOD_API uint32_t kolovod_abi_version(void);
 /* Why this thread's last call failed; "" if it did not. */
 KOLOVOD_API const char* kolovod_error_message(void);
 
-/* The world that this process is in, or NULL: before kolovod.init(), after kolovod.shutdown(). */
-KOLOVOD_API kolovod_engine* kolovod_current(void);
+/* The world that this process is in (number 0), or the process set of this number that it is a member of.
+ * NULL if there is none, for the reason that kolovod_error_message() gives. */
+KOLOVOD_API kolovod_engine* kolovod_current(int32_t process_set);
 
-/* The facts of the world, or -1 when it is over. */
+/* This rank's place there, and the number of ranks; -1 when it is over. */
 KOLOVOD_API int kolovod_rank(kolovod_engine* engine);
 KOLOVOD_API int kolovod_size(kolovod_engine* engine);
 
-/* Announces a request and returns at once. `engine` NULL: KOLOVOD_SHUT_DOWN.
+/* Announces a request and returns at once.
  *
  * With a callback nobody needs to wait: the engine's own thread works until the operation is done. Without
  * one, work may lie until kolovod_wait or kolovod_poll is called (it then costs the least on busy cores).
@@ -152,7 +154,7 @@ KOLOVOD_API int kolovod_output(kolovod_engine* engine, uint64_t operation, size_
                                size_t* bytes);
 
 /* Allgather, alltoall, once done: how many rows of the output came from each rank; `count` is the number of
- * ranks. Valid until kolovod_release. */
+ * ranks. Join: one number, the rank that came last. Valid until kolovod_release. */
 KOLOVOD_API int kolovod_rows(kolovod_engine* engine, uint64_t operation, size_t index, const int64_t** rows,
                              size_t* count);
 

@@ -174,8 +174,8 @@ def segment_bytes(on_host: int, size: int, config: Mapping[str, int]) -> int:
 def config_defaults() -> dict[str, int]:
     """Every field of the C++ Config with its default; config.py must name each exactly once."""
 
-def set_current(engine: Engine | None) -> None:
-    """Which engine ``kolovod_current()`` gives to ops inside graphs."""
+def publish(process_set: int, engine: Engine | None) -> None:
+    """What ``kolovod_current(process_set)`` gives to ops inside graphs; 0 is the world."""
 
 def register_tensorflow_ops() -> str:
     """Make the op KolovodAllreduce known to the TensorFlow in this process; "" or what is wrong."""

@@ -169,9 +169,15 @@ def shutdown() -> None:
         for engine in reversed(world.sets.engines):
             engine.shutdown()
         world.engine.shutdown()
-        _native.publish(0, None)
+        _unpublish(world)
         if world.driver is not None:
             world.driver.stop()
+
+
+def _unpublish(world: World) -> None:
+    """From now on ops inside graphs find nothing."""
+    for number in (0, *world.sets.by_id):
+        _native.publish(number, None)
 
 
 def _place() -> Place:
@@ -327,7 +333,7 @@ def _after_fork_in_child() -> None:
     _process.forked_from, _process.may_init = before.forked_from, before.may_init
     if world is None:
         return
-    _native.publish(0, None)
+    _unpublish(world)
     for engine in (*world.sets.engines, world.engine):
         engine.forget()
     _process.forked_from = (

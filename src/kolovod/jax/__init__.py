@@ -24,6 +24,12 @@ from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.verbs import JaxCollectives, collectives
 from kolovod.numpy import allgather_object, broadcast_object
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from kolovod.world import init, is_initialized, shutdown
 
 graph.register()
@@ -45,6 +51,7 @@ reducescatter_async = collectives.reducescatter_async
 grouped_reducescatter = collectives.grouped_reducescatter
 grouped_reducescatter_async = collectives.grouped_reducescatter_async
 barrier = collectives.barrier
+join = collectives.join
 poll = collectives.poll
 synchronize = collectives.synchronize
 
@@ -57,8 +64,10 @@ __all__ = [
     "Max",
     "Min",
     "Op",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -73,6 +82,7 @@ __all__ = [
     "collectives",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -81,12 +91,14 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",

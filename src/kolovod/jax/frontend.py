@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,7 @@ from kolovod import _native
 from kolovod.errors import InvalidArgumentError
 from kolovod.frontend import TensorView
 
-DTYPES: dict[np.dtype, int] = {  # type: ignore[type-arg]
-    jnp.dtype(name): code for name, code in _native.DTYPES.items()
-}
+DTYPES: dict[np.dtype[Any], int] = {jnp.dtype(name): code for name, code in _native.DTYPES.items()}
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 

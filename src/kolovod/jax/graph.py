@@ -44,9 +44,13 @@ def _ffi_version() -> tuple[int, int]:
 
 
 def allreduce(
-    tensors: Sequence[jax.Array], name: str | None, op: int, scales: tuple[float, float]
+    tensors: Sequence[jax.Array],
+    name: str | None,
+    op: int,
+    scales: tuple[float, float],
+    process_set: int,
 ) -> list[jax.Array]:
-    """Reduce ``tensors``, which are being traced, as one group."""
+    """Reduce ``tensors``, which are being traced, as one group. ``process_set``: its number."""
     if not name:
         raise InvalidArgumentError(
             "inside jax.jit operations run in no fixed order, so ranks match them by name: give "
@@ -57,5 +61,11 @@ def allreduce(
         raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
     results = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
     call = jax.ffi.ffi_call(_TARGET, results, vmap_method="broadcast_all")
-    prescale, postscale = map(np.float64, scales)
-    return list(call(*tensors, name=name, op=np.int64(op), prescale=prescale, postscale=postscale))
+    attributes = {
+        "name": name,
+        "op": np.int64(op),
+        "prescale": np.float64(scales[0]),
+        "postscale": np.float64(scales[1]),
+        "process_set": np.int64(process_set),
+    }
+    return list(call(*tensors, **attributes))

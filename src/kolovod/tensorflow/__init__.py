@@ -22,6 +22,12 @@ from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, 
 from kolovod.handles import Handle
 from kolovod.numpy import allgather_object, broadcast_object
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
@@ -52,6 +58,7 @@ reducescatter_async = collectives.reducescatter_async
 grouped_reducescatter = collectives.grouped_reducescatter
 grouped_reducescatter_async = collectives.grouped_reducescatter_async
 barrier = collectives.barrier
+join = collectives.join
 poll = collectives.poll
 synchronize = collectives.synchronize
 
@@ -62,10 +69,12 @@ __all__ = [
     "Max",
     "Min",
     "Op",
+    "ProcessSet",
     "Product",
     "Sum",
     "TensorflowCollectives",
     "TensorflowFrontend",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -84,6 +93,7 @@ __all__ = [
     "collectives",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -94,12 +104,14 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",

@@ -27,12 +27,16 @@ def register() -> None:
 
 
 def allreduce(
-    tensors: Sequence[Any], name: str | None, op: int, scales: tuple[float, float]
+    tensors: Sequence[Any],
+    name: str | None,
+    op: int,
+    scales: tuple[float, float],
+    process_set: int,
 ) -> list[tf.Tensor]:
     """Add one op to the graph that is being built; it reduces ``tensors`` as one group.
 
-    ``name`` None: the operation is named after its node, so that ranks which build the same graph
-    agree, however often each of them has traced it.
+    ``process_set``: the number of one. ``name`` None: the operation is named after its node, so
+    that ranks which build the same graph agree, however often each of them has traced it.
     """
     if op not in _native.OPS.values():
         known = ", ".join(member.name for member in Op)
@@ -51,6 +55,7 @@ def allreduce(
         "op": attribute(i=int(op)),
         "prescale_bits": attribute(i=_bits(scales[0])),
         "postscale_bits": attribute(i=_bits(scales[1])),
+        "process_set": attribute(i=process_set),
         "tensor_name": attribute(s=(name or "").encode()),
         # Two ops of one graph that are alike but for this are two operations.
         "unique_name": attribute(s=graph.unique_name(OP_TYPE, mark_as_used=False).encode()),

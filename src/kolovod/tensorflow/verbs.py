@@ -6,8 +6,8 @@ input: the gradient of an Average is an Average, that of a Sum a Sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -15,7 +15,8 @@ from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.handles import Handle
 from kolovod.ops import Average, Op, Sum
-from kolovod.submission import several
+from kolovod.process_sets import number_of
+from kolovod.submission import Group, several
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.world import current
@@ -35,17 +36,19 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> tf.Tensor:
         """See Collectives.allreduce. Differentiable for Average and Sum.
 
         In a ``tf.function`` this adds an op: all those whose inputs are ready are on their way at
         the same time. Unnamed ones are matched by their place in the graph there, so all ranks
-        trace the same function. Errors come as TensorFlow's: FailedPreconditionError for ranks
-        that do not agree, UnavailableError for a rank that is gone, AbortedError for a world that
-        is over, AlreadyExistsError for a name that is pending, InvalidArgumentError.
+        trace the same function. What nothing depends on is left out: use the result on all ranks
+        or on none. Errors come as TensorFlow's: FailedPreconditionError for ranks that do not
+        agree, UnavailableError for a rank that is gone, AbortedError for a world that is over,
+        AlreadyExistsError for a name that is pending, InvalidArgumentError.
         """
         scales = (prescale_factor, postscale_factor)
-        (result,) = _differentiable(self._reduced, [tensor], name, op, scales)
+        (result,) = _Call(self, name, op, scales, process_set).differentiable([tensor])
         return result
 
     def grouped_allreduce(
@@ -55,17 +58,11 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         op: int = Average,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: Group | None = None,
     ) -> list[tf.Tensor]:
         """See Collectives.grouped_allreduce and, for graphs, allreduce."""
         scales = (prescale_factor, postscale_factor)
-        return _differentiable(self._reduced, list(several(tensors)), name, op, scales)
-
-    def _reduced(
-        self, tensors: Sequence[tf.Tensor], name: str | None, op: int, scales: tuple[float, float]
-    ) -> list[tf.Tensor]:
-        if not tf.executing_eagerly():
-            return graph.allreduce(tensors, name, op, scales)
-        return super().grouped_allreduce(tensors, name, op, *scales)
+        return _Call(self, name, op, scales, process_set).differentiable(several(tensors))
 
     def _run(self, *arguments: Any, **keywords: Any) -> None:
         _need_eager()
@@ -76,40 +73,46 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         return super()._start(*arguments, **keywords)
 
 
-_Reduce = Callable[[Sequence[tf.Tensor], "str | None", int, "tuple[float, float]"], list[tf.Tensor]]
+class _Call(NamedTuple):
+    """The arguments of an allreduce besides its tensors."""
 
+    verbs: TensorflowCollectives
+    name: str | None
+    op: int
+    scales: tuple[float, float]
+    process_set: Group | None
 
-def _differentiable(
-    reduce: _Reduce,
-    tensors: Sequence[tf.Tensor],
-    name: str | None,
-    op: int,
-    scales: tuple[float, float],
-) -> list[tf.Tensor]:
-    def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-        if op not in (Average, Sum):
+    def differentiable(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            return self.backward().differentiable(upstream)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def reduced(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+            return self.run(inputs), gradient
+
+        return list(reduced(*tensors)) if tensors else []
+
+    def run(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        _, name, op, scales, process_set = self
+        if not tf.executing_eagerly():
+            return graph.allreduce(tensors, name, op, scales, number_of(process_set))
+        # As the base class has it: here it would not end.
+        return Collectives.grouped_allreduce(self.verbs, tensors, name, op, *scales, process_set)
+
+    def backward(self) -> _Call:
+        if self.op not in (Average, Sum):
             raise InvalidArgumentError(
-                f"allreduce with op {Op(op).name} has no gradient here; use Average or Sum"
+                f"allreduce with op {Op(self.op).name} has no gradient here; use Average or Sum"
             )
-        backward = None if name is None else f"{name}.backward"
-        return _differentiable(reduce, upstream, backward, op, scales)
-
-    @tf.custom_gradient
-    def reduced(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        return reduce(inputs, name, op, scales), gradient
-
-    return list(reduced(*tensors)) if tensors else []
+        return self._replace(name=self.name and f"{self.name}.backward")
 
 
 def _need_eager() -> None:
     if not tf.executing_eagerly():
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise InvalidArgumentError(
-        "inside tf.function only allreduce and grouped_allreduce work; call the other verbs outside"
-    )
+        raise InvalidArgumentError(
+            "inside tf.function only allreduce and grouped_allreduce work; call the other verbs "
+            "outside"
+        )
 
 
 collectives = TensorflowCollectives(TensorflowFrontend(), current)
