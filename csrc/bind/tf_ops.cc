@@ -2,9 +2,11 @@
 // already loaded: no header and no library of TensorFlow is needed to build this, and one build serves many
 // versions.
 //
-// KolovodAllreduce is stateless, since stateful ops are run one after the other; the attribute `unique_name`
-// keeps the optimizer from merging two that look alike. Its kernel is asynchronous: it submits, returns, and
-// the engine's callback completes the node, so that any number may be on their way.
+// KolovodAllreduce is stateless, since stateful ops are run one after the other. Then the optimizer must not
+// take it for a plain function: the attribute `unique_name` keeps it from merging two that look alike, and
+// the input `anchor`, which is not looked at and never a constant, from running one of constants ahead of
+// time. Its kernel is asynchronous: it submits, returns, and the engine's callback completes the node, so
+// that any number may be on their way.
 #include <dlfcn.h>
 
 #include <cstring>
@@ -90,6 +92,7 @@ TensorFlow tf;  // filled once, before the first op can exist
 constexpr int kTfInvalidArgument = 3;
 constexpr int kTfInternal = 13;
 constexpr const char* kAllreduce = "KolovodAllreduce";
+constexpr int kFirstTensor = 1;  // of the inputs; before it comes the anchor
 
 struct DeleteStatus {
   void operator()(TF_Status* status) const { tf.DeleteStatus(status); }
@@ -240,11 +243,12 @@ void Finish(Call* call, int code, const char* message) {
 
 void OnDone(void* call, int code, const char* message) { Finish(static_cast<Call*>(call), code, message); }
 
-// Describes input i and makes output i: in the input's memory if nothing else needs that.
+// Describes tensor i and makes output i: in the input's memory if nothing else needs that.
 void Prepare(Call* call, int i, const StatusPtr& status) {
+  const int number = kFirstTensor + i;
   const auto get_input = [&] {
     TF_Tensor* input = nullptr;
-    tf.GetInput(call->context, i, &input, status.get());
+    tf.GetInput(call->context, number, &input, status.get());
     return TensorPtr(Ok(status) ? input : nullptr);
   };
   TensorPtr input = get_input();
@@ -259,10 +263,10 @@ void Prepare(Call* call, int i, const StatusPtr& status) {
   const auto ndim = static_cast<int>(shape.size());
   input.reset();  // a second reference to the memory would keep it from being forwarded
   int forwarded = -1;
-  TensorPtr output(
-      tf.ForwardInputOrAllocateOutput(call->context, &i, 1, i, shape.data(), ndim, &forwarded, status.get()));
+  TensorPtr output(tf.ForwardInputOrAllocateOutput(call->context, &number, 1, i, shape.data(), ndim,
+                                                   &forwarded, status.get()));
   if (!Ok(status)) return;
-  if (forwarded != i) input = get_input();
+  if (forwarded != number) input = get_input();
   if (!Ok(status)) return;
   void* target = tf.TensorData(output.get());
   const void* source = input == nullptr ? target : tf.TensorData(input.get());
@@ -276,7 +280,7 @@ void Compute(void* kernel_pointer, TF_OpKernelContext* context, TF_AsyncOpKernel
   const Kernel& kernel = *static_cast<Kernel*>(kernel_pointer);
   auto* call = new Call{context, std::move(*reinterpret_cast<Done*>(done)), {}, {}, {}, {}};
   const StatusPtr status = NewStatus();
-  const int count = tf.NumInputs(context);
+  const int count = tf.NumInputs(context) - kFirstTensor;
   for (int i = 0; i < count && Ok(status); ++i) Prepare(call, i, status);
   if (!Ok(status)) {
     tf.OpKernelContext_Failure(context, status.get());
@@ -300,10 +304,10 @@ void Compute(void* kernel_pointer, TF_OpKernelContext* context, TF_AsyncOpKernel
 }
 
 void InferShapes(TF_ShapeInferenceContext* context, TF_Status* status) {
-  const int64_t count = tf.ShapeInferenceContextNumInputs(context);
+  const int64_t count = tf.ShapeInferenceContextNumInputs(context) - kFirstTensor;
   TF_ShapeHandle* shape = tf.NewShapeHandle();
   for (int i = 0; i < count && tf.GetCode(status) == 0; ++i) {
-    tf.ShapeInferenceContextGetInput(context, i, shape, status);
+    tf.ShapeInferenceContextGetInput(context, kFirstTensor + i, shape, status);
     if (tf.GetCode(status) == 0) tf.ShapeInferenceContextSetOutput(context, i, shape, status);
   }
   tf.DeleteShapeHandle(shape);
@@ -331,6 +335,7 @@ std::string Register() {
   }
   const StatusPtr status = NewStatus();
   TF_OpDefinitionBuilder* op = tf.NewOpDefinitionBuilder(kAllreduce);
+  tf.OpDefinitionBuilderAddInput(op, "anchor: uint8");
   tf.OpDefinitionBuilderAddInput(op, "tensors: T");
   tf.OpDefinitionBuilderAddOutput(op, "results: T");
   tf.OpDefinitionBuilderAddAttr(

@@ -6,6 +6,7 @@ graph whose inputs are ready are on their way together, and the engine fuses the
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from kolovod.errors import InternalError, InvalidArgumentError
 from kolovod.ops import Op
 
 OP_TYPE = "KolovodAllreduce"
+_TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are
 
 
 def register() -> None:
@@ -41,13 +43,14 @@ def allreduce(
     if op not in _native.OPS.values():
         known = ", ".join(member.name for member in Op)
         raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise InvalidArgumentError(
+            "graphs and sessions of TensorFlow 1 are not supported; use tf.function"
+        )
     graph = tf.compat.v1.get_default_graph()
     inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if not inputs:
         return []
-    # If all inputs were constants the optimizer would run the op, once, and keep the result. It
-    # leaves placeholders alone.
-    inputs[0] = tf.raw_ops.PlaceholderWithDefault(input=inputs[0], shape=inputs[0].shape)
     types = [tensor.dtype.as_datatype_enum for tensor in inputs]
     attribute = tf.compat.v1.AttrValue
     attributes = {
@@ -61,9 +64,24 @@ def allreduce(
         "unique_name": attribute(s=graph.unique_name(OP_TYPE, mark_as_used=False).encode()),
     }
     node = graph.create_op(
-        OP_TYPE, inputs, [tensor.dtype for tensor in inputs], name=OP_TYPE, attrs=attributes
+        OP_TYPE,
+        [_anchor(), *inputs],
+        [tensor.dtype for tensor in inputs],
+        name=OP_TYPE,
+        attrs=attributes,
     )
     return list(node.outputs)
+
+
+@functools.cache
+def _anchor() -> tf.Tensor:
+    """An input that makes no graph's op one of constants only.
+
+    Such an op TensorFlow runs once, while it optimizes the graph, and keeps the result. A tensor
+    from outside becomes an argument of the function, unless it is so small that it is copied in.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.zeros([_TOO_LARGE_TO_COPY], tf.uint8)
 
 
 def _bits(value: float) -> int:
