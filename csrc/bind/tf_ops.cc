@@ -119,10 +119,9 @@ int ToTensorFlow(int code) {
       return 9;  // FAILED_PRECONDITION
     case KOLOVOD_RANK_LOST:
     case KOLOVOD_RANK_LEFT:
-      return 14;  // UNAVAILABLE
     case KOLOVOD_SHUT_DOWN:
     case KOLOVOD_INTERRUPTED:
-      return 10;  // ABORTED
+      return 10;  // ABORTED; TensorFlow takes UNAVAILABLE for a matter of its own network
     default:
       return kTfInternal;
   }

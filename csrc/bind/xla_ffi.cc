@@ -156,7 +156,6 @@ int ToXla(int code) {
       return 9;  // FAILED_PRECONDITION
     case KOLOVOD_RANK_LOST:
     case KOLOVOD_RANK_LEFT:
-      return 14;  // UNAVAILABLE
     case KOLOVOD_SHUT_DOWN:
     case KOLOVOD_INTERRUPTED:
       return 10;  // ABORTED

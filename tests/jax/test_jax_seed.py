@@ -209,7 +209,7 @@ def test_a_lost_rank_ends_what_is_on_its_way():
         jax.block_until_ready(many([jnp.ones(1000)] * 12))
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(Exception, match=r"UNAVAILABLE: rank 1 .*died"):
+        with pytest.raises(Exception, match=r"ABORTED: rank 1 .*died"):
             jax.block_until_ready(many([jnp.ones(1000)] * 12))
         return "noticed"
 

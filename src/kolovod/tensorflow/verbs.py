@@ -7,7 +7,7 @@ input: the gradient of an Average is an Average, that of a Sum a Sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -21,6 +21,13 @@ from kolovod.tensorflow import graph
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.world import current
 
+F = TypeVar("F")
+
+
+def _as_it_is(function: F) -> F:
+    """What AutoGraph, which rewrites the functions that it traces, leaves alone."""
+    return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
+
 
 class TensorflowCollectives(Collectives[tf.Tensor]):
     """The verbs on tensors. ``allreduce`` and ``grouped_allreduce`` work in ``tf.function`` too.
@@ -29,6 +36,7 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
     In-place verbs take variables.
     """
 
+    @_as_it_is
     def allreduce(
         self,
         tensor: tf.Tensor,
@@ -44,13 +52,14 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         the same time. Unnamed ones are matched by their place in the graph there, so all ranks
         trace the same function. What nothing depends on is left out: use the result on all ranks
         or on none. Errors come as TensorFlow's: FailedPreconditionError for ranks that do not
-        agree, UnavailableError for a rank that is gone, AbortedError for a world that is over,
-        AlreadyExistsError for a name that is pending, InvalidArgumentError.
+        agree, AbortedError when a rank is gone or the world is over, AlreadyExistsError for a name
+        that is pending, InvalidArgumentError.
         """
         scales = (prescale_factor, postscale_factor)
         (result,) = _Call(self, name, op, scales, process_set).differentiable([tensor])
         return result
 
+    @_as_it_is
     def grouped_allreduce(
         self,
         tensors: Sequence[tf.Tensor],
