@@ -103,9 +103,9 @@ class JaxTensors:
 
     def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
         """An array of ``values``."""
-        import jax.numpy as jnp
+        import jax
 
-        return jnp.asarray(values).astype(dtype)
+        return jax.device_put(values.astype(jax.numpy.dtype(dtype)))
 
     def read(self, tensor: Any) -> np.ndarray:
         """Its values, in float64 where NumPy lacks the dtype."""

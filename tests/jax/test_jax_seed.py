@@ -105,7 +105,7 @@ def test_calls_that_are_not_waited_for_keep_their_order():
 
         kv.init()
         mean = jax.jit(lambda x: kv.allreduce(x, "mean"))
-        results = [mean(jnp.full(20_000, i + rank)) for i in range(30)]
+        results = [mean(jnp.full(20_000, 1.0 * i + rank)) for i in range(30)]
         assert [result[0].item() for result in results] == [i + 0.5 for i in range(30)]
 
     run_two(work)

@@ -52,8 +52,9 @@ class JaxFrontend:
 
     def empty_like(self, tensor: jax.Array) -> tuple[jax.Array, int]:
         """See Frontend.empty_like. Nobody else sees the array before its values are written."""
-        with jax.default_device(next(iter(tensor.devices()))):
-            output = jnp.empty(tensor.shape, tensor.dtype)
+        # Functions of jax.numpy are compiled for each shape.
+        values = np.empty(tensor.shape, tensor.dtype)
+        output = jax.device_put(values, next(iter(tensor.devices())))
         return output, _address(output)
 
     def claim(self, tensor: jax.Array) -> NoReturn:
@@ -70,8 +71,8 @@ class JaxFrontend:
         self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
     ) -> jax.Array:
         """See Frontend.from_bytes. JAX copies where it has to."""
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return jnp.asarray(data.view(_BY_CODE[dtype]).reshape(shape))
+        values = data.view(_BY_CODE[dtype]).reshape(shape)
+        return jax.device_put(values, jax.local_devices(backend="cpu")[0])
 
 
 def _address(array: jax.Array) -> int:
