@@ -79,7 +79,50 @@ class TorchTensors:
         return str(tensor.dtype).removeprefix("torch.")
 
 
-TENSORS = {"numpy": NumpyTensors(), "torch": TorchTensors()}
+class TensorflowTensors:
+    """The same for TensorFlow's eager tensors, which are always dense."""
+
+    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
+        """A tensor of ``values``."""
+        import tensorflow as tf
+
+        return tf.cast(tf.constant(np.array(values, np.float64)), dtype)
+
+    def read(self, tensor: Any) -> np.ndarray:
+        """Its values, in float64 where NumPy lacks the dtype."""
+        array = tensor.numpy()
+        return array.astype(np.float64) if tensor.dtype.name == "bfloat16" else array
+
+    def name(self, tensor: Any) -> str:
+        """Its dtype."""
+        return tensor.dtype.name
+
+
+class JaxTensors:
+    """The same for JAX's arrays, which are always dense."""
+
+    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
+        """An array of ``values``."""
+        import jax
+
+        return jax.device_put(values.astype(jax.numpy.dtype(dtype)))
+
+    def read(self, tensor: Any) -> np.ndarray:
+        """Its values, in float64 where NumPy lacks the dtype."""
+        array = np.asarray(tensor)
+        return array.astype(np.float64) if array.dtype.name == "bfloat16" else array
+
+    def name(self, tensor: Any) -> str:
+        """Its dtype."""
+        return tensor.dtype.name
+
+
+TENSORS = {
+    "numpy": NumpyTensors(),
+    "torch": TorchTensors(),
+    "tensorflow": TensorflowTensors(),
+    "jax": JaxTensors(),
+}
 
 
 class Case(NamedTuple):
@@ -179,11 +222,13 @@ def check_allreduce(kv: Any, frontend: str, case: Case) -> None:
         assert_equal(tensors.read(tensor), values.astype(np.float64), case.dtype, (case, "input"))
 
 
-def check_grouped(kv: Any, frontend: str, dtypes: tuple[str, ...], shapes: Any) -> None:
-    """Groups that mix dtypes and shapes, in all four modes, and the empty group."""
+def check_grouped(
+    kv: Any, frontend: str, dtypes: tuple[str, ...], shapes: Any, modes: Any = MODES
+) -> None:
+    """Groups that mix dtypes and shapes, and the empty group."""
     tensors = TENSORS[frontend]
     world = kv.world()
-    for in_place, asynchronous in MODES:
+    for in_place, asynchronous in modes:
         cases = [
             Case(dtype, shape, Sum, (1.0, 1.0), in_place, asynchronous)
             for dtype, shape in itertools.product(dtypes, shapes)
@@ -200,12 +245,12 @@ def check_grouped(kv: Any, frontend: str, dtypes: tuple[str, ...], shapes: Any) 
     assert kv.grouped_allreduce([], "empty group") == []
 
 
-def check_broadcast(kv: Any, frontend: str, dtype: str, shapes: Any) -> None:
-    """From every root, in all four modes, dense and not."""
+def check_broadcast(kv: Any, frontend: str, dtype: str, shapes: Any, modes: Any = MODES) -> None:
+    """From every root, dense and not."""
     tensors = TENSORS[frontend]
     world = kv.world()
     for shape, root, (in_place, asynchronous), dense in itertools.product(
-        shapes, range(world.size), MODES, (True, False)
+        shapes, range(world.size), modes, (True, False)
     ):
         tensor = tensors.make(values_of(dtype, shape, world.rank), dtype, dense)
         verb = "broadcast" + "_async" * asynchronous + "_" * in_place

@@ -12,6 +12,8 @@
 #include <optional>
 
 #include "bind/bucket.h"
+#include "bind/capi.h"
+#include "bind/graph_clients.h"
 #include "engine/engine.h"
 #include "transport/loopback.h"
 
@@ -90,21 +92,28 @@ class PyEngine {
  public:
   explicit PyEngine(EngineOptions options) : options_rank_(options.rank) {
     Status status;
+    std::unique_ptr<Engine> engine;
     {
       nb::gil_scoped_release release;
-      status = Engine::Create(std::move(options), &engine_, SignalPending);
+      status = Engine::Create(std::move(options), &engine, SignalPending);
     }
     ThrowWaitError(status);
+    engine_ = std::move(engine);
+    handle_ = Attach(engine_);
   }
   ~PyEngine() {
     if (engine_ == nullptr) return;
     if (forgotten_) {
-      engine_.release();  // the parent's; its thread does not exist in this process
+      // The parent's; its thread does not exist in this process. The C handle keeps it.
       return;
     }
     nb::gil_scoped_release release;
+    engine_->Shutdown();  // here, since the last user of the C handle may be the engine's own thread
+    Detach(handle_);
     engine_.reset();
   }
+
+  kolovod_engine* handle() const { return handle_; }
 
   uint64_t Submit(int verb, std::string name, const nb::sequence& tensors, int op, double prescale,
                   double postscale, int root, bool blocking, std::vector<int64_t> splits,
@@ -304,7 +313,8 @@ class PyEngine {
 
   const int options_rank_;
   bool forgotten_ = false;
-  std::unique_ptr<Engine> engine_;
+  std::shared_ptr<Engine> engine_;
+  kolovod_engine* handle_ = nullptr;
 };
 
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
@@ -455,7 +465,8 @@ NB_MODULE(_native, m) {
       .def("forget", &PyEngine::Forget)
       .def("stats", &PyEngine::Stats)
       .def("last_operations", &PyEngine::LastOperations)
-      .def("last_late_report", &PyEngine::LastLateReport);
+      .def("last_late_report", &PyEngine::LastLateReport)
+      .def("c_handle", [](const PyEngine& engine) { return reinterpret_cast<uintptr_t>(engine.handle()); });
   nb::class_<PyLoopbackWorld>(m, "LoopbackWorld")
       .def(nb::init<const std::vector<int>&, const ConfigMap&>(), "hosts"_a, "config"_a)
       .def("engine", &PyLoopbackWorld::MakeEngine, "rank"_a, nb::rv_policy::take_ownership)
@@ -475,6 +486,17 @@ NB_MODULE(_native, m) {
     VisitConfig(config, [&](std::string_view name, int64_t value) { defaults[std::string(name)] = value; });
     return defaults;
   });
+  m.def(
+      "publish",
+      [](int process_set, const PyEngine* engine) {
+        Publish(process_set, engine == nullptr ? nullptr : engine->handle());
+      },
+      "process_set"_a, "engine"_a.none());
+  m.def("register_tensorflow_ops", &RegisterTensorFlowOps);
+  m.def(
+      "xla_allreduce_handler",
+      [](int major, int minor) { return reinterpret_cast<uintptr_t>(XlaAllreduceHandler(major, minor)); },
+      "major"_a, "minor"_a);
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
   m.attr("OPS") = Names<Op>(kOpCount);

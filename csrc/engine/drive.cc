@@ -70,7 +70,7 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
 void Engine::ReleaseLease() {
   self().driving.store(0, std::memory_order_seq_cst);
   // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread.
-  const bool more = HasWork();
+  const bool more = HasWork() || driven_.load() > 0;
   const bool was_background = background_;
   lease_.store(false, std::memory_order_seq_cst);
   if (more && !was_background) segment_->RingIdle(topology_.local_rank);
@@ -92,13 +92,14 @@ bool Engine::HasWork() {
 
 Status Engine::Drive(const Operation* until) {
   const auto done = [&] { return until != nullptr && until->done.load(std::memory_order_acquire); };
+  const auto lets_go = [&] { return background_ && lease_wanted_.load(std::memory_order_seq_cst) > 0; };
   while (!done()) {
     bool progressed = false;
     Status status = Step(&progressed);
     if (status.ok() && !progressed) {
-      if (until == nullptr) return Status();
-      status = waiter_->Wait([&] { return done() || HasWork(); }, [&] { control_->RingLagging(); },
-                             /*in_bucket=*/false);
+      if (until == nullptr && driven_.load() == 0) return Status();
+      status = waiter_->Wait([&] { return done() || HasWork() || lets_go(); },
+                             [&] { control_->RingLagging(); }, /*in_bucket=*/false);
     }
     if (!status.ok()) {
       // Interrupted before anything had started: only the caller gives up.
@@ -108,7 +109,7 @@ Status Engine::Drive(const Operation* until) {
       Break(status);
       return BrokenStatus();
     }
-    if (background_ && lease_wanted_.load(std::memory_order_relaxed) > 0) return Status();
+    if (lets_go()) return Status();
   }
   return Status();
 }
@@ -159,8 +160,11 @@ Status Engine::ExecuteBucket(bool* progressed) {
   for (const OperationPtr& op : ops) records_->Started(op->record, bucket_, now_ns);
   const Status status = Execute(ops);
   if (!status.ok()) {
-    std::lock_guard lock(mutex_);
-    for (const OperationPtr& op : ops) FailLocked(op, status);
+    {
+      std::lock_guard lock(mutex_);
+      for (const OperationPtr& op : ops) FailLocked(op, status);
+    }
+    RunCallbacks();
     return status;
   }
   Complete(ops);
@@ -291,26 +295,52 @@ Status Engine::ExecuteReducescatter(Operation& op) {
 }
 
 void Engine::Complete(const std::vector<OperationPtr>& ops) {
-  std::lock_guard lock(mutex_);
-  bool data = false;
-  const int64_t now_ns = NowNs();
-  for (const OperationPtr& op : ops) {
-    if (op->request.verb == Verb::kJoin) {
-      joined_ = false;
-      next_unnamed_.store(1);  // nothing is pending anywhere, and the ranks have numbered unequally many
+  {
+    std::lock_guard lock(mutex_);
+    bool data = false;
+    const int64_t now_ns = NowNs();
+    for (const OperationPtr& op : ops) {
+      if (op->request.verb == Verb::kJoin) {
+        joined_ = false;
+        next_unnamed_.store(1);  // nothing is pending anywhere, and the ranks have numbered unequally many
+      }
+      control_->Erase(op->request.name);
+      records_->Ended(op->record, op->status.ok(), now_ns);
+      if (op->status.ok()) {
+        ++stats_.operations;
+        stats_.bytes += op->bytes;
+        data = data || op->bytes > 0;
+      }
+      FinishLocked(op);
     }
-    control_->Erase(op->request.name);
-    records_->Ended(op->record, op->status.ok(), now_ns);
-    if (op->status.ok()) {
-      ++stats_.operations;
-      stats_.bytes += op->bytes;
-      data = data || op->bytes > 0;
-    }
-    op->done.store(true, std::memory_order_release);
+    if (data) ++stats_.buckets;
+    ++(background_ ? stats_.drives_thread : stats_.drives_caller);
+    if (sleeping_callers_ > 0) changed_.notify_all();
   }
-  if (data) ++stats_.buckets;
-  ++(background_ ? stats_.drives_thread : stats_.drives_caller);
-  if (sleeping_callers_ > 0) changed_.notify_all();
+  RunCallbacks();
+}
+
+void Engine::FinishLocked(const OperationPtr& op) {
+  if (op->on_done != nullptr) {
+    driven_.fetch_sub(1);
+    finished_.push_back(op);
+  }
+  op->done.store(true, std::memory_order_release);
+}
+
+void Engine::RunCallbacks() {
+  std::vector<OperationPtr> finished;
+  {
+    std::lock_guard lock(mutex_);
+    finished.swap(finished_);
+  }
+  if (finished.empty()) return;
+  calling_back_.store(std::this_thread::get_id());
+  for (const OperationPtr& op : finished) {
+    op->on_done(*op);
+    op->on_done = nullptr;  // what it holds on to goes with it, though a handle may keep the operation
+  }
+  calling_back_.store(std::thread::id());
 }
 
 void Engine::NoticeLeavers() {
@@ -330,23 +360,29 @@ void Engine::NoticeLeavers() {
   // The leaver had nothing pending, so all it ever announced is in the log by now.
   if (Status status = control_->ReadLog(&ready_); !status.ok()) return;
   const Status status(Code::kRankLeft, who + " has left the world (it shut down)");
-  std::lock_guard lock(mutex_);
-  std::vector<OperationPtr> lost;
-  for (const auto& [name, op] : control_->pending()) {
-    if (!op->in_log) lost.push_back(op);
+  {
+    std::lock_guard lock(mutex_);
+    std::vector<OperationPtr> lost;
+    for (const auto& [name, op] : control_->pending()) {
+      if (!op->in_log) lost.push_back(op);
+    }
+    for (const OperationPtr& op : lost) FailLocked(op, status);
+    changed_.notify_all();
   }
-  for (const OperationPtr& op : lost) FailLocked(op, status);
-  changed_.notify_all();
+  RunCallbacks();
 }
 
 void Engine::Break(const Status& status) {
-  std::lock_guard lock(mutex_);
-  if (broken_.ok()) broken_ = status.code() == Code::kShutDown ? status : WithLastOperations(status);
-  std::vector<OperationPtr> lost;
-  for (const auto& [name, op] : control_->pending()) lost.push_back(op);
-  for (const OperationPtr& op : lost) FailLocked(op, broken_);
-  ready_.clear();
-  changed_.notify_all();
+  {
+    std::lock_guard lock(mutex_);
+    if (broken_.ok()) broken_ = status.code() == Code::kShutDown ? status : WithLastOperations(status);
+    std::vector<OperationPtr> lost;
+    for (const auto& [name, op] : control_->pending()) lost.push_back(op);
+    for (const OperationPtr& op : lost) FailLocked(op, broken_);
+    ready_.clear();
+    changed_.notify_all();
+  }
+  RunCallbacks();
 }
 
 Status Engine::BrokenStatus() {
@@ -358,9 +394,10 @@ void Engine::FailLocked(const OperationPtr& op, const Status& status) {
   if (op->done.load(std::memory_order_acquire)) return;
   op->status = Status(status.code(), status.message() + "; pending here: " + NameOf(op->request.verb) + " '" +
                                          op->request.name + "'");
+  if (status.code() == Code::kShutDown) abandoned_.push_back(op->request.name);
   control_->Erase(op->request.name);
   records_->Ended(op->record, /*ok=*/false, NowNs());
-  op->done.store(true, std::memory_order_release);
+  FinishLocked(op);
 }
 
 }  // namespace kolovod

@@ -214,8 +214,8 @@ Engine::~Engine() {
   }
 }
 
-Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking,
-                      uint64_t* handle) {
+Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
+                      Callback on_done) {
   if (forgotten_.load()) return Status(Code::kShutDown, "this process was forked from a rank");
   if (request.name.starts_with(kUnnamed)) {
     return Status(Code::kInvalidArgument, "the name '" + request.name +
@@ -247,6 +247,8 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     request.prescale = request.postscale = 1.0;
   }
   op->request = std::move(request);
+  op->on_done = std::move(on_done);
+  const bool driven = op->on_done != nullptr;
   bool appended;
   const auto r = static_cast<size_t>(rank_);
   {
@@ -265,8 +267,11 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
                                               std::to_string(ranks_[r]) +
                                               ": wait for it before submitting the same name again");
     }
-    *handle = next_handle_++;
-    handles_[*handle] = op;
+    if (handle != nullptr) {
+      *handle = next_handle_++;
+      handles_[*handle] = op;
+    }
+    if (driven) driven_.fetch_add(1);
     // The caller will drive at once, so that nobody wakes the engine thread, which would take the lease from
     // it. If it is interrupted before, the engine thread's next look sets this right.
     if (blocking) self().driving.store(1, std::memory_order_seq_cst);
@@ -281,7 +286,9 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     }
     KeepRecord(*op, now_ns);
   }
-  if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
+  if (driven) {
+    segment_->RingIdle(topology_.local_rank);
+  } else if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
     ready_bytes_.store(0);
     segment_->RingIdle(topology_.local_rank);
   }
@@ -313,6 +320,11 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
     return Status(Code::kInvalidArgument,
                   "handle " + std::to_string(handle) + " is unknown: never given out, or already waited for");
   }
+  if (calling_back_.load() == std::this_thread::get_id() && !op->done.load(std::memory_order_acquire)) {
+    return Status(Code::kInvalidArgument, "waiting for '" + op->request.name +
+                                              "' inside a completion callback would never end: the thread "
+                                              "that runs callbacks is the one that works");
+  }
   if (timeout_s >= 0) {
     KV_RETURN_IF_ERROR(WaitAsleep(op, timeout_s, /*wants_lease=*/false, interrupted));
     return op->status;
@@ -325,8 +337,13 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
     } else {
       // The engine thread drives: it hands the lease over between buckets.
       lease_wanted_.fetch_add(1);
+      if (self().driver_sleeping.load(std::memory_order_seq_cst) != 0) {
+        segment_->RingDriver(topology_.local_rank);
+      }
       const Status status = WaitAsleep(op, 0.1, /*wants_lease=*/true, interrupted);
       lease_wanted_.fetch_sub(1);
+      // It let go for this caller, which may not need the lease any more.
+      if (driven_.load() > 0) segment_->RingIdle(topology_.local_rank);
       if (!status.ok() && status.code() != Code::kTimeout) return status;
     }
   }
@@ -453,10 +470,12 @@ void Engine::Shutdown() {
 void Engine::AnnounceLeave() {
   std::string pending;
   {
+    // The driving thread may have seen `stop_` first, and failed them already.
     std::lock_guard lock(mutex_);
-    if (!control_->pending().empty()) {
-      pending = std::to_string(control_->pending().size()) + " operation(s) pending there, among them '" +
-                control_->pending().begin()->first + "'";
+    const size_t count = control_->pending().size() + abandoned_.size();
+    if (count > 0) {
+      pending = std::to_string(count) + " operation(s) pending there, among them '" +
+                (abandoned_.empty() ? control_->pending().begin()->first : abandoned_.front()) + "'";
     }
   }
   if (!pending.empty() && size_ > 1) {

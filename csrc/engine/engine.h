@@ -3,7 +3,8 @@
 //
 // Threads. `Submit` may be called by any thread. One lease says who drives: it is held by a blocking
 // caller, which then progresses all queued work until its own operation is done, or else by the engine
-// thread, which wakes for asynchronous work and otherwise watches the peers.
+// thread, which wakes for asynchronous work and otherwise watches the peers. An operation with a callback is
+// one that nobody waits for: the engine thread drives until it is done, as a blocking caller would.
 #pragma once
 
 #include <atomic>
@@ -77,8 +78,13 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  using Callback = std::function<void(const Operation&)>;
+
   // `request.name` empty: unnamed, matched by order of submission. Buffers must live until completion.
-  Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle);
+  // `on_done` (see Operation) is called exactly once if this returns OK, else never; with it `handle` may be
+  // null, and is written before the callback can run.
+  Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
+                Callback on_done = nullptr);
   // timeout_s < 0: no limit. `interrupted` is called about every 100 ms on this thread; true gives up.
   Status Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted);
   // Drives like a wait without a limit, and gives up after timeout_s: before the operation has started that
@@ -105,6 +111,8 @@ class Engine {
   // The last report on late ranks that this rank has written to standard error; empty: none.
   std::string LastLateReport() { return late_->last_report(); }
   ExternalBackend* external() { return external_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
 
  private:
   explicit Engine(EngineOptions options);
@@ -123,7 +131,8 @@ class Engine {
   Status WorldStatus();
   bool TryLease(bool background, std::function<bool()> interrupted);
   void ReleaseLease();
-  // Lease. Progresses until `until` (null: until there is nothing to do) is done, or an error.
+  // Lease. Progresses until `until` is done, or an error. Null: until there is nothing to do and no
+  // operation with a callback is pending.
   Status Drive(const Operation* until);
   Status Step(bool* progressed);
   Status ExecuteBucket(bool* progressed);
@@ -151,6 +160,9 @@ class Engine {
   // Of a rank of this host. The path, or empty if it could not be written.
   std::string WriteLastOperations(int rank, const std::string& suffix, const Status& status);
   void FailLocked(const OperationPtr& op, const Status& status);
+  void FinishLocked(const OperationPtr& op);
+  // Without the mutex, after whatever may have finished operations.
+  void RunCallbacks();
   void NudgeForAsync();
   void AnnounceLeave();
   void EngineThread();
@@ -183,10 +195,14 @@ class Engine {
   const std::string last_operations_prefix_;
   std::optional<std::string> last_operations_path_;  // guarded by mutex_; empty: could not be written
   EngineStats stats_;                                // guarded by mutex_
+  std::vector<OperationPtr> finished_;               // guarded by mutex_; their callbacks are due
+  std::vector<std::string> abandoned_;               // guarded by mutex_; names that shutting down failed
 
   std::atomic<uint64_t> next_unnamed_{1};
   std::atomic<bool> lease_{false};
   std::atomic<int> lease_wanted_{0};
+  std::atomic<int> driven_{0};  // operations with a callback that are not done
+  std::atomic<std::thread::id> calling_back_{};
   size_t kick_bytes_ = 0;               // constant after Attach
   std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -52,6 +53,9 @@ struct Operation {
 
   Status status;  // written before `done`
   std::atomic<bool> done{false};
+  // Called once after `done`, without the engine's mutex, by whichever thread completes the operation. It
+  // returns soon, since that thread drives; it may submit, and may not wait.
+  std::function<void(const Operation&)> on_done;
 };
 
 using OperationPtr = std::shared_ptr<Operation>;

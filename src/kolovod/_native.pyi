@@ -134,6 +134,9 @@ class Engine:
         """In a forked child: what is the parent's (thread, segment) is never touched again."""
 
     def stats(self) -> dict[str, int]: ...
+    def c_handle(self) -> int:
+        """The address that C programs know as ``kolovod_engine*`` (csrc/include/kolovod.h)."""
+
     def last_operations(self) -> list[dict[str, Any]]:
         """What ``kolovod.last_operations`` documents, but times in ns of CLOCK_MONOTONIC, or 0."""
 
@@ -176,6 +179,15 @@ def segment_bytes(on_host: int, size: int, config: Mapping[str, int]) -> int:
 
 def config_defaults() -> dict[str, int]:
     """Every field of the C++ Config with its default; config.py must name each exactly once."""
+
+def publish(process_set: int, engine: Engine | None) -> None:
+    """What ``kolovod_current(process_set)`` gives to ops inside graphs; 0 is the world."""
+
+def register_tensorflow_ops() -> str:
+    """Make the op KolovodAllreduce known to the TensorFlow in this process; "" or what is wrong."""
+
+def xla_allreduce_handler(major: int, minor: int) -> int:
+    """The address of the handler of allreduce for this version of XLA's FFI; 0: not known."""
 
 VERBS: dict[str, int]
 DTYPES: dict[str, int]

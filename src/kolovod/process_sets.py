@@ -14,6 +14,7 @@ from typing import Any
 
 from kolovod import _native
 from kolovod.errors import BootstrapError, InvalidArgumentError, KolovodError, MismatchError
+from kolovod.submission import Group
 from kolovod.world import World, current, is_initialized
 
 __all__ = [
@@ -177,6 +178,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise BootstrapError(f"process set {added.ranks} was not formed: {failures[0]}") from error
     if engine is not None:
         added._membership = Membership(engine, added.position(world.rank), added.size())
+        _native.publish(number, engine)
     added._world, added._id = world, number
     world.sets.by_id[number] = added
     return added
@@ -202,10 +204,24 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not number:
         return False
     if membership is not None:
+        _native.publish(number, None)
         world.dissolve(membership.engine)
     del world.sets.by_id[number]
     process_set._world = process_set._id = process_set._membership = None
     return True
+
+
+def number_of(process_set: Group | None) -> int:
+    """What ops inside graphs call a set of which this rank is a member; None is the world, 0.
+
+    Raises InvalidArgumentError like ``membership``, and for what is no ProcessSet.
+    """
+    if process_set is None:
+        return 0
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidArgumentError(f"process_set is {process_set!r}: give a kolovod.ProcessSet")
+    process_set.membership()
+    return process_set.process_set_id or 0
 
 
 def _check_new(added: ProcessSet, world: World) -> None:

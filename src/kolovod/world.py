@@ -154,6 +154,7 @@ def init(
         place = _place()
         members = _members(range(place.size) if comm is None else comm, place.rank, place.size)
         _world = _make_world(_ready(place, members, settings), place, settings)
+        _native.publish(0, _world.engine)
         if not _process.has_exit_hook:
             atexit.register(leave_at_exit)
             _process.has_exit_hook = True
@@ -177,8 +178,15 @@ def shutdown() -> None:
         for engine in reversed(world.sets.engines):
             engine.shutdown()
         world.engine.shutdown()
+        _unpublish(world)
         if world.driver is not None:
             world.driver.stop()
+
+
+def _unpublish(world: World) -> None:
+    """From now on ops inside graphs find nothing."""
+    for number in (0, *world.sets.by_id):
+        _native.publish(number, None)
 
 
 def _place() -> Place:
@@ -352,6 +360,7 @@ def _after_fork_in_child() -> None:
     _process.forked_from, _process.may_init = before.forked_from, before.may_init
     if world is None:
         return
+    _unpublish(world)
     for engine in (*world.sets.engines, world.engine):
         engine.forget()
     _process.forked_from = (

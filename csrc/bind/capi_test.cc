@@ -1,0 +1,123 @@
+// The C interface: include/kolovod_test.c on loopback ranks, and what happens to handles when worlds end.
+#include "bind/capi.h"
+
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "testing/world.h"
+
+extern "C" int kolovod_c_test(kolovod_engine* engine);
+
+namespace kolovod {
+namespace {
+
+using testing::Rank;
+using testing::RunRanks;
+
+// The test's ranks own their engines; a handle does not have to.
+std::shared_ptr<Engine> Borrow(Rank& rank) {
+  return {&rank.engine(), [](Engine*) {}};
+}
+
+TEST(a_c_program_on_every_world) {
+  for (int size : {1, 2, 3}) {
+    RunRanks(size, [](Rank& rank) {
+      kolovod_engine* handle = Attach(Borrow(rank));
+      CHECK(kolovod_rank(handle) == rank.rank());
+      CHECK(kolovod_c_test(handle) == 0);
+      Detach(handle);
+    });
+  }
+}
+
+kolovod_request MakeRequest(const kolovod_tensor& tensor) {
+  kolovod_request request{};
+  request.struct_size = sizeof(request);
+  request.tensor_size = sizeof(tensor);
+  request.op = KOLOVOD_SUM;
+  request.prescale = request.postscale = 1.0;
+  request.name = "t";
+  request.tensors = &tensor;
+  request.tensor_count = 1;
+  return request;
+}
+
+TEST(a_handle_outlives_its_world) {
+  RunRanks(1, [](Rank& rank) {
+    kolovod_engine* handle = Attach(Borrow(rank));
+    float value = 1.0f;
+    kolovod_tensor tensor{&value, &value, nullptr, 0, KOLOVOD_FLOAT32};
+    const kolovod_request request = MakeRequest(tensor);
+    std::atomic<int> calls{0};
+    const auto count = [](void* calls_pointer, int, const char*) {
+      static_cast<std::atomic<int>*>(calls_pointer)->fetch_add(1);
+    };
+    CHECK(kolovod_submit(handle, &request, count, &calls, nullptr) == KOLOVOD_OK);
+    while (calls.load() == 0) std::this_thread::yield();
+    rank.engine().Shutdown();
+    CHECK(kolovod_submit(handle, &request, count, &calls, nullptr) == KOLOVOD_SHUT_DOWN);
+    Detach(handle);
+    uint64_t operation = 0;
+    int done = 1;
+    const void* data = nullptr;
+    size_t bytes = 0;
+    CHECK(kolovod_submit(handle, &request, count, &calls, nullptr) == KOLOVOD_SHUT_DOWN);
+    CHECK(kolovod_wait(handle, operation, 0) == KOLOVOD_SHUT_DOWN);
+    CHECK(kolovod_poll(handle, operation, &done) == KOLOVOD_SHUT_DOWN && done == 0);
+    CHECK(kolovod_release(handle, operation) == KOLOVOD_SHUT_DOWN);
+    CHECK(kolovod_output(handle, operation, 0, &data, &bytes) == KOLOVOD_SHUT_DOWN);
+    CHECK(kolovod_rank(handle) == -1 && kolovod_size(handle) == -1);
+    CHECK(calls.load() == 1);
+  });
+}
+
+TEST(what_is_current_is_what_was_published) {
+  RunRanks(1, [](Rank& rank) {
+    CHECK(kolovod_current(0) == nullptr);
+    CHECK(std::strstr(kolovod_error_message(), "kolovod.init()") != nullptr);
+    kolovod_engine* world = Attach(Borrow(rank));
+    kolovod_engine* set = Attach(Borrow(rank));
+    Publish(0, world);
+    Publish(7, set);
+    CHECK(kolovod_current(0) == world && kolovod_current(7) == set && kolovod_current(1) == nullptr);
+    CHECK(std::strstr(kolovod_error_message(), "process set 1 ") != nullptr);
+    Publish(7, nullptr);
+    Publish(0, set);
+    CHECK(kolovod_current(0) == set && kolovod_current(7) == nullptr);
+    Publish(0, nullptr);
+    Detach(world);
+    Detach(set);
+  });
+}
+
+TEST(a_wait_has_its_limit) {
+  RunRanks(2, [](Rank& rank) {
+    kolovod_engine* handle = Attach(Borrow(rank));
+    float value = 1.0f;
+    kolovod_tensor tensor{&value, &value, nullptr, 0, KOLOVOD_FLOAT32};
+    kolovod_request request = MakeRequest(tensor);
+    uint64_t operation = 0;
+    if (rank.rank() == 0) {
+      CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_OK);
+      CHECK(kolovod_wait(handle, operation, 0.05) == KOLOVOD_TIMEOUT);
+      CHECK(std::strstr(kolovod_error_message(), "'t'") != nullptr);
+      CHECK(kolovod_release(handle, operation) == KOLOVOD_TIMEOUT);
+      CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_DUPLICATE_NAME);
+    }
+    std::vector<float> meet(1);
+    CHECK_OK(rank.Allreduce("meet", meet));
+    if (rank.rank() == 1) {
+      CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_OK);
+    }
+    CHECK(kolovod_wait(handle, operation, -1) == KOLOVOD_OK);
+    CHECK(value == 2.0f);
+    CHECK(kolovod_wait(handle, operation, 0.0 / 0.0) == KOLOVOD_INVALID_ARGUMENT);
+    Detach(handle);
+  });
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

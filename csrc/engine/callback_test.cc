@@ -1,0 +1,214 @@
+// Operations that nobody waits for: the engine thread drives them, and their callback comes exactly once.
+#include <chrono>
+#include <condition_variable>
+
+#include "testing/world.h"
+
+namespace kolovod {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::Rank;
+using testing::RunRanks;
+
+// Counts callbacks and keeps their statuses, in the order in which they came.
+class Record {
+ public:
+  Engine::Callback Callback() {
+    return [this](const Operation& op) { Add(op.status); };
+  }
+  void Add(const Status& status) {
+    std::lock_guard lock(mutex_);
+    statuses_.push_back(status);
+    changed_.notify_all();
+  }
+  // The statuses once there are `count`; fails the test after half a minute.
+  std::vector<Status> Await(size_t count) {
+    std::unique_lock lock(mutex_);
+    CHECK(changed_.wait_for(lock, std::chrono::seconds(30), [&] { return statuses_.size() >= count; }));
+    CHECK(statuses_.size() == count);
+    return statuses_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Status> statuses_;
+};
+
+Status Submit(Rank& rank, const std::string& name, std::vector<float>& data, Engine::Callback on_done,
+              uint64_t* handle = nullptr) {
+  Request request;
+  request.name = name;
+  request.op = Op::kSum;
+  std::vector<SubmittedTensor> tensors(1);
+  tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
+  tensors[0].in = tensors[0].out = data.data();
+  return rank.engine().Submit(std::move(request), std::move(tensors), false, handle, std::move(on_done));
+}
+
+// kick_bytes as on a machine with no core to spare: nothing starts the engine thread but the callbacks.
+Config NeverKick() {
+  Config config = testing::SmallConfig();
+  config.kick_bytes = INT64_MAX;
+  return config;
+}
+
+TEST(callbacks_come_once_though_nobody_waits) {
+  for (int size : {1, 2, 3}) {
+    RunRanks(
+        size,
+        [](Rank& rank) {
+          constexpr size_t kTensors = 12;
+          for (int step = 0; step < 10; ++step) {
+            Record record;
+            std::vector<std::vector<float>> data;
+            for (size_t t = 0; t < kTensors; ++t) data.emplace_back(1 + t * 700, static_cast<float>(t + 1));
+            for (size_t i = 0; i < kTensors; ++i) {  // every rank in an order of its own
+              const size_t t = (i + static_cast<size_t>(rank.rank() * 5)) % kTensors;
+              CHECK_OK(Submit(rank, "t" + std::to_string(t), data[t], record.Callback()));
+            }
+            for (const Status& status : record.Await(kTensors)) CHECK_OK(status);
+            for (size_t t = 0; t < kTensors; ++t) {
+              for (float value : data[t]) CHECK(value == static_cast<float>((t + 1) * rank.size()));
+            }
+          }
+        },
+        NeverKick());
+  }
+}
+
+TEST(blocking_calls_go_on_while_a_callback_is_due) {
+  RunRanks(
+      2,
+      [](Rank& rank) {
+        Record record;
+        std::vector<float> lonely(4, 1.0f);
+        if (rank.rank() == 0) CHECK_OK(Submit(rank, "lonely", lonely, record.Callback()));
+        for (int i = 0; i < 200; ++i) {
+          std::vector<float> data(10, 1.0f);
+          CHECK_OK(rank.Allreduce("blocking", data));
+          CHECK(data[9] == 2.0f);
+        }
+        if (rank.rank() == 1) CHECK_OK(Submit(rank, "lonely", lonely, record.Callback()));
+        CHECK_OK(record.Await(1).front());
+        CHECK(lonely[3] == 2.0f);
+      },
+      NeverKick());
+}
+
+TEST(a_callback_may_submit_but_not_wait) {
+  RunRanks(
+      2,
+      [](Rank& rank) {
+        Record record;
+        std::vector<float> first(4, 1.0f);
+        std::vector<float> second(4, 1.0f);
+        uint64_t never = 0;
+        std::vector<float> pending(4);
+        CHECK_OK(rank.Submit("never on rank " + std::to_string(rank.rank()), pending, false, &never));
+        CHECK_OK(Submit(rank, "first", first, [&](const Operation& op) {
+          const Status waited = rank.engine().Wait(never, -1, nullptr);
+          CHECK(waited.code() == Code::kInvalidArgument);
+          CHECK_OK(Submit(rank, "second", second, record.Callback()));
+          record.Add(op.status);
+        }));
+        for (const Status& status : record.Await(2)) CHECK_OK(status);
+        CHECK(first[0] == 2.0f && second[0] == 2.0f);
+        std::vector<float> meet(1);
+        CHECK_OK(rank.Allreduce("meet", meet));  // who leaves with work pending ends the world
+      },
+      NeverKick());
+}
+
+TEST(a_handle_and_a_callback_together) {
+  RunRanks(2, [](Rank& rank) {
+    Record record;
+    std::vector<float> data(5, 1.0f);
+    uint64_t handle = 0;
+    CHECK_OK(Submit(rank, "t", data, record.Callback(), &handle));
+    CHECK_OK(rank.Wait(handle));
+    CHECK_OK(record.Await(1).front());
+    CHECK(rank.engine().Find(handle) == nullptr);
+  });
+}
+
+TEST(a_mismatch_reaches_the_callback) {
+  RunRanks(
+      2,
+      [](Rank& rank) {
+        Record record;
+        std::vector<float> data(rank.rank() == 0 ? 3 : 4);
+        CHECK_OK(Submit(rank, "t", data, record.Callback()));
+        const Status status = record.Await(1).front();
+        CHECK(status.code() == Code::kMismatch);
+        CHECK(status.message().find("rank 0 has (3,), rank 1 has (4,)") != std::string::npos);
+      },
+      NeverKick());
+}
+
+TEST(a_refused_submission_has_no_callback) {
+  RunRanks(1, [](Rank& rank) {
+    Record record;
+    std::vector<float> data(1);
+    CHECK(Submit(rank, "unnamed.1", data, record.Callback()).code() == Code::kInvalidArgument);
+    rank.engine().Shutdown();
+    CHECK(Submit(rank, "t", data, record.Callback()).code() == Code::kShutDown);
+    record.Await(0);
+  });
+}
+
+TEST(a_killed_rank_and_a_leaver_reach_the_callbacks) {
+  for (const bool kill : {true, false}) {
+    RunRanks(
+        2,
+        [&](Rank& rank) {
+          std::vector<float> meet(1);
+          CHECK_OK(rank.Allreduce("meet", meet));
+          if (rank.rank() == 1) {
+            if (kill) rank.world().Kill(1);
+            return;  // the destructor of a rank that was not killed leaves
+          }
+          Record record;
+          std::vector<float> a(4), b(4);
+          size_t accepted = 0;  // the engine thread may have noticed before
+          if (Submit(rank, "a", a, record.Callback()).ok()) ++accepted;
+          if (Submit(rank, "b", b, record.Callback()).ok()) ++accepted;
+          for (const Status& status : record.Await(accepted)) {
+            CHECK(status.code() == (kill ? Code::kRankLost : Code::kRankLeft));
+          }
+        },
+        NeverKick());
+  }
+}
+
+// Whichever thread fails the pending operation, the other rank learns of it.
+TEST(shutting_down_fails_the_callback_here_and_tells_the_others) {
+  for (int round = 0; round < 20; ++round) {
+    RunRanks(
+        2,
+        [&](Rank& rank) {
+          Record record;
+          std::vector<float> data(30000, 1.0f);
+          std::vector<float> meet(1);
+          CHECK_OK(rank.Allreduce("meet", meet));
+          if (rank.rank() == 1) {
+            CHECK_OK(Submit(rank, "abandoned", data, record.Callback()));
+            std::this_thread::sleep_for(std::chrono::microseconds(50 * round));
+            rank.engine().Shutdown();
+            const Status status = record.Await(1).front();
+            CHECK(status.ok() || status.code() == Code::kShutDown);
+            return;
+          }
+          const Status submitted = Submit(rank, "abandoned", data, record.Callback());
+          const Status status = submitted.ok() ? record.Await(1).front() : submitted;
+          CHECK(status.ok() || status.code() == Code::kRankLeft);
+        },
+        NeverKick());
+  }
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

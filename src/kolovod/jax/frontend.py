@@ -1,0 +1,80 @@
+"""JAX's arrays in host memory, as the engine sees them."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from kolovod import _native
+from kolovod.errors import InvalidArgumentError
+from kolovod.frontend import TensorView
+
+DTYPES: dict[np.dtype[Any], int] = {jnp.dtype(name): code for name, code in _native.DTYPES.items()}
+_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+
+
+class JaxFrontend:
+    """Concrete arrays on one CPU device; what is being traced has no values yet."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Whether ``value`` is an array with values."""
+        return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+
+    def view(self, tensor: jax.Array) -> TensorView:
+        """See Frontend.view. Waits for the array's values."""
+        if isinstance(tensor, jax.core.Tracer):
+            raise InvalidArgumentError(
+                "inside jax.jit (and vmap, scan, ...) only allreduce and grouped_allreduce work; "
+                "call the other verbs outside"
+            )
+        if not isinstance(tensor, jax.Array):
+            raise InvalidArgumentError(
+                f"need a jax.Array, not {type(tensor).__name__}; make one with jax.numpy.asarray()"
+            )
+        code = DTYPES.get(tensor.dtype)
+        if code is None:
+            known = ", ".join(dtype.name for dtype in DTYPES)
+            raise InvalidArgumentError(
+                f"{tensor.dtype.name} is not supported; convert with .astype() to one of {known}"
+            )
+        devices = tensor.devices()
+        if len(devices) != 1 or next(iter(devices)).platform != "cpu":
+            names = ", ".join(sorted(map(str, devices)))
+            raise InvalidArgumentError(
+                f"the array of shape {tensor.shape} is on {names}, but this engine works in host "
+                "memory: pass jax.device_put(array, jax.local_devices(backend='cpu')[0])"
+            )
+        return code, tensor.shape, _address(tensor), tensor
+
+    def empty_like(self, tensor: jax.Array) -> tuple[jax.Array, int]:
+        """See Frontend.empty_like. Nobody else sees the array before its values are written."""
+        # Functions of jax.numpy are compiled for each shape.
+        values = np.empty(tensor.shape, tensor.dtype)
+        output = jax.device_put(values, next(iter(tensor.devices())))
+        return output, _address(output)
+
+    def claim(self, tensor: jax.Array) -> NoReturn:
+        """Refuse: JAX relies on arrays that never change."""
+        raise InvalidArgumentError(
+            f"a {type(tensor).__name__} cannot be changed in place; use the verb without '_'"
+        )
+
+    def copy_back(self, dense: jax.Array, tensor: jax.Array) -> NoReturn:
+        """See ``claim``."""
+        self.claim(tensor)
+
+    def from_bytes(
+        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
+    ) -> jax.Array:
+        """See Frontend.from_bytes. JAX copies where it has to."""
+        values = data.view(_BY_CODE[dtype]).reshape(shape)
+        return jax.device_put(values, jax.local_devices(backend="cpu")[0])
+
+
+def _address(array: jax.Array) -> int:
+    address: int = array.block_until_ready().unsafe_buffer_pointer()
+    return address

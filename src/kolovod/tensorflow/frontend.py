@@ -1,0 +1,85 @@
+"""TensorFlow's eager tensors and variables in host memory, as the engine sees them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from kolovod import _native
+from kolovod.errors import InvalidArgumentError
+from kolovod.frontend import TensorView
+
+DTYPES: dict[tf.DType, int] = {tf.as_dtype(name): code for name, code in _native.DTYPES.items()}
+_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+
+
+class TensorflowFrontend:
+    """Eager tensors; as input, and for work in place, also variables."""
+
+    def is_tensor(self, value: object) -> bool:
+        """Whether ``value`` is an eager tensor or a variable."""
+        return isinstance(value, tf.Variable) or (
+            isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
+        )
+
+    def view(self, tensor: tf.Tensor) -> TensorView:
+        """See Frontend.view. The owner of a variable's view is a copy of its value."""
+        owner = tensor
+        if not self.is_tensor(tensor):
+            raise _not_a_tensor(tensor)
+        if isinstance(tensor, tf.Variable):
+            owner = tf.raw_ops.DeepCopy(x=tensor.value())
+        code = DTYPES.get(owner.dtype)
+        if code is None:
+            known = ", ".join(dtype.name for dtype in DTYPES)
+            raise InvalidArgumentError(
+                f"{owner.dtype.name} is not supported; tf.cast to one of {known}"
+            )
+        if not owner.device.endswith("CPU:0"):
+            raise InvalidArgumentError(
+                f"the tensor of shape {tuple(owner.shape)} is on {owner.device}, but this engine "
+                "works in host memory: copy it there with tf.device('CPU:0')"
+            )
+        return code, tuple(owner.shape), _address(owner), owner
+
+    def empty_like(self, tensor: tf.Tensor) -> tuple[tf.Tensor, int]:
+        """See Frontend.empty_like. Nobody else sees the tensor before its values are written."""
+        with tf.device("CPU:0"):
+            output = tf.raw_ops.Empty(shape=tensor.shape.as_list(), dtype=tensor.dtype)
+        return output, _address(output)
+
+    def claim(self, tensor: tf.Tensor) -> None:
+        """Refuse what cannot be written."""
+        if not isinstance(tensor, tf.Variable):
+            raise InvalidArgumentError(
+                "only a tf.Variable can be changed in place, this is of type "
+                f"{type(tensor).__name__}; use the verb without '_'"
+            )
+
+    def copy_back(self, dense: tf.Tensor, tensor: tf.Tensor) -> None:
+        """See Frontend.copy_back."""
+        tensor.assign(dense)
+
+    def from_bytes(
+        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
+    ) -> tf.Tensor:
+        """See Frontend.from_bytes. TensorFlow copies where it has to."""
+        with tf.device("CPU:0"):
+            return tf.convert_to_tensor(
+                data.view(_BY_CODE[dtype].as_numpy_dtype).reshape(shape), _BY_CODE[dtype]
+            )
+
+
+def _address(tensor: tf.Tensor) -> int:
+    if tensor.dtype == tf.bfloat16:  # which the buffer protocol does not know
+        tensor = tf.bitcast(tensor, tf.uint16)  # the same memory
+    address: int = np.asarray(memoryview(tensor)).__array_interface__["data"][0]
+    return address
+
+
+def _not_a_tensor(value: object) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"need an eager tf.Tensor or a tf.Variable, not {type(value).__name__}; make one with "
+        "tf.convert_to_tensor()"
+    )
