@@ -62,7 +62,7 @@ $(STAMPS)/examples: pyproject.toml $(STAMPS)/torch | $(STAMPS)/package
 	touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/examples
-	$(PIP) install --quiet --no-build-isolation '.[test,mpi,integrations]'
+	$(PIP) install --quiet --no-build-isolation '.[test,mpi,integrations,tensorflow,jax]'
 	touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
