@@ -1,0 +1,166 @@
+#include "collectives/external.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "engine/engine.h"
+#include "testing/check.h"
+#include "transport/loopback.h"
+
+using namespace kolovod;
+using namespace kolovod::testing;
+
+namespace {
+
+// The only rank of a world, with an engine that is external.
+class Alone {
+ public:
+  Alone() {
+    Config config;
+    config.start_timeout_ms = 20'000;
+    CHECK_OK(LoopbackWorld::Create({0}, config, &world_));
+    EngineOptions options;
+    options.size = 1;
+    options.config = config;
+    options.external = true;
+    options.segment = world_->SegmentOf(0);
+    options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks);
+    CHECK_OK(Engine::Create(std::move(options), &engine_));
+  }
+
+  ExternalBackend& external() { return *engine_->external(); }
+  Engine& engine() { return *engine_; }
+
+  uint64_t Submit(Verb verb, std::vector<float>& data) {
+    Request request;
+    request.name = "t";
+    request.verb = verb;
+    request.op = Op::kSum;
+    if (verb == Verb::kAlltoall) request.splits = {static_cast<int64_t>(data.size())};
+    std::vector<SubmittedTensor> tensors(1);
+    tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
+    tensors[0].in = data.data();
+    if (!MakesOutputs(verb)) tensors[0].out = data.data();
+    uint64_t handle = 0;
+    CHECK_OK(engine_->Submit(std::move(request), std::move(tensors), true, &handle));
+    return handle;
+  }
+  Status Run(Verb verb, std::vector<float>& data) {
+    const uint64_t handle = Submit(verb, data);
+    const Status status = engine_->Wait(handle, 60, nullptr);
+    bool done = false;
+    CHECK_OK(engine_->Release(handle, &done));
+    return status;
+  }
+
+ private:
+  std::shared_ptr<LoopbackWorld> world_;
+  std::unique_ptr<Engine> engine_;
+};
+
+constexpr Verb kVerbs[] = {Verb::kAllreduce, Verb::kBroadcast, Verb::kAllgather, Verb::kAlltoall,
+                           Verb::kReducescatter};
+
+ExternalJob Next(ExternalBackend& external) {
+  ExternalJob job;
+  CHECK_OK(external.NextJob(60, &job));
+  return job;
+}
+
+}  // namespace
+
+TEST(the_native_backend_carries_everything_until_the_foreign_one_stands) {
+  Alone alone;
+  std::vector<float> data(7, 1);
+  for (Verb verb : kVerbs) CHECK_OK(alone.Run(verb, data));
+  ExternalJob job;
+  CHECK(alone.external().NextJob(0, &job).code() == Code::kTimeout);
+}
+
+TEST(then_every_verb_goes_to_the_foreign_thread_with_the_sizes_of_all_ranks) {
+  Alone alone;
+  alone.external().HandOver();
+  std::thread foreign([&] {
+    for (Verb verb : kVerbs) {
+      const ExternalJob job = Next(alone.external());
+      CHECK(job.verb == verb);
+      CHECK(job.pieces.size() == 1);
+      if (verb == Verb::kAllgather || verb == Verb::kAlltoall) {
+        CHECK(job.dtype == DType::kUInt8);
+        CHECK(job.sizes == std::vector<size_t>{28});
+      } else {
+        CHECK(job.dtype == DType::kFloat32);
+        CHECK(job.pieces[0].count == 7);
+      }
+      if (verb == Verb::kReducescatter) CHECK(job.sizes == std::vector<size_t>{7});
+      CHECK_OK(alone.external().OpenMemory(job.token));
+      *static_cast<float*>(job.pieces[0].out) = 5;
+      alone.external().CloseMemory();
+      CHECK_OK(alone.external().JobDone(job.token, ""));
+    }
+  });
+  for (Verb verb : kVerbs) {
+    std::vector<float> data(7, 1);
+    CHECK_OK(alone.Run(verb, data));
+    CHECK(data[0] == (MakesOutputs(verb) ? 1 : 5));
+  }
+  foreign.join();
+}
+
+TEST(a_bucket_is_given_up_at_once_but_not_while_its_memory_is_touched) {
+  for (Verb verb : kVerbs) {
+    Alone alone;
+    alone.external().HandOver();
+    std::atomic<bool> touching{false};
+    std::thread foreign([&] {
+      const ExternalJob job = Next(alone.external());
+      CHECK_OK(alone.external().OpenMemory(job.token));
+      touching.store(true);
+      alone.engine().Abort("enough");
+      std::this_thread::sleep_for(std::chrono::milliseconds(60));
+      *static_cast<float*>(job.pieces[0].out) = 5;
+      touching.store(false);
+      alone.external().CloseMemory();
+      CHECK(alone.external().OpenMemory(job.token).code() == Code::kShutDown);
+      ExternalJob none;
+      CHECK(alone.external().NextJob(60, &none).message().find("enough") != std::string::npos);
+    });
+    {
+      std::vector<float> data(7, 1);
+      const Status status = alone.Run(verb, data);
+      CHECK(status.message().find("enough") != std::string::npos);
+      CHECK(!touching.load());
+    }
+    foreign.join();
+  }
+}
+
+TEST(an_error_of_the_foreign_engine_ends_the_world) {
+  Alone alone;
+  alone.external().HandOver();
+  std::thread foreign([&] {
+    const ExternalJob job = Next(alone.external());
+    CHECK(alone.external().JobDone(job.token + 1, "").code() == Code::kInvalidArgument);
+    CHECK_OK(alone.external().JobDone(job.token, "no route"));
+  });
+  std::vector<float> data(7, 1);
+  const Status status = alone.Run(Verb::kAllreduce, data);
+  CHECK(status.code() == Code::kInternal);
+  CHECK(status.message().find("the external engine failed: no route") != std::string::npos);
+  foreign.join();
+}
+
+TEST(a_reason_that_comes_soon_after_is_a_better_one) {
+  Alone alone;
+  alone.external().HandOver();
+  std::thread foreign([&] {
+    CHECK_OK(alone.external().JobDone(Next(alone.external()).token, "connection closed by peer"));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    alone.engine().Abort("a rank was killed");
+  });
+  std::vector<float> data(7, 1);
+  CHECK(alone.Run(Verb::kAllreduce, data).message().find("a rank was killed") != std::string::npos);
+  foreign.join();
+}
+TEST_MAIN()
