@@ -13,6 +13,10 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as functional  # noqa: E402
+from torch.distributed import checkpoint  # noqa: E402
+from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch  # noqa: E402 - registers the backend
@@ -275,6 +279,42 @@ def works(rank):
 
 def test_works_and_futures():
     assert all(run_ranks(2, works))
+
+
+def what_is_built_on_top(rank, folder):
+    dist.init_process_group("kolovod")
+    size, group = dist.get_world_size(), dist.group.WORLD
+    summed = functional.all_reduce(torch.ones(3), "sum", group)
+    assert summed.tolist() == [2.0] * 3
+    assert functional.all_gather_tensor(torch.ones(1) * rank, 0, group).tolist() == [0.0, 1.0]
+    mean = functional.reduce_scatter_tensor(torch.arange(4.0), "avg", 0, group)
+    assert mean.tolist() == [2.0 * rank, 2.0 * rank + 1]
+    swapped = functional.all_to_all_single(torch.arange(2.0), None, None, group)
+    assert swapped.tolist() == [float(rank)] * 2
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    whole = torch.arange(24.0).reshape(4, 6)
+    parts = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(parts.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
+    checkpoint.save({"parts": parts}, checkpoint_id=folder)
+    loaded = {"parts": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])}
+    checkpoint.load(loaded, checkpoint_id=folder)
+    assert torch.equal(loaded["parts"].full_tensor(), whole)
+    torch.manual_seed(0)
+    layer, alone = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    alone.load_state_dict(layer.state_dict())
+    optimizers = [
+        ZeroRedundancyOptimizer(layer.parameters(), torch.optim.Adam, lr=0.1),
+        torch.optim.Adam(alone.parameters(), lr=0.1),
+    ]
+    for model, optimizer in zip((layer, alone), optimizers, strict=True):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert torch.equal(layer.weight, alone.weight)
+    return True
+
+
+def test_what_is_built_on_top(tmp_path):
+    assert all(run_ranks(2, what_is_built_on_top, str(tmp_path / "checkpoint")))
 
 
 def bad_arguments(rank):

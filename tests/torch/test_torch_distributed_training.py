@@ -218,6 +218,29 @@ def test_torchrun(tmp_path):
     assert sorted(re.findall("rank . is done", done.stdout)) == ["rank 0 is done", "rank 1 is done"]
 
 
+HOSTS = """
+import os, torch, torch.distributed as dist
+os.environ["KOLOVOD_HOST"] = f"host-{os.environ['RANK']}"
+dist.init_process_group("kolovod")
+tensor = torch.ones(1000)
+dist.all_reduce(tensor)
+dist.all_reduce(tensor, group=dist.new_group())
+print("all have", tensor[999].item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_on_several_hosts_needs_a_common_secret(tmp_path):
+    done = start(TORCHRUN, HOSTS, tmp_path, KOLOVOD_SECRET="a text that all ranks know")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("all have 4.0") == 2
+    done = start(TORCHRUN, HOSTS, tmp_path, KOLOVOD_START_TIMEOUT_S="5")
+    assert done.returncode != 0
+    assert (
+        "rank 0 is on host host-0 and has no KOLOVOD_SECRET, rank 1 on host host-1" in done.stderr
+    )
+
+
 def test_torch_finds_the_entry_point_without_an_import(tmp_path):
     script = "import torch; print(torch.distributed.Backend.backend_list)"
     done = start([sys.executable], script, tmp_path)

@@ -1,8 +1,9 @@
 """The place of a rank that has met the others through ``torch.distributed``'s store.
 
 That store is open to everybody who can reach its port, so no secret goes through it: it only tells
-where rank 0 can be found on this host. Rank 0 runs a ``Store`` of ours with a fresh secret, and
-gives both out at an AF_UNIX socket, where the kernel vouches for the user at either end.
+where rank 0 can be found. Rank 0 runs a ``Store`` of ours with a fresh secret, and gives both out
+at an AF_UNIX socket, where the kernel vouches for the user at either end. Ranks of several hosts
+need a common KOLOVOD_SECRET instead.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch.auth import new_secret, same_user
 from kolovod.launch.place import Place
 from kolovod.launch.store import Store
 
-__all__ = ["Meeting", "TorchStore", "meet"]
+__all__ = ["Rendezvous", "TorchStore", "meet"]
 
 _MAX_BYTES = 4096  # of what rank 0 gives out
 _SEND_TIMEOUT_S = 5.0
@@ -48,56 +49,74 @@ class TorchStore(Protocol):
         ...
 
 
-class Meeting:
+class Rendezvous:
     """A rank's place, and what must stay open as long as worlds are to be formed from it."""
 
-    def __init__(self, place: Place, store: Store | None = None, door: _Door | None = None) -> None:
-        """``store``, ``door``: on rank 0."""
+    def __init__(self, place: Place, *servers: Store | _Door) -> None:
+        """``servers``: on rank 0."""
         self.place = place
-        self._store = store
-        self._door = door
+        self._servers = servers
 
     def close(self) -> None:
         """No further world will be formed. Idempotent."""
-        for server in (self._door, self._store):
-            if server is not None:
-                server.close()
+        for server in self._servers:
+            server.close()
 
 
-def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Meeting:
+def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Rendezvous:
     """Meet the other ranks of the job, each of which calls this once for every world.
 
     Raises StartTimeoutError if rank 0 does not come in time, AuthenticationError if what is found
-    in its stead belongs to another user, BootstrapError if it is on another host.
+    in its stead belongs to another user, BootstrapError if the ranks are on several hosts and have
+    no KOLOVOD_SECRET in common.
     """
     # Counted by each rank for itself: a store that outlives a world keeps the old world's keys.
     number = store.add(f"kolovod/meetings/{rank}", 1)
     key = f"kolovod/meeting/{number}"
-    host = socket.gethostname()
+    host = os.environ.get("KOLOVOD_HOST") or socket.gethostname()
+    common_secret = os.environ.get("KOLOVOD_SECRET", "")
     if rank == 0:
-        secret = new_secret()
-        ours = Store(secret, size)
-        ours.start()
-        door = _Door({"store": ours.address, "secret": secret}, size)
-        store.set(key, json.dumps({"host": host, "socket": door.name}))
-        return Meeting(
-            Place(0, size, 0, size, host=host, store=ours.address, secret=secret), ours, door
-        )
+        told, found = _open(size, host, common_secret)
+        store.set(key, json.dumps(told))
+        return found
     try:
         store.wait([key], timedelta(seconds=timeout_s))
-        found = json.loads(store.get(key))
+        told = json.loads(store.get(key))
     except (RuntimeError, ValueError) as error:
         raise StartTimeoutError(
             f"rank {rank} did not hear of rank 0 through torch.distributed's store within "
             f"{timeout_s:g} s ({error}). KOLOVOD_START_TIMEOUT_S sets the limit"
         ) from None
-    if found["host"] != host:
+    address, secret = told["store"], common_secret
+    if not told["has_secret"] and told["host"] == host:
+        address, secret = _ask(told["door"], rank, time.monotonic() + timeout_s)
+    elif not told["has_secret"] or not secret:
         raise BootstrapError(
-            f"rank 0 is on host {found['host']}, rank {rank} on host {host}: this version forms a "
-            "world on one host"
+            f"rank 0 is on host {told['host']} and has {_text(told['has_secret'])}, rank {rank} on "
+            f"host {host} and has {_text(bool(secret))}: set it to the same random text for all "
+            "ranks, for nobody else can vouch for them across hosts"
         )
-    address, secret = _ask(found["socket"], rank, time.monotonic() + timeout_s)
-    return Meeting(Place(rank, size, rank, size, host=host, store=address, secret=secret))
+    return Rendezvous(Place(rank, size, rank, size, host=host, store=address, secret=secret))
+
+
+def _text(has_secret: bool) -> str:
+    return "a KOLOVOD_SECRET" if has_secret else "no KOLOVOD_SECRET"
+
+
+def _open(size: int, host: str, common_secret: str) -> tuple[dict[str, Any], Rendezvous]:
+    """Rank 0's part: what it tells the others, and its servers."""
+    secret = common_secret or new_secret()
+    # Where the other hosts reach torch's own store they reach ours as well.
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    interface = socket.gethostbyname(master) if common_secret else "127.0.0.1"
+    ours = Store(secret, size, interface)
+    ours.start()
+    place = Place(0, size, 0, size, host=host, store=ours.address, secret=secret)
+    told = {"host": host, "store": ours.address, "has_secret": bool(common_secret), "door": ""}
+    if common_secret:
+        return told, Rendezvous(place, ours)
+    door = _Door({"store": ours.address, "secret": secret}, size)
+    return {**told, "door": door.name}, Rendezvous(place, door, ours)
 
 
 def _ask(name: str, rank: int, deadline: float) -> tuple[str, str]:

@@ -63,16 +63,16 @@ def _form_world(store: Any, rank: int, size: int) -> Leave:
     if worlds.has_place() or size == 1:
         worlds.init()
         return _shutdown_of(worlds.current(), worlds.shutdown)
-    meeting = meet(store, rank, size, load(os.environ).start_timeout_s)
+    found = meet(store, rank, size, load(os.environ).start_timeout_s)
     try:
-        worlds.init_at(meeting.place)
+        worlds.init_at(found.place)
     except BaseException:
-        meeting.close()
+        found.close()
         raise
 
     def shutdown() -> None:
-        worlds.leave(meeting.place)
-        meeting.close()
+        worlds.leave(found.place)
+        found.close()
 
     return _shutdown_of(worlds.current(), shutdown)
 
