@@ -59,6 +59,7 @@ BRIEF = {
     "numpy": Extent(_BRIEF_DTYPES, ((), (0,), (3, 5), (1025,)), _TWO_MODES, ((20_001, 5),)),
     "torch": Extent(("int32", "float32", "bfloat16"), ((3, 5),), _TWO_MODES),
 }
+FULL_NUMPY = {**BRIEF, "numpy": FULL["numpy"]}
 NOTHING_LARGE = {name: extent._replace(large=()) for name, extent in BRIEF.items()}
 SOME = {
     "numpy": Extent(("int16", "float16", "float32"), ((0,), (3, 5)), _TWO_MODES, ((7, 10_001),)),
@@ -318,7 +319,7 @@ WORLDS = {
     for world in (
         World(
             "loopback",
-            {1: FULL, 2: FULL, 3: FULL, 4: NOTHING_LARGE, 8: NOTHING_LARGE},
+            {1: FULL, 2: FULL, 3: FULL_NUMPY, 4: NOTHING_LARGE, 8: NOTHING_LARGE},
             on_threads(),
             at_once=False,
         ),
