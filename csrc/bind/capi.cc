@@ -37,7 +37,7 @@ struct Published {
 std::atomic<Published*> all_published{nullptr};
 thread_local std::string error_message;
 
-static_assert(static_cast<int>(Code::kInternal) == KOLOVOD_INTERNAL);
+static_assert(static_cast<int>(Code::kLate) == KOLOVOD_LATE);
 static_assert(static_cast<int>(DType::kBFloat16) == KOLOVOD_BFLOAT16 &&
               kolovod::kDTypeCount == KOLOVOD_BFLOAT16 + 1);
 static_assert(static_cast<int>(Op::kProduct) == KOLOVOD_PRODUCT && kolovod::kOpCount == KOLOVOD_PRODUCT + 1);

@@ -43,7 +43,8 @@ typedef enum kolovod_code {
   KOLOVOD_SHUT_DOWN = 6,        /* this rank left, or is a fork of one, or was never in a world */
   KOLOVOD_TIMEOUT = 7,          /* still pending; may be waited for again */
   KOLOVOD_INTERRUPTED = 8,      /* a rank gave up; the world is over */
-  KOLOVOD_INTERNAL = 9
+  KOLOVOD_INTERNAL = 9,
+  KOLOVOD_LATE = 10 /* a rank kept the others waiting for too long; the world is over */
 } kolovod_code;
 
 typedef enum kolovod_dtype {
