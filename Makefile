@@ -2,6 +2,7 @@
 # make test      all tests, Python and C++
 # make lint      style, types, warnings as errors
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
+# make versions  the tests of the TensorFlow and JAX front ends with old and new versions, over one wheel (3 GB)
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 12 minutes, on a quiet machine)
 #
 # Needs Python 3.10+, a C++20 compiler and make; everything else goes into .venv in this folder.
@@ -12,6 +13,9 @@ PYTHON ?= python3
 # default package index may serve this with CUDA, gigabytes that nothing here uses: to save them point
 # pip at PyTorch's CPU index first (PIP_INDEX_URL or PIP_EXTRA_INDEX_URL; pip then prefers +cpu).
 TORCH ?= torch==2.13.0
+# What `make versions` tests one build with.
+TENSORFLOWS ?= tensorflow-cpu==2.18.1 tensorflow-cpu==2.21.0
+JAXES ?= jax==0.5.0 jax==0.10.2
 TEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -20,9 +24,9 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_TOOLS := 'scikit-build-core>=0.11' 'nanobind>=2.4' 'cmake>=3.22' ninja
-NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f \( -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt \))
+NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f \( -name '*.cc' -o -name '*.h' -o -name '*.c' -o -name CMakeLists.txt \))
 PACKAGE := $(NATIVE) README.md LICENSE $(shell find src -type f \( -name '*.py' -o -name '*.pyi' -o -name py.typed \))
-CXX_FILES := $(shell find csrc bench -name '*.cc' -o -name '*.h')
+CXX_FILES := $(shell find csrc bench -name '*.cc' -o -name '*.h' -o -name '*.c')
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # A shell that sits in another virtual environment must not leak into this one.
@@ -30,7 +34,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address bench clean
+.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address versions bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -113,6 +117,21 @@ sanitize-address: $(STAMPS)/tools
 	@mkdir -p build
 	$(call native,asan,-DKOLOVOD_SANITIZE=address$(comma)undefined)
 	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan)
+
+# $(call with-version,REQUIREMENT,TESTS): a virtual environment with the wheel and one framework.
+define with-version
+	test -d build/versions/$(1) || $(PYTHON) -m venv build/versions/$(1)
+	build/versions/$(1)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps build/wheel/kolovod-*.whl
+	build/versions/$(1)/bin/python -m pip --disable-pip-version-check install --quiet build/wheel/kolovod-*.whl '$(1)' pytest pytest-timeout psutil
+	build/versions/$(1)/bin/python -m pytest $(2) $(TEST_ARGS)
+
+endef
+
+versions: $(STAMPS)/tools
+	rm -rf build/wheel
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(foreach version,$(TENSORFLOWS),$(call with-version,$(version),tests/tensorflow))
+	$(foreach version,$(JAXES),$(call with-version,$(version),tests/jax))
 
 # --quick in BENCH_ARGS: three minutes, into files of their own, the README stays as it is.
 bench: $(STAMPS)/package $(STAMPS)/examples

@@ -79,50 +79,7 @@ class TorchTensors:
         return str(tensor.dtype).removeprefix("torch.")
 
 
-class TensorflowTensors:
-    """The same for TensorFlow's eager tensors, which are always dense."""
-
-    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
-        """A tensor of ``values``."""
-        import tensorflow as tf
-
-        return tf.cast(tf.constant(np.array(values, np.float64)), dtype)
-
-    def read(self, tensor: Any) -> np.ndarray:
-        """Its values, in float64 where NumPy lacks the dtype."""
-        array = tensor.numpy()
-        return array.astype(np.float64) if tensor.dtype.name == "bfloat16" else array
-
-    def name(self, tensor: Any) -> str:
-        """Its dtype."""
-        return tensor.dtype.name
-
-
-class JaxTensors:
-    """The same for JAX's arrays, which are always dense."""
-
-    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
-        """An array of ``values``."""
-        import jax
-
-        return jax.device_put(values.astype(jax.numpy.dtype(dtype)))
-
-    def read(self, tensor: Any) -> np.ndarray:
-        """Its values, in float64 where NumPy lacks the dtype."""
-        array = np.asarray(tensor)
-        return array.astype(np.float64) if array.dtype.name == "bfloat16" else array
-
-    def name(self, tensor: Any) -> str:
-        """Its dtype."""
-        return tensor.dtype.name
-
-
-TENSORS = {
-    "numpy": NumpyTensors(),
-    "torch": TorchTensors(),
-    "tensorflow": TensorflowTensors(),
-    "jax": JaxTensors(),
-}
+TENSORS: dict[str, Any] = {"numpy": NumpyTensors(), "torch": TorchTensors()}
 
 
 class Case(NamedTuple):

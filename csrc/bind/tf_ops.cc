@@ -121,6 +121,7 @@ int ToTensorFlow(int code) {
     case KOLOVOD_RANK_LEFT:
     case KOLOVOD_SHUT_DOWN:
     case KOLOVOD_INTERRUPTED:
+    case KOLOVOD_LATE:
       return 10;  // ABORTED; TensorFlow takes UNAVAILABLE for a matter of its own network
     default:
       return kTfInternal;
@@ -165,9 +166,9 @@ struct Kernel {
   int32_t process_set = 0;
 };
 
-// What a TF_AsyncOpKernelDoneCallback is, and was in every TensorFlow that has them (2.11 to 2.21): a local
-// variable of TensorFlow's, gone when Compute returns. To keep it, it is moved from; that is the one place
-// that leans on more than the C API, namely on libstdc++'s layout of this type (docs/decisions/0010).
+// What a TF_AsyncOpKernelDoneCallback is: a variable on TensorFlow's stack, gone when Compute returns. To keep it,
+// it is moved from. That is the one place that leans on more than the C API, namely on TensorFlow's type for it and
+// on libstdc++'s layout of that (docs/decisions/0010).
 using Done = std::function<void()>;
 
 // One execution of the op, from Compute to the engine's callback.

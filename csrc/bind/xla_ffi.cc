@@ -158,6 +158,7 @@ int ToXla(int code) {
     case KOLOVOD_RANK_LEFT:
     case KOLOVOD_SHUT_DOWN:
     case KOLOVOD_INTERRUPTED:
+    case KOLOVOD_LATE:
       return 10;  // ABORTED
     default:
       return 13;  // INTERNAL
