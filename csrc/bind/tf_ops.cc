@@ -166,9 +166,9 @@ struct Kernel {
   int32_t process_set = 0;
 };
 
-// What a TF_AsyncOpKernelDoneCallback is: a variable on TensorFlow's stack, gone when Compute returns. To keep it,
-// it is moved from. That is the one place that leans on more than the C API, namely on TensorFlow's type for it and
-// on libstdc++'s layout of that (docs/decisions/0010).
+// What a TF_AsyncOpKernelDoneCallback is: a variable on TensorFlow's stack, gone when Compute returns. To
+// keep it, it is moved from. That is the one place that leans on more than the C API, namely on TensorFlow's
+// type for it and on libstdc++'s layout of that (docs/decisions/0010).
 using Done = std::function<void()>;
 
 // One execution of the op, from Compute to the engine's callback.

@@ -44,7 +44,7 @@ typedef enum kolovod_code {
   KOLOVOD_TIMEOUT = 7,          /* still pending; may be waited for again */
   KOLOVOD_INTERRUPTED = 8,      /* a rank gave up; the world is over */
   KOLOVOD_INTERNAL = 9,
-  KOLOVOD_LATE = 10             /* a rank was late for longer than the user allows; the world is over */
+  KOLOVOD_LATE = 10 /* a rank was late for longer than the user allows; the world is over */
 } kolovod_code;
 
 typedef enum kolovod_dtype {
