@@ -90,6 +90,7 @@ native = @$(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR
 	$(BIN)/cmake --build build/$(1) -- --quiet
 ctest = $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 300
 
+# In the folder that lint has filled, if it ran before: then nothing is compiled twice.
 test-native: $(STAMPS)/tools
 	@mkdir -p build
 	$(call native,native-tests,)
@@ -100,11 +101,11 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
-	$(BIN)/cmake -S . -B build/werror -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	$(BIN)/cmake -S . -B build/native-tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	    -DKOLOVOD_WERROR=ON -DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=ON \
 	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	    -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" >/dev/null
-	$(BIN)/cmake --build build/werror -- --quiet
+	$(BIN)/cmake --build build/native-tests -- --quiet
 
 sanitize: sanitize-thread sanitize-address
 
