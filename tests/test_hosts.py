@@ -110,6 +110,30 @@ def test_the_config_of_rank_0_is_everybodys():
     assert [value for _, value in results] == [1, 1]
 
 
+def sent_by_ring(rank, count):
+    kolovod.init()
+    engine = kolovod.world.current().engine
+    kolovod.barrier()
+    before = engine.sent_bytes()
+    total = kolovod.allreduce(np.full(count, rank, np.float32), "t", op=Sum)
+    assert np.all(total == sum(range(kolovod.size())))
+    return [after - b for after, b in zip(engine.sent_bytes(), before, strict=True)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_ring_sends_to_one_neighbour_what_a_ring_must(size):
+    """2 (N - 1) / N of the bytes, all of them to the right; from the left comes as much."""
+    count = 120_000
+    hosts = [f"host{rank}" for rank in range(size)]
+    results = run_ranks(
+        size, sent_by_ring, count, hosts=hosts, env={"KOLOVOD_TCP_ALGORITHM": "ring"}
+    )
+    for rank, sent in enumerate(results):
+        expected = [0] * size
+        expected[(rank + 1) % size] = 2 * (size - 1) * 4 * count // size
+        assert sent == expected
+
+
 def sets_between_hosts(rank):
     kolovod.init()
     first = kolovod.add_process_set([0, 1, 2])

@@ -249,6 +249,11 @@ class PyEngine {
     engine_->Forget();
   }
 
+  std::vector<uint64_t> SentBytes() {
+    Check();
+    return engine_->SentBytes();
+  }
+
   std::map<std::string, uint64_t> Stats() {
     Check();
     const EngineStats stats = engine_->Stats();
@@ -463,6 +468,7 @@ NB_MODULE(_native, m) {
       .def("abort", &PyEngine::Abort, "message"_a)
       .def("shutdown", &PyEngine::Shutdown)
       .def("forget", &PyEngine::Forget)
+      .def("sent_bytes", &PyEngine::SentBytes)
       .def("stats", &PyEngine::Stats)
       .def("last_operations", &PyEngine::LastOperations)
       .def("last_late_report", &PyEngine::LastLateReport)

@@ -138,8 +138,10 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds) {
       return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
     };
     KV_RETURN_IF_ERROR(Mesh::Create(rank_, std::move(peers), std::move(options), &mesh_));
-    backend_ =
-        std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, TcpOptions{});
+    TcpOptions tcp;
+    tcp.algorithm =
+        static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
+    backend_ = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
     waiter_->set_background([this] { return mesh_->Background(); });
   }
   if (use_external_) {
@@ -503,6 +505,12 @@ void Engine::Forget() {
   if (uplink_ != nullptr) uplink_->Forget();
   if (mesh_ != nullptr) mesh_->Close();
   segment_->Forget();
+}
+
+std::vector<uint64_t> Engine::SentBytes() const {
+  std::vector<uint64_t> bytes(static_cast<size_t>(size_));
+  for (int r = 0; r < size_ && mesh_ != nullptr; ++r) bytes[static_cast<size_t>(r)] = mesh_->sent_bytes(r);
+  return bytes;
 }
 
 EngineStats Engine::Stats() {

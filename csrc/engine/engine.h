@@ -104,6 +104,8 @@ class Engine {
   // In a forked child: this object is inert from now on and its destructor does nothing.
   void Forget();
   EngineStats Stats();
+  // By rank: bytes of data, without headers, that this rank has sent over the connection to it.
+  std::vector<uint64_t> SentBytes() const;
   // What this rank has submitted last and all that is pending here, by order of submission.
   std::vector<OperationRecord> LastOperations() {
     return ReadRecords(segment_->records(topology_.local_rank));

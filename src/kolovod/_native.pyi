@@ -133,6 +133,9 @@ class Engine:
     def forget(self) -> None:
         """In a forked child: what is the parent's (thread, segment) is never touched again."""
 
+    def sent_bytes(self) -> list[int]:
+        """By rank: bytes of data, without headers, sent over the connection to it."""
+
     def stats(self) -> dict[str, int]: ...
     def c_handle(self) -> int:
         """The address that C programs know as ``kolovod_engine*`` (csrc/include/kolovod.h)."""

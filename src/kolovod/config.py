@@ -25,6 +25,8 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 Value = int | float | bool | str
+TCP_ALGORITHMS = ("auto", "direct", "tree", "pairwise", "ring", "chain")
+"""By the number that the engine knows each by (csrc/collectives/select.h)."""
 
 
 def parse_bool(text: str, what: str) -> bool:
@@ -222,11 +224,20 @@ class Settings:
         maximum=1 << 16,
     )
 
+    tcp_algorithm: str = _knob(
+        "auto",
+        "How an operation goes between hosts: direct, tree, pairwise, ring or chain; auto: chosen "
+        "by what it costs. An operation that the algorithm cannot do is done as by auto.",
+        choices=TCP_ALGORITHMS,
+        engine=False,
+    )
+
     def engine_config(self) -> dict[str, int]:
         """Every field of the native engine's configuration."""
         config = {knob.name: int(getattr(self, knob.name)) for knob in KNOBS if knob.engine}
         config["start_timeout_ms"] = max(1, round(self.start_timeout_s * 1000))
         config["late_report_ms"] = math.ceil(self.late_report_s * 1000)
+        config["tcp_algorithm"] = TCP_ALGORITHMS.index(self.tcp_algorithm)
         config["late_failure_ms"] = math.ceil(self.late_failure_s * 1000)
         return config
 
