@@ -156,8 +156,7 @@ Status Engine::ExecuteBucket(bool* progressed) {
   *progressed = true;
   ready_bytes_.store(0, std::memory_order_relaxed);
   if (mesh_ != nullptr) mesh_->BeginOperation(static_cast<uint32_t>(bucket_));
-  const int64_t now_ns = NowNs();
-  for (const OperationPtr& op : ops) records_->Started(op->record, bucket_, now_ns);
+  KeepStart(ops);
   const Status status = Execute(ops);
   if (!status.ok()) {
     {
@@ -298,14 +297,13 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
   {
     std::lock_guard lock(mutex_);
     bool data = false;
-    const int64_t now_ns = NowNs();
+    KeepEnd(ops);
     for (const OperationPtr& op : ops) {
       if (op->request.verb == Verb::kJoin) {
         joined_ = false;
         next_unnamed_.store(1);  // nothing is pending anywhere, and the ranks have numbered unequally many
       }
       control_->Erase(op->request.name);
-      records_->Ended(op->record, op->status.ok(), now_ns);
       if (op->status.ok()) {
         ++stats_.operations;
         stats_.bytes += op->bytes;
@@ -396,7 +394,7 @@ void Engine::FailLocked(const OperationPtr& op, const Status& status) {
                                          op->request.name + "'");
   if (status.code() == Code::kShutDown) abandoned_.push_back(op->request.name);
   control_->Erase(op->request.name);
-  records_->Ended(op->record, /*ok=*/false, NowNs());
+  KeepEnd({op});
   FinishLocked(op);
 }
 

@@ -157,6 +157,10 @@ class Engine {
   Status BrokenStatus();
   // Under mutex_. Opens the record of what has just been submitted.
   void KeepRecord(Operation& op, int64_t submitted_ns);
+  // Lease.
+  void KeepStart(const std::vector<OperationPtr>& ops);
+  // Under mutex_, of those whose status is final.
+  void KeepEnd(const std::vector<OperationPtr>& ops);
   // Under mutex_. The world is over: writes the last operations down, once, and says where.
   Status WithLastOperations(const Status& status);
   // Of a rank of this host. The path, or empty if it could not be written.

@@ -13,6 +13,12 @@ namespace {
 
 constexpr size_t kLastOperations = 256;
 
+size_t BytesOf(const std::vector<OperationPtr>& ops) {
+  size_t bytes = 0;
+  for (const OperationPtr& op : ops) bytes += op->bytes;
+  return bytes;
+}
+
 int64_t WallNs() {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
@@ -41,6 +47,16 @@ void Engine::KeepRecord(Operation& op, int64_t submitted_ns) {
   const std::vector<TensorMeta>& tensors = op.request.tensors;
   const DType dtype = tensors.empty() ? DType::kUInt8 : tensors.front().dtype;
   op.record = records_->Open(op.request.name, op.request.verb, dtype, tensors.size(), op.bytes, submitted_ns);
+}
+
+void Engine::KeepStart(const std::vector<OperationPtr>& ops) {
+  const int64_t now_ns = RecordNs(BytesOf(ops));
+  for (const OperationPtr& op : ops) records_->Started(op->record, bucket_, now_ns);
+}
+
+void Engine::KeepEnd(const std::vector<OperationPtr>& ops) {
+  const int64_t now_ns = RecordNs(BytesOf(ops));
+  for (const OperationPtr& op : ops) records_->Ended(op->record, op->status.ok(), now_ns);
 }
 
 Status Engine::WithLastOperations(const Status& status) {

@@ -143,7 +143,8 @@ void RecordRing::Started(uint32_t slot, uint64_t bucket, int64_t now_ns) {
 void RecordRing::Ended(uint32_t slot, bool ok, int64_t now_ns) {
   if (slot == kUnrecorded) unrecorded_->fetch_sub(1, kRelaxed);
   if (slot >= kRecordSlots) return;
-  slots_[slot].ended_ns.store(now_ns, kRelease);
+  // Two clocks may have been read (RecordNs).
+  slots_[slot].ended_ns.store(std::max(now_ns, slots_[slot].started_ns.load(kRelaxed)), kRelease);
   slots_[slot].state.store(static_cast<uint32_t>(ok ? RecordState::kDone : RecordState::kFailed), kRelease);
 }
 
