@@ -1,4 +1,5 @@
 // Operations that nobody waits for: the engine thread drives them, and their callback comes exactly once.
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 
@@ -185,6 +186,7 @@ TEST(a_killed_rank_and_a_leaver_reach_the_callbacks) {
 // Whichever thread fails the pending operation, the other rank learns of it.
 TEST(shutting_down_fails_the_callback_here_and_tells_the_others) {
   for (int round = 0; round < 20; ++round) {
+    std::atomic<int> met{0};
     RunRanks(
         2,
         [&](Rank& rank) {
@@ -192,6 +194,8 @@ TEST(shutting_down_fails_the_callback_here_and_tells_the_others) {
           std::vector<float> data(30000, 1.0f);
           std::vector<float> meet(1);
           CHECK_OK(rank.Allreduce("meet", meet));
+          ++met;
+          while (met.load() < 2) std::this_thread::yield();
           if (rank.rank() == 1) {
             CHECK_OK(Submit(rank, "abandoned", data, record.Callback()));
             std::this_thread::sleep_for(std::chrono::microseconds(50 * round));
