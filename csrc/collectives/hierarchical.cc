@@ -156,12 +156,19 @@ Status HierarchicalBackend::Allreduce(const FusedRange& range) {
   const auto block_at = [&](size_t i) {
     return Slice{i * block_bytes, std::min((i + 1) * block_bytes, view.total())};
   };
-  if (blocks == 1) {
-    Block only(*this, range, view, block_at(0), lanes);
-    KV_RETURN_IF_ERROR(only.ReduceInside(scratch_.data()));
-    KV_RETURN_IF_ERROR(only.Exchange());
-    return only.GatherInside();
+  // Only pairwise can be done in parts.
+  const bool overlaps =
+      blocks > 1 && (options_.algorithm == Algorithm::kAuto || options_.algorithm == Algorithm::kPairwise);
+  if (!overlaps) {
+    for (size_t i = 0; i < blocks; ++i) {
+      Block block(*this, range, view, block_at(i), lanes);
+      KV_RETURN_IF_ERROR(block.ReduceInside(scratch_.data()));
+      KV_RETURN_IF_ERROR(block.Exchange());
+      KV_RETURN_IF_ERROR(block.GatherInside());
+    }
+    return Status();
   }
+  if (lane_ != nullptr) lane_->Count(Algorithm::kPairwise);
   std::array<std::unique_ptr<Block>, kInFlight> in_flight;
   for (size_t step = 0; step < blocks + 2; ++step) {
     if (step < blocks) {

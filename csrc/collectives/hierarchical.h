@@ -39,6 +39,10 @@ class HierarchicalBackend : public Backend {
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
   const Hosts& hosts() const { return hosts_; }
+  // How often an algorithm ran between hosts; may be read by any thread.
+  uint64_t runs(Algorithm algorithm) const {
+    return flat_.runs(algorithm) + (lane_ == nullptr ? 0 : lane_->runs(algorithm));
+  }
   // Among this rank's lane, respectively among all ranks: what goes between hosts without shared memory.
   const TcpBackend* lane() const { return lane_.get(); }
   const TcpBackend& flat() const { return flat_; }

@@ -184,6 +184,28 @@ TEST(sixteen_bits_have_the_same_bits_in_any_bucket) {
   });
 }
 
+TEST(a_named_algorithm_is_used_between_the_hosts) {
+  for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kTree, Algorithm::kPairwise}) {
+    TcpOptions options = SmallOptions();
+    options.algorithm = algorithm;
+    RunHosts({0, 0, 1, 1, 2, 2}, options, [&](HierarchicalBackend& backend, Mesh& mesh) {
+      std::vector<float> data(10'000);
+      for (size_t i = 0; i < data.size(); ++i)
+        data[i] = static_cast<float>(i % 7) + static_cast<float>(mesh.rank());
+      const std::string name = "t";
+      const FusedRange range{
+          DType::kFloat32, Op::kSum, 1.0, 1.0, {Piece{data.data(), data.data(), data.size()}}, &name};
+      CHECK_OK(backend.Allreduce(range));
+      for (size_t i = 0; i < data.size(); ++i) CHECK(data[i] == 6 * static_cast<float>(i % 7) + 15);
+      CHECK(backend.runs(algorithm) > 0);
+      const int place = backend.hosts().local[static_cast<size_t>(mesh.rank())];
+      for (int peer = 0; peer < mesh.size(); ++peer) {  // nobody talks to another lane
+        CHECK(mesh.sent_bytes(peer) == 0 || peer % 2 == place);
+      }
+    });
+  }
+}
+
 // The ranks of the dead rank's host wait in shared memory until whoever noticed has revoked the world, as the
 // engine does.
 TEST(a_lost_host_fails_the_others) {

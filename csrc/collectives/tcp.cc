@@ -17,7 +17,7 @@ TcpBackend::TcpBackend(Mesh& mesh, std::vector<int> members, int index, const Tc
 
 Algorithm TcpBackend::Choose(const SelectQuestion& question) {
   choice_ = Select(question, options_.algorithm, options_.cost);
-  runs_[static_cast<size_t>(choice_.algorithm)].fetch_add(1, std::memory_order_relaxed);
+  Count(choice_.algorithm);
   return choice_.algorithm;
 }
 

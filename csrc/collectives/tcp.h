@@ -36,6 +36,11 @@ class TcpBackend : public Backend {
   Status Reduce(PackedRange& range, const Combine& combine);
   Group& group() { return group_; }
 
+  // Somebody else ran an algorithm over group().
+  void Count(Algorithm algorithm) {
+    runs_[static_cast<size_t>(algorithm)].fetch_add(1, std::memory_order_relaxed);
+  }
+
   // How often an algorithm ran; may be read by any thread.
   uint64_t runs(Algorithm algorithm) const { return runs_[static_cast<size_t>(algorithm)].load(); }
   // The last operation's.
