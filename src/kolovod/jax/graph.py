@@ -14,18 +14,18 @@ import jax
 import numpy as np
 
 from kolovod import _native
-from kolovod.errors import InternalError, InvalidArgumentError
+from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Op
 
 _TARGET = "kolovod_allreduce"
 
 
 def register() -> None:
-    """Make the custom call known to XLA. Raises InternalError when it cannot be."""
+    """Make the custom call known to XLA. Raises ImportError when it cannot be."""
     major, minor = _ffi_version()
     handler = _native.xla_allreduce_handler(major, minor)
     if not handler:
-        raise InternalError(
+        raise ImportError(
             f"kolovod.jax with jax {jax.__version__}: its foreign function interface has version "
             f"{major}.{minor}, which this version of Kolovod does not know; look for a newer one"
         )

@@ -36,7 +36,7 @@ class TensorflowFrontend:
             raise InvalidArgumentError(
                 f"{owner.dtype.name} is not supported; tf.cast to one of {known}"
             )
-        if not owner.device.endswith("CPU:0"):
+        if ":CPU:" not in owner.device:
             raise InvalidArgumentError(
                 f"the tensor of shape {tuple(owner.shape)} is on {owner.device}, but this engine "
                 "works in host memory: copy it there with tf.device('CPU:0')"

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from kolovod import _native
-from kolovod.errors import InternalError, InvalidArgumentError
+from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Op
 
 OP_TYPE = "KolovodAllreduce"
@@ -22,10 +22,10 @@ _TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are
 
 
 def register() -> None:
-    """Make the op known to TensorFlow. Raises InternalError when it cannot be."""
+    """Make the op known to TensorFlow. Raises ImportError when it cannot be."""
     error = _native.register_tensorflow_ops()
     if error:
-        raise InternalError(f"kolovod.tensorflow with TensorFlow {tf.__version__}: {error}")
+        raise ImportError(f"kolovod.tensorflow with TensorFlow {tf.__version__}: {error}")
 
 
 def allreduce(
