@@ -1,9 +1,9 @@
 /* The engine for callers that are not Python: ops inside a TensorFlow graph, XLA custom calls, plain C.
  *
- * The functions are exported by the extension module `kolovod._native`, beside which this file is installed as
- * include/kolovod.h: open the module that Python has loaded (its `__file__`) and look them up. The world is
- * formed by Python (`kolovod.init()`), and kolovod_current(0) finds it. A request says what every rank submits
- * alike; ranks' requests belong together by name, or, unnamed, by order of submission.
+ * The functions are exported by the extension module `kolovod._native`, beside which this file is installed
+ * as include/kolovod.h: open the module that Python has loaded (its `__file__`) and look them up. The world
+ * is formed by Python (`kolovod.init()`), and kolovod_current(0) finds it. A request says what every rank
+ * submits alike; ranks' requests belong together by name, or, unnamed, by order of submission.
  *
  * Threads: every function may be called by any thread, without Python's global lock.
  *
