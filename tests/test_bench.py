@@ -182,5 +182,11 @@ def test_training_runs_and_equals_ddp(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "training.json").read_text())
-    assert set(result["models"]["mlp"]["ms"]) == {"single", "alone", "ddp", "kolovod"}
+    assert set(result["models"]["mlp"]["ms"]) == {
+        "single",
+        "alone",
+        "ddp",
+        "ddp-kolovod",
+        "kolovod",
+    }
     assert result["digests"]["mlp/kolovod"] == result["digests"]["mlp/ddp"]

@@ -200,9 +200,12 @@ std::string Names(const std::vector<LateOperation>& operations, size_t max_names
 }
 
 std::string Ranks(const std::vector<int>& ranks, const std::vector<int>& numbers) {
+  std::vector<int> called;  // a view's own order begins with the ranks of its host
+  for (int rank : ranks) called.push_back(numbers[static_cast<size_t>(rank)]);
+  std::sort(called.begin(), called.end());
   std::string text;
-  for (size_t i = 0; i < std::min(ranks.size(), kMaxRanks); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(numbers[static_cast<size_t>(ranks[i])]);
+  for (size_t i = 0; i < std::min(called.size(), kMaxRanks); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(called[i]);
   }
   if (ranks.size() > kMaxRanks) text += " and " + std::to_string(ranks.size() - kMaxRanks) + " more";
   return (ranks.size() == 1 ? "rank " + text + " waits" : "ranks " + text + " wait");
