@@ -196,15 +196,16 @@ def check_errors(tf, kv, rank):
     assert "rank 0 has (3,), rank 1 has (4,)" in str(caught.value)
     assert total(tf.ones([3])).numpy().tolist() == [2, 2, 2]
 
-    @tf.function
-    def same_name(x):
-        return kv.allreduce(x, "one name"), kv.allreduce(x + 1, "one name")
-
-    if rank == 0:  # alone, so that neither is complete before the other comes
+    named = tf.function(lambda x: kv.allreduce(x, "one name", Sum))
+    if rank == 0:
+        pending = kv.allreduce_async(tf.ones([3]), "one name", op=Sum)
         with pytest.raises(tf.errors.AlreadyExistsError, match="'one name' is already pending"):
-            same_name(tf.ones([3]))
+            named(tf.ones([3]))
+        total(tf.ones([3]))  # only now may rank 1 complete it
+        assert pending.wait().numpy().tolist() == [2, 2, 2]
     else:
-        kv.allreduce(tf.ones([3]), "one name")
+        total(tf.ones([3]))
+        assert named(tf.ones([3])).numpy().tolist() == [2, 2, 2]
 
 
 def test_in_graphs_and_outside():
