@@ -41,7 +41,7 @@ try:
     raise SystemExit("a mismatch went unnoticed")
 except MismatchError:
     pass
-print(f"done {kolovod.rank()}", flush=True)
+print(f"done {kolovod.rank()}\\n", end="", flush=True)
 """
 
 

@@ -328,21 +328,31 @@ def test_a_host_whose_leader_is_stopped(
 ) -> None:
     post = Signpost(tmp_path)
 
+    def wait_until(*names: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all((tmp_path / name).exists() for name in names):
+            assert time.monotonic() < deadline, names
+            time.sleep(0.01)
+
+    def let_go_on(fd: int, pid: int) -> None:
+        sleep_in_python(fd)
+        (tmp_path / "go on").touch()
+        os.kill(pid, signal.SIGCONT)
+
     def work(rank: int) -> float:
         kv.init()
         pids = kv.allgather_object(os.getpid())
+        (tmp_path / f"through {rank}").touch()
         if rank == stopped:
-            time.sleep(0.2)
-        elif rank == 1:
-            os.kill(pids[stopped], signal.SIGSTOP)
-        if rank != stopped:
+            wait_until("go on")
+        else:
+            if rank == 1:
+                wait_until("through 0", "through 1", "through 2")
+                os.kill(pids[stopped], signal.SIGSTOP)
+                threading.Thread(
+                    target=let_go_on, args=(post.open(), pids[stopped]), daemon=True
+                ).start()
             post.when_reported()
-        if rank == 1:
-            fd = post.open()
-            threading.Thread(
-                target=lambda: (sleep_in_python(fd), os.kill(pids[stopped], signal.SIGCONT)),
-                daemon=True,
-            ).start()
         return float(kv.allreduce(ones(), name="t", op=kv.Sum)[0])
 
     hosts = ["a", "b", "c"]
