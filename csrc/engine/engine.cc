@@ -1,30 +1,20 @@
 #include "engine/engine.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 
-#include "collectives/hierarchical.h"
 #include "engine/validate.h"
 
 namespace kolovod {
 
 namespace {
 
-constexpr uint32_t kFarLineNs = 200;  // one way; 60 to 160 between cores that share a cache, 250 else
-constexpr size_t kOverlapBytes = 1 << 20;
 constexpr const char* kUnnamed = "unnamed.";
 constexpr const char* kJoin = "unnamed.join";  // one name: ranks that join have submitted unequally much
 constexpr int kFarewellMs = 500;               // for the last words to other hosts
 constexpr int64_t kIdlePeriodNs = 100'000'000;
-
-int64_t UsableCores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
 
 Status NotComplete(const Operation& op, double after_s) {
   return Status(Code::kTimeout, std::string(NameOf(op.request.verb)) + " '" + op.request.name +
@@ -32,181 +22,7 @@ Status NotComplete(const Operation& op, double after_s) {
                                     " s; it is still pending and may be waited for again");
 }
 
-std::vector<int> RanksOf(std::vector<int> ranks, int size) {
-  if (!ranks.empty()) return ranks;
-  for (int r = 0; r < size; ++r) ranks.push_back(r);
-  return ranks;
-}
 }  // namespace
-
-Engine::Engine(EngineOptions options)
-    : rank_(options.rank),
-      size_(options.size),
-      topology_(options.rank,
-                options.hosts.empty() ? std::vector<int>(static_cast<size_t>(options.size)) : options.hosts),
-      ranks_(RanksOf(std::move(options.ranks), options.size)),
-      epoch_(options.epoch),
-      config_(options.config),
-      segment_(std::move(options.segment)),
-      liveness_(std::move(options.liveness)),
-      faults_(std::move(options.faults)),
-      use_external_(options.external),
-      last_operations_prefix_(std::move(options.last_operations_prefix)),
-      stacks_(std::move(options.stacks)) {
-  mesh_fds_ = std::move(options.mesh_fds);
-  told_left_.resize(static_cast<size_t>(topology_.local_size()));
-  if (topology_.hosts() == 1 || !topology_.leads()) return;
-  std::vector<UplinkPeer> peers;
-  for (size_t host = 0; host < topology_.leaders.size(); ++host) {
-    peers.push_back({options.uplink_fds[host], liveness_->Describe(topology_.leaders[host])});
-  }
-  uplink_ = std::make_unique<Uplink>(std::move(peers), epoch_);
-}
-
-Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out,
-                      const std::function<bool()>& interrupted) {
-  const int on_host = options.segment->layout().size;
-  if (on_host < 1 || on_host > kMaxSources || options.rank < 0 || options.rank >= options.size) {
-    return Status(Code::kInvalidArgument, "rank " + std::to_string(options.rank) + " of size " +
-                                              std::to_string(options.size) + ", " + std::to_string(on_host) +
-                                              " of them on this host: need 0 <= rank < size, and at most " +
-                                              std::to_string(kMaxSources) + " on one host");
-  }
-  std::unique_ptr<Engine> engine(new Engine(std::move(options)));
-  KV_RETURN_IF_ERROR(engine->Attach(interrupted));
-  engine->thread_ = std::thread([e = engine.get()] { e->EngineThread(); });
-  *out = std::move(engine);
-  return Status();
-}
-
-Status Engine::Attach(const std::function<bool()>& interrupted) {
-  SegmentHeader& header = segment_->header();
-  if (topology_.leads()) {
-    if (config_.cores <= 0) config_.cores = UsableCores();
-    segment_->WriteHeader(epoch_, config_);
-  }
-  const int64_t deadline_ns = NowNs() + config_.start_timeout_ms * 1'000'000;
-  bool attached = false;
-  waiter_ =
-      std::make_unique<Waiter>(*segment_, topology_, *liveness_, stop_,
-                               faults_ == nullptr ? nullptr : &faults_->killed[static_cast<size_t>(rank_)]);
-  waiter_->Configure(WaitBudget{}, interrupted);
-  while (true) {
-    if (!attached && header.magic.load(std::memory_order_seq_cst) == kSegmentMagic) {
-      KV_RETURN_IF_ERROR(segment_->CheckHeader(epoch_, &config_));
-      self().attached.store(1, std::memory_order_seq_cst);
-      header.attached.fetch_add(1, std::memory_order_seq_cst);
-      attached = true;
-    }
-    if (attached && header.attached.load() == static_cast<uint32_t>(topology_.local_size())) break;
-    if (segment_->revoked() || waiter_->CheckPeers()) return segment_->RevokedStatus();
-    KV_RETURN_IF_ERROR(waiter_->Periodic(/*in_bucket=*/false));
-    if (NowNs() > deadline_ns) {
-      return Status(Code::kTimeout, MissingRanks() + " did not attach the shared segment within " +
-                                        std::to_string(config_.start_timeout_ms) + " ms");
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  // With a core for every engine thread beside every computing one, communication overlaps the backward
-  // pass. Without, it would take the core that computes, and pay for the switching: then it waits until
-  // somebody waits (docs/decisions/0003).
-  kick_bytes_ = config_.kick_bytes > 0                        ? static_cast<size_t>(config_.kick_bytes)
-                : config_.cores >= 2 * topology_.local_size() ? kOverlapBytes
-                                                              : SIZE_MAX;
-  records_ = std::make_unique<RecordRing>(segment_->records(topology_.local_rank), &self().unrecorded);
-  MakeLateWatch();
-  control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),
-                                       uplink_.get());
-  ProbeLatency();
-  KV_RETURN_IF_ERROR(MakeBackend(std::move(mesh_fds_)));
-  if (uplink_ != nullptr) StartUplink();
-  return Status();
-}
-
-Status Engine::MakeBackend(std::vector<int> mesh_fds) {
-  const std::atomic<int>* delay_us =
-      faults_ == nullptr ? nullptr : &faults_->delay_us[static_cast<size_t>(rank_)];
-  backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, delay_us,
-                                          stats_.line_latency_ns > kFarLineNs);
-  if (topology_.hosts() > 1) {
-    std::vector<MeshPeer> peers;
-    for (int r = 0; r < size_; ++r)
-      peers.push_back({mesh_fds[static_cast<size_t>(r)], liveness_->Describe(r)});
-    MeshOptions options;
-    options.epoch = epoch_;
-    options.check = [this] {
-      return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
-    };
-    KV_RETURN_IF_ERROR(Mesh::Create(rank_, std::move(peers), std::move(options), &mesh_));
-    TcpOptions tcp;
-    tcp.algorithm =
-        static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
-    backend_ = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
-    waiter_->set_background([this] { return mesh_->Background(); });
-  }
-  if (use_external_) {
-    auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);
-    external_ = external.get();
-    backend_ = std::move(external);
-  }
-  return Status();
-}
-
-void Engine::StartUplink() {
-  Uplink::Events events;
-  control_->set_on_late([this](const Note& note) { late_->Hear(note); });
-  events.urgent = [this](const Uplink::Frame& frame) { return control_->Urgent(frame); };
-  events.arrived = [this] {
-    segment_->RingDriver(topology_.local_rank);
-    if (self().driving.load(std::memory_order_seq_cst) == 0) segment_->RingIdle(topology_.local_rank);
-  };
-  events.lost = [this](int host, const std::string& reason) {
-    control_->Lost(host, reason, liveness_->Describe(topology_.leaders[static_cast<size_t>(host)]));
-  };
-  uplink_->Start(std::move(events));
-}
-
-std::string Engine::MissingRanks() {
-  std::string missing;
-  for (int r = 0; r < topology_.local_size(); ++r) {
-    if (segment_->rank(r).attached.load() != 0) continue;
-    if (!missing.empty()) missing += ", ";
-    missing += liveness_->Describe(topology_.local_ranks[static_cast<size_t>(r)]);
-  }
-  return missing.empty() ? "no rank" : missing;
-}
-
-// Ranks 0 and 1 pass a cache line to and fro: do their cores share a cache? Rank 0 publishes the best of
-// several rounds; nobody waits longer than a few milliseconds for it.
-void Engine::ProbeLatency() {
-  SegmentHeader& header = segment_->header();
-  const int local = topology_.local_rank;
-  if (topology_.local_size() < 2 || config_.cores < topology_.local_size()) return;
-  constexpr int kRounds = 400;
-  const int64_t deadline_ns = NowNs() + 3'000'000;
-  if (local <= 1) {
-    std::atomic<uint32_t>& mine = self().ping;
-    std::atomic<uint32_t>& other = segment_->rank(1 - local).ping;
-    int64_t best_ns = 0;
-    int64_t last_ns = NowNs();
-    for (uint32_t i = 1; i <= kRounds; ++i) {
-      if (local == 0) mine.store(i, std::memory_order_seq_cst);
-      while (other.load(std::memory_order_acquire) < i && NowNs() < deadline_ns) CpuRelax();
-      if (other.load(std::memory_order_acquire) < i) break;
-      if (local == 1) mine.store(i, std::memory_order_seq_cst);
-      if (i % 50 == 0) {
-        const int64_t now_ns = NowNs();
-        const int64_t one_way_ns = (now_ns - last_ns) / 100;
-        if (best_ns == 0 || one_way_ns < best_ns) best_ns = one_way_ns;
-        last_ns = now_ns;
-      }
-    }
-    if (local == 0) header.line_latency_ns.store(static_cast<uint32_t>(best_ns) + 1);
-  }
-  while (header.line_latency_ns.load() == 0 && NowNs() < deadline_ns + 2'000'000) CpuRelax();
-  const uint32_t published = header.line_latency_ns.load();
-  stats_.line_latency_ns = published > 0 ? published - 1 : 0;
-}
 
 Engine::~Engine() {
   // Without a control plane, Attach had failed and there is no world to leave.

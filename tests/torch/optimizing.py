@@ -1,21 +1,10 @@
-"""What tests of DistributedOptimizer share: ranks that are threads, a model of two vectors."""
+"""What tests of DistributedOptimizer share: a model of two vectors."""
 
 from __future__ import annotations
 
 import torch
 
-from kolovod.testing.loopback import loopback
-from kolovod.torch import DistributedOptimizer, TorchCollectives, TorchFrontend
-
-
-def run(size, work, **kwargs):
-    """``work(verbs, rank)`` on each of ``size`` ranks."""
-    with loopback(size, TorchFrontend()) as world:
-
-        def on_rank(kv):
-            return work(TorchCollectives(kv.frontend, kv.world), kv.world().rank)
-
-        return world.run(on_rank, **kwargs)
+from kolovod.torch import DistributedOptimizer
 
 
 class Net(torch.nn.Module):

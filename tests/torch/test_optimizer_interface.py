@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from optimizing import Net, inputs, run, wrapped  # noqa: E402
+from optimizing import Net, inputs, wrapped  # noqa: E402
+from torch_loopback import run  # noqa: E402
 
 from kolovod.errors import (  # noqa: E402
     InvalidArgumentError,

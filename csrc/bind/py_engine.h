@@ -1,0 +1,324 @@
+#pragma once
+
+// The engine as Python sees it: arguments converted, errors thrown, the GIL released while it waits.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <optional>
+
+#include "bind/bucket.h"
+#include "bind/capi.h"
+#include "engine/engine.h"
+
+namespace kolovod {
+
+namespace nb = nanobind;
+
+struct EngineError {
+  int code;
+  std::string message;
+};
+
+inline void ThrowIfError(const Status& status) {
+  if (!status.ok()) throw EngineError{static_cast<int>(status.code()), status.message()};
+}
+
+using ConfigMap = std::map<std::string, int64_t>;
+
+inline Config ToConfig(const ConfigMap& values) {
+  Config config;
+  size_t used = 0;
+  VisitConfig(config, [&](std::string_view name, int64_t& value) {
+    const auto found = values.find(std::string(name));
+    if (found == values.end()) return;
+    value = found->second;
+    ++used;
+  });
+  if (used != values.size()) {
+    throw nb::key_error("config: a name that the engine does not know; see config_defaults()");
+  }
+  return config;
+}
+
+// True once a signal handler raised: the exception stays set for the caller.
+inline bool SignalPending() {
+  nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+inline void ThrowWaitError(const Status& status) {
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  ThrowIfError(status);
+}
+
+inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
+                                              const std::vector<size_t>& out_bytes) {
+  std::vector<SubmittedTensor> tensors;
+  tensors.reserve(nb::len(sequence));
+  if (!out_bytes.empty() && out_bytes.size() != nb::len(sequence)) {
+    throw nb::value_error("out_bytes: need one for each tensor, or none");
+  }
+  for (nb::handle item : sequence) {
+    const nb::tuple fields = nb::borrow<nb::tuple>(item);
+    if (fields.size() != 4) throw nb::value_error("tensor: need (dtype, shape, input, output)");
+    SubmittedTensor tensor;
+    const int dtype = nb::cast<int>(fields[0]);
+    if (dtype < 0 || dtype >= kDTypeCount) throw nb::value_error("tensor: unknown dtype number");
+    tensor.meta.dtype = static_cast<DType>(dtype);
+    const nb::tuple shape = nb::borrow<nb::tuple>(fields[1]);
+    tensor.meta.shape.reserve(shape.size());
+    for (nb::handle dim : shape) {
+      tensor.meta.shape.push_back(nb::cast<int64_t>(dim));
+      if (tensor.meta.shape.back() < 0) throw nb::value_error("tensor: negative dimension");
+    }
+    tensor.in = reinterpret_cast<const void*>(nb::cast<uintptr_t>(fields[2]));
+    tensor.out = reinterpret_cast<void*>(nb::cast<uintptr_t>(fields[3]));
+    if (!out_bytes.empty()) tensor.out_bytes = out_bytes[tensors.size()];
+    tensors.push_back(std::move(tensor));
+  }
+  return tensors;
+}
+
+// Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
+class PyEngine {
+ public:
+  explicit PyEngine(EngineOptions options) : options_rank_(options.rank) {
+    Status status;
+    std::unique_ptr<Engine> engine;
+    {
+      nb::gil_scoped_release release;
+      status = Engine::Create(std::move(options), &engine, SignalPending);
+    }
+    ThrowWaitError(status);
+    engine_ = std::move(engine);
+    handle_ = Attach(engine_);
+  }
+  ~PyEngine() {
+    if (engine_ == nullptr) return;
+    if (forgotten_) {
+      // The parent's; its thread does not exist in this process. The C handle keeps it.
+      return;
+    }
+    nb::gil_scoped_release release;
+    engine_->Shutdown();  // here, since the last user of the C handle may be the engine's own thread
+    Detach(handle_);
+    engine_.reset();
+  }
+
+  kolovod_engine* handle() const { return handle_; }
+
+  uint64_t Submit(int verb, std::string name, const nb::sequence& tensors, int op, double prescale,
+                  double postscale, int root, bool blocking, std::vector<int64_t> splits,
+                  const std::vector<size_t>& out_bytes) {
+    Check();
+    if (verb < 0 || verb >= kVerbCount) throw nb::value_error("unknown verb number");
+    if (op < 0 || op >= kOpCount) throw nb::value_error("unknown op number");
+    Request request;
+    request.name = std::move(name);
+    request.verb = static_cast<Verb>(verb);
+    request.op = static_cast<Op>(op);
+    request.prescale = prescale;
+    request.postscale = postscale;
+    request.root = root;
+    request.splits = std::move(splits);
+    std::vector<SubmittedTensor> converted = ToTensors(tensors, out_bytes);
+    uint64_t handle = 0;
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = engine_->Submit(std::move(request), std::move(converted), blocking, &handle);
+    }
+    ThrowIfError(status);
+    return handle;
+  }
+
+  void Wait(uint64_t handle, double timeout_s, bool drives) {
+    Check();
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = drives && timeout_s >= 0 ? engine_->WaitDriving(handle, timeout_s, SignalPending)
+                                        : engine_->Wait(handle, timeout_s, SignalPending);
+    }
+    ThrowWaitError(status);
+  }
+
+  bool Poll(uint64_t handle) {
+    Check();
+    bool done = false;
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = engine_->Poll(handle, &done);
+    }
+    ThrowIfError(status);
+    return done;
+  }
+
+  bool Release(uint64_t handle) {
+    Check();
+    bool done = false;
+    ThrowIfError(engine_->Release(handle, &done));
+    return done;
+  }
+
+  nb::object Output(uint64_t handle, size_t index) {
+    const OperationPtr op = Completed(handle, index);
+    if (index >= op->buffers.size() || op->buffers[index].data == nullptr) {
+      throw nb::value_error("output: taken before, or of a verb that makes none");
+    }
+    OutputBuffer& buffer = op->buffers[index];
+    char* data = buffer.data.release();
+    nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
+    const size_t shape[1] = {buffer.bytes};
+    return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, 1, shape, owner));
+  }
+
+  std::vector<int64_t> Rows(uint64_t handle, size_t index) {
+    const OperationPtr op = Completed(handle, index);
+    if (index >= op->rows.size()) throw nb::value_error("rows: not an allgather or alltoall");
+    return op->rows[index];
+  }
+
+  void HandOver() {
+    Check();
+    External().HandOver();
+  }
+
+  nb::object NextBucket(double timeout_s) {
+    Check();
+    ExternalJob job;
+    Status status;
+    {
+      nb::gil_scoped_release release;
+      status = External().NextJob(timeout_s, &job);
+    }
+    if (status.code() == Code::kTimeout) return nb::none();
+    ThrowIfError(status);
+    return ToBucket(job);
+  }
+
+  void OpenBucket(uint64_t token) {
+    Check();
+    nb::gil_scoped_release release;
+    ThrowIfError(External().OpenMemory(token));
+  }
+
+  void CloseBucket() {
+    nb::gil_scoped_release release;
+    External().CloseMemory();
+  }
+
+  void BucketDone(uint64_t token, const std::string& error) {
+    Check();
+    nb::gil_scoped_release release;
+    ThrowIfError(External().JobDone(token, error));
+  }
+
+  void Abort(const std::string& message) {
+    Check();
+    nb::gil_scoped_release release;
+    engine_->Abort(message);
+  }
+
+  std::shared_ptr<Segment> segment() const {
+    Check();
+    return engine_->segment();
+  }
+  size_t Pending() {
+    Check();
+    return engine_->Pending();
+  }
+
+  void Shutdown() {
+    if (forgotten_) return;
+    nb::gil_scoped_release release;
+    engine_->Shutdown();
+  }
+
+  void Forget() {
+    forgotten_ = true;
+    engine_->Forget();
+  }
+
+  std::vector<uint64_t> SentBytes() {
+    Check();
+    return engine_->SentBytes();
+  }
+
+  std::map<std::string, uint64_t> Stats() {
+    Check();
+    const EngineStats stats = engine_->Stats();
+    return {{"full_announcements", stats.control.full_announcements},
+            {"bit_announcements", stats.control.bit_announcements},
+            {"control_message_bytes", stats.control.message_bytes},
+            {"operations", stats.operations},
+            {"buckets", stats.buckets},
+            {"bytes", stats.bytes},
+            {"buckets_by_caller", stats.drives_caller},
+            {"buckets_by_thread", stats.drives_thread},
+            {"late_reports", stats.late_reports},
+            {"line_latency_ns", stats.line_latency_ns}};
+  }
+
+  nb::list LastOperations() {
+    Check();
+    nb::list list;
+    for (const OperationRecord& record : engine_->LastOperations()) {
+      nb::dict fields;
+      fields["number"] = record.number;
+      fields["name"] = record.name;
+      fields["verb"] = NameOf(record.verb);
+      fields["dtype"] = record.tensors > 0 ? nb::cast(NameOf(record.dtype)) : nb::none();
+      fields["tensors"] = record.tensors;
+      fields["bytes"] = record.bytes;
+      fields["bucket"] = record.bucket > 0 ? nb::cast(record.bucket) : nb::none();
+      fields["state"] = NameOf(record.state);
+      fields["submitted_ns"] = record.submitted_ns;
+      fields["started_ns"] = record.started_ns;
+      fields["ended_ns"] = record.ended_ns;
+      list.append(fields);
+    }
+    return list;
+  }
+
+  std::string LastLateReport() {
+    Check();
+    return engine_->LastLateReport();
+  }
+
+ private:
+  void Check() const {
+    if (forgotten_) {
+      throw EngineError{static_cast<int>(Code::kShutDown), "this process was forked from rank " +
+                                                               std::to_string(options_rank_) +
+                                                               " and has no world of its own"};
+    }
+  }
+  ExternalBackend& External() {
+    if (engine_->external() == nullptr) throw nb::value_error("this engine is not external");
+    return *engine_->external();
+  }
+  OperationPtr Completed(uint64_t handle, size_t) {
+    Check();
+    OperationPtr op = engine_->Find(handle);
+    if (op == nullptr || !op->done.load(std::memory_order_acquire)) {
+      throw nb::value_error("the handle is unknown or still pending");
+    }
+    return op;
+  }
+
+  const int options_rank_;
+  bool forgotten_ = false;
+  std::shared_ptr<Engine> engine_;
+  kolovod_engine* handle_ = nullptr;
+};
+
+}  // namespace kolovod
