@@ -1,11 +1,13 @@
-"""Allreduce of Kolovod and its peers, in turn in one run: ``bench/collectives.py [--quick]``.
+"""Every verb of Kolovod and its peers, in turn in one run: ``bench/collectives.py [--quick]``.
 
 How it measures. Every rank fills private memory with fresh random small integers, all ranks meet
 at a barrier of their own (not the peer's), and the time of an iteration is max(end) - min(start)
 over the ranks on CLOCK_MONOTONIC. Below 1 MiB one iteration is several operations back to back,
 each on a buffer of its own, and its time is divided by their number. Every element of every
-iteration's result is compared with the exact sum, warm-up included. All peers reduce in place, on
-memory that NumPy allocated, called from Python as their documentation shows. Each round measures
+iteration's result is compared with the exact result, warm-up included. All peers are called from
+Python as their documentation shows, on memory that NumPy allocated: allreduce and broadcast in
+place; allgather, alltoall and reducescatter into memory that gloo and MPI are given, while Kolovod
+makes its own. The size is the larger of what a rank gives and what it gets. Each round measures
 every size with every peer in turn (the order rotates); a ping-pong of a cache line before and after
 tells the mode.
 
@@ -36,7 +38,13 @@ DEFAULT_SIZES = {
         MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB],
     4: [4, KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB],
 }  # fmt: skip
+OTHER_SIZES = [4, KIB, 64 * KIB, MIB, 16 * MIB]  # of other numbers of ranks
 QUICK_SIZES = [4, 4 * KIB, 64 * KIB, MIB, 16 * MIB]
+VERBS = ("broadcast", "allgather", "alltoall", "reducescatter")
+VERB_SIZES = {2: [4 * KIB, MIB, 16 * MIB, 64 * MIB], 4: [MIB, 16 * MIB, 64 * MIB]}
+OTHER_VERB_SIZES = [MIB, 16 * MIB]
+DTYPES = ("float32", "float16", "bfloat16")
+DTYPE_ELEMENTS = [16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB]
 TORCH_UP_TO = 4 * KIB  # from there on the front end is no longer to be seen
 MAX_ITERATIONS = 200
 ASK_TIMEOUT_S = 120.0
@@ -44,7 +52,10 @@ ASK_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to measure: ``what`` is ``allreduce``, or the way to reduce ``ops`` tensors."""
+    """One thing to measure.
+
+    ``what``: a verb; or the way to reduce ``ops`` tensors; or a dtype, for allreduce of that.
+    """
 
     what: str
     bytes: int
@@ -53,7 +64,7 @@ class Cell:
     @property
     def divisor(self) -> float:
         """Nanoseconds of an iteration to microseconds of what the table shows."""
-        return 1e3 * self.ops if self.what == "allreduce" else 1e3
+        return 1e3 if self.what in WAYS else 1e3 * self.ops
 
 
 @dataclass(frozen=True)
@@ -66,17 +77,24 @@ class Column:
 
     def takes(self, cell: Cell) -> bool:
         """Whether this column has a value in that cell."""
-        if self.name == "kolovod-torch":
-            return cell.what == "allreduce" and cell.bytes <= TORCH_UP_TO
         if cell.what == "allreduce":
-            return True
-        ways = {"kolovod": {"async", "grouped", "calls"}, "gloo": {"async", "calls"}}
-        return bool(self.peer) and cell.what in ways.get(self.name, {"calls"})
+            return self.name != "kolovod-torch" or cell.bytes <= TORCH_UP_TO
+        if cell.what in DTYPES:
+            return self.name in ("kolovod-torch", "gloo")
+        if cell.what in VERBS:
+            return bool(self.peer) and self.name != "kolovod-torch"
+        return self.name in WAYS[cell.what]
 
 
+WAYS = {
+    "calls": ("kolovod", "gloo", "openmpi", "mpich"),
+    "async": ("kolovod", "gloo"),
+    "grouped": ("kolovod",),
+}
 COLUMNS = (
     Column("kolovod", "kolovod"),
     Column("kolovod-torch", "kolovod", "torch"),
+    Column("kolovod-tcp", "kolovod-tcp"),
     Column("gloo", "gloo", "torch"),
     Column("openmpi", "openmpi"),
     Column("mpich", "mpich"),
@@ -122,12 +140,27 @@ class Bench:
                 self._drop(peer, error)
 
     def _cells(self) -> list[Cell]:
-        sizes = self.options.sizes or (QUICK_SIZES if self.options.quick else None)
-        sizes = sizes or DEFAULT_SIZES.get(self.np, DEFAULT_SIZES[4])
-        cells = [Cell("allreduce", size, operations(size)) for size in sizes]
-        if self.np == 2 and self.options.many:
-            ways = ("calls", "async", "grouped")
-            cells += [Cell(way, 4 * KIB, self.options.many) for way in ways]
+        options, np = self.options, self.np
+        sizes = options.sizes or (QUICK_SIZES if options.quick else None)
+        verb_sizes = options.sizes or ([MIB] if options.quick else None)
+        elements = [MIB] if options.quick else DTYPE_ELEMENTS
+        if options.sizes:
+            elements = [max(1, size // 4) for size in sizes]
+        cells = [
+            Cell("allreduce", size, operations(size))
+            for size in sizes or DEFAULT_SIZES.get(np, OTHER_SIZES)
+        ]
+        if np == 2 and options.many:
+            cells += [Cell(way, 4 * KIB, options.many) for way in WAYS]
+        cells += [
+            Cell(verb, size, operations(size))
+            for verb in options.verbs
+            for size in verb_sizes or VERB_SIZES.get(np, OTHER_VERB_SIZES)
+        ]
+        for count in elements if np in (2, 4) else []:
+            for dtype in options.dtypes:
+                size = count * (4 if dtype == "float32" else 2)
+                cells.append(Cell(dtype, size, operations(4 * count)))
         return cells
 
     def _drop(self, peer: str, error: Exception) -> None:
@@ -186,7 +219,8 @@ class Bench:
                 started = time.monotonic()
                 self._once(cell, column, iterations=3)
                 each_s = (time.monotonic() - started) / 4  # three and the warm-up
-                wanted = int(self.options.budget_s / each_s)
+                budget_s = self.options.budget_s
+                wanted = int((budget_s if cell.what == "allreduce" else budget_s / 2) / each_s)
                 self._iterations[cell, column.name] = min(MAX_ITERATIONS, max(3, wanted))
             return self._once(cell, column, self._iterations[cell, column.name])
         except GangError as error:
@@ -203,16 +237,18 @@ class Bench:
             values: list[float] = answer["us"][1:]
             return values
         command: dict[str, Any] = {
-            "do": "allreduce" if cell.what == "allreduce" else "many",
+            "do": "many" if cell.what in WAYS else "verb",
             "front": column.front,
-            "dtype": self.options.dtype,
+            "dtype": cell.what if cell.what in DTYPES else "float32",
             "bytes": cell.bytes,
             "ops": cell.ops,
             "iterations": iterations,
             "warmup": 1,
         }
-        if cell.what != "allreduce":
+        if cell.what in WAYS:
             command["way"] = cell.what
+        else:
+            command["verb"] = cell.what if cell.what in VERBS else "allreduce"
         answers = self._gangs[column.peer].ask(ASK_TIMEOUT_S, **command)
         self.record.wrong[column.name] += sum(answer["wrong"] for answer in answers)
         self.record.checked[column.name] += sum(answer["checked"] for answer in answers)
@@ -225,23 +261,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
+    def words(text: str) -> list[str]:
+        return [part for part in text.split(",") if part]
+
     names = [column.name for column in COLUMNS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--np", type=numbers, default=[2, 4], metavar="N,N", help="ranks (default 2,4)")
+    add("--np", type=numbers, default=[2, 3, 4, 8], metavar="N,N", help="ranks (default 2,3,4,8)")
     add("--sizes", type=numbers, metavar="BYTES,BYTES", help="instead of 4 B to 256 MiB")
-    add("--dtype", default="float32", help="a NumPy dtype that all chosen peers know")
+    add("--verbs", type=words, default=list(VERBS), help="beside allreduce: " + ",".join(VERBS))
+    add("--dtypes", type=words, default=list(DTYPES), help=",".join(DTYPES))
     add("--many", type=int, default=500, help="how many 4 KiB tensors; 0: leave that out")
     add("--rounds", type=int, help="default 5; with --quick 2")
     add("--budget-s", type=float, help="per peer, size and round; default 0.5; with --quick 0.1")
-    add("--peers", type=lambda text: text.split(","), default=names, help=",".join(names))
+    add("--peers", type=words, default=names, help=",".join(names))
     add("--quick", action="store_true", help="fewer sizes and rounds, np=2; under 90 s")
     add("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     add("--readme", action="store_true", help="then bring the README's table up to date")
     options = parser.parse_args(arguments)
-    unknown = sorted(set(options.peers) - set(names))
-    if unknown:
-        parser.error(f"unknown peers {unknown}: choose from {', '.join(names)}")
+    for what, chosen, known in (
+        ("peers", options.peers, names),
+        ("verbs", options.verbs, VERBS),
+        ("dtypes", options.dtypes, DTYPES),
+    ):
+        unknown = sorted(set(chosen) - set(known))
+        if unknown:
+            parser.error(f"unknown {what} {unknown}: choose from {', '.join(known)}")
     if options.quick and "--np" not in " ".join(arguments):
         options.np = [2]
     options.rounds = options.rounds or (2 if options.quick else 5)

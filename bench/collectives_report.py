@@ -17,14 +17,21 @@ if TYPE_CHECKING:
 PEER_NAMES = {
     "kolovod": "Kolovod",
     "kolovod-torch": "Kolovod (torch)",
+    "kolovod-tcp": "Kolovod (TCP)",
     "gloo": "gloo",
     "openmpi": "Open MPI",
     "mpich": "MPICH",
     "memcpy": "memcpy",
     "inplace": "bound",
 }
-RATIOS = ("over better MPI", "over gloo", "of the bound")
+WORDS_OF_WAY = {
+    "calls": "one blocking call each",
+    "async": "asynchronous, then wait for all",
+    "grouped": "one grouped call",
+}
+RATIOS = ("over better MPI", "over gloo", "TCP over gloo", "of the bound")
 README_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+README_VERB_SIZES = (1 << 20, 64 << 20)
 
 Groups = dict[tuple[int, str], dict[tuple[str, int], dict[str, Any]]]
 """(ranks, mode) -> (what, bytes) -> column -> summary."""
@@ -41,10 +48,12 @@ def _groups(record: Record) -> Groups:
 
 def _ratios(cell: Mapping[str, Any]) -> list[str]:
     mine = goals.median(cell, "kolovod")
+    gloo = goals.median(cell, "gloo")
     share = goals.ratio(goals.median(cell, "inplace"), mine)
     return [
         times(goals.ratio(goals.better_mpi(cell), mine)),
-        times(goals.ratio(goals.median(cell, "gloo"), mine)),
+        times(goals.ratio(gloo, mine)),
+        times(goals.ratio(gloo, goals.median(cell, "kolovod-tcp"))),
         "-" if share is None else f"{share:.0%}",
     ]
 
@@ -64,27 +73,50 @@ def _allreduce_table(cells: goals.Cells, columns: list[str]) -> str:
     return table(["size", *[PEER_NAMES[c] for c in columns], *RATIOS], rows)
 
 
+def _verbs_table(cells: goals.Cells, columns: list[str]) -> str:
+    rows = [
+        [f"{what}, {size_name(size)}", *[_value(cell, c) for c in columns], *_ratios(cell)[:-1]]
+        for (what, size), cell in cells.items()
+        if what in goals.VERBS
+    ]
+    return (
+        table(["verb, size", *[PEER_NAMES[c] for c in columns], *RATIOS[:-1]], rows) if rows else ""
+    )
+
+
 def _many_table(cells: goals.Cells, columns: list[str], count: int) -> str:
-    words = {
-        "calls": "one blocking call each",
-        "async": "asynchronous, then wait for all",
-        "grouped": "one grouped call",
-    }
     rows = []
     for (what, size), cell in cells.items():
-        if what != "allreduce":
-            label = f"{count} x {size_name(size)}, {words[what]}"
+        if what in WORDS_OF_WAY:
+            label = f"{count} x {size_name(size)}, {WORDS_OF_WAY[what]}"
             rows.append([label, *[_value(cell, column) for column in columns]])
     return table(["", *[PEER_NAMES[c] for c in columns]], rows) if rows else ""
 
 
-def _readme(groups: Groups, facts: dict[str, Any], dtype: str) -> str:
-    """The short table: 2 ranks, in the mode that most sizes were measured in."""
+def _dtypes_table(cells: goals.Cells) -> str:
+    """Allreduce of equally many elements from torch; per dtype Kolovod, and over gloo."""
+    rows = []
+    for elements, by_dtype in goals.by_elements(cells).items():
+        row = [f"{elements:,}"]
+        for dtype in goals.ITEM_BYTES:
+            cell = by_dtype.get(dtype, {})
+            mine = goals.median(cell, "kolovod-torch")
+            row += [
+                _value(cell, "kolovod-torch"),
+                times(goals.ratio(goals.median(cell, "gloo"), mine)),
+            ]
+        rows.append(row)
+    head = [text for dtype in goals.ITEM_BYTES for text in (dtype, "over gloo")]
+    return table(["elements", *head], rows) if rows else ""
+
+
+def _readme(groups: Groups, facts: dict[str, Any]) -> str:
+    """The short tables: 2 ranks, in the mode that most sizes were measured in."""
     at_two = {mode: cells for (np, mode), cells in groups.items() if np == 2}
     if not at_two:
         return ""
     mode, cells = max(at_two.items(), key=lambda item: len(item[1]))
-    columns = ["kolovod", "openmpi", "mpich", "gloo"]
+    columns = ["kolovod", "openmpi", "mpich", "gloo", "kolovod-tcp"]
     rows = []
     for size in README_SIZES:
         cell = cells.get(("allreduce", size))
@@ -93,11 +125,24 @@ def _readme(groups: Groups, facts: dict[str, Any], dtype: str) -> str:
             rows.append([size_name(size), *medians, *_ratios(cell)])
     head = ["allreduce", *[PEER_NAMES[c] for c in columns], *RATIOS]
     return (
-        f"In-place sum of {dtype}, 2 processes on one host, called from Python; medians in "
-        f"microseconds, mode {mode}. The bound: all processes read and write their buffer once.\n\n"
-        f"{table(head, rows)}\n"
+        f"In-place sum of float32, 2 processes on one host, called from Python; medians in "
+        f"microseconds, mode {mode}. The bound: all processes read and write their buffer once. "
+        f"TCP: over loopback, as if each process were on a host of its own.\n\n"
+        f"{table(head, rows)}\n{_readme_verbs(cells)}\n"
         f"({machine_line(facts)}; `make bench`, see bench/results/collectives.md)\n"
     )
+
+
+def _readme_verbs(cells: goals.Cells) -> str:
+    rows = []
+    for verb in goals.VERBS:
+        row = [verb]
+        for size in README_VERB_SIZES:
+            row += _ratios(cells.get((verb, size), {}))[:-1]
+        if set(row[1:]) != {"-"}:
+            rows.append(row)
+    head = [f"{size_name(size)}: {what}" for size in README_VERB_SIZES for what in RATIOS[:-1]]
+    return table(["times as fast", *head], rows) if rows else ""
 
 
 def make(
@@ -107,9 +152,9 @@ def make(
     groups = _groups(record)
     command = machine.command_line()
     parts = [
-        "# Allreduce, Kolovod and its peers\n",
-        f"`{command}`: {machine_line(facts)}. In-place sum of {options.dtype}; microseconds, "
-        "median (p90). How it was measured: the head of bench/collectives.py. Mode near: the cores "
+        "# Collectives, Kolovod and its peers\n",
+        f"`{command}`: {machine_line(facts)}. float32 unless said; microseconds, median (p90). "
+        "How it was measured: the head of bench/collectives.py. Mode near: the cores "
         "share a cache; far: they do not. The bound: every rank reads and writes its buffer once, "
         "all at the same time.\n",
     ]
@@ -117,8 +162,9 @@ def make(
         present = {column for cell in cells.values() for column in cell}
         columns = [column for column in PEER_NAMES if column in present]
         parts += [f"## np={np}, mode {mode}\n", _allreduce_table(cells, columns)]
-        many_columns = [c for c in columns if c not in ("memcpy", "inplace", "kolovod-torch")]
-        parts.append(_many_table(cells, many_columns, options.many))
+        others = [c for c in columns if c not in ("memcpy", "inplace", "kolovod-torch")]
+        parts.append(_many_table(cells, [c for c in others if c != "kolovod-tcp"], options.many))
+        parts += [_verbs_table(cells, others), _dtypes_table(cells)]
         rows = goals.collective_rows(np, mode, cells)
         if rows:
             parts.append(goals.goals_table(rows))
@@ -136,7 +182,6 @@ def make(
     result = {
         "command": command,
         "machine": facts,
-        "dtype": options.dtype,
         "rounds": record.rounds,
         "checked": dict(record.checked),
         "wrong": dict(record.wrong),
@@ -147,6 +192,6 @@ def make(
             for (what, size), cell in cells.items()
             for column, found in cell.items()
         ],
-        "readme": _readme(groups, facts, options.dtype),
+        "readme": _readme(groups, facts),
     }
     return result, "\n".join(part for part in parts if part)

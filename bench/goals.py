@@ -26,6 +26,10 @@ AT_LEAST: Mapping[int, Mapping[int, tuple[float, float | None]]] = {
     },
     4: {MIB: (1.5, None), 64 * MIB: (3.0, None)},
 }
+VERBS = ("broadcast", "allgather", "alltoall", "reducescatter")
+VERBS_FROM = MIB  # from here on at least level with the better MPI
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+TCP_FASTER_FROM = MIB  # below: not slower than gloo
 SHARE_OF_BOUND = {"near": 0.70, "far": 0.40}  # np=2, 64 and 256 MiB
 SMALL_BYTES, SMALL_US, SMALL_TIMES_GLOO = 4 * KIB, 10.0, 15.0
 MANY_ASYNC_US = 3000.0
@@ -71,6 +75,42 @@ def _small(cells: Cells) -> Iterator[Row]:
                 yield from _at_least(f"{label}, over gloo", gloo, SMALL_TIMES_GLOO)
 
 
+def by_elements(cells: Cells) -> dict[int, dict[str, Mapping[str, Any]]]:
+    """Number of elements -> dtype -> columns, of the cells that compare dtypes."""
+    found: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for (what, size), cell in cells.items():
+        if what in ITEM_BYTES:
+            found.setdefault(size // ITEM_BYTES[what], {})[what] = cell
+    return found
+
+
+def _dtypes(cells: Cells) -> Iterator[Row]:
+    for elements, by_dtype in by_elements(cells).items():
+        full = median(by_dtype.get("float32", {}), "kolovod-torch")
+        for dtype in ("float16", "bfloat16"):
+            speed = ratio(full, median(by_dtype.get(dtype, {}), "kolovod-torch"))
+            label = f"{dtype}, {elements:,} elements: per second, over float32"
+            yield from _at_least(label, speed, 1.0)
+
+
+def _verbs(cells: Cells) -> Iterator[Row]:
+    for (what, size), cell in cells.items():
+        if what in VERBS and size >= VERBS_FROM:
+            speed = ratio(better_mpi(cell), median(cell, "kolovod"))
+            yield from _at_least(f"{what}, {size_name(size)}, over the better MPI", speed, 1.0)
+
+
+def _tcp(cells: Cells) -> Iterator[Row]:
+    for (what, size), cell in cells.items():
+        speed = ratio(median(cell, "gloo"), median(cell, "kolovod-tcp"))
+        if speed is None or (what != "allreduce" and what not in VERBS):
+            continue
+        label = f"{what} over TCP, {size_name(size)}, over gloo"
+        faster = size >= TCP_FASTER_FROM
+        wanted = f"{'more than' if faster else 'at least'} {times(1.0)}"
+        yield label, times(speed), wanted, speed > 1.0 or (speed == 1.0 and not faster)
+
+
 def _many(cells: Cells) -> Iterator[Row]:
     by_what = {what: cell for (what, _), cell in cells.items()}
     asynchronous = median(by_what.get("async", {}), "kolovod")
@@ -104,6 +144,7 @@ def collective_rows(np: int, mode: str, cells: Cells) -> list[Row]:
             rows.append((label, f"{share:.0%}", f"at least {least:.0%}", share >= least))
     if np == 2:
         rows += _many(cells)
+    rows += [*_verbs(cells), *_dtypes(cells), *_tcp(cells)]
     if np == 4:
         for (what, size), cell in cells.items():
             if what == "allreduce" and "kolovod" in cell:

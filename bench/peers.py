@@ -1,21 +1,21 @@
-"""The rank's side of each peer: how it starts, and how its allreduce is called from Python.
+"""The rank's side of each peer: how it starts, and how its verbs are called from Python.
 
-Runs in the rank processes. Every peer is used as its own documentation shows, in place on the same
-NumPy memory, and imports what it needs only when it is made: the MPI environments hold no torch.
+Runs in the rank processes. Every peer is used as its own documentation shows, on the same NumPy
+memory, and imports what it needs only when it is made: the MPI environments hold no torch.
 """
 
 from __future__ import annotations
 
 import abc
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-Call = Callable[[Any], Any]
-"""One blocking allreduce (sum, in place) of one wrapped buffer."""
+Call = Callable[[Any, Any], Any]
+"""One blocking verb: (wrapped buffer, wrapped output) -> the result, or None when it is in the
+buffer (allreduce: sum, and broadcast from rank 0: in place) or in the output."""
 Many = Callable[[Sequence[Any]], Any]
 """Reduces all the buffers, and returns when all are done."""
 
@@ -25,20 +25,27 @@ class Peer(abc.ABC):
 
     rank: int
     size: int
+    wants_output = True
+    """Whether its allgather, alltoall and reducescatter are given memory for the result."""
+
+    def wrap(self, front: str, array: np.ndarray[Any, Any], dtype: str) -> Any:
+        """The same memory as the peer's own kind of tensor; bfloat16 comes as uint16."""
+        if front == "numpy":
+            return array
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
 
     @abc.abstractmethod
-    def wrap(self, front: str, array: np.ndarray[Any, Any]) -> Any:
-        """The same memory as the peer's own kind of tensor."""
-
-    @abc.abstractmethod
-    def allreduce(self, front: str) -> Call:
+    def call(self, front: str, verb: str) -> Call:
         """The blocking call to be timed."""
 
     def many(self, front: str, way: str) -> Many:
         """``calls``: a blocking call each; ``async``: start all, then wait; ``grouped``: one."""
         if way == "calls":
-            call = self.allreduce(front)
-            return lambda tensors: [call(tensor) for tensor in tensors]
+            call = self.call(front, "allreduce")
+            return lambda tensors: [call(tensor, None) for tensor in tensors]
         raise ValueError(f"{type(self).__name__} knows no way {way!r}")
 
     @abc.abstractmethod
@@ -52,11 +59,8 @@ class Local(Peer):
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def wrap(self, front: str, array: np.ndarray[Any, Any]) -> Any:
-        return array
-
-    def allreduce(self, front: str) -> Call:
-        return lambda tensor: tensor
+    def call(self, front: str, verb: str) -> Call:
+        return lambda tensor, out: tensor
 
     def close(self) -> None:
         """There is no world to leave."""
@@ -64,6 +68,8 @@ class Local(Peer):
 
 class Kolovod(Peer):
     """Kolovod's NumPy verbs (``numpy``) and torch verbs (``torch``) over one world."""
+
+    wants_output = False
 
     def __init__(self) -> None:
         import kolovod
@@ -79,15 +85,16 @@ class Kolovod(Peer):
 
         return kolovod.torch
 
-    def wrap(self, front: str, array: np.ndarray[Any, Any]) -> Any:
-        if front == "numpy":
-            return array
-        import torch
-
-        return torch.from_numpy(array)
-
-    def allreduce(self, front: str) -> Call:
-        return functools.partial(self._verbs(front).allreduce_, op=self._kolovod.Sum)
+    def call(self, front: str, verb: str) -> Call:
+        verbs, total = self._verbs(front), self._kolovod.Sum
+        calls: dict[str, Call] = {
+            "allreduce": lambda tensor, out: verbs.allreduce_(tensor, op=total),
+            "broadcast": lambda tensor, out: verbs.broadcast_(tensor, 0),
+            "allgather": lambda tensor, out: verbs.allgather(tensor),
+            "alltoall": lambda tensor, out: verbs.alltoall(tensor)[0],
+            "reducescatter": lambda tensor, out: verbs.reducescatter(tensor, op=total),
+        }
+        return calls[verb]
 
     def many(self, front: str, way: str) -> Many:
         verbs, total = self._verbs(front), self._kolovod.Sum
@@ -124,13 +131,16 @@ class Gloo(Peer):
                                 world_size=int(os.environ["WORLD_SIZE"]))  # fmt: skip
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def wrap(self, front: str, array: np.ndarray[Any, Any]) -> Any:
-        import torch
-
-        return torch.from_numpy(array)
-
-    def allreduce(self, front: str) -> Call:
-        return self._dist.all_reduce
+    def call(self, front: str, verb: str) -> Call:
+        dist = self._dist
+        calls: dict[str, Call] = {
+            "allreduce": lambda tensor, out: dist.all_reduce(tensor),
+            "broadcast": lambda tensor, out: dist.broadcast(tensor, 0),
+            "allgather": lambda tensor, out: dist.all_gather_into_tensor(out, tensor),
+            "alltoall": lambda tensor, out: dist.all_to_all_single(out, tensor),
+            "reducescatter": lambda tensor, out: dist.reduce_scatter_tensor(out, tensor),
+        }
+        return calls[verb]
 
     def many(self, front: str, way: str) -> Many:
         def start_then_wait(tensors: Sequence[Any]) -> None:
@@ -168,12 +178,16 @@ class Mpi(Peer):
         self._mpi, self._comm = MPI, MPI.COMM_WORLD
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
 
-    def wrap(self, front: str, array: np.ndarray[Any, Any]) -> Any:
-        return array
-
-    def allreduce(self, front: str) -> Call:
-        reduce, in_place, total = self._comm.Allreduce, self._mpi.IN_PLACE, self._mpi.SUM
-        return lambda array: reduce(in_place, array, op=total)
+    def call(self, front: str, verb: str) -> Call:
+        comm, in_place, total = self._comm, self._mpi.IN_PLACE, self._mpi.SUM
+        calls: dict[str, Call] = {
+            "allreduce": lambda array, out: comm.Allreduce(in_place, array, op=total),
+            "broadcast": lambda array, out: comm.Bcast(array, root=0),
+            "allgather": lambda array, out: comm.Allgather(array, out),
+            "alltoall": lambda array, out: comm.Alltoall(array, out),
+            "reducescatter": lambda array, out: comm.Reduce_scatter_block(array, out, op=total),
+        }
+        return calls[verb]
 
     def close(self) -> None:
         self._mpi.Finalize()
@@ -182,6 +196,7 @@ class Mpi(Peer):
 PEERS: dict[str, Callable[[], Peer]] = {
     "local": Local,
     "kolovod": Kolovod,
+    "kolovod-tcp": Kolovod,
     "gloo": Gloo,
     "kolovod-under-torch": KolovodUnderTorch,
     "openmpi": Mpi,

@@ -15,6 +15,8 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from peers import PEERS, Call, Peer
 BARRIER_TIMEOUT_S = 60.0
 SLOT = 16  # 64-bit words between two ranks' counters: they never share a cache line
 POOL_SLACK = 1 << 16
+
+Run = Callable[[list[Any], list[Any]], Any]
+"""(buffers, outputs) -> the results of verbs that are not in place and were given no output."""
 
 
 class Barrier:
@@ -64,13 +69,19 @@ class Data:
 
     Every rank holds the same random pool; a buffer's content is a stretch of it that starts at a
     place drawn anew each time. So each rank can compute what all ranks together must get, and the
-    integers are small enough for the sum to be exact in every dtype.
+    integers are small enough for the sum to be exact in every dtype. bfloat16, which NumPy has not,
+    is kept as uint16: the upper half of a float32.
     """
 
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
+    def __init__(self, size: int, seed: int, dtype: str = "float32") -> None:
+        self._size, self._dtype = size, dtype
         self._draw = np.random.default_rng(seed)  # the same on every rank
         self._pool = np.zeros(0, dtype=np.uint8)
+
+    def use(self, dtype: str) -> np.dtype[Any]:
+        """From now on buffers hold ``dtype``; the NumPy dtype that they have."""
+        self._dtype = dtype
+        return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
     def reserve(self, count: int) -> None:
         """Make the pool long enough for buffers of ``count`` elements."""
@@ -85,9 +96,12 @@ class Data:
 
     def fill(self, buffer: np.ndarray[Any, Any], place: int) -> None:
         """Write the stretch that starts at ``place``."""
-        np.copyto(buffer, self._pool[place : place + buffer.size], casting="unsafe")
+        values = self._pool[place : place + buffer.size]
+        if self._dtype == "bfloat16":
+            values = values.astype(np.float32).view(np.uint32) >> 16
+        np.copyto(buffer, values, casting="unsafe")
 
-    def wrong(self, buffer: np.ndarray[Any, Any], places: np.ndarray[Any, Any]) -> int:
+    def wrong(self, buffer: np.ndarray[Any, Any], places: Sequence[int]) -> int:
         """How many elements differ from the sum of the stretches; every element is looked at."""
         count, step = 0, 1 << 16
         for first in range(0, buffer.size, step):
@@ -95,8 +109,49 @@ class Data:
             total = np.zeros(length, dtype=np.uint8)
             for place in places:
                 total += self._pool[place + first : place + first + length]
-            count += int(np.count_nonzero(buffer[first : first + length] != total))
+            found = buffer[first : first + length]
+            if self._dtype == "bfloat16":
+                found = (found.astype(np.uint32) << 16).view(np.float32)
+            count += int(np.count_nonzero(found != total))
         return count
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a verb takes and gives on one rank: ``count`` elements are the larger of the two.
+
+    ``given``, ``taken``: elements of the buffer and of the result. IN_PLACE verbs need no output.
+    """
+
+    verb: str
+    rank: int
+    size: int
+    count: int
+
+    IN_PLACE = ("allreduce", "broadcast")
+
+    @property
+    def given(self) -> int:
+        return self.count // self.size if self.verb == "allgather" else self.count
+
+    @property
+    def taken(self) -> int:
+        return self.count // self.size if self.verb == "reducescatter" else self.count
+
+    def wrong(self, data: Data, result: np.ndarray[Any, Any], places: Sequence[int]) -> int:
+        """Elements of the result that are not what the verb must give; also those too few."""
+        part = self.count // self.size
+        if result.size != self.taken:
+            return self.taken
+        if self.verb == "allreduce":
+            return data.wrong(result, places)
+        if self.verb == "broadcast":
+            return data.wrong(result, places[:1])
+        if self.verb == "reducescatter":
+            return data.wrong(result, [place + self.rank * part for place in places])
+        start = self.rank * part if self.verb == "alltoall" else 0
+        parts = result.reshape(self.size, part)
+        return sum(data.wrong(parts[s], [place + start]) for s, place in enumerate(places))
 
 
 class Measurer:
@@ -118,45 +173,65 @@ class Measurer:
             gc.enable()
         return result
 
-    def do_allreduce(
-        self, front: str, dtype: str, bytes: int, ops: int, iterations: int, warmup: int
+    def do_verb(
+        self, verb: str, front: str, dtype: str, bytes: int, ops: int, iterations: int, warmup: int
     ) -> dict[str, Any]:
-        """``ops`` blocking calls back to back, each on a buffer of its own."""
-        call: Call = self._peer.allreduce(front)
+        """``ops`` blocking calls back to back, each on buffers of its own.
 
-        def run(tensors: list[Any]) -> None:
-            for tensor in tensors:
-                call(tensor)
+        ``bytes``: the larger of what a rank gives and what it gets.
+        """
+        call: Call = self._peer.call(front, verb)
 
-        return self._measure(run, front, dtype, bytes, ops, iterations, warmup)
+        def run(tensors: list[Any], outputs: list[Any]) -> list[Any]:
+            return [call(tensor, out) for tensor, out in zip(tensors, outputs, strict=True)]
+
+        return self._measure(run, verb, front, dtype, bytes, ops, iterations, warmup)
 
     def do_many(
         self, front: str, way: str, dtype: str, bytes: int, ops: int, iterations: int, warmup: int
     ) -> dict[str, Any]:
         """``ops`` tensors of ``bytes`` each, in the peer's ``way``, until all are done."""
-        run = self._peer.many(front, way)
-        return self._measure(run, front, dtype, bytes, ops, iterations, warmup)
+        reduce = self._peer.many(front, way)
+        return self._measure(lambda tensors, _: reduce(tensors), "allreduce", front, dtype, bytes,
+                             ops, iterations, warmup)  # fmt: skip
 
     def _measure(
-        self, run: Any, front: str, dtype: str, size: int, ops: int, iterations: int, warmup: int
-    ) -> dict[str, Any]:
-        count = max(1, size // np.dtype(dtype).itemsize)
+        self, run: Run, verb: str, front: str, dtype: str, size: int, ops: int, iterations: int,
+        warmup: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        peer, stored = self._peer, self._data.use(dtype)
+        count = max(1, size // stored.itemsize)
+        in_place = verb in Layout.IN_PLACE
+        if not in_place:
+            count = max(1, count // peer.size) * peer.size
+        layout = Layout(verb, peer.rank, peer.size, count)
         self._data.reserve(count)
-        buffers = [np.empty(count, dtype=dtype) for _ in range(ops)]
-        tensors = [self._peer.wrap(front, buffer) for buffer in buffers]
+        buffers = [np.empty(layout.given, stored) for _ in range(ops)]
+        outputs = [
+            None if in_place or not peer.wants_output else np.ones(layout.taken, stored)
+            for _ in range(ops)
+        ]
+        tensors = [peer.wrap(front, buffer, dtype) for buffer in buffers]
+        wrapped = [None if out is None else peer.wrap(front, out, dtype) for out in outputs]
         clock, starts, ends, wrong = time.monotonic_ns, [], [], 0
         for _ in range(warmup + iterations):
             places = self._data.places(ops)
             for buffer, place in zip(buffers, places, strict=True):
-                self._data.fill(buffer, place[self._peer.rank])
+                self._data.fill(buffer, place[peer.rank])
             self._barrier.wait()
             start = clock()
-            run(tensors)
+            results = run(tensors, wrapped)
             end = clock()
             self._barrier.wait()  # nobody's check takes memory bandwidth from a slower rank
             starts.append(start)
             ends.append(end)
-            wrong += sum(map(self._data.wrong, buffers, places))
+            if in_place:
+                results = buffers
+            elif peer.wants_output:
+                results = outputs
+            for result, where in zip(results, places, strict=True):
+                wrong += layout.wrong(self._data, np.asarray(result), where)
+            del results
         return {"starts": starts[warmup:], "ends": ends[warmup:], "wrong": wrong,
                 "checked": ops * (warmup + iterations)}  # fmt: skip
 

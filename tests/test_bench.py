@@ -19,7 +19,7 @@ import gangs  # noqa: E402
 import goals  # noqa: E402
 import report  # noqa: E402
 from peers import Peer  # noqa: E402
-from worker import SLOT, Barrier, Data, Measurer  # noqa: E402
+from worker import SLOT, Barrier, Data, Layout, Measurer  # noqa: E402
 
 TIMEOUT_S = 110
 
@@ -30,19 +30,22 @@ def run_bench(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Fake(Peer):
-    """A world of one whose allreduce adds ``error`` to the first element."""
+    """A world of one whose verbs add ``error`` to the first element."""
 
     rank, size = 0, 1
 
-    def __init__(self, error: int) -> None:
-        self._error = error
+    def __init__(self, error: int, wants_output: bool) -> None:
+        self._error, self.wants_output = error, wants_output
 
-    def wrap(self, front, array):
-        return array
-
-    def allreduce(self, front):
-        def call(array):
-            array[0] += self._error
+    def call(self, front, verb):
+        def call(array, out):
+            if verb in Layout.IN_PLACE:
+                array[0] += self._error
+                return None
+            result = array.copy() if out is None else out
+            result[:] = array
+            result[0] += self._error
+            return result if out is None else None
 
         return call
 
@@ -57,21 +60,52 @@ def barrier(tmp_path):
     return Barrier(path, 0, 1)
 
 
-@pytest.mark.parametrize("what", ["allreduce", "many"])
+@pytest.mark.parametrize("wants_output", [False, True])
+@pytest.mark.parametrize("what", ["many", "allreduce", *goals.VERBS])
 @pytest.mark.parametrize("error", [0, 1])
-def test_a_wrong_element_is_counted(barrier, what, error):
-    measurer = Measurer(Fake(error), barrier, seed=3)
-    command = {"do": what, "front": "numpy", "dtype": "float32", "bytes": 400, "ops": 5}
+def test_a_wrong_element_is_counted(barrier, what, error, wants_output):
+    measurer = Measurer(Fake(error, wants_output), barrier, seed=3)
+    command = {"do": "verb", "verb": what, "front": "numpy", "dtype": "float32"}
     if what == "many":
-        command["way"] = "calls"
-    answer = measurer.answer({**command, "iterations": 4, "warmup": 2})
+        command = {**command, "do": "many", "way": "calls"}
+        del command["verb"]
+    sizes = {"bytes": 400, "ops": 5, "iterations": 4, "warmup": 2}
+    answer = measurer.answer({**command, **sizes})
     assert answer["checked"] == 5 * 6
     assert answer["wrong"] == error * 5 * 6
     assert len(answer["starts"]) == len(answer["ends"]) == 4
     assert all(end >= start for start, end in zip(answer["starts"], answer["ends"], strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "uint8", "int64"])
+def test_every_verb_has_its_own_right_result():
+    """What the verbs give three ranks, from what NumPy makes of their buffers."""
+    size, count = 3, 12
+    for verb in ("allreduce", *goals.VERBS):
+        layouts = [Layout(verb, rank, size, count) for rank in range(size)]
+        data = Data(size, seed=5)
+        data.reserve(count)
+        places = data.places(1)[0]
+        buffers = [np.empty(layout.given, np.float32) for layout in layouts]
+        for buffer, place in zip(buffers, places, strict=True):
+            data.fill(buffer, place)
+        results = {
+            "allreduce": lambda b: [np.sum(b, axis=0)] * size,
+            "broadcast": lambda b: [b[0]] * size,
+            "allgather": lambda b: [np.concatenate(b)] * size,
+            "alltoall": lambda b: list(
+                np.reshape(b, (size, size, -1)).swapaxes(0, 1).reshape(size, -1)
+            ),
+            "reducescatter": lambda b: np.split(np.sum(b, axis=0), size),
+        }[verb](buffers)
+        for layout, result in zip(layouts, results, strict=True):
+            assert layout.wrong(data, result, places) == 0
+            assert layout.wrong(data, result[1:], places) == layout.taken
+            result = result.copy()
+            result[-1] += 1
+            assert layout.wrong(data, result, places) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint8", "int64"])
 def test_data_is_fresh_and_its_sum_exact(dtype):
     count, size = 70_000, 3  # more than one block of the check
     ranks = [Data(size, seed=5) for _ in range(size)]
@@ -81,9 +115,13 @@ def test_data_is_fresh_and_its_sum_exact(dtype):
         for rank, data in enumerate(ranks):
             data.reserve(count)
             places = data.places(1)[0]
-            buffers.append(np.empty(count, dtype=dtype))
+            buffers.append(np.empty(count, data.use(dtype)))
             data.fill(buffers[-1], places[rank])
-        total = np.sum(buffers, axis=0, dtype=dtype)
+        if dtype == "bfloat16":
+            wide = [(buffer.astype(np.uint32) << 16).view(np.float32) for buffer in buffers]
+            total = (np.sum(wide, axis=0).view(np.uint32) >> 16).astype(np.uint16)
+        else:
+            total = np.sum(buffers, axis=0, dtype=dtype)
         assert ranks[0].wrong(total, places) == 0
         total[-1] += 1
         assert ranks[0].wrong(total, places) == 1
@@ -130,6 +168,22 @@ def test_a_missed_goal_is_shown_as_missed(mine, reached):
     assert ("**no**" in goals.goals_table(rows)) is not reached
 
 
+@pytest.mark.parametrize(("mine", "reached"), [(10.0, True), (40.0, False)])
+def test_goals_of_verbs_dtypes_and_tcp(mine, reached):
+    def verdicts(cells):
+        return [row[3] for row in goals.collective_rows(3, "near", cells)]
+
+    verb = {"kolovod": {"median": mine}, "mpich": {"median": 30.0}}
+    assert verdicts({("alltoall", 1 << 20): verb, ("alltoall", 1 << 19): verb}) == [reached]
+    by_dtype = {("float32", 400): 20.0, ("float16", 200): mine, ("bfloat16", 200): mine}
+    halves = {key: {"kolovod-torch": {"median": us}} for key, us in by_dtype.items()}
+    assert verdicts(halves) == [reached] * 2
+    tcp = {"kolovod-tcp": {"median": mine}, "gloo": {"median": 30.0}}
+    assert verdicts({("allreduce", 4): tcp, ("broadcast", 1 << 20): tcp}) == [reached] * 2
+    level = {"kolovod-tcp": {"median": 30.0}, "gloo": {"median": 30.0}}
+    assert verdicts({("allreduce", 4): level, ("allreduce", 1 << 20): level}) == [True, False]
+
+
 def test_training_goals():
     rows = goals.training_rows("net", {"alone": 100.0, "ddp": 130.0, "kolovod": 115.0})
     assert [(row[1], row[3]) for row in rows] == [("115", True), ("50%", False)]
@@ -155,24 +209,38 @@ def test_a_peer_that_cannot_start_says_why(tmp_path, monkeypatch):
 
 
 def test_collectives_write_verified_results(tmp_path):
-    names = ["kolovod", "kolovod-torch", "gloo", "memcpy", "inplace"]
+    names = ["kolovod", "kolovod-torch", "kolovod-tcp", "gloo", "memcpy", "inplace"]
     done = run_bench(
-        "collectives.py", "--np", "2", "--sizes", "4,4096,65540", "--many", "8", "--rounds", "1",
+        "collectives.py", "--np", "2", "--sizes", "8,65536", "--many", "8", "--rounds", "1",
         "--budget-s", "0.01", "--peers", ",".join(names), "--output", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "collectives.json").read_text())
-    assert result["wrong"] == dict.fromkeys(names[:3], 0)
+    assert result["wrong"] == dict.fromkeys(names[:4], 0)
     assert min(result["checked"].values()) > 0
     cells = {(cell["what"], cell["bytes"], cell["column"]): cell["us"] for cell in result["cells"]}
-    expected = {("allreduce", size, name) for size in (4, 4096, 65540) for name in names}
-    expected.remove(("allreduce", 65540, "kolovod-torch"))
+    expected = {("allreduce", size, name) for size in (8, 65536) for name in names}
+    expected.remove(("allreduce", 65536, "kolovod-torch"))
     expected |= {(way, 4096, "kolovod") for way in ("calls", "async", "grouped")}
     expected |= {(way, 4096, "gloo") for way in ("calls", "async")}
+    expected |= {
+        (verb, size, name)
+        for verb in goals.VERBS
+        for size in (8, 65536)
+        for name in ("kolovod", "kolovod-tcp", "gloo")
+    }
+    expected |= {
+        (dtype, elements * item, name)
+        for dtype, item in goals.ITEM_BYTES.items()
+        for elements in (2, 16384)
+        for name in ("kolovod-torch", "gloo")
+    }
     assert set(cells) == expected
     assert all(0 < us["min"] <= us["median"] <= us["p90"] <= us["max"] for us in cells.values())
     text = (tmp_path / "collectives.md").read_text()
     assert "over gloo" in text
+    for wanted in ("alltoall, 64 KiB", "| 16,384 |", "allgather over TCP, 8 B, over gloo"):
+        assert wanted in text
     assert result["rounds"][0]["mode"] in text
 
 
