@@ -153,6 +153,7 @@ void Engine::StartUplink() {
     control_->Lost(host, reason, liveness_->Describe(topology_.leaders[static_cast<size_t>(host)]));
   };
   uplink_->Start(std::move(events));
+  waiter_->set_before_sleep([this] { uplink_->LookAway(); });
 }
 
 std::string Engine::MissingRanks() {

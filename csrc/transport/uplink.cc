@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "base/types.h"
 
@@ -19,6 +20,8 @@ namespace {
 
 constexpr size_t kHeader = 2 * sizeof(uint32_t);  // length, epoch
 constexpr size_t kReadBytes = 16 << 10;
+constexpr int kPollMs = 1000;
+constexpr int kAsideMs = 2;  // a driver that has not looked for so long does something else
 
 void Prepare(int fd) {
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
@@ -130,16 +133,21 @@ std::deque<Uplink::Frame> Uplink::Take() {
 
 void Uplink::Read() {
   std::vector<pollfd> polled;
+  uint64_t seen = 0;
   while (!stop_.load()) {
+    const uint64_t looks = looks_.load(std::memory_order_relaxed);
+    const bool aside = looks != std::exchange(seen, looks) && looking_.load(std::memory_order_seq_cst);
+    aside_.store(aside, std::memory_order_seq_cst);
     polled.assign(1, pollfd{bell_, POLLIN, 0});
     {
       std::lock_guard lock(mutex_);
       for (Peer& peer : peers_) {
-        const short events = static_cast<short>(POLLIN | (peer.outgoing.empty() ? 0 : POLLOUT));
-        polled.push_back(pollfd{peer.ended ? -1 : peer.link.fd, events, 0});
+        const int events = (aside ? 0 : POLLIN) | (peer.outgoing.empty() ? 0 : POLLOUT);
+        polled.push_back(
+            pollfd{peer.ended || events == 0 ? -1 : peer.link.fd, static_cast<short>(events), 0});
       }
     }
-    if (poll(polled.data(), polled.size(), 1000) <= 0) continue;
+    if (poll(polled.data(), polled.size(), aside ? kAsideMs : kPollMs) <= 0) continue;
     if (polled[0].revents != 0) {
       eventfd_t rings;
       eventfd_read(bell_, &rings);
@@ -164,10 +172,18 @@ bool Uplink::Look() {
   if (HasData()) return true;
   std::unique_lock lock(read_mutex_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
+  looks_.fetch_add(1, std::memory_order_relaxed);
+  looking_.store(true, std::memory_order_relaxed);
   for (size_t host = 0; host < peers_.size(); ++host) {
     if (peers_[host].link.fd >= 0) Receive(static_cast<int>(host));
   }
   return HasData();
+}
+
+// Whichever of the two stores comes first, the thread looks at the sockets again.
+void Uplink::LookAway() {
+  looking_.store(false, std::memory_order_seq_cst);
+  if (aside_.load(std::memory_order_seq_cst)) eventfd_write(bell_, 1);
 }
 
 // True: there is a new frame for the driver.

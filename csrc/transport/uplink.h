@@ -2,7 +2,8 @@
 //
 // A thread reads, so that an abort arrives while the driver waits for data, and a death is noticed at once.
 // It puts everything else aside for the driver and wakes it. A driver that waits for a frame reads by itself
-// and is spared the hand-over. Frames are those of the control rings (docs/wire.md).
+// and is spared the hand-over; as long as it does, the thread leaves the sockets alone, for each of its
+// wake-ups takes the core from somebody. Frames are those of the control rings (docs/wire.md).
 #pragma once
 
 #include <atomic>
@@ -55,6 +56,8 @@ class Uplink {
   bool HasData() const { return has_data_.load(std::memory_order_seq_cst); }
   // The driver: the same, after a look at the sockets.
   bool Look();
+  // The driver: it goes to sleep, and must be woken when a frame arrives.
+  void LookAway();
   std::deque<Frame> Take();
   uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
 
@@ -86,6 +89,9 @@ class Uplink {
   std::deque<Frame> arrived_;  // guarded by mutex_
   std::atomic<bool> has_data_{false};
   std::atomic<bool> stop_{false};
+  std::atomic<uint64_t> looks_{0};
+  std::atomic<bool> looking_{false};  // the driver, until LookAway
+  std::atomic<bool> aside_{false};    // the thread leaves reading to the driver
   std::atomic<uint64_t> sent_bytes_{0};
   std::thread thread_;
 };

@@ -73,6 +73,9 @@ class Waiter {
   // Called while a wait is asleep, every 10 ms or so. Once, before the first wait.
   void SetWatch(std::function<void()> watch) { watch_ = std::move(watch); }
 
+  // Called before every sleep, after the last look at what is waited for: only RingDriver wakes then.
+  void set_before_sleep(std::function<void()> before_sleep) { before_sleep_ = std::move(before_sleep); }
+
   // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,
   // and again after every sleep: it wakes the ranks that this one waits for. Both may be called many times.
   // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world.
@@ -148,7 +151,10 @@ class Waiter {
     self.driver_sleeping.store(1, std::memory_order_seq_cst);
     segment_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
     const bool is_ready = ready();
-    if (!is_ready && !MustStop()) FutexWait(&self.driver_bell, bell, sleep_ns);
+    if (!is_ready && !MustStop()) {
+      if (before_sleep_) before_sleep_();
+      FutexWait(&self.driver_bell, bell, sleep_ns);
+    }
     segment_.header().sleepers.fetch_sub(1, std::memory_order_seq_cst);
     self.driver_sleeping.store(0, std::memory_order_seq_cst);
     return is_ready;
@@ -164,6 +170,7 @@ class Waiter {
   std::function<bool()> interrupted_;
   std::function<bool()> background_;
   std::function<void()> watch_;
+  std::function<void()> before_sleep_;
   int64_t next_signal_check_ns_ = 0;
   int64_t next_liveness_check_ns_ = 0;
   int64_t next_spread_ns_ = 0;
