@@ -131,7 +131,7 @@ class Control {
   // Lease only. Of leaders:
   std::vector<RingReader> from_ranks_;
   std::unique_ptr<RingWriter> responses_out_;
-  std::deque<int64_t> order_;  // not in the log yet: a cached name's id, or kMessage for the next response
+  std::deque<int64_t> order_;  // not in the log yet: a cached name's id, or what leader.cc names
   int complete_ = 0;           // responses that are in the ring and not in the log
   // Of the root:
   std::unique_ptr<Negotiator> negotiator_;

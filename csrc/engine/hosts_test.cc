@@ -102,6 +102,21 @@ TEST(ranks_of_several_hosts_join) {
   });
 }
 
+// Who is through leaves at once: nobody may hear of that before what it took part in.
+TEST(ranks_leave_after_their_last_operation) {
+  for (int i = 0; i < 40; ++i) {
+    RunHosts({0, 1, 1, 2, 2, 2}, [](Rank& rank) {
+      if (rank.rank() != 0) {
+        CHECK(rank.Join() >= 0);
+        return;
+      }
+      std::vector<float> data(100, 1.0f);
+      CHECK_OK(rank.Allreduce("alone", data));
+      CHECK(rank.Join() == 0);
+    });
+  }
+}
+
 TEST(mismatches_are_told_to_all_hosts) {
   RunHosts({0, 1, 1}, [](Rank& rank) {
     std::vector<float> data(rank.rank() == 2 ? 4 : 3);

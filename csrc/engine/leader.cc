@@ -10,7 +10,11 @@
 namespace kolovod {
 namespace {
 
+// What `order_` holds beside the bits of cached names: a message, or a rank of another host that has left.
 constexpr int64_t kMessage = -1;
+constexpr int64_t kLeftBase = -2;
+
+int64_t LeftEntry(int rank) { return kLeftBase - rank; }
 
 }  // namespace
 
@@ -92,7 +96,7 @@ Status Control::Decide(int host, const Note& note) {
     uplink_->SendAll(EncodeNote(note));
     return Status();
   } else if (note.kind == Note::Kind::kLeft && known) {
-    MarkLeft(note.rank);
+    order_.push_back(LeftEntry(note.rank));
     uplink_->SendAll(EncodeNote(note));
     return Status();
   }
@@ -122,7 +126,7 @@ Status Control::Obey(const Note& note) {
       return Status();
     case Note::Kind::kLeft:
       if (note.rank < 0 || note.rank >= topology_.size()) break;
-      MarkLeft(note.rank);
+      order_.push_back(LeftEntry(note.rank));
       return Status();
     default:
       break;
@@ -155,10 +159,13 @@ void Control::PushResponse(const std::string& body) {
   stats_.message_bytes += responses_out_->bytes_pushed() - before;
 }
 
+// A rank leaves after all it took part in: the ranks here must find that in the log first.
 void Control::AppendInOrder() {
   while (!order_.empty()) {
-    if (order_.front() != kMessage) {
+    if (order_.front() >= 0) {
       log_.AppendId(static_cast<uint32_t>(order_.front()));
+    } else if (order_.front() <= kLeftBase) {
+      MarkLeft(static_cast<int>(kLeftBase - order_.front()));
     } else if (complete_ > 0) {
       --complete_;
       log_.AppendMessage();
