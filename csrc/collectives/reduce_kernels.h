@@ -7,6 +7,7 @@
 
 #include "collectives/reduce.h"
 #include "collectives/reduce_arithmetic.h"
+#include "collectives/reduce_narrow.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -64,6 +65,8 @@ void Fold(const Reduction& r, size_t at, size_t n, typename Arithmetic<T>::Acc* 
     if (s == r.own_source && r.prescale != 1.0) {
       const auto f = static_cast<typename Ar::Factor>(r.prescale);
       for (size_t i = 0; i < n; ++i) acc[i] = OpType::Apply(acc[i], Ar::Load(Scaled(src[i], f)));
+    } else if constexpr (kIsNarrow<T>) {
+      FoldNarrow<T, OpType>(src, n, acc);
     } else {
       for (size_t i = 0; i < n; ++i) acc[i] = OpType::Apply(acc[i], Ar::Load(src[i]));
     }
@@ -77,6 +80,8 @@ void LoadBlock(const Reduction& r, size_t at, size_t n, typename Arithmetic<T>::
   if (r.own_source == 0 && r.prescale != 1.0) {
     const auto f = static_cast<typename Ar::Factor>(r.prescale);
     for (size_t i = 0; i < n; ++i) acc[i] = Ar::Load(Scaled(src[i], f));
+  } else if constexpr (kIsNarrow<T>) {
+    Widen(src, n, acc);
   } else {
     for (size_t i = 0; i < n; ++i) acc[i] = Ar::Load(src[i]);
   }
@@ -86,7 +91,9 @@ template <class T>
 void FinishBlock(const Reduction& r, size_t n, const typename Arithmetic<T>::Acc* acc, T* out) {
   using Ar = Arithmetic<T>;
   using A = typename Ar::Acc;
-  if (r.divisor == 1 && r.scale == 1.0) {
+  if constexpr (kIsNarrow<T>) {
+    Narrow(acc, n, static_cast<float>(r.divisor), static_cast<float>(r.scale), out);
+  } else if (r.divisor == 1 && r.scale == 1.0) {
     for (size_t i = 0; i < n; ++i) out[i] = Ar::Store(acc[i]);
   } else if constexpr (kIsFloating<A>) {
     const auto divisor = static_cast<A>(r.divisor);
@@ -116,9 +123,11 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   if (r.source_count != 2 || (r.own_source >= 0 && r.prescale != 1.0)) return false;
   const T* a = static_cast<const T*>(r.sources[0]) + at;
   const T* b = static_cast<const T*>(r.sources[1]) + at;
+  size_t begin = 0;  // narrow types: of those that are left
   if (r.divisor == 1 && r.scale == 1.0) {
+    if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, false>(a, b, n, 1.0f, out, copy);
 #pragma GCC ivdep  // out may be a or b, element for element
-    for (size_t i = 0; i < n; ++i) {
+    for (size_t i = begin; i < n; ++i) {
       const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])));
       out[i] = value;
       if constexpr (kCopy) copy[i] = value;
@@ -128,8 +137,9 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   if constexpr (kIsFloating<typename Ar::Acc>) {
     if (r.divisor == 2) {
       const auto factor = static_cast<typename Ar::Acc>(r.scale * 0.5);
+      if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, true>(a, b, n, factor, out, copy);
 #pragma GCC ivdep
-      for (size_t i = 0; i < n; ++i) {
+      for (size_t i = begin; i < n; ++i) {
         const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])) * factor);
         out[i] = value;
         if constexpr (kCopy) copy[i] = value;
