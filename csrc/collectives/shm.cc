@@ -14,19 +14,21 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       rank_(rank),
       size_(segment.layout().size),
       chunk_bytes_(segment.layout().chunk_bytes),
-      one_shot_bytes_(OneShotLimit(config, segment.layout().size, segment.layout().chunk_bytes)),
+      one_shot_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/false)),
+      one_shot_narrow_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/true)),
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
       delay_us_(delay_us),
       kernels_(ActiveKernels()),
       chooser_(streaming) {}
 
-size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes) {
+size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow) {
   // One exchange moves (size-1)*bytes to each rank, two exchanges 2*(size-1)/size*bytes; measured
   // crossovers are in docs/decisions/0004-allreduce-on-one-host.md.
   size_t limit = 32 << 10;
   if (size > 4) limit = 16 << 10;
   if (size > 16) limit = 4 << 10;
+  if (narrow) limit /= 4;  // twice the elements to a byte, and each is converted to and fro
   if (config.one_shot_bytes > 0) limit = static_cast<size_t>(config.one_shot_bytes);
   return std::min(limit, chunk_bytes);
 }
@@ -258,7 +260,8 @@ Status ShmBackend::Allreduce(const FusedRange& range) {
   }
   const View view = MakeView(range);
   if (view.total == 0) return Status();
-  return view.total <= one_shot_bytes_
+  const bool narrow = range.dtype == DType::kFloat16 || range.dtype == DType::kBFloat16;
+  return view.total <= (narrow ? one_shot_narrow_bytes_ : one_shot_bytes_)
              ? OneShot(view)
              : Sliced(view, PlanChunks(view.total, chunk_bytes_, size_), /*gathers=*/true);
 }

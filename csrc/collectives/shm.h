@@ -43,7 +43,7 @@ class ShmBackend : public Backend {
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
   // Bytes up to which every rank reduces everything itself (one exchange instead of two).
-  static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes);
+  static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow);
 
  private:
   // A fused range as one virtual byte range: piece i begins at offset[i], a multiple of a cache line.
@@ -80,6 +80,7 @@ class ShmBackend : public Backend {
   const int size_;
   const size_t chunk_bytes_;
   const size_t one_shot_bytes_;
+  const size_t one_shot_narrow_bytes_;  // of float16 and bfloat16
   const uint64_t slots_;
   Waiter& waiter_;
   const std::atomic<int>* const delay_us_;
