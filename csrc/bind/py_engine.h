@@ -175,8 +175,10 @@ class PyEngine {
       throw nb::value_error("output: taken before, or of a verb that makes none");
     }
     OutputBuffer& buffer = op->buffers[index];
-    char* data = buffer.data.release();
-    nb::capsule owner(data, [](void* p) noexcept { std::free(p); });
+    auto taken = std::make_unique<OutputMemory>(std::move(buffer.data));
+    char* const data = taken->get();
+    nb::capsule owner(taken.get(), [](void* memory) noexcept { delete static_cast<OutputMemory*>(memory); });
+    taken.release();
     const size_t shape[1] = {buffer.bytes};
     return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, 1, shape, owner));
   }

@@ -1,6 +1,4 @@
 // The driving half of the engine: everything here runs under the lease.
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <cstring>
 
@@ -15,16 +13,6 @@ constexpr int64_t kCallerYieldNs = 200'000;
 constexpr int64_t kCrowdedYieldNs = 1'000'000;
 constexpr int64_t kThreadYieldNs = 20'000;
 constexpr int64_t kCrowdedPatienceNs = 200'000;
-constexpr size_t kHugePage = 2 << 20;
-
-// At least one byte; null without memory. First touching 128 MiB costs 40 ms in small pages, 6 in huge ones.
-char* AllocateOutput(size_t bytes) {
-  const bool huge = bytes >= 2 * kHugePage;
-  const size_t length = RoundUp(bytes + 1, huge ? kHugePage : kLine);
-  void* data = std::aligned_alloc(huge ? kHugePage : kLine, length);
-  if (data != nullptr && huge) madvise(data, length, MADV_HUGEPAGE);  // a hint: may fail
-  return static_cast<char*>(data);
-}
 
 // The other ranks' outputs may fit, so the data has moved; this rank's result is an error.
 void NoteMisfits(Operation* op) {
@@ -226,7 +214,7 @@ Status Engine::OutputFor(Operation& op, size_t t, size_t bytes, char** out) {
     *out = static_cast<char*>(op.outputs[t]);
     return Status();
   }
-  buffer.data.reset(AllocateOutput(bytes));
+  buffer.data = AllocateOutput(bytes);
   *out = buffer.data.get();
   if (buffer.data != nullptr) return Status();
   const Status status(Code::kInternal, liveness_->Describe(rank_) + " has no memory for " +

@@ -30,6 +30,7 @@ Engine::~Engine() {
   for (int fd : mesh_fds_) {
     if (fd >= 0) close(fd);
   }
+  if (!forgotten_.load()) DropUnusedOutputs();
 }
 
 Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,

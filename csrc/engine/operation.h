@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -10,13 +9,10 @@
 
 #include "base/status.h"
 #include "control/message.h"
+#include "engine/output_memory.h"
 #include "transport/record.h"
 
 namespace kolovod {
-
-struct FreeDeleter {
-  void operator()(char* p) const { std::free(p); }
-};
 
 struct SubmittedTensor {
   TensorMeta meta;
@@ -30,7 +26,7 @@ struct SubmittedTensor {
 
 // Bytes that the engine allocated: allgather, alltoall and reducescatter make outputs of other sizes.
 struct OutputBuffer {
-  std::unique_ptr<char, FreeDeleter> data;  // null if the caller's memory was taken instead
+  OutputMemory data;  // null if the caller's memory was taken instead
   size_t bytes = 0;
 };
 

@@ -102,6 +102,7 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   kick_bytes_ = config_.kick_bytes > 0                        ? static_cast<size_t>(config_.kick_bytes)
                 : config_.cores >= 2 * topology_.local_size() ? kOverlapBytes
                                                               : SIZE_MAX;
+  LimitUnusedOutputs(static_cast<size_t>(config_.unused_output_bytes));
   records_ = std::make_unique<RecordRing>(segment_->records(topology_.local_rank), &self().unrecorded);
   MakeLateWatch();
   control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),

@@ -209,6 +209,13 @@ class Settings:
         unit="bytes",
         minimum=0,
     )
+    unused_output_bytes: int = _knob(
+        256 * _MEBI,
+        "Memory of results (of allgather, alltoall and reducescatter) that this process keeps, once "
+        "they are let go, for the next ones: new memory costs more than to fill it. 0: none.",
+        unit="bytes",
+        minimum=0,
+    )
     spin_us: int = _knob(
         50,
         "How long a wait looks before it sleeps, when there are cores to spare.",

@@ -1,0 +1,100 @@
+#include "engine/output_memory.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "testing/check.h"
+
+namespace kolovod {
+namespace {
+
+constexpr size_t kMiB = 1 << 20;
+
+TEST(a_large_piece_is_given_out_again) {
+  LimitUnusedOutputs(64 * kMiB);
+  OutputMemory first = AllocateOutput(8 * kMiB);
+  char* const data = first.get();
+  std::memset(data, 1, 8 * kMiB);
+  OutputMemory other = AllocateOutput(8 * kMiB);
+  CHECK(other.get() != data);
+  first.reset();
+  CHECK(UnusedOutputBytes() == 8 * kMiB);
+  CHECK(AllocateOutput(12 * kMiB).get() != data);  // too small
+  DropUnusedOutputs();
+  CHECK(UnusedOutputBytes() == 0);
+  other.reset();
+  CHECK(AllocateOutput(2 * kMiB).get() != nullptr);  // and it would be wasted on this
+  CHECK(UnusedOutputBytes() == 8 * kMiB + 2 * kMiB);
+  DropUnusedOutputs();
+}
+
+TEST(a_little_waste_is_allowed) {
+  LimitUnusedOutputs(64 * kMiB);
+  char* const data = AllocateOutput(kMiB).get();
+  OutputMemory smaller = AllocateOutput(kMiB - kMiB / 8);
+  CHECK(smaller.get() == data);
+  smaller.reset();
+  CHECK(UnusedOutputBytes() == kMiB);  // the whole piece
+  DropUnusedOutputs();
+}
+
+TEST(small_pieces_are_not_kept) {
+  LimitUnusedOutputs(64 * kMiB);
+  for (size_t bytes : {size_t{0}, size_t{1}, size_t{1000}, (size_t{64} << 10) - 1}) {
+    const OutputMemory memory = AllocateOutput(bytes);
+    CHECK(memory != nullptr);
+    CHECK(reinterpret_cast<uintptr_t>(memory.get()) % 64 == 0);
+    std::memset(memory.get(), 1, bytes);
+  }
+  CHECK(UnusedOutputBytes() == 0);
+}
+
+TEST(never_more_than_the_limit_and_the_oldest_goes_first) {
+  LimitUnusedOutputs(3 * kMiB);
+  std::vector<OutputMemory> pieces;
+  for (int i = 0; i < 4; ++i) pieces.push_back(AllocateOutput(kMiB));
+  char* const oldest = pieces.front().get();
+  char* const newest = pieces.back().get();
+  for (OutputMemory& piece : pieces) piece.reset();
+  CHECK(UnusedOutputBytes() == 3 * kMiB);
+  const OutputMemory again = AllocateOutput(kMiB);
+  CHECK(again.get() == newest && again.get() != oldest);
+  CHECK(AllocateOutput(4 * kMiB) != nullptr);
+  CHECK(UnusedOutputBytes() == 2 * kMiB);  // what is larger than the limit goes back at once
+  LimitUnusedOutputs(0);
+  CHECK(UnusedOutputBytes() == 0);
+}
+
+TEST(threads_and_a_forked_child) {
+  LimitUnusedOutputs(64 * kMiB);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([t] {
+      for (int i = 0; i < 500; ++i) {
+        const OutputMemory memory = AllocateOutput((1 + (i + t) % 5) * size_t{100'000});
+        memory.get()[0] = static_cast<char>(t);
+        std::this_thread::yield();
+        CHECK(memory.get()[0] == static_cast<char>(t));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    const OutputMemory memory = AllocateOutput(kMiB);
+    _exit(memory == nullptr ? 1 : 0);
+  }
+  int ended = 0;
+  CHECK(waitpid(child, &ended, 0) == child && ended == 0);
+  DropUnusedOutputs();
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()
