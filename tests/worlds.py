@@ -326,6 +326,7 @@ WORLDS = {
         World("loopback-tcp", {2: SOME, 3: SOME, 5: SLICE}, on_threads(own_host)),
         World("loopback-hosts", {3: SOME, 4: SOME, 8: SLICE}, on_threads(in_pairs)),
         World("shm", {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE}, on_processes()),
+        World("shm-reads", {3: SOME}, on_processes(KOLOVOD_PEER_READ_BYTES="1")),
         World("tcp", {2: BRIEF, 3: SOME}, on_processes(own_host)),
         World("hosts", {3: SLICE, 4: SOME}, on_processes(in_pairs)),
         World("mpi", {2: BRIEF, 3: SOME, 4: SLICE}, under_mpirun, missing=no_mpi),

@@ -15,6 +15,7 @@ struct Config {
   int64_t fusion_bytes = 64 << 20;          // a bucket takes no further tensor beyond this
   int64_t kick_bytes = 0;                   // ready bytes that start the engine thread; 0: chosen by cores
   int64_t unused_output_bytes = 256 << 20;  // memory of results that is kept to be used again
+  int64_t peer_read_bytes = 1 << 20;        // from here on data is read from the peers' memory; 0: never
   int64_t spin_us = 50;                     // busy wait before yielding, when cores are free
   int64_t cores = 0;                        // usable cores on this host; 0: ask the system
   int64_t start_timeout_ms = 60'000;        // for all ranks to attach
@@ -33,6 +34,7 @@ void VisitConfig(ConfigType& config, Visit visit) {
   visit(std::string_view("fusion_bytes"), config.fusion_bytes);
   visit(std::string_view("kick_bytes"), config.kick_bytes);
   visit(std::string_view("unused_output_bytes"), config.unused_output_bytes);
+  visit(std::string_view("peer_read_bytes"), config.peer_read_bytes);
   visit(std::string_view("spin_us"), config.spin_us);
   visit(std::string_view("cores"), config.cores);
   visit(std::string_view("start_timeout_ms"), config.start_timeout_ms);

@@ -30,7 +30,7 @@ struct Member {
         waiter(*host.segment,
                Topology(place, std::vector<int>(static_cast<size_t>(host.segment->layout().size))), liveness,
                stop, nullptr),
-        shm(std::make_unique<ShmBackend>(*host.segment, place, config, waiter, nullptr, false)) {
+        shm(std::make_unique<ShmBackend>(*host.segment, place, config, waiter, nullptr, false, nullptr)) {
     WaitBudget budget;
     budget.yield_ns = 200'000;
     waiter.Configure(budget, nullptr);

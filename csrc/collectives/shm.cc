@@ -9,7 +9,7 @@
 namespace kolovod {
 
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-                       const std::atomic<int>* delay_us, bool streaming)
+                       const std::atomic<int>* delay_us, bool streaming, std::unique_ptr<PeerMemory> peers)
     : segment_(segment),
       rank_(rank),
       size_(segment.layout().size),
@@ -18,6 +18,8 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       one_shot_narrow_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/true)),
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
+      peer_read_bytes_(static_cast<size_t>(config.peer_read_bytes)),
+      peers_(std::move(peers)),
       delay_us_(delay_us),
       kernels_(ActiveKernels()),
       chooser_(streaming) {}

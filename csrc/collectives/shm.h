@@ -17,6 +17,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <utility>
 
 #include "base/config.h"
@@ -24,6 +25,7 @@
 #include "collectives/reduce.h"
 #include "collectives/streaming.h"
 #include "control/fusion.h"
+#include "transport/peer_memory.h"
 #include "transport/segment.h"
 #include "transport/waiter.h"
 
@@ -33,8 +35,9 @@ class ShmBackend : public Backend {
  public:
   // `rank`: among those of the segment. `delay_us`: before data flags, in a loopback world, else null.
   // `streaming`: the first guess whether stores into staging should bypass the cache.
+  // `peers`: null, or how to read the others' memory.
   ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-             const std::atomic<int>* delay_us, bool streaming);
+             const std::atomic<int>* delay_us, bool streaming, std::unique_ptr<PeerMemory> peers);
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -63,6 +66,21 @@ class ShmBackend : public Backend {
   Status Sliced(const View& view, const ChunkPlan& plan, bool gathers);
   Status Step(const View& view, const ChunkPlan& plan, bool gathers, uint64_t first, size_t step);
   void Run(const FusedRange& range, Tasks& tasks);
+  bool Reads(size_t bytes) const {
+    return peers_ != nullptr && peers_->usable() && bytes >= peer_read_bytes_;
+  }
+  // Lets the others read this rank's input, until FinishReading.
+  void Offer(const void* in, size_t bytes);
+  // Whether all can be read; the same on all ranks. If not, there is nothing to finish.
+  Status AwaitOffers(bool* readable);
+  Status ReadPeer(int peer, size_t offset, char* to, size_t bytes);
+  Status ReadFailed(int peer, int error);
+  // Returns once nobody reads this rank's memory any more.
+  Status FinishReading();
+  Status StagedAllgather(const void* in, char* own_out, char* out, const std::vector<size_t>& bytes,
+                         const std::vector<size_t>& at);
+  Status StagedAlltoall(const char* in, char* out, const std::vector<size_t>& bytes,
+                        const std::vector<size_t>& in_at, const std::vector<size_t>& out_at);
   void StageCopy(char* slot, const char* src, size_t bytes);
 
   using Flag = std::atomic<uint64_t> RankBlock::*;
@@ -83,6 +101,8 @@ class ShmBackend : public Backend {
   const size_t one_shot_narrow_bytes_;  // of float16 and bfloat16
   const uint64_t slots_;
   Waiter& waiter_;
+  const size_t peer_read_bytes_;
+  const std::unique_ptr<PeerMemory> peers_;
   const std::atomic<int>* const delay_us_;
   const Kernels& kernels_;
   StreamingChooser chooser_;

@@ -1,12 +1,22 @@
-// The verbs that only move bytes. A reader copies whole chunks: large copies do not first read the lines
-// that they overwrite.
+// The verbs that only move bytes. Large ones are read from the memory of the rank that has them, if the
+// system allows it (transport/peer_memory.h); the others go through staging, from where a reader copies whole
+// chunks: large copies do not first read the lines that they overwrite.
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <string>
+#include <thread>
 
 #include "collectives/shm.h"
 
 namespace kolovod {
+namespace {
+
+constexpr size_t kReadPiece = 4 << 20;  // between two looks at the revoke word
+constexpr int kDeathPatienceMs = 1000;
+
+}  // namespace
 
 void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
   if (chooser_.streaming() && bytes >= kStreamingFloor) {
@@ -17,6 +27,50 @@ void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
   }
 }
 
+// Memory that the system lets nobody read (of a device, say) makes all ranks take the other way.
+void ShmBackend::Offer(const void* in, size_t bytes) {
+  peers_->Offer(in, bytes);
+  Post({{&RankBlock::packed, ++chunk_}});
+}
+
+Status ShmBackend::AwaitOffers(bool* readable) {
+  KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk_));
+  *readable = true;
+  for (int r = 0; r < size_; ++r) *readable = *readable && peers_->Offered(r) != 0;
+  if (!*readable) Post({{&RankBlock::done, chunk_}});
+  return Status();
+}
+
+Status ShmBackend::ReadPeer(int peer, size_t offset, char* to, size_t bytes) {
+  const uint64_t address = peers_->Offered(peer) + offset;
+  for (size_t at = 0; at < bytes; at += kReadPiece) {
+    const int error = peers_->Read(peer, address + at, to + at, std::min(kReadPiece, bytes - at));
+    if (error != 0) return ReadFailed(peer, error);
+    if (waiter_.MustStop()) return waiter_.Stopped();
+  }
+  return Status();
+}
+
+// Most likely the peer has died, and will be found dead at once: that is the better reason.
+Status ShmBackend::ReadFailed(int peer, int error) {
+  for (int i = 0; i < kDeathPatienceMs && !waiter_.MustStop(); ++i) {
+    KV_RETURN_IF_ERROR(waiter_.Periodic(/*in_bucket=*/true));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (waiter_.MustStop()) return waiter_.Stopped();
+  segment_.Revoke(Code::kInternal, "rank " + std::to_string(rank_) +
+                                       " of this host cannot read the memory of rank " +
+                                       std::to_string(peer) + ": " + std::strerror(error) +
+                                       "; KOLOVOD_PEER_READ_BYTES=0 does without");
+  return segment_.RevokedStatus();
+}
+
+Status ShmBackend::FinishReading() {
+  Post({{&RankBlock::done, chunk_}});
+  return WaitForAll(&RankBlock::done, chunk_);
+}
+
+// Always staged: one rank stages while the others copy, which takes no longer than to read its memory.
 Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string&) {
   const size_t total = piece.count * SizeOf(dtype);
   if (rank_ == root && piece.in != piece.out && total > 0) std::memcpy(piece.out, piece.in, total);
@@ -47,9 +101,28 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
     longest = std::max(longest, bytes[r]);
   }
   const size_t own = bytes[static_cast<size_t>(rank_)];
-  char* const own_out = out + at[static_cast<size_t>(rank_)];
-  if (own > 0 && own_out != in) std::memcpy(own_out, in, own);
+  char* own_out = out + at[static_cast<size_t>(rank_)];
+  if (own == 0 || own_out == in) own_out = nullptr;
+  if (size_ > 1 && longest > 0 && !Reads(longest)) return StagedAllgather(in, own_out, out, bytes, at);
+  if (size_ > 1 && longest > 0) Offer(in, own);
+  if (own_out != nullptr) std::memcpy(own_out, in, own);
   if (size_ == 1 || longest == 0) return Status();
+  bool readable = false;
+  KV_RETURN_IF_ERROR(AwaitOffers(&readable));
+  if (!readable) return StagedAllgather(in, nullptr, out, bytes, at);
+  for (int distance = 1; distance < size_; ++distance) {
+    const int peer = (rank_ + distance) % size_;
+    const auto p = static_cast<size_t>(peer);
+    KV_RETURN_IF_ERROR(ReadPeer(peer, 0, out + at[p], bytes[p]));
+  }
+  return FinishReading();
+}
+
+// `own_out`: where this rank's part goes, null if it is there.
+Status ShmBackend::StagedAllgather(const void* in, char* own_out, char* out, const std::vector<size_t>& bytes,
+                                   const std::vector<size_t>& at) {
+  const size_t own = bytes[static_cast<size_t>(rank_)];
+  const size_t longest = *std::max_element(bytes.begin(), bytes.end());
   const size_t chunks = (longest + chunk_bytes_ - 1) / chunk_bytes_;
   const uint64_t first = chunk_ + 1;
   chunk_ += chunks;
@@ -63,6 +136,7 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
       const char* src = static_cast<const char*>(in) + step * chunk_bytes_;
       if (n > 0) StageCopy(segment_.staging(rank_, first + step), src, n);
       Post({{&RankBlock::packed, first + step}});
+      if (n > 0 && own_out != nullptr) std::memcpy(own_out + step * chunk_bytes_, src, n);  // read just now
     }
     if (step == 0) continue;
     const size_t c = step - 1;
@@ -78,9 +152,42 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
   return Status();
 }
 
+Status ShmBackend::Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) {
+  const auto size = static_cast<size_t>(size_);
+  const auto self = static_cast<size_t>(rank_);
+  std::vector<size_t> in_at(size);   // of others' parts in the input
+  std::vector<size_t> out_at(size);  // of others' parts in the output
+  size_t given = 0;
+  for (size_t r = 0, taken = 0; r < size; ++r) {
+    in_at[r] = given;
+    out_at[r] = taken;
+    given += bytes[self * size + r];
+    taken += bytes[r * size + self];
+  }
+  size_t longest = 0;  // that one rank has for another
+  for (size_t i = 0; i < bytes.size(); ++i) longest = std::max(longest, i % (size + 1) == 0 ? 0 : bytes[i]);
+  const bool reads = longest > 0 && Reads(longest);
+  if (reads) Offer(in, given);
+  if (const size_t own = bytes[self * size + self]; own > 0)
+    std::memcpy(out + out_at[self], in + in_at[self], own);
+  if (longest == 0) return Status();
+  bool readable = false;
+  if (reads) KV_RETURN_IF_ERROR(AwaitOffers(&readable));
+  if (!readable) return StagedAlltoall(in, out, bytes, in_at, out_at);
+  for (size_t distance = 1; distance < size; ++distance) {
+    const size_t peer = (self + distance) % size;
+    size_t offset = 0;  // of the part for this rank in the peer's input
+    for (size_t r = 0; r < self; ++r) offset += bytes[peer * size + r];
+    const int from = static_cast<int>(peer);
+    KV_RETURN_IF_ERROR(ReadPeer(from, offset, out + out_at[peer], bytes[peer * size + self]));
+  }
+  return FinishReading();
+}
+
 // Every rank stages what it has for others in one stream, beginning with its right neighbour's part, so that
 // at any time the ranks read from different peers.
-Status ShmBackend::Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) {
+Status ShmBackend::StagedAlltoall(const char* in, char* out, const std::vector<size_t>& bytes,
+                                  const std::vector<size_t>& in_at, const std::vector<size_t>& out_at) {
   const auto size = static_cast<size_t>(size_);
   const auto self = static_cast<size_t>(rank_);
   // Where a rank's stream has the part for another, from its begin; [begin, begin + bytes[from][to]).
@@ -91,19 +198,10 @@ Status ShmBackend::Alltoall(const char* in, char* out, const std::vector<size_t>
   };
   size_t longest = 0;
   std::vector<size_t> begins(size);  // of this rank's part in others' streams
-  std::vector<size_t> in_at(size);   // of others' parts in the input
-  std::vector<size_t> out_at(size);  // of others' parts in the output
-  for (size_t r = 0, to = 0, from = 0; r < size; ++r) {
+  for (size_t r = 0; r < size; ++r) {
     longest = std::max(longest, begin_of(r, r));
     if (r != self) begins[r] = begin_of(r, self);
-    in_at[r] = to;
-    out_at[r] = from;
-    to += bytes[self * size + r];
-    from += bytes[r * size + self];
   }
-  if (const size_t own = bytes[self * size + self]; own > 0)
-    std::memcpy(out + out_at[self], in + in_at[self], own);
-  if (size_ == 1 || longest == 0) return Status();
   const uint64_t chunks = (longest + chunk_bytes_ - 1) / chunk_bytes_;
   const uint64_t first = chunk_ + 1;
   chunk_ += chunks;

@@ -121,7 +121,9 @@ class Engine {
 
   void MakeLateWatch();
   Status Attach(const std::function<bool()>& interrupted);
-  Status MakeBackend(std::vector<int> mesh_fds);
+  // Finds out whether the ranks of this host can read each other's memory.
+  Status ProbePeers(PeerMemory& peers, int64_t deadline_ns);
+  Status MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory> peers);
   // A leader's connection to the others.
   void StartUplink();
   void SpreadRevocation();

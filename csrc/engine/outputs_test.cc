@@ -31,36 +31,47 @@ std::vector<float> Numbers(size_t count, float first) {
   return numbers;
 }
 
+void CheckResultsInMemoryGiven(int size, const Config& config) {
+  RunRanks(
+      size,
+      [](Rank& rank) {
+        const auto ranks = static_cast<size_t>(rank.size());
+        const auto self = static_cast<size_t>(rank.rank());
+        for (size_t count : {1, 5, 9000}) {
+          const std::vector<float> everything = Numbers(ranks * count, 0);
+          std::vector<float> gathered(ranks * count, -1.0f);
+          CHECK_OK(Into(rank, Verb::kAllgather, everything.data() + self * count, count, gathered));
+          CHECK(gathered == everything);
+          // In place: the input is this rank's part of the output.
+          std::vector<float> whole(ranks * count, -1.0f);
+          std::copy_n(everything.begin() + static_cast<std::ptrdiff_t>(self * count), count,
+                      whole.begin() + static_cast<std::ptrdiff_t>(self * count));
+          CHECK_OK(Into(rank, Verb::kAllgather, whole.data() + self * count, count, whole));
+          CHECK(whole == everything);
+
+          std::vector<float> part(count, -1.0f);
+          CHECK_OK(Into(rank, Verb::kReducescatter, everything.data(), ranks * count, part));
+          for (size_t i = 0; i < count; ++i) {
+            CHECK(part[i] == static_cast<float>(ranks) * everything[self * count + i]);
+          }
+          std::vector<float> received(ranks * count, -1.0f);
+          CHECK_OK(Into(rank, Verb::kAlltoall, everything.data(), ranks * count, received,
+                        std::vector<int64_t>(ranks, static_cast<int64_t>(count))));
+          for (size_t i = 0; i < received.size(); ++i) {
+            CHECK(received[i] == everything[self * count + i % count]);
+          }
+        }
+      },
+      config);
+}
+
 TEST(results_go_to_the_memory_given) {
   for (int size : {1, 2, 3}) {
-    RunRanks(size, [](Rank& rank) {
-      const auto ranks = static_cast<size_t>(rank.size());
-      const auto self = static_cast<size_t>(rank.rank());
-      for (size_t count : {1, 5, 9000}) {
-        const std::vector<float> everything = Numbers(ranks * count, 0);
-        std::vector<float> gathered(ranks * count, -1.0f);
-        CHECK_OK(Into(rank, Verb::kAllgather, everything.data() + self * count, count, gathered));
-        CHECK(gathered == everything);
-        // In place: the input is this rank's part of the output.
-        std::vector<float> whole(ranks * count, -1.0f);
-        std::copy_n(everything.begin() + static_cast<std::ptrdiff_t>(self * count), count,
-                    whole.begin() + static_cast<std::ptrdiff_t>(self * count));
-        CHECK_OK(Into(rank, Verb::kAllgather, whole.data() + self * count, count, whole));
-        CHECK(whole == everything);
-
-        std::vector<float> part(count, -1.0f);
-        CHECK_OK(Into(rank, Verb::kReducescatter, everything.data(), ranks * count, part));
-        for (size_t i = 0; i < count; ++i) {
-          CHECK(part[i] == static_cast<float>(ranks) * everything[self * count + i]);
-        }
-        std::vector<float> received(ranks * count, -1.0f);
-        CHECK_OK(Into(rank, Verb::kAlltoall, everything.data(), ranks * count, received,
-                      std::vector<int64_t>(ranks, static_cast<int64_t>(count))));
-        for (size_t i = 0; i < received.size(); ++i) {
-          CHECK(received[i] == everything[self * count + i % count]);
-        }
-      }
-    });
+    Config config = testing::SmallConfig();
+    for (int64_t bytes : {0, 1, 16 << 10}) {  // staged all, read from the peers all, and some
+      config.peer_read_bytes = bytes;
+      CheckResultsInMemoryGiven(size, config);
+    }
   }
 }
 

@@ -75,6 +75,8 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
     segment_->WriteHeader(epoch_, config_);
   }
   const int64_t deadline_ns = NowNs() + config_.start_timeout_ms * 1'000'000;
+  auto peers = std::make_unique<PeerMemory>(*segment_, topology_.local_rank);
+  peers->Announce();
   bool attached = false;
   waiter_ =
       std::make_unique<Waiter>(*segment_, topology_, *liveness_, stop_,
@@ -96,6 +98,8 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
+  if (config_.peer_read_bytes == 0) peers = nullptr;
+  if (peers != nullptr) KV_RETURN_IF_ERROR(ProbePeers(*peers, deadline_ns));
   // With a core for every engine thread beside every computing one, communication overlaps the backward
   // pass. Without, it would take the core that computes, and pay for the switching: then it waits until
   // somebody waits (docs/decisions/0003).
@@ -108,16 +112,30 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),
                                        uplink_.get());
   ProbeLatency();
-  KV_RETURN_IF_ERROR(MakeBackend(std::move(mesh_fds_)));
+  KV_RETURN_IF_ERROR(MakeBackend(std::move(mesh_fds_), std::move(peers)));
   if (uplink_ != nullptr) StartUplink();
   return Status();
 }
 
-Status Engine::MakeBackend(std::vector<int> mesh_fds) {
+Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
+  peers.Probe();
+  while (!peers.AllHaveProbed()) {
+    if (segment_->revoked() || waiter_->CheckPeers()) return segment_->RevokedStatus();
+    KV_RETURN_IF_ERROR(waiter_->Periodic(/*in_bucket=*/false));
+    if (NowNs() > deadline_ns) {
+      return Status(Code::kTimeout, "not every rank of this host has begun within " +
+                                        std::to_string(config_.start_timeout_ms) + " ms");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  return Status();
+}
+
+Status Engine::MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory> peer_memory) {
   const std::atomic<int>* delay_us =
       faults_ == nullptr ? nullptr : &faults_->delay_us[static_cast<size_t>(rank_)];
   backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, delay_us,
-                                          stats_.line_latency_ns > kFarLineNs);
+                                          stats_.line_latency_ns > kFarLineNs, std::move(peer_memory));
   if (topology_.hosts() > 1) {
     std::vector<MeshPeer> peers;
     for (int r = 0; r < size_; ++r)

@@ -57,13 +57,17 @@ class Rank {
   // Splits and joins rows of one float.
   Status Scatter(Verb verb, const std::string& name, const std::vector<float>& data,
                  const std::vector<int64_t>& splits, std::vector<float>* result) {
+    return Scatter(verb, name, data.data(), data.size(), splits, result);
+  }
+  Status Scatter(Verb verb, const std::string& name, const float* data, size_t count,
+                 const std::vector<int64_t>& splits, std::vector<float>* result) {
     Request request;
     request.name = name;
     request.verb = verb;
     request.splits = splits;
     std::vector<SubmittedTensor> tensors(1);
-    tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
-    tensors[0].in = data.data();
+    tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(count)}};
+    tensors[0].in = data;
     uint64_t handle = 0;
     KV_RETURN_IF_ERROR(engine_->Submit(std::move(request), std::move(tensors), true, &handle));
     const OperationPtr op = engine_->Find(handle);
@@ -101,6 +105,7 @@ inline Config SmallConfig() {
   config.spin_us = 5;
   config.cache_capacity = 64;
   config.start_timeout_ms = 20'000;
+  config.peer_read_bytes = 16 << 10;
   return config;
 }
 

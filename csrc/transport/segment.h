@@ -59,6 +59,10 @@ struct RankBlock {
   std::atomic<uint32_t> idle_sleeping;
   alignas(kLine) std::atomic<uint32_t> attached;
   std::atomic<uint32_t> ping;
+  std::atomic<uint32_t> reads_peers;  // whether it can read the others' memory: 1 yes, 2 no, 0 not tried yet
+  int32_t pid;                        // this and the next two are written before `attached`
+  uint64_t token;                     // what is to be found at
+  uint64_t token_address;
   alignas(kLine) std::atomic<uint64_t> control_head;    // this rank: bytes ever written
   alignas(kLine) std::atomic<uint64_t> control_tail;    // rank 0: bytes ever read
   alignas(kLine) std::atomic<uint64_t> broadcast_tail;  // this rank: bytes ever read
@@ -66,6 +70,7 @@ struct RankBlock {
   // 1 in the high one if for `done`, 0 for `packed`; 0 nobody.
   alignas(kLine) std::atomic<uint64_t> waits_for;
   std::atomic<uint64_t> waits_value;              // what that flag must reach
+  std::atomic<uint64_t> offered;                  // where others may read this rank's input; 0: nowhere
   std::atomic<uint32_t> unrecorded;               // pending operations beyond what `records` can hold
   alignas(kLine) std::atomic<uint32_t> asked;     // many writers: how often others asked where it is
   alignas(kLine) std::atomic<uint32_t> answered;  // the `asked` that the text answers

@@ -196,9 +196,11 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> T:
         """A new tensor with the values that ``tensor`` has on ``root_rank``; shapes must agree."""
-        return self._broadcast(
-            process_set, tensor, root_rank, name, in_place=False, blocking=True
-        ).wait()
+        entry, output = self._fresh(tensor)
+        root = root_rank if process_set is None else process_set.position(root_rank)
+        buffers = (tensor, output)
+        self._run(process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers)
+        return output
 
     def broadcast_async(
         self,
@@ -208,7 +210,12 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[T]:
         """``broadcast`` that returns at once."""
-        return self._broadcast(process_set, tensor, root_rank, name, in_place=False, blocking=False)
+        entry, output = self._fresh(tensor)
+        root = root_rank if process_set is None else process_set.position(root_rank)
+        buffers = (tensor, output)
+        return self._start(
+            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, output
+        )
 
     def broadcast_(
         self,
@@ -218,9 +225,12 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> T:
         """``broadcast`` in place: ``tensor`` is overwritten on all ranks but ``root_rank``."""
-        return self._broadcast(
-            process_set, tensor, root_rank, name, in_place=True, blocking=True
-        ).wait()
+        entry, owner = self._own(tensor)
+        root = root_rank if process_set is None else process_set.position(root_rank)
+        self._run(process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, owner)
+        if owner is not tensor:
+            self.frontend.copy_back(owner, tensor)
+        return tensor
 
     def broadcast_async_(
         self,
@@ -230,7 +240,12 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[T]:
         """``broadcast_`` that returns at once."""
-        return self._broadcast(process_set, tensor, root_rank, name, in_place=True, blocking=False)
+        entry, owner = self._own(tensor)
+        root = root_rank if process_set is None else process_set.position(root_rank)
+        finish = None if owner is tensor else self._copying_back([owner], [tensor], tensor)
+        return self._start(
+            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, owner, tensor, finish
+        )
 
     # barrier ------------------------------------------------------------------------------------
 
@@ -307,41 +322,6 @@ class Collectives(Gathering[T]):
             op,
             *scales,
             0,
-            buffers,
-            result,
-            finish,
-            blocking,
-        )
-
-    def _broadcast(
-        self,
-        process_set: Group | None,
-        tensor: T,
-        root: int,
-        name: str | None,
-        *,
-        in_place: bool,
-        blocking: bool,
-    ) -> Handle[T]:
-        finish = None
-        if in_place:
-            entry, output = self._own(tensor)
-            finish = self._copying_back([output], [tensor], tensor)
-        else:
-            entry, output = self._fresh(tensor)
-        if process_set is not None:
-            root = process_set.position(root)
-        result = tensor if in_place else output
-        buffers = (tensor, output)
-        return self._start(
-            process_set,
-            _BROADCAST,
-            name,
-            [entry],
-            Sum,
-            1.0,
-            1.0,
-            root,
             buffers,
             result,
             finish,

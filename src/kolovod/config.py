@@ -211,8 +211,16 @@ class Settings:
     )
     unused_output_bytes: int = _knob(
         256 * _MEBI,
-        "Memory of results (of allgather, alltoall and reducescatter) that this process keeps, once "
+        "Memory of results (of allgather, alltoall, reducescatter) that this process keeps, once "
         "they are let go, for the next ones: new memory costs more than to fill it. 0: none.",
+        unit="bytes",
+        minimum=0,
+    )
+    peer_read_bytes: int = _knob(
+        _MEBI,
+        "From this size on, what one rank of a host has for another in an allgather or alltoall is "
+        "read from its memory (process_vm_readv) if the system allows that, which is tried when a "
+        "world begins; what is smaller goes through shared memory. 0: all.",
         unit="bytes",
         minimum=0,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.frontend import TensorView
 from kolovod.handles import Handle
 from kolovod.ops import Average, Sum
-from kolovod.submission import Group, Submitter, several
+from kolovod.submission import EngineTensor, Group, Submitter, WorldLike, several
 
 T = TypeVar("T")
 
@@ -31,7 +31,15 @@ class Gathering(Submitter[T]):
         Dimension 0 may differ between ranks (0 included); the others must agree. A scalar has no
         dimension to join along: InvalidArgumentError.
         """
-        result: T = self._allgather(process_set, [tensor], name, blocking=True, single=True).wait()
+        view = self._view(tensor)
+
+        def finish(engine: _native.Engine, number: int) -> T:
+            return self._made(engine, number, 0, view, sum(engine.rows(number, 0)))
+
+        entries = [(*view[:3], 0)]
+        result: T = self._run(
+            process_set, _ALLGATHER, name, entries, Sum, 1.0, 1.0, 0, view, finish
+        )
         return result
 
     def allgather_async(
@@ -72,7 +80,11 @@ class Gathering(Submitter[T]):
         InvalidArgumentError for a scalar, for splits that do not fit, and for None when dimension
         0 is not divisible by the number of ranks.
         """
-        return self._alltoall(process_set, tensor, splits, name, blocking=True).wait()
+        view, entries, finish, checked = self._alltoall(process_set, tensor, splits)
+        result: tuple[T, list[int]] = self._run(
+            process_set, _ALLTOALL, name, entries, Sum, 1.0, 1.0, 0, view, finish, checked
+        )
+        return result
 
     def alltoall_async(
         self,
@@ -82,7 +94,22 @@ class Gathering(Submitter[T]):
         process_set: Group | None = None,
     ) -> Handle[tuple[T, list[int]]]:
         """``alltoall`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
-        return self._alltoall(process_set, tensor, splits, name, blocking=False)
+        view, entries, finish, checked = self._alltoall(process_set, tensor, splits)
+        return self._start(
+            process_set,
+            _ALLTOALL,
+            name,
+            entries,
+            Sum,
+            1.0,
+            1.0,
+            0,
+            view,
+            None,
+            finish,
+            False,
+            checked,
+        )
 
     # reducescatter ------------------------------------------------------------------------------
 
@@ -100,10 +127,17 @@ class Gathering(Submitter[T]):
         ``tensor``: the same shape on all ranks, at least one dimension. Of n rows on s ranks, each
         rank gets n // s, and the first n % s ranks one more.
         """
-        scales = (prescale_factor, postscale_factor)
-        result: T = self._reducescatter(
-            process_set, [tensor], name, op, scales, blocking=True, single=True
-        ).wait()
+        view = self._view(tensor)
+        world = self.membership(process_set)
+
+        def finish(engine: _native.Engine, number: int) -> T:
+            return self._made(engine, number, 0, view, _part(view[1][0], world))
+
+        pre, post = prescale_factor, postscale_factor
+        entries = [(*view[:3], 0)]
+        result: T = self._run(
+            process_set, _REDUCESCATTER, name, entries, op, pre, post, 0, view, finish
+        )
         return result
 
     def reducescatter_async(
@@ -164,63 +198,34 @@ class Gathering(Submitter[T]):
         views = [self._view(tensor) for tensor in tensors]
 
         def finish(engine: _native.Engine, number: int) -> Any:
-            return self._made(
-                engine,
-                number,
-                views,
-                [sum(engine.rows(number, i)) for i in range(len(views))],
-                single,
-            )
+            outputs = [
+                self._made(engine, number, i, view, sum(engine.rows(number, i)))
+                for i, view in enumerate(views)
+            ]
+            return outputs[0] if single else outputs
 
+        entries = [(*view[:3], 0) for view in views]
         return self._start(
-            process_set,
-            _ALLGATHER,
-            name,
-            [(dtype, shape, source, 0) for dtype, shape, source, _ in views],
-            Sum,
-            1.0,
-            1.0,
-            0,
-            views,
-            None,
-            finish,
-            blocking,
+            process_set, _ALLGATHER, name, entries, Sum, 1.0, 1.0, 0, views, None, finish, blocking
         )
 
     def _alltoall(
-        self,
-        process_set: Group | None,
-        tensor: T,
-        splits: Sequence[int] | None,
-        name: str | None,
-        *,
-        blocking: bool,
-    ) -> Handle[tuple[T, list[int]]]:
+        self, process_set: Group | None, tensor: T, splits: Sequence[int] | None
+    ) -> tuple[
+        TensorView,
+        list[EngineTensor],
+        Callable[[_native.Engine, int], tuple[T, list[int]]],
+        list[int],
+    ]:
+        """The view, what the engine is told, what makes the result, and the splits."""
         view = self._view(tensor)
-        dtype, shape, source, _ = view
-        checked = _splits(splits, shape, self.membership(process_set).size)
+        checked = _splits(splits, view[1], self.membership(process_set).size)
 
         def finish(engine: _native.Engine, number: int) -> tuple[T, list[int]]:
             received = engine.rows(number, 0)
-            output: T = self._made(engine, number, [view], [sum(received)], True)
-            return output, received
+            return self._made(engine, number, 0, view, sum(received)), received
 
-        entries = [(dtype, shape, source, 0)]
-        return self._start(
-            process_set,
-            _ALLTOALL,
-            name,
-            entries,
-            Sum,
-            1.0,
-            1.0,
-            0,
-            view,
-            None,
-            finish,
-            blocking,
-            checked,
-        )
+        return view, [(*view[:3], 0)], finish, checked
 
     def _reducescatter(
         self,
@@ -235,13 +240,15 @@ class Gathering(Submitter[T]):
     ) -> Handle[Any]:
         views = [self._view(tensor) for tensor in tensors]
         world = self.membership(process_set)
-        rank, size = world.rank, world.size
 
         def finish(engine: _native.Engine, number: int) -> Any:
-            rows = [shape[0] // size + (rank < shape[0] % size) for _, shape, _, _ in views]
-            return self._made(engine, number, views, rows, single)
+            outputs = [
+                self._made(engine, number, i, view, _part(view[1][0], world))
+                for i, view in enumerate(views)
+            ]
+            return outputs[0] if single else outputs
 
-        entries = [(dtype, shape, source, 0) for dtype, shape, source, _ in views]
+        entries = [(*view[:3], 0) for view in views]
         return self._start(
             process_set,
             _REDUCESCATTER,
@@ -256,20 +263,14 @@ class Gathering(Submitter[T]):
             blocking,
         )
 
-    def _made(
-        self,
-        engine: _native.Engine,
-        number: int,
-        views: Sequence[TensorView],
-        rows: Sequence[int],
-        single: bool,
-    ) -> Any:
-        """The outputs that the engine made: tensor i is like view i, but with ``rows[i]`` rows."""
-        outputs = [
-            self.frontend.from_bytes(engine.output(number, i), view[0], (rows[i], *view[1][1:]))
-            for i, view in enumerate(views)
-        ]
-        return outputs[0] if single else outputs
+    def _made(self, engine: _native.Engine, number: int, i: int, view: TensorView, rows: int) -> T:
+        """Output ``i``, which the engine made: like ``view``, but with so many rows."""
+        return self.frontend.from_bytes(engine.output(number, i), view[0], (rows, *view[1][1:]))
+
+
+def _part(rows: int, world: WorldLike) -> int:
+    """How many of the rows a reducescatter leaves on this rank."""
+    return rows // world.size + (world.rank < rows % world.size)
 
 
 def _splits(splits: Sequence[int] | None, shape: tuple[int, ...], size: int) -> list[int]:

@@ -80,10 +80,13 @@ class Submitter(Generic[T]):
         postscale: float,
         root: int,
         buffers: object,
-    ) -> None:
-        """Submit and wait. Three calls into the engine and nothing else on the good path.
+        finish: Callable[[_native.Engine, int], Any] | None = None,
+        splits: Sequence[int] = (),
+    ) -> Any:
+        """Submit, wait, and make the result by ``finish(engine, number)``, else None.
 
-        ``op + 0`` is the plain int of an Op, which the binding takes much faster.
+        Three calls into the engine and nothing else on the good path. ``op + 0`` is the plain int
+        of an Op, which the binding takes much faster.
         """
         engine = self.membership(process_set).engine
         if keeper:
@@ -91,10 +94,12 @@ class Submitter(Generic[T]):
         number = 0
         try:
             number = engine.submit(
-                verb, name or "", entries, op + 0, prescale, postscale, root, True
+                verb, name or "", entries, op + 0, prescale, postscale, root, True, splits
             )
             engine.wait(number, -1.0)
+            result = None if finish is None else finish(engine, number)
             engine.release(number)
+            return result
         except BaseException as error:
             self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))
 

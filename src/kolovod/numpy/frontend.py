@@ -25,6 +25,17 @@ _DTYPES: dict[np.dtype[Any], int] = {
 }
 
 
+_BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
+
+
+def _ml_dtype(code: int) -> np.dtype[Any]:
+    """Of a number that only arrays of an ml_dtypes dtype have, one of which was seen before."""
+    for dtype, known in _DTYPES.items():
+        if known == code:
+            return dtype
+    raise InvalidArgumentError(f"dtype number {code} has no NumPy dtype here")
+
+
 def _address(array: Array) -> int:
     try:
         return _addressof(_from_buffer(array))  # type: ignore[arg-type]  # four times faster than array.ctypes.data
@@ -92,7 +103,5 @@ class NumpyFrontend:
 
     def from_bytes(self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]) -> Array:
         """See Frontend.from_bytes."""
-        for known, code in _DTYPES.items():
-            if code == dtype:
-                return data.view(known).reshape(shape)
-        raise InvalidArgumentError(f"dtype number {dtype} has no NumPy dtype here")
+        array = data.view(_BY_CODE[dtype] if dtype in _BY_CODE else _ml_dtype(dtype))
+        return array if len(shape) == 1 else array.reshape(shape)

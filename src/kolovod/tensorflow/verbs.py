@@ -73,9 +73,9 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         scales = (prescale_factor, postscale_factor)
         return _Call(self, name, op, scales, process_set).differentiable(several(tensors))
 
-    def _run(self, *arguments: Any, **keywords: Any) -> None:
+    def _run(self, *arguments: Any, **keywords: Any) -> Any:
         _need_eager()
-        super()._run(*arguments, **keywords)
+        return super()._run(*arguments, **keywords)
 
     def _start(self, *arguments: Any, **keywords: Any) -> Handle[Any]:
         _need_eager()

@@ -1,0 +1,128 @@
+#include "transport/peer_memory.h"
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "testing/world.h"
+
+namespace kolovod {
+namespace {
+
+using testing::Rank;
+using testing::RunRanks;
+
+constexpr size_t kPage = 4096;
+
+std::shared_ptr<Segment> SegmentOfTwo() {
+  std::shared_ptr<Segment> segment;
+  CHECK_OK(Segment::Map(-1, SegmentLayout(2, 2, testing::SmallConfig()), &segment));
+  return segment;
+}
+
+TEST(all_read_or_none) {
+  const std::shared_ptr<Segment> segment = SegmentOfTwo();
+  PeerMemory a(*segment, 0);
+  PeerMemory b(*segment, 1);
+  a.Announce();
+  b.Announce();
+  a.Probe();
+  CHECK(!a.AllHaveProbed() && !a.usable());
+  b.Probe();
+  CHECK(a.AllHaveProbed() && a.usable() && b.AllHaveProbed() && b.usable());
+
+  // A process of that number that is somebody else: what it has there is not the token.
+  segment->rank(1).token ^= 1;
+  a.Probe();
+  b.Probe();
+  CHECK(a.AllHaveProbed() && !a.usable() && b.AllHaveProbed() && !b.usable());
+}
+
+TEST(a_process_that_is_gone_cannot_be_read) {
+  const std::shared_ptr<Segment> segment = SegmentOfTwo();
+  PeerMemory a(*segment, 0);
+  a.Announce();
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) _exit(0);
+  CHECK(waitpid(child, nullptr, 0) == child);
+  segment->rank(1).pid = child;
+  char byte;
+  CHECK(a.Read(1, reinterpret_cast<uint64_t>(&byte), &byte, 1) == ESRCH);
+  a.Probe();
+  CHECK(segment->rank(0).reads_peers.load() == 2);
+}
+
+TEST(memory_is_read_whole_or_with_an_error) {
+  const std::shared_ptr<Segment> segment = SegmentOfTwo();
+  PeerMemory a(*segment, 0);
+  PeerMemory b(*segment, 1);
+  a.Announce();
+  b.Announce();
+  std::vector<char> from(5 * kPage);
+  std::iota(from.begin(), from.end(), char{3});
+  a.Offer(from.data(), from.size());
+  std::vector<char> to(from.size());
+  CHECK(b.Read(0, b.Offered(0), to.data(), to.size()) == 0 && to == from);
+  CHECK(b.Read(0, b.Offered(0) + 7, to.data(), 2) == 0 && to[1] == from[8]);
+  a.Offer(nullptr, 0);
+  CHECK(b.Offered(0) != 0);  // nothing to read, which is no obstacle
+
+  // The second of two pages may be written only: the processor lets this process read it, the system nobody
+  // else.
+  char* const pages = static_cast<char*>(
+      mmap(nullptr, 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  CHECK(pages != MAP_FAILED);
+  CHECK(mprotect(pages + kPage, kPage, PROT_WRITE) == 0);
+  CHECK(b.Read(0, reinterpret_cast<uint64_t>(pages), to.data(), 2 * kPage) == EFAULT);
+  a.Offer(pages, kPage);
+  CHECK(b.Offered(0) != 0);
+  a.Offer(pages, kPage + 1);
+  CHECK(b.Offered(0) == 0);
+  CHECK(munmap(pages, 2 * kPage) == 0);
+}
+
+#if defined(__x86_64__)
+// As above; one rank's input suffices for all to stage.
+TEST(what_cannot_be_read_is_staged) {
+  Config config = testing::SmallConfig();
+  config.peer_read_bytes = 1;
+  constexpr size_t kCount = 3 * kPage / sizeof(float);
+  RunRanks(
+      3,
+      [](Rank& rank) {
+        for (int blocked : {1, 3, 0}) {  // 3: none
+          float* const input = static_cast<float*>(mmap(
+              nullptr, kCount * sizeof(float), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+          CHECK(input != MAP_FAILED);
+          for (size_t i = 0; i < kCount; ++i)
+            input[i] = static_cast<float>(i + 10 * static_cast<size_t>(rank.rank()));
+          if (rank.rank() == blocked) CHECK(mprotect(input, kCount * sizeof(float), PROT_WRITE) == 0);
+          for (const Verb verb : {Verb::kAllgather, Verb::kAlltoall}) {
+            std::vector<float> out;
+            const size_t part = verb == Verb::kAllgather ? kCount : kCount / 3;
+            std::vector<int64_t> splits;
+            if (verb == Verb::kAlltoall) splits.assign(3, static_cast<int64_t>(part));
+            CHECK_OK(rank.Scatter(verb, NameOf(verb), input, kCount, splits, &out));
+            const size_t at = verb == Verb::kAllgather ? 0 : part * static_cast<size_t>(rank.rank());
+            CHECK(out.size() == 3 * part);
+            for (size_t i = 0; i < out.size(); ++i) {
+              CHECK(out[i] == static_cast<float>(at + i % part + 10 * (i / part)));
+            }
+          }
+          CHECK(munmap(input, kCount * sizeof(float)) == 0);
+        }
+      },
+      config);
+}
+#endif
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()
