@@ -18,7 +18,8 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       one_shot_narrow_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/true)),
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
-      peer_read_bytes_(static_cast<size_t>(config.peer_read_bytes)),
+      crowded_(config.cores < size_),
+      peer_read_bytes_(ReadFloor(config, crowded_)),
       peers_(std::move(peers)),
       delay_us_(delay_us),
       kernels_(ActiveKernels()),
@@ -33,6 +34,12 @@ size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_byt
   if (narrow) limit /= 4;  // twice the elements to a byte, and each is converted to and fro
   if (config.one_shot_bytes > 0) limit = static_cast<size_t>(config.one_shot_bytes);
   return std::min(limit, chunk_bytes);
+}
+
+// Reading synchronises twice, staging once a chunk.
+size_t ShmBackend::ReadFloor(const Config& config, bool crowded) {
+  const auto limit = static_cast<size_t>(config.peer_read_bytes);
+  return crowded ? std::min<size_t>(limit, 32 << 10) : limit;
 }
 
 void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {

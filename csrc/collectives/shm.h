@@ -45,6 +45,8 @@ class ShmBackend : public Backend {
   Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
+  // Bytes from which on parts are read from the peers' memory.
+  static size_t ReadFloor(const Config& config, bool crowded);
   // Bytes up to which every rank reduces everything itself (one exchange instead of two).
   static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow);
 
@@ -77,6 +79,7 @@ class ShmBackend : public Backend {
   Status ReadFailed(int peer, int error);
   // Returns once nobody reads this rank's memory any more.
   Status FinishReading();
+  Status StagedBroadcast(const Piece& piece, size_t total, int root);
   Status StagedAllgather(const void* in, char* own_out, char* out, const std::vector<size_t>& bytes,
                          const std::vector<size_t>& at);
   Status StagedAlltoall(const char* in, char* out, const std::vector<size_t>& bytes,
@@ -101,6 +104,7 @@ class ShmBackend : public Backend {
   const size_t one_shot_narrow_bytes_;  // of float16 and bfloat16
   const uint64_t slots_;
   Waiter& waiter_;
+  const bool crowded_;  // fewer cores than ranks: every point of synchronisation is a switch of processes
   const size_t peer_read_bytes_;
   const std::unique_ptr<PeerMemory> peers_;
   const std::atomic<int>* const delay_us_;

@@ -70,11 +70,26 @@ Status ShmBackend::FinishReading() {
   return WaitForAll(&RankBlock::done, chunk_);
 }
 
-// Always staged: one rank stages while the others copy, which takes no longer than to read its memory.
+// With a core for every rank one stages while the others copy, which takes no longer than to read its memory.
 Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string&) {
   const size_t total = piece.count * SizeOf(dtype);
+  const bool reads = size_ > 1 && crowded_ && Reads(total);
+  if (reads && rank_ == root) Offer(piece.in, total);
   if (rank_ == root && piece.in != piece.out && total > 0) std::memcpy(piece.out, piece.in, total);
   if (size_ == 1) return Status();
+  if (!reads) return StagedBroadcast(piece, total, root);
+  if (rank_ != root) KV_RETURN_IF_ERROR(WaitFor(root, &RankBlock::packed, ++chunk_));
+  if (peers_->Offered(root) == 0) {
+    KV_RETURN_IF_ERROR(FinishReading());  // all have seen it
+    return StagedBroadcast(piece, total, root);
+  }
+  if (rank_ == root) return FinishReading();
+  KV_RETURN_IF_ERROR(ReadPeer(root, 0, static_cast<char*>(piece.out), total));
+  Post({{&RankBlock::done, chunk_}});
+  return Status();
+}
+
+Status ShmBackend::StagedBroadcast(const Piece& piece, size_t total, int root) {
   for (size_t begin = 0; begin < total; begin += chunk_bytes_) {
     const uint64_t chunk = ++chunk_;
     const size_t bytes = std::min(chunk_bytes_, total - begin);

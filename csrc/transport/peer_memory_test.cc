@@ -87,11 +87,27 @@ TEST(memory_is_read_whole_or_with_an_error) {
   CHECK(munmap(pages, 2 * kPage) == 0);
 }
 
+std::vector<float> Broadcast(Rank& rank, const float* in, size_t count, int root) {
+  std::vector<float> out(count);
+  Request request;
+  request.verb = Verb::kBroadcast;
+  request.root = root;
+  std::vector<SubmittedTensor> tensors(1);
+  tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(count)}};
+  tensors[0].in = in;
+  tensors[0].out = out.data();
+  uint64_t handle = 0;
+  CHECK_OK(rank.engine().Submit(std::move(request), std::move(tensors), true, &handle));
+  CHECK_OK(rank.Wait(handle));
+  return out;
+}
+
 #if defined(__x86_64__)
 // As above; one rank's input suffices for all to stage.
 TEST(what_cannot_be_read_is_staged) {
   Config config = testing::SmallConfig();
   config.peer_read_bytes = 1;
+  config.cores = 1;  // so that broadcast reads, too
   constexpr size_t kCount = 3 * kPage / sizeof(float);
   RunRanks(
       3,
@@ -114,6 +130,11 @@ TEST(what_cannot_be_read_is_staged) {
             for (size_t i = 0; i < out.size(); ++i) {
               CHECK(out[i] == static_cast<float>(at + i % part + 10 * (i / part)));
             }
+          }
+          for (int root : {1, 2}) {
+            const std::vector<float> out = Broadcast(rank, input, kCount, root);
+            for (size_t i = 0; i < kCount; ++i)
+              CHECK(out[i] == static_cast<float>(i + 10 * static_cast<size_t>(root)));
           }
           CHECK(munmap(input, kCount * sizeof(float)) == 0);
         }
