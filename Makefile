@@ -3,7 +3,7 @@
 # make lint      style, types, warnings as errors
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make versions  the tests of the TensorFlow and JAX front ends with old and new versions, over one wheel (3 GB)
-# make bench     measure against Gloo, Open MPI, MPICH and DDP (about 12 minutes, on a quiet machine)
+# make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
 #
 # Needs Python 3.10+, a C++20 compiler and make; everything else goes into .venv in this folder.
 # Each step that installs leaves a stamp and runs again only when what it depends on has changed.
