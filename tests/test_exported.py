@@ -30,7 +30,7 @@ WORLD = {
 }
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),
-    *("Compressor", "TorchCollectives", "TorchFrontend", "collectives"),
+    *("SyncBatchNorm", "Compressor", "TorchCollectives", "TorchFrontend", "collectives"),
 }
 _NO_VERBS_IN_PLACE = {verb for verb in VERBS if not verb.endswith("_")}
 SURFACE = {

@@ -3,21 +3,22 @@
 ::
 
     KolovodError (RuntimeError)
-    ├── NotInitializedError (also ValueError)     init() has not been called, or in another process
     ├── InvalidArgumentError (also ValueError)    a value that can never work; nothing was sent
     │   └── DuplicateNameError                    the name is still pending on this rank
-    ├── MismatchError                             the ranks disagree; the world stays usable
-    ├── CollectiveAbortedError                    the world is over: shutdown(), then init() again
-    │   ├── RankLostError (.rank)                 a rank's process ended without leaving
-    │   ├── RankLeftError (.rank)                 a rank left before this operation
-    │   ├── LateRankError (.rank)                 a rank kept the others waiting for too long
-    │   ├── ShutDownError                         this rank shut down before it completed
-    │   └── InterruptedByRankError (.rank)        a rank gave up: Ctrl-C, or an uncaught exception
+    ├── CollectiveError                           an operation of the ranks together failed
+    │   ├── NotInitializedError (also ValueError) init() has not been called, or in another process
+    │   ├── MismatchError                         the ranks disagree; the world stays usable
+    │   ├── CollectiveAbortedError                the world is over: shutdown(), then init() again
+    │   │   ├── RankLostError (.rank)             a rank's process ended without leaving
+    │   │   ├── RankLeftError (.rank)             a rank left before this operation
+    │   │   ├── LateRankError (.rank)             a rank kept the others waiting for too long
+    │   │   ├── ShutDownError                     this rank shut down before it completed
+    │   │   └── InterruptedByRankError (.rank)    a rank gave up: Ctrl-C, or an uncaught exception
+    │   └── InternalError                         a defect of Kolovod: please report it
     ├── WaitTimeoutError (also TimeoutError)      still pending; wait again, or shut down
-    ├── BootstrapError                            the world could not be formed
-    │   ├── AuthenticationError                   the other end does not know the job's secret
-    │   └── StartTimeoutError                     a rank did not come in time
-    └── InternalError                             a defect of Kolovod: please report it
+    └── BootstrapError                            the world could not be formed
+        ├── AuthenticationError                   the other end does not know the job's secret
+        └── StartTimeoutError                     a rank did not come in time
 
 Catch ``CollectiveAbortedError`` to form a new world after a failure, and ``KolovodError`` for all.
 """
@@ -31,6 +32,7 @@ __all__ = [
     "AuthenticationError",
     "BootstrapError",
     "CollectiveAbortedError",
+    "CollectiveError",
     "DuplicateNameError",
     "InternalError",
     "InterruptedByRankError",
@@ -52,7 +54,11 @@ class KolovodError(RuntimeError):
     """Base of all errors of Kolovod."""
 
 
-class NotInitializedError(KolovodError, ValueError):
+class CollectiveError(KolovodError):
+    """What ranks do together failed, through no argument of this call."""
+
+
+class NotInitializedError(CollectiveError, ValueError):
     """There is no world in this process."""
 
 
@@ -64,11 +70,11 @@ class DuplicateNameError(InvalidArgumentError):
     """A tensor of this name is already pending on this rank."""
 
 
-class MismatchError(KolovodError):
+class MismatchError(CollectiveError):
     """Ranks submitted different dtypes, shapes, operations, roots or scales under one name."""
 
 
-class CollectiveAbortedError(KolovodError):
+class CollectiveAbortedError(CollectiveError):
     """The world came to an end; operations that were pending have no result.
 
     ``rank`` is the rank that caused it, in the numbering of the world that ended, or None when the
@@ -120,7 +126,7 @@ class StartTimeoutError(BootstrapError):
     """Not all ranks came within the start timeout; the message names the missing ones."""
 
 
-class InternalError(KolovodError):
+class InternalError(CollectiveError):
     """A defect of Kolovod, not of its use."""
 
 

@@ -177,7 +177,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
             world.dissolve(engine)
         raise BootstrapError(f"process set {added.ranks} was not formed: {failures[0]}") from error
     if engine is not None:
-        added._membership = Membership(engine, added.position(world.rank), added.size())
+        added._membership = Membership(engine, added.position(world.rank), len(added._ranks))
         _native.publish(number, engine)
     added._world, added._id = world, number
     world.sets.by_id[number] = added

@@ -68,6 +68,8 @@ class World:
     """What the launcher told this process; it holds the secret."""
     members: tuple[int, ...] = (0,)
     """The launcher's rank of each rank of this world."""
+    hosts: tuple[str, ...] = ("localhost",)
+    """The host of each rank."""
     sets: Sets = field(default_factory=Sets, repr=False)
     driver: backends.ExternalDriver | None = field(default=None, repr=False)
     """Carries the buckets when the backend is not the native one."""
@@ -321,6 +323,7 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
         settings=settings,
         place=place,
         members=tuple(member.rank for member in ready.members),
+        hosts=tuple(hosts),
     )
     if not is_external:
         return world

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
+import kolovod.torch as kvt  # noqa: E402
 from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from kolovod.ops import Sum  # noqa: E402
 from kolovod.torch import Compression, DistributedOptimizer  # noqa: E402
@@ -253,16 +254,14 @@ def test_zero_grad_here_and_step_there_is_an_error_there():
     misuse(body)
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
-def test_a_sparse_gradient_is_refused_by_name_and_can_be_zeroed(compression, steps_before):
+def test_a_gradient_that_becomes_sparse_is_refused_by_name_and_can_be_zeroed(compression):
     def work(kv, rank):
         net = torch.nn.Embedding(5, 2, sparse=True)
         optimizer = wrapped(net, kv, compression=compression)
-        for _ in range(steps_before):
-            net.weight.sum().backward()  # dense
-            optimizer.step()
-            optimizer.zero_grad()
+        net.weight.sum().backward()  # dense, and the ranks have agreed upon that
+        optimizer.step()
+        optimizer.zero_grad()
         text = r"gradient of 'weight'.*sparse=True"
         for recover in (optimizer.zero_grad, optimizer.step):
             with pytest.raises(InvalidArgumentError, match=text):
@@ -273,5 +272,44 @@ def test_a_sparse_gradient_is_refused_by_name_and_can_be_zeroed(compression, ste
             optimizer.step()
             assert net.weight.grad.tolist() == [[1.5] * 2] * 5
             optimizer.zero_grad()
+
+    run(2, work)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_gradients(sparse_as_dense):
+    """Sparse on rank 0 first; then on both, dense on one, on one only, and thrown away."""
+
+    def work(kv, rank):
+        net = torch.nn.Embedding(4, 2, sparse=True)
+        torch.nn.init.ones_(net.weight)
+        extra = torch.nn.Parameter(torch.ones(3))
+        optimizer = kvt.DistributedOptimizer(
+            torch.optim.SGD([net.weight, extra], lr=1.0),
+            [("table", net.weight), ("extra", extra)],
+            sparse_as_dense=sparse_as_dense,
+            collectives=kv,
+        )
+        rows = ([0, 0], [0, 1], None, [2, rank], [3, 3])
+        wanted = torch.ones(4, 2)
+        for step, own in enumerate(rows):
+            optimizer.zero_grad()
+            used = own is not None and (rank == 0 or step not in (0, 3))
+            if step == 4:
+                net(torch.tensor([0])).sum().backward()
+                optimizer.zero_grad()
+            if used:
+                loss = net(torch.tensor(own)).sum()
+                if step == 1 and rank == 1:
+                    loss = (net.weight * torch.tensor([[1.0], [1], [0], [0]])).sum()
+                loss.backward()
+            extra.sum().backward()
+            optimizer.step()
+            assert net.weight.grad is None or net.weight.grad.is_sparse or sparse_as_dense
+            if own is not None:
+                for row in [0, 0] if step == 0 else [2, 0] if step == 3 else own:
+                    wanted[row] -= 0.5 if step in (0, 3) else 1.0
+            torch.testing.assert_close(net.weight.detach(), wanted)
+        assert extra.tolist() == [-4.0] * 3
 
     run(2, work)

@@ -257,7 +257,7 @@ def parameter():
 
 BAD = {
     "optimizer": (lambda kv, o: DistributedOptimizer(3, collectives=kv), "optimizer is a int"),
-    "op": (lambda kv, o: DistributedOptimizer(o, op=Max, collectives=kv), "Average or Sum"),
+    "op": (lambda kv, o: DistributedOptimizer(o, op=Max, collectives=kv), "Average, Sum or Adasum"),
     "passes 0": (
         lambda kv, o: DistributedOptimizer(o, backward_passes_per_step=0, collectives=kv),
         "backward_passes_per_step is 0",

@@ -25,6 +25,7 @@ from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.torch.functions import Functions
 from kolovod.torch.optimizer import DistributedOptimizer
+from kolovod.torch.sync_batch_norm import SyncBatchNorm
 from kolovod.torch.verbs import collectives
 from kolovod.world import init, is_initialized, shutdown
 
@@ -75,6 +76,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "TorchCollectives",
     "TorchFrontend",
     "add_process_set",

@@ -24,20 +24,24 @@ def agree(objects: Objects, mine: list[tuple[str, Any]], what: str, name: str) -
 
 
 def agree_on_optimizer(
-    world: Callable[[], WorldLike], mine: list[tuple[str, Any]], advice: str
-) -> int:
-    """Raise MismatchError unless all ranks say the same; return a number that all may take.
+    world: Callable[[], WorldLike],
+    mine: list[tuple[str, Any]],
+    advice: str,
+    sparse_dims: list[int],
+) -> tuple[int, list[int]]:
+    """Raise MismatchError unless all ranks say the same ``mine``.
 
-    Numbers keep the names of several optimizers apart, of dropped ones too.
+    Returns a number that all may take (numbers keep the names of several optimizers apart, of
+    dropped ones too), and the largest of all ranks' ``sparse_dims``, one by one.
     """
     objects = Objects(Collectives(NumpyFrontend(), world))
     proposal = next(_numbers)
-    said = objects.allgather_object((proposal, mine), "optimizer.parameters")
-    number: int = max(proposal for proposal, _ in said)
+    said = objects.allgather_object((proposal, mine, sparse_dims), "optimizer.parameters")
+    number: int = max(proposal for proposal, _, _ in said)
     while proposal < number:
         proposal = next(_numbers)
-    _compare([theirs for _, theirs in said], "optimizer parameter", advice)
-    return number
+    _compare([theirs for _, theirs, _ in said], "optimizer parameter", advice)
+    return number, [max(dims) for dims in zip(*(theirs for _, _, theirs in said), strict=True)]
 
 
 def _compare(lists: list[list[tuple[str, Any]]], what: str, advice: str) -> None:

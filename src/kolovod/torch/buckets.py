@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from kolovod import _native
+from kolovod.ops import Average
+from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import DTYPES
 
 _BUCKET_BYTES = 1 << 20
 
 Entry = tuple[int, tuple[int, ...], int, int]  # dtype, shape, input, output address
 
-Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, torch.Tensor, "torch.dtype | None"]
+Item = tuple[int, "torch.Tensor | None", int, Any, Any, "torch.dtype | None"]
 """One gradient of a bucket: the parameter's index; its ``grad`` and the version of that; what takes
 the result (``grad`` itself, or zeros where there is none); the dense tensor the engine works on
-(the same unless it is compressed or not dense); and the compressor's context."""
+(the same unless it is compressed or not dense), or of a sparse one indices and values; and the
+compressor's context."""
+
+
+class Way(NamedTuple):
+    """How gradients travel: ``postscale * op(prescale * gradient)``, compressed."""
+
+    compression: type[Compressor] = Compression.none
+    op: int = Average
+    prescale: float = 1.0
+    postscale: float = 1.0
+    sparse_as_dense: bool = False
+    """Sparse gradients are sent with all their zeros, and made sparse again."""
 
 
 class Bucket:
-    """Parameters whose gradients are sent together."""
+    """Parameters whose gradients are sent together; one only if its gradient is sparse."""
 
-    __slots__ = ("agreed", "engine", "indices", "items", "missing", "name", "number", "unused")
+    __slots__ = (
+        "agreed", "engine", "indices", "items", "missing", "name", "number", "sparse_dim", "unused"
+    )  # fmt: skip
 
     def __init__(self, indices: list[int]) -> None:
         self.indices = indices
@@ -33,20 +50,33 @@ class Bucket:
         self.number = 0
         self.items: list[Item] = []  # as they were when backward had finished them
         self.unused: list[int] = []
+        self.sparse_dim = 0  # how many dimensions the gradient has indices for; 0: it is dense
 
 
-def cut(indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Neighbours that are sent together, by their sizes alone."""
-    groups: list[list[int]] = []
+def cut(
+    indices: Sequence[int], parameters: Sequence[torch.Tensor], groups: Mapping[int, int]
+) -> list[list[int]]:
+    """What is sent together: the user's ``groups`` (by ``id``), else neighbours, by their sizes."""
+    buckets: list[list[int]] = []
+    by_group: dict[int, list[int]] = {}
+    neighbours: list[int] = []
     filled = _BUCKET_BYTES
     for index in indices:
+        group = groups.get(id(parameters[index]))
+        if group is not None:
+            if group not in by_group:
+                by_group[group] = []
+                buckets.append(by_group[group])
+            by_group[group].append(index)
+            continue
         size = parameters[index].numel() * parameters[index].element_size()
         if filled + size > _BUCKET_BYTES:
-            groups.append([])
+            neighbours = []
+            buckets.append(neighbours)
             filled = 0
-        groups[-1].append(index)
+        neighbours.append(index)
         filled += size
-    return groups
+    return buckets
 
 
 def zeros_for(parameter: torch.Tensor) -> torch.Tensor:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Sum
+from kolovod.ops import Adasum, Average, Sum
 from kolovod.process_sets import ProcessSet
 from kolovod.torch import verbs
+from kolovod.torch.adasum import by_adasum
 from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.buckets import Way
 from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.reducer import GradientReducer
 
@@ -126,7 +128,7 @@ class Distributed(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""
-        return _plain_copy, (self._kolovod_base, self.__getstate__())
+        return plain_copy, (self._kolovod_base, self.__getstate__())
 
 
 def DistributedOptimizer(
@@ -137,6 +139,9 @@ def DistributedOptimizer(
     op: int = Average,
     process_set: ProcessSet | None = None,
     *,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
     collectives: TorchCollectives | None = None,
 ) -> O:
     """Make ``optimizer`` step with the gradients averaged over all ranks, and return it.
@@ -151,7 +156,14 @@ def DistributedOptimizer(
     ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
     ``backward_passes_per_step``: gradients of so many passes are summed locally before they are
     sent.
-    ``op``: Average or Sum.
+    ``op``: Average or Sum. Adasum: every rank steps by itself, and the steps are combined; see
+    kolovod.torch.adasum.
+    ``gradient_predivide_factor``: with Average, divide gradients by it before they are added up,
+    and the sum by what is left of the number of ranks: to keep float16 within its range.
+    ``groups``: parameters whose gradients travel together: how many groups (neighbours by name), or
+    lists of parameters; others are grouped by size. None: all by size.
+    ``sparse_as_dense``: send sparse gradients with all their zeros, where many rows are touched;
+    else their indices and values are gathered.
     ``process_set``: its members average among themselves, other ranks step with their own
     gradients. None: all ranks.
     ``collectives``: over another world than the process's own (tests).
@@ -165,8 +177,15 @@ def DistributedOptimizer(
         )
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
-    if op not in (Average, Sum):
-        raise InvalidArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
+    if op not in (Average, Sum, Adasum):
+        raise InvalidArgumentError(
+            f"op is {op!r}: gradients are combined by Average, Sum or Adasum"
+        )
+    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != Average):
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor is {gradient_predivide_factor!r}: give a number above 0, "
+            "and other than 1 only with op Average"
+        )
     for method in ("compress", "decompress"):
         if not callable(getattr(compression, method, None)):
             raise InvalidArgumentError(
@@ -186,7 +205,12 @@ def DistributedOptimizer(
     if process_set is not None:
         collectives = TorchCollectives(collectives.frontend, process_set.membership)
     is_member = process_set is None or process_set.included()
-    reducer = GradientReducer(named, compression, passes, op, collectives, is_member)
+    if op == Adasum:
+        return by_adasum(optimizer, named, compression, passes, collectives, is_member)
+    factor = gradient_predivide_factor
+    way = Way(compression, op, 1.0 / factor, factor, sparse_as_dense)
+    grouped = _checked_groups(named, groups)
+    reducer = GradientReducer(named, way, passes, collectives, grouped, is_member)
     return _adopt(optimizer, reducer, names)
 
 
@@ -222,7 +246,7 @@ def _track_steps(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step  # type: ignore[method-assign]
 
 
-def _plain_copy(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+def plain_copy(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
     copy = base.__new__(base)
     copy.__setstate__(state)
     return copy
@@ -272,6 +296,38 @@ def _checked_names(
             + ", ".join(missing[:5])
         )
     return names
+
+
+def _checked_groups(
+    named: list[tuple[str | None, torch.Tensor]],
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+) -> dict[int, int]:
+    """The number of each parameter's group, by its ``id``."""
+    if groups is None:
+        return {}
+    wanted = [parameter for _, parameter in named if parameter.requires_grad]
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise InvalidArgumentError(f"groups is {groups}: give a number of groups, 0 for none")
+        count = min(groups, len(wanted))
+        return {id(p): i * count // len(wanted) for i, p in enumerate(wanted)} if count else {}
+    if not isinstance(groups, list | tuple):
+        raise InvalidArgumentError(f"groups is {groups!r}: give a number, or lists of parameters")
+    known = {id(parameter) for _, parameter in named}
+    found: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor) or id(parameter) not in known:
+                raise InvalidArgumentError(
+                    f"groups[{number}] contains what is no parameter of the optimizer: a "
+                    f"{type(parameter).__name__}"
+                )
+            if found.setdefault(id(parameter), number) != number:
+                raise InvalidArgumentError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in groups "
+                    f"{found[id(parameter)]} and {number}: give it once"
+                )
+    return found
 
 
 def _names_of_group(

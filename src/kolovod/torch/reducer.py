@@ -15,22 +15,19 @@ would be waited for forever. So the first ``synchronize`` in a world sends every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from kolovod import _native
-from kolovod.errors import InvalidArgumentError, MismatchError, from_engine
-from kolovod.handles import keeper
+from kolovod.errors import InvalidArgumentError, KolovodError, MismatchError
 from kolovod.ops import Max
+from kolovod.torch import sparse
 from kolovod.torch.agreement import SAME_MODEL, agree_on_optimizer
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Entry, Item, cut, zeros_for
-from kolovod.torch.compression import Compression, Compressor
-from kolovod.torch.frontend import DTYPES
-
-_ALLREDUCE = _native.VERBS["allreduce"]
+from kolovod.torch.buckets import Bucket, Item, Way, cut
+from kolovod.torch.sender import Sender
 
 
 class _Removable(Protocol):
@@ -42,34 +39,31 @@ _STEPS, _DROPS, _FAILED, _AGAIN = range(4)
 _MARKS = 4
 
 
-class GradientReducer:
+class GradientReducer(Sender):
     """Keeps the gradients of named parameters equal on all ranks. One per optimizer."""
 
     def __init__(
         self,
         named: Iterable[tuple[str | None, torch.Tensor]],
-        compression: type[Compressor],
+        way: Way,
         passes: int,
-        op: int,
         verbs: TorchCollectives,
+        groups: Mapping[int, int],
         is_member: bool = True,
     ) -> None:
         """``passes``: backward passes that are summed locally before a gradient is sent.
 
+        ``groups``: the number of a parameter's group, by its ``id``; groups travel whole.
         ``is_member``: False where this rank is not one of those that ``verbs`` work among; then
         gradients stay as they are.
         """
-        self.verbs = verbs
-        self._compression = compression
+        super().__init__(way, verbs)
         self._passes = passes
-        self._op = int(op)
-        self._hooks: list[_Removable] = []
-        self._names: list[str] = []
-        self._parameters: list[torch.Tensor] = []
+        self._groups = groups
+        self._hooks: dict[int, _Removable] = {}  # by parameter
         self._frozen: list[tuple[str | None, torch.Tensor]] = []
         self._left: list[int] = []  # by parameter: backward passes until it is sent
         self._buckets: list[Bucket] = []
-        self._in_flight: list[Bucket] = []
         self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
         self._number = 0  # of this optimizer in that world
         self._agreed = 0  # so many parameters
@@ -96,13 +90,11 @@ class GradientReducer:
         self._names += [name for name, _ in wanted]
         self._parameters += [parameter for _, parameter in wanted]
         self._left += [self._passes] * len(wanted)
-        for indices in cut(range(first, len(self._names)), self._parameters):
+        for indices in cut(range(first, len(self._names)), self._parameters, self._groups):
             bucket = Bucket(indices)
             self._buckets.append(bucket)
             for index in indices if self.active else ():
-                register = self._parameters[index].register_post_accumulate_grad_hook
-                hook = self._make_hook(index, bucket)
-                self._hooks.append(register(hook))  # type: ignore[no-untyped-call]
+                self._hook(index, bucket)
         return [
             InvalidArgumentError(
                 f"a parameter of shape {tuple(parameter.shape)} wants a gradient now, but "
@@ -112,6 +104,13 @@ class GradientReducer:
             if parameter.requires_grad
         ]
 
+    def _hook(self, index: int, bucket: Bucket) -> None:
+        before = self._hooks.get(index)
+        if before is not None:
+            before.remove()
+        register = self._parameters[index].register_post_accumulate_grad_hook
+        self._hooks[index] = register(self._make_hook(index, bucket))  # type: ignore[no-untyped-call]
+
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
         self._passes = passes
@@ -119,7 +118,7 @@ class GradientReducer:
 
     def remove_hooks(self) -> None:
         """Leave the parameters alone from now on."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
@@ -162,8 +161,6 @@ class GradientReducer:
         for index in bucket.indices:
             grad = self._parameters[index].grad
             if grad is not None:
-                if grad.is_sparse:
-                    self._prepare(index, grad)  # says no, here and now
                 bucket.items.append((index, grad, grad._version, grad, grad, None))
 
     def _one_more(self, index: int, bucket: Bucket) -> None:
@@ -180,61 +177,6 @@ class GradientReducer:
                 f"step() after {self._passes}, or pass backward_passes_per_step="
                 f"{self._passes + 1}; optimizer.zero_grad() throws a gradient away"
             )
-
-    def _submit(
-        self,
-        bucket: Bucket,
-        problems: list[InvalidArgumentError] | None = None,
-        blank: bool = False,
-    ) -> None:
-        """[2] Send a bucket; a parameter without a gradient counts as zeros.
-
-        ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
-        it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
-        """
-        items: list[Item] = []
-        unused: list[int] = []
-        entries: list[Entry] = []
-        is_plain = self._compression is Compression.none
-        for index in bucket.indices:
-            own = grad = None if blank else self._parameters[index].grad
-            if grad is None:
-                unused.append(index)
-                grad = torch.zeros_like(self._parameters[index], requires_grad=False)
-            version = grad._version
-            code = DTYPES.get(grad.dtype) if is_plain and grad.is_cpu else None
-            if code is not None and not grad.is_sparse and grad.is_contiguous():
-                address = grad.data_ptr()
-                entries.append((code, grad.shape, address, address))
-                items.append((index, own, version, grad, grad, None))
-                continue
-            try:
-                entry, dense, context = self._prepare(index, grad)
-            except InvalidArgumentError as error:
-                if problems is None:
-                    raise
-                problems.append(error)
-                entry, dense, context = self._prepare(index, zeros_for(self._parameters[index]))
-            entries.append(entry)
-            items.append((index, own, version, grad, dense, context))
-        engine = self.verbs.world().engine
-        try:
-            number = engine.submit(_ALLREDUCE, bucket.name, entries, self._op, 1.0, 1.0, 0, False)
-        except _native.EngineError as error:
-            raise from_engine(error) from None
-        bucket.engine, bucket.number, bucket.items, bucket.unused = engine, number, items, unused
-        self._in_flight.append(bucket)
-
-    def _prepare(
-        self, index: int, grad: torch.Tensor
-    ) -> tuple[Entry, torch.Tensor, torch.dtype | None]:
-        """What the engine gets of a gradient that is compressed or not dense."""
-        small, context = self._compression.compress(grad.detach())
-        try:
-            code, shape, address, dense = self.verbs.frontend.view(small)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"gradient of '{self._names[index]}': {error}") from None
-        return (code, shape, address, address), dense, context
 
     def synchronize(self) -> None:
         """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
@@ -268,12 +210,29 @@ class GradientReducer:
         if engine is self._engine:
             return
         self._discard()
-        self._number = agree_on_optimizer(
-            self.verbs.world, self._details(range(len(self._names))), SAME_MODEL
-        )
+        details = self._details(range(len(self._names)))
+        dims = [sparse.sparse_dim_of(p.grad, self._way) for p in self._parameters]
+        self._number, dims = agree_on_optimizer(self.verbs.world, details, SAME_MODEL, dims)
         self._engine = engine
         self._agreed = 0
+        self._single_out(dims)
         self._accept(self._buckets)
+
+    def _single_out(self, sparse_dims: list[int]) -> None:
+        """What is sparse on some rank travels alone, and as sparse, on all."""
+        for bucket in list(self._buckets):
+            for index in [index for index in bucket.indices if sparse_dims[index]]:
+                alone = bucket
+                if len(bucket.indices) > 1:
+                    alone = Bucket([index])
+                    alone.items = [item for item in bucket.items if item[0] == index]
+                    bucket.indices.remove(index)
+                    bucket.items = [item for item in bucket.items if item[0] != index]
+                    self._buckets.append(alone)
+                    self._hook(index, alone)
+                alone.sparse_dim = sparse_dims[index]
+                for changed in (bucket, alone):
+                    changed.missing = sum(self._left[i] > 0 for i in changed.indices)
 
     def _details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         return [(self._names[index], tuple(self._parameters[index].shape)) for index in indices]
@@ -306,7 +265,11 @@ class GradientReducer:
         mine: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
         mine += self._details(index for bucket in fresh for index in bucket.indices)
         advice = "every rank must add, thaw and zero the same parameters"
-        agree_on_optimizer(self.verbs.world, mine, advice)
+        dims = [sparse.sparse_dim_of(p.grad, self._way) for p in self._parameters]
+        _, dims = agree_on_optimizer(self.verbs.world, mine, advice, dims)
+        new = {index for bucket in fresh for index in bucket.indices}
+        self._single_out([dim if index in new else 0 for index, dim in enumerate(dims)])
+        fresh = [bucket for bucket in self._buckets if not bucket.agreed]
         self._accept(fresh)
         self._reset()
         self._trip(self._buckets if redo else fresh, [])
@@ -333,7 +296,11 @@ class GradientReducer:
             marks[_AGAIN] = redo or not all(bucket.agreed for bucket in self._buckets)
         view = torch.frombuffer(marks, dtype=torch.uint8)
         handle = self.verbs.allreduce_async_(view, f"used.{self._number}", Max)
-        done = self._wait_for_all()
+        try:
+            done = self._wait_for_all()
+        except KolovodError:
+            self._reset()
+            raise
         handle.wait()
         return marks, done, redo
 
@@ -376,32 +343,21 @@ class GradientReducer:
             problems.append(InvalidArgumentError(what))
         return redo
 
-    def _wait_for_all(self) -> list[Item]:
-        """[4] Last submitted first: one wait drives the engine through all of them."""
-        done: list[Item] = []
-        failure: _native.EngineError | None = None
-        while self._in_flight:
-            bucket = self._in_flight[-1]
-            assert bucket.engine is not None
-            try:
-                bucket.engine.wait(bucket.number, -1.0)
-            except _native.EngineError as error:
-                failure = failure or error
-            done += bucket.items
-            self._in_flight.pop()
-            self._let_go(bucket)
-        if failure is not None:
-            self._reset()
-            raise from_engine(failure)
-        return done
-
     def _store(self, done: list[Item], marks: bytearray) -> None:
         """[5] A parameter that no rank has used keeps no gradient, as with one process."""
         with torch.no_grad():
             for index, own, _, grad, dense, context in done:
+                is_used = own is not None or marks[_MARKS + index]
+                if isinstance(dense, torch.Tensor) and dense.is_sparse:
+                    self._parameters[index].grad = dense if is_used else None
+                    continue
                 if dense is not grad:
-                    grad.copy_(self._compression.decompress(dense, context))
-                if own is None and marks[_MARKS + index]:
+                    result = self._way.compression.decompress(dense, context)
+                    if grad.is_sparse:  # and sent as dense
+                        self._parameters[index].grad = result.to_sparse(grad.sparse_dim())
+                        continue
+                    grad.copy_(result)
+                if own is None and is_used:
                     self._parameters[index].grad = grad
 
     def reset(self) -> None:
@@ -415,19 +371,3 @@ class GradientReducer:
             bucket.missing = len(bucket.indices)
             if bucket.engine is None:
                 bucket.items = []
-
-    def _discard(self) -> None:
-        """Do not wait for what is on its way, in a world that is gone."""
-        while self._in_flight:
-            self._let_go(self._in_flight.pop())
-
-    def _let_go(self, bucket: Bucket) -> None:
-        """Its buffers stay alive until the engine is done with them."""
-        assert bucket.engine is not None
-        keeper.keep(bucket.engine, bucket.number, [item[4] for item in bucket.items])
-        bucket.engine, bucket.number, bucket.items, bucket.unused = None, 0, [], []
-
-    def __del__(self) -> None:
-        """Gradients on their way outlive this object."""
-        for bucket in getattr(self, "_in_flight", ()):
-            self._let_go(bucket)

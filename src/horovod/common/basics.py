@@ -1,0 +1,103 @@
+"""What every front end of Horovod exports beside its verbs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import kolovod
+from horovod.common.process_sets import ProcessSet, ranks_of_comm
+from kolovod.world import current
+
+Average = int(kolovod.Average)
+Sum = int(kolovod.Sum)
+Adasum = int(kolovod.Adasum)
+Min = int(kolovod.Min)
+Max = int(kolovod.Max)
+Product = int(kolovod.Product)
+
+shutdown = kolovod.shutdown
+is_initialized = kolovod.is_initialized
+rank = kolovod.rank
+size = kolovod.size
+local_rank = kolovod.local_rank
+local_size = kolovod.local_size
+cross_rank = kolovod.cross_rank
+cross_size = kolovod.cross_size
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Form a world with the other ranks; does nothing in one.
+
+    ``comm``: None for all ranks, a list of launcher ranks, or an mpi4py communicator.
+    ``process_sets``: sets to register at once, or "dynamic", which is always possible here.
+    Raises ValueError for others.
+    """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f"process_sets={process_sets!r}: expected a list, or 'dynamic'")
+        process_sets = None
+    if comm is not None and not isinstance(comm, list | tuple | range):
+        comm = ranks_of_comm(comm)
+    kolovod.init(comm or None, process_sets)
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of ranks. Raises ValueError before ``init``."""
+    hosts = current().hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may call MPI. Raises ValueError where MPI is not used."""
+    if not mpi_enabled():
+        raise ValueError("this world does not use MPI: start with KOLOVOD_BACKEND=mpi")
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI carries this world's data."""
+    return current().settings.backend == "mpi"
+
+
+def gloo_enabled() -> bool:
+    """Whether this world needs no MPI. What stands in for Gloo is Kolovod's own engine."""
+    return not mpi_enabled()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Whether mpi4py is there; nothing is compiled against MPI."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """True: what Gloo is to Horovod, Kolovod's own engine is here."""
+    return True
+
+
+def nccl_built(verbose: bool = False) -> int:
+    """0: this release reduces CUDA tensors in no other way than through host memory."""
+    return 0
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """False: IBM's DDL is not supported."""
+    return False
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """False: oneCCL is not supported."""
+    return False
+
+
+def cuda_built() -> bool:
+    """False: nothing is compiled against CUDA."""
+    return False
+
+
+def rocm_built() -> bool:
+    """False: nothing is compiled against ROCm."""
+    return False

@@ -1,0 +1,108 @@
+"""Horovod's process sets: those of Kolovod, which answer None while they are not registered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import kolovod
+from kolovod.process_sets import Membership
+from kolovod.process_sets import add_process_set as _add
+from kolovod.process_sets import remove_process_set as _remove
+from kolovod.world import World
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
+
+class ProcessSet(kolovod.ProcessSet):
+    """Some ranks of the world, given as a list or as an mpi4py communicator."""
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        """Raises ValueError for anything else."""
+        self.mpi_comm = None if _is_ranks(ranks_or_comm) else ranks_or_comm
+        super().__init__(ranks_or_comm if self.mpi_comm is None else ranks_of_comm(ranks_or_comm))
+
+    def size(self) -> int | None:  # type: ignore[override]
+        """How many members there are; None while it is not registered."""
+        return None if self.process_set_id is None else super().size()
+
+    def rank(self) -> int | None:  # type: ignore[override]
+        """The place of this rank; None while it is not registered, ValueError for others."""
+        return None if self.process_set_id is None else super().rank()
+
+    def included(self) -> bool | None:  # type: ignore[override]
+        """Whether this rank is a member; None while it is not registered."""
+        return None if self.process_set_id is None else super().included()
+
+    def __str__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+
+class _Global(ProcessSet):
+    """All ranks, id 0; ``ranks`` is known once there is a world."""
+
+    def __init__(self) -> None:
+        self.mpi_comm = None
+
+    @property
+    def process_set_id(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def ranks(self) -> list[int] | None:  # type: ignore[override]
+        """All ranks, or None before ``init``."""
+        return kolovod.global_process_set.ranks if kolovod.is_initialized() else None
+
+    def size(self) -> int | None:  # type: ignore[override]
+        """The world's size."""
+        return kolovod.size() if kolovod.is_initialized() else None
+
+    def rank(self) -> int | None:  # type: ignore[override]
+        """The number of this rank."""
+        return kolovod.rank() if kolovod.is_initialized() else None
+
+    def included(self) -> bool | None:  # type: ignore[override]
+        """True, once there is a world."""
+        return True if kolovod.is_initialized() else None
+
+    def position(self, rank: int) -> int:
+        """``rank`` itself."""
+        return rank
+
+    def membership(self) -> Membership | World:  # type: ignore[override]
+        """The world's."""
+        return kolovod.global_process_set.membership()
+
+
+global_process_set = _Global()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a set; called by all ranks. HOROVOD_DYNAMIC_PROCESS_SETS need not be set."""
+    if not isinstance(process_set, kolovod.ProcessSet):
+        process_set = ProcessSet(process_set)
+    _add(process_set)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give a set up; called by all ranks. False for the global one, and for one not registered."""
+    return process_set is not global_process_set and _remove(process_set)
+
+
+def ranks_of_comm(comm: Any) -> list[int]:
+    """The launcher ranks of an mpi4py communicator's members. Raises ValueError for others."""
+    if not (hasattr(comm, "Get_group") and hasattr(comm, "Get_size")):
+        raise ValueError(f"expected a list of ranks or an mpi4py communicator, not {comm!r}")
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    return list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
+
+
+def _is_ranks(value: Any) -> bool:
+    return isinstance(value, list | tuple | range | set)

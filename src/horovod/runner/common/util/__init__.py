@@ -1,0 +1,1 @@
+"""Names of Horovod's that others import from here."""

@@ -1,0 +1,145 @@
+"""Horovod's allgather, broadcast and alltoall, and their asynchronous forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horovod.common.process_sets import global_process_set
+from horovod.torch import handles
+from horovod.torch.arguments import Tensor, Tensors, named, several
+from horovod.torch.autograd import (
+    HorovodAllgather,
+    HorovodAlltoall,
+    HorovodBroadcast,
+    HorovodGroupedAllgather,
+    group_of,
+    plain,
+)
+from kolovod.errors import InvalidArgumentError
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: Any = global_process_set
+) -> Tensor:
+    """The ranks' tensors one after the other; has a gradient."""
+    arguments = named("allgather", name), group_of(process_set)
+    if not _wants_grad(tensor):
+        return plain.allgather(tensor, *arguments)
+    return HorovodAllgather.apply(tensor, *arguments)  # type: ignore
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: Any = global_process_set
+) -> int:
+    """``allgather`` that returns a handle at once."""
+    arguments = named("allgather", name), group_of(process_set)
+    return handles.number_of(plain.allgather_async(tensor, *arguments))
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: Any = global_process_set
+) -> list[Tensor]:
+    """``allgather`` of several tensors as one operation."""
+    arguments = named("grouped_allgather", name), group_of(process_set)
+    if not any(map(_wants_grad, several(tensors))):
+        return plain.grouped_allgather(tensors, *arguments)
+    return list(HorovodGroupedAllgather.apply(*arguments, *tensors))  # type: ignore
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: Any = global_process_set
+) -> int:
+    """``grouped_allgather`` that returns a handle at once."""
+    arguments = named("grouped_allgather", name), group_of(process_set)
+    return handles.number_of(plain.grouped_allgather_async(tensors, *arguments), tuple)
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Tensor:
+    """``root_rank``'s values as a new tensor; has a gradient. ``root_rank`` is one of the world."""
+    arguments = root_rank, named("broadcast", name), group_of(process_set)
+    return HorovodBroadcast.apply(tensor, *arguments)  # type: ignore
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> int:
+    """``broadcast`` that returns a handle at once."""
+    arguments = root_rank, named("broadcast", name), group_of(process_set)
+    return handles.number_of(plain.broadcast_async(tensor, *arguments))
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Tensor:
+    """``broadcast`` in place."""
+    return plain.broadcast_(tensor, root_rank, named("broadcast", name), group_of(process_set))
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> int:
+    """``broadcast_`` that returns a handle at once."""
+    arguments = root_rank, named("broadcast", name), group_of(process_set)
+    return handles.number_of(plain.broadcast_async_(tensor, *arguments))
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> Any:
+    """Rows to every rank, and from every rank; has a gradient.
+
+    Returns the tensor, and with ``splits`` also how many rows each rank sent (int32).
+    """
+    arguments = _splits(splits), named("alltoall", name), group_of(process_set)
+    result, received = HorovodAlltoall.apply(tensor, *arguments)  # type: ignore
+    return result if splits is None else (result, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: Any = global_process_set,
+) -> int:
+    """``alltoall`` that returns a handle at once; its result is always the pair."""
+    arguments = _splits(splits), named("alltoall", name), group_of(process_set)
+
+    def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
+        return result[0], torch.tensor(result[1], dtype=torch.int32)
+
+    return handles.number_of(plain.alltoall_async(tensor, *arguments), finish)
+
+
+def _wants_grad(tensor: Any) -> bool:
+    return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+
+
+def _splits(splits: Any) -> Any:
+    """A list, of whatever names the rows for each rank. Raises ValueError for others."""
+    if isinstance(splits, torch.Tensor):
+        if splits.ndim != 1 or splits.dtype.is_floating_point:
+            raise InvalidArgumentError(
+                f"splits has shape {tuple(splits.shape)} and dtype {splits.dtype}: give one whole "
+                "number of rows for each rank"
+            )
+        return splits.tolist()
+    return splits

@@ -1,0 +1,56 @@
+"""Horovod's DistributedOptimizer: Kolovod's, with Horovod's order of arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from horovod.common.basics import Adasum, Average
+from horovod.common.process_sets import global_process_set
+from horovod.torch.autograd import group_of
+from horovod.torch.compression import Compression
+from kolovod.torch import DistributedOptimizer as _distributed
+from kolovod.torch.optimizer import Distributed as _DistributedOptimizer
+
+__all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+def DistributedOptimizer(
+    optimizer: O,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+) -> O:
+    """Make ``optimizer`` step with the gradients of all ranks; see kolovod.torch.
+
+    ``num_groups`` is Horovod's older name of ``groups``. Raises ValueError for arguments that
+    cannot work, NotImplementedError for Adasum within a process set.
+    """
+    if num_groups != 0:
+        warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    process_set = group_of(process_set)
+    if op == Adasum and process_set is not None:
+        raise NotImplementedError("op Adasum is possible among all ranks only, not a process set")
+    return _distributed(
+        optimizer,
+        named_parameters,
+        compression,
+        backward_passes_per_step,
+        op,
+        process_set,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+    )

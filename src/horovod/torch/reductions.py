@@ -1,0 +1,249 @@
+"""Horovod's allreduce and reducescatter, and their grouped and asynchronous forms."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horovod.common.basics import Average, Sum
+from horovod.common.process_sets import global_process_set
+from horovod.torch import handles
+from horovod.torch.arguments import Tensor, Tensors, named, several
+from horovod.torch.autograd import (
+    HorovodAllreduce,
+    HorovodGroupedAllreduce,
+    HorovodGroupedReducescatter,
+    HorovodReducescatter,
+    group_of,
+    plain,
+)
+from horovod.torch.compression import Compression
+
+
+def _op(average: bool | None, op: int | None) -> int:
+    """The reduction. ``average`` is Horovod's older way to say it."""
+    if average is None:
+        return Average if op is None else op
+    if op is not None:
+        raise ValueError(f"average={average} and op={op} say the same thing: give op only")
+    warnings.warn("average is deprecated, use op instead", DeprecationWarning, stacklevel=3)
+    return Average if average else Sum
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Tensor:
+    """The ranks' tensors combined, as a new tensor; has a gradient."""
+    scales = prescale_factor, postscale_factor
+    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    small, context = compression.compress(tensor)
+    result: Tensor = HorovodAllreduce.apply(small, *arguments)  # type: ignore[no-untyped-call]
+    return compression.decompress(result, context)  # type: ignore[no-any-return]
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> int:
+    """``allreduce`` that returns a handle at once."""
+    scales = prescale_factor, postscale_factor
+    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    return handles.number_of(plain.allreduce_async(tensor, *arguments))
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> Tensor:
+    """``allreduce`` in place."""
+    scales = prescale_factor, postscale_factor
+    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    return plain.allreduce_(tensor, *arguments)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> int:
+    """``allreduce_`` that returns a handle at once."""
+    scales = prescale_factor, postscale_factor
+    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    return handles.number_of(plain.allreduce_async_(tensor, *arguments))
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> list[Tensor]:
+    """``allreduce`` of several tensors as one operation."""
+    scales = prescale_factor, postscale_factor
+    label = named("grouped_allreduce", name)
+    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
+    results = HorovodGroupedAllreduce.apply(*arguments, *smalls)  # type: ignore[no-untyped-call]
+    return list(map(compression.decompress, results, contexts))
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> int:
+    """``grouped_allreduce`` that returns a handle at once."""
+    scales = prescale_factor, postscale_factor
+    label = named("grouped_allreduce", name)
+    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    return handles.number_of(plain.grouped_allreduce_async(tensors, *arguments), tuple)
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> list[Tensor]:
+    """``grouped_allreduce`` in place."""
+    scales = prescale_factor, postscale_factor
+    label = named("grouped_allreduce", name)
+    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    return plain.grouped_allreduce_(tensors, *arguments)
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+) -> int:
+    """``grouped_allreduce_`` that returns a handle at once."""
+    scales = prescale_factor, postscale_factor
+    label = named("grouped_allreduce", name)
+    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    return handles.number_of(plain.grouped_allreduce_async_(tensors, *arguments), tuple)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: int, process_set: Any = global_process_set
+) -> Callable[[], Tensor]:
+    """The sum (or average) of sparse tensors; call what is returned to wait for it."""
+    group = group_of(process_set)
+    coalesced = tensor.coalesce()
+    pending = plain.grouped_allgather_async(
+        [coalesced.indices().t().contiguous(), coalesced.values()],
+        named("sparse_allreduce", name),
+        group,
+    )
+    divisor = plain.membership(group).size if op == Average else 1
+
+    def wait() -> Tensor:
+        indices, values = pending.wait()
+        if divisor != 1:
+            values = values / divisor
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+
+    return wait
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """``allreduce`` of which each rank keeps a part of the rows; has a gradient."""
+    scales = prescale_factor, postscale_factor
+    arguments = (named("reducescatter", name), op, *scales, group_of(process_set))
+    small, context = compression.compress(tensor)
+    result = HorovodReducescatter.apply(small, *arguments)  # type: ignore[no-untyped-call]
+    return compression.decompress(result, context)  # type: ignore[no-any-return]
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """``reducescatter`` that returns a handle at once."""
+    scales = prescale_factor, postscale_factor
+    arguments = (named("reducescatter", name), op, *scales, group_of(process_set))
+    return handles.number_of(plain.reducescatter_async(tensor, *arguments))
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """``reducescatter`` of several tensors as one operation."""
+    scales = prescale_factor, postscale_factor
+    label = named("grouped_reducescatter", name)
+    arguments = (label, op, *scales, group_of(process_set))
+    smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
+    results = HorovodGroupedReducescatter.apply(*arguments, *smalls)  # type: ignore
+    return list(map(compression.decompress, results, contexts))
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """``grouped_reducescatter`` that returns a handle at once."""
+    scales = prescale_factor, postscale_factor
+    label = named("grouped_reducescatter", name)
+    arguments = (label, op, *scales, group_of(process_set))
+    return handles.number_of(plain.grouped_reducescatter_async(tensors, *arguments), tuple)

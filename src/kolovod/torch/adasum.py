@@ -1,0 +1,103 @@
+"""Adasum for optimizers: every rank steps by itself, and the steps are combined.
+
+The step of a parameter is what the rank's own optimizer makes of the rank's own gradient, momentum
+and all; Adasum adds up the ranks' steps such that those that point the same way do not overshoot
+(Maleki et al., 2020). So the learning rate is that of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.ops import Adasum
+from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.compression import Compressor
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+
+class ByAdasum(torch.optim.Optimizer):
+    """What ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer."""
+
+    _kolovod_base: type[torch.optim.Optimizer]
+    _kolovod_named: list[tuple[str, torch.Tensor]]
+    _kolovod_verbs: TorchCollectives
+    _kolovod_compression: type[Compressor]
+    _kolovod_passes: int
+    _kolovod_active: bool
+
+    def synchronize(self) -> None:
+        """Nothing: gradients stay the rank's own; it is steps that are combined."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Not possible. Raises InvalidArgumentError, which is an AssertionError too."""
+        raise SkippedAdasumError(
+            "with op Adasum steps are combined, not gradients, so that there is nothing to skip"
+        )
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Gradients add up until ``step``, however many passes there are."""
+        self._kolovod_passes = passes
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, combine the ranks' steps, and take that from where the parameters were."""
+        if not self._kolovod_active:
+            return super().step() if closure is None else super().step(closure)
+        named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
+        before = [parameter.detach().clone() for _, parameter in named]
+        result = super().step() if closure is None else super().step(closure)
+        handles = []
+        with torch.no_grad():
+            for (name, parameter), start in zip(named, before, strict=True):
+                small, context = self._kolovod_compression.compress(parameter - start)
+                handle = self._kolovod_verbs.allreduce_async_(small, f"step.{name}", Adasum)
+                handles.append((handle, context))
+            for (_, parameter), start, (handle, context) in zip(
+                named, before, handles, strict=True
+            ):
+                step = self._kolovod_compression.decompress(handle.wait(), context)
+                parameter.copy_(start + step)
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # see optimizer.py
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain optimizers of the base class: a copy has no world."""
+        from kolovod.torch.optimizer import plain_copy  # which needs this module
+
+        return plain_copy, (self._kolovod_base, self.__getstate__())
+
+
+class SkippedAdasumError(InvalidArgumentError, AssertionError):
+    """``skip_synchronize`` with op Adasum."""
+
+
+def by_adasum(
+    optimizer: O,
+    named: list[tuple[str | None, torch.Tensor]],
+    compression: type[Compressor],
+    passes: int,
+    verbs: TorchCollectives,
+    is_member: bool,
+) -> O:
+    """Make ``optimizer`` one of these, and return it. Raises InvalidArgumentError."""
+    size = verbs.world().size
+    if size & (size - 1) != 0:
+        raise InvalidArgumentError(f"op Adasum: {size} ranks are not a power of two")
+    base = type(optimizer)
+    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "_kolovod_base": base}
+    optimizer.__class__ = type(base.__name__, (ByAdasum, base), fields)
+    assert isinstance(optimizer, ByAdasum)
+    optimizer._kolovod_named = [(name, p) for name, p in named if name is not None]
+    optimizer._kolovod_verbs = verbs
+    optimizer._kolovod_compression = compression
+    optimizer._kolovod_passes = passes
+    optimizer._kolovod_active = is_member and size > 1
+    return optimizer

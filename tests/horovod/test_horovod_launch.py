@@ -1,0 +1,155 @@
+"""horovodrun, horovod.run, and what of horovod.runner others import."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import horovod
+import horovod.torch as hvd
+from horovod.common import util
+from horovod.common.exceptions import HorovodVersionMismatchError
+from horovod.runner.common.util.env import get_env_rank_and_size
+from horovod.runner.common.util.hosts import parse_host_files, parse_hosts
+
+HELLO = """
+import os, horovod.torch as hvd
+hvd.init()
+names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+print(*(os.environ["HOROVOD_" + name] for name in names), hvd.size())
+print("fusion", os.environ.get("HOROVOD_FUSION_THRESHOLD"), os.environ.get("HOROVOD_AUTOTUNE"))
+"""
+
+
+def horovodrun(*arguments, **variables):
+    command = [sys.executable, "-c", "from horovod.runner.launch import main; main()", *arguments]
+    env = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+
+@pytest.fixture
+def hello(tmp_path):
+    file = tmp_path / "hello.py"
+    file.write_text(HELLO)
+    return [sys.executable, str(file)]
+
+
+def test_ranks_find_their_place_and_the_flags(hello):
+    done = horovodrun(
+        "-np", "2", "-H", "localhost:4", "--fusion-threshold-mb", "32", "--no-autotune", *hello
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"[{rank}]<stdout>:{rank} 2 {rank} 2 0 1 localhost 2" in done.stdout
+    assert done.stdout.count("fusion 33554432 0") == 2
+
+
+def test_a_host_file_says_how_many(hello, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# this host\nlocalhost slots=3\n")
+    done = horovodrun("-hostfile", str(file), "--verbose", *hello)
+    assert done.stdout.count(" 3 ") >= 3, done.stderr
+    assert "kolovod run -np 3" in done.stderr
+
+
+def test_a_failing_rank():
+    done = horovodrun("-np", "2", sys.executable, "-c", "raise SystemExit(7)")
+    assert done.returncode == 1
+    assert "Horovod detected that one or more processes exited with non-zero status" in done.stderr
+    assert "exit code 7" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-np", "4", "-H", "localhost:2"], "Requested more processes (4) than there are"),
+        (["-np", "2", "-H", "elsewhere:2"], "host elsewhere"),
+        (["-np", "2", "-H", "localhost"], "Invalid host input 'localhost'"),
+        ([], "-np N, --hosts or --hostfile"),
+        (["-np", "2", "--config-file", "f"], "--config-file f"),
+        (["-np", "2", "--gloo", "--mpi"], "not allowed with"),
+    ],
+)
+def test_what_cannot_be_started_is_said(arguments, text):
+    done = horovodrun(*arguments, "true")
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_version_and_build():
+    assert horovodrun("--version").stdout.strip() == horovod.__version__
+    out = horovodrun("--check-build").stdout
+    assert "[X] PyTorch" in out
+    assert "[X] Gloo" in out
+
+
+def test_a_function_on_every_rank():
+    def work(base, plus):
+        import horovod.torch as hvd
+
+        hvd.init()
+        return base + plus + hvd.rank()
+
+    assert horovod.run(work, (10,), {"plus": 5}, num_proc=2) == [15, 16]
+    with pytest.raises(RuntimeError, match=r"(?s)Horovod detected .*rank 0 raised.*concatenate"):
+        horovod.run(work, ("text",), {"plus": 5}, num_proc=1)
+    for arguments, text in (
+        ({"hosts": "a:1", "hostfile": "f"}, "hosts and hostfile"),
+        ({"use_mpi": True, "use_gloo": True}, "exclude each other"),
+        ({"hosts": "elsewhere:1"}, "host elsewhere"),
+        ({"hosts": "localhost:1", "num_proc": 2}, "num_proc is 2"),
+        ({"min_num_proc": 1}, "elastic"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            horovod.run(work, **arguments)
+
+
+def test_hosts(tmp_path):
+    assert [(h.hostname, h.slots) for h in parse_hosts("a:2,b-1.c:10")] == [("a", 2), ("b-1.c", 10)]
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\nb\n")
+    assert parse_host_files(str(file)) == "a:2,b:1"
+    file.write_text("a has 2\n")
+    with pytest.raises(ValueError, match="a has 2"):
+        parse_host_files(str(file))
+
+
+def test_rank_and_size_from_the_environment(monkeypatch):
+    for name in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
+        monkeypatch.delenv(f"{name}_RANK", raising=False)
+        monkeypatch.delenv(f"{name}_SIZE", raising=False)
+    assert get_env_rank_and_size() == (0, 1)
+    monkeypatch.setenv("PMI_RANK", "1")
+    with pytest.raises(RuntimeError, match="PMI_SIZE"):
+        get_env_rank_and_size()
+    monkeypatch.setenv("PMI_SIZE", "3")
+    assert get_env_rank_and_size() == (1, 3)
+    monkeypatch.setenv("HOROVOD_RANK", "4")
+    monkeypatch.setenv("HOROVOD_SIZE", "5")
+    assert get_env_rank_and_size() == (4, 5)
+
+
+def test_small_things(monkeypatch):
+    assert util.split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+    assert [n for n in range(9) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8]
+    assert util.is_version_greater_equal_than("2.13.0+cpu", "2.9.1")
+    assert not util.is_version_greater_equal_than("1.9rc1", "1.10.0")
+    with pytest.raises(ValueError, match="three numbers"):
+        util.is_version_greater_equal_than("1.0", "1.0")
+    with util.env(KOLOVOD_TEST_A="1", HOME=None):
+        assert os.environ["KOLOVOD_TEST_A"] == "1"
+        assert "HOME" in os.environ
+    assert "KOLOVOD_TEST_A" not in os.environ
+    assert util.extension_available("torch")
+    util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__)
+    with pytest.raises(ImportError, match="nothing is not installed"):
+        util.check_extension("horovod.nothing", "X", __file__)
+    with pytest.raises(HorovodVersionMismatchError, match=r"but 0\.1 was expected"):
+        util.check_installed_version("numpy", "0.1")
+    convert = util.get_average_backwards_compatibility_fun(hvd)
+    assert [convert(None, a) for a in (None, True, False)] == [0, 0, 1]
+    assert util.is_iterable([])
+    assert not util.is_iterable(1)

@@ -1,0 +1,175 @@
+"""Horovod's DistributedOptimizer with each option, against one process with all the data."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import nn  # noqa: E402
+
+import horovod.torch as hvd  # noqa: E402
+from kolovod.testing import run_ranks  # noqa: E402
+
+STEPS, BATCH = 3, 4
+
+
+def new_model():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(step, rank):
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(BATCH, 5, generator=draw), torch.randint(0, 3, (BATCH,), generator=draw)
+
+
+def expected(size, passes=1, factor=1.0):
+    """One process that sees every rank's batches."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(passes):
+            for rank in range(size):
+                inputs, target = batch(passes * step + part, rank)
+                loss = nn.functional.cross_entropy(model(inputs), target)
+                (loss * factor / size).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def trained(rank, passes=1, **options):
+    model = new_model()
+    if callable(options.get("groups")):
+        options = {**options, "groups": options["groups"](model)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=passes,
+        **options,
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(passes):
+            inputs, target = batch(passes * step + part, rank)
+            nn.functional.cross_entropy(model(inputs), target).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def pairs(model):
+    first, second = list(model[0].parameters()), list(model[2].parameters())
+    return [[first[0], second[1]], [first[1]]]
+
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"op": hvd.Sum},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "passes": {"passes": 2},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "groups": {"groups": 2},
+    "many groups": {"groups": 99},
+    "lists": {"groups": pairs},
+    "predivide with groups": {"gradient_predivide_factor": 2.0, "groups": pairs},
+}
+
+
+def train_all(rank, size):
+    hvd.init()
+    for label, options in OPTIONS.items():
+        factor = size if options.get("op") == hvd.Sum else 1.0
+        wanted = expected(size, options.get("passes", 1), factor)
+        tolerance = 5e-3 if label == "fp16" else 1e-5
+        for mine, theirs in zip(trained(rank, **options), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=tolerance, msg=label)
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        trained(rank, num_groups=2)
+    check_sparse(rank, size)
+    check_adasum(rank, size)
+    check_errors()
+    return True
+
+
+def check_sparse(rank, size):
+    """An embedding whose rows some ranks touch and others do not; rank 0 skips it at first."""
+    for as_dense in (False, True):
+        torch.manual_seed(1)
+        table = nn.Embedding(10, 3, sparse=True)
+        head = nn.Linear(3, 1)
+        whole, whole_head = copy.deepcopy(table), copy.deepcopy(head)
+        named = [("table", table.weight), *head.named_parameters()]
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([table.weight, *head.parameters()], lr=0.5),
+            named_parameters=named,
+            sparse_as_dense=as_dense,
+        )
+        plain = torch.optim.SGD([whole.weight, *whole_head.parameters()], lr=0.5)
+        for step in range(3):
+            for one in (optimizer, plain):
+                one.zero_grad()
+
+            def loss(rank, table, head, step=step):
+                rows = table(torch.tensor([rank, rank + 1, 9]))
+                if rank == 0 and step == 0 and size > 1:
+                    rows = torch.ones(3, 3)
+                return head(rows).sum()
+
+            loss(rank, table, head).backward()
+            optimizer.step()
+            for r in range(size):
+                (loss(r, whole, whole_head) / size).backward()
+            plain.step()
+            torch.testing.assert_close(table.weight, whole.weight)
+            torch.testing.assert_close(head.weight, whole_head.weight)
+
+
+def check_adasum(rank, size):
+    """Equal gradients: the step of one rank. Orthogonal ones: the sum of the steps."""
+    if size & (size - 1):
+        with pytest.raises(ValueError, match="power of two"):
+            hvd.DistributedOptimizer(
+                torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), op=hvd.Adasum
+            )
+        return
+    for own, wanted in ((lambda p: p.sum(), -1.0), (lambda p: p[rank], -1.0)):
+        parameter = nn.Parameter(torch.zeros(size))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, [("p", parameter)], op=hvd.Adasum)
+        own(parameter).backward()
+        optimizer.synchronize()
+        optimizer.step()
+        torch.testing.assert_close(parameter.detach(), torch.full((size,), wanted))
+        with pytest.raises(AssertionError), optimizer.skip_synchronize():
+            pass
+
+
+def check_errors():
+    model = new_model()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = list(model.named_parameters())
+    wrong = (
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
+        ({"named_parameters": named[:-1]}, "lacks 1"),
+        ({"named_parameters": [*named, ("0.weight", named[1][1])]}, "two parameters named"),
+        ({"named_parameters": [1]}, "instead of"),
+        ({"groups": -1}, "groups is -1"),
+        ({"groups": "two"}, "groups is 'two'"),
+        ({"groups": [[torch.ones(1)]]}, "no parameter of the optimizer"),
+        ({"groups": [[named[0][1]], [named[0][1]]]}, "groups 0 and 1"),
+    )
+    for options, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedOptimizer(sgd, **{"named_parameters": named, **options})
+    if hvd.size() > 1:
+        ps = hvd.add_process_set([0])
+        with pytest.raises(NotImplementedError, match="Adasum"):
+            hvd.DistributedOptimizer(sgd, op=hvd.Adasum, process_set=ps)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_trains_as_one_process_would(size):
+    assert all(run_ranks(size, train_all, size, timeout_s=110))
