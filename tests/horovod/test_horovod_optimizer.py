@@ -137,11 +137,20 @@ def check_adasum(rank, size):
     for own, wanted in ((lambda p: p.sum(), -1.0), (lambda p: p[rank], -1.0)):
         parameter = nn.Parameter(torch.zeros(size))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces optimizer.step
         optimizer = hvd.DistributedOptimizer(optimizer, [("p", parameter)], op=hvd.Adasum)
-        own(parameter).backward()
+        assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+        with pytest.raises(ValueError, match="already distributed"):
+            hvd.DistributedOptimizer(optimizer)
+        late = nn.Parameter(torch.zeros(size))
+        optimizer.add_param_group({"params": [late]})
+        (own(parameter) + own(late)).backward()
         optimizer.synchronize()
         optimizer.step()
+        assert torch.equal(late, parameter)
         torch.testing.assert_close(parameter.detach(), torch.full((size,), wanted))
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
         with pytest.raises(AssertionError), optimizer.skip_synchronize():
             pass
 

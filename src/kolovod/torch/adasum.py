@@ -17,6 +17,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compressor
+from kolovod.torch.wrapping import unwrapped, wrap
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -28,7 +29,6 @@ class ByAdasum(torch.optim.Optimizer):
     _kolovod_named: list[tuple[str, torch.Tensor]]
     _kolovod_verbs: TorchCollectives
     _kolovod_compression: type[Compressor]
-    _kolovod_passes: int
     _kolovod_active: bool
 
     def synchronize(self) -> None:
@@ -43,8 +43,7 @@ class ByAdasum(torch.optim.Optimizer):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients add up until ``step``, however many passes there are."""
-        self._kolovod_passes = passes
+        """Nothing to change: gradients add up until ``step``, however many passes there are."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, combine the ranks' steps, and take that from where the parameters were."""
@@ -68,11 +67,20 @@ class ByAdasum(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # see optimizer.py
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As usual; the steps of the new parameters are combined, too."""
+        super().add_param_group(param_group)
+        group = len(self.param_groups) - 1
+        known = {id(parameter) for _, parameter in self._kolovod_named}
+        self._kolovod_named += [
+            (f"{group}.{i}", parameter)
+            for i, parameter in enumerate(self.param_groups[group]["params"])
+            if id(parameter) not in known
+        ]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""
-        from kolovod.torch.optimizer import plain_copy  # which needs this module
-
-        return plain_copy, (self._kolovod_base, self.__getstate__())
+        return unwrapped(self, self._kolovod_base)
 
 
 class SkippedAdasumError(InvalidArgumentError, AssertionError):
@@ -83,7 +91,6 @@ def by_adasum(
     optimizer: O,
     named: list[tuple[str | None, torch.Tensor]],
     compression: type[Compressor],
-    passes: int,
     verbs: TorchCollectives,
     is_member: bool,
 ) -> O:
@@ -91,13 +98,10 @@ def by_adasum(
     size = verbs.world().size
     if size & (size - 1) != 0:
         raise InvalidArgumentError(f"op Adasum: {size} ranks are not a power of two")
-    base = type(optimizer)
-    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "_kolovod_base": base}
-    optimizer.__class__ = type(base.__name__, (ByAdasum, base), fields)
+    wrap(optimizer, ByAdasum)
     assert isinstance(optimizer, ByAdasum)
     optimizer._kolovod_named = [(name, p) for name, p in named if name is not None]
     optimizer._kolovod_verbs = verbs
     optimizer._kolovod_compression = compression
-    optimizer._kolovod_passes = passes
     optimizer._kolovod_active = is_member and size > 1
     return optimizer

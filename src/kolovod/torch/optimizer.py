@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,11 +14,12 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Adasum, Average, Sum
 from kolovod.process_sets import ProcessSet
 from kolovod.torch import verbs
-from kolovod.torch.adasum import by_adasum
+from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Way
 from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.reducer import GradientReducer
+from kolovod.torch.wrapping import unwrapped, wrap
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 Closure = Callable[[], Any]
@@ -128,7 +128,7 @@ class Distributed(torch.optim.Optimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""
-        return plain_copy, (self._kolovod_base, self.__getstate__())
+        return unwrapped(self, self._kolovod_base)
 
 
 def DistributedOptimizer(
@@ -175,7 +175,7 @@ def DistributedOptimizer(
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer"
         )
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, Distributed | ByAdasum):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
     if op not in (Average, Sum, Adasum):
         raise InvalidArgumentError(
@@ -206,7 +206,7 @@ def DistributedOptimizer(
         collectives = TorchCollectives(collectives.frontend, process_set.membership)
     is_member = process_set is None or process_set.included()
     if op == Adasum:
-        return by_adasum(optimizer, named, compression, passes, collectives, is_member)
+        return by_adasum(optimizer, named, compression, collectives, is_member)
     factor = gradient_predivide_factor
     way = Way(compression, op, 1.0 / factor, factor, sparse_as_dense)
     grouped = _checked_groups(named, groups)
@@ -215,41 +215,14 @@ def DistributedOptimizer(
 
 
 def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str]) -> O:
-    base = type(optimizer)
-    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "_kolovod_base": base}
-    scheduled = optimizer.__dict__.pop("step", None)
-    optimizer.__class__ = type(base.__name__, (Distributed, base), fields)
+    wrap(optimizer, Distributed)
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
     optimizer._kolovod_names = names
     optimizer._kolovod_skip = False
     # The hooks know the reducer only, so dropping the optimizer frees the parameters of them.
     weakref.finalize(optimizer, reducer.remove_hooks)
-    if hasattr(scheduled, "_wrapped_by_lr_sched"):
-        _track_steps(optimizer)
     return optimizer
-
-
-def _track_steps(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler made before had replaced ``step`` on the instance, to see that it is called."""
-    reference = weakref.ref(optimizer)
-    function = type(optimizer).step
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
-        assert alive is not None
-        alive._opt_called = True  # type: ignore[attr-defined]
-        return function(alive, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
-
-
-def plain_copy(base: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
-    copy = base.__new__(base)
-    copy.__setstate__(state)
-    return copy
 
 
 def _checked_passes(passes: int) -> int:

@@ -1,0 +1,48 @@
+"""Adding methods to an optimizer that stays the object it is, and an instance of its class."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+Base = type[torch.optim.Optimizer]
+
+
+def wrap(optimizer: torch.optim.Optimizer, addition: Base) -> None:
+    """Put ``addition`` before the optimizer's class, which it will know as ``_kolovod_base``."""
+    base = type(optimizer)
+    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "_kolovod_base": base}
+    scheduled = optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = type(base.__name__, (addition, base), fields)
+    if hasattr(scheduled, "_wrapped_by_lr_sched"):
+        _track_steps(optimizer)
+
+
+def unwrapped(optimizer: torch.optim.Optimizer, base: Base) -> tuple[Any, ...]:
+    """For ``__reduce__``: copies and pickles are plain optimizers, since a copy has no world."""
+    return _plain_copy, (base, optimizer.__getstate__())
+
+
+def _plain_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
+    copy = base.__new__(base)
+    copy.__setstate__(state)
+    return copy
+
+
+def _track_steps(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler made before had replaced ``step`` on the instance, to see that it is called."""
+    reference = weakref.ref(optimizer)
+    function = type(optimizer).step
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        assert alive is not None
+        alive._opt_called = True  # type: ignore[attr-defined]
+        return function(alive, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
