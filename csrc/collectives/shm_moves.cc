@@ -37,8 +37,7 @@ Status ShmBackend::AwaitOffers(bool* readable) {
   KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk_));
   *readable = true;
   for (int r = 0; r < size_; ++r) *readable = *readable && peers_->Offered(r) != 0;
-  if (!*readable) Post({{&RankBlock::done, chunk_}});
-  return Status();
+  return *readable ? Status() : FinishReading();  // nobody offers anew before all have seen it
 }
 
 Status ShmBackend::ReadPeer(int peer, size_t offset, char* to, size_t bytes) {

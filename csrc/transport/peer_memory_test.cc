@@ -141,6 +141,47 @@ TEST(what_cannot_be_read_is_staged) {
       },
       config);
 }
+
+// Many at once, so that a rank that gets nothing from a slow one may go on to the next: it must not offer
+// anew before that has seen that all stage.
+TEST(one_rank_may_be_ahead_of_another) {
+  Config config = testing::SmallConfig();
+  config.peer_read_bytes = 1;
+  constexpr size_t kCount = kPage / sizeof(float);
+  RunRanks(
+      4,
+      [](Rank& rank) {
+        float* const pages = static_cast<float*>(
+            mmap(nullptr, 2 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        CHECK(pages != MAP_FAILED);
+        for (size_t i = 0; i < 2 * kCount; ++i) pages[i] = static_cast<float>(rank.rank());
+        if (rank.rank() == 0) CHECK(mprotect(pages, kPage, PROT_WRITE) == 0);
+        const std::vector<float> wanted(kCount, static_cast<float>((rank.rank() + 3) % 4));
+        for (int round = 0; round < 20; ++round) {
+          std::vector<uint64_t> handles(50);
+          std::vector<OperationPtr> ops;
+          for (size_t i = 0; i < handles.size(); ++i) {
+            Request request;
+            request.name = "a" + std::to_string(i);
+            request.verb = Verb::kAlltoall;
+            request.splits.resize(4);  // everything to the next rank
+            request.splits[static_cast<size_t>(rank.rank() + 1) % 4] = kCount;
+            std::vector<SubmittedTensor> tensors(1);
+            tensors[0].meta = {DType::kFloat32, {kCount}};
+            tensors[0].in = pages + (i % 2) * kCount;
+            CHECK_OK(rank.engine().Submit(std::move(request), std::move(tensors), false, &handles[i]));
+            ops.push_back(rank.engine().Find(handles[i]));
+          }
+          for (size_t i = 0; i < handles.size(); ++i) {
+            CHECK_OK(rank.Wait(handles[i]));
+            const float* made = reinterpret_cast<const float*>(ops[i]->buffers[0].data.get());
+            CHECK(std::vector<float>(made, made + kCount) == wanted);
+          }
+        }
+        CHECK(munmap(pages, 2 * kPage) == 0);
+      },
+      config);
+}
 #endif
 
 }  // namespace

@@ -90,6 +90,8 @@ def train_all(rank, size):
     check_sparse(rank, size)
     check_adasum(rank, size)
     check_errors()
+    if size == 2:
+        check_sparse_in_the_next_world(rank)
     return True
 
 
@@ -124,6 +126,28 @@ def check_sparse(rank, size):
             plain.step()
             torch.testing.assert_close(table.weight, whole.weight)
             torch.testing.assert_close(head.weight, whole_head.weight)
+
+
+def check_sparse_in_the_next_world(rank):
+    """Rank 0 comes with what it knows; rank 1, with a new optimizer, has no gradient yet."""
+    table = nn.Embedding(4, 2, sparse=True)
+    nn.init.zeros_(table.weight)
+
+    def wrapped():
+        sgd = torch.optim.SGD(table.parameters(), lr=1.0)
+        return hvd.DistributedOptimizer(sgd, named_parameters=table.named_parameters())
+
+    optimizer = wrapped()
+    table(torch.tensor([rank])).sum().backward()
+    optimizer.step()
+    hvd.shutdown()
+    hvd.init()
+    optimizer = optimizer if rank == 0 else wrapped()
+    optimizer.zero_grad()
+    optimizer.step()
+    table(torch.tensor([rank])).sum().backward()
+    optimizer.step()
+    assert table.weight.tolist() == [[-1.0] * 2] * 2 + [[0.0] * 2] * 2
 
 
 def check_adasum(rank, size):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from horovod.torch.autograd import group_of
 from kolovod.errors import InvalidArgumentError
 
 Tensor = torch.Tensor
@@ -16,6 +17,13 @@ Tensors = Sequence[torch.Tensor]
 def named(verb: str, name: str | None) -> str | None:
     """Different verbs may use one name at the same time."""
     return None if name is None else f"{verb}.{name}"
+
+
+def given(
+    verb: str, name: str | None, op: int, prescale: float, postscale: float, process_set: Any
+) -> tuple[str | None, int, float, float, Any]:
+    """What Kolovod's reductions take after their tensors."""
+    return named(verb, name), op, prescale, postscale, group_of(process_set)
 
 
 def several(tensors: Any) -> Tensors:

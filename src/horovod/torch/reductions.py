@@ -11,7 +11,7 @@ import torch
 from horovod.common.basics import Average, Sum
 from horovod.common.process_sets import global_process_set
 from horovod.torch import handles
-from horovod.torch.arguments import Tensor, Tensors, named, several
+from horovod.torch.arguments import Tensor, Tensors, given, named, several
 from horovod.torch.autograd import (
     HorovodAllreduce,
     HorovodGroupedAllreduce,
@@ -45,7 +45,7 @@ def allreduce(
 ) -> Tensor:
     """The ranks' tensors combined, as a new tensor; has a gradient."""
     scales = prescale_factor, postscale_factor
-    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
     small, context = compression.compress(tensor)
     result: Tensor = HorovodAllreduce.apply(small, *arguments)  # type: ignore[no-untyped-call]
     return compression.decompress(result, context)  # type: ignore[no-any-return]
@@ -62,7 +62,7 @@ def allreduce_async(
 ) -> int:
     """``allreduce`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
     return handles.number_of(plain.allreduce_async(tensor, *arguments))
 
 
@@ -77,7 +77,7 @@ def allreduce_(
 ) -> Tensor:
     """``allreduce`` in place."""
     scales = prescale_factor, postscale_factor
-    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
     return plain.allreduce_(tensor, *arguments)
 
 
@@ -92,7 +92,7 @@ def allreduce_async_(
 ) -> int:
     """``allreduce_`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    arguments = (named("allreduce", name), _op(average, op), *scales, group_of(process_set))
+    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
     return handles.number_of(plain.allreduce_async_(tensor, *arguments))
 
 
@@ -108,8 +108,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """``allreduce`` of several tensors as one operation."""
     scales = prescale_factor, postscale_factor
-    label = named("grouped_allreduce", name)
-    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
     smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
     results = HorovodGroupedAllreduce.apply(*arguments, *smalls)  # type: ignore[no-untyped-call]
     return list(map(compression.decompress, results, contexts))
@@ -126,8 +125,7 @@ def grouped_allreduce_async(
 ) -> int:
     """``grouped_allreduce`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    label = named("grouped_allreduce", name)
-    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
     return handles.number_of(plain.grouped_allreduce_async(tensors, *arguments), tuple)
 
 
@@ -142,8 +140,7 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """``grouped_allreduce`` in place."""
     scales = prescale_factor, postscale_factor
-    label = named("grouped_allreduce", name)
-    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
     return plain.grouped_allreduce_(tensors, *arguments)
 
 
@@ -158,8 +155,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """``grouped_allreduce_`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    label = named("grouped_allreduce", name)
-    arguments = (label, _op(average, op), *scales, group_of(process_set))
+    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
     return handles.number_of(plain.grouped_allreduce_async_(tensors, *arguments), tuple)
 
 
@@ -196,7 +192,7 @@ def reducescatter(
 ) -> Tensor:
     """``allreduce`` of which each rank keeps a part of the rows; has a gradient."""
     scales = prescale_factor, postscale_factor
-    arguments = (named("reducescatter", name), op, *scales, group_of(process_set))
+    arguments = given("reducescatter", name, op, *scales, process_set)
     small, context = compression.compress(tensor)
     result = HorovodReducescatter.apply(small, *arguments)  # type: ignore[no-untyped-call]
     return compression.decompress(result, context)  # type: ignore[no-any-return]
@@ -212,7 +208,7 @@ def reducescatter_async(
 ) -> int:
     """``reducescatter`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    arguments = (named("reducescatter", name), op, *scales, group_of(process_set))
+    arguments = given("reducescatter", name, op, *scales, process_set)
     return handles.number_of(plain.reducescatter_async(tensor, *arguments))
 
 
@@ -227,8 +223,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """``reducescatter`` of several tensors as one operation."""
     scales = prescale_factor, postscale_factor
-    label = named("grouped_reducescatter", name)
-    arguments = (label, op, *scales, group_of(process_set))
+    arguments = given("grouped_reducescatter", name, op, *scales, process_set)
     smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
     results = HorovodGroupedReducescatter.apply(*arguments, *smalls)  # type: ignore
     return list(map(compression.decompress, results, contexts))
@@ -244,6 +239,5 @@ def grouped_reducescatter_async(
 ) -> int:
     """``grouped_reducescatter`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    label = named("grouped_reducescatter", name)
-    arguments = (label, op, *scales, group_of(process_set))
+    arguments = given("grouped_reducescatter", name, op, *scales, process_set)
     return handles.number_of(plain.grouped_reducescatter_async(tensors, *arguments), tuple)

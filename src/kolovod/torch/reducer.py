@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from kolovod import _native
-from kolovod.errors import InvalidArgumentError, KolovodError, MismatchError
+from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.ops import Max
 from kolovod.torch import sparse
 from kolovod.torch.agreement import SAME_MODEL, agree_on_optimizer
@@ -194,11 +194,13 @@ class GradientReducer(Sender):
 
     def drop(self) -> None:
         """Forget the gradients. What was sent comes back first, on all ranks alike."""
-        if self.pending and self._engine is self.verbs.world().engine:
-            self._travel([bucket for bucket in self._buckets if bucket.agreed], _DROPS, [])
-        elif self.pending:
-            self._discard()
-        self.reset()
+        try:
+            if self.pending and self._engine is self.verbs.world().engine:
+                self._travel([bucket for bucket in self._buckets if bucket.agreed], _DROPS, [])
+            elif self.pending:
+                self._discard()
+        finally:
+            self.reset()
         self._thaw()
 
     def _meet(self) -> None:
@@ -211,12 +213,20 @@ class GradientReducer(Sender):
             return
         self._discard()
         details = self._details(range(len(self._names)))
-        dims = [sparse.sparse_dim_of(p.grad, self._way) for p in self._parameters]
-        self._number, dims = agree_on_optimizer(self.verbs.world, details, SAME_MODEL, dims)
+        world, dims = self.verbs.world, self._sparse_dims()
+        self._number, dims = agree_on_optimizer(world, details, SAME_MODEL, dims)
         self._engine = engine
         self._agreed = 0
         self._single_out(dims)
         self._accept(self._buckets)
+
+    def _sparse_dims(self) -> list[int]:
+        """What this rank knows; what ranks of an earlier world have agreed upon stays sparse."""
+        dims = [sparse.sparse_dim_of(p.grad, self._way) for p in self._parameters]
+        for bucket in self._buckets:
+            if bucket.sparse_dim:
+                dims[bucket.indices[0]] = bucket.sparse_dim
+        return dims
 
     def _single_out(self, sparse_dims: list[int]) -> None:
         """What is sparse on some rank travels alone, and as sparse, on all."""
@@ -265,8 +275,7 @@ class GradientReducer(Sender):
         mine: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
         mine += self._details(index for bucket in fresh for index in bucket.indices)
         advice = "every rank must add, thaw and zero the same parameters"
-        dims = [sparse.sparse_dim_of(p.grad, self._way) for p in self._parameters]
-        _, dims = agree_on_optimizer(self.verbs.world, mine, advice, dims)
+        _, dims = agree_on_optimizer(self.verbs.world, mine, advice, self._sparse_dims())
         new = {index for bucket in fresh for index in bucket.indices}
         self._single_out([dim if index in new else 0 for index, dim in enumerate(dims)])
         fresh = [bucket for bucket in self._buckets if not bucket.agreed]
@@ -296,11 +305,7 @@ class GradientReducer(Sender):
             marks[_AGAIN] = redo or not all(bucket.agreed for bucket in self._buckets)
         view = torch.frombuffer(marks, dtype=torch.uint8)
         handle = self.verbs.allreduce_async_(view, f"used.{self._number}", Max)
-        try:
-            done = self._wait_for_all()
-        except KolovodError:
-            self._reset()
-            raise
+        done = self._wait_for_all()
         handle.wait()
         return marks, done, redo
 
