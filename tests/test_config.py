@@ -30,7 +30,7 @@ def test_names_are_unique_and_documented() -> None:
         assert knob.environment.startswith("KOLOVOD_")
         assert knob.text.endswith(".")
         # Units are said, in the name or beside it.
-        assert knob.type is str or knob.unit
+        assert knob.type in (str, bool) or knob.unit
 
 
 def test_defaults_are_legal() -> None:

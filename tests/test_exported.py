@@ -25,7 +25,7 @@ VERBS = {
 WORLD = {
     *("init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size"),
     *("cross_rank", "cross_size", "Adasum", "Average", "Sum", "Min", "Max", "Product"),
-    *("Op", "Handle"),
+    *("Op", "Handle", "span", "start_timeline", "stop_timeline"),
     *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
 }
 OF_TORCH = {

@@ -157,7 +157,8 @@ NB_MODULE(_native, m) {
       .def("forget", &PyEngine::Forget)
       .def("sent_bytes", &PyEngine::SentBytes)
       .def("stats", &PyEngine::Stats)
-      .def("last_operations", &PyEngine::LastOperations)
+      .def("last_operations", &PyEngine::LastOperations, "after"_a = 0)
+      .def("keep_exact_times", &PyEngine::KeepExactTimes, "exact"_a)
       .def("last_late_report", &PyEngine::LastLateReport)
       .def("c_handle", [](const PyEngine& engine) { return reinterpret_cast<uintptr_t>(engine.handle()); });
   nb::class_<PyLoopbackWorld>(m, "LoopbackWorld")

@@ -270,10 +270,11 @@ class PyEngine {
             {"line_latency_ns", stats.line_latency_ns}};
   }
 
-  nb::list LastOperations() {
+  nb::list LastOperations(uint64_t after) {
     Check();
     nb::list list;
     for (const OperationRecord& record : engine_->LastOperations()) {
+      if (record.number <= after) continue;
       nb::dict fields;
       fields["number"] = record.number;
       fields["name"] = record.name;
@@ -289,6 +290,11 @@ class PyEngine {
       list.append(fields);
     }
     return list;
+  }
+
+  void KeepExactTimes(bool exact) {
+    Check();
+    engine_->KeepExactTimes(exact);
   }
 
   std::string LastLateReport() {

@@ -96,7 +96,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     if (blocking) self().driving.store(1, std::memory_order_seq_cst);
     joined_ = is_join;
     // The time before, the rest after: others need not wait for it.
-    const int64_t now_ns = RecordNs(op->bytes);
+    const int64_t now_ns = RecordNs(op->bytes, ExactTimes());
     if (is_join) {
       control_->Join(op);
       appended = false;

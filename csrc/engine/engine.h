@@ -110,6 +110,8 @@ class Engine {
   std::vector<OperationRecord> LastOperations() {
     return ReadRecords(segment_->records(topology_.local_rank));
   }
+  // From now on the times in them are exact for small operations, too (see RecordNs).
+  void KeepExactTimes(bool exact) { exact_times_.store(exact, std::memory_order_relaxed); }
   // The last report on late ranks that this rank has written to standard error; empty: none.
   std::string LastLateReport() { return late_->last_report(); }
   ExternalBackend* external() { return external_; }
@@ -133,6 +135,7 @@ class Engine {
 
   // Why a new operation could never complete, or OK.
   Status WorldStatus();
+  bool ExactTimes() const { return exact_times_.load(std::memory_order_relaxed); }
   bool TryLease(bool background, std::function<bool()> interrupted);
   void ReleaseLease();
   // Lease. Progresses until `until` is done, or an error. Null: until there is nothing to do and no
@@ -206,6 +209,7 @@ class Engine {
   std::vector<OperationPtr> finished_;               // guarded by mutex_; their callbacks are due
   std::vector<std::string> abandoned_;               // guarded by mutex_; names that shutting down failed
 
+  std::atomic<bool> exact_times_{false};
   std::atomic<uint64_t> next_unnamed_{1};
   std::atomic<bool> lease_{false};
   std::atomic<int> lease_wanted_{0};

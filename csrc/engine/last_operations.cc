@@ -50,12 +50,12 @@ void Engine::KeepRecord(Operation& op, int64_t submitted_ns) {
 }
 
 void Engine::KeepStart(const std::vector<OperationPtr>& ops) {
-  const int64_t now_ns = RecordNs(BytesOf(ops));
+  const int64_t now_ns = RecordNs(BytesOf(ops), ExactTimes());
   for (const OperationPtr& op : ops) records_->Started(op->record, bucket_, now_ns);
 }
 
 void Engine::KeepEnd(const std::vector<OperationPtr>& ops) {
-  const int64_t now_ns = RecordNs(BytesOf(ops));
+  const int64_t now_ns = RecordNs(BytesOf(ops), ExactTimes());
   for (const OperationPtr& op : ops) records_->Ended(op->record, op->status.ok(), now_ns);
 }
 

@@ -50,6 +50,8 @@ from kolovod.numpy import (
     synchronize,
 )
 from kolovod.observe.last_operations import last_operations
+from kolovod.observe.spans import span
+from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.process_sets import (
     ProcessSet,
@@ -116,5 +118,8 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "span",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -140,8 +140,14 @@ class Engine:
     def c_handle(self) -> int:
         """The address that C programs know as ``kolovod_engine*`` (csrc/include/kolovod.h)."""
 
-    def last_operations(self) -> list[dict[str, Any]]:
-        """What ``kolovod.last_operations`` documents, but times in ns of CLOCK_MONOTONIC, or 0."""
+    def last_operations(self, after: int = 0) -> list[dict[str, Any]]:
+        """What ``kolovod.last_operations`` documents, but times in ns of CLOCK_MONOTONIC, or 0.
+
+        Those with a number above ``after``.
+        """
+
+    def keep_exact_times(self, exact: bool) -> None:
+        """Whether those times are exact for small operations, too; else they lag by up to 4 ms."""
 
     def last_late_report(self) -> str:
         """The last report on late ranks that this rank wrote to standard error; "" if none."""

@@ -166,6 +166,19 @@ class Settings:
         "fails. none: no files. By default kolovod-UID in the folder for temporary files.",
         engine=False,
     )
+    timeline: str = _knob(
+        "",
+        "File for a timeline of all ranks, written by rank 0 (docs/timeline.md). dynamic: none "
+        "yet, but start_timeline() on rank 0 is enough to begin one.",
+        aliases=("HOROVOD_TIMELINE",),
+        engine=False,
+    )
+    timeline_mark_cycles: bool = _knob(
+        False,
+        "Whether the start of every bucket is marked in the timeline.",
+        aliases=("HOROVOD_TIMELINE_MARK_CYCLES",),
+        engine=False,
+    )
     fusion_bytes: int = _knob(
         64 * _MEBI,
         "A bucket takes no further tensor beyond this size. 0: every tensor goes alone.",

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any, Generic, NoReturn, TypeVar
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError, from_engine
+from kolovod.observe import spans
 
 T = TypeVar("T")
 
@@ -122,8 +124,11 @@ class Handle(Generic[T]):
         if number == 0:
             raise _waited_before()
         engine = self._engine
+        start_ns = monotonic_ns() if spans.log.on else 0
         try:
             engine.wait(number, timeout_s, drives)
+            if start_ns:
+                spans.log.add(spans.WAIT, start_ns, monotonic_ns())
         except _native.EngineError as error:
             self._failed(error)
         number, buffers, result, finish = self._take()

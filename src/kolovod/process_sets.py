@@ -101,6 +101,11 @@ class ProcessSet:
             )
         return membership
 
+    @property
+    def engine(self) -> _native.Engine | None:
+        """What carries its operations; None on other ranks than its members."""
+        return self._membership.engine if self._membership is not None else None
+
     def __repr__(self) -> str:
         """Its members and its number."""
         number = "" if self.process_set_id is None else f" (id {self.process_set_id})"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
+from time import monotonic_ns
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError, from_engine
 from kolovod.frontend import Frontend
 from kolovod.handles import Handle, keeper
+from kolovod.observe import spans
 from kolovod.ops import Op
 
 T = TypeVar("T")
@@ -92,6 +94,7 @@ class Submitter(Generic[T]):
         if keeper:
             keeper.sweep()
         number = 0
+        start_ns = monotonic_ns() if spans.log.on else 0
         try:
             number = engine.submit(
                 verb, name or "", entries, op + 0, prescale, postscale, root, True, splits
@@ -99,6 +102,8 @@ class Submitter(Generic[T]):
             engine.wait(number, -1.0)
             result = None if finish is None else finish(engine, number)
             engine.release(number)
+            if start_ns:
+                spans.log.add(spans.WAIT, start_ns, monotonic_ns())
             return result
         except BaseException as error:
             self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))

@@ -23,7 +23,7 @@ from kolovod.errors import (
 from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
 from kolovod.launch.place import Place, local_and_cross, read_place, started_by_mpi
 from kolovod.launch.store import Member
-from kolovod.observe import record_files, stacks
+from kolovod.observe import record_files, stacks, timeline
 
 if TYPE_CHECKING:
     from kolovod.process_sets import ProcessSet
@@ -92,6 +92,7 @@ class World:
 
     def dissolve(self, engine: _native.Engine) -> None:
         """Shut down an engine that ``form`` made."""
+        timeline.pull()
         self.sets.engines.remove(engine)
         engine.shutdown()
 
@@ -160,6 +161,11 @@ def init(
         if not _process.has_exit_hook:
             atexit.register(leave_at_exit)
             _process.has_exit_hook = True
+        try:
+            timeline.begin(_world)
+        except BaseException:
+            shutdown()
+            raise
     if process_sets is not None:
         from kolovod.process_sets import add_process_set  # which needs this module
 
@@ -174,6 +180,7 @@ def shutdown() -> None:
     """
     global _world
     with _process.lock:
+        timeline.end()
         world, _world = _world, None
         if world is None:
             return
@@ -364,6 +371,7 @@ def _after_fork_in_child() -> None:
     if world is None:
         return
     _unpublish(world)
+    timeline.forget()
     for engine in (*world.sets.engines, world.engine):
         engine.forget()
     _process.forked_from = (

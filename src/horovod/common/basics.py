@@ -25,6 +25,8 @@ local_rank = kolovod.local_rank
 local_size = kolovod.local_size
 cross_rank = kolovod.cross_rank
 cross_size = kolovod.cross_size
+start_timeline = kolovod.start_timeline
+stop_timeline = kolovod.stop_timeline
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:

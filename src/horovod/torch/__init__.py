@@ -67,6 +67,8 @@ from horovod.torch.mpi_ops import (
     shutdown,
     size,
     sparse_allreduce_async,
+    start_timeline,
+    stop_timeline,
     synchronize,
 )
 from horovod.torch.optimizer import DistributedOptimizer
@@ -88,5 +90,5 @@ __all__ = [
     "grouped_reducescatter_async", "init", "is_initialized", "join", "local_rank", "local_size",
     "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
     "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown",
-    "size", "sparse_allreduce_async", "synchronize",
+    "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip

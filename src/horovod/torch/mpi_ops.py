@@ -30,6 +30,8 @@ from horovod.common.basics import (
     rank,
     rocm_built,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from horovod.common.process_sets import (
     ProcessSet,
@@ -92,7 +94,7 @@ __all__ = [
     "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "shutdown", "size", "sparse_allreduce_async", "synchronize",
+    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
 
 

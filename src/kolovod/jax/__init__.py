@@ -23,6 +23,8 @@ from kolovod.jax import graph
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.verbs import JaxCollectives, collectives
 from kolovod.numpy import allgather_object, broadcast_object
+from kolovod.observe.spans import span
+from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.process_sets import (
     ProcessSet,
@@ -101,5 +103,8 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "span",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -8,14 +8,16 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from kolovod import __version__
 from kolovod.config import KNOBS, Knob, load
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.spawn import Job, JobOptions, report_to_stderr
+from kolovod.observe import summary
 
 __all__ = ["main"]
 
@@ -36,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        return _run(options)
+        action: Callable[[argparse.Namespace], int] = options.act
+        return action(options)
     except InvalidArgumentError as error:
         options.parser.error(str(error))
         raise  # not reached: error() exits
@@ -60,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="kolovod run -np N [options] [--] COMMAND ...",
         allow_abbrev=False,
     )
-    run.set_defaults(parser=run)
+    run.set_defaults(parser=run, act=_run)
     run.add_argument("-np", "--num-proc", type=_rank_count, required=True, metavar="N")
     run.add_argument(
         "--timestamps", action="store_true", help="put the time before each line of output"
@@ -103,7 +106,26 @@ def _parser() -> argparse.ArgumentParser:
             help=f"{knob.text} [{knob.default}]".replace("%", "%%"),
         )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    _add_timeline(actions)
     return parser
+
+
+def _add_timeline(actions: Any) -> None:
+    timeline = actions.add_parser(
+        "timeline",
+        help="say where the time went, from a timeline's file",
+        description="Summarise a file that `kolovod run --timeline FILE` has written: the shares "
+        "of compute and communication, the straggler, and whether batches are too small. Perfetto "
+        "shows the file itself.",
+        allow_abbrev=False,
+    )
+    timeline.set_defaults(parser=timeline, act=_summarize)
+    timeline.add_argument("file", type=Path, metavar="FILE")
+
+
+def _summarize(options: argparse.Namespace) -> int:
+    print(summary.text(summary.summarize(summary.read(options.file))))
+    return 0
 
 
 def _rank_count(text: str) -> int:

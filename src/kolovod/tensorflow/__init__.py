@@ -21,6 +21,8 @@ from __future__ import annotations
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
 from kolovod.numpy import allgather_object, broadcast_object
+from kolovod.observe.spans import span
+from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.process_sets import (
     ProcessSet,
@@ -114,5 +116,8 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "span",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

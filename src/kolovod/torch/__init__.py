@@ -13,6 +13,8 @@ from __future__ import annotations
 from kolovod.backends.torch_distributed import register as _register
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
+from kolovod.observe.spans import span
+from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.process_sets import (
     ProcessSet,
@@ -20,6 +22,7 @@ from kolovod.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from kolovod.torch import backward_span as _backward_span  # noqa: F401  # registers itself
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import TorchFrontend
@@ -121,5 +124,8 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "span",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.observe import spans
 from kolovod.ops import Adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compressor
@@ -51,7 +52,8 @@ class ByAdasum(torch.optim.Optimizer):
             return super().step() if closure is None else super().step(closure)
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
         before = [parameter.detach().clone() for _, parameter in named]
-        result = super().step() if closure is None else super().step(closure)
+        with spans.span(spans.OPTIMIZER_STEP):
+            result = super().step() if closure is None else super().step(closure)
         handles = []
         with torch.no_grad():
             for (name, parameter), start in zip(named, before, strict=True):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.observe import spans
 from kolovod.ops import Adasum, Average, Sum
 from kolovod.process_sets import ProcessSet
 from kolovod.torch import verbs
@@ -93,7 +94,8 @@ class Distributed(torch.optim.Optimizer):
             closure = self._synchronizing(closure)
         else:
             self._kolovod_prepare()
-        result = super().step() if closure is None else super().step(closure)
+        with spans.span(spans.OPTIMIZER_STEP):
+            result = super().step() if closure is None else super().step(closure)
         reducer.reset()
         return result
 

@@ -22,6 +22,7 @@ import torch
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.observe import spans
 from kolovod.ops import Max
 from kolovod.torch import sparse
 from kolovod.torch.agreement import SAME_MODEL, agree_on_optimizer
@@ -178,6 +179,7 @@ class GradientReducer(Sender):
                 f"{self._passes + 1}; optimizer.zero_grad() throws a gradient away"
             )
 
+    @spans.shown(spans.WAIT_FOR_GRADIENTS)
     def synchronize(self) -> None:
         """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
         if not self.active or not (self._parameters or self._frozen):

@@ -1,0 +1,305 @@
+"""How rank 0 gets what the other ranks have to say for its timeline.
+
+Each other rank connects and, several times a second, reports::
+
+    rank    -> rank 0   {"rank"}
+    rank 0  -> rank     {"clock": whose}
+    rank    -> rank 0   {"on": bool, "begun": n, "operations": [...], "spans": [...], "lost": n}
+    rank 0  -> rank     {"on": bool, "begun": n, "now_ns": n}
+
+Rank 0 says whether to record, how many timelines it has begun, and what time it is, so that all
+times in the trace are rank 0's. The other rank repeats the number, so that rank 0 knows who has
+heard of a timeline. A rank that is told to stop reports what is left, and that it is off. Both ends
+prove the job's secret first (auth.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kolovod.errors import AuthenticationError, BootstrapError
+from kolovod.launch.auth import Channel, Server, connect
+from kolovod.observe.recorder import PULL_S, Batch, Recorder
+
+__all__ = ["Clock", "Collector", "Reporter", "clock_identity"]
+
+_LABEL = "timeline"
+_MOST_PER_REPORT = 1000  # operations, spans: well below what a message may hold
+_NAME_CHARACTERS = 256
+_RETRY_S = 0.2
+_IDLE_S = 0.25
+_CONNECT_S = 1.0
+_FINISH_S = 1.0
+_EXPECT_S = 10.0
+_FIRST_LOOKS = 4  # at the clock
+_ANSWER_S = 30.0
+_FOREVER_S = 1e6
+_REPORTS_PER_S = 1000.0  # of all ranks together
+_CONNECTION_ERRORS = (OSError, EOFError, AuthenticationError, BootstrapError, ValueError)
+
+
+def clock_identity() -> str:
+    """Processes that have the same one read the same CLOCK_MONOTONIC; "" if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return ""
+
+
+class Clock:
+    """What to add to this process's clock to get another one's.
+
+    Estimated as NTP does (Mills, RFC 5905): the answer was written half way between question and
+    answer, of those that were fast; wrong by half of that time at most.
+    """
+
+    def __init__(self, *, is_same: bool) -> None:
+        """``is_same``: it is the same clock, and there is nothing to estimate."""
+        self._is_same = is_same
+        self._seen: deque[tuple[int, int]] = deque(maxlen=64)  # the clocks drift
+
+    def asked(self, before_ns: int, answer_ns: int, after_ns: int) -> None:
+        """The other clock showed ``answer_ns`` between two moments of ours."""
+        took_ns = after_ns - before_ns
+        self._seen.append((took_ns, answer_ns - (before_ns + took_ns // 2)))
+
+    @property
+    def offset_ns(self) -> int:
+        """The best estimate."""
+        return 0 if self._is_same or not self._seen else min(self._seen)[1]
+
+
+class Collector:
+    """Rank 0's end: takes the others' reports."""
+
+    def __init__(
+        self,
+        secret: str,
+        epoch: int,
+        size: int,
+        receive: Callable[[int, Batch], None],
+        interface: str = "",
+    ) -> None:
+        """Listen for ranks of this host, and on ``interface`` (an address) for others if given.
+
+        ``receive`` gets a rank's batches, on any thread.
+        """
+        self.address = ""
+        """Where ranks of other hosts connect, "ip:port"."""
+        self._receive = receive
+        self._size = size
+        self._changed = threading.Condition()
+        self._on = False
+        self._begun, self._began_s = 0, 0.0
+        # By rank that has ever connected: does it record, and of how many timelines has it heard?
+        self._recording: dict[int, bool] = {}
+        self._heard: dict[int, int] = {}
+        here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        here.bind(_unix_address(secret, epoch))
+        here.listen(64 + size)
+        listeners = [here]
+        if interface:
+            listeners.append(socket.create_server((interface, 0), backlog=64 + size))
+            self.address = f"{interface}:{listeners[1].getsockname()[1]}"
+        self._servers = [
+            Server(listener, secret, _LABEL, self._serve, max_strangers=64 + size)
+            for listener in listeners
+        ]
+        for server in self._servers:
+            server.start()
+
+    def start(self) -> None:
+        """From now on, ranks that connect are to record."""
+        self._began_s = time.monotonic()
+        self._begun += 1
+        self._on = True
+
+    def finish(self) -> None:
+        """Tell all to stop, and wait until they have reported the rest, but not for long.
+
+        Those that have not heard of the timeline are waited for only if it began just now.
+        """
+
+        def all_know() -> bool:
+            know = sum(heard >= self._begun for heard in self._heard.values())
+            return know == self._size - 1
+
+        with self._changed:
+            soon_s = self._began_s + _CONNECT_S - time.monotonic()
+            self._changed.wait_for(all_know, max(0.0, soon_s))
+            self._on = False
+            self._changed.wait_for(lambda: not any(self._recording.values()), _FINISH_S)
+
+    def close(self) -> None:
+        """Hang up."""
+        for server in self._servers:
+            server.close()
+
+    def _serve(self, channel: Channel) -> None:
+        rank = int(channel.receive(time.monotonic() + _ANSWER_S)["rank"])
+        if not 0 < rank < self._size:
+            raise BootstrapError(f"a timeline of rank {rank} in a world of {self._size}")
+        try:
+            channel.send({"clock": clock_identity()}, time.monotonic() + _ANSWER_S)
+            while True:
+                message = channel.receive(time.monotonic() + _FOREVER_S)
+                batch = _parse(message)
+                if batch:
+                    self._receive(rank, batch)
+                with self._changed:
+                    self._recording[rank] = bool(message["on"])
+                    self._heard[rank] = int(message["begun"])
+                    self._changed.notify_all()
+                answer = {"on": self._on, "begun": self._begun, "now_ns": time.monotonic_ns()}
+                channel.send(answer, time.monotonic() + _ANSWER_S)
+        finally:
+            with self._changed:
+                self._recording[rank] = False
+                self._changed.notify_all()
+
+
+class Reporter:
+    """The end of another rank: a thread that connects to rank 0's collector and reports."""
+
+    def __init__(
+        self, secret: str, epoch: int, rank: int, size: int, recorder: Recorder, address: str
+    ) -> None:
+        """``address``: of the collector if that is on another host, else ""."""
+        self._secret = secret
+        self._rank = rank
+        self._recorder = recorder
+        self._interval_s = max(PULL_S, size / _REPORTS_PER_S)
+        if address:
+            host, _, port = address.rpartition(":")
+            self._family, self._address = socket.AF_INET, (host, int(port))
+        else:
+            self._family, self._address = socket.AF_UNIX, _unix_address(secret, epoch)  # type: ignore[assignment]
+        self._begun = 0
+        self._expected = (0, 0.0)  # how many rank 0 will have begun, and until when to believe it
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kolovod-timeline", daemon=True)
+        self._thread.start()
+
+    def expect(self) -> None:
+        """Record at once: rank 0 is about to begin a timeline, or has."""
+        if not self._recorder.on:
+            self._expected = (self._begun + 1, time.monotonic() + _EXPECT_S)
+            self._recorder.switch(True)
+
+    def expect_nothing(self) -> None:
+        """From now on rank 0 alone says whether to record."""
+        self._expected = (0, 0.0)
+
+    def _is_expecting(self) -> bool:
+        """Whether rank 0 has yet to begin the timeline that this rank records for."""
+        number, until_s = self._expected
+        return self._begun < number and time.monotonic() < until_s
+
+    def close(self) -> None:
+        """Report the rest and hang up."""
+        self._stopping.set()
+        self._thread.join(_IDLE_S + 2)
+
+    def _serve(self) -> None:
+        while True:
+            is_over = self._stopping.is_set()
+            with contextlib.suppress(*_CONNECTION_ERRORS):
+                deadline = time.monotonic() + _ANSWER_S
+                channel = connect(self._family, self._address, self._secret, _LABEL, deadline)
+                with contextlib.closing(channel):
+                    self._report(channel)
+            if is_over or not self._is_expecting():
+                self._recorder.switch(False)  # nobody listens
+            if is_over:
+                return
+            self._stopping.wait(_RETRY_S)
+
+    def _report(self, channel: Channel) -> None:
+        channel.send({"rank": self._rank}, time.monotonic() + _ANSWER_S)
+        whose = channel.receive(time.monotonic() + _ANSWER_S)["clock"]
+        clock = Clock(is_same=whose == clock_identity() != "")
+        for _ in range(_FIRST_LOOKS):
+            self._exchange(channel, Batch(), clock)
+        last_ns = 0
+        while True:
+            is_over = self._stopping.is_set()
+            if is_over:
+                self._recorder.switch(False)
+            self._recorder.pull()
+            batch = self._recorder.take(_MOST_PER_REPORT)
+            wanted = self._exchange(channel, batch, clock)
+            if batch:
+                continue
+            if is_over:
+                return
+            was_on = self._recorder.on
+            self._recorder.switch(wanted or self._is_expecting())
+            if was_on and not self._recorder.on:
+                continue
+            self._pause(last_ns)
+            last_ns = time.monotonic_ns()
+
+    def _pause(self, last_ns: int) -> None:
+        """Until the next report is due, while the recorder must not miss anything."""
+        if not self._recorder.on:
+            self._stopping.wait(_IDLE_S)
+        while self._recorder.on and time.monotonic_ns() - last_ns < self._interval_s * 1e9:
+            if self._stopping.wait(PULL_S):
+                return
+            self._recorder.pull()
+
+    def _exchange(self, channel: Channel, batch: Batch, clock: Clock) -> bool:
+        """Report ``batch``; returns whether to record."""
+        batch = batch.shifted(clock.offset_ns)
+        report = {
+            "on": self._recorder.on or bool(batch),
+            "begun": self._begun,
+            "operations": batch.operations,
+            "spans": batch.spans,
+            "lost": batch.lost,
+        }
+        before_ns = time.monotonic_ns()
+        channel.send(report, time.monotonic() + _ANSWER_S)
+        answer: dict[str, Any] = channel.receive(time.monotonic() + _ANSWER_S)
+        clock.asked(before_ns, int(answer["now_ns"]), time.monotonic_ns())
+        self._begun = int(answer["begun"])
+        return bool(answer["on"])
+
+
+def _unix_address(secret: str, epoch: int) -> str:
+    """In the abstract namespace, so that nothing is left behind; known to who knows the secret."""
+    digest = hashlib.sha256(f"timeline {epoch} {secret}".encode()).hexdigest()[:32]
+    return f"\0kolovod-timeline-{digest}"
+
+
+def _parse(message: dict[str, Any]) -> Batch:
+    """A report, with the types that it must have. Raises ValueError, KeyError or TypeError."""
+    operations = [
+        (
+            int(number),
+            str(name)[:_NAME_CHARACTERS],
+            str(verb)[:_NAME_CHARACTERS],
+            str(dtype)[:_NAME_CHARACTERS],
+            *(int(fact) for fact in (tensors, size, bucket)),
+            bool(ok),
+            *(int(at) for at in (submitted, started, ended)),
+        )
+        for number, name, verb, dtype, tensors, size, bucket, ok, submitted, started, ended in (
+            message["operations"]
+        )
+    ]
+    spans = [
+        (str(name)[:_NAME_CHARACTERS], str(who)[:_NAME_CHARACTERS], int(start), int(end))
+        for name, who, start, end in message["spans"]
+    ]
+    return Batch(operations, spans, int(message["lost"]))  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""What one rank has to say for a timeline: its operations, from the engines' records, and spans.
+
+Every engine notes its last thousand operations anyway (``csrc/transport/record.h``). A recorder
+that reads them often enough misses none; what was overwritten in between is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kolovod import _native
+from kolovod.observe.spans import Span, SpanLog
+
+__all__ = ["PULL_S", "Batch", "Operation", "Recorder"]
+
+PULL_S = 0.05  # a thousand operations in that time
+_MOST = 100_000
+
+Operation = tuple[int, str, str, str, int, int, int, bool, int, int, int]
+"""Process set, name, verb, dtype, tensors, bytes, bucket (0: none), whether it succeeded, and when
+it was submitted, started (0: never) and ended (ns of CLOCK_MONOTONIC)."""
+
+
+@dataclass
+class Batch:
+    """What happened on one rank."""
+
+    operations: list[Operation] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    lost: int = 0
+    """Operations that nobody has read in time."""
+
+    def __bool__(self) -> bool:
+        """Whether anything happened."""
+        return bool(self.operations or self.spans or self.lost)
+
+    def shifted(self, by_ns: int) -> Batch:
+        """The same by another clock."""
+        operations = [
+            (*rest, submitted + by_ns, started and started + by_ns, ended + by_ns)
+            for *rest, submitted, started, ended in self.operations
+        ]
+        spans = [(name, who, start + by_ns, end + by_ns) for name, who, start, end in self.spans]
+        return Batch(operations, spans, self.lost)  # type: ignore[arg-type]
+
+
+class _Reader:
+    """Reads one engine's records, each completed operation once."""
+
+    def __init__(self, engine: _native.Engine, *, is_new: bool) -> None:
+        """``is_new``: what it has done so far counts, too."""
+        self.engine = engine
+        engine.keep_exact_times(True)
+        numbers = [] if is_new else [record["number"] for record in engine.last_operations()]
+        self._newest = self._below = max(numbers, default=0)
+        self._read: set[int] = set()  # and still among the records
+        self._pending: set[int] = set()
+
+    def read(self) -> tuple[list[dict[str, Any]], int]:
+        """What has completed since, and how many others have that were overwritten."""
+        records = self.engine.last_operations(self._below)
+        numbers = {record["number"] for record in records}
+        newest = max(numbers, default=self._newest)
+        fresh = sum(number > self._newest for number in numbers)
+        lost = max(0, newest - self._newest - fresh) + len(self._pending - numbers)
+        self._newest = max(newest, self._newest)
+        pending = {r["number"] for r in records if r["state"] in ("submitted", "started")}
+        self._pending = pending
+        done = [
+            record
+            for record in records
+            if record["state"] in ("done", "failed") and record["number"] not in self._read
+        ]
+        self._below = min(pending, default=self._newest + 1) - 1
+        self._read |= {record["number"] for record in done}
+        self._read = {number for number in self._read & numbers if number > self._below}
+        return done, lost
+
+
+class Recorder:
+    """Collects while it is on. Any thread may call."""
+
+    def __init__(self, engines: Callable[[], Mapping[int, _native.Engine]], spans: SpanLog) -> None:
+        """``engines``: asked for the present ones, by the number of their process set."""
+        self._engines = engines
+        self._spans = spans
+        self._lock = threading.Lock()
+        self._readers: dict[int, _Reader] = {}
+        self._operations: list[Operation] = []
+        self._lost = 0
+        self.on = False
+
+    def switch(self, on: bool) -> None:
+        """Begin with what happens from now on, or end; what was collected is still there."""
+        with self._lock:
+            if on == self.on:
+                return
+            if on:
+                self._spans.take()
+                self._find_engines()
+            else:
+                self._pull()
+                for reader in self._readers.values():
+                    reader.engine.keep_exact_times(False)
+                self._readers.clear()
+            self.on = self._spans.on = on
+
+    def pull(self) -> None:
+        """Read what is new; at least every PULL_S, and before an engine goes away."""
+        with self._lock:
+            if self.on:
+                self._pull()
+
+    def take(self, most: int) -> Batch:
+        """The oldest of what was collected, ``most`` of a kind. Call it until it is empty."""
+        with self._lock:
+            operations, self._operations = self._operations[:most], self._operations[most:]
+            lost, self._lost = self._lost, 0
+        return Batch(operations, self._spans.take(most), lost)
+
+    def _find_engines(self) -> None:
+        engines = self._engines()
+        for number in [n for n, r in self._readers.items() if engines.get(n) is not r.engine]:
+            del self._readers[number]
+        for number, engine in engines.items():
+            if number not in self._readers:
+                self._readers[number] = _Reader(engine, is_new=self.on)
+
+    def _pull(self) -> None:
+        self._find_engines()
+        for number, reader in self._readers.items():
+            records, lost = reader.read()
+            self._operations += [_operation(number, record) for record in records]
+            self._lost += lost
+        self._lost += max(0, len(self._operations) - _MOST)
+        del self._operations[:-_MOST]
+
+
+def _operation(process_set: int, record: Mapping[str, Any]) -> Operation:
+    return (
+        process_set,
+        record["name"],
+        record["verb"],
+        record["dtype"] or "",
+        record["tensors"],
+        record["bytes"],
+        record["bucket"] or 0,
+        record["state"] == "done",
+        record["submitted_ns"],
+        record["started_ns"],
+        record["ended_ns"],
+    )

@@ -1,0 +1,265 @@
+"""The timeline: one trace of all ranks, written by rank 0 while the job runs.
+
+Every rank has a Recorder; that of rank 0 is read by a thread that writes the file, those of the
+others by a thread that reports to rank 0 (collector.py). ``docs/timeline.md`` shows how to read it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kolovod import _native
+from kolovod.launch.mesh import interface_to
+from kolovod.observe import spans
+from kolovod.observe.collector import Collector, Reporter
+from kolovod.observe.recorder import PULL_S, Batch, Recorder
+from kolovod.observe.trace import Event, Trace
+from kolovod.observe.trace_file import TraceFile
+
+if TYPE_CHECKING:
+    from kolovod.world import World
+
+__all__ = ["begin", "end", "forget", "pull", "start_timeline", "stop_timeline", "when_recording"]
+
+_DYNAMIC = "dynamic"
+_MOST_PER_WRITE = 10_000
+
+
+class Timeline:
+    """One world's, on one rank."""
+
+    def __init__(self, world: World, address: str = "") -> None:
+        """``address``: of rank 0's collector if this rank is on another host than that, else ""."""
+        self.recorder = Recorder(lambda: _engines(world), spans.log)
+        self._reporter: Reporter | None = None
+        if world.rank > 0:
+            self._reporter = Reporter(
+                world.place.secret, world.epoch, world.rank, world.size, self.recorder, address
+            )
+
+    def start(self, path: str, *, mark_cycles: bool) -> None:  # rank 0's matter
+        """Record at once; rank 0 says when it is over."""
+        if self._reporter is not None:
+            self._reporter.expect()
+
+    def stop(self) -> None:
+        """Leave it to rank 0 whether to record."""
+        if self._reporter is not None:
+            self._reporter.expect_nothing()
+
+    def close(self) -> None:
+        """The world ends: report the rest."""
+        if self._reporter is not None:
+            self._reporter.close()
+
+
+class Writer(Timeline):
+    """Rank 0's: takes what all ranks have to say, and writes it."""
+
+    def __init__(self, world: World, *, spans_hosts: bool = False) -> None:
+        """``spans_hosts``: ranks of other hosts report, too."""
+        super().__init__(world)
+        self._hosts = world.hosts
+        self._lock = threading.Lock()  # of the file, the trace and the events
+        self._events: list[Event] = []
+        self._trace: Trace | None = None
+        self._file: TraceFile | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._collector: Collector | None = None
+        if world.size > 1:
+            interface = interface_to(world.place.store) if spans_hosts else ""
+            self._collector = Collector(
+                world.place.secret, world.epoch, world.size, self._receive, interface
+            )
+
+    @property
+    def address(self) -> str:
+        """Where ranks of other hosts report."""
+        return self._collector.address if self._collector is not None else ""
+
+    def start(self, path: str, *, mark_cycles: bool) -> None:
+        """Begin a file, from now on. Raises InvalidArgumentError if that is not possible."""
+        if self._file is not None and self._file.path == path:
+            return
+        self.stop()
+        trace = Trace(time.monotonic_ns(), time.time_ns(), mark_cycles=mark_cycles)
+        file = TraceFile(path, trace.opening())
+        with self._lock:
+            self._trace, self._file, self._events = trace, file, []
+        self.recorder.switch(True)
+        if self._collector is not None:
+            self._collector.start()
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._serve, name="kolovod-timeline", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Get the rest from all ranks, and close the file, if there is one."""
+        if self._file is None:
+            return
+        if self._collector is not None:
+            self._collector.finish()
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.recorder.switch(False)
+        self._write()
+        with self._lock:
+            self._file.close()
+            self._file = self._trace = None
+
+    def close(self) -> None:
+        """See Timeline.close."""
+        self.stop()
+        if self._collector is not None:
+            self._collector.close()
+
+    def _receive(self, rank: int, batch: Batch) -> None:
+        with self._lock:
+            if self._trace is not None:
+                self._events += self._trace.add(rank, self._hosts[rank], batch)
+
+    def _serve(self) -> None:
+        while not self._stopping.wait(PULL_S):
+            self.recorder.pull()
+            self._write()
+
+    def _write(self) -> None:
+        while batch := self.recorder.take(_MOST_PER_WRITE):
+            self._receive(0, batch)
+        with self._lock:
+            events, self._events = self._events, []
+            file = self._file
+            if file is None or file.failure:
+                return
+            file.append(events)
+            if file.failure:
+                print(
+                    f"kolovod: the timeline {file.path} ends here: {file.failure}", file=sys.stderr
+                )
+
+
+_lock = threading.RLock()
+_timeline: Timeline | None = None
+_recording_hooks: list[Callable[[], None]] = []
+
+
+def when_recording(hook: Callable[[], None]) -> None:
+    """Call ``hook`` before this process first records, if it ever does; maybe more than once."""
+    _recording_hooks.append(hook)
+    if _timeline is not None:
+        hook()
+
+
+def begin(world: World) -> None:
+    """A world has been formed. With several hosts all ranks call this, and rank 0 decides for all.
+
+    Raises InvalidArgumentError if the file cannot be written, and what broadcast raises.
+    """
+    wanted = world.settings.timeline.strip()
+    address = ""
+    several_hosts = len(set(world.hosts)) > 1
+    if world.rank == 0 and wanted:
+        writer = Writer(world, spans_hosts=several_hosts)
+        _set(writer)
+        address = writer.address
+    if several_hosts:
+        from kolovod.numpy import broadcast_object  # which needs a world
+
+        wanted, address = broadcast_object((wanted, address), 0, "kolovod.timeline")
+    if world.rank > 0 and wanted:
+        _set(Timeline(world, address if world.hosts[world.rank] != world.hosts[0] else ""))
+    if _timeline is not None and wanted.lower() != _DYNAMIC:
+        # With several hosts ranks meet twice, and each meeting has a number.
+        is_first = world.epoch <= (2 if several_hosts else 1)
+        path = wanted if is_first else _path_of_world(wanted, world.epoch)
+        _timeline.start(path, mark_cycles=world.settings.timeline_mark_cycles)
+
+
+def end() -> None:
+    """The world of this process is about to end."""
+    global _timeline
+    with _lock:
+        timeline, _timeline = _timeline, None
+    if timeline is not None:
+        timeline.close()
+
+
+def forget() -> None:
+    """In a forked child: threads, connections and the file are the parent's."""
+    global _lock, _timeline
+    _lock, _timeline = threading.RLock(), None
+    spans.log.on = False
+
+
+def pull() -> None:
+    """An engine is about to go away."""
+    timeline = _timeline
+    if timeline is not None:
+        timeline.recorder.pull()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Begin to record what all ranks do, into a file for Perfetto or chrome://tracing.
+
+    Rank 0 writes, whatever ``file_path`` the others give. The file is valid at every moment. Call
+    it on every rank: those that do not are missing in it, unless KOLOVOD_TIMELINE=dynamic was set
+    when the world was formed (with several hosts that must be set, and then rank 0's call is
+    enough). A timeline that is being recorded into another file is stopped first.
+
+    ``mark_cycles``: mark the start of every bucket, as CYCLE_START.
+
+    Raises InvalidArgumentError if the file cannot be made, NotInitializedError.
+    """
+    from kolovod.world import current
+
+    world = current()
+    path = os.fspath(file_path)
+    with _lock:
+        if _timeline is None:
+            _set(Writer(world) if world.rank == 0 else Timeline(world))
+        assert _timeline is not None
+        _timeline.start(path, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline; on rank 0 it returns when the file is complete, elsewhere at once.
+
+    Raises NotInitializedError.
+    """
+    from kolovod.world import current
+
+    current()
+    with _lock:
+        if _timeline is not None:
+            _timeline.stop()
+
+
+def _set(timeline: Timeline) -> None:
+    global _timeline
+    for hook in _recording_hooks:
+        hook()
+    with _lock:
+        _timeline = timeline
+
+
+def _engines(world: World) -> Mapping[int, _native.Engine]:
+    engines = {0: world.engine}
+    for number, process_set in dict(world.sets.by_id).items():
+        engine = process_set.engine
+        if engine is not None:
+            engines[number] = engine
+    return engines
+
+
+def _path_of_world(path: str, epoch: int) -> str:
+    """Later worlds of a job (after a failure, say) do not overwrite what came before."""
+    parts = Path(path)
+    return str(parts.with_name(f"{parts.stem}.world{epoch}{parts.suffix}"))
