@@ -138,6 +138,7 @@ versions: $(STAMPS)/tools
 bench: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/python bench/collectives.py $(BENCH_ARGS)
 	$(BIN)/python bench/training.py $(BENCH_ARGS)
+	$(BIN)/python bench/overhead.py $(if $(findstring --quick,$(BENCH_ARGS)),--rounds 1 --steps 10 --output build/bench)
 ifeq ($(findstring --quick,$(BENCH_ARGS)),)
 	$(BIN)/python bench/report.py
 endif

@@ -34,6 +34,9 @@ SHARE_OF_BOUND = {"near": 0.70, "far": 0.40}  # np=2, 64 and 256 MiB
 SMALL_BYTES, SMALL_US, SMALL_TIMES_GLOO = 4 * KIB, 10.0, 15.0
 MANY_ASYNC_US = 3000.0
 P90_TIMES_MEDIAN = 5.0  # np=4, every size
+HOOK_US = 3.0
+ADDED_MS = 3.0  # to a step with 500 small parameters
+ALONE_SHARE = 0.01  # of a step, in a world of one
 OVERHEAD_SHARE_OF_DDP = 1 / 3
 NOISE = 0.03  # faster than without communication by more than this: measured badly
 
@@ -178,6 +181,20 @@ def _kolovod_rows(model: str, medians: Mapping[str, float]) -> list[Row]:
         return [faster, (overhead, "too noisy to tell", wanted, False)]
     share = (mine - alone) / (ddp - alone)
     return [faster, (overhead, f"{share:.0%}", wanted, share <= OVERHEAD_SHARE_OF_DDP)]
+
+
+def overhead_rows(hook_us: float, added_ms: float | None, alone_share: float) -> list[Row]:
+    """The goals of bench/overhead.py."""
+    rows = [
+        ("a gradient's hook", f"{number(hook_us)} us", f"at most {HOOK_US:g} us",
+         hook_us <= HOOK_US),
+        ("a step's cost in a world of one", f"{alone_share:+.2%}", f"under {ALONE_SHARE:.0%}",
+         alone_share < ALONE_SHARE),
+    ]  # fmt: skip
+    if added_ms is not None:
+        rows.insert(1, ("what 500 small parameters add to a step", f"{added_ms:.2f} ms",
+                        f"at most {ADDED_MS:g} ms", added_ms <= ADDED_MS))  # fmt: skip
+    return rows
 
 
 def goals_table(rows: list[Row]) -> str:

@@ -248,6 +248,18 @@ class Measurer:
         result: dict[str, Any] = self._trainers[key].steps(steps, warmup, barrier)
         return result
 
+    def do_hooks(self, model: str, steps: int, warmup: int) -> dict[str, Any]:
+        """See overhead_rank.hooks."""
+        from overhead_rank import hooks
+
+        return hooks(model, self._barrier, steps, warmup)
+
+    def do_alone(self, model: str, steps: int, warmup: int) -> dict[str, Any]:
+        """See overhead_rank.alone."""
+        from overhead_rank import alone
+
+        return alone(model, steps, warmup)
+
 
 def main() -> None:
     """Join the peer's world, say hello to the driver, serve it until it hangs up."""

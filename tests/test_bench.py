@@ -258,3 +258,20 @@ def test_training_runs_and_equals_ddp(tmp_path):
         "kolovod",
     }
     assert result["digests"]["mlp/kolovod"] == result["digests"]["mlp/ddp"]
+
+
+def test_overhead_finds_no_hook_in_a_world_of_one(tmp_path):
+    arguments = ("--rounds", "1", "--steps", "2", "--output", str(tmp_path))
+    done = run_bench("overhead.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "overhead.json").read_text())
+    assert set(result["step_ms"]) == {"alone", "ddp", "kolovod"}
+    assert result["hook_us"]["samples"] == 4
+    assert result["alone"]["ours"]["samples"] == 10
+    assert "a gradient's hook" in (tmp_path / "overhead.md").read_text()
+
+
+def test_overhead_goals():
+    rows = goals.overhead_rows(2.0, 3.5, -0.02)
+    assert [row[3] for row in rows] == [True, False, True]
+    assert [row[3] for row in goals.overhead_rows(3.1, None, 0.011)] == [False, False]
