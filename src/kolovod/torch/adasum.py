@@ -42,6 +42,11 @@ class ByAdasum(torch.optim.Optimizer):
         )
         yield
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing to hold back: gradients add up until ``step``, and are not sent at all."""
+        yield
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing to change: gradients add up until ``step``, however many passes there are."""
 
