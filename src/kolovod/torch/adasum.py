@@ -17,6 +17,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compressor
+from kolovod.torch.frontend import DTYPES, refusal
 from kolovod.torch.wrapping import unwrapped, wrap
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -55,6 +56,9 @@ class ByAdasum(torch.optim.Optimizer):
         if not self._kolovod_active:
             return super().step() if closure is None else super().step(closure)
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
+        for name, parameter in named:
+            if parameter.dtype not in DTYPES:
+                raise InvalidArgumentError(f"parameter '{name}': {refusal(parameter.dtype)}")
         before = [parameter.detach().clone() for _, parameter in named]
         result = super().step() if closure is None else super().step(closure)
         handles = []
