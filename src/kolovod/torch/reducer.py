@@ -182,8 +182,9 @@ class GradientReducer(Sender):
             raise InvalidArgumentError(
                 f"the gradient of '{self._names[index]}' was computed {passes + 1} times "
                 f"since the last step(), but backward_passes_per_step is {passes}: call "
-                f"step() after {passes}, or pass backward_passes_per_step="
-                f"{passes + 1}; optimizer.zero_grad() throws a gradient away"
+                f"step() after {passes}, or pass backward_passes_per_step={passes + 1}, or let all "
+                "but the last run within optimizer.no_sync(); optimizer.zero_grad() throws a "
+                "gradient away; for layers shared under torch.utils.checkpoint, use_reentrant=False"
             )
 
     @contextmanager
