@@ -28,13 +28,16 @@ WORLD = {
     *("Op", "Handle", "span", "start_timeline", "stop_timeline"),
     *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
 }
+METRICS = {"average_metrics", "gather_samples"}
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),
     *("SyncBatchNorm", "Compressor", "TorchCollectives", "TorchFrontend", "collectives"),
+    *METRICS,
 }
 _NO_VERBS_IN_PLACE = {verb for verb in VERBS if not verb.endswith("_")}
 SURFACE = {
     "kolovod": VERBS | WORLD | {"__version__", "errors", "last_operations"},
+    "kolovod.metrics": METRICS | {"Metrics"},
     "kolovod.numpy": VERBS | {"Array", "NumpyFrontend", "collectives"},
     "kolovod.torch": VERBS | WORLD | OF_TORCH,
     "kolovod.tensorflow": VERBS

@@ -19,8 +19,8 @@ class Net(torch.nn.Module):
         return (self.a * x).sum() + ((self.b * x).sum() if use_b else 0)
 
 
-def wrapped(net, kv, lr=1.0, **kwargs):
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+def wrapped(net, kv, lr=1.0, optimizer=None, **kwargs):
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=lr)
     return DistributedOptimizer(optimizer, net.named_parameters(), collectives=kv, **kwargs)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from kolovod.backends.torch_distributed import register as _register
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
+from kolovod.metrics import Metrics as _Metrics
 from kolovod.observe.spans import span
 from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
@@ -34,6 +35,7 @@ from kolovod.world import init, is_initialized, shutdown
 
 _register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)
+_metrics = _Metrics(collectives)
 
 allreduce = collectives.allreduce
 allreduce_async = collectives.allreduce_async
@@ -65,6 +67,8 @@ broadcast_parameters = _functions.broadcast_parameters
 broadcast_optimizer_state = _functions.broadcast_optimizer_state
 broadcast_object = _functions.broadcast_object
 allgather_object = _functions.allgather_object
+average_metrics = _metrics.average_metrics
+gather_samples = _metrics.gather_samples
 
 __all__ = [
     "Adasum",
@@ -92,6 +96,7 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "average_metrics",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -103,6 +108,7 @@ __all__ = [
     "collectives",
     "cross_rank",
     "cross_size",
+    "gather_samples",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",

@@ -18,6 +18,7 @@ from kolovod.observe import spans
 from kolovod.ops import Adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.compression import Compressor
+from kolovod.torch.frontend import DTYPES, refusal
 from kolovod.torch.wrapping import unwrapped, wrap
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -43,6 +44,11 @@ class ByAdasum(torch.optim.Optimizer):
         )
         yield
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing to hold back: gradients add up until ``step``, and are not sent at all."""
+        yield
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Nothing to change: gradients add up until ``step``, however many passes there are."""
 
@@ -51,6 +57,9 @@ class ByAdasum(torch.optim.Optimizer):
         if not self._kolovod_active:
             return super().step() if closure is None else super().step(closure)
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
+        for name, parameter in named:
+            if parameter.dtype not in DTYPES:
+                raise InvalidArgumentError(f"parameter '{name}': {refusal(parameter.dtype)}")
         before = [parameter.detach().clone() for _, parameter in named]
         with spans.span(spans.OPTIMIZER_STEP):
             result = super().step() if closure is None else super().step(closure)

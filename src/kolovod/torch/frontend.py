@@ -78,11 +78,19 @@ def _slow_view(tensor: torch.Tensor) -> TensorView:
         )
     code = DTYPES.get(tensor.dtype)
     if code is None:
-        known = ", ".join(str(dtype) for dtype in DTYPES)
-        raise InvalidArgumentError(f"{tensor.dtype} is not supported; convert to one of {known}")
+        raise InvalidArgumentError(refusal(tensor.dtype))
     with torch.no_grad():
         dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return code, dense.shape, dense.data_ptr(), dense
+
+
+def refusal(dtype: torch.dtype) -> str:
+    """What to say of a dtype that the engine does not know."""
+    if dtype.is_complex:
+        return f"{dtype} is not supported; give torch.view_as_real(tensor), which shares its memory"
+    if dtype.is_floating_point:
+        return f"{dtype} is not supported; convert to torch.bfloat16 or another wider type"
+    return f"{dtype} is not supported; convert to one of {', '.join(map(str, DTYPES))}"
 
 
 def _not_a_tensor(value: Any) -> InvalidArgumentError:

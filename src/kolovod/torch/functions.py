@@ -14,6 +14,7 @@ from kolovod.objects import Objects
 from kolovod.submission import Group
 from kolovod.torch.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.frontend import DTYPES, refusal
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -31,12 +32,15 @@ class Functions:
 
         ``params``: ``model.state_dict()``, ``model.named_parameters()`` or another mapping or
         iterable of (name, tensor); entries that are None are left out. Raises InvalidArgumentError
-        for other entries; MismatchError, on every rank, when names, shapes or dtypes differ between
-        ranks.
+        for other entries and for dtypes that the engine does not know; MismatchError, on every
+        rank, when names, shapes or dtypes differ between ranks.
         """
         pairs = _named_tensors(params)
         described = [(name, (tuple(t.shape), str(t.dtype))) for name, t in pairs]
         agree(self._objects, described, "parameter", "broadcast_parameters")
+        for name, tensor in pairs:  # the same on all ranks
+            if tensor.dtype not in DTYPES:
+                raise InvalidArgumentError(f"params['{name}']: {refusal(tensor.dtype)}")
         handles = [
             self._verbs.broadcast_async_(tensor, root_rank, f"parameter.{name}")
             for name, tensor in pairs
@@ -64,6 +68,9 @@ class Functions:
         outline, forms = self._objects.broadcast_object(
             (outline, [(t.shape, t.dtype) for t in tensors]), root_rank, "optimizer_state.outline"
         )
+        for _, dtype in forms:
+            if dtype not in DTYPES:
+                raise InvalidArgumentError(f"a tensor of the optimizer's state: {refusal(dtype)}")
         if not is_root:
             tensors = [torch.empty(form, dtype=dtype) for form, dtype in forms]
         handles = [

@@ -14,7 +14,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.observe import spans
 from kolovod.ops import Adasum, Average, Sum
 from kolovod.process_sets import ProcessSet
-from kolovod.torch import verbs
+from kolovod.torch import clipping, verbs
 from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Way
@@ -33,7 +33,6 @@ class Distributed(torch.optim.Optimizer):
     _kolovod_base: type[torch.optim.Optimizer]
     _kolovod_reducer: GradientReducer
     _kolovod_names: dict[int, str]
-    _kolovod_skip: bool
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -55,33 +54,45 @@ class Distributed(torch.optim.Optimizer):
     def _kolovod_prepare(self) -> None:
         """Average the gradients unless that is done, or not wanted."""
         reducer = self._kolovod_reducer
-        if self._kolovod_skip:
+        if reducer.skips:
             if reducer.sending:
                 raise InvalidArgumentError(
                     "gradients are on their way to the other ranks: call optimizer.synchronize() "
                     "before you step within optimizer.skip_synchronize()"
                 )
-        elif reducer.pending or not reducer.synchronized:
+        elif not reducer.settled:
             reducer.synchronize()
 
     def synchronize(self) -> None:
         """Wait until every gradient is the same on all ranks; ``step`` does so by itself.
 
-        Call it to look at the averaged gradients (to clip them, say); the next ``step`` then does
-        not repeat it. A parameter without a gradient here counts as zeros, if it has one on another
-        rank. Raises MismatchError on every rank when the ranks' parameters differ, RankLostError
-        and its siblings when a rank is gone.
+        Call it to look at the averaged gradients, or to change them (PyTorch's clipping functions
+        do so by themselves); the next ``step`` then does not repeat it. A parameter without a
+        gradient here counts as zeros, if it has one on another rank. Raises MismatchError on every
+        rank when the ranks' parameters differ, RankLostError and its siblings when a rank is gone.
         """
-        self._kolovod_reducer.synchronize()
+        if not self._kolovod_reducer.settled:
+            self._kolovod_reducer.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within this context ``step`` uses the gradients as they are."""
-        before, self._kolovod_skip = self._kolovod_skip, True
+        reducer = self._kolovod_reducer
+        before, reducer.skips = reducer.skips, True
         try:
             yield
         finally:
-            self._kolovod_skip = before
+            reducer.skips = before
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context backward adds up gradients here only, and counts as no pass.
+
+        The next backward outside of it sends the sum: for accumulating over a number of passes that
+        varies, where ``backward_passes_per_step`` is fixed. ``step`` averages as always.
+        """
+        with self._kolovod_reducer.hold():
+            yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make one step; between steps, the same on all ranks."""
@@ -107,10 +118,11 @@ class Distributed(torch.optim.Optimizer):
 
         def averaged() -> Any:
             loss = closure()
-            if self._kolovod_skip or not reducer.active:
+            if reducer.skips or not reducer.active:
                 self._kolovod_prepare()
                 return loss
-            reducer.synchronize()
+            if not reducer.settled:
+                reducer.synchronize()
             if isinstance(loss, torch.Tensor):
                 loss = reducer.verbs.allreduce(loss.detach())
             return loss
@@ -221,7 +233,8 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str]) -> O:
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
     optimizer._kolovod_names = names
-    optimizer._kolovod_skip = False
+    if reducer.active:
+        clipping.watch(reducer)
     # The hooks know the reducer only, so dropping the optimizer frees the parameters of them.
     weakref.finalize(optimizer, reducer.remove_hooks)
     return optimizer

@@ -15,7 +15,8 @@ would be waited for forever. So the first ``synchronize`` in a world sends every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,11 +24,12 @@ import torch
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.observe import spans
-from kolovod.ops import Max
+from kolovod.ops import Max, Sum
 from kolovod.torch import sparse
 from kolovod.torch.agreement import SAME_MODEL, agree_on_optimizer
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Item, Way, cut
+from kolovod.torch.countdown import Countdown
 from kolovod.torch.sender import Sender
 
 
@@ -59,16 +61,16 @@ class GradientReducer(Sender):
         gradients stay as they are.
         """
         super().__init__(way, verbs)
-        self._passes = passes
+        self._countdown = Countdown(passes)
         self._groups = groups
         self._hooks: dict[int, _Removable] = {}  # by parameter
         self._frozen: list[tuple[str | None, torch.Tensor]] = []
-        self._left: list[int] = []  # by parameter: backward passes until it is sent
         self._buckets: list[Bucket] = []
         self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
         self._number = 0  # of this optimizer in that world
         self._agreed = 0  # so many parameters
-        self.synchronized = False  # gradients are equal everywhere, and nothing was submitted since
+        self.synchronized = False  # gradients were equal everywhere since the last step
+        self.skips = False  # gradients are used as they are
         self.active = is_member and verbs.world().size > 1
         self.add(named)
 
@@ -90,7 +92,7 @@ class GradientReducer(Sender):
         first = len(self._names)
         self._names += [name for name, _ in wanted]
         self._parameters += [parameter for _, parameter in wanted]
-        self._left += [self._passes] * len(wanted)
+        self._countdown.add(len(wanted))
         for indices in cut(range(first, len(self._names)), self._parameters, self._groups):
             bucket = Bucket(indices)
             self._buckets.append(bucket)
@@ -114,7 +116,7 @@ class GradientReducer(Sender):
 
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
-        self._passes = passes
+        self._countdown.passes = passes
         self._reset()
 
     def remove_hooks(self) -> None:
@@ -129,13 +131,18 @@ class GradientReducer(Sender):
         return any(bucket.missing < len(bucket.indices) for bucket in self._buckets)
 
     @property
+    def settled(self) -> bool:
+        """Whether all gradients are averaged: since then there was no backward, and no step."""
+        return self.synchronized and not self._countdown.begun
+
+    @property
     def sending(self) -> bool:
         """Whether gradients may be on their way, so that their values are not to be used."""
         return any(bucket.missing == 0 for bucket in self._buckets)
 
     def _make_hook(self, index: int, bucket: Bucket) -> Callable[[torch.Tensor], None]:
         """[1], with everything at hand as a local: this runs once per gradient."""
-        left = self._left
+        left = self._countdown.left
         complete = self._complete
 
         def hook(_: torch.Tensor) -> None:
@@ -172,12 +179,39 @@ class GradientReducer(Sender):
         else:
             is_new = grad is None or grad._version == 0  # accumulating in place would count
         if not is_new:
+            passes = self._countdown.passes
             raise InvalidArgumentError(
-                f"the gradient of '{self._names[index]}' was computed {self._passes + 1} times "
-                f"since the last step(), but backward_passes_per_step is {self._passes}: call "
-                f"step() after {self._passes}, or pass backward_passes_per_step="
-                f"{self._passes + 1}; optimizer.zero_grad() throws a gradient away"
+                f"the gradient of '{self._names[index]}' was computed {passes + 1} times "
+                f"since the last step(), but backward_passes_per_step is {passes}: call "
+                f"step() after {passes}, or pass backward_passes_per_step={passes + 1}, or let all "
+                "but the last run within optimizer.no_sync(); optimizer.zero_grad() throws a "
+                "gradient away; for layers shared under torch.utils.checkpoint, use_reentrant=False"
             )
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Within this context backward adds up gradients here, and no pass is counted."""
+        try:
+            with self._countdown.hold():
+                yield
+        finally:
+            self.synchronized = False
+
+    def owns(self, ids: set[int]) -> bool:
+        """See clipping.Averaging."""
+        return any(id(parameter) in ids for parameter in self._parameters)
+
+    def settle(self) -> None:
+        """See clipping.Averaging.
+
+        Whatever was accumulated is averaged, also when passes are missing, since it may be all that
+        this rank has. More passes may follow, and are averaged with it; but not when the ranks'
+        gradients are summed, for that would count the first ones several times.
+        """
+        if self.skips or self.settled or self._countdown.is_held:
+            return
+        if self.pending or self._countdown.passes == 1 or self._way.op != Sum:
+            self.synchronize()
 
     @spans.shown(spans.WAIT_FOR_GRADIENTS)
     def synchronize(self) -> None:
@@ -232,6 +266,7 @@ class GradientReducer(Sender):
 
     def _single_out(self, sparse_dims: list[int]) -> None:
         """What is sparse on some rank travels alone, and as sparse, on all."""
+        left = self._countdown.numbers
         for bucket in list(self._buckets):
             for index in [index for index in bucket.indices if sparse_dims[index]]:
                 alone = bucket
@@ -244,7 +279,7 @@ class GradientReducer(Sender):
                     self._hook(index, alone)
                 alone.sparse_dim = sparse_dims[index]
                 for changed in (bucket, alone):
-                    changed.missing = sum(self._left[i] > 0 for i in changed.indices)
+                    changed.missing = sum(left[i] > 0 for i in changed.indices)
 
     def _details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         return [(self._names[index], tuple(self._parameters[index].shape)) for index in indices]
@@ -316,7 +351,8 @@ class GradientReducer(Sender):
 
         What was sent is not this rank's gradient any more, so a change to it cannot be made good.
         """
-        redo = min(self._left, default=0) < 0  # a gradient is a second one: see _one_more
+        left = self._countdown.numbers
+        redo = min(left, default=0) < 0  # a gradient is a second one: see _one_more
         parameters = self._parameters
         kept = changed = None
         for bucket in self._buckets:
@@ -326,7 +362,7 @@ class GradientReducer(Sender):
                     if own is None or own._version == version:
                         continue
                     changed = changed or f"'{self._names[index]}'"
-                elif now is not None and self._left[index] >= 0:
+                elif now is not None and left[index] >= 0:
                     changed = changed or f"'{self._names[index]}'"
                 elif bucket.engine is not None:
                     redo = True
@@ -373,7 +409,7 @@ class GradientReducer(Sender):
         self.synchronized = False
 
     def _reset(self) -> None:
-        self._left[:] = [self._passes] * len(self._left)
+        self._countdown.reset()
         for bucket in self._buckets:
             bucket.missing = len(bucket.indices)
             if bucket.engine is None:

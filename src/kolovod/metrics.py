@@ -1,0 +1,225 @@
+"""Metrics of all ranks together: averaged by numbers of samples, or gathered without duplicates.
+
+Samplers give every rank equally many samples by giving some twice. A mean over ranks counts those
+twice, and a rank with a small last batch as much as the others. Instead::
+
+    totals = average_metrics({"loss": loss_sum / n, "accuracy": hits / n}, samples=n)
+    predictions = gather_samples(outputs, len(dataset))  # in the dataset's order, each once
+
+These work on NumPy arrays, those of ``kolovod.torch`` on tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from operator import index
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kolovod.collectives import Collectives
+from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.numpy import Array
+from kolovod.numpy import collectives as _on_arrays
+from kolovod.numpy.frontend import NumpyFrontend
+from kolovod.objects import Objects
+from kolovod.submission import Group
+
+__all__ = ["Metrics", "average_metrics", "gather_samples"]
+
+T = TypeVar("T")
+Positions = npt.NDArray[np.int64]
+
+
+class _Rows(NamedTuple):
+    """What a rank says of its rows before they are sent."""
+
+    problem: str
+    length: int
+    dtype: int
+    shape: tuple[int, ...]
+    indices: Positions | None
+
+
+class Metrics(Generic[T]):
+    """The functions over one world, on the tensors of one framework."""
+
+    def __init__(self, collectives: Collectives[T]) -> None:
+        """``collectives``: on the tensors that ``gather_samples`` is to take."""
+        self._collectives = collectives
+        self._objects = Objects(Collectives(NumpyFrontend(), collectives.world))
+
+    def average_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        samples: float = 1,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> dict[str, float]:
+        """The mean of each metric over the samples of all ranks; the same, bit for bit, on each.
+
+        ``metrics``: numbers, or arrays and tensors of one element, each the mean over this rank's
+        samples. ``samples``: how many those are, or another weight, at least 0. What a rank without
+        samples says is not looked at, so it may say nothing, or NaN. Where no rank has any, the
+        means are NaN.
+
+        Raises, on every rank, MismatchError when ranks name different metrics, and
+        InvalidArgumentError for what is no number, and for weights that are negative or infinite.
+        """
+        problem, numbers, weight = _checked(metrics, samples)
+        said = self._objects.allgather_object((problem, numbers, weight), name, process_set)
+        ranks = self._ranks(process_set, len(said))
+        _raise_problems(ranks, [problem for problem, _, _ in said])
+        counted = [(r, m, w) for r, (_, m, w) in zip(ranks, said, strict=True) if w > 0]
+        if not counted:
+            return dict.fromkeys((key for _, m, _ in said for key in m), math.nan)
+        first, known, _ = counted[0]
+        for rank, theirs, _ in counted:
+            if theirs.keys() != known.keys():
+                raise MismatchError(_difference(first, set(known), rank, set(theirs)))
+        total = sum(w for _, _, w in counted)
+        return {key: sum(m[key] * w for _, m, w in counted) / total for key in known}
+
+    def gather_samples(
+        self,
+        rows: T,
+        length: int,
+        indices: Iterable[int] | None = None,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> T:
+        """The rows of all samples of a dataset, in its order, each once; the same on every rank.
+
+        ``rows``: (this rank's samples, ...), one row for each index that the rank's sampler gave,
+        duplicates included; the other dimensions and the dtype agree between ranks that have any.
+        ``length``: how many samples the dataset has. ``indices``: of ``rows`` in the dataset, which
+        is ``list(sampler)`` in the same epoch; None: rank, rank + size, and so on, as without
+        shuffling in ``kolovod.data.ShardedSampler`` and torch's ``DistributedSampler``.
+
+        Returns (length, ...). Raises, on every rank, InvalidArgumentError when rows and indices do
+        not fit, or no rank has a certain sample; MismatchError when ranks name different lengths,
+        or their rows differ in shape or dtype.
+        """
+        mine = self._described(rows, length, indices)
+        said = self._objects.allgather_object(mine, name and f"{name}.rows", process_set)
+        ranks = self._ranks(process_set, len(said))
+        _raise_problems(ranks, [theirs.problem for theirs in said])
+        for rank, theirs in zip(ranks, said, strict=True):
+            if theirs.length != said[0].length:
+                raise MismatchError(
+                    f"gather_samples: the length is {said[0].length} on rank {ranks[0]}, "
+                    f"{theirs.length} on rank {rank}; give the dataset's"
+                )
+        order = _order(ranks, said)
+        if not mine.shape[0]:  # and so perhaps made without knowing what the others' are like
+            like = next((theirs for theirs in said if theirs.shape[0]), mine)
+            nothing = np.empty(1, np.uint8)[:0]  # with a stride, which empty(0) has not
+            shape = 0, *like.shape[1:]
+            rows = self._collectives.frontend.from_bytes(nothing, like.dtype, shape)
+        gathered: Any = self._collectives.allgather(rows, name, process_set)
+        result: T = gathered[order]
+        return result
+
+    def _described(self, rows: T, length: int, indices: Iterable[int] | None) -> _Rows:
+        """A problem is told to the other ranks, which wait, before it is raised."""
+        try:
+            length = index(length)
+            if length < 0:
+                raise InvalidArgumentError(f"length is {length}: give the dataset's")
+            dtype, shape, _, _ = self._collectives.frontend.view(rows)
+            if not shape:
+                raise InvalidArgumentError("rows is a scalar: give one row for each sample")
+            places = None
+            if indices is not None:
+                places = np.fromiter(map(index, indices), np.int64)
+                _check_places(places, shape[0], length)
+        except (TypeError, ValueError) as error:
+            return _Rows(str(error), 0, 0, (0,), None)
+        return _Rows("", length, dtype, tuple(shape), places)
+
+    def _ranks(self, process_set: Group | None, count: int) -> list[int]:
+        return list(range(count)) if process_set is None else process_set.ranks
+
+
+def _checked(metrics: Mapping[str, Any], samples: float) -> tuple[str, dict[str, float], float]:
+    """What is wrong, if anything; the metrics as floats; the weight."""
+    try:
+        weight = float(samples)
+        if not 0 <= weight < math.inf:
+            return f"samples is {samples!r}: give a number of samples", {}, 0.0
+        if not weight:
+            return "", dict.fromkeys(metrics, math.nan), weight
+        numbers = {}
+        for key, value in metrics.items():
+            try:
+                if isinstance(value, str | bytes):
+                    raise TypeError
+                numbers[key] = float(value.item() if hasattr(value, "item") else value)
+            except (TypeError, ValueError, RuntimeError):
+                return f"metrics[{key!r}] is {value!r}: give a number", {}, 0.0
+    except (AttributeError, TypeError, ValueError):
+        return f"metrics is {metrics!r}, samples {samples!r}: give a dict and a number", {}, 0.0
+    return "", numbers, weight
+
+
+def _difference(first: int, known: set[str], rank: int, theirs: set[str]) -> str:
+    parts = [
+        f"rank {here} has {', '.join(map(repr, sorted(mine - others, key=str)))}, rank {there} not"
+        for here, mine, there, others in (
+            (first, known, rank, theirs),
+            (rank, theirs, first, known),
+        )
+        if mine - others
+    ]
+    return f"the ranks' metrics differ: {'; '.join(parts)}; a rank without samples gives samples=0"
+
+
+def _raise_problems(ranks: list[int], problems: list[str]) -> None:
+    for rank, problem in zip(ranks, problems, strict=True):
+        if problem:
+            raise InvalidArgumentError(f"rank {rank}: {problem}")
+
+
+def _check_places(places: Positions, count: int, length: int) -> None:
+    if len(places) != count:
+        raise InvalidArgumentError(
+            f"{count} rows for {len(places)} indices: give one row for each index of the sampler"
+        )
+    outside = places[(places < 0) | (places >= length)]
+    if outside.size:
+        raise InvalidArgumentError(f"index {outside[0]} is not in a dataset of {length}")
+
+
+def _order(ranks: list[int], said: list[_Rows]) -> Positions:
+    """Where the row of each sample is among the ranks' rows, one rank's after the other's."""
+    size, length = len(said), said[0].length
+    parts = []
+    for place, (rank, theirs) in enumerate(zip(ranks, said, strict=True)):
+        count = theirs.shape[0]
+        if theirs.indices is None and count > -(-length // size):
+            raise InvalidArgumentError(
+                f"rank {rank} has {count} rows, but of {length} samples on {size} ranks each has "
+                f"at most {-(-length // size)}"
+            )
+        strided = np.arange(count, dtype=np.int64) * size + place
+        parts.append(strided if theirs.indices is None else theirs.indices)
+    places = np.concatenate(parts)
+    order = np.full(length, -1, np.int64)
+    rows = np.flatnonzero(places < length)[::-1]  # so that the first of several is written last
+    order[places[rows]] = rows
+    missing = np.flatnonzero(order < 0)
+    if missing.size:
+        raise InvalidArgumentError(
+            f"no rank has a row for sample {missing[0]} ({missing.size} of {length} are missing): "
+            "each rank gives a row for each index of its sampler; with drop_last, give the length "
+            "that is left; of a shuffled dataset, give indices=list(sampler)"
+        )
+    return order
+
+
+_metrics: Metrics[Array] = Metrics(_on_arrays)
+
+average_metrics = _metrics.average_metrics
+gather_samples = _metrics.gather_samples
