@@ -41,6 +41,14 @@ def parse_bool(text: str, what: str) -> bool:
     raise InvalidArgumentError(f"{what}={text!r}: expected one of 1/0, true/false, yes/no, on/off")
 
 
+def _is_on(text: str, what: str) -> bool:
+    """The same for a variable of Horovod's, whose booleans are numbers: above 0 means true."""
+    try:
+        return int(text) > 0
+    except ValueError:
+        return parse_bool(text, what)
+
+
 @dataclass(frozen=True)
 class Knob:
     """One thing that a user may set."""
@@ -300,7 +308,7 @@ def load(environ: Mapping[str, str]) -> Settings:
             if name != knob.off:
                 values[knob.name] = knob.parse(text, name)
                 break
-            if parse_bool(text, name):
+            if _is_on(text, name):
                 values[knob.name] = knob.type(0)
                 break
     return Settings(**values)  # type: ignore[arg-type]
