@@ -62,8 +62,11 @@ def test_the_limits_for_late_ranks_and_what_switches_them_off() -> None:
     assert (settings.late_report_s, settings.late_failure_s) == (30.0, 90.0)
     assert settings.engine_config()["late_report_ms"] == 30_000
     assert settings.engine_config()["late_failure_ms"] == 90_000
-    settings = load({**horovods, "HOROVOD_STALL_CHECK_DISABLE": "1"})
-    assert (settings.late_report_s, settings.late_failure_s) == (0.0, 0.0)
+    for true in ("1", "2", "true", "on"):
+        settings = load({**horovods, "HOROVOD_STALL_CHECK_DISABLE": true})
+        assert (settings.late_report_s, settings.late_failure_s) == (0.0, 0.0)
+    for false in ("-1", "no"):
+        assert load({**horovods, "HOROVOD_STALL_CHECK_DISABLE": false}).late_report_s == 30.0
     settings = load({"HOROVOD_STALL_CHECK_DISABLE": "1", "KOLOVOD_LATE_REPORT_S": "0.0001"})
     assert settings.engine_config()["late_report_ms"] == 1
     with pytest.raises(InvalidArgumentError, match="HOROVOD_STALL_CHECK_DISABLE='perhaps'"):
@@ -86,6 +89,8 @@ def test_an_empty_variable_is_unset() -> None:
         ("KOLOVOD_START_TIMEOUT_S", "nan", "at least"),
         ("KOLOVOD_START_TIMEOUT_S", "soon", "a number of seconds"),
         ("KOLOVOD_BACKEND", "smoke", "native, mpi, gloo"),
+        ("HOROVOD_THREAD_AFFINITY", "0;1", "core numbers, as 0,1"),
+        ("KOLOVOD_THREAD_AFFINITY", "0,", "core numbers, as 0,1"),
     ],
 )
 def test_a_bad_value_is_named(variable: str, value: str, reason: str) -> None:

@@ -21,6 +21,23 @@ def test_the_command_line_of_mpirun() -> None:
     assert mpi_command("m", False, 3, ["t"], {}, uid=0) == ["m", "-prepend-rank", "-np", "3", "t"]
 
 
+def test_arguments_of_the_users_own_come_before_the_command() -> None:
+    assert "none" in mpi_command("m", True, 2, ["t"], {}, 1000, ["--quiet"])
+    command = mpi_command("m", True, 2, ["t"], {}, 1000, ["--bind-to", "core"])
+    assert command[-5:] == ["--bind-to", "core", "-np", "2", "t"]
+    assert "none" not in command
+
+
+@pytest.mark.parametrize(
+    "flag", [["--timestamps"], ["--output-dir", "d"], ["--keep-going"], ["--label-hosts", "a:1"]]
+)
+def test_what_mpirun_does_itself_is_refused(flag: list[str]) -> None:
+    command = [sys.executable, "-m", "kolovod", "run", "-np", "1", "--backend", "mpi", *flag]
+    done = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"{flag[0]} with backend mpi" in done.stderr
+
+
 def test_without_mpirun_the_backend_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,14 @@ def parse_bool(text: str, what: str) -> bool:
     raise InvalidArgumentError(f"{what}={text!r}: expected one of 1/0, true/false, yes/no, on/off")
 
 
+def _is_on(text: str, what: str) -> bool:
+    """The same for a variable of Horovod's, whose booleans are numbers: above 0 means true."""
+    try:
+        return int(text) > 0
+    except ValueError:
+        return parse_bool(text, what)
+
+
 @dataclass(frozen=True)
 class Knob:
     """One thing that a user may set."""
@@ -61,6 +70,8 @@ class Knob:
     minimum: float
     maximum: float
     choices: tuple[str, ...]
+    pattern: str
+    """Of a text, "" for any; ``unit`` says it in words."""
     engine: bool
     """True: handed to the native engine under its own name."""
 
@@ -76,6 +87,8 @@ class Knob:
             if self.choices and stripped not in self.choices:
                 allowed = ", ".join(self.choices)
                 raise InvalidArgumentError(f"{what}={text!r}: expected one of {allowed}")
+            if self.pattern and re.fullmatch(self.pattern, stripped, re.ASCII) is None:
+                raise InvalidArgumentError(f"{what}={text!r}: expected {self.unit}")
             return stripped
         try:
             value = self.type(stripped)
@@ -101,6 +114,7 @@ def _knob(
     minimum: float = -math.inf,
     maximum: float = _INT64_MAX,
     choices: tuple[str, ...] = (),
+    pattern: str = "",
     engine: bool = True,
 ) -> Any:
     """A field of ``Settings`` that carries what makes it a knob."""
@@ -114,6 +128,7 @@ def _knob(
         "minimum": minimum,
         "maximum": maximum,
         "choices": choices,
+        "pattern": pattern,
         "engine": engine,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -252,6 +267,15 @@ class Settings:
         minimum=0,
         maximum=1 << 16,
     )
+    thread_affinity: str = _knob(
+        "",
+        "Cores to which the engine's own thread of the first, second, ... rank of each host is "
+        "bound. The thread that waits for a result works for the engine, too, and stays free.",
+        unit="core numbers, as 0,1",
+        aliases=("HOROVOD_THREAD_AFFINITY",),
+        pattern=r"(\d{1,5}(\s*,\s*\d{1,5})*)?",
+        engine=False,
+    )
 
     tcp_algorithm: str = _knob(
         "auto",
@@ -297,7 +321,7 @@ def load(environ: Mapping[str, str]) -> Settings:
             if name != knob.off:
                 values[knob.name] = knob.parse(text, name)
                 break
-            if parse_bool(text, name):
+            if _is_on(text, name):
                 values[knob.name] = knob.type(0)
                 break
     return Settings(**values)  # type: ignore[arg-type]

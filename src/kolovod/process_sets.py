@@ -189,6 +189,24 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return added
 
 
+def add_first_sets(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
+    """Add the sets that are given to ``init``, once it is sure that all ranks give the same.
+
+    Raises what ``add_process_set`` raises.
+    """
+    added = [ps if isinstance(ps, ProcessSet) else ProcessSet(ps) for ps in process_sets]
+    _agree(("init", [ps.ranks for ps in added]))
+    for number, ps in enumerate(added):
+        for before, other in enumerate(added[:number]):
+            if ps.ranks == other.ranks:
+                raise InvalidArgumentError(
+                    f"process_sets[{number}] has the same members as process_sets[{before}], "
+                    f"{ps.ranks}: give each set once"
+                )
+    for ps in added:
+        add_process_set(ps)
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Give a set up. All ranks of the world call this, in the same order, members or not.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING
 
-from kolovod import _native, backends
+from kolovod import _native, affinity, backends
 from kolovod.config import Settings, load
 from kolovod.errors import (
     InvalidArgumentError,
@@ -21,7 +21,13 @@ from kolovod.errors import (
     from_engine,
 )
 from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
-from kolovod.launch.place import Place, local_and_cross, read_place, started_by_mpi
+from kolovod.launch.place import (
+    Place,
+    local_and_cross,
+    read_place,
+    started_by_mpi,
+    usable_cores,
+)
 from kolovod.launch.store import Member
 from kolovod.observe import record_files, stacks, timeline
 
@@ -73,6 +79,8 @@ class World:
     sets: Sets = field(default_factory=Sets, repr=False)
     driver: backends.ExternalDriver | None = field(default=None, repr=False)
     """Carries the buckets when the backend is not the native one."""
+    core: int | None = None
+    """Where the engine's threads run, if they are bound to a core."""
 
     def form(self, ranks: Sequence[int]) -> _native.Engine:
         """An engine among ``ranks`` (ascending, with this one); called by these ranks only.
@@ -85,7 +93,11 @@ class World:
                 self.settings.last_operations_dir, self.place.secret, ready.epoch, ranks
             )
             engine = _make_engine(
-                ready, ranks=tuple(ranks), world=self.engine, last_operations_prefix=prefix
+                ready,
+                self.core,
+                ranks=tuple(ranks),
+                world=self.engine,
+                last_operations_prefix=prefix,
             )
         self.sets.engines.append(engine)
         return engine
@@ -135,7 +147,8 @@ def init(
     Without a launcher the world has size 1. ``comm``: the launcher ranks that form it, the same on
     each of them (in any order); new ranks are positions in the sorted list. After a failure the
     survivors call ``shutdown()`` and then ``init(comm=...)``, in the same processes.
-    ``process_sets``: sets to add at once, the same on all ranks (see ``add_process_set``).
+    ``process_sets``: sets to add at once, the same on all ranks (see ``add_process_set``); if that
+    fails, so does ``init``. An empty list makes sure that the others give none either.
 
     Returns when all ranks are there. Raises StartTimeoutError if one does not come (the limit is
     KOLOVOD_START_TIMEOUT_S), RankLostError (``rank`` is a launcher rank then) if one has ended,
@@ -167,10 +180,13 @@ def init(
             shutdown()
             raise
     if process_sets is not None:
-        from kolovod.process_sets import add_process_set  # which needs this module
+        from kolovod.process_sets import add_first_sets  # which needs this module
 
-        for process_set in process_sets:
-            add_process_set(process_set)
+        try:
+            add_first_sets(process_sets)
+        except BaseException:
+            shutdown()
+            raise
 
 
 def shutdown() -> None:
@@ -270,36 +286,41 @@ def _ready(place: Place, members: tuple[int, ...], settings: Settings) -> Ready:
 
 def _make_engine(
     ready: Ready,
+    core: int | None,
     *,
     external: bool = False,
     ranks: tuple[int, ...] = (),
     world: _native.Engine | None = None,
     last_operations_prefix: str = "",
 ) -> _native.Engine:
-    """The engine of what has been made ready.
+    """The engine of what has been made ready; its threads run on ``core``, if that is given.
 
     ``ranks``: of a process set of ``world``, its members' numbers there.
     """
     size = len(ready.members)
     hosts = ready.hosts
+    config = ready.config
+    if core is not None:  # the engine must not count that one only
+        config = {**config, "cores": config["cores"] or usable_cores()}
     data, control = ready.links.hand_over()
     try:
-        return _native.Engine(
-            ready.rank,
-            size,
-            ready.epoch,
-            ready.segment_fd,
-            ready.peers(ranks or range(size)),
-            ready.config,
-            external=external,
-            ranks=ranks,
-            world=world,
-            hosts=hosts,
-            uplink_fds=control,
-            mesh_fds=data,
-            stacks=stacks.source() if size > 1 else None,
-            last_operations_prefix=last_operations_prefix,
-        )
+        with affinity.threads_on(core):
+            return _native.Engine(
+                ready.rank,
+                size,
+                ready.epoch,
+                ready.segment_fd,
+                ready.peers(ranks or range(size)),
+                config,
+                external=external,
+                ranks=ranks,
+                world=world,
+                hosts=hosts,
+                uplink_fds=control,
+                mesh_fds=data,
+                stacks=stacks.source() if size > 1 else None,
+                last_operations_prefix=last_operations_prefix,
+            )
     except _native.EngineError as exc:
         error = from_engine(exc)
         if isinstance(error, WaitTimeoutError):
@@ -311,12 +332,13 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
     is_external = settings.backend != "native" and size > 1
+    local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
     if ready.rank == 0:
         record_files.prune()
     with ready:
         prefix = record_files.file_prefix(settings.last_operations_dir, place.secret, ready.epoch)
-        engine = _make_engine(ready, external=is_external, last_operations_prefix=prefix)
-    local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
+        core = affinity.core_of(settings.thread_affinity, local_rank, local_size)
+        engine = _make_engine(ready, core, external=is_external, last_operations_prefix=prefix)
     world = World(
         rank=ready.rank,
         size=size,
@@ -331,11 +353,13 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
         place=place,
         members=tuple(member.rank for member in ready.members),
         hosts=tuple(hosts),
+        core=core,
     )
     if not is_external:
         return world
     try:
-        return replace(world, driver=backends.start(settings.backend, world))
+        with affinity.threads_on(core):
+            return replace(world, driver=backends.start(settings.backend, world))
     except BaseException:
         engine.shutdown()
         raise
@@ -343,7 +367,7 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
 
 def _not_initialized() -> NotInitializedError:
     return NotInitializedError(
-        _process.forked_from or "there is no world in this process: call kolovod.init() first"
+        _process.forked_from or "there is no world in this process: call init() first"
     )
 
 

@@ -1,6 +1,7 @@
 """horovodrun, horovod.run, and what of horovod.runner others import."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,15 @@ hvd.init()
 names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
 print(*(os.environ["HOROVOD_" + name] for name in names), hvd.size())
 print("fusion", os.environ.get("HOROVOD_FUSION_THRESHOLD"), os.environ.get("HOROVOD_AUTOTUNE"))
+"""
+
+
+PLACE = """
+import os
+names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
+names = [*("HOROVOD_" + name for name in names), "HOROVOD_CONTROLLER"]
+names += ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"]
+print(*(os.environ.get(name) for name in names))
 """
 
 
@@ -69,7 +79,15 @@ def test_a_failing_rank():
         (["-np", "2", "-H", "elsewhere:2"], "host elsewhere"),
         (["-np", "2", "-H", "localhost"], "Invalid host input 'localhost'"),
         ([], "-np N, --hosts or --hostfile"),
-        (["-np", "2", "--config-file", "f"], "--config-file f"),
+        (["-np", "0"], "at least one rank"),
+        (["-np", "2", "-hostfile", "missing"], "host file missing cannot be read"),
+        (["-np", "2", "--fusion-threshold-mb", "-4"], "'-4': must be >= 0"),
+        (["-np", "2", "--log-level", "LOUD"], "TRACE, DEBUG"),
+        (["-np", "2", "--autotune-gaussian-process-noise", "7"], "<= 1"),
+        (["-np", "2", "--thread-affinity", "0"], "1 core(s) for the 2 ranks"),
+        (["-np", "2", "--min-np", "1"], "--min-np asks for an elastic job"),
+        (["-np", "2", "--host-discovery-script", "s"], "elastic job"),
+        (["-np", "2", "--mpi", "--output-filename", "d"], "--output-filename with MPI"),
         (["-np", "2", "--gloo", "--mpi"], "not allowed with"),
     ],
 )
@@ -77,6 +95,61 @@ def test_what_cannot_be_started_is_said(arguments, text):
     done = horovodrun(*arguments, "true")
     assert done.returncode == 2
     assert text in done.stderr
+    assert done.stderr.startswith("usage: horovodrun -np N")
+
+
+def test_without_a_command():
+    done = horovodrun("-np", "2")
+    assert done.returncode == 2
+    assert "horovodrun: error: no COMMAND to run" in done.stderr
+
+
+def test_two_names_of_this_host_are_two_hosts(tmp_path):
+    done = horovodrun(
+        "-np", "3", "--hosts", "localhost:1,127.0.0.1:4", "-prefix-timestamp",
+        "--output-filename", str(tmp_path), "--network-interfaces", "lo,eth0",
+        sys.executable, "-c", PLACE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    wanted = ("0 3 0 1 0 2 localhost", "1 3 0 2 1 2 127.0.0.1", "2 3 1 2 0 1 127.0.0.1")
+    for rank, place in enumerate(wanted):
+        line = f"{place} gloo lo,eth0 lo lo"
+        pattern = rf"^\d{{4}}-\d\d-\d\dT\S+ \[{rank}\]<stdout>:{re.escape(line)}$"
+        assert re.search(pattern, done.stdout, re.MULTILINE), done.stdout
+        assert line in (tmp_path / f"rank.{rank}" / "stdout").read_text()
+
+
+def test_it_is_a_module_too():
+    command = [sys.executable, "-m", "horovod.runner.launch", "-np", "1", "--"]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", PLACE], capture_output=True, text=True, timeout=100
+    )
+    assert "0 1 0 1 0 1 localhost gloo None" in done.stdout
+    assert done.stderr == ""
+
+
+LATE = """
+import time, torch, horovod.torch as hvd
+hvd.init()
+if hvd.rank() == 1:
+    time.sleep(60)
+try:
+    hvd.allreduce(torch.ones(1), name="weight")
+except hvd.HorovodInternalError as error:
+    raise SystemExit(f"caught: {error}")
+"""
+
+
+def test_late_ranks_are_reported_and_end_the_job():
+    limits = ["--stall-check-warning-time-seconds", "1"]
+    limits += ["--stall-check-shutdown-time-seconds", "2"]
+    done = horovodrun("-np", "2", *limits, sys.executable, "-c", LATE)
+    assert done.returncode == 1
+    report, _, error = done.stderr.partition("caught: ")
+    assert "rank 1 on host localhost" in report
+    assert "has not submitted 'allreduce.weight'" in report
+    assert "its main thread" in report
+    assert "the limit is 2 s" in error
 
 
 def test_version_and_build():
@@ -86,14 +159,29 @@ def test_version_and_build():
     assert "[X] Gloo" in out
 
 
-def test_a_function_on_every_rank():
+def test_a_function_on_every_rank(tmp_path):
     def work(base, plus):
         import horovod.torch as hvd
 
         hvd.init()
         return base + plus + hvd.rank()
 
+    def place():
+        names = ("CALLED_AS", "HOROVOD_HOSTNAME", "NCCL_SOCKET_IFNAME")
+        return [os.environ.get(name) for name in names]
+
     assert horovod.run(work, (10,), {"plus": 5}, num_proc=2) == [15, 16]
+    other_python = tmp_path / "python"
+    other_python.write_text(f'#!/bin/sh\nCALLED_AS=$0 exec {sys.executable} "$@"\n')
+    other_python.chmod(0o700)
+    places = horovod.run(
+        place, num_proc=2, hosts="localhost:1,127.0.0.1:1", network_interfaces=["lo"],
+        executable=str(other_python), output_filename=str(tmp_path / "out"),
+    )  # fmt: skip
+    assert places == [[str(other_python), host, "lo"] for host in ("localhost", "127.0.0.1")]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["rank.0", "rank.1"]
+    with pytest.warns(DeprecationWarning, match="np is deprecated, use num_proc"):
+        assert horovod.run(lambda: 1, np=1) == [1]
     with pytest.raises(RuntimeError, match=r"(?s)Horovod detected .*rank 0 raised.*concatenate"):
         horovod.run(work, ("text",), {"plus": 5}, num_proc=1)
     for arguments, text in (
@@ -102,6 +190,8 @@ def test_a_function_on_every_rank():
         ({"hosts": "elsewhere:1"}, "host elsewhere"),
         ({"hosts": "localhost:1", "num_proc": 2}, "num_proc is 2"),
         ({"min_num_proc": 1}, "elastic"),
+        ({"host_discovery_script": "s"}, "elastic"),
+        ({"hostfile": "missing"}, "cannot be read"),
     ):
         with pytest.raises(ValueError, match=text):
             horovod.run(work, **arguments)
@@ -149,7 +239,12 @@ def test_small_things(monkeypatch):
         util.check_extension("horovod.nothing", "X", __file__)
     with pytest.raises(HorovodVersionMismatchError, match=r"but 0\.1 was expected"):
         util.check_installed_version("numpy", "0.1")
+    util.check_installed_version("nothing-of-this-name", "0.1")
     convert = util.get_average_backwards_compatibility_fun(hvd)
-    assert [convert(None, a) for a in (None, True, False)] == [0, 0, 1]
+    assert (convert(None, None), convert(hvd.Max, None)) == (hvd.Average, hvd.Max)
+    with pytest.warns(DeprecationWarning, match="use op"):
+        assert [convert(None, average) for average in (True, False)] == [hvd.Average, hvd.Sum]
+    with pytest.raises(ValueError, match="op only"):
+        convert(hvd.Sum, True)
     assert util.is_iterable([])
     assert not util.is_iterable(1)

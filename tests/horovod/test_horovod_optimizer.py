@@ -153,10 +153,12 @@ def check_sparse_in_the_next_world(rank):
 def check_adasum(rank, size):
     """Equal gradients: the step of one rank. Orthogonal ones: the sum of the steps."""
     if size & (size - 1):
-        with pytest.raises(ValueError, match="power of two"):
+        with pytest.raises(NotImplementedError, match="needs 2, 4, 8"):
             hvd.DistributedOptimizer(
                 torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), op=hvd.Adasum
             )
+        with pytest.raises(NotImplementedError, match="not 3"):
+            hvd.allreduce(torch.ones(1), op=hvd.Adasum)
         return
     for own, wanted in ((lambda p: p.sum(), -1.0), (lambda p: p[rank], -1.0)):
         parameter = nn.Parameter(torch.zeros(size))
@@ -198,6 +200,12 @@ def check_errors():
         with pytest.raises(ValueError, match=text):
             hvd.DistributedOptimizer(sgd, **{"named_parameters": named, **options})
     if hvd.size() > 1:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        model(torch.ones(1, 5)).sum().backward()
+        with pytest.raises(AssertionError, match="backward_passes_per_step=2"):
+            model(torch.ones(1, 5)).sum().backward()
         ps = hvd.add_process_set([0])
         with pytest.raises(NotImplementedError, match="Adasum"):
             hvd.DistributedOptimizer(sgd, op=hvd.Adasum, process_set=ps)

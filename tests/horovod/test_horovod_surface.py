@@ -129,6 +129,23 @@ def test_version_and_run():
         horovod.ran  # noqa: B018
 
 
+@pytest.mark.parametrize("statement", [
+    "import horovod.torch.elastic", "from horovod.torch import elastic",
+    "from horovod.torch.elastic import run", "import horovod.common.elastic",
+])  # fmt: skip
+def test_elastic_says_that_it_is_missing(statement):
+    with pytest.raises(ImportError, match=r"not there yet.*kolovod.init\(comm"):
+        exec(statement, {})
+
+
+def test_elastic_is_no_attribute():
+    assert not hasattr(hvd, "elastic")
+    with pytest.raises(AttributeError, match="not there yet"):
+        getattr(hvd, "elastic")  # noqa: B009
+    with pytest.raises(AttributeError, match="no attribute 'allreduced'"):
+        getattr(hvd, "allreduced")  # noqa: B009
+
+
 def test_beside_a_real_horovod_it_says_so(tmp_path):
     info = tmp_path / "horovod-0.28.1.dist-info"
     info.mkdir()

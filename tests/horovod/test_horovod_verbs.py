@@ -20,6 +20,7 @@ def check_results(rank, size):
     assert torch.equal(hvd.allreduce(x, compression=hvd.Compression.fp16), full(total / size))
     a, b = hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum, name="group")
     assert (a[0, 0], b[0, 0]) == (total, 2 * total)
+    assert type(hvd.grouped_allreduce_([x.clone()])) is tuple
     assert hvd.allreduce_(x, op=hvd.Max) is x
     assert torch.equal(x, full(size))
     with pytest.warns(DeprecationWarning, match="average"):
@@ -131,6 +132,14 @@ def check_errors(rank, size):
     with pytest.raises(RuntimeError, match="rank 1 has"):
         hvd.broadcast(torch.ones(2), rank, name="root")
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+    for process_set in ([0], 0, "world"):
+        with pytest.raises(ValueError, match="give a ProcessSet"):
+            hvd.allreduce(torch.ones(1), process_set=process_set)
+    group = hvd.grouped_allreduce_async([torch.ones(1)] * 2, name="twice")
+    with pytest.raises(ValueError, match="already pending"):
+        hvd.grouped_allreduce_async([torch.ones(1)] * 2, name="twice")
+    hvd.barrier()
+    hvd.synchronize(group)
     handle = hvd.allreduce_async(torch.ones(1), name="twice")
     with pytest.raises(ValueError, match="already pending"):
         hvd.allreduce_async(torch.ones(1), name="twice")

@@ -8,6 +8,7 @@ from typing import Any
 
 import kolovod
 from horovod.common.process_sets import ProcessSet, ranks_of_comm
+from kolovod.errors import MismatchError
 from kolovod.world import current
 
 Average = int(kolovod.Average)
@@ -32,17 +33,30 @@ stop_timeline = kolovod.stop_timeline
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Form a world with the other ranks; does nothing in one.
 
-    ``comm``: None for all ranks, a list of launcher ranks, or an mpi4py communicator.
-    ``process_sets``: sets to register at once, or "dynamic", which is always possible here.
-    Raises ValueError for others.
+    ``comm``: None (or an empty list) for all ranks, a list of launcher ranks, or an mpi4py
+    communicator. ``process_sets``: sets to register at once, the same on all ranks, or "dynamic",
+    which is always possible here. Raises ValueError for others, and for sets that are not the same
+    on all ranks; NotImplementedError for a list of ranks with a set made of a communicator.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f"process_sets={process_sets!r}: expected a list, or 'dynamic'")
         process_sets = None
+    sets = list(process_sets or ())
+    by_comm = [ps for ps in sets if getattr(ps, "mpi_comm", None) is not None]
     if comm is not None and not isinstance(comm, list | tuple | range):
         comm = ranks_of_comm(comm)
-    kolovod.init(comm or None, process_sets)
+        for process_set in by_comm:
+            process_set.renumber(comm)
+    elif comm and by_comm:
+        raise NotImplementedError(
+            f"{by_comm[0]} is made of a communicator, but comm is the list {list(comm)}: give a "
+            "communicator or ranks for both"
+        )
+    try:
+        kolovod.init(comm or None, sets)  # a list also if empty: Horovod compares the ranks' sets
+    except MismatchError as error:
+        raise ValueError(str(error)) from None
 
 
 def is_homogeneous() -> bool:
@@ -54,7 +68,9 @@ def is_homogeneous() -> bool:
 def mpi_threads_supported() -> bool:
     """Whether several threads may call MPI. Raises ValueError where MPI is not used."""
     if not mpi_enabled():
-        raise ValueError("this world does not use MPI: start with KOLOVOD_BACKEND=mpi")
+        raise ValueError(
+            "this world does not use MPI: start it with horovodrun --mpi, or KOLOVOD_BACKEND=mpi"
+        )
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)

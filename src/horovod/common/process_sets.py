@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,16 @@ class ProcessSet(kolovod.ProcessSet):
         """Raises ValueError for anything else."""
         self.mpi_comm = None if _is_ranks(ranks_or_comm) else ranks_or_comm
         super().__init__(ranks_or_comm if self.mpi_comm is None else ranks_of_comm(ranks_or_comm))
+
+    def renumber(self, members: Sequence[int]) -> None:
+        """For a world of the launcher ranks ``members``: a set made of a communicator has those.
+
+        Raises ValueError for a set with others.
+        """
+        launched = ranks_of_comm(self.mpi_comm)
+        if not set(launched) <= set(members):
+            raise ValueError(f"{self} has other members than the world, {list(members)}")
+        self._ranks = [members.index(rank) for rank in launched]
 
     def size(self) -> int | None:  # type: ignore[override]
         """How many members there are; None while it is not registered."""
@@ -95,13 +106,29 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def ranks_of_comm(comm: Any) -> list[int]:
-    """The launcher ranks of an mpi4py communicator's members. Raises ValueError for others."""
+    """The launcher ranks of an mpi4py communicator's members, which must be ascending.
+
+    Raises ValueError for other communicators, for other values, and where MPI has not started the
+    ranks.
+    """
     if not (hasattr(comm, "Get_group") and hasattr(comm, "Get_size")):
         raise ValueError(f"expected a list of ranks or an mpi4py communicator, not {comm!r}")
     from mpi4py import MPI
 
+    launched = os.environ.get("KOLOVOD_SIZE") or str(MPI.COMM_WORLD.Get_size())
+    if int(launched) != MPI.COMM_WORLD.Get_size():
+        raise ValueError(
+            f"{launched} ranks were started without MPI, which knows {MPI.COMM_WORLD.Get_size()}: "
+            "start them with horovodrun --mpi or mpirun to use communicators"
+        )
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    return list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
+    ranks = list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"the communicator's members are the ranks {ranks} of MPI.COMM_WORLD, in this order: "
+            "ranks keep their order here, so give one with ascending members"
+        )
+    return ranks
 
 
 def _is_ranks(value: Any) -> bool:

@@ -7,7 +7,9 @@ import importlib.util
 import itertools
 import os
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any, TypeVar
 
 from horovod.common import basics
@@ -77,13 +79,15 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, Any], Any]:
-    """What turns (op, average) into an op of ``reduce_ops``."""
+    """What turns (op, average) into an op of ``reduce_ops``; ``average`` is deprecated."""
 
     def convert(op: Any, average: Any) -> Any:
         if op is not None:
             if average is not None:
                 raise ValueError("average and op say the same thing: give op only")
             return op
+        if average is not None:
+            warnings.warn("average is deprecated, use op instead", DeprecationWarning, stacklevel=3)
         return reduce_ops.Sum if average is False else reduce_ops.Average
 
     return convert
@@ -118,10 +122,14 @@ def _numbers(version: str) -> list[int]:
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
-    """Raise HorovodVersionMismatchError if framework ``name`` has another version."""
-    from importlib import metadata
+    """Raise HorovodVersionMismatchError if distribution ``name`` has another version.
 
-    installed = metadata.version(name)
+    One that is not installed has none: a framework may come under several names.
+    """
+    try:
+        installed = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return
     if installed != version:
         raise HorovodVersionMismatchError(name, version, installed) from exception
 

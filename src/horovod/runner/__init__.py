@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from horovod.runner.common.util.hosts import parse_host_files, parse_hosts
-from horovod.runner.launch import is_here
+from horovod.runner.common.util.hosts import hosts_here, labels_of, parse_host_files
+from horovod.runner.nics import interface_variables
 from kolovod.testing import RankFailed, run_ranks
 
 __all__ = ["run"]
 
 _LIMIT_S = 24 * 86_400.0  # as long as the system can wait
+_OLD_NAMES = {
+    "np": "num_proc",
+    "min_np": "min_num_proc",
+    "max_np": "max_num_proc",
+    "network_interface": "network_interfaces",
+}
 
 
 def run(
@@ -46,33 +54,48 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks of this host; the results by rank.
 
-    Raises ValueError for arguments that contradict each other, RuntimeError when a rank fails,
-    with its traceback. What is about ssh, MPI, interfaces and elasticity is not used here.
+    ``hosts``, ``hostfile``: names of this host with slots, as for horovodrun; ``executable``: the
+    Python of the ranks; ``output_filename``: a folder for their output as well;
+    ``network_interfaces``: as horovodrun's flag. What is about ssh and mpirun has no effect.
+
+    Raises ValueError for arguments that contradict each other or ask for an elastic job,
+    RuntimeError when a rank fails: its text ends with the rank's traceback.
     """
-    if np is not None:
-        warnings.warn("np is deprecated, use num_proc", DeprecationWarning, stacklevel=2)
-        num_proc = np
+    given = locals()
+    for old, new in _OLD_NAMES.items():
+        if given[old] is not None:
+            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+    num_proc = num_proc if np is None else np
     if hosts is not None and hostfile is not None:
         raise ValueError("hosts and hostfile say the same thing: give one of them")
     if use_gloo and use_mpi:
         raise ValueError("use_gloo and use_mpi exclude each other")
-    for given, name in ((min_num_proc or min_np, "min_num_proc"),
-                        (host_discovery_script, "host_discovery_script")):  # fmt: skip
-        if given is not None:
-            raise ValueError(f"{name}: elastic jobs are not started by this release")
+    if use_mpi:
+        warnings.warn("use_mpi: ranks of horovod.run are started without MPI", stacklevel=2)
+    for name in ("min_num_proc", "max_num_proc", "min_np", "max_np", "host_discovery_script"):
+        if given[name] is not None:
+            raise ValueError(f"{name} asks for an elastic job: this release starts none")
     text = hosts or (hostfile and parse_host_files(hostfile))
-    if text:
-        infos = parse_hosts(text)
-        elsewhere = [info.hostname for info in infos if not is_here(info.hostname)]
-        if elsewhere:
-            raise ValueError(f"host {elsewhere[0]}: ranks on other hosts are not started here")
-        if num_proc > sum(info.slots for info in infos):
-            raise ValueError(f"num_proc is {num_proc}, more than the slots of {text}")
-    env = {} if start_timeout is None else {"HOROVOD_START_TIMEOUT": str(start_timeout)}
+    infos = hosts_here(text) if text else []
+    if infos and num_proc > sum(info.slots for info in infos):
+        raise ValueError(f"num_proc is {num_proc}, more than the slots of {text}")
+    names = network_interfaces or network_interface or ()
+    nics = names.split(",") if isinstance(names, str) else list(names)
+    env = interface_variables(nics)
+    if start_timeout is not None:
+        env["HOROVOD_START_TIMEOUT"] = str(start_timeout)
+    if verbose:
+        print(f"horovod.run: {num_proc} rank(s) of {executable or sys.executable}", flush=True)
     positional, keywords = tuple(args), dict(kwargs or {})
     try:
         return run_ranks(
-            num_proc, lambda rank: func(*positional, **keywords), timeout_s=_LIMIT_S, env=env
+            num_proc,
+            lambda rank: func(*positional, **keywords),
+            timeout_s=_LIMIT_S,
+            env=env,
+            hosts=labels_of(infos, num_proc),
+            output_dir=None if output_filename is None else Path(output_filename),
+            executable=executable or "",
         )
     except RankFailed as error:
         raise RuntimeError(

@@ -1,121 +1,317 @@
-"""horovodrun's command line, and the variables that its flags set."""
+"""horovodrun's command line: its flags, the variables they set, and what has no effect here.
+
+The names in the result of ``parse_args`` are Horovod's.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import horovod
+from horovod.runner.nics import interface_variables
+
+__all__ = ["FLAGS", "SWITCHES", "WITHOUT_EFFECT", "Flag", "Switch", "parse_args", "variables_of"]
+
+LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
-class Flag(NamedTuple):
-    """A flag that sets a variable of the ranks."""
+@dataclass(frozen=True)
+class Flag:
+    """A flag with a value, which is also that of a variable of the ranks."""
 
-    names: tuple[str, ...]
+    name: str
     variable: str
-    kind: Callable[[str], Any]
-    text: str
+    kind: type[int] | type[float] | type[str]
+    text: str = ""
     factor: int = 1
+    """What the value is multiplied by in the variable."""
+    maximum: float = math.inf
+    choices: tuple[str, ...] = ()
+
+    @property
+    def dest(self) -> str:
+        """Its name in the result of ``parse_args``."""
+        return self.name[2:].replace("-", "_")
+
+    def checked(self, given: object, what: str) -> int | float | str:
+        """The value that ``given``, a text or of the right type, stands for.
+
+        Raises ValueError, whose text begins with ``what``. Numbers are at least 0.
+        """
+        try:
+            if isinstance(given, bool):
+                raise ValueError
+            value = self.kind(str(given))
+        except ValueError:
+            kind = {int: "a whole number", float: "a number", str: "a text"}[self.kind]
+            raise ValueError(f"{what}: expected {kind}") from None
+        if isinstance(value, str):
+            value = value.upper() if self.choices else value
+            if self.choices and value not in self.choices:
+                raise ValueError(f"{what}: expected one of {', '.join(self.choices)}")
+        elif not 0 <= value <= self.maximum:
+            upper = "" if self.maximum == math.inf else f" and <= {self.maximum:g}"
+            raise ValueError(f"{what}: must be >= 0{upper}")
+        return value
 
 
-_NO_EFFECT = "accepted; nothing here depends on it"
+@dataclass(frozen=True)
+class Switch:
+    """Two flags, for 1 and for 0 in a variable of the ranks."""
+
+    dest: str
+    """In the result of ``parse_args``: whether ``on`` was given, None for neither."""
+    on: str
+    off: str
+    variable: str
+    text: str = ""
+    shown: str = "on"
+    """The one of the two that --help lists."""
+    inverted: bool = False
+    """``on`` is 0 in the variable."""
+
+
 FLAGS = (
-    Flag(("--fusion-threshold-mb",), "HOROVOD_FUSION_THRESHOLD", int,
-         "MiB of tensors that travel together", 1 << 20),
-    Flag(("--cycle-time-ms",), "HOROVOD_CYCLE_TIME", float, _NO_EFFECT),
-    Flag(("--cache-capacity",), "HOROVOD_CACHE_CAPACITY", int, "names known by a bit"),
-    Flag(("--timeline-filename",), "HOROVOD_TIMELINE", str, "file for the timeline"),
-    Flag(("--stall-check-warning-time-seconds",), "HOROVOD_STALL_CHECK_TIME_SECONDS", int,
-         "report ranks that are late for so long"),
-    Flag(("--stall-check-shutdown-time-seconds",), "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", int,
-         "fail then"),
-    Flag(("--autotune-log-file",), "HOROVOD_AUTOTUNE_LOG", str, _NO_EFFECT),
-    Flag(("--autotune-warmup-samples",), "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int, _NO_EFFECT),
-    Flag(("--autotune-steps-per-sample",), "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int, _NO_EFFECT),
-    Flag(("--autotune-bayes-opt-max-samples",), "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int,
-         _NO_EFFECT),
-    Flag(("--autotune-gaussian-process-noise",), "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", float,
-         _NO_EFFECT),
-    Flag(("--num-nccl-streams",), "HOROVOD_NUM_NCCL_STREAMS", int, _NO_EFFECT),
-    Flag(("--thread-affinity",), "HOROVOD_THREAD_AFFINITY", str, _NO_EFFECT),
-    Flag(("--gloo-timeout-seconds",), "HOROVOD_GLOO_TIMEOUT_SECONDS", int, _NO_EFFECT),
-    Flag(("--log-level",), "HOROVOD_LOG_LEVEL", str, _NO_EFFECT),
-    Flag(("--start-timeout",), "HOROVOD_START_TIMEOUT", int, "seconds for all ranks to come"),
+    Flag("--start-timeout", "HOROVOD_START_TIMEOUT", int, "seconds for all ranks to come [60]"),
+    Flag("--fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", int,
+         "MiB of tensors that travel together; 0: each alone [64]", 1 << 20),
+    Flag("--cycle-time-ms", "HOROVOD_CYCLE_TIME", float),
+    Flag("--cache-capacity", "HOROVOD_CACHE_CAPACITY", int,
+         "names that can be announced by one bit [8192]"),
+    Flag("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", str),
+    Flag("--autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", int),
+    Flag("--autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", int),
+    Flag("--autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", int),
+    Flag("--autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", float,
+         maximum=1.0),
+    Flag("--timeline-filename", "HOROVOD_TIMELINE", str, "file for a timeline of all ranks"),
+    Flag("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", int,
+         "report a rank that keeps the others waiting for longer [60]"),
+    Flag("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", int,
+         "every rank fails then; 0: never [0]"),
+    Flag("--num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", int),
+    Flag("--thread-affinity", "HOROVOD_THREAD_AFFINITY", str,
+         "core for the engine's thread of each rank of this host: 0,1,2,3 for four"),
+    Flag("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", int),
+    Flag("--log-level", "HOROVOD_LOG_LEVEL", str, choices=LOG_LEVELS),
 )  # fmt: skip
 
-SWITCHES = {
-    "hierarchical-allreduce": ("HOROVOD_HIERARCHICAL_ALLREDUCE", _NO_EFFECT),
-    "hierarchical-allgather": ("HOROVOD_HIERARCHICAL_ALLGATHER", _NO_EFFECT),
-    "torus-allreduce": ("HOROVOD_TORUS_ALLREDUCE", _NO_EFFECT),
-    "autotune": ("HOROVOD_AUTOTUNE", _NO_EFFECT),
-    "timeline-mark-cycles": ("HOROVOD_TIMELINE_MARK_CYCLES", _NO_EFFECT),
-    "mpi-threads-disable": ("HOROVOD_MPI_THREADS_DISABLE", _NO_EFFECT),
-    "log-hide-timestamp": ("HOROVOD_LOG_HIDE_TIME", _NO_EFFECT),
-}
+
+def _pair(name: str, variable: str, text: str = "") -> Switch:
+    return Switch(name.replace("-", "_"), f"--{name}", f"--no-{name}", variable, text)
+
+
+SWITCHES = (
+    _pair("hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE"),
+    _pair("hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER"),
+    _pair("torus-allreduce", "HOROVOD_TORUS_ALLREDUCE"),
+    _pair("autotune", "HOROVOD_AUTOTUNE"),
+    _pair("timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES",
+          "mark the start of each bucket in the timeline"),
+    _pair("mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE"),
+    Switch("no_stall_check", "--no-stall-check", "--stall-check", "HOROVOD_STALL_CHECK_DISABLE",
+           "never report late ranks"),
+    Switch("log_with_timestamp", "--log-with-timestamp", "--log-without-timestamp",
+           "HOROVOD_LOG_HIDE_TIME", shown="off", inverted=True),
+)  # fmt: skip
+
+_OLD_NAMES = {"--log-hide-timestamp": False, "--no-log-hide-timestamp": True}
+
+WITHOUT_EFFECT = (
+    (("HOROVOD_CYCLE_TIME",),
+     "there is no cycle: a tensor is announced at once"),
+    (("HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER",
+      "HOROVOD_TORUS_ALLREDUCE"),
+     "that ranks of one host share memory is always made use of"),
+    (("HOROVOD_AUTOTUNE", "HOROVOD_AUTOTUNE_LOG", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+      "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+      "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE"),
+     "nothing to tune: what is ready travels together"),
+    (("HOROVOD_NUM_NCCL_STREAMS", "HOROVOD_BATCH_D2D_MEMCOPIES", "HOROVOD_DISABLE_NVTX_RANGES",
+      "HOROVOD_ENABLE_ASYNC_COMPLETION"),
+     "about GPU code of Horovod that has no counterpart"),
+    (("HOROVOD_ENABLE_XLA_OPS",), "operations within XLA programs need no switch"),
+    (("HOROVOD_DISABLE_GROUP_FUSION",), "what a group travels with does not change its result"),
+    (("HOROVOD_DYNAMIC_PROCESS_SETS",), "process sets can always be added and removed"),
+    (("HOROVOD_MPI_THREADS_DISABLE",), "mpi4py decides how MPI is initialised"),
+    (("HOROVOD_ADASUM_MPI_CHUNK_SIZE",), "Adasum needs no MPI"),
+    (("HOROVOD_CCL_CACHE",), "oneCCL is not used"),
+    (("HOROVOD_GLOO_TIMEOUT_SECONDS",),
+     "a lost rank ends a wait at once; against one that is only late there is "
+     "--stall-check-shutdown-time-seconds"),
+    (("HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME"),
+     "there is no log: a failure is an exception, a late rank is reported"),
+    (("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"),
+     "set for scripts that look at them; --mpi or KOLOVOD_BACKEND chooses"),
+    (("--disable-cache",), "no host is checked, so nothing is cached"),
+    (("--ssh-port", "--ssh-identity-file"), "ranks are started on this host, without ssh"),
+    (("--jsrun",), "ranks of this host need no jsrun"),
+    (("--slots-per-host", "--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range",
+      "HOROVOD_ELASTIC_TIMEOUT"),
+     "of elastic jobs, which are not started yet"),
+    (("HOROVOD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX"),
+     "of horovod.spark, which is not there yet"),
+)  # fmt: skip
+"""What is accepted so that command lines and job scripts go on working, and why it does nothing."""
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; exits with 2 for a wrong one, with 0 for --version and --help."""
     parser = argparse.ArgumentParser(
         prog="horovodrun",
-        description="Start COMMAND as the ranks of one world. Horovod's flags, on Kolovod.",
+        usage="horovodrun -np N [options] COMMAND ...",
+        description="Start COMMAND N times on this host, as ranks 0 to N-1 of one world.\n"
+        "These are Horovod's flags, on Kolovod; 'kolovod run' has more.",
+        epilog=_epilog(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("-v", "--version", action="version", version=horovod.__version__)
-    add("-np", "--num-proc", type=int, dest="num_proc", metavar="N")
-    add("-cb", "--check-build", action="store_true", help="say what there is, and exit")
-    add("--disable-cache", action="store_true", help=_NO_EFFECT)
-    add("--network-interfaces", "--network-interface", dest="nics", action="append",
-        help=_NO_EFFECT)  # fmt: skip
-    add("--output-filename", metavar="DIR", help="also write each rank's output below it")
-    add("--verbose", action="store_true", help="say what is started")
-    add("--config-file", metavar="FILE", help="not supported: give flags")
-    add("-p", "--ssh-port", type=int, help=_NO_EFFECT)
-    add("-i", "--ssh-identity-file", help=_NO_EFFECT)
-    add("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true",
-        dest="timestamps", help="put the time before each line of output")  # fmt: skip
-    add("--no-stall-check", action="store_true", help="never report late ranks")
-    add("--mpi-args", help=_NO_EFFECT)
-    add("--tcp", action="store_true", help=_NO_EFFECT)
-    add("--binding-args", help=_NO_EFFECT)
-    hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...")
-    hosts.add_argument("-hostfile", "--hostfile", metavar="FILE")
-    controller = parser.add_mutually_exclusive_group()
-    controller.add_argument("--gloo", dest="use_gloo", action="store_true", help="the default")
-    controller.add_argument("--mpi", dest="use_mpi", action="store_true", help="by mpirun")
+    _add_job(parser)
+    _add_hosts(parser)
+    _add_elastic(parser)
     for flag in FLAGS:
-        add(*flag.names, type=flag.kind, dest=flag.variable, help=flag.text)
-    for name, (variable, text) in SWITCHES.items():
+        parser.add_argument(
+            flag.name, type=_checking(flag), dest=flag.dest, metavar=flag.kind.__name__.upper(),
+            help=flag.text or _no_effect(flag.variable),
+        )  # fmt: skip
+    for switch in SWITCHES:
         pair = parser.add_mutually_exclusive_group()
-        pair.add_argument(f"--{name}", dest=variable, action="store_const", const="1", help=text)
-        pair.add_argument(
-            f"--no-{name}", dest=variable, action="store_const", const="0", help=argparse.SUPPRESS
-        )
-    add("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+        text = switch.text or _no_effect(switch.variable)
+        for name, value in ((switch.on, True), (switch.off, False)):
+            is_shown = value == (switch.shown == "on")
+            pair.add_argument(name, dest=switch.dest, action="store_const", const=value,
+                              help=text if is_shown else argparse.SUPPRESS)  # fmt: skip
+    for name in _OLD_NAMES:
+        parser.add_argument(name, action=_OldName, nargs=0, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     options = parser.parse_args(arguments)
     options.parser = parser
     return options
 
 
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-v", "--version", action="version", version=horovod.__version__)
+    add("-np", "--num-proc", type=int, dest="num_proc", metavar="N",
+        help="how many ranks; by default as many as there are slots")  # fmt: skip
+    add("-cb", "--check-build", action="store_true", help="say what there is, and exit")
+    add("--verbose", action="store_true", help="say what is started")
+    add("--config-file", metavar="FILE",
+        help="flags by name in a YAML file; one that is also given here wins over it")  # fmt: skip
+    add("--output-filename", metavar="DIR",
+        help="also write each rank's output to DIR/rank.N/stdout and stderr")  # fmt: skip
+    add("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true",
+        help="put the time before each line of output")  # fmt: skip
+    add("--disable-cache", action="store_true", help=_no_effect("--disable-cache"))
+    controller = parser.add_mutually_exclusive_group()
+    controller.add_argument("--gloo", dest="use_gloo", action="store_true",
+                            help="the default: Kolovod's own engine")  # fmt: skip
+    controller.add_argument("--mpi", dest="use_mpi", action="store_true",
+                            help="start by mpirun, and let MPI carry the data")  # fmt: skip
+    controller.add_argument("--jsrun", dest="use_jsrun", action="store_true",
+                            help=_no_effect("--jsrun"))  # fmt: skip
+    add("--mpi-args", metavar="TEXT", help="with --mpi: further arguments of mpirun")
+    add("--binding-args", metavar="TEXT", help="with --mpi: how mpirun binds ranks to cores")
+    add("--tcp", dest="tcp_flag", action="store_true", help="set NCCL_IB_DISABLE=1")
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...",
+                       help="names of this host, and how many ranks each gets; ranks under "
+                       "different names communicate as those of different hosts")  # fmt: skip
+    hosts.add_argument("-hostfile", "--hostfile", metavar="FILE",
+                       help="the same in a file, as lines HOST slots=N")  # fmt: skip
+    hosts.add_argument("--host-discovery-script", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--network-interfaces", "--network-interface", dest="nics", action="append",
+        metavar="NAME,...", type=_names,
+        help="set NCCL_SOCKET_IFNAME, and GLOO_SOCKET_IFNAME for the first")  # fmt: skip
+    add("-p", "--ssh-port", type=int, metavar="PORT", help=_no_effect("--ssh-port"))
+    add("-i", "--ssh-identity-file", metavar="FILE", help=_no_effect("--ssh-identity-file"))
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    """Those that ask for an elastic job are refused (``refuse_elastic``), not unknown."""
+    add, hidden = parser.add_argument, argparse.SUPPRESS
+    add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, help=hidden)
+    add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help=hidden)
+    add("--slots-per-host", dest="slots", type=int, help=hidden)
+    add("--elastic-timeout", type=int, help=hidden)
+    add("--reset-limit", type=int, help=hidden)
+    add("--blacklist-cooldown-range", dest="cooldown_range", type=int, nargs=2, help=hidden)
+
+
+def refuse_elastic(options: argparse.Namespace) -> None:
+    """Raise ValueError if an elastic job is asked for."""
+    for dest, flag in (("min_num_proc", "--min-np"), ("max_num_proc", "--max-np"),
+                       ("host_discovery_script", "--host-discovery-script")):  # fmt: skip
+        if getattr(options, dest) is not None:
+            raise ValueError(
+                f"{flag} asks for an elastic job; this release starts a fixed number of ranks: "
+                "give -np N without it"
+            )
+
+
+class _OldName(argparse.Action):
+    """A flag that Horovod itself has given another name."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        assert option is not None
+        value = _OLD_NAMES[option]
+        new = "--log-with-timestamp" if value else "--log-without-timestamp"
+        warnings.warn(f"{option} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+        namespace.log_with_timestamp = value
+
+
+def _checking(flag: Flag) -> Any:
+    def parse(text: str) -> int | float | str:
+        try:
+            return flag.checked(text, repr(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _no_effect(name: str) -> str:
+    assert any(name in names for names, _ in WITHOUT_EFFECT), name
+    return "without effect, see below"
+
+
+def _epilog() -> str:
+    lines = ["accepted, without effect (flags and variables), and why:"]
+    for names, reason in WITHOUT_EFFECT:
+        for text, indent in ((", ".join(names), "  "), (reason, "      ")):
+            lines += textwrap.wrap(text, 78, initial_indent=indent, subsequent_indent=indent,
+                                   break_on_hyphens=False)  # fmt: skip
+    lines.append("What Horovod reads when it is compiled or tested is not read.")
+    return "\n".join(lines)
+
+
 def variables_of(options: argparse.Namespace) -> dict[str, str]:
     """What the flags set in the ranks' environment."""
-    variables = {}
+    controller = "mpi" if options.use_mpi else "gloo"
+    variables = {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": controller}
     for flag in FLAGS:
-        value = getattr(options, flag.variable)
+        value = getattr(options, flag.dest)
         if value is not None:
             variables[flag.variable] = str(value * flag.factor if flag.factor != 1 else value)
-    for variable, _ in SWITCHES.values():
-        if getattr(options, variable) is not None:
-            variables[variable] = getattr(options, variable)
-    if options.no_stall_check:
-        variables["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+    for switch in SWITCHES:
+        value = getattr(options, switch.dest)
+        if value is not None:
+            variables[switch.variable] = str(int(value != switch.inverted))
+    variables.update(interface_variables([nic for given in options.nics or () for nic in given]))
+    if options.tcp_flag:
+        variables["NCCL_IB_DISABLE"] = "1"
     return variables
-
-
-def say(text: str) -> None:
-    """A line on standard error."""
-    print(text, file=sys.stderr, flush=True)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import socket
+import itertools
+import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import horovod
 from horovod.common import util
-from horovod.runner.common.util.hosts import parse_host_files, parse_hosts
-from horovod.runner.flags import parse_args, say, variables_of
+from horovod.runner.common.util.hosts import HostInfo, hosts_here, labels_of, parse_host_files
+from horovod.runner.config_file import apply_config_file
+from horovod.runner.flags import parse_args, refuse_elastic, variables_of
+from kolovod.affinity import check_affinity
+from kolovod.config import load
 from kolovod.launch.cli import main as kolovod
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
-
-_HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 def run_commandline(arguments: Sequence[str] | None = None) -> int:
@@ -28,12 +31,14 @@ def run_commandline(arguments: Sequence[str] | None = None) -> int:
         print(check_build(options.verbose))
         return 0
     try:
-        code = kolovod(_arguments(options))
+        translated = _arguments(options)
     except ValueError as error:
         options.parser.error(str(error))
-        raise  # not reached: error() exits
+    if options.verbose:
+        _say(shlex.join(["kolovod", *translated]))
+    code = kolovod(translated)
     if code != 0:
-        say(
+        _say(
             "Horovod detected that one or more processes exited with non-zero status, thus "
             f"causing the job to be terminated. The first one: exit code {code}"
         )
@@ -46,45 +51,70 @@ def main() -> None:
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    """What ``kolovod`` is to be called with."""
-    count = options.num_proc
+    """What ``kolovod`` is to be called with. Raises ValueError for what cannot be started."""
+    refuse_elastic(options)
     if options.config_file is not None:
-        raise ValueError(f"--config-file {options.config_file}: not supported, give flags instead")
-    hosts = options.hosts or (options.hostfile and parse_host_files(options.hostfile))
-    if hosts:
-        infos = parse_hosts(hosts)
-        elsewhere = [info.hostname for info in infos if not is_here(info.hostname)]
-        if elsewhere:
-            raise ValueError(
-                f"host {elsewhere[0]}: ranks on other hosts are not started by this release; use "
-                "mpirun or torchrun for that"
-            )
-        slots = sum(info.slots for info in infos)
-        count = slots if count is None else count
-        if count > slots:
-            raise ValueError(
-                f"Requested more processes ({count}) than there are available slots ({slots})"
-            )
-    if count is None:
-        raise ValueError("-np N, --hosts or --hostfile must say how many ranks to start")
+        apply_config_file(options, options.config_file)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise ValueError("no COMMAND to run, for example: horovodrun -np 2 python train.py")
+    infos = _hosts(options)
+    count = _count(options.num_proc, infos)
+    variables = variables_of(options)
+    settings = load({**os.environ, **variables})
+    hosts = labels_of(infos, count)
+    check_affinity(settings.thread_affinity, hosts or ["localhost"] * count)
+    if options.use_mpi or settings.backend == "mpi":
+        return [*_for_mpi(options, count), *_setting(variables), "--", *command]
     arguments = ["run", "-np", str(count)]
-    if options.timestamps:
+    if options.prefix_output_with_timestamp:
         arguments.append("--timestamps")
     if options.output_filename:
         arguments += ["--output-dir", options.output_filename]
-    if options.use_mpi:
-        arguments += ["--backend", "mpi"]
-    for name, value in variables_of(options).items():
-        arguments += ["-x", f"{name}={value}"]
-    if options.verbose:
-        say(" ".join(["kolovod", *arguments, "--", *options.command]))
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    return [*arguments, "--", *command]
+    if infos:
+        runs = itertools.groupby(hosts)
+        arguments += ["--label-hosts", ",".join(f"{h}:{len(list(same))}" for h, same in runs)]
+    return [*arguments, *_setting(variables), "--", *command]
 
 
-def is_here(hostname: str) -> bool:
-    """Whether that is this host."""
-    return hostname in _HERE or hostname in (socket.gethostname(), socket.getfqdn())
+def _setting(variables: Mapping[str, str]) -> list[str]:
+    return [part for name, value in variables.items() for part in ("-x", f"{name}={value}")]
+
+
+def _for_mpi(options: argparse.Namespace, count: int) -> list[str]:
+    """The same for ranks that mpirun starts."""
+    for name in ("output_filename", "prefix_output_with_timestamp"):
+        if getattr(options, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} with MPI: mpirun passes on the ranks' output; give "
+                "it arguments of its own with --mpi-args"
+            )
+    arguments = ["run", "-np", str(count), "--backend", "mpi"]
+    further = f"{options.binding_args or ''} {options.mpi_args or ''}".strip()
+    return [*arguments, f"--mpi-args={further}"] if further else arguments
+
+
+def _hosts(options: argparse.Namespace) -> list[HostInfo]:
+    text = options.hosts or (options.hostfile and parse_host_files(options.hostfile))
+    return hosts_here(text) if text else []
+
+
+def _count(wanted: int | None, infos: Sequence[HostInfo]) -> int:
+    slots = sum(info.slots for info in infos)
+    count = (slots or None) if wanted is None else wanted
+    if count is None:
+        raise ValueError("-np N, --hosts or --hostfile must say how many ranks to start")
+    if count < 1:
+        raise ValueError(f"-np {count}: at least one rank is needed")
+    if infos and count > slots:
+        raise ValueError(
+            f"Requested more processes ({count}) than there are available slots ({slots})"
+        )
+    return count
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def check_build(verbose: bool = False) -> str:

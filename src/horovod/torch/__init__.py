@@ -75,6 +75,15 @@ from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __version__ = _horovod.__version__
+
+
+def __getattr__(name: str) -> object:
+    """Say of what is still missing that it is, not merely unknown."""
+    if name == "elastic":
+        raise AttributeError(_horovod.NO_ELASTIC)
+    raise AttributeError(f"module 'horovod.torch' has no attribute {name!r}")
+
+
 _MPI_LIB_AVAILABLE = True
 
 __all__ = [

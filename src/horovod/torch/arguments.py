@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from horovod.torch.autograd import group_of
+from horovod.common.basics import Adasum
+from horovod.common.util import num_rank_is_power_2
+from horovod.torch.autograd import group_of, plain
 from kolovod.errors import InvalidArgumentError
 
 Tensor = torch.Tensor
@@ -23,7 +25,19 @@ def given(
     verb: str, name: str | None, op: int, prescale: float, postscale: float, process_set: Any
 ) -> tuple[str | None, int, float, float, Any]:
     """What Kolovod's reductions take after their tensors."""
-    return named(verb, name), op, prescale, postscale, group_of(process_set)
+    group = group_of(process_set)
+    if op == Adasum:
+        check_adasum(plain.membership(group).size)
+    return named(verb, name), op, prescale, postscale, group
+
+
+def check_adasum(size: int) -> None:
+    """Horovod has an exception of its own for what Adasum cannot do; ValueError elsewhere."""
+    if not num_rank_is_power_2(size):
+        raise NotImplementedError(
+            f"op Adasum combines ranks in pairs of pairs: it needs 2, 4, 8, ... ranks, not {size}; "
+            "use Average"
+        )
 
 
 def several(tensors: Any) -> Tensors:

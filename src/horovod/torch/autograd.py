@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kolovod.collectives import Collectives
+from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Average, Sum
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.world import current
@@ -22,8 +23,15 @@ plain: Collectives[torch.Tensor] = Collectives(TorchFrontend(), current)
 
 
 def group_of(process_set: Any) -> Any:
-    """What Kolovod's verbs take for it."""
-    return None if process_set is None or process_set.process_set_id == 0 else process_set
+    """What Kolovod's verbs take for it. Raises ValueError for what is no process set."""
+    if process_set is None:
+        return None
+    try:
+        return None if process_set.process_set_id == 0 else process_set
+    except AttributeError:
+        raise InvalidArgumentError(
+            f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns it"
+        ) from None
 
 
 class HorovodAllreduce(torch.autograd.Function):

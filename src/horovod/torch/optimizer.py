@@ -10,7 +10,8 @@ import torch
 
 from horovod.common.basics import Adasum, Average
 from horovod.common.process_sets import global_process_set
-from horovod.torch.autograd import group_of
+from horovod.torch.arguments import check_adasum
+from horovod.torch.autograd import group_of, plain
 from horovod.torch.compression import Compression
 from kolovod.torch import DistributedOptimizer as _distributed
 from kolovod.torch.optimizer import Distributed as _DistributedOptimizer
@@ -35,7 +36,8 @@ def DistributedOptimizer(
     """Make ``optimizer`` step with the gradients of all ranks; see kolovod.torch.
 
     ``num_groups`` is Horovod's older name of ``groups``. Raises ValueError for arguments that
-    cannot work, NotImplementedError for Adasum within a process set.
+    cannot work, NotImplementedError for Adasum within a process set, or if the number of ranks is
+    no power of two.
     """
     if num_groups != 0:
         warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=2)
@@ -43,6 +45,8 @@ def DistributedOptimizer(
     process_set = group_of(process_set)
     if op == Adasum and process_set is not None:
         raise NotImplementedError("op Adasum is possible among all ranks only, not a process set")
+    if op == Adasum:
+        check_adasum(plain.membership(None).size)
     return _distributed(
         optimizer,
         named_parameters,

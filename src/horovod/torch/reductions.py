@@ -137,11 +137,11 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: Any = global_process_set,
-) -> list[Tensor]:
-    """``grouped_allreduce`` in place."""
+) -> tuple[Tensor, ...]:
+    """``grouped_allreduce`` in place; a tuple, as from ``synchronize``."""
     scales = prescale_factor, postscale_factor
     arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
-    return plain.grouped_allreduce_(tensors, *arguments)
+    return tuple(plain.grouped_allreduce_(tensors, *arguments))
 
 
 def grouped_allreduce_async_(

@@ -20,7 +20,7 @@ _MAX_COUNT = 1 << 30  # MPI 3 counts elements in an int; what is larger goes in 
 
 
 class MpiBackend:
-    """Collectives of MPI's COMM_WORLD, through mpi4py.
+    """Collectives of MPI among the world's ranks, through mpi4py.
 
     The order of additions is the MPI library's choice: it may depend on the size of a tensor, and
     on what it was fused with.
@@ -30,7 +30,7 @@ class MpiBackend:
         """Collective: makes a communicator of its own, ordered like the world's ranks.
 
         ``meeting`` is not needed: MPI's processes know each other. Raises InvalidArgumentError when
-        mpi4py is not installed, when MPI did not start exactly the world's processes, or when it
+        mpi4py is not installed, when MPI did not start exactly the job's processes, or when it
         cannot be called from a second thread.
         """
         try:
@@ -40,11 +40,11 @@ class MpiBackend:
                 f"backend 'mpi' needs mpi4py and an MPI library ({error}): "
                 "pip install 'kolovod[mpi]'"
             ) from None
-        mpi_size = MPI.COMM_WORLD.Get_size()
-        if mpi_size != world.size:
+        mpi_size, size = MPI.COMM_WORLD.Get_size(), world.place.size
+        if mpi_size != size:
             raise InvalidArgumentError(
-                f"backend 'mpi': MPI has {mpi_size} process(es), the world {world.size} rank(s); "
-                f"start it with 'kolovod run -np {world.size} --backend mpi', or with mpirun"
+                f"backend 'mpi': MPI has {mpi_size} process(es), the world {size} rank(s); "
+                f"start it with 'kolovod run -np {size} --backend mpi', or with mpirun"
             )
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise InvalidArgumentError(
@@ -52,7 +52,8 @@ class MpiBackend:
                 "THREAD_SERIALIZED or more (mpi4py asks for THREAD_MULTIPLE unless told otherwise)"
             )
         self._rank = world.rank
-        self._communicator = MPI.COMM_WORLD.Split(0, world.rank)
+        members = MPI.COMM_WORLD.Get_group().Incl(world.members)  # MPI was the launcher
+        self._communicator = MPI.COMM_WORLD.Create_group(members)
         self._in_place = MPI.IN_PLACE
         self._ops = {Op.Sum: MPI.SUM, Op.Min: MPI.MIN, Op.Max: MPI.MAX, Op.Product: MPI.PROD}
         self._byte = MPI.BYTE

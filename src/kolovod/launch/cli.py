@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kolovod import __version__
+from kolovod.affinity import check_affinity
 from kolovod.config import KNOBS, Knob, load
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.mpirun import run_by_mpi
@@ -88,6 +90,13 @@ def _parser() -> argparse.ArgumentParser:
         "but those of different hosts communicate over TCP; to try that on one machine",
     )
     run.add_argument(
+        "--mpi-args",
+        type=shlex.split,
+        default=[],
+        metavar="TEXT",
+        help="with --backend mpi: further arguments of mpirun, as one text",
+    )
+    run.add_argument(
         "-x",
         dest="variables",
         action="append",
@@ -158,11 +167,14 @@ def _run(options: argparse.Namespace) -> int:
             "give as many"
         )
     settings = load({**os.environ, **variables})
+    hosts = options.label_hosts or ["localhost"] * options.num_proc
+    check_affinity(settings.thread_affinity, hosts)
     if shutil.which(command[0]) is None:
         report_to_stderr(f"command not found: {command[0]}")
         return _EXIT_NOT_FOUND
     if settings.backend == "mpi":
-        return run_by_mpi(options.num_proc, command, variables)
+        _refuse_beside_mpi(options)
+        return run_by_mpi(options.num_proc, command, variables, options.mpi_args)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:  # ranks may print what this terminal's encoding lacks
@@ -181,6 +193,15 @@ def _run(options: argparse.Namespace) -> int:
         job.start(lambda rank: command)
         outcome = job.wait()
     return outcome.exit_code(options.keep_going)
+
+
+def _refuse_beside_mpi(options: argparse.Namespace) -> None:
+    for name in ("timestamps", "output_dir", "keep_going", "label_hosts"):
+        if getattr(options, name):
+            raise InvalidArgumentError(
+                f"--{name.replace('_', '-')} with backend mpi: mpirun starts the ranks and passes "
+                "on their output; give it arguments of its own with --mpi-args"
+            )
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:

@@ -28,11 +28,16 @@ __all__ = ["mpi_command", "place_from_mpi", "run_by_mpi"]
 _EXIT_NOT_FOUND = 127
 
 
-def run_by_mpi(size: int, command: Sequence[str], variables: Mapping[str, str]) -> int:
+def run_by_mpi(
+    size: int,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    further: Sequence[str] = (),
+) -> int:
     """Replace this process by ``mpirun``; returns only if there is none (127)."""
     mpirun = _find_mpirun()
     if mpirun is not None:
-        _become_mpirun(mpirun, size, command, variables)
+        _become_mpirun(mpirun, size, command, variables, further)
     report_to_stderr(
         "backend mpi needs mpirun, and there is none on PATH or beside this Python: "
         "pip install 'kolovod[mpi]', or install Open MPI or MPICH"
@@ -41,13 +46,18 @@ def run_by_mpi(size: int, command: Sequence[str], variables: Mapping[str, str]) 
 
 
 def _become_mpirun(
-    mpirun: str, size: int, command: Sequence[str], variables: Mapping[str, str]
+    mpirun: str,
+    size: int,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    further: Sequence[str],
 ) -> NoReturn:
     environment = {**os.environ, **variables}
     environment.update(thread_limits(environment, size, usable_cores()))
     environment["KOLOVOD_BACKEND"] = "mpi"
     environment.setdefault("PYTHONUNBUFFERED", "1")
-    arguments = mpi_command(mpirun, _is_open_mpi(mpirun), size, command, variables, os.geteuid())
+    is_open_mpi = _is_open_mpi(mpirun)
+    arguments = mpi_command(mpirun, is_open_mpi, size, command, variables, os.geteuid(), further)
     sys.stdout.flush()
     os.execve(mpirun, arguments, environment)
 
@@ -59,21 +69,25 @@ def mpi_command(
     command: Sequence[str],
     variables: Mapping[str, str],
     uid: int,
+    further: Sequence[str] = (),
 ) -> list[str]:
     """The command line of ``mpirun`` for ``size`` ranks on this host. Decides, does nothing.
 
-    Open MPI refuses more ranks than cores, and the superuser, unless told otherwise.
+    Open MPI refuses more ranks than cores, and the superuser, unless told otherwise. ``further``
+    are the user's own arguments.
     """
     arguments = [mpirun]
     if is_open_mpi:
-        arguments += ["--oversubscribe", "--bind-to", "none", "--tag-output"]
+        arguments += ["--oversubscribe", "--tag-output"]
+        if not {"--bind-to", "-bind-to"} & set(further):
+            arguments += ["--bind-to", "none"]
         if uid == 0:
             arguments.append("--allow-run-as-root")
         for name in sorted({*variables, "KOLOVOD_BACKEND", "PYTHONUNBUFFERED"}):
             arguments += ["-x", name]
     else:
         arguments.append("-prepend-rank")
-    return [*arguments, "-np", str(size), *command]
+    return [*arguments, *further, "-np", str(size), *command]
 
 
 def _find_mpirun() -> str | None:

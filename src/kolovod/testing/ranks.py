@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -47,13 +48,16 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     keep_going: bool = False,
     hosts: Sequence[str] = (),
+    output_dir: Path | None = None,
+    executable: str = "",
 ) -> list[Any]:
     """Call ``fn(rank, *args)`` in ``n`` new processes; return the results by rank.
 
     The processes are ranks of one job: ``kolovod.init()`` in ``fn`` forms their world. ``fn``,
     ``args`` and the results travel by cloudpickle. ``env``: further variables for all ranks.
     ``hosts``: the host of each rank, if not all the same; they run here all the same, but those of
-    different hosts communicate over TCP.
+    different hosts communicate over TCP. ``output_dir``: also write each rank's output there, to
+    rank.N/stdout and stderr. ``executable``: another Python than this one.
 
     When a rank fails, the others are ended, and the first failure is raised as RankFailed; so it is
     after ``timeout_s``, with the Python stacks of the ranks that were late. With ``keep_going`` the
@@ -62,6 +66,7 @@ def run_ranks(
     """
     if n < 1:
         raise InvalidArgumentError(f"run_ranks({n}): need at least one rank")
+    python = executable or sys.executable
     payload = cloudpickle.dumps((fn, args))
     if hosts and len(hosts) != n:
         raise InvalidArgumentError(f"run_ranks: {len(hosts)} hosts for {n} ranks; give each one")
@@ -71,13 +76,14 @@ def run_ranks(
         environment=env or {},
         keep_going=keep_going,
         hosts=hosts,
+        output_dir=output_dir,
         stdout=sys.stdout,
         stderr=sys.stderr,
     )
     with _memory_files(n, header + payload) as (source, results):
         with Job(n, options) as job:
             job.start(
-                lambda rank: [sys.executable, "-c", _CHILD, str(source), str(results[rank])],
+                lambda rank: [python, "-c", _CHILD, str(source), str(results[rank])],
                 lambda rank: (source, results[rank]),
             )
             outcome = job.wait(timeout_s)

@@ -42,6 +42,10 @@ _STEPS, _DROPS, _FAILED, _AGAIN = range(4)
 _MARKS = 4
 
 
+class TooManyPassesError(InvalidArgumentError, AssertionError):
+    """A backward pass more than ``backward_passes_per_step``; Horovod's is an AssertionError."""
+
+
 class GradientReducer(Sender):
     """Keeps the gradients of named parameters equal on all ranks. One per optimizer."""
 
@@ -180,7 +184,7 @@ class GradientReducer(Sender):
             is_new = grad is None or grad._version == 0  # accumulating in place would count
         if not is_new:
             passes = self._countdown.passes
-            raise InvalidArgumentError(
+            raise TooManyPassesError(
                 f"the gradient of '{self._names[index]}' was computed {passes + 1} times "
                 f"since the last step(), but backward_passes_per_step is {passes}: call "
                 f"step() after {passes}, or pass backward_passes_per_step={passes + 1}, or let all "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["HostInfo", "parse_host_files", "parse_hosts"]
 
 _ITEM = re.compile(r"[\w.-]+:[0-9]+")
+_HERE = {"localhost", "127.0.0.1"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,11 @@ def parse_hosts(hosts_string: str) -> list[HostInfo]:
 def parse_host_files(filename: str) -> str:
     """A file with lines "host slots=4" as "host:4,...". Raises ValueError."""
     hosts = []
-    for line in Path(filename).read_text().splitlines():
+    try:
+        lines = Path(filename).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the host file {filename} cannot be read: {error}") from None
+    for line in lines:
         text = line.split("#")[0].strip()
         if not text:
             continue
@@ -43,4 +50,27 @@ def parse_host_files(filename: str) -> str:
         if found is None:
             raise ValueError(f"{filename}: line {line!r} is not of the form: host slots=N")
         hosts.append(f"{found[1]}:{found[2] or 1}")
+    if not hosts:
+        raise ValueError(f"the host file {filename} names no host")
     return ",".join(hosts)
+
+
+def hosts_here(hosts_string: str) -> list[HostInfo]:
+    """``parse_hosts``, of names of this host only: ValueError for others."""
+    infos = parse_hosts(hosts_string)
+    here = {*_HERE, socket.gethostname(), socket.getfqdn()}
+    for info in infos:
+        if info.hostname not in here:
+            raise ValueError(
+                f"host {info.hostname}: ranks on other hosts are not started by this release; "
+                "start them with mpirun or torchrun"
+            )
+    return infos
+
+
+def labels_of(infos: Sequence[HostInfo], count: int) -> list[str]:
+    """The host of each of ``count`` ranks: the first one's slots are filled first.
+
+    Two names of one machine, localhost and 127.0.0.1 say, are two hosts, as Horovod has it.
+    """
+    return [info.hostname for info in infos for _ in range(info.slots)][:count]
