@@ -47,7 +47,7 @@ def sum_for_ever() -> None:
 
 def test_verbs_before_init_are_refused() -> None:
     assert not kv.is_initialized()
-    with pytest.raises(NotInitializedError, match=r"call init\(\)"):
+    with pytest.raises(NotInitializedError, match=r"call init\(\) first"):
         kv.rank()
     kv.shutdown()  # nothing to do
 

@@ -1,6 +1,9 @@
 """horovodrun --config-file."""
 
 import builtins
+import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +73,15 @@ def test_every_key(tmp_path):
     ):  # fmt: skip
         name, _, value = wanted.partition("=")
         assert found[f"HOROVOD_{name}"] == value
+    for section in SECTIONS.values():
+        assert all(getattr(options, dest) is not None for dest in section.values())
+
+
+def test_the_page_on_launching_shows_every_key(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "launching.md"
+    (shown,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    options = apply(tmp_path, textwrap.dedent(shown))
+    assert options.use_gloo
     for section in SECTIONS.values():
         assert all(getattr(options, dest) is not None for dest in section.values())
 

@@ -1,5 +1,6 @@
 """The scripts of examples/horovod, started by horovodrun, by kolovod run, and alone."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -23,35 +24,64 @@ def run(launcher, size, script, *arguments):
     return done.stdout
 
 
+BY_BOTH = pytest.mark.parametrize("launcher", [HOROVODRUN, KOLOVOD], ids=["horovodrun", "kolovod"])
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_know_of_horovod_and_torch_only(script):
+    modules = set()
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+    assert "horovod.torch" in modules
+    others = {module.split(".")[0] for module in modules} - sys.stdlib_module_names
+    assert others == {"horovod", "torch"}
+
+
 @pytest.mark.parametrize(
-    ("size", "options"), [(1, []), (2, ["--fp16-allreduce"]), (2, ["--use-adasum"])]
+    ("launcher", "size", "options"),
+    [
+        (None, 1, []),
+        (HOROVODRUN, 2, ["--fp16-allreduce"]),
+        (KOLOVOD, 2, ["--use-adasum"]),
+    ],
+    ids=["alone", "horovodrun-fp16", "kolovod-adasum"],
 )
-def test_mnist(size, options):
-    out = run(HOROVODRUN, size, "mnist.py", "--images", "1500", *options)
+def test_mnist(launcher, size, options):
+    out = run(launcher, size, "mnist.py", "--images", "1500", *options)
     (accuracy,) = re.findall(r"epoch 1: .* accuracy ([\d.]+)%", out)
     assert float(accuracy) > 80
 
 
-def test_synthetic_benchmark():
-    out = run(HOROVODRUN, 2, "synthetic_benchmark.py", "--num-iters", "1", "--image-size", "32")
+@BY_BOTH
+def test_synthetic_benchmark(launcher):
+    out = run(launcher, 2, "synthetic_benchmark.py", "--num-iters", "1", "--image-size", "32")
     assert re.search(r"Total img/sec on 2 rank\(s\): [\d.,]+", out)
 
 
-@pytest.mark.parametrize("launcher", [HOROVODRUN, KOLOVOD])
+@BY_BOTH
 def test_accumulation(launcher):
     losses = re.findall(r"loss ([\d.]+)", run(launcher, 2, "accumulation.py"))
     assert len(losses) == 4
     assert float(losses[-1]) < float(losses[0])
 
 
-def test_process_sets():
-    assert "slopes by rank: [2.0, -3.0, 2.0]" in run(HOROVODRUN, 3, "process_sets.py")
+@BY_BOTH
+def test_process_sets(launcher):
+    assert "slopes by rank: [2.0, -3.0, 2.0]" in run(launcher, 3, "process_sets.py")
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_uneven_data(size):
-    assert f"epoch 1: rank {size - 1} was the last" in run(KOLOVOD, size, "uneven_join.py")
+@pytest.mark.parametrize(
+    ("launcher", "size"),
+    [(None, 1), (HOROVODRUN, 3), (KOLOVOD, 2)],
+    ids=["alone", "horovodrun", "kolovod"],
+)
+def test_uneven_data(launcher, size):
+    assert f"epoch 1: rank {size - 1} was the last" in run(launcher, size, "uneven_join.py")
 
 
-def test_hyperparameters():
-    assert "the same rate: True" in run(HOROVODRUN, 3, "hyperparameters.py")
+@BY_BOTH
+def test_hyperparameters(launcher):
+    assert "the same rate: True" in run(launcher, 2, "hyperparameters.py")

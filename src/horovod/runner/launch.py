@@ -65,7 +65,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     hosts = labels_of(infos, count)
     check_affinity(settings.thread_affinity, hosts or ["localhost"] * count)
     if options.use_mpi or settings.backend == "mpi":
-        return [*_for_mpi(options, count), *_setting(variables), "--", *command]
+        options.use_mpi = True
+        return [*_for_mpi(options, count), *_setting(variables_of(options)), "--", *command]
     arguments = ["run", "-np", str(count)]
     if options.prefix_output_with_timestamp:
         arguments.append("--timestamps")

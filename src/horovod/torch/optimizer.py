@@ -43,7 +43,7 @@ def DistributedOptimizer(
         warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     process_set = group_of(process_set)
-    if op == Adasum and process_set is not None:
+    if op == Adasum and process_set is not None:  # as in Horovod; ranks outside could not step
         raise NotImplementedError("op Adasum is possible among all ranks only, not a process set")
     if op == Adasum:
         check_adasum(plain.membership(None).size)
