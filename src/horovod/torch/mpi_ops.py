@@ -112,8 +112,12 @@ def shutdown() -> None:
 
 
 def barrier(process_set: Any = global_process_set) -> None:
-    """Return once every rank of the set has called it."""
-    plain.barrier(None, group_of(process_set))
+    """Return once every rank of the set has called it.
+
+    Barriers have a name, as Horovod's have: ranks that have made unequally many unnamed calls (one
+    failed at once, say) meet in it all the same.
+    """
+    plain.barrier("barrier.barrier", group_of(process_set))
 
 
 def join(device: int = -1) -> int:
