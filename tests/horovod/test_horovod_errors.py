@@ -73,8 +73,8 @@ def nothing():
 
 
 splits = functools.partial(torch.tensor, dtype=torch.int32)
-# label: (what rank 1 does, what the others do, what the error says). Calls that fail on one rank are
-# named, since even a call that fails takes the number of an unnamed one, as with Horovod.
+# label: (what rank 1 does, what the others do, what the error says). Calls that fail on one rank
+# are named, since even a call that fails takes the number of an unnamed one, as with Horovod.
 MISMATCHES = {
     # 1: dtype
     "allreduce dtype": (
