@@ -410,8 +410,9 @@ def test_after_a_shutdown_of_one_rank(label):
             assert "HorovodInternalError" in kinds.split()
             assert "init()" in message
             continue
-        check(found[f"after shutdown: {label}"], MISMATCH, "rank 1")
-        check(found["pending: allreduce"], MISMATCH, "rank 1")
+        # Rank 1, but the third rank may have come to its own shutdown by then.
+        check(found[f"after shutdown: {label}"], MISMATCH, "rank [012] .*(left|shut down)")
+        check(found["pending: allreduce"], MISMATCH, "rank [012] .*(left|shut down)")
 
 
 def die(rank):
