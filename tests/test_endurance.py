@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from leaks import of_this_process
 
 from kolovod.testing import run_ranks
 
 WORLDS = 1000
 WARM_UP = 300  # until caches of the allocator are full
-
-
-def of_this_process():
-    """What a leak would make grow: KiB of memory, descriptors, threads, mappings."""
-    gc.collect()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4
-    mappings = len(Path("/proc/self/maps").read_text().splitlines())
-    return resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings
 
 
 def form_and_leave(rank):

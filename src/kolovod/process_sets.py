@@ -106,6 +106,10 @@ class ProcessSet:
         """What carries its operations; None on other ranks than its members."""
         return self._membership.engine if self._membership is not None else None
 
+    def _forget(self) -> None:
+        """Be no part of a world any more, and keep nothing of it alive."""
+        self._world = self._id = self._membership = None
+
     def __repr__(self) -> str:
         """Its members and its number."""
         number = "" if self.process_set_id is None else f" (id {self.process_set_id})"
@@ -229,8 +233,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if membership is not None:
         _native.publish(number, None)
         world.dissolve(membership.engine)
-    del world.sets.by_id[number]
-    process_set._world = process_set._id = process_set._membership = None
+    world.sets.by_id.pop(number)._forget()
     return True
 
 

@@ -204,6 +204,8 @@ def shutdown() -> None:
             engine.shutdown()
         world.engine.shutdown()
         _unpublish(world)
+        for process_set in world.sets.by_id.values():
+            process_set._forget()
         if world.driver is not None:
             world.driver.stop()
 

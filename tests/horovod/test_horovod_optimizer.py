@@ -1,6 +1,7 @@
 """Horovod's DistributedOptimizer with each option, against one process with all the data."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 
@@ -89,6 +90,7 @@ def train_all(rank, size):
         trained(rank, num_groups=2)
     check_sparse(rank, size)
     check_adasum(rank, size)
+    check_clipping_and_accumulation(rank, size)
     check_errors()
     if size == 2:
         check_sparse_in_the_next_world(rank)
@@ -179,6 +181,38 @@ def check_adasum(rank, size):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
         with pytest.raises(AssertionError), optimizer.skip_synchronize():
             pass
+
+
+def check_clipping_and_accumulation(rank, size):
+    """Horovod's recipe, and without it; passes that are counted, and passes within no_sync."""
+
+    def loop(model, optimizer, ranks, how):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(2):
+                for r in ranks:
+                    inputs, target = batch(2 * step + part, r)
+                    loss = nn.functional.cross_entropy(model(inputs), target) / len(ranks)
+                    with optimizer.no_sync() if how == "no_sync" and not part else nullcontext():
+                        loss.backward()
+            if how == "recipe":
+                optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            with optimizer.skip_synchronize() if how == "recipe" else nullcontext():
+                optimizer.step()
+
+    plain = new_model()
+    loop(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(size), "plain")
+    for how in ("recipe", "default", "no_sync"):
+        model = new_model()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=1 if how == "no_sync" else 2,
+        )
+        loop(model, optimizer, [rank], how)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5, msg=how)
 
 
 def check_errors():
