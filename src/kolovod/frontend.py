@@ -18,9 +18,9 @@ T = TypeVar("T")
 TensorView: TypeAlias = "tuple[int, tuple[int, ...], int, Any]"
 """``(dtype, shape, address, owner)``: the number of the dtype (``_native.DTYPES``), the shape in
 elements, the address of the first byte, and the tensor whose memory that is. ``owner`` is the
-viewed tensor itself, or a dense copy of it when the tensor's own memory is not dense. A plain
-tuple, because one is made for every small allreduce and a tuple is the cheapest thing Python
-has."""
+viewed tensor itself, or a dense copy of it when the tensor's own memory is not dense or out of the
+engine's reach. A plain tuple, because one is made for every small allreduce and a tuple is the
+cheapest thing Python has."""
 
 
 class Frontend(Protocol[T]):
@@ -50,7 +50,11 @@ class Frontend(Protocol[T]):
         ...
 
     def copy_back(self, dense: T, tensor: T) -> None:
-        """Write the values of ``dense`` into ``tensor``, which is not dense (in-place verbs)."""
+        """Write the values of ``dense`` into ``tensor``, of which it is a copy (in-place verbs)."""
+        ...
+
+    def placed(self, dense: T, like: T) -> T:
+        """``dense``, which holds a result for ``like``, where ``like`` is: on its device."""
         ...
 
     def from_bytes(self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]) -> T:

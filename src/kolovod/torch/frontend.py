@@ -1,4 +1,4 @@
-"""PyTorch's CPU tensors as the engine sees them."""
+"""PyTorch's tensors as the engine sees them; those on a GPU by a copy in host memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.autograd.graph import increment_version
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError
 from kolovod.frontend import TensorView
+from kolovod.torch.device import Cuda, cuda
 
 # torch.uint16 came with PyTorch 2.3.
 DTYPES: dict[torch.dtype, int] = {
@@ -22,7 +23,11 @@ _empty_like = torch.empty_like
 
 
 class TorchFrontend:
-    """Dense tensors in host memory; autograd history is neither read nor made."""
+    """Tensors of any device that has memory; autograd history is neither read nor made."""
+
+    def __init__(self, device: Cuda = cuda) -> None:
+        """``device``: copies to and from the GPU (tests have another)."""
+        self.device = device
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor."""
@@ -36,7 +41,7 @@ class TorchFrontend:
                 return code, tensor.shape, tensor.data_ptr(), tensor
         except (AttributeError, KeyError, RuntimeError):
             pass  # explained below
-        return _slow_view(tensor)
+        return self._slow_view(tensor)
 
     def empty_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """See Frontend.empty_like."""
@@ -52,8 +57,15 @@ class TorchFrontend:
 
     def copy_back(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
         """See Frontend.copy_back."""
+        if self.device.is_on_device(tensor):
+            self.device.unpack(dense.view(-1), [tensor])
+            return
         with torch.no_grad():
             tensor.copy_(dense)
+
+    def placed(self, dense: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See Frontend.placed. On a GPU it is there when the current stream has come to it."""
+        return self.device.to_device(dense, like) if self.device.is_on_device(like) else dense
 
     def from_bytes(
         self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
@@ -61,28 +73,37 @@ class TorchFrontend:
         """See Frontend.from_bytes."""
         return torch.from_numpy(data).view(_BY_CODE[dtype]).reshape(shape)
 
+    def _slow_view(self, tensor: torch.Tensor) -> TensorView:
+        """Make a dense copy in host memory, or say what is wrong."""
+        if not isinstance(tensor, torch.Tensor):
+            raise _not_a_tensor(tensor)
+        if tensor.layout is not torch.strided:
+            raise InvalidArgumentError(
+                f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense() "
+                "(an embedding makes sparse gradients only with sparse=True)"
+            )
+        is_on_device = self.device.is_on_device(tensor)
+        if not (tensor.is_cpu or is_on_device):
+            raise InvalidArgumentError(
+                f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}, but this engine "
+                "works in host memory and copies from CUDA devices only: pass tensor.cpu()"
+            )
+        code = code_of(tensor)
+        if is_on_device:
+            dense = self.device.to_host(tensor)
+        else:
+            with torch.no_grad():
+                dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        return code, dense.shape, dense.data_ptr(), dense
 
-def _slow_view(tensor: torch.Tensor) -> TensorView:
-    """Make a dense copy, or say what is wrong."""
-    if not isinstance(tensor, torch.Tensor):
-        raise _not_a_tensor(tensor)
-    if tensor.layout is not torch.strided:
-        raise InvalidArgumentError(
-            f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense() (an "
-            "embedding makes sparse gradients only with sparse=True)"
-        )
-    if not tensor.is_cpu:
-        raise InvalidArgumentError(
-            f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}, but this engine "
-            "works in host memory: pass tensor.cpu()"
-        )
+
+def code_of(tensor: torch.Tensor) -> int:
+    """The engine's number of the dtype. Raises InvalidArgumentError if it has none."""
     code = DTYPES.get(tensor.dtype)
     if code is None:
         known = ", ".join(str(dtype) for dtype in DTYPES)
         raise InvalidArgumentError(f"{tensor.dtype} is not supported; convert to one of {known}")
-    with torch.no_grad():
-        dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return code, dense.shape, dense.data_ptr(), dense
+    return code
 
 
 def _not_a_tensor(value: Any) -> InvalidArgumentError:
