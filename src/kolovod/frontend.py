@@ -15,6 +15,11 @@ import numpy.typing as npt
 
 T = TypeVar("T")
 
+DEVICE_SHIFT = 16
+ON_DEVICE = 1 << 8
+"""Added to the dtype in a view whose address is one of a GPU, with the GPU's number shifted by
+DEVICE_SHIFT. Only worlds whose backend is nccl take such views."""
+
 TensorView: TypeAlias = "tuple[int, tuple[int, ...], int, Any]"
 """``(dtype, shape, address, owner)``: the number of the dtype (``_native.DTYPES``), the shape in
 elements, the address of the first byte, and the tensor whose memory that is. ``owner`` is the

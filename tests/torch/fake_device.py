@@ -113,6 +113,12 @@ class FakeDevice(Cuda):
         stream.run(stream.end())
         super().unpack(host, tensors)
 
+    def follow(self, streams):
+        current = self.stream_of(None)
+        for stream in streams:
+            if stream is not current:
+                current.enqueue(partial(stream.run, stream.end()))
+
     @contextmanager
     def beside(self, tensor, streams):
         before = self.stream_of(tensor)
@@ -128,8 +134,8 @@ class FakeDevice(Cuda):
 class FakeFrontend(TorchFrontend):
     """The front end that takes these tensors."""
 
-    def __init__(self, device=None):
-        super().__init__(device or FakeDevice())
+    def __init__(self, device=None, is_direct=bool):
+        super().__init__(device or FakeDevice(), is_direct)
 
     def view(self, tensor):
         if isinstance(tensor, torch.Tensor) and self.device.is_on_device(tensor):
@@ -137,4 +143,5 @@ class FakeFrontend(TorchFrontend):
         return super().view(tensor)
 
     def from_bytes(self, data, dtype, shape):
-        return self.device.in_host_memory(super().from_bytes(data, dtype, shape))
+        made = super().from_bytes(data, dtype, shape)
+        return made if isinstance(data, torch.Tensor) else self.device.in_host_memory(made)

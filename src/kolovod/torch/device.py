@@ -74,6 +74,13 @@ class Cuda:
         """The current stream."""
         return torch.cuda.current_stream(tensor.device)
 
+    def follow(self, streams: Iterable[Any]) -> None:
+        """Let the current streams come after what is in ``streams`` now."""
+        for stream in streams:
+            current = torch.cuda.current_stream(stream.device)
+            if current != stream:
+                current.wait_stream(stream)
+
     @contextmanager
     def beside(self, tensor: torch.Tensor, streams: Iterable[Any]) -> Iterator[None]:
         """Make a side stream of the tensor's device current, after what is in ``streams`` now."""

@@ -1,7 +1,11 @@
-"""PyTorch's tensors as the engine sees them; those on a GPU by a copy in host memory."""
+"""PyTorch's tensors as the engine sees them.
+
+Those on a GPU by a copy in host memory, except with the backend nccl.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,23 +15,28 @@ from torch.autograd.graph import increment_version
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError
-from kolovod.frontend import TensorView
+from kolovod.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView
 from kolovod.torch.device import Cuda, cuda
+from kolovod.world import has_nccl
 
 # torch.uint16 came with PyTorch 2.3.
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
 }
-_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 _empty_like = torch.empty_like
 
 
 class TorchFrontend:
     """Tensors of any device that has memory; autograd history is neither read nor made."""
 
-    def __init__(self, device: Cuda = cuda) -> None:
-        """``device``: copies to and from the GPU (tests have another)."""
+    def __init__(self, device: Cuda = cuda, is_direct: Callable[[], bool] = has_nccl) -> None:
+        """``device``: copies to and from the GPU (tests have another).
+
+        ``is_direct``: asked whether the engine itself takes tensors on GPUs.
+        """
         self.device = device
+        self.is_direct = is_direct
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor."""
@@ -57,7 +66,8 @@ class TorchFrontend:
 
     def copy_back(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
         """See Frontend.copy_back."""
-        if self.device.is_on_device(tensor):
+        is_on_device = self.device.is_on_device
+        if is_on_device(tensor) and not is_on_device(dense):
             self.device.unpack(dense.view(-1), [tensor])
             return
         with torch.no_grad():
@@ -65,13 +75,17 @@ class TorchFrontend:
 
     def placed(self, dense: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """See Frontend.placed. On a GPU it is there when the current stream has come to it."""
-        return self.device.to_device(dense, like) if self.device.is_on_device(like) else dense
+        is_on_device = self.device.is_on_device
+        if is_on_device(like) and not is_on_device(dense):
+            return self.device.to_device(dense, like)
+        return dense
 
     def from_bytes(
-        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
+        self, data: npt.NDArray[np.uint8] | torch.Tensor, dtype: int, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """See Frontend.from_bytes."""
-        return torch.from_numpy(data).view(_BY_CODE[dtype]).reshape(shape)
+        """See Frontend.from_bytes. What is on a GPU comes as a flat tensor there."""
+        flat = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
+        return flat.view(BY_CODE[dtype % ON_DEVICE]).reshape(shape)
 
     def _slow_view(self, tensor: torch.Tensor) -> TensorView:
         """Make a dense copy in host memory, or say what is wrong."""
@@ -89,7 +103,15 @@ class TorchFrontend:
                 "works in host memory and copies from CUDA devices only: pass tensor.cpu()"
             )
         code = code_of(tensor)
-        if is_on_device:
+        if is_on_device and self.is_direct():
+            if tensor.is_contiguous() and not tensor.is_neg():
+                dense = tensor
+            else:
+                with torch.no_grad():
+                    dense = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                    dense.copy_(tensor)
+            code |= ON_DEVICE | (tensor.device.index or 0) << DEVICE_SHIFT
+        elif is_on_device:
             dense = self.device.to_host(tensor)
         else:
             with torch.no_grad():

@@ -130,6 +130,9 @@ class Sender:
         engine, way = self.verbs.world().engine, self._way
         scales = (way.prescale, way.postscale)
         number = 0
+        if bucket.streams:  # of gradients that are not staged
+            self._device.follow(bucket.streams)
+            bucket.streams.clear()
         if events:
             submit = partial(engine.submit, verb, bucket.name, entries, self._op, *scales, 0, False)
             bucket.queued = Queued(events, submit, engine, (items, bucket.staged))
@@ -153,7 +156,8 @@ class Sender:
         if small is plain:
             small = grad
         try:
-            if self._device.is_on_device(small) and not small.is_sparse:
+            is_far = self._device.is_on_device(small) and not self._frontend.is_direct()
+            if is_far and not small.is_sparse:
                 return (code_of(small), small.shape, _LATER, _LATER), small, context
             code, shape, address, dense = self._frontend.view(small)
         except InvalidArgumentError as error:
