@@ -138,7 +138,7 @@ def one_dies_while_they_meet(rank):
     from kolovod.backends import gloo
 
     if rank == 1:
-        gloo._make_store = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        gloo.make_store = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CollectiveAbortedError) as caught:
         kolovod.init()
     return type(caught.value).__name__, caught.value.rank

@@ -26,10 +26,10 @@ def operation(
     name: str, bucket: int, submitted: int, started: int, ended: int, **changes: Any
 ) -> Operation:
     """Times in ms after the start."""
-    facts = {"process_set": 0, "verb": "allreduce", "dtype": "float32", "tensors": 1, "bytes": 8}
+    facts = {"where": "", "verb": "allreduce", "dtype": "float32", "tensors": 1, "bytes": 8}
     facts = {**facts, "ok": True, **changes}
     return (
-        facts["process_set"],
+        facts["where"],
         name,
         facts["verb"],
         facts["dtype"],
@@ -63,17 +63,17 @@ def test_an_operation_is_its_negotiation_and_then_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "verb", "process_set", "label"),
+    ("name", "verb", "where", "label"),
     [
-        ("loss", "allreduce", 0, "allreduce.loss"),
-        ("allreduce.loss", "allreduce", 0, "allreduce.loss"),
-        ("unnamed.17", "allgather", 0, "allgather.noname"),
-        ("allreduce.noname.3", "allreduce", 0, "allreduce.noname"),
-        ("loss", "allreduce", 4, "allreduce.loss in set 4"),
+        ("loss", "allreduce", "", "allreduce.loss"),
+        ("allreduce.loss", "allreduce", "", "allreduce.loss"),
+        ("unnamed.17", "allgather", "", "allgather.noname"),
+        ("allreduce.noname.3", "allreduce", "", "allreduce.noname"),
+        ("loss", "allreduce", " in set 4", "allreduce.loss in set 4"),
     ],
 )
-def test_labels(name: str, verb: str, process_set: int, label: str) -> None:
-    done = operation(name, 1, 1, 2, 3, verb=verb, process_set=process_set)
+def test_labels(name: str, verb: str, where: str, label: str) -> None:
+    done = operation(name, 1, 1, 2, 3, verb=verb, where=where)
     events = Trace(START, 0).add(0, "h", Batch([done]))
     assert label in {e["args"]["name"] for e in events if e["name"] == "thread_name"}
 

@@ -71,6 +71,8 @@ class Collectives(Gathering[T]):
             0,
             (tensor, owner),
         )
+        if target == source:
+            owner = self.frontend.placed(owner, tensor)
         return owner  # type: ignore[no-any-return]
 
     def allreduce_async(
@@ -85,8 +87,10 @@ class Collectives(Gathering[T]):
         """``allreduce`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         entry, output = self._fresh(tensor)
         scales = (prescale_factor, postscale_factor)
+        finish = self._placing_one(output, tensor) if entry[2] == entry[3] else None
+        buffers = (tensor, output)
         return self._start(
-            process_set, _ALLREDUCE, name, [entry], op, *scales, 0, (tensor, output), output
+            process_set, _ALLREDUCE, name, [entry], op, *scales, 0, buffers, output, finish
         )
 
     def allreduce_(
@@ -200,7 +204,7 @@ class Collectives(Gathering[T]):
         root = root_rank if process_set is None else process_set.position(root_rank)
         buffers = (tensor, output)
         self._run(process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers)
-        return output
+        return self.frontend.placed(output, tensor) if entry[2] == entry[3] else output
 
     def broadcast_async(
         self,
@@ -212,9 +216,10 @@ class Collectives(Gathering[T]):
         """``broadcast`` that returns at once."""
         entry, output = self._fresh(tensor)
         root = root_rank if process_set is None else process_set.position(root_rank)
+        finish = self._placing_one(output, tensor) if entry[2] == entry[3] else None
         buffers = (tensor, output)
         return self._start(
-            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, output
+            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, output, finish
         )
 
     def broadcast_(
@@ -313,7 +318,7 @@ class Collectives(Gathering[T]):
             result = list(tensors)
             finish = self._copying_back(outputs, result, result)
         else:
-            result, finish = outputs, None
+            result, finish = outputs, self._placing(pairs, tensors)
         return self._start(
             process_set,
             _ALLREDUCE,

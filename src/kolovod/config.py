@@ -140,9 +140,9 @@ class Settings:
 
     backend: str = _knob(
         "native",
-        "Who carries the bytes: native (shared memory), mpi (an MPI library, by mpi4py) or gloo "
-        "(by torch.distributed).",
-        choices=("native", "mpi", "gloo"),
+        "Who carries the bytes: native (shared memory), mpi (an MPI library, by mpi4py), gloo "
+        "(by torch.distributed) or nccl (the same; for tensors on GPUs, one GPU for each rank).",
+        choices=("native", "mpi", "gloo", "nccl"),
         engine=False,
     )
     start_timeout_s: float = _knob(

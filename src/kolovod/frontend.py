@@ -15,12 +15,17 @@ import numpy.typing as npt
 
 T = TypeVar("T")
 
+DEVICE_SHIFT = 16
+ON_DEVICE = 1 << 8
+"""Added to the dtype in a view whose address is one of a GPU, with the GPU's number shifted by
+DEVICE_SHIFT. Only worlds whose backend is nccl take such views."""
+
 TensorView: TypeAlias = "tuple[int, tuple[int, ...], int, Any]"
 """``(dtype, shape, address, owner)``: the number of the dtype (``_native.DTYPES``), the shape in
 elements, the address of the first byte, and the tensor whose memory that is. ``owner`` is the
-viewed tensor itself, or a dense copy of it when the tensor's own memory is not dense. A plain
-tuple, because one is made for every small allreduce and a tuple is the cheapest thing Python
-has."""
+viewed tensor itself, or a dense copy of it when the tensor's own memory is not dense or out of the
+engine's reach. A plain tuple, because one is made for every small allreduce and a tuple is the
+cheapest thing Python has."""
 
 
 class Frontend(Protocol[T]):
@@ -50,7 +55,11 @@ class Frontend(Protocol[T]):
         ...
 
     def copy_back(self, dense: T, tensor: T) -> None:
-        """Write the values of ``dense`` into ``tensor``, which is not dense (in-place verbs)."""
+        """Write the values of ``dense`` into ``tensor``, of which it is a copy (in-place verbs)."""
+        ...
+
+    def placed(self, dense: T, like: T) -> T:
+        """``dense``, which holds a result for ``like``, where ``like`` is: on its device."""
         ...
 
     def from_bytes(self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]) -> T:

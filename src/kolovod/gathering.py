@@ -34,7 +34,7 @@ class Gathering(Submitter[T]):
         view = self._view(tensor)
 
         def finish(engine: _native.Engine, number: int) -> T:
-            return self._made(engine, number, 0, view, sum(engine.rows(number, 0)))
+            return self._made(engine, number, 0, view, sum(engine.rows(number, 0)), tensor)
 
         entries = [(*view[:3], 0)]
         result: T = self._run(
@@ -131,7 +131,7 @@ class Gathering(Submitter[T]):
         world = self.membership(process_set)
 
         def finish(engine: _native.Engine, number: int) -> T:
-            return self._made(engine, number, 0, view, _part(view[1][0], world))
+            return self._made(engine, number, 0, view, _part(view[1][0], world), tensor)
 
         pre, post = prescale_factor, postscale_factor
         entries = [(*view[:3], 0)]
@@ -195,12 +195,13 @@ class Gathering(Submitter[T]):
         blocking: bool,
         single: bool = False,
     ) -> Handle[Any]:
+        tensors = tuple(tensors)  # the caller may change the list meanwhile
         views = [self._view(tensor) for tensor in tensors]
 
         def finish(engine: _native.Engine, number: int) -> Any:
             outputs = [
-                self._made(engine, number, i, view, sum(engine.rows(number, i)))
-                for i, view in enumerate(views)
+                self._made(engine, number, i, view, sum(engine.rows(number, i)), tensor)
+                for i, (view, tensor) in enumerate(zip(views, tensors, strict=True))
             ]
             return outputs[0] if single else outputs
 
@@ -223,7 +224,7 @@ class Gathering(Submitter[T]):
 
         def finish(engine: _native.Engine, number: int) -> tuple[T, list[int]]:
             received = engine.rows(number, 0)
-            return self._made(engine, number, 0, view, sum(received)), received
+            return self._made(engine, number, 0, view, sum(received), tensor), received
 
         return view, [(*view[:3], 0)], finish, checked
 
@@ -238,13 +239,14 @@ class Gathering(Submitter[T]):
         blocking: bool,
         single: bool = False,
     ) -> Handle[Any]:
+        tensors = tuple(tensors)
         views = [self._view(tensor) for tensor in tensors]
         world = self.membership(process_set)
 
         def finish(engine: _native.Engine, number: int) -> Any:
             outputs = [
-                self._made(engine, number, i, view, _part(view[1][0], world))
-                for i, view in enumerate(views)
+                self._made(engine, number, i, view, _part(view[1][0], world), tensor)
+                for i, (view, tensor) in enumerate(zip(views, tensors, strict=True))
             ]
             return outputs[0] if single else outputs
 
@@ -263,9 +265,13 @@ class Gathering(Submitter[T]):
             blocking,
         )
 
-    def _made(self, engine: _native.Engine, number: int, i: int, view: TensorView, rows: int) -> T:
-        """Output ``i``, which the engine made: like ``view``, but with so many rows."""
-        return self.frontend.from_bytes(engine.output(number, i), view[0], (rows, *view[1][1:]))
+    def _made(
+        self, engine: _native.Engine, number: int, i: int, view: TensorView, rows: int, tensor: T
+    ) -> T:
+        """Output ``i``, which the engine made: like ``tensor``, but with so many rows."""
+        shape = (rows, *view[1][1:])
+        made = self.frontend.from_bytes(engine.output(number, i), view[0], shape)
+        return made if view[3] is tensor else self.frontend.placed(made, tensor)
 
 
 def _part(rows: int, world: WorldLike) -> int:

@@ -9,6 +9,7 @@ made the request (an optimizer, say) may be gone by then.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any, Generic, NoReturn, TypeVar
@@ -30,7 +31,8 @@ class Keeper:
 
     def __init__(self) -> None:
         """Start with nothing kept."""
-        self._kept: list[tuple[_native.Engine, int, object]] = []
+        # One deque for good: threads add to it while another sweeps.
+        self._kept: deque[tuple[_native.Engine, int, object]] = deque()
 
     def __bool__(self) -> bool:
         """Whether anything is kept."""
@@ -50,8 +52,11 @@ class Keeper:
 
     def sweep(self) -> None:
         """Let go of what has completed since."""
-        kept, self._kept = self._kept, []
-        for engine, number, buffers in kept:
+        for _ in range(len(self._kept)):
+            try:
+                engine, number, buffers = self._kept.popleft()
+            except IndexError:  # another thread sweeps, too
+                return
             self.keep(engine, number, buffers)
 
 

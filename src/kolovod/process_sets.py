@@ -15,7 +15,7 @@ from typing import Any
 from kolovod import _native
 from kolovod.errors import BootstrapError, InvalidArgumentError, KolovodError, MismatchError
 from kolovod.submission import Group
-from kolovod.world import World, current, is_initialized
+from kolovod.world import World, current, is_initialized, native_part
 
 __all__ = [
     "ProcessSet",
@@ -187,7 +187,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise BootstrapError(f"process set {added.ranks} was not formed: {failures[0]}") from error
     if engine is not None:
         added._membership = Membership(engine, added.position(world.rank), len(added._ranks))
-        _native.publish(number, engine)
+        _native.publish(number, native_part(engine))
     added._world, added._id = world, number
     world.sets.by_id[number] = added
     return added

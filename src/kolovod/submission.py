@@ -176,6 +176,29 @@ class Submitter(Generic[T]):
         dtype, shape, address, owner = self._view(tensor)
         return (dtype, shape, address, address), owner
 
+    def _placing_one(self, output: T, tensor: T) -> Callable[[_native.Engine, int], T]:
+        """What brings a result that is in a private copy of ``tensor`` to where that is."""
+        placed = self.frontend.placed
+        return lambda engine, number: placed(output, tensor)
+
+    def _placing(
+        self, pairs: Sequence[tuple[EngineTensor, T]], tensors: Sequence[T]
+    ) -> Callable[[_native.Engine, int], list[T]] | None:
+        """The same for several, if any is such a copy; ``_fresh`` has made ``pairs`` of them."""
+        copied = [entry[2] == entry[3] for entry, _ in pairs]
+        if not any(copied):
+            return None
+        placed = self.frontend.placed
+        tensors = tuple(tensors)  # the caller may change the list meanwhile
+
+        def finish(engine: _native.Engine, number: int) -> list[T]:
+            return [
+                placed(output, tensor) if is_copy else output
+                for (_, output), tensor, is_copy in zip(pairs, tensors, copied, strict=True)
+            ]
+
+        return finish
+
     def _copying_back(
         self, owners: Sequence[T], tensors: Sequence[T], result: Any
     ) -> Callable[[_native.Engine, int], Any] | None:

@@ -87,20 +87,42 @@ class World:
 
         It shares the fate of this world, and ends with it. Raises what ``init`` raises.
         """
+        engine = self._form(ranks)
+        try:
+            engine = self._with_gpus(engine, ranks)
+        except BaseException:
+            engine.shutdown()
+            raise
+        self.sets.engines.append(engine)
+        return engine
+
+    def _form(self, ranks: Sequence[int], external: bool = False) -> _native.Engine:
         members = tuple(self.members[rank] for rank in ranks)
         with _ready(self.place, members, self.settings) as ready:
             prefix = record_files.file_prefix(
                 self.settings.last_operations_dir, self.place.secret, ready.epoch, ranks
             )
-            engine = _make_engine(
+            if external:
+                # Its bucket only goes to another thread, so start that without delay.
+                ready = replace(ready, config={**ready.config, "kick_bytes": 1})
+            return _make_engine(
                 ready,
                 self.core,
+                external=external,
                 ranks=tuple(ranks),
-                world=self.engine,
-                last_operations_prefix=prefix,
+                world=native_part(self.engine),
+                last_operations_prefix="" if external else prefix,
             )
-        self.sets.engines.append(engine)
-        return engine
+
+    def _with_gpus(self, engine: _native.Engine, ranks: Sequence[int]) -> _native.Engine:
+        """``engine``, and with the backend nccl a second one for tensors on GPUs, as one."""
+        if self.settings.backend != "nccl":
+            return engine
+        from kolovod.backends import nccl
+
+        position, size = ranks.index(self.rank), len(ranks)
+        nccl.check(engine, position, size, self.host)
+        return nccl.paired(engine, self._form(ranks, external=True), position, size)
 
     def dissolve(self, engine: _native.Engine) -> None:
         """Shut down an engine that ``form`` made."""
@@ -138,6 +160,17 @@ def is_initialized() -> bool:
     return _world is not None
 
 
+def has_nccl() -> bool:
+    """Whether this process is in a world whose tensors on GPUs are carried by NCCL."""
+    return _world is not None and _world.settings.backend == "nccl"
+
+
+def native_part(engine: _native.Engine) -> _native.Engine:
+    """The native engine of a world or a process set, which is all of it but with nccl."""
+    part: _native.Engine = getattr(engine, "host", engine)
+    return part
+
+
 def init(
     comm: Sequence[int] | None = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | None = None,
@@ -170,7 +203,7 @@ def init(
         place = _place()
         members = _members(range(place.size) if comm is None else comm, place.rank, place.size)
         _world = _make_world(_ready(place, members, settings), place, settings)
-        _native.publish(0, _world.engine)
+        _native.publish(0, native_part(_world.engine))
         if not _process.has_exit_hook:
             atexit.register(leave_at_exit)
             _process.has_exit_hook = True
@@ -333,7 +366,7 @@ def _make_engine(
 def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
-    is_external = settings.backend != "native" and size > 1
+    is_external = settings.backend in ("mpi", "gloo") and size > 1
     local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
     if ready.rank == 0:
         record_files.prune()
@@ -357,10 +390,10 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
         hosts=tuple(hosts),
         core=core,
     )
-    if not is_external:
-        return world
     try:
         with affinity.threads_on(core):
+            if not is_external:
+                return replace(world, engine=world._with_gpus(engine, range(size)))
             return replace(world, driver=backends.start(settings.backend, world))
     except BaseException:
         engine.shutdown()

@@ -155,3 +155,15 @@ def test_beside_a_real_horovod_it_says_so(tmp_path):
     assert done.returncode != 0
     assert "Horovod 0.28.1 is installed beside Kolovod" in done.stderr
     assert "pip uninstall horovod" in done.stderr
+
+
+def test_what_is_built_for_gpus():
+    import torch
+
+    from horovod.common import basics
+
+    assert basics.nccl_code(2, 7, 8) == 2708
+    assert basics.nccl_code(2, 27, 3) == 22703
+    assert hvd.cuda_built() == (torch.version.cuda is not None)
+    assert isinstance(hvd.nccl_built(), int)
+    assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()

@@ -97,8 +97,22 @@ def gloo_built(verbose: bool = False) -> bool:
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """0: this release reduces CUDA tensors in no other way than through host memory."""
-    return 0
+    """The version of the NCCL that comes with PyTorch, 22703 for 2.27.3; 0 without it."""
+    if not cuda_built():
+        return 0
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+    return nccl_code(major, minor, patch)
+
+
+def nccl_code(major: int, minor: int, patch: int) -> int:
+    """The number that NCCL gives a version, which scripts compare with: otherwise before 2.9."""
+    if (major, minor) < (2, 9):
+        return major * 1000 + minor * 100 + patch
+    return major * 10000 + minor * 100 + patch
 
 
 def ddl_built(verbose: bool = False) -> bool:
@@ -112,8 +126,12 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def cuda_built() -> bool:
-    """False: nothing is compiled against CUDA."""
-    return False
+    """Whether the PyTorch that is installed, if any, is one for CUDA: its tensors can be sent."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:

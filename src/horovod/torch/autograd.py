@@ -88,7 +88,9 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 def _gather(
     ctx: Any, tensors: Sequence[torch.Tensor], name: str | None, group: Any
 ) -> list[torch.Tensor]:
-    rows = torch.tensor([[tensor.shape[0] if tensor.ndim else 0 for tensor in tensors]])
+    rows = torch.tensor(
+        [[tensor.shape[0] if tensor.ndim else 0 for tensor in tensors]], device=tensors[0].device
+    )
     *results, counts = plain.grouped_allgather([*tensors, rows], name, group)
     before = counts[: plain.membership(group).rank].sum(0).tolist()
     ctx.call = group, before, rows[0].tolist()

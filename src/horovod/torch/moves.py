@@ -107,11 +107,12 @@ def alltoall(
 ) -> Any:
     """Rows to every rank, and from every rank; has a gradient.
 
-    Returns the tensor, and with ``splits`` also how many rows each rank sent (int32).
+    Returns the tensor, and with ``splits`` also how many rows each rank sent (int32), on a GPU if
+    ``splits`` is there.
     """
     arguments = _splits(splits), named("alltoall", name), group_of(process_set)
     result, received = HorovodAlltoall.apply(tensor, *arguments)  # type: ignore
-    return result if splits is None else (result, received)
+    return result if splits is None else (result, received.to(_device_of(splits)))
 
 
 def alltoall_async(
@@ -123,14 +124,20 @@ def alltoall_async(
     """``alltoall`` that returns a handle at once; its result is always the pair."""
     arguments = _splits(splits), named("alltoall", name), group_of(process_set)
 
+    device = _device_of(splits)
+
     def finish(result: tuple[Tensor, list[int]]) -> tuple[Tensor, Tensor]:
-        return result[0], torch.tensor(result[1], dtype=torch.int32)
+        return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
 
     return handles.number_of(plain.alltoall_async(tensor, *arguments), finish)
 
 
 def _wants_grad(tensor: Any) -> bool:
     return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+
+
+def _device_of(splits: Any) -> torch.device:
+    return splits.device if isinstance(splits, torch.Tensor) else torch.device("cpu")
 
 
 def _splits(splits: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kolovod.backends.base import Array, Bytes
+from kolovod.backends.meeting import make_store
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.mesh import interface_to
 from kolovod.ops import Op
@@ -63,7 +64,7 @@ class GlooBackend:
         else:
             address = interface_to(world.place.store)
             options._devices = [group.create_device(hostname=address)]
-        store = _make_store(self._dist.Store, meeting)
+        store = make_store(self._dist.Store, meeting)
         self._group = group(store, world.rank, world.size, options)
         self._group._set_default_timeout(_PATIENCE)
 
@@ -131,20 +132,3 @@ class GlooBackend:
 def _widened(values: Array) -> Array:
     """Gloo adds no integers of 16 bits; the lower half of a longer sum is theirs."""
     return values.astype(np.int32) if values.dtype in (np.int16, np.uint16) else values
-
-
-def _make_store(base: Any, meeting: Meeting) -> Any:
-    """What Gloo takes for a key-value store: it holds the ranks' addresses."""
-
-    class MeetingStore(base):  # type: ignore[misc]
-        def set(self, key: str, value: bytes) -> None:
-            meeting.put(key, bytes(value))
-
-        def get(self, key: str) -> bytes:
-            return meeting.get(key)
-
-        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-            for key in keys:
-                meeting.get(key)
-
-    return MeetingStore()

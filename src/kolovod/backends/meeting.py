@@ -7,7 +7,9 @@ for a word asks for a further round; whoever is ready takes part until all are.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 from kolovod.errors import BootstrapError
 from kolovod.objects import Objects
@@ -78,6 +80,26 @@ class Meeting:
             self._over = True
             raise
         return words
+
+
+def make_store(base: Any, meeting: Meeting) -> Any:
+    """What torch.distributed takes for a key-value store: it holds the ranks' addresses.
+
+    ``base``: ``torch.distributed.Store``.
+    """
+
+    class MeetingStore(base):  # type: ignore[misc]
+        def set(self, key: str, value: bytes) -> None:
+            meeting.put(key, bytes(value))
+
+        def get(self, key: str) -> bytes:
+            return meeting.get(key)
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            for key in keys:
+                meeting.get(key)
+
+    return MeetingStore()
 
 
 def _one_line(error: BaseException) -> str:

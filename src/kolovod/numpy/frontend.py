@@ -101,6 +101,10 @@ class NumpyFrontend:
         """See Frontend.copy_back."""
         tensor[...] = dense
 
+    def placed(self, dense: Array, like: Array) -> Array:
+        """See Frontend.placed. All are in host memory."""
+        return dense
+
     def from_bytes(self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]) -> Array:
         """See Frontend.from_bytes."""
         array = data.view(_BY_CODE[dtype] if dtype in _BY_CODE else _ml_dtype(dtype))

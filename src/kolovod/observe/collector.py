@@ -286,7 +286,7 @@ def _parse(message: dict[str, Any]) -> Batch:
     """A report, with the types that it must have. Raises ValueError, KeyError or TypeError."""
     operations = [
         (
-            int(number),
+            str(where)[:_NAME_CHARACTERS],
             str(name)[:_NAME_CHARACTERS],
             str(verb)[:_NAME_CHARACTERS],
             str(dtype)[:_NAME_CHARACTERS],
@@ -294,7 +294,7 @@ def _parse(message: dict[str, Any]) -> Batch:
             bool(ok),
             *(int(at) for at in (submitted, started, ended)),
         )
-        for number, name, verb, dtype, tensors, size, bucket, ok, submitted, started, ended in (
+        for where, name, verb, dtype, tensors, size, bucket, ok, submitted, started, ended in (
             message["operations"]
         )
     ]

@@ -19,9 +19,10 @@ __all__ = ["PULL_S", "Batch", "Operation", "Recorder"]
 PULL_S = 0.05  # a thousand operations in that time
 _MOST = 100_000
 
-Operation = tuple[int, str, str, str, int, int, int, bool, int, int, int]
-"""Process set, name, verb, dtype, tensors, bytes, bucket (0: none), whether it succeeded, and when
-it was submitted, started (0: never) and ended (ns of CLOCK_MONOTONIC)."""
+Operation = tuple[str, str, str, str, int, int, int, bool, int, int, int]
+"""What carried it ("": the world's engine, else " in set 2", " on GPU"), name, verb, dtype, tensors,
+bytes, bucket (0: none), whether it succeeded, and when it was submitted, started (0: never) and
+ended (ns of CLOCK_MONOTONIC)."""
 
 
 @dataclass
@@ -83,12 +84,12 @@ class _Reader:
 class Recorder:
     """Collects while it is on. Any thread may call."""
 
-    def __init__(self, engines: Callable[[], Mapping[int, _native.Engine]], spans: SpanLog) -> None:
-        """``engines``: asked for the present ones, by the number of their process set."""
+    def __init__(self, engines: Callable[[], Mapping[str, _native.Engine]], spans: SpanLog) -> None:
+        """``engines``: asked for the present ones, by what ``Operation`` calls them."""
         self._engines = engines
         self._spans = spans
         self._lock = threading.Lock()
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[str, _Reader] = {}
         self._operations: list[Operation] = []
         self._lost = 0
         self.on = False
@@ -123,25 +124,25 @@ class Recorder:
 
     def _find_engines(self) -> None:
         engines = self._engines()
-        for number in [n for n, r in self._readers.items() if engines.get(n) is not r.engine]:
-            del self._readers[number]
-        for number, engine in engines.items():
-            if number not in self._readers:
-                self._readers[number] = _Reader(engine, is_new=self.on)
+        for where in [w for w, r in self._readers.items() if engines.get(w) is not r.engine]:
+            del self._readers[where]
+        for where, engine in engines.items():
+            if where not in self._readers:
+                self._readers[where] = _Reader(engine, is_new=self.on)
 
     def _pull(self) -> None:
         self._find_engines()
-        for number, reader in self._readers.items():
+        for where, reader in self._readers.items():
             records, lost = reader.read()
-            self._operations += [_operation(number, record) for record in records]
+            self._operations += [_operation(where, record) for record in records]
             self._lost += lost
         self._lost += max(0, len(self._operations) - _MOST)
         del self._operations[:-_MOST]
 
 
-def _operation(process_set: int, record: Mapping[str, Any]) -> Operation:
+def _operation(where: str, record: Mapping[str, Any]) -> Operation:
     return (
-        process_set,
+        where,
         record["name"],
         record["verb"],
         record["dtype"] or "",

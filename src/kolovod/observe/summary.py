@@ -149,7 +149,7 @@ def _take(rank: _Rank, event: Event, row: str) -> None:
         # Unnamed ones share a row; the ranks submit them in the same order.
         before = rank.seen[facts["bucket"], label, name]
         rank.seen[facts["bucket"], label, name] += 1
-        key = (facts.get("set", 0), facts["bucket"], label, before)
+        key = (facts.get("where", ""), facts["bucket"], label, before)
         if name.startswith(NEGOTIATE):
             rank.submitted[key] = start
         else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kolovod import _native
+from kolovod.backends.pair import EnginePair
 from kolovod.launch.mesh import interface_to
 from kolovod.observe import spans
 from kolovod.observe.collector import Collector, Reporter
@@ -250,13 +251,18 @@ def _set(timeline: Timeline) -> None:
         _timeline = timeline
 
 
-def _engines(world: World) -> Mapping[int, _native.Engine]:
-    engines = {0: world.engine}
+def _engines(world: World) -> Mapping[str, _native.Engine]:
+    """The native engines behind the world and its process sets, as Operation calls them."""
+    found: dict[str, _native.Engine | EnginePair | None] = {"": world.engine}
     for number, process_set in dict(world.sets.by_id).items():
-        engine = process_set.engine
-        if engine is not None:
-            engines[number] = engine
-    return engines
+        found[f" in set {number}"] = process_set.engine
+    parts: dict[str, _native.Engine] = {}
+    for where, engine in found.items():
+        if isinstance(engine, EnginePair):
+            parts[where], parts[f"{where} on GPU"] = engine.host, engine.device
+        elif engine is not None:
+            parts[where] = engine
+    return parts
 
 
 def _path_of_world(path: str, epoch: int) -> str:

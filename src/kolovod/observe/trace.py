@@ -36,8 +36,8 @@ class _Rank:
     rows: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     """(number of the row, end of what was last put there)"""
     count: int = 0
-    last_bucket: dict[int, int] = field(default_factory=dict)
-    """By process set: shown already."""
+    last_bucket: dict[str, int] = field(default_factory=dict)
+    """By what carried it: shown already."""
 
 
 class Trace:
@@ -85,13 +85,11 @@ class Trace:
         return events
 
     def _operation(self, rank: int, operation: Operation) -> Iterator[Event]:
-        process_set, name, verb, dtype, tensors, size, bucket, ok, submitted, started, ended = (
-            operation
-        )
+        where, name, verb, dtype, tensors, size, bucket, ok, submitted, started, ended = operation
         new: list[Event] = []
-        row = self._row(rank, _label(process_set, name, verb), submitted, ended, new, named=True)
+        row = self._row(rank, _label(where, name, verb), submitted, ended, new, named=True)
         yield from new
-        facts: dict[str, Any] = {"bucket": bucket, "set": process_set}
+        facts: dict[str, Any] = {"bucket": bucket, "where": where}
         waited = started or ended
         yield self._slice(NEGOTIATE + verb.upper(), rank, row, submitted, waited, facts)
         if started:
@@ -100,22 +98,21 @@ class Trace:
 
     def _buckets(self, rank: int, operations: list[Operation]) -> list[Event]:
         """A bucket is shown as soon as one of its operations is; nearly always all come at once."""
-        found: dict[tuple[int, int], list[Operation]] = {}
+        found: dict[tuple[str, int], list[Operation]] = {}
         for operation in operations:
             if operation[6] and operation[9]:
                 found.setdefault((operation[0], operation[6]), []).append(operation)
         events: list[Event] = []
         shown = self._ranks[rank].last_bucket
-        for (process_set, bucket), members in sorted(found.items()):
-            if bucket <= shown.get(process_set, 0):
+        for (where, bucket), members in sorted(found.items()):
+            if bucket <= shown.get(where, 0):
                 continue
-            shown[process_set] = bucket
+            shown[where] = bucket
             start, end = members[0][9], max(member[10] for member in members)
-            where = BUCKETS if process_set == 0 else f"{BUCKETS} of set {process_set}"
-            row = self._row(rank, where, start, end, events, named=False, may_nest=True)
+            row = self._row(rank, BUCKETS + where, start, end, events, named=False, may_nest=True)
             facts = {
                 "bucket": bucket,
-                "set": process_set,
+                "where": where,
                 "operations": len(members),
                 "bytes": sum(member[5] for member in members),
             }
@@ -180,12 +177,12 @@ class Trace:
         return (at - self._start_ns) / 1000
 
 
-def _label(process_set: int, name: str, verb: str) -> str:
+def _label(where: str, name: str, verb: str) -> str:
     if _UNNAMED.search(name):
         label = f"{verb}.noname"
     else:
         label = name if name.startswith(f"{verb}.") else f"{verb}.{name}"
-    return label if process_set == 0 else f"{label} in set {process_set}"
+    return label + where
 
 
 def _meta(name: str, pid: int, tid: int, facts: dict[str, Any]) -> Event:

@@ -61,6 +61,10 @@ class TensorflowFrontend:
         """See Frontend.copy_back."""
         tensor.assign(dense)
 
+    def placed(self, dense: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+        """See Frontend.placed. All are in host memory."""
+        return dense
+
     def from_bytes(
         self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
     ) -> tf.Tensor:

@@ -77,7 +77,10 @@ class _Allgather(torch.autograd.Function):
         arguments: tuple[str | None, Group | None],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        rows = torch.tensor([[tensor.shape[0] if tensor.ndim else 0 for tensor in tensors]])
+        rows = torch.tensor(
+            [[tensor.shape[0] if tensor.ndim else 0 for tensor in tensors]],
+            device=tensors[0].device,
+        )
         *results, counts = verbs.grouped_allgather([*tensors, rows], *arguments)
         rank = verbs.membership(arguments[-1]).rank
         ctx.call = (verbs, *arguments, counts[:rank].sum(0).tolist(), rows[0].tolist())

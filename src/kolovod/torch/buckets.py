@@ -11,6 +11,7 @@ from kolovod import _native
 from kolovod.ops import Average
 from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import DTYPES
+from kolovod.torch.stager import Queued
 
 _BUCKET_BYTES = 1 << 20
 
@@ -38,7 +39,8 @@ class Bucket:
     """Parameters whose gradients are sent together; one only if its gradient is sparse."""
 
     __slots__ = (
-        "agreed", "engine", "indices", "items", "missing", "name", "number", "sparse_dim", "unused"
+        "agreed", "engine", "indices", "items", "missing", "name", "number", "queued", "sparse_dim",
+        "staged", "streams", "unused",
     )  # fmt: skip
 
     def __init__(self, indices: list[int]) -> None:
@@ -48,6 +50,9 @@ class Bucket:
         self.name = ""
         self.engine: _native.Engine | None = None  # set while on its way
         self.number = 0
+        self.queued: Queued | None = None  # set instead of the number: gradients on a GPU
+        self.staged: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # host memory, and of what
+        self.streams: set[Any] = set()  # of GPUs, on which backward has made its gradients
         self.items: list[Item] = []  # as they were when backward had finished them
         self.unused: list[int] = []
         self.sparse_dim = 0  # how many dimensions the gradient has indices for; 0: it is dense

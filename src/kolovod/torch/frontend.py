@@ -1,7 +1,11 @@
-"""PyTorch's CPU tensors as the engine sees them."""
+"""PyTorch's tensors as the engine sees them.
+
+Those on a GPU by a copy in host memory, except with the backend nccl.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,18 +15,28 @@ from torch.autograd.graph import increment_version
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError
-from kolovod.frontend import TensorView
+from kolovod.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView
+from kolovod.torch.device import Cuda, cuda
+from kolovod.world import has_nccl
 
 # torch.uint16 came with PyTorch 2.3.
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
 }
-_BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 _empty_like = torch.empty_like
 
 
 class TorchFrontend:
-    """Dense tensors in host memory; autograd history is neither read nor made."""
+    """Tensors of any device that has memory; autograd history is neither read nor made."""
+
+    def __init__(self, device: Cuda = cuda, is_direct: Callable[[], bool] = has_nccl) -> None:
+        """``device``: copies to and from the GPU (tests have another).
+
+        ``is_direct``: asked whether the engine itself takes tensors on GPUs.
+        """
+        self.device = device
+        self.is_direct = is_direct
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is a tensor."""
@@ -36,7 +50,7 @@ class TorchFrontend:
                 return code, tensor.shape, tensor.data_ptr(), tensor
         except (AttributeError, KeyError, RuntimeError):
             pass  # explained below
-        return _slow_view(tensor)
+        return self._slow_view(tensor)
 
     def empty_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """See Frontend.empty_like."""
@@ -52,36 +66,65 @@ class TorchFrontend:
 
     def copy_back(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
         """See Frontend.copy_back."""
+        is_on_device = self.device.is_on_device
+        if is_on_device(tensor) and not is_on_device(dense):
+            self.device.unpack(dense.view(-1), [tensor])
+            return
         with torch.no_grad():
             tensor.copy_(dense)
 
+    def placed(self, dense: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """See Frontend.placed. On a GPU it is there when the current stream has come to it."""
+        is_on_device = self.device.is_on_device
+        if is_on_device(like) and not is_on_device(dense):
+            return self.device.to_device(dense, like)
+        return dense
+
     def from_bytes(
-        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
+        self, data: npt.NDArray[np.uint8] | torch.Tensor, dtype: int, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """See Frontend.from_bytes."""
-        return torch.from_numpy(data).view(_BY_CODE[dtype]).reshape(shape)
+        """See Frontend.from_bytes. What is on a GPU comes as a flat tensor there."""
+        flat = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
+        return flat.view(BY_CODE[dtype % ON_DEVICE]).reshape(shape)
+
+    def _slow_view(self, tensor: torch.Tensor) -> TensorView:
+        """Make a dense copy in host memory, or say what is wrong."""
+        if not isinstance(tensor, torch.Tensor):
+            raise _not_a_tensor(tensor)
+        if tensor.layout is not torch.strided:
+            raise InvalidArgumentError(
+                f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense() "
+                "(an embedding makes sparse gradients only with sparse=True)"
+            )
+        is_on_device = self.device.is_on_device(tensor)
+        if not (tensor.is_cpu or is_on_device):
+            raise InvalidArgumentError(
+                f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}, but this engine "
+                "works in host memory and copies from CUDA devices only: pass tensor.cpu()"
+            )
+        code = code_of(tensor)
+        if is_on_device and self.is_direct():
+            if tensor.is_contiguous() and not tensor.is_neg():
+                dense = tensor
+            else:
+                with torch.no_grad():
+                    dense = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                    dense.copy_(tensor)
+            code |= ON_DEVICE | (tensor.device.index or 0) << DEVICE_SHIFT
+        elif is_on_device:
+            dense = self.device.to_host(tensor)
+        else:
+            with torch.no_grad():
+                dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        return code, dense.shape, dense.data_ptr(), dense
 
 
-def _slow_view(tensor: torch.Tensor) -> TensorView:
-    """Make a dense copy, or say what is wrong."""
-    if not isinstance(tensor, torch.Tensor):
-        raise _not_a_tensor(tensor)
-    if tensor.layout is not torch.strided:
-        raise InvalidArgumentError(
-            f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense() (an "
-            "embedding makes sparse gradients only with sparse=True)"
-        )
-    if not tensor.is_cpu:
-        raise InvalidArgumentError(
-            f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}, but this engine "
-            "works in host memory: pass tensor.cpu()"
-        )
+def code_of(tensor: torch.Tensor) -> int:
+    """The engine's number of the dtype. Raises InvalidArgumentError if it has none."""
     code = DTYPES.get(tensor.dtype)
     if code is None:
         raise InvalidArgumentError(refusal(tensor.dtype))
-    with torch.no_grad():
-        dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return code, dense.shape, dense.data_ptr(), dense
+    return code
 
 
 def refusal(dtype: torch.dtype) -> str:

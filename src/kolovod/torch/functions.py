@@ -65,21 +65,30 @@ class Functions:
         is_root = self._verbs.world().rank == root_rank
         tensors: list[torch.Tensor] = []
         outline = _take_out(optimizer.state_dict(), tensors) if is_root else None
+        # By way of host memory, since ranks may have other devices, or other tensors on them.
+        forms = [(t.shape, t.dtype, t.is_cpu) for t in tensors]
         outline, forms = self._objects.broadcast_object(
-            (outline, [(t.shape, t.dtype) for t in tensors]), root_rank, "optimizer_state.outline"
+            (outline, forms), root_rank, "optimizer_state.outline"
         )
-        for _, dtype in forms:
+        for _, dtype, _ in forms:
             if dtype not in DTYPES:
                 raise InvalidArgumentError(f"a tensor of the optimizer's state: {refusal(dtype)}")
-        if not is_root:
-            tensors = [torch.empty(form, dtype=dtype) for form, dtype in forms]
+        if is_root:
+            tensors = [tensor.cpu() for tensor in tensors]
+        else:
+            tensors = [torch.empty(form, dtype=dtype) for form, dtype, _ in forms]
         handles = [
             self._verbs.broadcast_async(tensor, root_rank, f"optimizer_state.{i}")
             for i, tensor in enumerate(tensors)
         ]
         received = [handle.wait() for handle in handles]
-        if not is_root:
-            optimizer.load_state_dict(_put_back(outline, received))
+        if is_root:
+            return
+        own = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        for i, (_, _, was_on_cpu) in enumerate(forms):
+            if not was_on_cpu and own is not None:
+                received[i] = received[i].to(own.device)
+        optimizer.load_state_dict(_put_back(outline, received))
 
     def broadcast_object(
         self,

@@ -148,14 +148,18 @@ class GradientReducer(Sender):
         """[1], with everything at hand as a local: this runs once per gradient."""
         left = self._countdown.left
         complete = self._complete
+        is_on_device, stream_of = self._device.is_on_device, self._device.stream_of
+        streams = bucket.streams
 
-        def hook(_: torch.Tensor) -> None:
+        def hook(parameter: torch.Tensor) -> None:
             remaining = left[index] = left[index] - 1
             if remaining > 0:
                 return
             if remaining < 0:
                 self._one_more(index, bucket)
                 return
+            if is_on_device(parameter):  # backward uses the streams that forward has used
+                streams.add(stream_of(parameter))
             bucket.missing -= 1
             if bucket.missing == 0:
                 complete(bucket)

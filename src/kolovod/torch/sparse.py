@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from kolovod import _native
-from kolovod.frontend import Frontend
 from kolovod.ops import Average
 from kolovod.torch.buckets import Entry, Way
+from kolovod.torch.frontend import TorchFrontend, code_of
 
 
 def sparse_dim_of(grad: torch.Tensor | None, way: Way) -> int:
@@ -25,7 +25,8 @@ def parts(
     """The indices, int64 of shape (entries, sparse_dim), and the values, to be sent."""
     if grad is None:
         shape = (0, *parameter.shape[sparse_dim:])
-        return torch.empty(0, sparse_dim, dtype=torch.int64), parameter.new_empty(shape)
+        indices = parameter.new_empty((0, sparse_dim), dtype=torch.int64)
+        return indices, parameter.new_empty(shape)
     grad = grad.detach()
     if not grad.is_sparse:
         grad = grad.to_sparse(sparse_dim)
@@ -36,10 +37,10 @@ def parts(
     return grad.indices().t().contiguous(), values.contiguous()
 
 
-def entry(tensor: torch.Tensor, frontend: Frontend[torch.Tensor]) -> Entry:
-    """What the engine is told about one of the parts."""
-    code, shape, address, _ = frontend.view(tensor)
-    return code, shape, address, 0
+def entry(tensor: torch.Tensor, frontend: TorchFrontend) -> tuple[Entry, torch.Tensor]:
+    """What the engine is told about one of the parts, and the tensor whose memory that is."""
+    code, shape, address, owner = frontend.view(tensor)
+    return (code, shape, address, 0), owner
 
 
 def joined(
@@ -49,14 +50,17 @@ def joined(
     shape: torch.Size,
     way: Way,
     size: int,
-    frontend: Frontend[torch.Tensor],
+    frontend: TorchFrontend,
 ) -> torch.Tensor:
     """The gradient that the ranks' parts make together, once they have been gathered."""
     indices, values = (
-        frontend.from_bytes(
-            engine.output(number, i),
-            frontend.view(part)[0],
-            (sum(engine.rows(number, i)), *part.shape[1:]),
+        frontend.placed(
+            frontend.from_bytes(
+                engine.output(number, i),
+                code_of(part),
+                (sum(engine.rows(number, i)), *part.shape[1:]),
+            ),
+            part,
         )
         for i, part in enumerate(sent)
     )

@@ -1,0 +1,310 @@
+"""The backend nccl, with Gloo in NCCL's place (gloo_for_nccl.py); a real GPU is in test_gpu.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from kolovod.errors import (  # noqa: E402
+    BootstrapError,
+    InternalError,
+    InvalidArgumentError,
+    MismatchError,
+    RankLostError,
+)
+from kolovod.ops import Adasum, Average, Sum  # noqa: E402
+from kolovod.testing import RankFailed, run_ranks  # noqa: E402
+
+
+def conforms(rank):
+    from gloo_for_nccl import instead_of_nccl
+    from worlds import BRIEF, FULL, check, lines
+
+    import kolovod
+    import kolovod.torch as kvt
+
+    kv = instead_of_nccl()
+    extent = (BRIEF if int(os.environ["KOLOVOD_SIZE"]) > 2 else FULL)["torch"]
+    kolovod.init()
+    for line in lines(extent, "torch"):
+        check(kv, "torch", line, extent)
+    assert kolovod.allreduce(rank, op=Sum) == sum(range(kolovod.size()))
+    joins(kv, rank, kolovod.size())
+    if kolovod.size() > 2:
+        of_a_set(kv, rank, kvt.add_process_set([0, 1]))
+    kolovod.shutdown()
+
+
+def joins(kv, rank, size):
+    """Uneven data on GPUs, twice: unnamed operations begin anew."""
+    for _ in range(2):
+        for turn in range(rank + 1):
+            total = kv.allreduce(torch.full((5,), rank + 1), None, Sum)
+            assert total.tolist() == [sum(range(turn + 1, size + 1))] * 5
+        assert kv.join() == size - 1
+
+
+def of_a_set(kv, rank, process_set):
+    if rank < 2:
+        total = kv.allreduce(torch.ones(3), op=Sum, process_set=process_set)
+        assert total.tolist() == [2] * 3
+        assert kv.broadcast(torch.full((2,), rank), 1, process_set=process_set).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_conformance(size):
+    run_ranks(size, conforms, timeout_s=100, env={"KOLOVOD_SIZE": str(size)})
+
+
+def several_things(rank):
+    """One world after the other, in the same processes, which take long to start."""
+    works = (trains, waits_for_the_producer, adds_adasum, mixes, shares_a_gpu)
+    return {work.__name__: work(rank) for work in works}
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks():
+    """What each of ``several_things`` has returned on either rank."""
+    by_rank = run_ranks(2, several_things, timeout_s=100)
+    return {name: [results[name] for results in by_rank] for name in by_rank[0]}
+
+
+def trains(rank):
+    from gloo_for_nccl import instead_of_nccl
+    from optimizing import Net, inputs, wrapped
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    net = Net()
+    optimizer = wrapped(net, kv)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        net(inputs(rank), use_b=step > 0).backward()
+        optimizer.step()
+        found.append((net.a.grad.tolist(), None if net.b.grad is None else net.b.grad.tolist()))
+    layer = torch.nn.Embedding(4, 2, sparse=True)
+    with torch.no_grad():
+        layer.weight.zero_()
+    other = torch.optim.SGD(layer.parameters(), lr=1.0)
+    other = kolovod.torch.DistributedOptimizer(other, layer.named_parameters(), collectives=kv)
+    for _ in range(2):
+        other.zero_grad()
+        layer(torch.tensor([rank, 2])).sum().backward()
+        other.step()
+    kolovod.shutdown()
+    return found, layer.weight.tolist()
+
+
+def test_an_optimizer_steps_with_averages(of_two_ranks):
+    found, weights = of_two_ranks["trains"][0]
+    assert found == [([1.5] * 3, None), ([1.5] * 3, [1.5] * 3), ([1.5] * 3, [1.5] * 3)]
+    assert weights == [[-1.0, -1.0], [-1.0, -1.0], [-2.0, -2.0], [0.0, 0.0]]
+
+
+def waits_for_the_producer(rank):
+    from gloo_for_nccl import GlooGroup, OverGloo, instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    tensor = torch.zeros(4)
+    OverGloo.late_work = lambda: tensor.fill_(rank + 1)
+    handle = kv.allreduce_async(tensor, "late", Average)
+    result = handle.wait().tolist()
+    before = GlooGroup.aborted
+    kolovod.shutdown()
+    return result, GlooGroup.aborted - before
+
+
+def test_a_bucket_comes_after_what_its_submitters_streams_had_before_it(of_two_ranks):
+    assert of_two_ranks["waits_for_the_producer"] == [([1.5] * 4, 1)] * 2
+
+
+def mixes(rank):
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+    from kolovod.torch import TorchCollectives, TorchFrontend
+    from kolovod.world import current
+
+    on_device = instead_of_nccl()
+    kolovod.init()
+    in_host_memory = TorchCollectives(TorchFrontend(), current)
+    kv = on_device if rank == 0 else in_host_memory
+    texts = []
+    for name in ("named", None):
+        with pytest.raises(MismatchError) as caught:
+            kv.allreduce(torch.ones(3), name)
+        texts.append(str(caught.value))
+    handle = kv.allreduce_async(torch.ones(3), "asynchronous")
+    with pytest.raises(MismatchError):
+        handle.wait(30)
+    group = [torch.ones(2), on_device.frontend.device.pinned(2, torch.float32)]
+    with pytest.raises(InvalidArgumentError, match="several devices"):
+        on_device.grouped_allreduce(group, "both")
+    total = on_device.allreduce(torch.ones(3), None, Sum)
+    kolovod.barrier()  # what can never be complete makes this shutdown one in the middle of it
+    kolovod.shutdown()
+    return texts, total.tolist()
+
+
+def test_a_name_on_a_gpu_here_and_in_host_memory_there_is_an_error(of_two_ranks):
+    for texts, total in of_two_ranks["mixes"]:
+        assert len(texts) == 2
+        for text in texts:
+            assert "stands for a tensor on a GPU" in text
+        assert total == [2] * 3
+
+
+def adds_adasum(rank):
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    tensor = torch.tensor([1.0, 0.0]) if rank == 0 else torch.tensor([0.0, 1.0])
+    fresh = kv.allreduce(tensor, "a", Adasum).tolist()
+    kv.allreduce_async_(tensor, "b", Adasum).wait()
+    kolovod.shutdown()
+    return fresh, tensor.tolist()
+
+
+def test_adasum_is_the_native_engines(of_two_ranks):
+    assert of_two_ranks["adds_adasum"] == [([1, 1], [1, 1])] * 2
+
+
+def one_is_killed(rank):
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    kv.allreduce(torch.ones(3))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLostError) as caught:
+        kv.allreduce(torch.ones(3))
+    kolovod.shutdown()
+    kolovod.init(comm=[0])
+    assert kv.allreduce(torch.ones(3), op=Sum).tolist() == [1] * 3
+    return caught.value.rank
+
+
+def test_a_killed_rank_is_named():
+    first, second = run_ranks(2, one_is_killed, keep_going=True)
+    assert isinstance(second, RankFailed)
+    assert first == 1
+
+
+def hangs_in_nccl(rank):
+    """NCCL itself never notices that a rank is gone."""
+    from gloo_for_nccl import Event, GlooGroup, instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    kv.allreduce(torch.ones(3))
+    if rank == 1:
+        GlooGroup._all_add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        GlooGroup._all_add = lambda *_: None
+        done = Event()
+        done.query = lambda: False
+        marks = iter([Event(), done])
+        GlooGroup.mark = lambda self: next(marks)
+    with pytest.raises(RankLostError) as caught:
+        kv.allreduce(torch.ones(3))
+    kolovod.shutdown()
+    return caught.value.rank, GlooGroup.aborted
+
+
+def test_the_communicator_is_aborted_when_a_rank_dies_while_it_is_at_work():
+    first, second = run_ranks(2, hangs_in_nccl, keep_going=True)
+    assert isinstance(second, RankFailed)
+    assert first == (1, 1)
+
+
+def shares_a_gpu(rank):
+    from gloo_for_nccl import OverGloo, instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    OverGloo.identity = lambda _: "fake GPU"
+    kolovod.init()
+    with pytest.raises(InternalError) as caught:
+        kv.allreduce(torch.ones(3))
+    kolovod.shutdown()
+    return str(caught.value)
+
+
+def test_two_ranks_with_one_gpu_are_named(of_two_ranks):
+    for text in of_two_ranks["shares_a_gpu"]:
+        assert "ranks 0 and 1 both use the GPU 'fake GPU'" in text
+        assert "leave KOLOVOD_BACKEND unset" in text
+
+
+def cannot_begin(rank):
+    os.environ["KOLOVOD_BACKEND"] = "nccl"
+    import kolovod
+    from kolovod.backends import nccl
+
+    torch.cuda.device_count = lambda: 0
+    count = nccl._count_gpus
+    texts = []
+    for gpus in (2, 1):
+        nccl._count_gpus = (lambda n: lambda: n)(gpus) if rank == 0 or gpus == 1 else count
+        with pytest.raises((BootstrapError, InvalidArgumentError)) as caught:
+            kolovod.init()
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+    return texts, torch.cuda.is_initialized()
+
+
+def test_ranks_without_gpus_of_their_own_are_told_in_init():
+    (first, few), is_initialized = (by_rank := run_ranks(2, cannot_begin))[0]
+    second, few_too = by_rank[1][0]
+    assert first.startswith("BootstrapError: rank 1 has no backend: InvalidArgumentError: backend")
+    assert second.startswith("InvalidArgumentError: backend 'nccl'")
+    for text in (few, few_too):
+        assert "ranks [0, 1] on host" in text
+        assert "see only 1 GPU(s)" in text
+    for text in (first, second, few):
+        assert "leave KOLOVOD_BACKEND unset" in text
+    assert not is_initialized
+
+
+@pytest.mark.parametrize("name", ["int16", "int8", "uint8", "int64", "bool", "float32"])
+def test_arithmetic_around_nccl_is_that_of_the_other_backends(name):
+    """Factors, averages and clamping, of values that NumPy can tell."""
+    from kolovod import _native
+    from kolovod.backends.arithmetic import Reduction
+    from kolovod.backends.device_arithmetic import DeviceReduction
+    from kolovod.ops import Op
+
+    draw = np.random.default_rng(7)
+    low, high = (0, 2) if name == "bool" else (-100, 100)
+    inputs = [draw.integers(low, high, 50).astype(name) for _ in range(3)]
+    code = _native.DTYPES[name]
+    for op, pre, post in ((Op.Sum, 1.0, 1.0), (Op.Average, 1.0, 1.0), (Op.Average, 2.5, 90.0)):
+        if name == "bool" and op is Op.Average:
+            continue
+        call = (code, op, pre, post, len(inputs))
+        theirs, ours = Reduction(*call), DeviceReduction(*call)
+        combine = np.maximum if name == "bool" else np.add
+        stored = [values.view("uint8") if name == "bool" else values for values in inputs]
+        wanted = theirs.finished(combine.reduce([theirs.prepared(v) for v in stored]))
+        found = [ours.prepared(torch.from_numpy(values)).numpy() for values in inputs]
+        result = ours.finished(torch.from_numpy(combine.reduce(found))).numpy()
+        np.testing.assert_allclose(result, wanted.view(result.dtype), rtol=1e-6)

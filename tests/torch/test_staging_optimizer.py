@@ -1,0 +1,139 @@
+"""DistributedOptimizer where gradients are on a GPU; the GPU is a fake (fake_device.py).
+
+All that the tests of it on the CPU demand, and what is particular to copies that take their time.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import test_optimizer_lifetime  # noqa: E402
+import torch_loopback  # noqa: E402
+from fake_device import FakeDevice, FakeFrontend  # noqa: E402
+from optimizing import Net, inputs, wrapped  # noqa: E402
+from test_optimizer import *  # noqa: E402, F403
+from test_optimizer_gradients import *  # noqa: E402, F403
+from test_optimizer_lifetime import (  # noqa: E402, F401
+    test_a_model_that_is_all_frozen_at_first,
+    test_a_new_optimizer_after_one_that_was_given_up_with_gradients_on_their_way,
+    test_a_parameter_thawed_later_is_averaged,
+    test_optimizers_of_an_earlier_world_go_on_beside_new_ones,
+    test_several_optimizers_whose_backwards_reach_each_others_parameters,
+)
+
+from kolovod.errors import CollectiveAbortedError, RankLostError  # noqa: E402
+from kolovod.testing.loopback import loopback  # noqa: E402
+from kolovod.torch import TorchCollectives  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch):
+    for module in (torch_loopback, test_optimizer_lifetime):
+        monkeypatch.setattr(module, "TorchFrontend", FakeFrontend)
+
+
+def trained(kv, rank):
+    """An optimizer that has made its first step, so that hooks send from now on."""
+    net = Net()
+    optimizer = wrapped(net, kv)
+    net(inputs(rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return net, optimizer
+
+
+def on_ranks(device, size, work):
+    with loopback(size, FakeFrontend(device)) as world:
+
+        def on_rank(kv):
+            rank = kv.world().rank
+            return work(world, TorchCollectives(kv.frontend, kv.world), rank)
+
+        return world.run(on_rank)
+
+
+def test_backward_does_not_wait_for_the_copy():
+    device, there = FakeDevice(), threading.Event()
+
+    def work(world, kv, rank):
+        net, optimizer = trained(kv, rank)
+        kv.barrier()
+        device.reached = there.wait
+        net(inputs(rank)).backward()
+        assert kv.world().engine.pending() == 0
+        kv.barrier()
+        there.set()
+        optimizer.step()
+        assert net.a.grad.tolist() == [1.5] * 3
+
+    before = device.packed_beside
+    on_ranks(device, 2, work)
+    assert device.packed_beside > before
+
+
+def test_what_goes_wrong_with_the_copy_is_raised_by_step():
+    device = FakeDevice()
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def work(world, kv, rank):
+        net, optimizer = trained(kv, rank)
+        kv.barrier()
+        device.reached = broken
+        net(inputs(rank)).backward()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            optimizer.step()
+
+    on_ranks(device, 2, work)
+
+
+def test_a_rank_that_is_lost_while_gradients_are_being_copied():
+    device, there = FakeDevice(), threading.Event()
+
+    def work(world, kv, rank):
+        net, optimizer = trained(kv, rank)
+        kv.barrier()
+        device.reached = there.wait
+        if rank == 1:
+            world.kill(1)
+            return
+        net(inputs(rank)).backward()
+        with pytest.raises(CollectiveAbortedError):
+            kv.barrier("of which rank 1 knows nothing")
+        there.set()
+        with pytest.raises(RankLostError) as caught:
+            optimizer.step()
+        assert caught.value.rank == 1
+
+    on_ranks(device, 2, work)
+
+
+def test_an_optimizer_that_is_dropped_meanwhile_is_submitted_all_the_same():
+    device, there = FakeDevice(), threading.Event()
+
+    def work(world, kv, rank):
+        net, optimizer = trained(kv, rank)
+        kv.barrier()
+        device.reached = there.wait
+        net(inputs(rank)).backward()
+        kv.barrier()
+        if rank == 1:
+            reducer = optimizer._kolovod_reducer
+            (bucket,) = reducer._in_flight
+            del optimizer
+            reducer.remove_hooks()
+            reducer._discard()
+            assert bucket.engine is None
+        there.set()
+        if rank == 0:
+            reducer = optimizer._kolovod_reducer
+            assert len(reducer._wait_for_all()) == 2
+            assert net.a.grad.tolist() == [1.5] * 3
+        kv.barrier()
+
+    on_ranks(device, 2, work)
