@@ -76,7 +76,7 @@ def check_work(events: list[dict[str, Any]], size: int) -> None:
             for lane in ("", " (2)", " (3)")
         )
         assert unnamed == 15
-        # The first may have begun before the timeline, which rank 0 begins when it is ready.
+        # The first may have ended before the timeline, which rank 0 begins when it is ready.
         assert count(events, rank, "MainThread", "forward") >= 4
         assert count(events, rank, "MainThread", "wait") >= 5
     for event in events:

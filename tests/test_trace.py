@@ -60,6 +60,9 @@ def test_an_operation_is_its_negotiation_and_then_itself() -> None:
     assert names[row] == "allreduce.a"
     assert "buckets" in names.values()
     assert not trace.add(2, "h", Batch([operation("old", 1, -5, -4, -3)]))
+    under_way = trace.add(2, "h", Batch([operation("b", 2, -5, -4, 3)], [span("s", -5, 2)]))
+    assert [(ts, dur) for *_, ts, dur in slices(under_way, "s")] == [(0, 2000)]
+    assert (0, 3000) in [(ts, dur) for *_, ts, dur in slices(under_way, "ALLREDUCE")]
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ PULL_S = 0.05  # a thousand operations in that time
 _MOST = 100_000
 
 Operation = tuple[str, str, str, str, int, int, int, bool, int, int, int]
-"""What carried it ("": the world's engine, else " in set 2", " on GPU"), name, verb, dtype, tensors,
-bytes, bucket (0: none), whether it succeeded, and when it was submitted, started (0: never) and
-ended (ns of CLOCK_MONOTONIC)."""
+"""What carried it ("": the world's engine, else " in set 2", " on GPU"), name, verb, dtype,
+tensors, bytes, bucket (0: none), whether it succeeded, and when it was submitted, started (0:
+never) and ended (ns of CLOCK_MONOTONIC)."""
 
 
 @dataclass

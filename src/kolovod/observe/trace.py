@@ -69,11 +69,14 @@ class Trace:
                 _sort("process", rank + 1, 0, rank),
             ]
         for name, thread, start, end in batch.spans:
-            if start < self._start_ns:
+            if end < self._start_ns:
                 continue
             row = self._row(rank, thread, start, end, events, named=False, may_nest=True)
             events.append(self._slice(name, rank, row, start, end, {}))
-        operations = [operation for operation in batch.operations if operation[8] >= self._start_ns]
+        # Other ranks may be ready earlier: what is under way begins with the trace.
+        operations = [
+            operation for operation in batch.operations if operation[10] >= self._start_ns
+        ]
         for operation in operations:
             events += self._operation(rank, operation)
         events += self._buckets(rank, operations)
@@ -153,6 +156,7 @@ class Trace:
     def _slice(
         self, name: str, rank: int, row: int, start: int, end: int, facts: dict[str, Any]
     ) -> Event:
+        start = max(start, self._start_ns)
         return {
             "name": name,
             "ph": "X",
