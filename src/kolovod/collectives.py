@@ -25,7 +25,7 @@ from kolovod import _native
 from kolovod.gathering import Gathering
 from kolovod.handles import Handle
 from kolovod.ops import Average, Sum
-from kolovod.submission import Group, several
+from kolovod.submission import Finish, Group, several
 
 T = TypeVar("T")
 
@@ -85,9 +85,8 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[T]:
         """``allreduce`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
-        entry, output = self._fresh(tensor)
+        entry, output, finish = self._fresh(tensor)
         scales = (prescale_factor, postscale_factor)
-        finish = self._placing_one(output, tensor) if entry[2] == entry[3] else None
         buffers = (tensor, output)
         return self._start(
             process_set, _ALLREDUCE, name, [entry], op, *scales, 0, buffers, output, finish
@@ -200,11 +199,13 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> T:
         """A new tensor with the values that ``tensor`` has on ``root_rank``; shapes must agree."""
-        entry, output = self._fresh(tensor)
+        entry, output, finish = self._fresh(tensor)
         root = root_rank if process_set is None else process_set.position(root_rank)
         buffers = (tensor, output)
-        self._run(process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers)
-        return self.frontend.placed(output, tensor) if entry[2] == entry[3] else output
+        result: T | None = self._run(
+            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, finish
+        )
+        return output if result is None else result
 
     def broadcast_async(
         self,
@@ -214,9 +215,8 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[T]:
         """``broadcast`` that returns at once."""
-        entry, output = self._fresh(tensor)
+        entry, output, finish = self._fresh(tensor)
         root = root_rank if process_set is None else process_set.position(root_rank)
-        finish = self._placing_one(output, tensor) if entry[2] == entry[3] else None
         buffers = (tensor, output)
         return self._start(
             process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, output, finish
@@ -310,15 +310,17 @@ class Collectives(Gathering[T]):
         in_place: bool,
         blocking: bool,
     ) -> Handle[list[T]]:
-        pairs = [self._own(t) if in_place else self._fresh(t) for t in several(tensors)]
-        entries = [entry for entry, _ in pairs]
-        outputs = [output for _, output in pairs]
-        buffers = (tensors, outputs)
+        finish: Finish[list[T]] | None
         if in_place:
-            result = list(tensors)
+            result = list(several(tensors))
+            pairs = [self._own(tensor) for tensor in result]
+            entries, outputs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             finish = self._copying_back(outputs, result, result)
         else:
-            result, finish = outputs, self._placing(pairs, tensors)
+            fresh = [self._fresh(tensor) for tensor in several(tensors)]
+            entries, result = [each[0] for each in fresh], [each[1] for each in fresh]
+            outputs, finish = result, self._together(result, [each[2] for each in fresh])
+        buffers = (tuple(tensors), outputs)
         return self._start(
             process_set,
             _ALLREDUCE,

@@ -15,6 +15,7 @@ from kolovod.observe import spans
 from kolovod.ops import Op
 
 T = TypeVar("T")
+Finish = Callable[[_native.Engine, int], T]
 
 EngineTensor = tuple[int, tuple[int, ...], int, int]
 """dtype, shape, input address, output address (0, or no ``out_bytes``: the engine makes outputs of
@@ -162,13 +163,20 @@ class Submitter(Generic[T]):
             _blame(*arguments)
         raise error
 
-    def _fresh(self, tensor: T) -> tuple[EngineTensor, T]:
-        """What the engine is told about ``tensor``, and the new tensor that receives the result."""
+    def _fresh(self, tensor: T) -> tuple[EngineTensor, T, Finish[T] | None]:
+        """What the engine is told about ``tensor``, and the new tensor that receives the result.
+
+        Third, what brings the result to where ``tensor`` is, if it is received in a private copy.
+        """
         dtype, shape, source, owner = self._view(tensor)
         if owner is tensor:
             output, target = self._empty_like(tensor)
-            return (dtype, shape, source, target), output
-        return (dtype, shape, source, source), owner
+            return (dtype, shape, source, target), output, None
+        return (dtype, shape, source, source), owner, self._placing(owner, tensor)
+
+    def _placing(self, owner: T, tensor: T) -> Finish[T]:
+        placed = self.frontend.placed
+        return lambda engine, number: placed(owner, tensor)
 
     def _own(self, tensor: T) -> tuple[EngineTensor, T]:
         """The same for work in place; the second is ``tensor`` or a dense stand-in for it."""
@@ -176,25 +184,18 @@ class Submitter(Generic[T]):
         dtype, shape, address, owner = self._view(tensor)
         return (dtype, shape, address, address), owner
 
-    def _placing_one(self, output: T, tensor: T) -> Callable[[_native.Engine, int], T]:
-        """What brings a result that is in a private copy of ``tensor`` to where that is."""
-        placed = self.frontend.placed
-        return lambda engine, number: placed(output, tensor)
-
-    def _placing(
-        self, pairs: Sequence[tuple[EngineTensor, T]], tensors: Sequence[T]
-    ) -> Callable[[_native.Engine, int], list[T]] | None:
-        """The same for several, if any is such a copy; ``_fresh`` has made ``pairs`` of them."""
-        copied = [entry[2] == entry[3] for entry, _ in pairs]
-        if not any(copied):
+    @staticmethod
+    def _together(
+        outputs: Sequence[T], finishes: Sequence[Finish[T] | None]
+    ) -> Finish[list[T]] | None:
+        """What finishes several results of ``_fresh``, if any needs it."""
+        if not any(finishes):
             return None
-        placed = self.frontend.placed
-        tensors = tuple(tensors)  # the caller may change the list meanwhile
 
         def finish(engine: _native.Engine, number: int) -> list[T]:
             return [
-                placed(output, tensor) if is_copy else output
-                for (_, output), tensor, is_copy in zip(pairs, tensors, copied, strict=True)
+                output if one is None else one(engine, number)
+                for output, one in zip(outputs, finishes, strict=True)
             ]
 
         return finish

@@ -17,11 +17,11 @@ _BUCKET_BYTES = 1 << 20
 
 Entry = tuple[int, tuple[int, ...], int, int]  # dtype, shape, input, output address
 
-Item = tuple[int, "torch.Tensor | None", int, Any, Any, "torch.dtype | None"]
+Item = tuple[int, "torch.Tensor | None", int, Any, Any, Any]
 """One gradient of a bucket: the parameter's index; its ``grad`` and the version of that; what takes
 the result (``grad`` itself, or zeros where there is none); the dense tensor the engine works on
 (the same unless it is compressed or not dense), or of a sparse one indices and values; and the
-compressor's context."""
+compressor's context, or of a sparse one the dtypes of the two as the engine knows them."""
 
 
 class Way(NamedTuple):

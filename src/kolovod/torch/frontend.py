@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.autograd.graph import increment_version
 
@@ -80,12 +78,13 @@ class TorchFrontend:
             return self.device.to_device(dense, like)
         return dense
 
-    def from_bytes(
-        self, data: npt.NDArray[np.uint8] | torch.Tensor, dtype: int, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """See Frontend.from_bytes. What is on a GPU comes as a flat tensor there."""
-        flat = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
-        return flat.view(BY_CODE[dtype % ON_DEVICE]).reshape(shape)
+    def from_bytes(self, data: Any, dtype: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """See Frontend.from_bytes. ``data`` is an array, or for ON_DEVICE a flat tensor there."""
+        if dtype >= ON_DEVICE:
+            data, dtype = data.view(torch.uint8), dtype % ON_DEVICE
+        else:
+            data = torch.from_numpy(data)
+        return data.view(BY_CODE[dtype]).reshape(shape)  # type: ignore[no-any-return]
 
     def _slow_view(self, tensor: torch.Tensor) -> TensorView:
         """Make a dense copy in host memory, or say what is wrong."""

@@ -114,7 +114,8 @@ class Sender:
         sent = sparse.parts(own, self._parameters[index], bucket.sparse_dim, self._way)
         entries, owners = zip(*(sparse.entry(p, self._frontend) for p in sent), strict=True)
         version = 0 if own is None else own._version
-        item: Item = (index, own, version, own, (*sent, *owners), None)
+        codes = [code for code, *_ in entries]
+        item: Item = (index, own, version, own, (*sent, *owners), codes)
         self._send(bucket, _ALLGATHER, list(entries), [item], [index] if own is None else [])
 
     def _send(
@@ -197,13 +198,15 @@ class Sender:
 
     def _gathered(self, bucket: Bucket) -> list[Item]:
         """The item of a sparse bucket, with what the ranks' parts make together."""
-        ((index, own, version, grad, sent, context),) = bucket.items
+        ((index, own, version, grad, sent, codes),) = bucket.items
         assert bucket.engine is not None
         assert isinstance(sent, tuple)
         shape, size = self._parameters[index].shape, self.verbs.world().size
         number, sent = bucket.number, sent[:2]
-        total = sparse.joined(bucket.engine, number, sent, shape, self._way, size, self._frontend)
-        return [(index, own, version, grad, total, context)]
+        total = sparse.joined(
+            bucket.engine, number, sent, codes, shape, self._way, size, self._frontend
+        )
+        return [(index, own, version, grad, total, None)]
 
     def _discard(self) -> None:
         """Do not wait for what is on its way, in a world that is gone."""

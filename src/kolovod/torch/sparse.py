@@ -11,7 +11,7 @@ import torch
 from kolovod import _native
 from kolovod.ops import Average
 from kolovod.torch.buckets import Entry, Way
-from kolovod.torch.frontend import TorchFrontend, code_of
+from kolovod.torch.frontend import TorchFrontend
 
 
 def sparse_dim_of(grad: torch.Tensor | None, way: Way) -> int:
@@ -47,22 +47,24 @@ def joined(
     engine: _native.Engine,
     number: int,
     sent: tuple[torch.Tensor, torch.Tensor],
+    codes: list[int],
     shape: torch.Size,
     way: Way,
     size: int,
     frontend: TorchFrontend,
 ) -> torch.Tensor:
-    """The gradient that the ranks' parts make together, once they have been gathered."""
+    """The gradient that the ranks' parts make together, once they have been gathered.
+
+    ``codes``: the dtypes of the two parts in their entries.
+    """
     indices, values = (
         frontend.placed(
             frontend.from_bytes(
-                engine.output(number, i),
-                code_of(part),
-                (sum(engine.rows(number, i)), *part.shape[1:]),
+                engine.output(number, i), code, (sum(engine.rows(number, i)), *part.shape[1:])
             ),
             part,
         )
-        for i, part in enumerate(sent)
+        for i, (part, code) in enumerate(zip(sent, codes, strict=True))
     )
     factor = way.postscale / (size if way.op == Average else 1)
     if factor != 1.0:
