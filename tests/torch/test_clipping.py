@@ -198,6 +198,31 @@ def test_synchronize_before_or_after_repeats_nothing():
     run(2, work)
 
 
+@pytest.mark.parametrize("op", [Average, Sum], ids=["average", "sum"])
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["rank 0", "all ranks"])
+def test_after_a_step_gradients_are_only_looked_at(ranks, op):
+    """A norm that is logged after the step, maybe on one rank only, concerns nobody else."""
+
+    def norm(net):
+        return torch.nn.utils.clip_grad_norm_(net.parameters(), float("inf"))
+
+    def work(kv, rank):
+        net, norms = Net(), []
+        optimizer = wrapped(net, kv, op=op)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(inputs(rank)).backward()
+            optimizer.step()
+            if rank in ranks:
+                norms += [norm(net), norm(net)]
+        return net, norms
+
+    plain, returned = of_one_process(norm, 2, 3, op)
+    wanted = [value for value in returned for _ in range(2)]
+    for rank, (net, norms) in enumerate(run(2, work)):
+        assert_same(net, norms, (plain, wanted if rank in ranks else []))
+
+
 def test_within_a_closure():
     def work(kv, rank):
         net = Net()

@@ -107,7 +107,7 @@ class Distributed(torch.optim.Optimizer):
             self._kolovod_prepare()
         with spans.span(spans.OPTIMIZER_STEP):
             result = super().step() if closure is None else super().step(closure)
-        reducer.reset()
+        reducer.reset(used=True)
         return result
 
     # Tells Optimizer that this method runs its step hooks already (the base class's step does).

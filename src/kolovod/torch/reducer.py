@@ -75,6 +75,7 @@ class GradientReducer(Sender):
         self._agreed = 0  # so many parameters
         self.synchronized = False  # gradients were equal everywhere since the last step
         self.skips = False  # gradients are used as they are
+        self._used = False  # there was a step, and no zero_grad since
         self.active = is_member and verbs.world().size > 1
         self.add(named)
 
@@ -203,7 +204,7 @@ class GradientReducer(Sender):
             with self._countdown.hold():
                 yield
         finally:
-            self.synchronized = False
+            self.synchronized = self._used = False
 
     def owns(self, ids: set[int]) -> bool:
         """See clipping.Averaging."""
@@ -216,10 +217,19 @@ class GradientReducer(Sender):
         this rank has. More passes may follow, and are averaged with it; but not when the ranks'
         gradients are summed, for that would count the first ones several times.
         """
-        if self.skips or self.settled or self._countdown.is_held:
+        if self.skips or self.settled or self._countdown.is_held or self._is_spent():
             return
         if self.pending or self._countdown.passes == 1 or self._way.op != Sum:
             self.synchronize()
+
+    def _is_spent(self) -> bool:
+        """Whether the gradients are those that a step has used: looked at, maybe by one rank only.
+
+        Thrown away, they are those of a rank without a batch, which the others wait for.
+        """
+        if not self._used or self._countdown.begun:
+            return False
+        return any(parameter.grad is not None for parameter in self._parameters)
 
     @spans.shown(spans.WAIT_FOR_GRADIENTS)
     def synchronize(self) -> None:
@@ -244,7 +254,7 @@ class GradientReducer(Sender):
             elif self.pending:
                 self._discard()
         finally:
-            self.reset()
+            self.reset(used=False)
         self._thaw()
 
     def _meet(self) -> None:
@@ -411,10 +421,10 @@ class GradientReducer(Sender):
                 if own is None and is_used:
                     self._parameters[index].grad = grad
 
-    def reset(self) -> None:
+    def reset(self, *, used: bool) -> None:
         """The optimizer has used the gradients, or zeroed them: count passes anew."""
         self._reset()
-        self.synchronized = False
+        self.synchronized, self._used = False, used
 
     def _reset(self) -> None:
         self._countdown.reset()
