@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kolovod.errors import InvalidArgumentError
 from kolovod.observe.collector import Clock
 from kolovod.observe.recorder import Batch, Operation
 from kolovod.observe.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, SpanLog
@@ -138,6 +139,21 @@ def test_the_file_is_whole_after_every_append(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == written
 
 
+def test_a_disk_that_was_full_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.json"
+    pwrite = os.pwrite
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        return pwrite(fd, data, offset) if len(data) <= 4 else 1
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(InvalidArgumentError, match="1 of"):
+        TraceFile(str(path), [{"n": 0}])
+    assert json.loads(path.read_text()) == []
+
+
 def test_a_full_disk_ends_it_in_good_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.json"
     file = TraceFile(str(path), [{"n": 0}])
@@ -190,7 +206,7 @@ def test_spans_that_nobody_takes_are_bounded() -> None:
         log.add("x" * 300, 1, 2)
     taken = log.take(7)
     assert len(taken) == 7
-    assert len(taken[0][0]) == 200
+    assert len(taken[0][0]) == 100
     assert len(log.take()) == 100_000 - 7
     assert log.take() == []
 

@@ -104,7 +104,8 @@ class ProcessSet:
     @property
     def engine(self) -> _native.Engine | None:
         """What carries its operations; None on other ranks than its members."""
-        return self._membership.engine if self._membership is not None else None
+        membership = self._membership  # once: other threads ask, too
+        return membership.engine if membership is not None else None
 
     def _forget(self) -> None:
         """Be no part of a world any more, and keep nothing of it alive."""

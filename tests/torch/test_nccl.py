@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -15,6 +16,7 @@ from kolovod.errors import (  # noqa: E402
     InternalError,
     InvalidArgumentError,
     MismatchError,
+    RankLeftError,
     RankLostError,
 )
 from kolovod.ops import Adasum, Average, Sum  # noqa: E402
@@ -152,7 +154,9 @@ def mixes(rank):
     with pytest.raises(InvalidArgumentError, match="several devices"):
         on_device.grouped_allreduce(group, "both")
     total = on_device.allreduce(torch.ones(3), None, Sum)
-    kolovod.barrier()  # what can never be complete makes this shutdown one in the middle of it
+    # What can never be complete makes a shutdown one in the middle of it, maybe of the barrier.
+    with contextlib.suppress(RankLeftError):
+        kolovod.barrier()
     kolovod.shutdown()
     return texts, total.tolist()
 

@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -32,12 +33,15 @@ from kolovod.observe.recorder import PULL_S, Batch, Recorder
 __all__ = ["Clock", "Collector", "Reporter", "clock_identity"]
 
 _LABEL = "timeline"
-_MOST_PER_REPORT = 1000  # operations, spans: well below what a message may hold
+_MOST_PER_REPORT = 400  # of a kind: a message may hold that, whatever characters the names have
 _NAME_CHARACTERS = 256
+_INT64 = 1 << 63
 _RETRY_S = 0.2
 _IDLE_S = 0.25
-_CONNECT_S = 1.0
-_FINISH_S = 1.0
+_CONNECT_S = 5.0
+_FINISH_S = 5.0
+_STOP_S = 1.0
+_SOON_S = 2.0
 _EXPECT_S = 10.0
 _FIRST_LOOKS = 4  # at the clock
 _ANSWER_S = 30.0
@@ -100,7 +104,7 @@ class Collector:
         self._size = size
         self._changed = threading.Condition()
         self._on = False
-        self._begun, self._began_s = 0, 0.0
+        self._begun, self._began_s, self._last_s = 0, 0.0, 0.0
         # By rank that has ever connected: does it record, and of how many timelines has it heard?
         self._recording: dict[int, bool] = {}
         self._heard: dict[int, int] = {}
@@ -120,14 +124,16 @@ class Collector:
 
     def start(self) -> None:
         """From now on, ranks that connect are to record."""
-        self._began_s = time.monotonic()
-        self._begun += 1
-        self._on = True
+        with self._changed:
+            self._began_s = time.monotonic()
+            self._begun += 1
+            self._on = True
 
-    def finish(self) -> None:
-        """Tell all to stop, and wait until they have reported the rest, but not for long.
+    def finish(self) -> list[int]:
+        """Tell all to stop, and wait until they have reported the rest, as long as they do so.
 
-        Those that have not heard of the timeline are waited for only if it began just now.
+        Those that have not heard of the timeline are waited for only if it began just now. Returns
+        the ranks whose rest is missing.
         """
 
         def all_know() -> bool:
@@ -137,8 +143,13 @@ class Collector:
         with self._changed:
             soon_s = self._began_s + _CONNECT_S - time.monotonic()
             self._changed.wait_for(all_know, max(0.0, soon_s))
-            self._on = False
-            self._changed.wait_for(lambda: not any(self._recording.values()), _FINISH_S)
+            self._on, self._last_s = False, time.monotonic()
+            while any(self._recording.values()):
+                remaining_s = self._last_s + _FINISH_S - time.monotonic()
+                if remaining_s <= 0:
+                    break
+                self._changed.wait(remaining_s)
+            return sorted(rank for rank, is_recording in self._recording.items() if is_recording)
 
     def close(self) -> None:
         """Hang up."""
@@ -146,26 +157,36 @@ class Collector:
             server.close()
 
     def _serve(self, channel: Channel) -> None:
-        rank = int(channel.receive(time.monotonic() + _ANSWER_S)["rank"])
-        if not 0 < rank < self._size:
-            raise BootstrapError(f"a timeline of rank {rank} in a world of {self._size}")
+        rank = -1
         try:
+            rank = int(channel.receive(time.monotonic() + _ANSWER_S)["rank"])
+            if not 0 < rank < self._size:
+                raise ValueError(f"there are {self._size} ranks")
             channel.send({"clock": clock_identity()}, time.monotonic() + _ANSWER_S)
             while True:
-                message = channel.receive(time.monotonic() + _FOREVER_S)
-                batch = _parse(message)
-                if batch:
-                    self._receive(rank, batch)
+                self._take(rank, channel.receive(time.monotonic() + _FOREVER_S))
                 with self._changed:
-                    self._recording[rank] = bool(message["on"])
-                    self._heard[rank] = int(message["begun"])
-                    self._changed.notify_all()
-                answer = {"on": self._on, "begun": self._begun, "now_ns": time.monotonic_ns()}
-                channel.send(answer, time.monotonic() + _ANSWER_S)
+                    answer = {"on": self._on, "begun": self._begun}
+                channel.send(answer | {"now_ns": time.monotonic_ns()}, time.monotonic() + _ANSWER_S)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            if channel.fileno() >= 0:  # else it is closed here
+                text = f"kolovod: rank {rank} sent a malformed report for the timeline: {error!r}"
+                print(text, file=sys.stderr)
         finally:
             with self._changed:
                 self._recording[rank] = False
                 self._changed.notify_all()
+
+    def _take(self, rank: int, message: dict[str, Any]) -> None:
+        """One report. Raises what malformed ones make Python raise."""
+        batch = _parse(message)
+        if batch:
+            self._receive(rank, batch)
+        with self._changed:
+            self._recording[rank] = bool(message["on"])
+            self._heard[rank] = int(message["begun"])
+            self._last_s = time.monotonic()
+            self._changed.notify_all()
 
 
 class Reporter:
@@ -186,6 +207,8 @@ class Reporter:
             self._family, self._address = socket.AF_UNIX, _unix_address(secret, epoch)  # type: ignore[assignment]
         self._begun = 0
         self._expected = (0, 0.0)  # how many rank 0 will have begun, and until when to believe it
+        self._last_on_s = -_FOREVER_S
+        self._channel: Channel | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kolovod-timeline", daemon=True)
         self._thread.start()
@@ -196,9 +219,12 @@ class Reporter:
             self._expected = (self._begun + 1, time.monotonic() + _EXPECT_S)
             self._recorder.switch(True)
 
-    def expect_nothing(self) -> None:
-        """From now on rank 0 alone says whether to record."""
+    def await_end(self) -> None:
+        """Return once rank 0 has ended its timeline, or soon if it does not."""
         self._expected = (0, 0.0)
+        deadline = time.monotonic() + _STOP_S
+        while self._recorder.on and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def _is_expecting(self) -> bool:
         """Whether rank 0 has yet to begin the timeline that this rank records for."""
@@ -209,6 +235,10 @@ class Reporter:
         """Report the rest and hang up."""
         self._stopping.set()
         self._thread.join(_IDLE_S + 2)
+        channel = self._channel
+        if self._thread.is_alive() and channel is not None:
+            channel.close()  # rank 0 does not answer
+            self._thread.join(1)
 
     def _serve(self) -> None:
         while True:
@@ -217,6 +247,7 @@ class Reporter:
                 deadline = time.monotonic() + _ANSWER_S
                 channel = connect(self._family, self._address, self._secret, _LABEL, deadline)
                 with contextlib.closing(channel):
+                    self._channel = channel
                     self._report(channel)
             if is_over or not self._is_expecting():
                 self._recorder.switch(False)  # nobody listens
@@ -236,8 +267,14 @@ class Reporter:
             if is_over:
                 self._recorder.switch(False)
             self._recorder.pull()
-            batch = self._recorder.take(_MOST_PER_REPORT)
-            wanted = self._exchange(channel, batch, clock)
+            # What rank 0 has yet to begin is kept until it has.
+            is_early = self._is_expecting() and not is_over
+            batch = Batch() if is_early else self._recorder.take(_MOST_PER_REPORT)
+            try:
+                wanted = self._exchange(channel, batch, clock)
+            except BaseException:
+                self._recorder.put_back(batch)
+                raise
             if batch:
                 continue
             if is_over:
@@ -251,8 +288,11 @@ class Reporter:
 
     def _pause(self, last_ns: int) -> None:
         """Until the next report is due, while the recorder must not miss anything."""
-        if not self._recorder.on:
-            self._stopping.wait(_IDLE_S)
+        if self._recorder.on:
+            self._last_on_s = time.monotonic()
+        else:  # the next timeline may begin soon after one
+            soon = time.monotonic() - self._last_on_s < _SOON_S
+            self._stopping.wait(PULL_S if soon else _IDLE_S)
         while self._recorder.on and time.monotonic_ns() - last_ns < self._interval_s * 1e9:
             if self._stopping.wait(PULL_S):
                 return
@@ -283,23 +323,30 @@ def _unix_address(secret: str, epoch: int) -> str:
 
 
 def _parse(message: dict[str, Any]) -> Batch:
-    """A report, with the types that it must have. Raises ValueError, KeyError or TypeError."""
+    """A report, with the types that it must have. Raises what Python does for others."""
     operations = [
         (
             str(where)[:_NAME_CHARACTERS],
             str(name)[:_NAME_CHARACTERS],
             str(verb)[:_NAME_CHARACTERS],
             str(dtype)[:_NAME_CHARACTERS],
-            *(int(fact) for fact in (tensors, size, bucket)),
+            *(_int(fact) for fact in (tensors, size, bucket)),
             bool(ok),
-            *(int(at) for at in (submitted, started, ended)),
+            *(_int(at) for at in (submitted, started, ended)),
         )
         for where, name, verb, dtype, tensors, size, bucket, ok, submitted, started, ended in (
             message["operations"]
         )
     ]
     spans = [
-        (str(name)[:_NAME_CHARACTERS], str(who)[:_NAME_CHARACTERS], int(start), int(end))
+        (str(name)[:_NAME_CHARACTERS], str(who)[:_NAME_CHARACTERS], _int(start), _int(end))
         for name, who, start, end in message["spans"]
     ]
-    return Batch(operations, spans, int(message["lost"]))  # type: ignore[arg-type]
+    return Batch(operations, spans, _int(message["lost"]))  # type: ignore[arg-type]
+
+
+def _int(value: Any) -> int:
+    number = int(value)
+    if not -_INT64 <= number < _INT64:
+        raise ValueError("a number of more than 64 bits")
+    return number

@@ -107,7 +107,11 @@ class Recorder:
                 for reader in self._readers.values():
                     reader.engine.keep_exact_times(False)
                 self._readers.clear()
-            self.on = self._spans.on = on
+            self.on = on
+            if on:
+                self._spans.owner = self
+            if self._spans.owner is self:
+                self._spans.on = on
 
     def pull(self) -> None:
         """Read what is new; at least every PULL_S, and before an engine goes away."""
@@ -121,6 +125,13 @@ class Recorder:
             operations, self._operations = self._operations[:most], self._operations[most:]
             lost, self._lost = self._lost, 0
         return Batch(operations, self._spans.take(most), lost)
+
+    def put_back(self, batch: Batch) -> None:
+        """What was taken last has reached nobody."""
+        with self._lock:
+            self._operations[:0] = batch.operations
+            self._lost += batch.lost
+        self._spans.put_back(batch.spans)
 
     def _find_engines(self) -> None:
         engines = self._engines()

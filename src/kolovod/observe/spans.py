@@ -30,7 +30,7 @@ Span = tuple[str, str, int, int]
 WAIT = "wait"
 WAIT_FOR_GRADIENTS = "wait for gradients"
 OPTIMIZER_STEP = "optimizer step"
-_NAME_CHARACTERS = 200
+_NAME_CHARACTERS, _THREAD_CHARACTERS = 100, 40
 _MOST = 100_000  # kept while nobody takes them; then the oldest go
 
 
@@ -40,12 +40,18 @@ class SpanLog:
     def __init__(self) -> None:
         self.on = False
         """Whether a timeline is being recorded; else nothing is kept."""
+        self.owner: object = None
+        """Who records: a recorder of an earlier world must not end what the next one's began."""
         self._spans: deque[Span] = deque(maxlen=_MOST)
 
     def add(self, name: str, start_ns: int, end_ns: int) -> None:
         """Keep a span of this thread."""
-        thread = threading.current_thread().name
+        thread = threading.current_thread().name[:_THREAD_CHARACTERS]
         self._spans.append((name[:_NAME_CHARACTERS], thread, start_ns, end_ns))
+
+    def put_back(self, spans: list[Span]) -> None:
+        """What was taken last could not be used."""
+        self._spans.extendleft(reversed(spans))
 
     def take(self, most: int = _MOST) -> list[Span]:
         """The oldest, ``most`` at most, which are forgotten here."""

@@ -47,12 +47,14 @@ class Timeline:
     def start(self, path: str, *, mark_cycles: bool) -> None:  # rank 0's matter
         """Record at once; rank 0 says when it is over."""
         if self._reporter is not None:
+            if self.recorder.on:  # for another file, of which rank 0 knows whether it is the same
+                return
             self._reporter.expect()
 
     def stop(self) -> None:
-        """Leave it to rank 0 whether to record."""
+        """Return when rank 0 has stopped."""
         if self._reporter is not None:
-            self._reporter.expect_nothing()
+            self._reporter.await_end()
 
     def close(self) -> None:
         """The world ends: report the rest."""
@@ -105,8 +107,14 @@ class Writer(Timeline):
         """Get the rest from all ranks, and close the file, if there is one."""
         if self._file is None:
             return
-        if self._collector is not None:
-            self._collector.finish()
+        missing = self._collector.finish() if self._collector is not None else []
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            print(
+                f"kolovod: the timeline {self._file.path} lacks the end of rank {ranks}, which did "
+                "not answer",
+                file=sys.stderr,
+            )
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -128,9 +136,12 @@ class Writer(Timeline):
                 self._events += self._trace.add(rank, self._hosts[rank], batch)
 
     def _serve(self) -> None:
-        while not self._stopping.wait(PULL_S):
-            self.recorder.pull()
-            self._write()
+        try:
+            while not self._stopping.wait(PULL_S):
+                self.recorder.pull()
+                self._write()
+        except Exception as error:  # a defect; training goes on
+            print(f"kolovod: the timeline ends here: {error!r}", file=sys.stderr)
 
     def _write(self) -> None:
         while batch := self.recorder.take(_MOST_PER_WRITE):
@@ -231,7 +242,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End the timeline; on rank 0 it returns when the file is complete, elsewhere at once.
+    """End the timeline; returns when the file is complete, on every rank that calls it.
+
+    Other ranks than 0 wait for rank 0 to call it, for a second at most.
 
     Raises NotInitializedError.
     """

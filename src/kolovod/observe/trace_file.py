@@ -78,8 +78,9 @@ class TraceFile:
     def _restore(self) -> None:
         """As it was before a write that did not succeed."""
         try:
-            os.pwrite(self._fd, _END if self._end else b"[]", self._end)
-            os.ftruncate(self._fd, self._end + len(_END))
+            end = _END if self._end else b"[]\n"
+            os.pwrite(self._fd, end, self._end)
+            os.ftruncate(self._fd, self._end + len(end))
         except OSError as error:
             self.failure += f"; nor could the file be closed properly ({error.strerror})"
 
