@@ -144,12 +144,6 @@ class CudaDevices:
         event.record(torch.cuda.current_stream(index))
         return event
 
-    def current(self) -> int:
-        """See Devices.current."""
-        import torch
-
-        return torch.cuda.current_device()
-
     def nothing(self, index: int) -> torch.Tensor:
         """See Devices.nothing."""
         import torch
