@@ -22,6 +22,7 @@ from kolovod.errors import (  # noqa: E402
     MismatchError,
     RankLostError,
 )
+from kolovod.metrics import Metrics  # noqa: E402
 from kolovod.ops import Adasum, Average, Sum  # noqa: E402
 from kolovod.testing import RankFailed, run_ranks  # noqa: E402
 
@@ -40,6 +41,7 @@ def conforms(rank):
         check(kv, "torch", line, extent)
     assert kolovod.allreduce(rank, op=Sum) == sum(range(kolovod.size()))
     joins(kv, rank, kolovod.size())
+    evaluates(kv, rank)
     if kolovod.size() > 2:
         of_a_set(kv, rank, kvt.add_process_set([0, 1]))
     kolovod.shutdown()
@@ -52,6 +54,14 @@ def joins(kv, rank, size):
             total = kv.allreduce(torch.full((5,), rank + 1), None, Sum)
             assert total.tolist() == [sum(range(turn + 1, size + 1))] * 5
         assert kv.join() == size - 1
+
+
+def evaluates(kv, rank):
+    """Metrics.gather_samples, where rank 0 has no rows, and knows nothing of the others'."""
+    is_empty = rank == 0 and kv.world().size > 1
+    indices = [] if is_empty else [0, 1]
+    rows = torch.empty(0) if is_empty else torch.tensor([[1, 2], [3, 4]])
+    assert Metrics(kv).gather_samples(rows, 2, indices).tolist() == [[1, 2], [3, 4]]
 
 
 def of_a_set(kv, rank, process_set):
@@ -387,6 +397,27 @@ def test_ranks_without_gpus_of_their_own_are_told_in_init():
     for text in (first, second, few):
         assert "leave KOLOVOD_BACKEND unset" in text
     assert not is_initialized
+
+
+def test_both_engines_end_when_there_can_be_no_driver(monkeypatch):
+    import kolovod
+    from kolovod import _native
+    from kolovod.backends import nccl
+
+    def fail(host, device, *_):
+        engines.extend((host, device))
+        raise RuntimeError("can't start new thread")
+
+    engines = []
+    monkeypatch.setenv("KOLOVOD_BACKEND", "nccl")
+    monkeypatch.setattr(nccl, "_count_gpus", lambda: 1)
+    monkeypatch.setattr(nccl, "paired", fail)
+    with pytest.raises(RuntimeError, match="new thread"):
+        kolovod.init()
+    assert len(engines) == 2
+    for engine in engines:
+        with pytest.raises(_native.EngineError):
+            engine.submit(_native.VERBS["barrier"], "", [], 0, 1.0, 1.0, 0, False)
 
 
 @pytest.mark.parametrize("name", ["int16", "int8", "uint8", "int64", "bool", "float32"])

@@ -27,7 +27,7 @@ from test_optimizer_lifetime import (  # noqa: E402, F401
 
 from kolovod.errors import CollectiveAbortedError, RankLostError  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
-from kolovod.torch import TorchCollectives  # noqa: E402
+from kolovod.torch import TorchCollectives, stager  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +137,26 @@ def test_an_optimizer_that_is_dropped_meanwhile_is_submitted_all_the_same():
         kv.barrier()
 
     on_ranks(device, 2, work)
+
+
+def test_garbage_that_is_collected_while_the_thread_notes_the_number(monkeypatch):
+    """It may be the optimizer that had submitted the bucket."""
+
+    class Over(threading.Event):
+        def set(self):
+            super().set()
+            queued.let_go()
+
+    class Kept:
+        def keep(self, *what):
+            kept.append(what)
+
+    kept, engine = [], object()
+    monkeypatch.setattr(stager, "keeper", Kept())
+    queued = stager.Queued((), lambda: 7, engine, "buffers")
+    queued._over = Over()
+    thread = threading.Thread(target=queued.run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert kept == [(engine, 7, "buffers")]
