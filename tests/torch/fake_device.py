@@ -122,6 +122,7 @@ class FakeDevice(Cuda):
         for stream in streams:
             if stream is not current:
                 current.enqueue(partial(stream.run, stream.end()))
+        current.run(current.end())  # for what comes next on it is done at once
 
     @contextmanager
     def beside(self, tensor, streams):
