@@ -21,7 +21,7 @@ pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet)
   echo "scripts/gpu_check.sh: PyTorch finds no GPU here" >&2
   exit 1
 }
-"${pip[@]}" . pytest
+"${pip[@]}" ".[test]"
 status=0
 "$VENV/bin/python" -m pytest -q tests/torch/test_gpu.py tests/torch/test_nccl.py tests/torch/test_no_cuda_context.py || status=$?
 "$VENV/bin/python" bench/gpu.py || status=$?

@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+from frameworks import is_installed
 
 import kolovod
 from kolovod.affinity import core_of
@@ -55,6 +56,51 @@ def place_of_threads(rank):
 @pytest.mark.parametrize("variable", ["KOLOVOD_THREAD_AFFINITY", "HOROVOD_THREAD_AFFINITY"])
 def test_only_the_engine_is_bound(variable):
     assert all(run_ranks(2, place_of_threads, env={variable: f"{CORES[0]},{CORES[-1]}"}))
+
+
+def place_of_drivers(rank, backend):
+    """The driver's thread is bound, too, and nothing else: PyTorch computes with all cores."""
+    import threading
+
+    from kolovod import _native
+
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.pop(name, None)
+    make, counted = _native.Engine, []
+
+    def engine(*args, **kwargs):
+        counted.append(args[5]["cores"])
+        return make(*args, **kwargs)
+
+    _native.Engine = engine
+    assert "torch" not in sys.modules
+    if backend == "nccl":
+        from kolovod.backends import nccl
+
+        nccl._count_gpus = lambda: __import__("torch") and 2
+    os.environ["KOLOVOD_BACKEND"] = backend
+    kolovod.init(process_sets=[[1]])
+    _native.Engine = make
+    assert set(counted) == {len(CORES)}
+    drivers = [t for t in threading.enumerate() if t.name in ("kolovod-backend", "kolovod-nccl")]
+    core = [CORES[0], CORES[-1]][rank]
+    places = [sorted(os.sched_getaffinity(thread.native_id)) for thread in drivers]
+    kolovod.barrier()
+    kolovod.shutdown()
+    return places == [[core]] * len(places), len(places), sys.modules["torch"].get_num_threads()
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="bound and not bound are the same on one core")
+@pytest.mark.skipif(not is_installed("torch"), reason="PyTorch is not installed")
+@pytest.mark.parametrize(("backend", "counts"), [("gloo", [1, 1]), ("nccl", [1, 2])])
+def test_a_driver_is_bound_and_pytorch_is_not(backend, counts):
+    """With nccl a process set has a driver of its own."""
+    env = {"KOLOVOD_THREAD_AFFINITY": f"{CORES[0]},{CORES[-1]}"}
+    by_rank = run_ranks(2, place_of_drivers, backend, env=env)
+    assert [count for _, count, _ in by_rank] == counts
+    for is_bound, _, computing in by_rank:
+        assert is_bound
+        assert computing > 1
 
 
 def test_the_launcher_refuses_before_it_starts_a_rank():

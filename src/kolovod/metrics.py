@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.frontend import ON_DEVICE
 from kolovod.numpy import Array
 from kolovod.numpy import collectives as _on_arrays
 from kolovod.numpy.frontend import NumpyFrontend
@@ -117,7 +118,9 @@ class Metrics(Generic[T]):
             like = next((theirs for theirs in said if theirs.shape[0]), mine)
             nothing = np.empty(1, np.uint8)[:0]  # with a stride, which empty(0) has not
             shape = 0, *like.shape[1:]
-            rows = self._collectives.frontend.from_bytes(nothing, like.dtype, shape)
+            frontend = self._collectives.frontend
+            plain = like.dtype % ON_DEVICE  # where it is, is said by this rank's rows
+            rows = frontend.placed(frontend.from_bytes(nothing, plain, shape), rows)
         gathered: Any = self._collectives.allgather(rows, name, process_set)
         result: T = gathered[order]
         return result

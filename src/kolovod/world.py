@@ -122,7 +122,12 @@ class World:
 
         position, size = ranks.index(self.rank), len(ranks)
         nccl.check(engine, position, size, self.host)
-        return nccl.paired(engine, self._form(ranks, external=True), position, size)
+        device = self._form(ranks, external=True)
+        try:
+            return nccl.paired(engine, device, position, size, self.core)
+        except BaseException:
+            device.shutdown()
+            raise
 
     def dissolve(self, engine: _native.Engine) -> None:
         """Shut down an engine that ``form`` made."""
@@ -391,10 +396,9 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
         core=core,
     )
     try:
-        with affinity.threads_on(core):
-            if not is_external:
-                return replace(world, engine=world._with_gpus(engine, range(size)))
-            return replace(world, driver=backends.start(settings.backend, world))
+        if not is_external:
+            return replace(world, engine=world._with_gpus(engine, range(size)))
+        return replace(world, driver=backends.start(settings.backend, world))
     except BaseException:
         engine.shutdown()
         raise

@@ -111,6 +111,17 @@ def test_what_has_no_effect_says_so_and_nothing_else_does(capsys):
         assert is_told or part.variable in heeded | {"HOROVOD_TIMELINE"}, part
 
 
+def test_hosts_are_not_dropped_where_mpirun_starts_the_ranks(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "kolovod", lambda arguments: pytest.fail(f"called: {arguments}"))
+    monkeypatch.delenv("KOLOVOD_BACKEND", raising=False)
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    for flag in ("-H localhost:1,127.0.0.1:1", f"--hostfile {tmp_path / 'hosts'}"):
+        with pytest.raises(SystemExit) as caught:
+            launch.run_commandline([*flag.split(), "--mpi", "train.py"])
+        assert caught.value.code == 2
+        assert "with MPI names localhost, 127.0.0.1" in capsys.readouterr().err
+
+
 def test_what_kolovod_is_called_with(monkeypatch):
     calls = []
     monkeypatch.setattr(launch, "kolovod", lambda arguments: calls.append(arguments) or 0)

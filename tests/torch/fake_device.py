@@ -72,11 +72,15 @@ class FakeDevice(Cuda):
     def is_on_device(self, tensor):
         if tensor.is_sparse:
             return True
+        if not tensor.numel() and hasattr(tensor, "is_in_host_memory"):
+            return False
         return tensor.is_cpu and tensor.untyped_storage().data_ptr() not in self._hosts
 
     def in_host_memory(self, tensor):
         if tensor.numel():
             self._hosts[tensor.untyped_storage().data_ptr()] = tensor
+        else:  # it has no address
+            tensor.is_in_host_memory = True
         return tensor
 
     def pinned(self, count, dtype):
@@ -118,6 +122,7 @@ class FakeDevice(Cuda):
         for stream in streams:
             if stream is not current:
                 current.enqueue(partial(stream.run, stream.end()))
+        current.run(current.end())  # for what comes next on it is done at once
 
     @contextmanager
     def beside(self, tensor, streams):

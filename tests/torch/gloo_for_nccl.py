@@ -96,9 +96,6 @@ class OverGloo(nccl.CudaDevices):
         work, OverGloo.late_work = OverGloo.late_work, None
         return Event(work) if work else Event()
 
-    def current(self):
-        return 0
-
     def nothing(self, index):
         return torch.empty(0, dtype=torch.uint8)
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from kolovod.backends.pair import EnginePair  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     BootstrapError,
+    CollectiveAbortedError,
+    DuplicateNameError,
     InternalError,
     InvalidArgumentError,
     MismatchError,
-    RankLeftError,
     RankLostError,
 )
+from kolovod.metrics import Metrics  # noqa: E402
 from kolovod.ops import Adasum, Average, Sum  # noqa: E402
 from kolovod.testing import RankFailed, run_ranks  # noqa: E402
 
@@ -37,6 +41,7 @@ def conforms(rank):
         check(kv, "torch", line, extent)
     assert kolovod.allreduce(rank, op=Sum) == sum(range(kolovod.size()))
     joins(kv, rank, kolovod.size())
+    evaluates(kv, rank)
     if kolovod.size() > 2:
         of_a_set(kv, rank, kvt.add_process_set([0, 1]))
     kolovod.shutdown()
@@ -49,6 +54,14 @@ def joins(kv, rank, size):
             total = kv.allreduce(torch.full((5,), rank + 1), None, Sum)
             assert total.tolist() == [sum(range(turn + 1, size + 1))] * 5
         assert kv.join() == size - 1
+
+
+def evaluates(kv, rank):
+    """Metrics.gather_samples, where rank 0 has no rows, and knows nothing of the others'."""
+    is_empty = rank == 0 and kv.world().size > 1
+    indices = [] if is_empty else [0, 1]
+    rows = torch.empty(0) if is_empty else torch.tensor([[1, 2], [3, 4]])
+    assert Metrics(kv).gather_samples(rows, 2, indices).tolist() == [[1, 2], [3, 4]]
 
 
 def of_a_set(kv, rank, process_set):
@@ -65,7 +78,7 @@ def test_conformance(size):
 
 def several_things(rank):
     """One world after the other, in the same processes, which take long to start."""
-    works = (trains, waits_for_the_producer, adds_adasum, mixes, shares_a_gpu)
+    works = (trains, waits_for_the_producer, adds_adasum, mixes, refuses, joins_first, shares_a_gpu)
     return {work.__name__: work(rank) for work in works}
 
 
@@ -154,11 +167,17 @@ def mixes(rank):
     with pytest.raises(InvalidArgumentError, match="several devices"):
         on_device.grouped_allreduce(group, "both")
     total = on_device.allreduce(torch.ones(3), None, Sum)
-    # What can never be complete makes a shutdown one in the middle of it, maybe of the barrier.
-    with contextlib.suppress(RankLeftError):
+    ends_in_the_middle()
+    return texts, total.tolist()
+
+
+def ends_in_the_middle():
+    """What can never be complete aborts the world, perhaps before a rank has left the barrier."""
+    import kolovod
+
+    with contextlib.suppress(CollectiveAbortedError):
         kolovod.barrier()
     kolovod.shutdown()
-    return texts, total.tolist()
 
 
 def test_a_name_on_a_gpu_here_and_in_host_memory_there_is_an_error(of_two_ranks):
@@ -167,6 +186,97 @@ def test_a_name_on_a_gpu_here_and_in_host_memory_there_is_an_error(of_two_ranks)
         for text in texts:
             assert "stands for a tensor on a GPU" in text
         assert total == [2] * 3
+
+
+def refuses(rank):
+    """Each on rank 0 only: the other rank goes on, and the next operations match again."""
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+    from kolovod.world import current
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    engine, driver = current().engine, current().engine._driver
+    x, beside = torch.ones(2), kv.frontend.device.pinned(2, torch.float32)
+    kv.allreduce(x)
+
+    def refused(kind, text, call, *arguments):
+        before = list(driver._events), dict(driver._addresses), engine.device.pending()
+        with pytest.raises(kind, match=text):
+            call(*arguments)
+        assert (list(driver._events), dict(driver._addresses), engine.device.pending()) == before
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: out of memory")
+
+    handles = []
+    for kind, text, call, *arguments in (
+        (InvalidArgumentError, "several devices", kv.grouped_allreduce, [x, beside]),
+        (InvalidArgumentError, "root rank 7", kv.broadcast, x, 7),
+        (RuntimeError, "out of memory", kv.allreduce, x, None, Adasum),
+    ):
+        if rank == 0:
+            to_host, driver.to_host = driver.to_host, fail
+            refused(kind, text, call, *arguments)
+            driver.to_host = to_host
+        else:
+            handles.append(kv.allreduce_async(torch.ones(1)))  # which nobody answers
+        for _ in range(2):
+            assert kv.allreduce(x, None, Sum).tolist() == [2, 2]
+    if rank == 0:  # the native engine refuses the marker
+        handle = kv.allreduce_async(beside, "taken")
+        refused(DuplicateNameError, "already pending", kv.allreduce, x, "taken")
+        kv.barrier()
+    else:
+        kv.barrier()
+        handle = kv.allreduce_async(beside, "taken")
+    handle.wait()
+    if rank == 0:  # the device's engine refuses the operation, whose marker the others have seen
+        refused(InvalidArgumentError, "root rank 7", kv.broadcast, x, 7, "again")
+    kv.barrier()
+    assert kv.broadcast(x + rank, 1, "again").tolist() == [2, 2]
+    ends_in_the_middle()
+    return len(handles)
+
+
+def test_what_one_rank_refuses_leaves_nothing_behind_and_has_its_number(of_two_ranks):
+    assert of_two_ranks["refuses"] == [0, 3]
+
+
+def joins_first(rank):
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    with pytest.raises(InternalError) as caught:
+        kv.join() if rank == 1 else kv.allreduce(torch.ones(3))
+    kolovod.shutdown()
+    return str(caught.value)
+
+
+def test_a_rank_that_joins_before_the_gpus_are_connected(of_two_ranks):
+    for text in of_two_ranks["joins_first"]:
+        assert "let every rank do an operation on its GPU before any of them joins" in text
+
+
+def test_shutdown_wakes_a_driver_that_is_in_the_native_engine():
+    over = threading.Event()
+
+    class Host:
+        shutdown = over.set
+
+    class Device:
+        shutdown = int
+
+    class Driver:
+        def stop(self):
+            self.ended = over.wait(1)
+
+    EnginePair(Host, Device, driver := Driver()).shutdown()
+    assert driver.ended
 
 
 def adds_adasum(rank):
@@ -287,6 +397,27 @@ def test_ranks_without_gpus_of_their_own_are_told_in_init():
     for text in (first, second, few):
         assert "leave KOLOVOD_BACKEND unset" in text
     assert not is_initialized
+
+
+def test_both_engines_end_when_there_can_be_no_driver(monkeypatch):
+    import kolovod
+    from kolovod import _native
+    from kolovod.backends import nccl
+
+    def fail(host, device, *_):
+        engines.extend((host, device))
+        raise RuntimeError("can't start new thread")
+
+    engines = []
+    monkeypatch.setenv("KOLOVOD_BACKEND", "nccl")
+    monkeypatch.setattr(nccl, "_count_gpus", lambda: 1)
+    monkeypatch.setattr(nccl, "paired", fail)
+    with pytest.raises(RuntimeError, match="new thread"):
+        kolovod.init()
+    assert len(engines) == 2
+    for engine in engines:
+        with pytest.raises(_native.EngineError):
+            engine.submit(_native.VERBS["barrier"], "", [], 0, 1.0, 1.0, 0, False)
 
 
 @pytest.mark.parametrize("name", ["int16", "int8", "uint8", "int64", "bool", "float32"])

@@ -6,6 +6,7 @@ All that the tests of it on the CPU demand, and what is particular to copies tha
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import test_optimizer_lifetime  # noqa: E402
 import torch_loopback  # noqa: E402
-from fake_device import FakeDevice, FakeFrontend  # noqa: E402
+from fake_device import FakeDevice, FakeFrontend, FakeStream  # noqa: E402
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from test_optimizer import *  # noqa: E402, F403
 from test_optimizer_gradients import *  # noqa: E402, F403
@@ -27,7 +28,12 @@ from test_optimizer_lifetime import (  # noqa: E402, F401
 
 from kolovod.errors import CollectiveAbortedError, RankLostError  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
-from kolovod.torch import TorchCollectives  # noqa: E402
+from kolovod.torch import (  # noqa: E402
+    Compression,
+    DistributedOptimizer,
+    TorchCollectives,
+    stager,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +143,76 @@ def test_an_optimizer_that_is_dropped_meanwhile_is_submitted_all_the_same():
         kv.barrier()
 
     on_ranks(device, 2, work)
+
+
+def late_gradients(kv, rank, is_sparse=False, **kwargs):
+    """A reducer whose gradients' values another stream has not made yet, and their bucket."""
+    layer = torch.nn.Embedding(2, 2, sparse=is_sparse)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(optimizer, layer.named_parameters(), collectives=kv, **kwargs)
+    layer(torch.tensor([0, 1])).sum().backward()
+    grad = layer.weight.grad
+    if not is_sparse:
+        grad.data = grad.t()  # not dense row by row
+    values = grad._values() if is_sparse else grad.data
+    values.data.fill_(float("nan"))
+    late = FakeStream()
+    late.enqueue(partial(values.data.fill_, rank + 1.0))
+    reducer = optimizer._kolovod_reducer
+    (bucket,) = reducer._buckets
+    bucket.streams.add(late)
+    return reducer, bucket
+
+
+@pytest.mark.parametrize(
+    ("is_sparse", "kwargs"),
+    [
+        (False, {}),
+        (False, {"compression": Compression.bf16}),
+        (True, {}),
+        (True, {"sparse_as_dense": True}),
+    ],
+)
+def test_what_is_made_of_gradients_comes_after_the_streams_that_make_them(is_sparse, kwargs):
+    def work(world, kv, rank):
+        reducer, _ = late_gradients(kv, rank, is_sparse, **kwargs)
+        reducer.synchronize()
+        return reducer._parameters[0].grad.to_dense().tolist()
+
+    assert on_ranks(FakeDevice(), 2, work) == [[[1.5, 1.5], [1.5, 1.5]]] * 2
+
+
+def test_so_do_copies_of_gradients_that_are_not_staged():
+    def work(world, kv, rank):
+        reducer, bucket = late_gradients(kv, rank)
+        kv.frontend.is_direct = lambda: True
+        reducer._send = lambda bucket, verb, entries, items, *_: copies.extend(items)
+        copies = []
+        reducer._submit(bucket)
+        ((*_, copy, _),) = copies
+        return copy.tolist()
+
+    assert on_ranks(FakeDevice(), 2, work) == [[[r + 1.0] * 2] * 2 for r in range(2)]
+
+
+def test_garbage_that_is_collected_while_the_thread_notes_the_number(monkeypatch):
+    """It may be the optimizer that had submitted the bucket."""
+
+    class Over(threading.Event):
+        def set(self):
+            super().set()
+            queued.let_go()
+
+    class Kept:
+        def keep(self, *what):
+            kept.append(what)
+
+    kept, engine = [], object()
+    monkeypatch.setattr(stager, "keeper", Kept())
+    queued = stager.Queued((), lambda: 7, engine, "buffers")
+    queued._over = Over()
+    thread = threading.Thread(target=queued.run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert kept == [(engine, 7, "buffers")]

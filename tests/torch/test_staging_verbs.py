@@ -26,6 +26,7 @@ from test_torch import (  # noqa: E402, F401
 from torch_loopback import run  # noqa: E402
 from worlds import BRIEF, FULL, check, lines  # noqa: E402
 
+from kolovod.metrics import Metrics  # noqa: E402
 from kolovod.ops import Sum  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import TorchCollectives, TorchFrontend  # noqa: E402
@@ -77,3 +78,25 @@ def test_ranks_whose_tensors_are_on_different_devices():
         assert kv.allgather(torch.full((2,), rank), "y").tolist() == [0, 0, 1, 1]
 
     run(2, work)
+
+
+def test_rows_of_a_rank_without_any_are_where_it_has_its_tensors():
+    frontend = FakeFrontend()
+
+    def work(kv):
+        rank = kv.world().rank
+        sent = []
+
+        def allgather(rows, *rest):
+            sent.append(frontend.device.is_on_device(rows))
+            return TorchCollectives.allgather(verbs, rows, *rest)
+
+        verbs = TorchCollectives(frontend, kv.world)
+        verbs.allgather = allgather
+        rows = torch.empty(0) if rank == 0 else torch.ones(1, 2)
+        found = Metrics(verbs).gather_samples(rows, 1, [0] * rank)
+        assert found.tolist() == [[1, 1]]
+        return sent
+
+    with loopback(2, frontend) as world:
+        assert world.run(work) == [[True], [True]]

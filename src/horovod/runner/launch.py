@@ -66,7 +66,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     check_affinity(settings.thread_affinity, hosts or ["localhost"] * count)
     if options.use_mpi or settings.backend == "mpi":
         options.use_mpi = True
-        return [*_for_mpi(options, count), *_setting(variables_of(options)), "--", *command]
+        return [*_for_mpi(options, count, hosts), *_setting(variables_of(options)), "--", *command]
     arguments = ["run", "-np", str(count)]
     if options.prefix_output_with_timestamp:
         arguments.append("--timestamps")
@@ -82,8 +82,14 @@ def _setting(variables: Mapping[str, str]) -> list[str]:
     return [part for name, value in variables.items() for part in ("-x", f"{name}={value}")]
 
 
-def _for_mpi(options: argparse.Namespace, count: int) -> list[str]:
+def _for_mpi(options: argparse.Namespace, count: int, hosts: Sequence[str]) -> list[str]:
     """The same for ranks that mpirun starts."""
+    if len(set(hosts)) > 1:  # one name says nothing that mpirun does not do anyway
+        raise ValueError(
+            f"--hosts or --hostfile with MPI names {', '.join(dict.fromkeys(hosts))}: mpirun "
+            "starts the ranks and says where they are; give it arguments of its own with "
+            "--mpi-args"
+        )
     for name in ("output_filename", "prefix_output_with_timestamp"):
         if getattr(options, name):
             raise ValueError(

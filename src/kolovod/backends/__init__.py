@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kolovod.affinity import threads_on
 from kolovod.backends.base import Backend
 from kolovod.backends.driver import ExternalDriver
 from kolovod.errors import InvalidArgumentError
@@ -49,7 +50,8 @@ def start(name: str, world: World) -> ExternalDriver:
         backend.close()
         raise
     driver = ExternalDriver(world.engine, backend, world.rank, world.size)
-    driver.start()
+    with threads_on(world.core):
+        driver.start()
     return driver
 
 

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -23,11 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kolovod import _native
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.ops import Op
 
 _JOIN_S = 5.0
 _LOOK_S = 0.02  # how often to see, while NCCL is at work, whether the world has ended
+_JOINED = (
+    "a rank has joined before the ranks' GPUs were connected: with the backend nccl let every rank "
+    "do an operation on its GPU before any of them joins"
+)
 _BYTE = _native.DTYPES["uint8"]
 
 Bucket = dict[str, Any]  # see Engine.next_bucket
@@ -96,10 +100,6 @@ class Devices(Protocol):
         """An event on the current stream of the calling thread."""
         ...
 
-    def current(self) -> int:
-        """The GPU that is current in the calling thread."""
-        ...
-
     def nothing(self, index: int) -> Tensor:
         """No bytes, on GPU ``index``."""
         ...
@@ -149,21 +149,38 @@ class DeviceDriver:
         self._stopping.set()
         self._thread.join(_JOIN_S)
 
-    def expect(self, index: int, addresses: Sequence[int]) -> None:
-        """What is submitted next is on GPU ``index``, and comes from the current stream.
+    @contextlib.contextmanager
+    def expecting(self, index: int, addresses: Sequence[int]) -> Iterator[None]:
+        """What is submitted within is on GPU ``index``, and comes from the current stream.
 
-        Raises InvalidArgumentError if this rank has used another GPU before.
+        If that fails, it is as if it had not begun. Raises InvalidArgumentError if this rank has
+        used another GPU before.
         """
         with self._lock:
-            if self._index not in (None, index):
+            before = self._index
+            if before not in (None, index):
                 raise InvalidArgumentError(
-                    f"a tensor on cuda:{index}, but this rank has used cuda:{self._index} before: "
+                    f"a tensor on cuda:{index}, but this rank has used cuda:{before} before: "
                     "with the backend nccl a rank has one GPU; call torch.cuda.set_device("
                     "kolovod.local_rank()) first"
                 )
+            event = self._devices.mark(index)
             self._index = index
-            self._events.append(self._devices.mark(index))
+            self._events.append(event)
             self._addresses.update(addresses)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._index = before
+                self._events = [other for other in self._events if other is not event]
+                self._forget(addresses)
+            raise
+
+    def _forget(self, addresses: Iterable[int]) -> None:
+        """With the lock held."""
+        self._addresses.subtract(addresses)
+        self._addresses += Counter()  # drops those of which none is left
 
     def made(self, ticket: npt.NDArray[np.uint8]) -> Tensor:
         """The result that belongs to what the native engine has made for it."""
@@ -189,21 +206,22 @@ class DeviceDriver:
         """Do one bucket; returns why it failed, or nothing."""
         with self._lock:
             events, self._events = self._events, []
-            if self._index is None:  # this rank has joined before it has submitted anything
-                self._index = self._devices.current()
+            index = self._index
+        if index is None:
+            return _JOINED
         try:
             if self._group is None:
-                self._group = self._devices.connect(self._index)
+                self._group = self._devices.connect(index)
             with self._group.after(events):
                 self._verbs[bucket["verb"]](self._group, bucket)
         except _native.EngineError:
             raise  # given up while it was on its way
+        except MismatchError:  # of the ranks' meeting, to which one does not come
+            return _JOINED
         except Exception as error:  # of CUDA, or NCCL
             return f"{type(error).__name__}: {error}"
         with self._lock:
-            for source, target, _ in bucket["tensors"]:
-                self._addresses.subtract((source, target))
-            self._addresses += Counter()  # forgets those of which none is left
+            self._forget(address for tensor in bucket["tensors"] for address in tensor[:2])
         return ""
 
     # The verbs ----------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kolovod import _native
-from kolovod.backends.device_driver import DeviceDriver, DeviceGroup, Devices
+from kolovod.affinity import threads_on
+from kolovod.backends.device_driver import DeviceDriver, DeviceGroup
 from kolovod.backends.meeting import Meeting, make_store
 from kolovod.backends.pair import EnginePair
 from kolovod.errors import InvalidArgumentError
@@ -77,18 +78,16 @@ def check(engine: _native.Engine, rank: int, size: int, host: str) -> None:
     meeting.finish()
 
 
-def paired(host: _native.Engine, device: _native.Engine, rank: int, size: int) -> _native.Engine:
-    """The two engines of a world or a process set as one. ``device`` is external."""
-    devices = CudaDevices(_objects(host, rank, size), rank, size)
-    return pair(host, device, devices, rank, size)
-
-
-def pair(
-    host: _native.Engine, device: _native.Engine, devices: Devices, rank: int, size: int
+def paired(
+    host: _native.Engine, device: _native.Engine, rank: int, size: int, core: int | None
 ) -> _native.Engine:
-    """The same over any ``devices`` (tests have others)."""
-    driver = DeviceDriver(device, devices, rank, size)
-    driver.start()
+    """The two engines of a world or a process set as one. ``device`` is external.
+
+    ``core``: where the driver's threads run, if they are bound to one.
+    """
+    driver = DeviceDriver(device, CudaDevices(_objects(host, rank, size), rank, size), rank, size)
+    with threads_on(core):
+        driver.start()
     # It has all methods of an engine, and is one to all but the C programs of graphs.
     return cast(_native.Engine, EnginePair(host, device, driver))
 
@@ -143,12 +142,6 @@ class CudaDevices:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(index))
         return event
-
-    def current(self) -> int:
-        """See Devices.current."""
-        import torch
-
-        return torch.cuda.current_device()
 
     def nothing(self, index: int) -> torch.Tensor:
         """See Devices.nothing."""

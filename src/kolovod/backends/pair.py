@@ -11,6 +11,7 @@ and not two operations that wait for ever; and unnamed operations are matched in
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from kolovod import _native
 from kolovod.backends.device_driver import DeviceDriver
 from kolovod.errors import InvalidArgumentError
 from kolovod.frontend import DEVICE_SHIFT, ON_DEVICE
+from kolovod.handles import keeper
 from kolovod.ops import Op
 
 _ALLREDUCE = _native.VERBS["allreduce"]
@@ -44,9 +46,10 @@ class EnginePair:
         self._driver = driver
         self._lock = threading.Lock()
         self._markers: dict[int, int] = {}  # by number of the operation on the device
+        self._unused: dict[str, int] = {}  # markers of what the device's engine has refused
         self._staged: dict[int, list[Any]] = {}  # by number in the native engine
         self._joins: dict[int, threading.Thread] = {}
-        self._unnamed = 0
+        self._unnamed = 0  # as many as the native engine has counted
 
     def __getattr__(self, name: str) -> Any:
         """What is not said here is asked of the native engine."""
@@ -68,44 +71,89 @@ class EnginePair:
         """See ``_native.Engine.submit``. Raises InvalidArgumentError for a group of both kinds."""
         rest = (op, prescale, postscale, root, blocking, splits, out_bytes)
         with self._lock:
-            if not name:
-                self._unnamed += 1
             if verb == _JOIN:
                 return self._join(name, rest)
             kinds = {entry[0] & ~(ON_DEVICE - 1) for entry in tensors}
             if kinds <= {0}:
-                return self.host.submit(verb, name, tensors, *rest)
-            if len(kinds) > 1:
-                raise InvalidArgumentError(
-                    "the tensors of a group are on several devices: with the backend nccl, give "
-                    "those of one GPU, or those in host memory"
-                )
-            index = kinds.pop() >> DEVICE_SHIFT
-            plain = [(entry[0] % ON_DEVICE, *entry[1:]) for entry in tensors]
-            if op == Op.Adasum:
-                return self._stage(index, verb, name, plain, rest)
-            return -self._submit_to_device(index, verb, name, plain, rest)
+                return self._submit_to_host(verb, name, tensors, rest)
+            before = self._unnamed
+            try:
+                return self._submit_from_device(kinds, verb, name, tensors, rest)
+            except Exception:
+                if not name and self._unnamed == before:
+                    self._skip_number()
+                raise
+
+    def _submit_to_host(
+        self, verb: int, name: str, tensors: Sequence[Entry], rest: tuple[Any, ...]
+    ) -> int:
+        """Counts what has no name as the native engine does: before it refuses anything."""
+        try:
+            number = self.host.submit(verb, name, tensors, *rest)
+        except _native.EngineError:
+            self._unnamed += not name
+            raise
+        self._unnamed += not name
+        return number
+
+    def _skip_number(self) -> None:
+        """An operation without a name that is refused here has a number on the other ranks."""
+        nobody = (int(Op.Sum), 1.0, 1.0, -1, False)  # a root that the native engine refuses
+        with contextlib.suppress(_native.EngineError):
+            self._submit_to_host(_ALLREDUCE, "", [_MARKER], nobody)
+
+    def _submit_from_device(
+        self,
+        kinds: set[int],
+        verb: int,
+        name: str,
+        tensors: Sequence[Entry],
+        rest: tuple[Any, ...],
+    ) -> int:
+        if len(kinds) > 1:
+            raise InvalidArgumentError(
+                "the tensors of a group are on several devices: with the backend nccl, give "
+                "those of one GPU, or those in host memory"
+            )
+        index = next(iter(kinds)) >> DEVICE_SHIFT
+        plain = [(entry[0] % ON_DEVICE, *entry[1:]) for entry in tensors]
+        if rest[0] == Op.Adasum:
+            return self._stage(index, verb, name, plain, rest)
+        return -self._submit_to_device(index, verb, name, plain, rest)
 
     def _submit_to_device(
         self, index: int, verb: int, name: str, plain: list[Entry], rest: tuple[Any, ...]
     ) -> int:
-        self._driver.expect(index, [address for entry in plain for address in entry[2:4]])
-        device_name = name or f"kolovod.unnamed.{self._unnamed}"
-        number = self.device.submit(verb, device_name, plain, *rest)
-        marker = (_ALLREDUCE, name, [_MARKER], int(Op.Sum), 1.0, 1.0, 0, rest[4])
-        self._markers[number] = self.host.submit(*marker)
+        """First the marker: if that is refused, nothing is queued that nobody waits for."""
+        addresses = [address for entry in plain for address in entry[2:4]]
+        with self._driver.expecting(index, addresses):
+            marker = self._unused.pop(name, 0)
+            if not marker:
+                of_marker = (int(Op.Sum), 1.0, 1.0, 0, rest[4])
+                marker = self._submit_to_host(_ALLREDUCE, name, [_MARKER], of_marker)
+            device_name = name or f"kolovod.unnamed.{self._unnamed}"
+            try:
+                number = self.device.submit(verb, device_name, plain, *rest)
+            except BaseException:
+                # The other ranks have been told, so it stands for the next one of this name.
+                if name:
+                    self._unused[name] = marker
+                else:
+                    keeper.keep(self.host, marker, None)
+                raise
+        self._markers[number] = marker
         return number
 
     def _stage(
         self, index: int, verb: int, name: str, plain: list[Entry], rest: tuple[Any, ...]
     ) -> int:
         """Adasum's arithmetic is the native engine's, in host memory."""
-        group, entries, back = self._driver, [], []
+        driver, entries, back = self._driver, [], []
         for dtype, shape, source, target in plain:
-            host = group.to_host(index, source, dtype, shape)
+            host = driver.to_host(index, source, dtype, shape)
             entries.append((dtype, shape, host.data_ptr(), host.data_ptr()))
             back.append((index, host, target, dtype))
-        number = self.host.submit(verb, name, entries, *rest)
+        number = self._submit_to_host(verb, name, entries, rest)
         self._staged[number] = back
         return number
 
@@ -203,8 +251,8 @@ class EnginePair:
     def shutdown(self) -> None:
         """See ``_native.Engine.shutdown``; of both."""
         self.device.shutdown()
+        self.host.shutdown()  # first, for the driver may be in it, to connect the ranks
         self._driver.stop()
-        self.host.shutdown()
 
     def forget(self) -> None:
         """See ``_native.Engine.forget``; of both."""

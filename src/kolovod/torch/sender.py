@@ -48,13 +48,17 @@ class Sender:
         ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
         it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
         """
+        is_plain = self._way.compression is Compression.none
+        is_prepared = bucket.sparse_dim or self._way.sparse_as_dense or not is_plain
+        if bucket.streams and (is_prepared or self._frontend.is_direct()):
+            self._device.follow(bucket.streams)  # what is made of gradients comes after them
+            bucket.streams.clear()
         if bucket.sparse_dim:
             self._submit_sparse(bucket, blank)
             return
         items: list[Item] = []
         unused: list[int] = []
         entries: list[Entry] = []
-        is_plain = self._way.compression is Compression.none
         is_on_device = self._device.is_on_device
         later: list[int] = []
         for index in bucket.indices:
@@ -131,9 +135,6 @@ class Sender:
         engine, way = self.verbs.world().engine, self._way
         scales = (way.prescale, way.postscale)
         number = 0
-        if bucket.streams:  # of gradients that are not staged
-            self._device.follow(bucket.streams)
-            bucket.streams.clear()
         if events:
             submit = partial(engine.submit, verb, bucket.name, entries, self._op, *scales, 0, False)
             bucket.queued = Queued(events, submit, engine, (items, bucket.staged))

@@ -36,7 +36,7 @@ class Queued:
         self._submit = submit
         self._engine = engine
         self._buffers = buffers
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage within may let go of it
         self._over = threading.Event()
         self._is_let_go = False
         self._number = 0
@@ -72,9 +72,11 @@ class Queued:
                 self._keep()
 
     def _keep(self) -> None:
-        if self._number:
-            keeper.keep(self._engine, self._number, self._buffers)
-        self._buffers = None
+        """Once, whoever comes first."""
+        number, self._number = self._number, 0
+        buffers, self._buffers = self._buffers, None
+        if number:
+            keeper.keep(self._engine, number, buffers)
 
 
 class Stager:
