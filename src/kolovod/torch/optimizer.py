@@ -54,6 +54,8 @@ class Distributed(torch.optim.Optimizer):
     def _kolovod_prepare(self) -> None:
         """Average the gradients unless that is done, or not wanted."""
         reducer = self._kolovod_reducer
+        if not reducer.active:
+            return
         if reducer.skips:
             if reducer.sending:
                 raise InvalidArgumentError(

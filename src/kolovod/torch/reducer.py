@@ -248,6 +248,8 @@ class GradientReducer(Sender):
 
     def drop(self) -> None:
         """Forget the gradients. What was sent comes back first, on all ranks alike."""
+        if not self.active:
+            return
         try:
             if self.pending and self._engine is self.verbs.world().engine:
                 self._travel([bucket for bucket in self._buckets if bucket.agreed], _DROPS, [])
@@ -423,6 +425,8 @@ class GradientReducer(Sender):
 
     def reset(self, *, used: bool) -> None:
         """The optimizer has used the gradients, or zeroed them: count passes anew."""
+        if not self.active:  # nothing was counted: no hook
+            return
         self._reset()
         self.synchronized, self._used = False, used
 
