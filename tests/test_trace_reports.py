@@ -117,6 +117,27 @@ def test_a_reporter_that_ends_late_leaves_the_next_worlds_spans_alone(ends: Ends
     assert not ends.log.on
 
 
+def test_who_never_reported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_CONNECT_S", 0.1)
+    here = Collector(SECRET, next(EPOCHS), 3, lambda rank, batch: None)
+    try:
+        here.start()
+        assert here.finish() == [1, 2]
+    finally:
+        here.close()
+
+
+def test_a_rank_that_reaches_nobody_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    log = SpanLog()
+    there = Reporter(SECRET, next(EPOCHS), 1, 2, Recorder(dict, log), "")
+    there.expect()
+    log.add("lost", 1, 2)
+    there.close()
+    shown = capfd.readouterr().err
+    assert "rank 1 has reported nothing" in shown
+    assert "ConnectionRefusedError" in shown
+
+
 @pytest.mark.parametrize(
     "messages",
     [

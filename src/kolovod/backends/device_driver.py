@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kolovod import _native
+from kolovod.backends.driver import Bucket, BucketThread
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.ops import Op
 
-_JOIN_S = 5.0
 _LOOK_S = 0.02  # how often to see, while NCCL is at work, whether the world has ended
 _JOINED = (
     "a rank has joined before the ranks' GPUs were connected: with the backend nccl let every rank "
@@ -34,7 +34,6 @@ _JOINED = (
 )
 _BYTE = _native.DTYPES["uint8"]
 
-Bucket = dict[str, Any]  # see Engine.next_bucket
 Tensor = Any  # PyTorch's; imported by those who make a DeviceGroup
 
 
@@ -113,12 +112,13 @@ class Devices(Protocol):
         ...
 
 
-class DeviceDriver:
-    """A thread that takes buckets from ``engine`` and carries them over a DeviceGroup."""
+class DeviceDriver(BucketThread):
+    """Takes buckets from ``engine`` and carries them over a DeviceGroup."""
 
     def __init__(self, engine: _native.Engine, devices: Devices, rank: int, size: int) -> None:
         """``engine`` was made with ``external=True`` for ``rank`` of ``size``."""
-        self._engine, self._devices = engine, devices
+        super().__init__(engine, "kolovod-nccl")
+        self._devices = devices
         self._rank, self._size = rank, size
         self._lock = threading.Lock()
         self._index: int | None = None
@@ -126,7 +126,6 @@ class DeviceDriver:
         self._addresses: Counter[int] = Counter()  # that they have submitted: the rest are zeros
         self._made: dict[int, Tensor] = {}  # by address of the ticket
         self._group: DeviceGroup | None = None
-        self._stopping = threading.Event()
         verbs: dict[str, Callable[[DeviceGroup, Bucket], None]] = {
             "allreduce": self._allreduce,
             "broadcast": self._broadcast,
@@ -135,19 +134,7 @@ class DeviceDriver:
             "reducescatter": self._reducescatter,
         }
         self._verbs = {_native.VERBS[name]: verb for name, verb in verbs.items()}
-        # A daemon: NCCL may never return.
-        self._thread = threading.Thread(target=self._serve, name="kolovod-nccl", daemon=True)
         self.to_host, self.to_device = devices.to_host, devices.to_device
-
-    def start(self) -> None:
-        """Carry every bucket from now on."""
-        self._engine.hand_over()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the bucket at hand; call it after ``engine.shutdown()``."""
-        self._stopping.set()
-        self._thread.join(_JOIN_S)
 
     @contextlib.contextmanager
     def expecting(self, index: int, addresses: Sequence[int]) -> Iterator[None]:
@@ -190,20 +177,12 @@ class DeviceDriver:
         assert self._index is not None
         return self._devices.nothing(self._index)
 
-    def _serve(self) -> None:
-        try:
-            while not self._stopping.is_set():
-                bucket = self._engine.next_bucket(0.5)  # [1]
-                if bucket is not None:
-                    self._engine.bucket_done(bucket["token"], self._carry(bucket))
-        except _native.EngineError:
-            return  # shut down, or the world was aborted
-        finally:
-            if self._group is not None:
-                self._group.abort()
+    def _end(self) -> None:
+        """NCCL may wait for a rank that is gone."""
+        if self._group is not None:
+            self._group.abort()
 
     def _carry(self, bucket: Bucket) -> str:
-        """Do one bucket; returns why it failed, or nothing."""
         with self._lock:
             events, self._events = self._events, []
             index = self._index

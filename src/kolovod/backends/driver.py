@@ -7,6 +7,7 @@ driver puts the results where they belong [4].
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import ctypes
 import threading
@@ -27,25 +28,15 @@ Bucket = dict[str, Any]  # see Engine.next_bucket
 Piece = tuple[int, int, int]  # input address, output address, elements
 
 
-class ExternalDriver:
-    """A thread that takes buckets from ``engine`` and lets ``backend`` carry them."""
+class BucketThread(abc.ABC):
+    """A thread that takes buckets from an external engine, and carries one after the other."""
 
-    def __init__(self, engine: _native.Engine, backend: Backend, rank: int, size: int) -> None:
-        """``engine`` was made with ``external=True`` for ``rank`` of ``size``."""
+    def __init__(self, engine: _native.Engine, name: str) -> None:
+        """``engine`` was made with ``external=True``; ``name``: of the thread."""
         self._engine = engine
-        self._backend = backend
-        self._rank = rank
-        self._size = size
-        self._verbs: dict[int, Callable[[Bucket], None]] = {
-            _native.VERBS["allreduce"]: self._allreduce,
-            _native.VERBS["broadcast"]: self._broadcast,
-            _native.VERBS["allgather"]: self._allgather,
-            _native.VERBS["alltoall"]: self._alltoall,
-            _native.VERBS["reducescatter"]: self._reducescatter,
-        }
         self._stopping = threading.Event()
         # A daemon: a call into a foreign engine whose peer died may never return.
-        self._thread = threading.Thread(target=self._serve, name="kolovod-backend", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
 
     def start(self) -> None:
         """Carry every bucket from now on."""
@@ -66,11 +57,39 @@ class ExternalDriver:
         except _native.EngineError:
             return  # shut down, or the world was aborted
         finally:
-            # Also what a peer waits for that is still in a call: it sees the connection end.
-            self._backend.close()
+            self._end()
 
+    @abc.abstractmethod
     def _carry(self, bucket: Bucket) -> str:
         """Do one bucket; returns why it failed, or nothing."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """The last thing that the thread does."""
+
+
+class ExternalDriver(BucketThread):
+    """Takes buckets from ``engine`` and lets ``backend`` carry them."""
+
+    def __init__(self, engine: _native.Engine, backend: Backend, rank: int, size: int) -> None:
+        """``engine`` was made with ``external=True`` for ``rank`` of ``size``."""
+        super().__init__(engine, "kolovod-backend")
+        self._backend = backend
+        self._rank = rank
+        self._size = size
+        self._verbs: dict[int, Callable[[Bucket], None]] = {
+            _native.VERBS["allreduce"]: self._allreduce,
+            _native.VERBS["broadcast"]: self._broadcast,
+            _native.VERBS["allgather"]: self._allgather,
+            _native.VERBS["alltoall"]: self._alltoall,
+            _native.VERBS["reducescatter"]: self._reducescatter,
+        }
+
+    def _end(self) -> None:
+        """Close also what a peer waits for that is still in a call: it sees the connection end."""
+        self._backend.close()
+
+    def _carry(self, bucket: Bucket) -> str:
         try:
             self._verbs[bucket["verb"]](bucket)
         except _native.EngineError:

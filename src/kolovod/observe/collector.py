@@ -133,7 +133,7 @@ class Collector:
         """Tell all to stop, and wait until they have reported the rest, as long as they do so.
 
         Those that have not heard of the timeline are waited for only if it began just now. Returns
-        the ranks whose rest is missing.
+        the ranks of which something is missing, or all.
         """
 
         def all_know() -> bool:
@@ -149,7 +149,11 @@ class Collector:
                 if remaining_s <= 0:
                     break
                 self._changed.wait(remaining_s)
-            return sorted(rank for rank, is_recording in self._recording.items() if is_recording)
+            return [
+                rank
+                for rank in range(1, self._size)
+                if self._recording.get(rank) or self._heard.get(rank, 0) < self._begun
+            ]
 
     def close(self) -> None:
         """Hang up."""
@@ -241,19 +245,28 @@ class Reporter:
             self._thread.join(1)
 
     def _serve(self) -> None:
+        cause: Exception | None = None
         while True:
             is_over = self._stopping.is_set()
-            with contextlib.suppress(*_CONNECTION_ERRORS):
+            try:
                 deadline = time.monotonic() + _ANSWER_S
                 channel = connect(self._family, self._address, self._secret, _LABEL, deadline)
                 with contextlib.closing(channel):
                     self._channel = channel
                     self._report(channel)
+            except _CONNECTION_ERRORS as error:
+                cause = error
             if is_over or not self._is_expecting():
                 self._recorder.switch(False)  # nobody listens
             if is_over:
-                return
+                break
             self._stopping.wait(_RETRY_S)
+        if self._begun == 0 and cause is not None and self._recorder.take(1):
+            print(
+                f"kolovod: rank {self._rank} has reported nothing for a timeline, since it did not "
+                f"reach rank 0: {type(cause).__name__}: {cause}",
+                file=sys.stderr,
+            )
 
     def _report(self, channel: Channel) -> None:
         channel.send({"rank": self._rank}, time.monotonic() + _ANSWER_S)

@@ -111,8 +111,8 @@ class Writer(Timeline):
         if missing:
             ranks = ", ".join(map(str, missing))
             print(
-                f"kolovod: the timeline {self._file.path} lacks the end of rank {ranks}, which did "
-                "not answer",
+                f"kolovod: the timeline {self._file.path} lacks rank {ranks}, or its end: no "
+                "report came (every rank calls start_timeline, or KOLOVOD_TIMELINE is set for rank 0)",
                 file=sys.stderr,
             )
         self._stopping.set()
