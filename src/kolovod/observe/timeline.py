@@ -112,7 +112,7 @@ class Writer(Timeline):
             ranks = ", ".join(map(str, missing))
             print(
                 f"kolovod: the timeline {self._file.path} lacks rank {ranks}, or its end: no "
-                "report came (every rank calls start_timeline, or KOLOVOD_TIMELINE is set for rank 0)",
+                "report came (every rank calls start_timeline, or KOLOVOD_TIMELINE is set)",
                 file=sys.stderr,
             )
         self._stopping.set()
