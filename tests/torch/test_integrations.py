@@ -106,7 +106,10 @@ torch.distributed.destroy_process_group()
 
 def result(command, script, folder, *arguments, **variables):
     """What both ranks say that came out, which must be the same."""
-    done = start(command, script, folder, *arguments, **variables)
+    return judged(start(command, script, folder, *arguments, **variables))
+
+
+def judged(done):
     assert done.returncode == 0, done.stderr
     assert "leaked" not in done.stderr
     found = re.findall(r"\[2 ranks, .*?\]+(?=\n|\[|$)", done.stdout)
@@ -115,16 +118,30 @@ def result(command, script, folder, *arguments, **variables):
     return found[0]
 
 
+def reference(script, folder, *arguments, **variables):
+    """The same with PyTorch's own launcher and gloo, which is not what is tested.
+
+    Kolovod is not even registered in its processes. They have been seen to abort ("terminate
+    called without an active exception", once in some hundred runs): then they may try again.
+    """
+    without_us = {**variables, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    for _ in range(3):
+        done = start(TORCHRUN, script, folder, "gloo", *arguments, **without_us)
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    return judged(done)
+
+
 def test_accelerate(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    gloo = result(TORCHRUN, ACCELERATE, tmp_path, "gloo")
+    gloo = reference(ACCELERATE, tmp_path)
     assert result(TORCHRUN, ACCELERATE, tmp_path, "kolovod") == gloo
     assert result(KOLOVOD, ACCELERATE, tmp_path, "kolovod") == gloo
 
 
 def test_lightning(tmp_path):
     pytest.importorskip("lightning", reason="lightning is not installed")
-    gloo = result(TORCHRUN, LIGHTNING, tmp_path, "gloo")
+    gloo = reference(LIGHTNING, tmp_path)
     assert result(KOLOVOD, LIGHTNING, tmp_path, "kolovod") == gloo
 
 
@@ -132,5 +149,5 @@ def test_lightning(tmp_path):
 def test_deepspeed(tmp_path, stage):
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     on_cpu = {"DS_ACCELERATOR": "cpu"}
-    gloo = result(TORCHRUN, DEEPSPEED, tmp_path, "gloo", stage, **on_cpu)
+    gloo = reference(DEEPSPEED, tmp_path, stage, **on_cpu)
     assert result(TORCHRUN, DEEPSPEED, tmp_path, "kolovod", stage, **on_cpu) == gloo
