@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_TOOLS := 'scikit-build-core>=0.11' 'nanobind>=2.4' 'cmake>=3.22' ninja
 NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f \( -name '*.cc' -o -name '*.h' -o -name '*.c' -o -name CMakeLists.txt \))
 PACKAGE := $(NATIVE) README.md LICENSE $(shell find src -type f \( -name '*.py' -o -name '*.pyi' -o -name py.typed \))
-CXX_FILES := $(shell find csrc bench -name '*.cc' -o -name '*.h' -o -name '*.c')
+CXX_FILES := $(shell find csrc bench scripts -name '*.cc' -o -name '*.h' -o -name '*.c')
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # A shell that sits in another virtual environment must not leak into this one.

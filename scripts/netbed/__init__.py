@@ -1,0 +1,14 @@
+"""Several hosts on one machine, for tests and benchmarks: namespaces, links, sshd (bed.py).
+
+Needs root and the packages in ``namespaces.TOOLS``; ``unavailable()`` says what is missing. The
+ranks of a world are started on it by hand (world.py).
+"""
+
+from __future__ import annotations
+
+from netbed.bed import Bed
+from netbed.namespaces import BedUnavailable, Process, unavailable
+from netbed.network import Address
+from netbed.world import World
+
+__all__ = ["Address", "Bed", "BedUnavailable", "Process", "World", "unavailable"]

@@ -1,0 +1,27 @@
+"""A job's store, on the host where a launcher would be: ``rendezvous.py SIZE ADDRESS``.
+
+The secret is in KOLOVOD_SECRET. Says where it listens; ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from kolovod.launch.store import Store
+
+
+def main() -> None:
+    """Serve until nobody needs it."""
+    size, address = sys.argv[1:]
+    with contextlib.closing(Store(os.environ["KOLOVOD_SECRET"], int(size), address)) as store:
+        store.start()
+        print(store.address, flush=True)
+        for line in sys.stdin:  # "RANK CAUSE": that process has ended
+            rank, _, cause = line.strip().partition(" ")
+            store.mark_dead(int(rank), cause)
+
+
+if __name__ == "__main__":
+    main()

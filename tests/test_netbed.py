@@ -1,0 +1,289 @@
+"""The bed itself: hosts as namespaces, their links and sshd."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from netbed import Bed, namespaces, unavailable
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+
+REACH = """
+import socket, sys
+try:
+    with socket.create_connection((sys.argv[1], 22), timeout=float(sys.argv[2])) as connection:
+        print(connection.recv(4).decode())
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.fixture(scope="module")
+def bed():
+    with Bed(["a", "b", "c"], networks=2) as bed:
+        yield bed
+
+
+def reach(bed, host, other, timeout_s=5.0):
+    """What sshd of ``other`` says first to ``host``, or the error's name."""
+    ended = bed.run(host, [sys.executable, "-c", REACH, other, str(timeout_s)])
+    return ended.stdout.strip()
+
+
+def test_hosts_are_themselves(bed):
+    script = "hostname; echo $$; cat /proc/net/unix | grep -c kolovod; ls /run"
+    for name in ("a", "b"):
+        lines = bed.run(name, ["sh", "-c", script]).stdout.split()
+        assert lines[0] == name
+        assert int(lines[1]) < 1000  # numbers of its own
+        assert lines[2:] == ["0", "sshd"]
+
+
+@pytest.mark.parametrize("name", ["b", "b-v6", "b-1", "b-1-v6"])
+def test_ssh_reaches_every_address_with_the_host_key_checked(bed, name):
+    command = ["ssh", "-o", "BatchMode=yes", name]
+    ended = bed.run("a", [*command, "hostname; exit 7"])
+    assert (ended.stdout, ended.returncode) == ("b\n", 7)
+    ended = bed.run("a", ["ssh", "-o", "UserKnownHostsFile=/dev/null", *command[1:], "true"])
+    assert ended.returncode == 255
+    assert "Host key verification failed" in ended.stderr
+
+
+def test_a_command_ends_as_it_would_here(bed):
+    assert bed.run("a", ["sh", "-c", "exit 3"]).returncode == 3
+    assert bed.run("a", ["no such command"]).returncode == 127
+    assert bed.run("a", ["pwd"], cwd="/usr").stdout == "/usr\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        bed.run("a", ["sleep", "100"], timeout_s=0.3)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        sleeper = bed.popen("a", ["sleep", "100"])
+        until(lambda: [p.command for p in bed.processes("a")] == ["sleep 100"])
+        sleeper.send_signal(number)
+        assert sleeper.wait(10) == -number
+        until(lambda: not bed.processes("a"))
+
+
+def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def test_a_cable_is_pulled_and_put_in_again(bed):
+    bed.set_link("b", up=False)
+    assert reach(bed, "a", "b", 0.5) == "TimeoutError"
+    assert reach(bed, "a", "b-1") == "SSH-"
+    assert reach(bed, "a", "c") == "SSH-"
+    bed.set_link("b", up=True)
+    assert reach(bed, "a", "b") == "SSH-"
+
+
+def test_a_partition(bed):
+    bed.partition(["a", "c"], ["b"])
+    for host, other in (("a", "b"), ("b", "c"), ("a", "b-1")):
+        assert reach(bed, host, other, 0.5) == "TimeoutError"
+    assert reach(bed, "a", "c") == "SSH-"
+    bed.heal()
+    assert reach(bed, "a", "b") == "SSH-"
+
+
+RECEIVE = """
+import socket, sys, time
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("there", flush=True)
+    with server.accept()[0] as connection:
+        begin, count = time.monotonic(), 0
+        while data := connection.recv(1 << 16):
+            count += len(data)
+        print(count, time.monotonic() - begin)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+
+
+def transfer_s(bed, host, other, count):
+    receiver = bed.popen(other, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
+    with receiver:
+        assert receiver.stdout.readline() == "there\n"
+        bed.run(host, [sys.executable, "-c", SEND, other, str(count)])
+        received, elapsed_s = receiver.communicate(timeout=60)[0].split()
+    assert int(received) == count
+    return float(elapsed_s)
+
+
+@pytest.mark.parametrize(("host", "other"), [("a", "b"), ("b", "a")])
+def test_a_limit_holds_in_both_directions(bed, host, other):
+    bed.limit("a", 20e6)
+    assert transfer_s(bed, host, other, 1 << 20) > 0.8 * 8 * (1 << 20) / 20e6
+    bed.limit("a", 0)
+
+
+def test_lost_packets(bed):
+    """Of datagrams about the share that was asked for; a stream arrives whole."""
+    bed.lose(0.2)
+    code = """
+import socket, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+    receiver.bind(("0.0.0.0", 7001))
+    print("there", flush=True)
+    receiver.settimeout(10)
+    count = 0
+    while receiver.recv(10) != b"end":
+        count += 1
+    print(count)
+"""
+    send = """
+import socket, time
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+    for number in range(2000):
+        sender.sendto(b"x", ("b", 7001))
+        if number % 50 == 0:
+            time.sleep(0.001)
+    for _ in range(50):
+        sender.sendto(b"end", ("b", 7001))
+"""
+    receiver = bed.popen("b", [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with receiver:
+        assert receiver.stdout.readline() == "there\n"
+        bed.run("a", [sys.executable, "-c", send])
+        arrived = int(receiver.communicate(timeout=30)[0])
+    assert 1200 < arrived < 1900
+    bed.lose(0.02)
+    transfer_s(bed, "a", "c", 1 << 18)
+    bed.lose(0)
+    assert reach(bed, "a", "b") == "SSH-"
+
+
+CONNECT_TIME = """
+import socket, sys, time
+socket.create_connection(("b", 22)).close()
+begin = time.monotonic()
+socket.create_connection(("b", 22)).close()
+print(time.monotonic() - begin)
+"""
+
+
+def test_delay_counts_once_on_every_link_and_direction():
+    with Bed(["a", "b"], delay_s=0.02, bits_per_s=100e6) as bed:
+        elapsed_s = float(bed.run("a", [sys.executable, "-c", CONNECT_TIME]).stdout)
+        assert 0.08 <= elapsed_s < 1
+        assert transfer_s(bed, "a", "b", 1 << 20) > 0.8 * 8 * (1 << 20) / 100e6
+        bed.set_link("b", up=False)
+        assert reach(bed, "a", "b", 0.5) == "TimeoutError"
+
+
+WATCH = """
+import socket, sys
+with socket.create_connection(("b", 22)) as connection:
+    print(connection.recv(4).decode(), flush=True)
+    connection.recv(1000)
+    sys.stdin.readline()
+    connection.settimeout(1)
+    try:
+        print("end" if not connection.recv(100) else "data")
+    except TimeoutError:
+        print("nothing")
+"""
+
+
+@pytest.mark.parametrize("how", ["host", "sshd"])
+def test_of_a_killed_host_the_others_hear_nothing(how):
+    with Bed(["a", "b"]) as bed:
+        watch = bed.popen(
+            "a",
+            [sys.executable, "-c", WATCH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with watch:
+            assert watch.stdout.readline() == "SSH-\n"
+            sleeper = bed.popen("b", ["sleep", "100"])
+            until(lambda: "sleep 100" in [p.command for p in bed.processes("b")])
+            if how == "host":
+                bed.kill_host("b")
+                assert sleeper.wait(10) == -signal.SIGKILL
+                assert not bed.processes("b")
+            else:
+                bed.kill_sshd("b")
+                assert [p.command for p in bed.processes("b")] == ["sleep 100"]
+                sleeper.kill()
+                sleeper.wait()
+            heard = watch.communicate("\n", timeout=30)[0]
+        assert heard.strip() == ("nothing" if how == "host" else "end")
+
+
+def test_two_beds_of_the_same_names(bed):
+    with Bed(["a", "b"]) as other:
+        sleeper = other.popen("b", ["sleep", "101"])
+        assert not bed.processes("b")
+        ended = other.run("a", ["ssh", "-o", "BatchMode=yes", "b", "ps -e -o args"])
+        assert "sleep 101" in ended.stdout
+        ended = bed.run("a", ["ssh", "-o", "BatchMode=yes", "b", "ps -e -o args"])
+        assert "sleep 101" not in ended.stdout
+        sleeper.kill()
+        sleeper.wait()
+
+
+HOLD = """
+import json, time
+from netbed import Bed
+with Bed(["a", "b"], delay_s=0.001) as bed:
+    sleeper = bed.popen("a", ["sh", "-c", "sleep 100 & setsid sleep 101"])
+    while len(bed.processes("a")) < 3:
+        time.sleep(0.01)
+    pids = [p.pid for name in bed.names for p in bed._hosts[name].processes()]
+    pids += [bed._hosts[name].pid for name in bed.names]
+    pids += [bed._switch._space.pid, bed._switch._relay.pid]
+    print(json.dumps([str(bed.folder), pids]), flush=True)
+    time.sleep(100)
+"""
+
+
+def is_there(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_however_the_process_ends(number):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with holder:
+        folder, pids = json.loads(holder.stdout.readline())
+        assert all(is_there(pid) for pid in pids)
+        holder.send_signal(number)
+        assert holder.wait(20) in (-number, 1)
+    until(lambda: not any(is_there(pid) for pid in pids))
+    until(lambda: not os.path.exists(folder))
+
+
+def test_a_machine_without_the_means_is_told(monkeypatch):
+    look = unavailable.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setattr(namespaces.os, "geteuid", lambda: 1000)
+        assert look() == "network namespaces need root, this is user 1000"
+    with monkeypatch.context() as patch:
+        patch.setattr(namespaces, "tool", lambda name: "" if name in ("nft", "ip") else name)
+        assert look() == "ip, nft not found: apt-get install iproute2 nftables"
+    with monkeypatch.context() as patch:
+        patch.setattr(namespaces, "_UNSHARE", ["unshare", "--no-such-namespace"])
+        assert look().startswith("namespaces are refused: ")
