@@ -36,7 +36,9 @@ OF_TORCH = {
 }
 _NO_VERBS_IN_PLACE = {verb for verb in VERBS if not verb.endswith("_")}
 SURFACE = {
-    "kolovod": VERBS | WORLD | {"__version__", "errors", "last_operations"},
+    "kolovod": VERBS
+    | WORLD
+    | {"__version__", "errors", "last_operations", "run", "RankFailed", "SshOptions"},
     "kolovod.metrics": METRICS | {"Metrics"},
     "kolovod.numpy": VERBS | {"Array", "NumpyFrontend", "collectives"},
     "kolovod.torch": VERBS | WORLD | OF_TORCH,

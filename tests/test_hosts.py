@@ -330,7 +330,11 @@ def test_the_launcher_labels_hosts():
 
 @pytest.mark.parametrize(
     ("labels", "text"),
-    [("a:1", "names 1 slots for 3 ranks"), ("a", "expected HOST:SLOTS"), ("a:0", "HOST:SLOTS")],
+    [
+        ("a:1", "3 ranks were asked for, but the hosts a:1 have 1 slots"),
+        ("a:x", "is not of the form HOST:SLOTS"),
+        ("a:0", "a has 0 slots; expected 1 to 1024"),
+    ],
 )
 def test_labels_that_do_not_fit(labels, text):
     ended = launch("-np", "3", "--label-hosts", labels)

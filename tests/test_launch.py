@@ -91,7 +91,7 @@ def test_version() -> None:
     ("arguments", "message"),
     [
         ([], "usage: kolovod"),
-        (["run", "true"], "-np"),
+        (["run", "true"], "-np N, -H or --hostfile must say"),
         (["run", "-np", "2"], "no COMMAND"),
         (["run", "-np", "0", "true"], "'0': expected a number from 1 to 1024"),
         (["run", "-np", "two", "true"], "'two': expected a number"),

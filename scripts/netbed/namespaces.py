@@ -72,6 +72,8 @@ class Process:
 
     pid: int
     """As seen from outside, so that a test can signal it."""
+    inner: int
+    """As the host numbers it."""
     command: str
 
 
@@ -140,7 +142,8 @@ class Namespaces:
                 numbers = status.partition("NSpid:")[2].splitlines()[0].split()
                 command = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ")
                 if numbers[-1] != "1" and "\nState:\tZ" not in status:
-                    found.append(Process(int(entry), command.decode(errors="replace").strip()))
+                    text = command.decode(errors="replace").strip()
+                    found.append(Process(int(entry), int(numbers[-1]), text))
         return found
 
     def close(self) -> None:

@@ -11,18 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 import kolovod
 from kolovod.launch.auth import new_secret
+from kolovod.launch.function import CHILD, RankFailed, packed_call, read_record
 from kolovod.launch.place import Place, local_and_cross
-from kolovod.testing.ranks import RankFailed, _memory_files, _read_record
+from kolovod.launch.ranks import PAYLOAD_FD, RESULT_FD, memory_file, read_memory_file
 from netbed.bed import Bed
 from netbed.namespaces import HERE
 
 __all__ = ["World"]
-
-_CHILD = "from kolovod.testing import ranks; raise SystemExit(ranks.main_of_rank())"
 
 
 class World:
@@ -67,9 +64,8 @@ class World:
 
     def _start(self) -> None:
         size = len(self.hosts)
-        header = cloudpickle.dumps([path for path in sys.path if isinstance(path, str)])
-        content = header + cloudpickle.dumps(self._work)
-        source, self._results = self._cleanup.enter_context(_memory_files(size, content))
+        fn, args = self._work
+        source, *self._results = (self._file(c) for c in (packed_call(fn, args), *[b""] * size))
         self.store = self._start_store(size)
         for rank, host in enumerate(self.hosts):
             secret = self._secrets.get(rank, self.secret)
@@ -77,14 +73,24 @@ class World:
             place = Place(rank, size, *numbers, host, self.store, secret)
             process = self.bed.popen(
                 host,
-                [sys.executable, "-c", _CHILD, str(source), str(self._results[rank])],
-                env={**self._env, **place.environment()},
+                [sys.executable, "-c", CHILD],
+                env={
+                    **self._env,
+                    **place.environment(),
+                    PAYLOAD_FD: str(source),
+                    RESULT_FD: str(self._results[rank]),
+                },
                 pass_fds=(source, self._results[rank]),
                 stderr=(self.bed.folder / f"rank{rank}.stderr").open("w"),
             )
             self.ranks.append(process)
             self._cleanup.callback(process.wait)
             self._cleanup.callback(process.kill)
+
+    def _file(self, content: bytes) -> int:
+        fd = memory_file(content)
+        self._cleanup.callback(os.close, fd)
+        return fd
 
     def _start_store(self, size: int) -> str:
         address = self.bed.address(self._store_on)
@@ -123,7 +129,7 @@ class World:
         return [self._result(rank) for rank in range(len(self.ranks))]
 
     def _result(self, rank: int) -> Any:
-        record = _read_record(self._results[rank])
+        record = read_record(read_memory_file(self._results[rank]))
         code = self.ranks[rank].returncode
         if record is not None and "result" in record and code == 0:
             return record["result"]

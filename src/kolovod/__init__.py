@@ -13,8 +13,7 @@ script runs as the only rank of a world of one.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
 
 from kolovod import errors
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
@@ -59,12 +58,11 @@ from kolovod.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from kolovod.version import __version__
 from kolovod.world import init, is_initialized, shutdown
 
-try:
-    __version__ = _version("kolovod")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+if TYPE_CHECKING:
+    from kolovod.launch.run import RankFailed, SshOptions, run
 
 __all__ = [
     "Adasum",
@@ -75,6 +73,8 @@ __all__ = [
     "Op",
     "ProcessSet",
     "Product",
+    "RankFailed",
+    "SshOptions",
     "Sum",
     "__version__",
     "add_process_set",
@@ -116,6 +116,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "run",
     "shutdown",
     "size",
     "span",
@@ -123,3 +124,12 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``run`` and what belongs to it, when it is asked for: a rank starts no job."""
+    if name in ("RankFailed", "SshOptions", "run"):
+        from kolovod.launch import run as launching
+
+        return getattr(launching, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -133,10 +133,10 @@ def test_what_kolovod_is_called_with(monkeypatch):
 
     assert call("-np 3") == "run -np 3 -- train.py"
     assert call("-H localhost:2,127.0.0.1:0,127.0.0.1:2") == (
-        "run -np 4 --label-hosts localhost:2,127.0.0.1:2 -- train.py"
+        "run -np 4 --hosts localhost:2,127.0.0.1:2 -- train.py"
     )
     assert call("-np 1 -H localhost:2 --output-filename d --tcp") == (
-        "run -np 1 --output-dir d --label-hosts localhost:1 NCCL_IB_DISABLE=1 -- train.py"
+        "run -np 1 --output-dir d --hosts localhost:1 NCCL_IB_DISABLE=1 -- train.py"
     )
     assert call("-np 2 --mpi -H localhost:2 --mpi-args=--quiet --binding-args=--bind-to=core") == (
         "run -np 2 --backend mpi --mpi-args=--bind-to=core --quiet -- train.py"

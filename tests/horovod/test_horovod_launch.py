@@ -76,7 +76,6 @@ def test_a_failing_rank():
     ("arguments", "text"),
     [
         (["-np", "4", "-H", "localhost:2"], "Requested more processes (4) than there are"),
-        (["-np", "2", "-H", "elsewhere:2"], "host elsewhere"),
         (["-np", "2", "-H", "localhost"], "Invalid host input 'localhost'"),
         ([], "-np N, --hosts or --hostfile"),
         (["-np", "0"], "at least one rank"),
@@ -187,7 +186,6 @@ def test_a_function_on_every_rank(tmp_path):
     for arguments, text in (
         ({"hosts": "a:1", "hostfile": "f"}, "hosts and hostfile"),
         ({"use_mpi": True, "use_gloo": True}, "exclude each other"),
-        ({"hosts": "elsewhere:1"}, "host elsewhere"),
         ({"hosts": "localhost:1", "num_proc": 2}, "num_proc is 2"),
         ({"min_num_proc": 1}, "elastic"),
         ({"host_discovery_script": "s"}, "elastic"),
@@ -195,6 +193,8 @@ def test_a_function_on_every_rank(tmp_path):
     ):
         with pytest.raises(ValueError, match=text):
             horovod.run(work, **arguments)
+    with pytest.raises(RuntimeError, match=r"ssh to no-such-host\.invalid ended"):
+        horovod.run(work, hosts="no-such-host.invalid:1")
 
 
 def test_hosts(tmp_path):

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod.runner.common.util.hosts import hosts_here, labels_of, parse_host_files
+from horovod.runner.common.util.hosts import labels_of, parse_host_files, parse_hosts
 from horovod.runner.nics import interface_variables
-from kolovod.testing import RankFailed, run_ranks
+from kolovod import RankFailed, SshOptions
+from kolovod.launch.function import CallOptions, call_on_ranks
 
 __all__ = ["run"]
 
-_LIMIT_S = 24 * 86_400.0  # as long as the system can wait
 _OLD_NAMES = {
     "np": "num_proc",
     "min_np": "min_num_proc",
@@ -52,11 +52,12 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks of this host; the results by rank.
+    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks; the results by rank.
 
-    ``hosts``, ``hostfile``: names of this host with slots, as for horovodrun; ``executable``: the
-    Python of the ranks; ``output_filename``: a folder for their output as well;
-    ``network_interfaces``: as horovodrun's flag. What is about ssh and mpirun has no effect.
+    ``hosts``, ``hostfile``: hosts with slots, as for horovodrun (by default this one), which are
+    reached by ssh; ``executable``: the Python of the ranks; ``output_filename``: a folder for their
+    output as well; ``network_interfaces``: as horovodrun's flag. What is about mpirun has no
+    effect.
 
     Raises ValueError for arguments that contradict each other or ask for an elastic job,
     RuntimeError when a rank fails: its text ends with the rank's traceback.
@@ -76,7 +77,7 @@ def run(
         if given[name] is not None:
             raise ValueError(f"{name} asks for an elastic job: this release starts none")
     text = hosts or (hostfile and parse_host_files(hostfile))
-    infos = hosts_here(text) if text else []
+    infos = parse_hosts(text) if text else []
     if infos and num_proc > sum(info.slots for info in infos):
         raise ValueError(f"num_proc is {num_proc}, more than the slots of {text}")
     names = network_interfaces or network_interface or ()
@@ -88,17 +89,16 @@ def run(
         print(f"horovod.run: {num_proc} rank(s) of {executable or sys.executable}", flush=True)
     positional, keywords = tuple(args), dict(kwargs or {})
     try:
-        return run_ranks(
-            num_proc,
-            lambda rank: func(*positional, **keywords),
-            timeout_s=_LIMIT_S,
-            env=env,
+        options = CallOptions(
+            environment=env,
             hosts=labels_of(infos, num_proc),
+            ssh=SshOptions(port=ssh_port, identity=ssh_identity_file) if infos else None,
             output_dir=None if output_filename is None else Path(output_filename),
             executable=executable or "",
         )
+        return call_on_ranks(num_proc, lambda rank: func(*positional, **keywords), (), options)
     except RankFailed as error:
         raise RuntimeError(
             "Horovod detected that one or more processes exited with non-zero status, thus "
             f"causing the job to be terminated. The first one: {error}"
-        ) from None
+        ) from error.__cause__

@@ -149,9 +149,8 @@ WITHOUT_EFFECT = (
      "there is no log: a failure is an exception, a late rank is reported"),
     (("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"),
      "set for scripts that look at them; --mpi or KOLOVOD_BACKEND chooses"),
-    (("--disable-cache",), "no host is checked, so nothing is cached"),
-    (("--ssh-port", "--ssh-identity-file"), "ranks are started on this host, without ssh"),
-    (("--jsrun",), "ranks of this host need no jsrun"),
+    (("--disable-cache",), "hosts are reached anew each time, so nothing is cached"),
+    (("--jsrun",), "ranks are started by ssh, or by jsrun itself"),
     (("--slots-per-host", "--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range",
       "HOROVOD_ELASTIC_TIMEOUT"),
      "of elastic jobs, which are not started yet"),
@@ -166,7 +165,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="horovodrun",
         usage="horovodrun -np N [options] COMMAND ...",
-        description="Start COMMAND N times on this host, as ranks 0 to N-1 of one world.\n"
+        description="Start COMMAND N times, as ranks 0 to N-1 of one world.\n"
         "These are Horovod's flags, on Kolovod; 'kolovod run' has more.",
         epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -224,8 +223,8 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...",
-                       help="names of this host, and how many ranks each gets; ranks under "
-                       "different names communicate as those of different hosts")  # fmt: skip
+                       help="hosts, reached by ssh, and how many ranks each takes; names of "
+                       "this host count as several")  # fmt: skip
     hosts.add_argument("-hostfile", "--hostfile", metavar="FILE",
                        help="the same in a file, as lines HOST slots=N")  # fmt: skip
     hosts.add_argument("--host-discovery-script", help=argparse.SUPPRESS)
@@ -233,8 +232,8 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add("--network-interfaces", "--network-interface", dest="nics", action="append",
         metavar="NAME,...", type=_names,
         help="set NCCL_SOCKET_IFNAME, and GLOO_SOCKET_IFNAME for the first")  # fmt: skip
-    add("-p", "--ssh-port", type=int, metavar="PORT", help=_no_effect("--ssh-port"))
-    add("-i", "--ssh-identity-file", metavar="FILE", help=_no_effect("--ssh-identity-file"))
+    add("-p", "--ssh-port", type=int, metavar="PORT")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="a private key")
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import horovod
 from horovod.common import util
-from horovod.runner.common.util.hosts import HostInfo, hosts_here, labels_of, parse_host_files
+from horovod.runner.common.util.hosts import HostInfo, labels_of, parse_host_files, parse_hosts
 from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import parse_args, refuse_elastic, variables_of
 from kolovod.affinity import check_affinity
@@ -74,7 +74,11 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         arguments += ["--output-dir", options.output_filename]
     if infos:
         runs = itertools.groupby(hosts)
-        arguments += ["--label-hosts", ",".join(f"{h}:{len(list(same))}" for h, same in runs)]
+        arguments += ["--hosts", ",".join(f"{h}:{len(list(same))}" for h, same in runs)]
+    if options.ssh_port is not None:
+        arguments += ["--ssh-port", str(options.ssh_port)]
+    if options.ssh_identity_file is not None:
+        arguments += ["--ssh-identity-file", options.ssh_identity_file]
     return [*arguments, *_setting(variables), "--", *command]
 
 
@@ -103,7 +107,7 @@ def _for_mpi(options: argparse.Namespace, count: int, hosts: Sequence[str]) -> l
 
 def _hosts(options: argparse.Namespace) -> list[HostInfo]:
     text = options.hosts or (options.hostfile and parse_host_files(options.hostfile))
-    return hosts_here(text) if text else []
+    return parse_hosts(text) if text else []
 
 
 def _count(wanted: int | None, infos: Sequence[HostInfo]) -> int:

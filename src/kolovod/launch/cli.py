@@ -13,18 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kolovod import __version__
 from kolovod.affinity import check_affinity
 from kolovod.config import KNOBS, Knob, load
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.mpirun import run_by_mpi
-from kolovod.launch.spawn import Job, JobOptions, report_to_stderr
+from kolovod.launch.remote import SshOptions
+from kolovod.launch.spawn import Job, JobOptions, Outcome, report_to_stderr
 from kolovod.observe import summary
+from kolovod.version import __version__
 
 __all__ = ["main"]
 
 _MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
 _EXIT_NOT_FOUND = 127
+_LAST_LINES = 12  # of a failed rank's stderr
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -59,14 +62,17 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     run = actions.add_parser(
         "run",
-        help="start a command several times on this host, as the ranks of one world",
-        description="Start COMMAND N times on this host, as ranks 0 to N-1 of one world. Exits "
-        "with the code of the first rank that fails, after ending the others.",
-        usage="kolovod run -np N [options] [--] COMMAND ...",
+        help="start a command several times, as the ranks of one world",
+        description="Start COMMAND N times, on this host or on those of -H, as ranks 0 to N-1 of "
+        "one world. Exits with the code of the first rank that fails, after ending the others.",
+        usage="kolovod run [-np N] [-H HOST:SLOTS,...] [options] [--] COMMAND ...",
         allow_abbrev=False,
     )
     run.set_defaults(parser=run, act=_run)
-    run.add_argument("-np", "--num-proc", type=_rank_count, required=True, metavar="N")
+    run.add_argument(
+        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks [as many as -H has slots]"
+    )
+    _add_hosts(run)
     run.add_argument(
         "--timestamps", action="store_true", help="put the time before each line of output"
     )
@@ -83,8 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--label-hosts",
-        type=_host_labels,
-        default=[],
+        default="",
         metavar="A:2,B:2",
         help="label the ranks as those of several hosts: 2 of A, then 2 of B. They all run here, "
         "but those of different hosts communicate over TCP; to try that on one machine",
@@ -98,11 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "-x",
+        "--env",
         dest="variables",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="set a variable for the ranks; they inherit all others",
+        help="set a variable for the ranks; they inherit all others, on other hosts but those "
+        "that describe a login",
     )
     knobs = run.add_argument_group(
         "knobs (also by environment variable; see docs/configuration.md)"
@@ -117,6 +124,33 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     _add_timeline(actions)
     return parser
+
+
+def _add_hosts(run: argparse.ArgumentParser) -> None:
+    group = run.add_argument_group("several hosts (reached by ssh, without a question)")
+    hosts = group.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H", "--hosts", metavar="A:4,B:4", help="hosts, and how many ranks each may take"
+    )
+    hosts.add_argument("--hostfile", metavar="FILE", help="the same, in lines HOST slots=N")
+    group.add_argument("-p", "--ssh-port", type=int, metavar="PORT")
+    group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="a private key")
+    group.add_argument(
+        "--ssh-args",
+        type=shlex.split,
+        default=[],
+        metavar="TEXT",
+        help='further arguments of ssh, as one text: "-F FILE -o StrictHostKeyChecking=accept-new"',
+    )
+    group.add_argument(
+        "--remote-python",
+        default="",
+        metavar="PATH",
+        help="the Python with Kolovod on the other hosts [this one's path]",
+    )
+    group.add_argument(
+        "--directory", default="", metavar="DIR", help="where ranks on other hosts run [this one]"
+    )
 
 
 def _add_timeline(actions: Any) -> None:
@@ -143,17 +177,6 @@ def _rank_count(text: str) -> int:
     return int(text)
 
 
-def _host_labels(text: str) -> list[str]:
-    """The host of each rank, from HOST:SLOTS,HOST:SLOTS,..."""
-    labels: list[str] = []
-    for part in text.split(","):
-        host, _, slots = part.partition(":")
-        if not host or not slots.isdecimal() or not 1 <= int(slots) <= _MAX_RANKS:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected HOST:SLOTS,HOST:SLOTS,...")
-        labels += [host] * int(slots)
-    return labels
-
-
 def _run(options: argparse.Namespace) -> int:
     command: list[str] = options.command
     if command[:1] == ["--"]:
@@ -161,20 +184,16 @@ def _run(options: argparse.Namespace) -> int:
     if not command:
         options.parser.error("no COMMAND to run, for example: kolovod run -np 2 python train.py")
     variables = _variables(options)
-    if options.label_hosts and len(options.label_hosts) != options.num_proc:
-        raise InvalidArgumentError(
-            f"--label-hosts names {len(options.label_hosts)} slots for {options.num_proc} ranks: "
-            "give as many"
-        )
+    hosts, ssh = _placed(options)
     settings = load({**os.environ, **variables})
-    hosts = options.label_hosts or ["localhost"] * options.num_proc
     check_affinity(settings.thread_affinity, hosts)
-    if shutil.which(command[0]) is None:
+    here = ssh is None or any(is_this_host(host) for host in dict.fromkeys(hosts))
+    if here and shutil.which(command[0]) is None:
         report_to_stderr(f"command not found: {command[0]}")
         return _EXIT_NOT_FOUND
     if settings.backend == "mpi":
         _refuse_beside_mpi(options)
-        return run_by_mpi(options.num_proc, command, variables, options.mpi_args)
+        return run_by_mpi(len(hosts), command, variables, options.mpi_args)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:  # ranks may print what this terminal's encoding lacks
@@ -184,19 +203,70 @@ def _run(options: argparse.Namespace) -> int:
         timestamps=options.timestamps,
         output_dir=options.output_dir,
         keep_going=options.keep_going,
-        hosts=options.label_hosts,
+        hosts=hosts,
+        ssh=ssh,
         stdout=sys.stdout,
         stderr=sys.stderr,
         report=report_to_stderr,
     )
-    with Job(options.num_proc, job_options) as job, _forwarding(job):
-        job.start(lambda rank: command)
+    with Job(len(hosts), job_options) as job, _forwarding(job):
+        try:
+            job.start(lambda rank: command)
+        except BootstrapError as error:
+            report_to_stderr(str(error))
+            return 1
         outcome = job.wait()
+    _say_last(job, outcome, options.keep_going)
     return outcome.exit_code(options.keep_going)
 
 
+def _placed(options: argparse.Namespace) -> tuple[list[str], SshOptions | None]:
+    """The host of each rank, and how other hosts are reached; None if all ranks run here."""
+    size: int | None = options.num_proc
+    if options.label_hosts:
+        if options.hosts or options.hostfile:
+            raise InvalidArgumentError(
+                "--label-hosts beside -H or --hostfile: it labels ranks that all run here"
+            )
+        return assign(parse_hosts(options.label_hosts), size), None
+    if options.hosts:
+        listed = parse_hosts(options.hosts)
+    elif options.hostfile:
+        listed = parse_host_file(_text_of(options.hostfile), options.hostfile)
+    elif size is None:
+        raise InvalidArgumentError("-np N, -H or --hostfile must say how many ranks to start")
+    else:
+        return ["localhost"] * size, None
+    ssh = SshOptions(
+        port=options.ssh_port,
+        identity=options.ssh_identity_file,
+        arguments=options.ssh_args,
+        python=options.remote_python,
+        directory=options.directory,
+    )
+    return assign(listed, size), ssh
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"the host file {path} cannot be read: {error}") from None
+
+
+def _say_last(job: Job, outcome: Outcome, keep_going: bool) -> None:
+    """Which rank failed first, and what it said: what comes after it hides that."""
+    first = outcome.first_failure
+    if first is None or job.size == 1 or outcome.exit_code(keep_going) == 0:
+        return
+    lines = job.tail(first.rank, "stderr").splitlines()[-_LAST_LINES:]
+    said = "".join(f"\n  {line}" for line in lines)
+    end = f". The last lines of its stderr:{said}" if said else "; it wrote nothing to stderr"
+    report_to_stderr(f"the first to fail was {first.name}: it {first.cause}{end}")
+
+
 def _refuse_beside_mpi(options: argparse.Namespace) -> None:
-    for name in ("timestamps", "output_dir", "keep_going", "label_hosts"):
+    for name in ("timestamps", "output_dir", "keep_going", "label_hosts", "hosts", "hostfile"):
         if getattr(options, name):
             raise InvalidArgumentError(
                 f"--{name.replace('_', '-')} with backend mpi: mpirun starts the ranks and passes "

@@ -1,4 +1,4 @@
-"""The ranks' output: one thread takes it from their pipes, marks it, and passes on whole lines."""
+"""The ranks' output: taken from their pipes, marked, and passed on in whole lines."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, TextIO
 
-__all__ = ["LineSplitter", "OutputPump"]
+__all__ = ["LineSplitter", "Output", "OutputPump"]
 
 _READ_BYTES = 1 << 16
 _MAX_LINE_CHARS = 1 << 16
 _TAIL_LINES = 40
+_COLORS = (36, 33, 32, 35, 34, 31)  # SGR: cyan, yellow, green, magenta, blue, red
 _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
@@ -62,7 +64,6 @@ class LineSplitter:
 
 @dataclass
 class _Stream:
-    pipe: IO[bytes]
     prefix: str
     console: TextIO | None
     file: IO[bytes] | None
@@ -70,41 +71,95 @@ class _Stream:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
 
 
-class OutputPump:
-    """Copies each rank's output to the console, and to files if wanted, on a thread of its own.
+class Output:
+    """Where the ranks' output goes: marked to the console, as it is to files. For several threads.
 
-    ``now`` makes the time before each line, or None for none.
+    ``consoles``: of "stdout" and "stderr", None for nowhere; ``now`` makes the time before each
+    line, None for none; ``folder``: each rank's bytes go to rank.N/stdout and stderr below it, too.
     """
 
-    def __init__(self, now: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        consoles: Mapping[str, TextIO | None],
+        now: Callable[[], str] | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self._now = now
+        self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _Stream] = {}
+        width = len(str(size - 1))
+        for rank in range(size):
+            for name, console in consoles.items():
+                file: IO[bytes] | None = None
+                if folder is not None:
+                    place = folder / f"rank.{rank:0{width}d}"
+                    place.mkdir(parents=True, exist_ok=True)
+                    file = open(place / name, "wb")  # noqa: SIM115 - close() does
+                prefix = _colored(f"[{rank}]<{name}>:", rank, console)
+                self._streams[rank, name] = _Stream(prefix, console, file)
+
+    def write(self, rank: int, stream_name: str, data: bytes) -> None:
+        """What a rank has written; no bytes: the stream has ended."""
+        stream = self._streams[rank, stream_name]
+        with self._lock:
+            lines = stream.splitter.feed(data, final=not data)
+            stream.tail.extend(lines)
+            if stream.file is not None:
+                stream.file.write(data)
+                stream.file.flush()
+            if stream.console is None or not lines:
+                return
+            start = stream.prefix if self._now is None else f"{self._now()} {stream.prefix}"
+            text = ("" if stream.splitter.continues else start) + start.join(lines)
+            # A console that is gone must not stop the ranks from writing.
+            with contextlib.suppress(OSError, ValueError):
+                stream.console.write(text)
+                stream.console.flush()
+
+    def tail(self, rank: int, stream_name: str) -> str:
+        """The last lines of a stream, as they came."""
+        return "".join(self._streams[rank, stream_name].tail)
+
+    def close(self) -> None:
+        """Pass on lines that have no end, and close the files. Idempotent."""
+        for (rank, name), stream in self._streams.items():
+            self.write(rank, name, b"")
+            if stream.file is not None:
+                stream.file.close()
+                stream.file = None
+
+
+def _colored(prefix: str, rank: int, console: TextIO | None) -> str:
+    """On a terminal every rank has its colour, unless NO_COLOR is set."""
+    if console is None or not console.isatty() or os.environ.get("NO_COLOR"):
+        return prefix
+    return f"\x1b[{_COLORS[rank % len(_COLORS)]}m{prefix}\x1b[0m"
+
+
+class OutputPump:
+    """Takes what ranks write from their pipes, on a thread of its own.
+
+    ``sink`` is called with (rank, "stdout" or "stderr", bytes); no bytes: the stream has ended.
+    """
+
+    def __init__(self, sink: Callable[[int, str, bytes], None]) -> None:
+        self._sink = sink
+        self._pipes: list[IO[bytes]] = []
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._deadline: float | None = None
         self._thread = threading.Thread(target=self._run, name="kolovod output", daemon=True)
 
-    def add(
-        self,
-        rank: int,
-        stream_name: str,
-        pipe: IO[bytes],
-        console: TextIO | None,
-        file: IO[bytes] | None = None,
-    ) -> None:
-        """Before ``start``: take over ``pipe`` (and ``file``), the ``stream_name`` of a rank."""
-        stream = _Stream(pipe, f"[{rank}]<{stream_name}>:", console, file)
-        self._streams[rank, stream_name] = stream
-        self._selector.register(pipe, selectors.EVENT_READ, stream)
+    def add(self, rank: int, stream_name: str, pipe: IO[bytes]) -> None:
+        """Before ``start``: take over ``pipe``, the ``stream_name`` of a rank."""
+        self._pipes.append(pipe)
+        self._selector.register(pipe, selectors.EVENT_READ, (rank, stream_name))
 
     def start(self) -> None:
         """Begin to copy."""
         self._thread.start()
-
-    def tail(self, rank: int, stream_name: str) -> str:
-        """The last lines of a stream, as they came. Call it after ``finish``."""
-        return "".join(self._streams[rank, stream_name].tail)
 
     def finish(self, timeout_s: float = 2.0) -> None:
         """Copy what is left, for ``timeout_s`` at most: someone may hold a pipe. Idempotent."""
@@ -115,16 +170,14 @@ class OutputPump:
         if self._thread.ident is not None:
             self._thread.join(timeout=timeout_s + 5)
         self._selector.close()
-        for stream in self._streams.values():
-            stream.pipe.close()
-            if stream.file is not None:
-                stream.file.close()
+        for pipe in self._pipes:
+            pipe.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._wake_write = -1
 
     def _run(self) -> None:
-        open_streams = len(self._streams)
+        open_streams = len(self._pipes)
         while open_streams:
             timeout = None
             if self._deadline is not None:
@@ -135,26 +188,12 @@ class OutputPump:
                 if key.data is None:
                     os.read(self._wake_read, 1)
                     continue
+                rank, name = key.data
                 data = os.read(key.fd, _READ_BYTES)
-                self._pass_on(key.data, data)
+                self._sink(rank, name, data)
                 if not data:
                     self._selector.unregister(key.fd)
                     open_streams -= 1
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
-                self._pass_on(key.data, b"")
-
-    def _pass_on(self, stream: _Stream, data: bytes) -> None:
-        lines = stream.splitter.feed(data, final=not data)
-        stream.tail.extend(lines)
-        if stream.file is not None:
-            stream.file.write(data)
-            stream.file.flush()
-        if stream.console is None or not lines:
-            return
-        start = stream.prefix if self._now is None else f"{self._now()} {stream.prefix}"
-        text = ("" if stream.splitter.continues else start) + start.join(lines)
-        # A console that is gone must not stop the ranks from writing.
-        with contextlib.suppress(OSError, ValueError):
-            stream.console.write(text)
-            stream.console.flush()
+                self._sink(key.data[0], key.data[1], b"")

@@ -48,14 +48,14 @@ class Place:
         variables["KOLOVOD_SECRET"] = self.secret
         return variables
 
-    def torch_environment(self, port: int) -> dict[str, str]:
-        """What ``torch.distributed`` reads: its own store is to be at ``port`` of rank 0's host."""
+    def torch_environment(self, port: int, address: str) -> dict[str, str]:
+        """What ``torch.distributed`` reads: its own store is to be at rank 0's ``address``."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
             "LOCAL_RANK": str(self.local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_size),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
 

@@ -1,37 +1,39 @@
-"""Starts the ranks of a job on this host and sees them through to the end.
+"""A job: ranks on this host and on others, started together and seen through to the end.
 
-Each rank is a session of its own, dies with the launcher (``guard``), and writes into pipes
-(``output``). The first rank that fails ends the job: SIGTERM to all of it, SIGKILL after a grace.
+The first rank that fails ends the job: SIGTERM to all of it, SIGKILL after a grace. ``ranks`` has
+those of this host, ``remote`` those of another one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import secrets
+import queue
 import select
 import signal
-import socket
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TextIO
+from typing import TextIO
 
-from kolovod.launch import guard
+from kolovod.errors import BootstrapError
 from kolovod.launch.auth import new_secret
-from kolovod.launch.output import OutputPump
-from kolovod.launch.place import Place, local_and_cross, thread_limits, usable_cores
+from kolovod.launch.hosts import is_this_host
+from kolovod.launch.output import Output
+from kolovod.launch.place import Place, local_and_cross
+from kolovod.launch.ranks import GRACE_S, Ended, HostRanks, Order, signal_name
+from kolovod.launch.remote import RemoteRanks, SshOptions, forwarded
 from kolovod.launch.store import Store
 
-__all__ = ["Ended", "Job", "JobOptions", "Outcome"]
+__all__ = ["Job", "JobOptions", "Outcome", "report_to_stderr"]
 
-GRACE_S = 5.0  # from SIGTERM to SIGKILL
-_SWEEP_GRACE_S = 1.0  # the same, for what the ranks have left behind
 _POLL_WITHOUT_PIDFD_S = 0.05
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -45,35 +47,16 @@ class JobOptions:
     """Also write each rank's output, unmarked, to rank.N/stdout and rank.N/stderr below it."""
     keep_going: bool = False
     hosts: Sequence[str] = ()
-    """The host of each rank, if not all the same; see ``kolovod run --label-hosts``."""
+    """The host of each rank, if not all the same."""
+    ssh: SshOptions | None = None
+    """How hosts other than this one are reached. None: ``hosts`` are but labels, all run here."""
+    payload: bytes | None = None
+    """What every rank is given in memory, with a file for its result (``HostRanks.start``)."""
     stdout: TextIO | None = None
     stderr: TextIO | None = None
     """Where the ranks' output goes; None: nowhere."""
     report: Callable[[str], None] = lambda text: None
     """Called with each thing that the launcher itself has to say."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A process that has ended."""
-
-    rank: int
-    pid: int
-    code: int
-    """Its exit code, or minus the number of the signal that killed it."""
-
-    @property
-    def exit_code(self) -> int:
-        """As a shell counts: 128 plus the signal's number."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-    @property
-    def cause(self) -> str:
-        """What completes "rank 3 ..."."""
-        if self.code >= 0:
-            return f"ended with exit code {self.code}"
-        hint = ": kill -9, or the system was out of memory" if -self.code == signal.SIGKILL else ""
-        return f"was killed by signal {-self.code} ({_signal_name(-self.code)}{hint})"
 
 
 @dataclass
@@ -99,23 +82,19 @@ class Outcome:
 
 
 class Job:
-    """``size`` ranks on this host. A context manager: leaving it leaves nothing behind."""
+    """``size`` ranks. A context manager: leaving it leaves nothing behind."""
 
     def __init__(self, size: int, options: JobOptions) -> None:
         self.size = size
         self.options = options
-        outer = os.environ.get(guard.MARK_NAME)
-        self._mark = secrets.token_hex(16)
-        self._marks = f"{outer},{self._mark}" if outer else self._mark
+        self._hosts = list(options.hosts) or ["localhost"] * size
         self._secret = new_secret()
-        self._store = Store(self._secret, size)
-        self._torch_port = _reserved_port()
+        consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = _now if options.timestamps else None
-        self._output = OutputPump(stamp)
-        self._watcher: subprocess.Popen[bytes] | None = None
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._running: set[int] = set()
-        self._pidfds: dict[int, int] = {}
+        self._output = Output(size, consoles, stamp, options.output_dir)
+        self._here: HostRanks | None = None
+        self._remote: dict[str, RemoteRanks] = {}
+        self._store: Store | None = None
         self._signals: list[int] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._kill_at: float | None = None
@@ -127,57 +106,104 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(
-        self,
-        command: Callable[[int], Sequence[str]],
-        pass_fds: Callable[[int], Sequence[int]] = lambda rank: (),
-    ) -> None:
-        """Start every rank: ``command(rank)``, which inherits ``pass_fds(rank)``."""
-        self._watcher = subprocess.Popen(
-            guard.watch_command(self._mark),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        base = {**os.environ, **self.options.environment}
-        base = {
-            "PYTHONUNBUFFERED": "1",  # lines appear when they are printed
-            **base,
-            **thread_limits(base, self.size, usable_cores()),
-            guard.MARK_NAME: self._marks,
-        }
-        for rank in range(self.size):
-            hosts = self.options.hosts or ["localhost"] * self.size
-            place = Place(
-                rank,
-                self.size,
-                *local_and_cross(hosts, rank),
-                host=hosts[rank],
-                store=self._store.address,
-                secret=self._secret,
+    # --- the beginning ---
+
+    def start(self, command: Callable[[int], Sequence[str]]) -> None:
+        """Start every rank: ``command(rank)``.
+
+        Raises BootstrapError, before any rank is started, if hosts cannot be reached: each with its
+        reason.
+        """
+        far = [host for host in dict.fromkeys(self._hosts) if self._is_far(host)]
+        if len(far) < len(set(self._hosts)):
+            self._here = HostRanks(self._output.write)
+        for host in far:
+            self._remote[host] = RemoteRanks(host, self.options.ssh or SshOptions(), self._write)
+        if not self._connect():
+            return
+        store_addresses = self._open_store()
+        for group in self._groups():
+            ranks = [rank for rank in range(self.size) if self._group_of(rank) is group]
+            orders = [self._order(rank, command(rank), store_addresses) for rank in ranks]
+            group.start(orders, self.options.payload)
+
+    def _is_far(self, host: str) -> bool:
+        return self.options.ssh is not None and not is_this_host(host)
+
+    def _write(self, rank: int, stream: str, data: bytes) -> None:
+        """From another host: what it says of ranks that are not there is not trusted."""
+        if 0 <= rank < self.size:
+            self._output.write(rank, stream, data)
+
+    def _connect(self) -> bool:
+        """Reach all hosts at once; False if a signal came meanwhile."""
+        results: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+        def reach(remote: RemoteRanks) -> None:
+            try:
+                remote.connect()
+                results.put((remote.host, ""))
+            except (BootstrapError, OSError) as error:
+                results.put((remote.host, str(error)))
+
+        for remote in self._remote.values():
+            threading.Thread(target=reach, args=(remote,), daemon=True).start()
+        reasons: dict[str, str] = {}
+        while len(reasons) < len(self._remote):
+            if self._signals:
+                self._obey_signals()
+                return False
+            with contextlib.suppress(queue.Empty):
+                host, reason = results.get(timeout=0.1)
+                reasons[host] = reason
+        failed = [(host, reasons[host]) for host in self._remote if reasons[host]]
+        if failed:
+            lines = "".join(f"\n  {host}: {reason}" for host, reason in failed)
+            raise BootstrapError(
+                f"{len(failed)} of {len(self._remote)} other hosts cannot be used, so nothing was "
+                f"started:{lines}\n'ssh -o BatchMode=yes HOST true' must work from here without a "
+                "question; --remote-python and --directory say where things are there"
             )
-            told = place.torch_environment(self._torch_port.getsockname()[1])
-            process = subprocess.Popen(
-                guard.exec_command(list(command(rank))),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                env={**base, **told, **self.options.environment, **place.environment()},
-                pass_fds=tuple(pass_fds(rank)),
-            )
-            self._processes[rank] = process
-            self._running.add(rank)
-            with contextlib.suppress(OSError):  # without pidfds they are asked by and by
-                self._pidfds[rank] = os.pidfd_open(process.pid)
-            self._attach_output(rank, process)
-        self._output.start()
+        return True
+
+    def _open_store(self) -> dict[str, str]:
+        """Start the store; returns its address for each host, as "ip:port"."""
+        seen = {host: remote.addresses[0] for host, remote in self._remote.items()}
+        usable = [address for address in seen.values() if address and is_this_host(address)]
+        # Where ssh came in is where the way back is known to be open.
+        interface = usable[0] if usable else _LOOPBACK
+        self._store = Store(self._secret, self.size, interface)
         self._store.start()
+        return dict.fromkeys(self._hosts, self._store.address)
+
+    def _order(self, rank: int, command: Sequence[str], stores: Mapping[str, str]) -> Order:
+        host = self._hosts[rank]
+        place = Place(
+            rank,
+            self.size,
+            *local_and_cross(self._hosts, rank),
+            host=host,
+            store=stores[host],
+            secret=self._secret,
+        )
+        first = self._group_of(0)
+        address = _LOOPBACK
+        if isinstance(first, RemoteRanks):
+            address = first.addresses[1] or first.host
+        elif self._remote:
+            address = stores[host].rpartition(":")[0]
+        told = place.torch_environment(first.torch_port, address)
+        inherited = forwarded(os.environ) if host in self._remote else {}
+        if inherited:
+            inherited.setdefault("PYTHONUNBUFFERED", "1")
+        own = self.options.environment
+        return Order(rank, command, {**inherited, **own, **told, **own, **place.environment()})
+
+    # --- while it runs ---
 
     def pid(self, rank: int) -> int:
-        """The process id of a rank."""
-        return self._processes[rank].pid
+        """The process id of a rank, on its host."""
+        return self._group_of(rank).pids().get(rank, 0)
 
     def signal(self, signum: int) -> None:
         """From a signal handler: pass ``signum`` on to the job and end it. Twice: kill it."""
@@ -191,26 +217,33 @@ class Job:
         print where they are.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        poll = select.poll()
-        for fd in (self._bell, *self._pidfds.values()):
-            poll.register(fd, select.POLLIN)
-        while self._running:
-            for fd, _ in poll.poll(self._poll_ms(deadline)):
-                if fd == self._bell:
-                    os.eventfd_read(self._bell)
-                else:
-                    poll.unregister(fd)
-            self._collect()
+        while self._running():
+            self._sleep(deadline)
+            for group in self._groups():
+                self._note(group.collect())
             self._obey_signals()
             now = time.monotonic()
-            if deadline is not None and now >= deadline and self._running:
+            if deadline is not None and now >= deadline and self._running():
                 deadline = None
-                self.outcome.late = tuple(sorted(self._running))
+                self.outcome.late = tuple(sorted(self._running()))
                 self._stop(signal.SIGABRT)
-            if self._kill_at is not None and now >= self._kill_at and self._running:
+            if self._kill_at is not None and now >= self._kill_at and self._running():
                 self._kill_at = now + 1.0
                 self._send(signal.SIGKILL)
         return self.outcome
+
+    def _sleep(self, deadline: float | None) -> None:
+        """Until something may have happened."""
+        poll = select.poll()
+        groups = self._groups()
+        for fd in (self._bell, *itertools.chain.from_iterable(group.fds() for group in groups)):
+            poll.register(fd, select.POLLIN)
+        times = [t - time.monotonic() for t in (deadline, self._kill_at) if t is not None]
+        if any(group.needs_polling() for group in groups):
+            times.append(_POLL_WITHOUT_PIDFD_S)
+        poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
 
     def tail(self, rank: int, stream_name: str) -> str:
         """The last lines of a rank's "stdout" or "stderr"; after ``close``."""
@@ -220,87 +253,67 @@ class Job:
         """End whatever is left of the job, and release everything. Idempotent."""
         if self._bell < 0:
             return
-        self._send(signal.SIGTERM)
-        deadline = time.monotonic() + _SWEEP_GRACE_S
-        while self._left() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        deadline = time.monotonic() + GRACE_S
-        while self._left() and time.monotonic() < deadline:
-            self._send(signal.SIGKILL)
-            time.sleep(0.01)
-        self._output.finish()
-        self._store.close()
-        self._torch_port.close()
-        for process in self._processes.values():
-            process.wait()
-        if self._watcher is not None and self._watcher.stdin is not None:
-            self._watcher.stdin.close()
-            self._watcher.wait()
-        for fd in (self._bell, *self._pidfds.values()):
-            os.close(fd)
+        for remote in self._remote.values():
+            remote.begin_close()
+        for group in self._groups():
+            group.close()
+        self._output.close()
+        if self._store is not None:
+            self._store.close()
+        os.close(self._bell)
         self._bell = -1
 
-    def _attach_output(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        consoles = {"stdout": self.options.stdout, "stderr": self.options.stderr}
-        for name, console in consoles.items():
-            pipe: IO[bytes] | None = getattr(process, name)
-            if pipe is None:
-                raise AssertionError(f"rank {rank} has no {name} pipe")
-            file: IO[bytes] | None = None
-            if self.options.output_dir is not None:
-                width = len(str(self.size - 1))
-                folder = self.options.output_dir / f"rank.{rank:0{width}d}"
-                folder.mkdir(parents=True, exist_ok=True)
-                file = open(folder / name, "wb")  # noqa: SIM115 - closed by the pump
-            self._output.add(rank, name, pipe, console, file)
+    def _groups(self) -> list[HostRanks | RemoteRanks]:
+        here = [] if self._here is None else [self._here]
+        return [*here, *self._remote.values()]
 
-    def _poll_ms(self, deadline: float | None) -> float | None:
-        times = [t - time.monotonic() for t in (deadline, self._kill_at) if t is not None]
-        if len(self._pidfds) < self.size:
-            times.append(_POLL_WITHOUT_PIDFD_S)
-        return max(0.0, min(times)) * 1000 + 1 if times else None
+    def _group_of(self, rank: int) -> HostRanks | RemoteRanks:
+        group = self._remote.get(self._hosts[rank], self._here)
+        if group is None:
+            raise AssertionError("the job was not started")
+        return group
 
-    def _collect(self) -> None:
-        """Note who has ended since the last time; deaths by signal first: they cause the others."""
-        ended = []
-        for rank in self._running:
-            process = self._processes[rank]
-            # The process stays a zombie until the end of the job: its pid, which is also the number
-            # of its session, cannot be given to another process meanwhile.
-            flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-            result = os.waitid(os.P_PID, process.pid, flags)
-            if result is not None:
-                killed = result.si_code != os.CLD_EXITED
-                code = -result.si_status if killed else result.si_status
-                ended.append(Ended(rank, process.pid, code))
-        for end in sorted(ended, key=lambda end: (end.code >= 0, end.rank)):
-            self._running.discard(end.rank)
+    def _running(self) -> set[int]:
+        return {rank for group in self._groups() for rank in group.running}
+
+    def _note(self, ended: Sequence[Ended]) -> None:
+        several = len(set(self._hosts)) > 1
+        for end in ended:
+            if several and not end.host:
+                end = replace(end, host=self._hosts[end.rank])
             self.outcome.ended.append(end)
-            self._store.mark_dead(end.rank, end.cause)
-            if end.code != 0 and self._kill_at is None:
+            if self._store is not None:
+                self._store.mark_dead(end.rank, end.cause)
+            first = self.outcome.first_failure
+            if end.lost and first is not None and end.time < first.time:
+                self.outcome.first_failure = end  # silent before the others failed: their cause
+                self.options.report(f"{end.name} {end.cause}")
+            elif end.code != 0 and self._kill_at is None:
                 self._note_failure(end)
 
     def _note_failure(self, end: Ended) -> None:
         if self.outcome.first_failure is None:
             self.outcome.first_failure = end
-        text = f"rank {end.rank} (pid {end.pid}) {end.cause}"
+        text = f"{end.name} {end.cause}"
         if self.options.keep_going:
             self.options.report(f"{text}; the others go on")
             return
-        left = f"; ending the other {len(self._running)}" if self._running else ""
+        running = self._running()
+        left = f"; ending the other {len(running)}" if running else ""
         self.options.report(text + left)
         self._stop(signal.SIGTERM)
 
     def _obey_signals(self) -> None:
         while self._signals:
             signum = self._signals.pop(0)
-            name = _signal_name(signum)
+            name = signal_name(signum)
+            count = len(self._running())
             if self.outcome.stopped_by is None:
                 self.outcome.stopped_by = signum
-                self.options.report(f"{name}: ending {len(self._running)} ranks (again: kill them)")
+                self.options.report(f"{name}: ending {count} ranks (again: kill them)")
                 self._stop(signum)
             else:
-                self.options.report(f"{name} again: killing {len(self._running)} ranks")
+                self.options.report(f"{name} again: killing {count} ranks")
                 self._stop(signal.SIGKILL)
 
     def _stop(self, signum: int) -> None:
@@ -308,32 +321,9 @@ class Job:
         if self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S
 
-    def _sessions(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
-
     def _send(self, signum: int) -> None:
-        guard.kill_job(self._mark, self._sessions(), signum)
-
-    def _left(self) -> bool:
-        return bool(guard.job_processes(self._mark, self._sessions()))
-
-
-def _reserved_port() -> socket.socket:
-    """A port for a server that a rank may start: nobody gets it by chance while this is open.
-
-    Since nobody listens here, a server that sets SO_REUSEADDR, as torch.distributed's does, can.
-    """
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    return holder
-
-
-def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"real-time signal {signum}"
+        for group in self._groups():
+            group.send(signum)
 
 
 def _now() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 __all__ = ["HostInfo", "parse_host_files", "parse_hosts"]
 
 _ITEM = re.compile(r"[\w.-]+:[0-9]+")
-_HERE = {"localhost", "127.0.0.1"}
 
 
 @dataclass(frozen=True)
@@ -53,19 +51,6 @@ def parse_host_files(filename: str) -> str:
     if not hosts:
         raise ValueError(f"the host file {filename} names no host")
     return ",".join(hosts)
-
-
-def hosts_here(hosts_string: str) -> list[HostInfo]:
-    """``parse_hosts``, of names of this host only: ValueError for others."""
-    infos = parse_hosts(hosts_string)
-    here = {*_HERE, socket.gethostname(), socket.getfqdn()}
-    for info in infos:
-        if info.hostname not in here:
-            raise ValueError(
-                f"host {info.hostname}: ranks on other hosts are not started by this release; "
-                "start them with mpirun or torchrun"
-            )
-    return infos
 
 
 def labels_of(infos: Sequence[HostInfo], count: int) -> list[str]:

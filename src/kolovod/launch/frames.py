@@ -1,0 +1,107 @@
+"""What the launcher and its agent on another host say to each other, over ssh's two pipes.
+
+ssh has authenticated both ends and encrypts what passes::
+
+    agent -> launcher    MAGIC, on a line of its own (what a login shell prints before is skipped)
+    frame                body_length: uint32 (big-endian)  kind: uint8  body
+      kind "J"           one JSON value in UTF-8: an order, or a report (launch/agent.py, remote.py)
+      kind "O"           rank: uint32  stream: uint8 (0 stdout, 1 stderr)  bytes; none: it has ended
+      kind "P"           a part of the payload for all ranks of the host
+      kind "R"           rank: uint32  bytes: a part of what the rank has returned
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from kolovod.errors import BootstrapError
+
+__all__ = ["MAGIC", "FrameReader", "FrameWriter", "STREAMS"]
+
+MAGIC = b"KOLOVOD-AGENT-1\n"
+STREAMS = ("stdout", "stderr")
+MAX_BODY_BYTES = 16 << 20
+_PART_BYTES = 1 << 20
+_MAX_PRELUDE_BYTES = 1 << 20  # of what a login shell may print
+_HEADER = struct.Struct(">Ic")
+_RANK = struct.Struct(">I")
+
+
+class FrameReader:
+    """Cuts what arrives into frames. ``prelude``: whether MAGIC comes first."""
+
+    def __init__(self, prelude: bool) -> None:
+        self._data = bytearray()
+        self._in_prelude = prelude
+
+    def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """The frames that ``data`` completes, as (kind, body). Raises BootstrapError."""
+        self._data += data
+        if self._in_prelude:
+            found = self._data.find(MAGIC)
+            if found < 0:
+                if len(self._data) > _MAX_PRELUDE_BYTES:
+                    raise BootstrapError("what answers is no agent of Kolovod's")
+                return
+            del self._data[: found + len(MAGIC)]
+            self._in_prelude = False
+        while len(self._data) >= _HEADER.size:
+            length, kind = _HEADER.unpack_from(self._data)
+            if length > MAX_BODY_BYTES:
+                raise BootstrapError(f"a frame says it has {length} bytes: refused")
+            if len(self._data) < _HEADER.size + length:
+                return
+            body = bytes(self._data[_HEADER.size : _HEADER.size + length])
+            del self._data[: _HEADER.size + length]
+            yield kind, body
+
+
+class FrameWriter:
+    """Writes frames to a pipe; for several threads."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def json(self, value: Any) -> None:
+        """One JSON value. Raises OSError if the pipe is broken, as the others do."""
+        self._frame(b"J", json.dumps(value).encode())
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        """What a rank has written."""
+        self._frame(b"O", _RANK.pack(rank) + bytes([STREAMS.index(stream)]) + data)
+
+    def payload(self, data: bytes) -> None:
+        """What all ranks of the host are given."""
+        for start in range(0, len(data), _PART_BYTES):
+            self._frame(b"P", data[start : start + _PART_BYTES])
+
+    def result(self, rank: int, data: bytes) -> None:
+        """What a rank has returned."""
+        for start in range(0, len(data), _PART_BYTES):
+            self._frame(b"R", _RANK.pack(rank) + data[start : start + _PART_BYTES])
+
+    def _frame(self, kind: bytes, body: bytes) -> None:
+        if len(body) > MAX_BODY_BYTES:
+            raise BootstrapError(f"a message of {len(body)} bytes is over {MAX_BODY_BYTES} bytes")
+        view = memoryview(_HEADER.pack(len(body), kind) + body)
+        with self._lock:
+            while view:
+                view = view[os.write(self._fd, view) :]
+
+
+def split_output(body: bytes) -> tuple[int, str, bytes]:
+    """(rank, stream, bytes) of a frame "O"."""
+    (rank,) = _RANK.unpack_from(body)
+    return rank, STREAMS[body[_RANK.size]], body[_RANK.size + 1 :]
+
+
+def split_result(body: bytes) -> tuple[int, bytes]:
+    """(rank, bytes) of a frame "R"."""
+    (rank,) = _RANK.unpack_from(body)
+    return rank, body[_RANK.size :]

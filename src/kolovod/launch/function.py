@@ -1,0 +1,187 @@
+"""A function as the ranks of a job: it goes to every rank, and what it returns comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import cloudpickle
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.ranks import (
+    PAYLOAD_FD,
+    RESULT_FD,
+    Ended,
+    read_memory_file,
+    write_memory_file,
+)
+from kolovod.launch.remote import SshOptions
+from kolovod.launch.spawn import Job, JobOptions, Outcome
+
+__all__ = ["CHILD", "CallOptions", "RankFailed", "call_on_ranks", "packed_call", "read_record"]
+
+CHILD = "from kolovod.launch import function; raise SystemExit(function.main_of_rank())"
+
+
+class RankFailed(Exception):
+    """A rank raised, was killed, exited by itself, or did not finish in time.
+
+    Where it raised, ``__cause__`` is its exception, if that could travel.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int, traceback_text: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
+        """As a shell counts: 128 plus the signal's number."""
+        self.traceback_text = traceback_text
+        """The exception's, or the last lines of the rank's standard error where there was none."""
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, int, int, str]]:
+        """Keep the fields when it is sent to another process."""
+        return type(self), (str(self), self.rank, self.exit_code, self.traceback_text)
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How the ranks of a call are started, and how long they may take."""
+
+    timeout_s: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further variables for all ranks."""
+    keep_going: bool = False
+    hosts: Sequence[str] = ()
+    """The host of each rank, if not all the same."""
+    ssh: SshOptions | None = None
+    """How other hosts are reached; None: all ranks run here."""
+    output_dir: Path | None = None
+    executable: str = ""
+    """Another Python than this one."""
+    report: Callable[[str], None] = lambda text: None
+
+
+def call_on_ranks(
+    n: int, fn: Callable[..., Any], args: Sequence[Any], options: CallOptions
+) -> list[Any]:
+    """Call ``fn(rank, *args)`` in ``n`` new processes; return the results by rank.
+
+    See ``kolovod.run``, and ``kolovod.testing.run_ranks`` for ``timeout_s`` and ``keep_going``.
+    """
+    if options.hosts and len(options.hosts) != n:
+        raise InvalidArgumentError(f"{len(options.hosts)} hosts for {n} ranks; give each one")
+    python = options.executable or sys.executable
+    job_options = JobOptions(
+        environment=options.environment,
+        keep_going=options.keep_going,
+        hosts=options.hosts,
+        ssh=options.ssh,
+        output_dir=options.output_dir,
+        payload=packed_call(fn, args),
+        stdout=_shown(sys.stdout),
+        stderr=_shown(sys.stderr),
+        report=options.report,
+    )
+    with Job(n, job_options) as job:
+        job.start(lambda rank: [python, "-c", CHILD])
+        outcome = job.wait(options.timeout_s)
+    return _judge(job, outcome, options)
+
+
+def packed_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """The payload with which ``CHILD`` calls ``fn(rank, *args)``."""
+    # By reference, a function of a test module is found only with the caller's search path.
+    header = pickle.dumps([path for path in sys.path if isinstance(path, str)])
+    call: bytes = cloudpickle.dumps((fn, tuple(args)))
+    return header + call
+
+
+def _shown(stream: Any) -> TextIO | None:
+    """None where there is no console at all, as in some notebooks' kernels."""
+    return stream if hasattr(stream, "write") else None
+
+
+def read_record(data: bytes) -> dict[str, Any] | None:
+    """What a rank wrote at its end; None if it never came to that."""
+    try:
+        record: dict[str, Any] = pickle.loads(data)
+    except (EOFError, pickle.UnpicklingError):
+        return None  # it was killed before, or while, it wrote
+    return record
+
+
+def _judge(job: Job, outcome: Outcome, options: CallOptions) -> list[Any]:
+    if outcome.late:
+        ranks = ", ".join(map(str, outcome.late))
+        stacks = "\n".join(f"rank {r}:\n{job.tail(r, 'stderr')}" for r in outcome.late)
+        message = f"rank {ranks} did not finish within {options.timeout_s:g} s\n{stacks}"
+        raise RankFailed(message, outcome.late[0], 124, stacks)
+    records = {end.rank: read_record(end.result) for end in outcome.ended}
+    failures: dict[int, RankFailed] = {}
+    order: dict[int, tuple[bool, bool, float]] = {}
+    for position, end in enumerate(outcome.ended):
+        record = records[end.rank]
+        if end.code == 0 and record is not None and "result" in record:
+            continue
+        failures[end.rank] = _failure(job, end, record)
+        # The cause comes before its effects. Last: ranks that were told to end; before them, those
+        # that ended as if all was well; and where the clock is no help, the order of the ends.
+        raised = record is not None and "traceback" in record  # and was told while it left
+        is_first = outcome.first_failure is end
+        told = end.code < 0 and not is_first and not options.keep_going and not raised
+        moment = -1.0 if record is None else record["time"]
+        order[end.rank] = (told, end.code == 0, moment + position * 1e-9)
+    if failures and not (options.keep_going and len(failures) < job.size):
+        raise failures[min(failures, key=order.__getitem__)]
+    return [
+        failures[rank] if rank in failures else (records[rank] or {})["result"]
+        for rank in range(job.size)
+    ]
+
+
+def _failure(job: Job, end: Ended, record: dict[str, Any] | None) -> RankFailed:
+    where = f" on host {end.host}" if end.host else ""
+    if record is not None and "traceback" in record:
+        text: str = record["traceback"]
+        message = f"rank {end.rank}{where} raised\n{text}"
+        failed = RankFailed(message, end.rank, end.exit_code, text)
+        # One that needs what only the rank has, or asks for arguments, stays there.
+        with contextlib.suppress(Exception):
+            failed.__cause__ = pickle.loads(record["exception"])
+        return failed
+    text = job.tail(end.rank, "stderr")
+    early = " before the function returned" if end.code == 0 else ""
+    message = f"rank {end.rank}{where} {end.cause}{early}\n{text}"
+    return RankFailed(message, end.rank, end.exit_code, text)
+
+
+def main_of_rank() -> int:
+    """In the new process: call the function, write the result or the traceback."""
+    faulthandler.enable()
+    source, result = int(os.environ.pop(PAYLOAD_FD)), int(os.environ.pop(RESULT_FD))
+    stream = io.BytesIO(read_memory_file(source))
+    sys.path[:] = pickle.load(stream)
+    record: dict[str, Any]
+    code = 0
+    try:
+        fn, args = pickle.load(stream)
+        record = {"result": fn(int(os.environ["KOLOVOD_RANK"]), *args)}
+        packed = cloudpickle.dumps({**record, "time": time.time()})
+    except Exception as error:
+        sys.last_value = error  # so that leaving the world says why
+        record = {"traceback": traceback.format_exc(), "time": time.time()}
+        with contextlib.suppress(Exception):
+            record["exception"] = cloudpickle.dumps(error)
+        packed = pickle.dumps(record)
+        code = 1
+    write_memory_file(result, packed)
+    return code

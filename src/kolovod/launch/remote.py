@@ -1,0 +1,336 @@
+"""The ranks of a job on another host: an agent there, reached by the system's ssh.
+
+The launcher's half; ``agent`` has the other, ``frames`` what they say. The same methods as
+``HostRanks``, so that a job does not care where its ranks are. Orders, also the job's secret, go
+through ssh's standard input, never by a command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kolovod.errors import BootstrapError
+from kolovod.launch.frames import FrameReader, FrameWriter, split_output, split_result
+from kolovod.launch.ranks import GRACE_S, Ended, Order, signal_name
+from kolovod.version import __version__
+
+__all__ = ["RemoteRanks", "SshOptions", "forwarded", "ssh_command"]
+
+ALIVE_S = 1.0  # between two signs of life
+LOST_AFTER_S = 10.0  # without one a host is lost
+_FORGOTTEN = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES|HOSTNAME|SSH_.*|XDG_.*"
+    r"|_HOROVOD_SECRET_KEY|KOLOVOD_SECRET|KOLOVOD_JOB"
+)
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """How other hosts are reached."""
+
+    port: int | None = None
+    identity: str | None = None
+    """A file with a private key."""
+    arguments: Sequence[str] = ()
+    """Further arguments of ssh."""
+    connect_timeout_s: float = 10.0
+    python: str = ""
+    """The Python of the agents, which has Kolovod; this one's path by default."""
+    directory: str = ""
+    """Where the ranks run; this process's directory by default."""
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """What ranks on other hosts inherit of the launcher's environment: all but what is about here.
+
+    These are Horovod's rules, and besides what describes a login or belongs to another job.
+    """
+    return {name: value for name, value in environ.items() if not _FORGOTTEN.fullmatch(name)}
+
+
+def ssh_command(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> list[str]:
+    """The command line that starts an agent on ``host``. Decides, does nothing.
+
+    ssh asks for no password and checks the host's key as its configuration says (by default: an
+    unknown one is refused). A directory or a Python that is not there is told by the shell.
+    """
+    python = ssh.python or sys.executable
+    path = environ.get("PYTHONPATH")
+    variables = ["env", f"PYTHONPATH={path}"] if path else []
+    agent = shlex.join([*variables, python, "-m", "kolovod.launch.agent"])
+    inner = f"cd {shlex.quote(ssh.directory or os.getcwd())} && exec {agent}"
+    command = ["ssh", "-T", "-o", "BatchMode=yes"]
+    command += ["-o", f"ConnectTimeout={max(1, round(ssh.connect_timeout_s))}"]
+    command += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    if ssh.port is not None:
+        command += ["-p", str(ssh.port)]
+    if ssh.identity is not None:
+        command += ["-i", ssh.identity]
+    return [*command, *ssh.arguments, "--", host, f"exec /bin/sh -c {shlex.quote(inner)}"]
+
+
+class RemoteRanks:
+    """Ranks on ``host``. ``connect``, then ``start``; ``close`` leaves nothing of them behind.
+
+    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own.
+    """
+
+    def __init__(self, host: str, ssh: SshOptions, sink: Callable[[int, str, bytes], None]) -> None:
+        self.host = host
+        self._ssh = ssh
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: FrameWriter | None = None
+        self._thread: threading.Thread | None = None
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._changed = threading.Condition(self._lock)
+        self._hello: dict[str, Any] = {}
+        self._pids: dict[int, int] = {}
+        self._running: set[int] = set()
+        self._events: deque[Ended] = deque()
+        self._results: dict[int, bytearray] = {}
+        self._errors = b""
+        self._heard = time.monotonic()
+        self._said = 0.0
+        self._lost = ""
+        self._finished = False
+
+    # --- the beginning ---
+
+    def connect(self) -> None:
+        """Start the agent and hear its greeting. Raises BootstrapError with the reason."""
+        self._process = subprocess.Popen(
+            ssh_command(self.host, self._ssh, os.environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher, which tells the agents
+        )
+        if self._process.stdin is None:
+            raise AssertionError("ssh has no standard input")
+        self._writer = FrameWriter(self._process.stdin.fileno())
+        self._heard = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._listen, name=f"kolovod host {self.host}", daemon=True
+        )
+        self._thread.start()
+        limit_s = 2 * self._ssh.connect_timeout_s + LOST_AFTER_S
+        with self._changed:
+            self._changed.wait_for(lambda: self._hello or self._lost, limit_s)
+            if not self._hello:
+                raise BootstrapError(self._lost or f"no answer within {limit_s:g} s")
+            version = self._hello.get("version")
+        if version != __version__:
+            raise BootstrapError(
+                f"{self._hello.get('python')} there has Kolovod {version}, this is {__version__}: "
+                "install the same on all hosts"
+            )
+
+    @property
+    def torch_port(self) -> int:
+        """A port there for a server that a rank may start; free, and kept so."""
+        return int(self._hello["torch_port"])
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """By ssh's connection: our address as that host sees it, and that host's own."""
+        parts = str(self._hello.get("connection", "")).split()
+        return (parts[0], parts[2]) if len(parts) == 4 else ("", "")
+
+    def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
+        """Have them started."""
+        with self._lock:
+            self._running = {order.rank for order in orders}
+        # What all have in common travels once.
+        shared = dict(set.intersection(*(set(order.environment.items()) for order in orders)))
+        listed = []
+        for order in orders:
+            own = {n: v for n, v in order.environment.items() if n not in shared}
+            listed.append([order.rank, list(order.command), own])
+        with contextlib.suppress(OSError):  # then the host is lost, as its thread will find
+            writer = self._out()
+            if payload is not None:
+                writer.payload(payload)
+            writer.json(
+                {"start": {"ranks": listed, "shared": shared, "payload": payload is not None}}
+            )
+
+    # --- the same as HostRanks ---
+
+    @property
+    def running(self) -> frozenset[int]:
+        """The ranks that were not seen to end."""
+        with self._lock:
+            return frozenset(self._running)
+
+    def pids(self) -> dict[int, int]:
+        """The process id of each rank that was started, on its host."""
+        with self._lock:
+            return dict(self._pids)
+
+    def fds(self) -> list[int]:
+        """Readable when ``collect`` has something to tell."""
+        return [self._bell]
+
+    def needs_polling(self) -> bool:
+        """Whether ``collect`` must be called by and by."""
+        return False
+
+    def collect(self) -> list[Ended]:
+        """Who has ended since the last time."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        with self._lock:
+            ended = list(self._events)
+            self._events.clear()
+            self._running -= {end.rank for end in ended}
+        return ended
+
+    def send(self, signum: int) -> None:
+        """Have a signal sent to every process of these ranks."""
+        with contextlib.suppress(OSError):
+            self._out().json({"signal": signum})
+
+    def begin_close(self) -> None:
+        """Have whatever is left ended; ``close`` waits for it."""
+        if self._writer is not None and not self._lost:
+            with contextlib.suppress(OSError):
+                self._writer.json({"close": True})
+
+    def close(self) -> None:
+        """End whatever is left, and release everything. Idempotent."""
+        if self._bell < 0:
+            return
+        process = self._process
+        if process is not None and process.stdin is not None and self._thread is not None:
+            self.begin_close()
+            with self._changed:
+                limit_s = 2 * GRACE_S + LOST_AFTER_S
+                self._changed.wait_for(lambda: self._finished or self._lost, limit_s)
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # the agent ends, if it has not
+            try:
+                process.wait(1.0 if self._finished else 0.1)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            self._thread.join(timeout=5)
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        os.close(self._bell)
+        self._bell = -1
+
+    # --- what the agent says ---
+
+    def _out(self) -> FrameWriter:
+        if self._writer is None:
+            raise AssertionError("not connected")
+        return self._writer
+
+    def _listen(self) -> None:
+        process = self._process
+        if process is None or process.stdout is None or process.stderr is None:
+            raise AssertionError("ssh was not started")
+        reader = FrameReader(prelude=True)
+        poll = select.poll()
+        for pipe in (process.stdout, process.stderr):
+            poll.register(pipe, select.POLLIN)
+        try:
+            while not self._finished:
+                ready = [fd for fd, _ in poll.poll(ALIVE_S * 1000)]
+                now = time.monotonic()
+                if process.stderr.fileno() in ready:
+                    data = os.read(process.stderr.fileno(), 1 << 16)
+                    self._errors = (self._errors + data)[-4096:]
+                    if not data:
+                        poll.unregister(process.stderr)
+                if process.stdout.fileno() in ready:
+                    data = os.read(process.stdout.fileno(), 1 << 18)
+                    if not data:
+                        self._lose(self._why_ssh_ended(process))
+                        return
+                    self._heard = now
+                    for kind, body in reader.feed(data):
+                        self._take(kind, body)
+                elif self._hello and now - self._heard > LOST_AFTER_S:
+                    self._lose(f"host {self.host} says nothing for {LOST_AFTER_S:g} s")
+                    return
+                if self._hello and now - self._said >= ALIVE_S / 2:
+                    self._said = now
+                    self._out().json({"alive": True})
+        except (OSError, ValueError, KeyError, BootstrapError) as error:
+            self._lose(f"{type(error).__name__}: {error}")
+
+    def _why_ssh_ended(self, process: subprocess.Popen[bytes]) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+        if process.stderr is not None:
+            os.set_blocking(process.stderr.fileno(), False)
+            with contextlib.suppress(OSError):
+                self._errors = (self._errors + os.read(process.stderr.fileno(), 4096))[-4096:]
+        code = process.returncode
+        how = "" if code is None else f" with exit code {code}"
+        if code is not None and code < 0:
+            how = f", killed by signal {-code} ({signal_name(-code)})"
+        lines = self._errors.decode(errors="replace").strip().splitlines()
+        said = "".join(f": {line.strip()}" for line in lines[-3:])
+        return f"ssh to {self.host} ended{how}{said}"
+
+    def _lose(self, reason: str) -> None:
+        """The host is out of reach: so are its ranks."""
+        with self._changed:
+            if self._finished:
+                return
+            self._lost = reason
+            told = {end.rank for end in self._events}
+            for rank in sorted(self._running - told):
+                pid = self._pids.get(rank, 0)
+                end = Ended(rank, pid, 255, self.host, lost=reason, time=self._heard)
+                self._events.append(end)
+            self._changed.notify_all()
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def _take(self, kind: bytes, body: bytes) -> None:
+        if kind == b"O":
+            rank, stream, data = split_output(body)
+            self._sink(rank, stream, data)
+        elif kind == b"R":
+            rank, data = split_result(body)
+            self._results.setdefault(rank, bytearray()).extend(data)
+        elif kind == b"J":
+            self._report(json.loads(body))
+
+    def _report(self, report: dict[str, Any]) -> None:
+        with self._changed:
+            if "hello" in report:
+                self._hello = report["hello"]
+            elif "started" in report:
+                self._pids = {int(rank): int(pid) for rank, pid in report["started"].items()}
+            elif "ended" in report:
+                rank, pid, code = (int(number) for number in report["ended"])
+                result = bytes(self._results.pop(rank, b""))
+                now = time.monotonic()
+                self._events.append(Ended(rank, pid, code, self.host, result=result, time=now))
+            elif "bye" in report:
+                self._finished = True
+            self._changed.notify_all()
+        self._ring()

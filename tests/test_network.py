@@ -1,0 +1,128 @@
+"""kolovod.launch.network: addresses, and the one that answers. Loopback only."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
+from kolovod.launch import network
+from kolovod.launch.auth import Server, new_secret
+from kolovod.launch.network import (
+    Interface,
+    address_of,
+    connect_any,
+    listen,
+    own_addresses,
+    split_addresses,
+)
+
+
+@contextlib.contextmanager
+def servers(secret, *addresses, answer="yes"):
+    """One server at each; yields where they listen."""
+
+    def say(channel):
+        channel.send(answer, time.monotonic() + 5)
+
+    sockets = listen(addresses, 8)
+    running = [Server(sock, secret, "test", say) for sock in sockets]
+    places = [address_of(sock) for sock in sockets]
+    try:
+        for server in running:
+            server.start()
+        yield places
+    finally:
+        for server in running:
+            server.close()
+
+
+def ask(addresses, secret, limit_s=10.0):
+    deadline = time.monotonic() + limit_s
+    with contextlib.closing(connect_any(",".join(addresses), secret, "test", deadline)) as channel:
+        return channel.receive(deadline)
+
+
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return address_of(sock)
+
+
+@pytest.fixture
+def mute():
+    """Accepts, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        yield address_of(sock)
+
+
+def test_the_first_that_proves_the_secret_is_taken(mute):
+    secret = new_secret()
+    with servers(secret, "127.0.0.1", "::1") as (four, six):
+        assert six.startswith("[::1]:")
+        for addresses in ([four], [six], [closed_port(), four], [mute, six], [six, mute, four]):
+            assert ask(addresses, secret) == "yes"
+        # A stranger's server, as on a network of the same numbers at another site.
+        with servers(new_secret(), "127.0.0.1") as (stranger,):
+            assert ask([stranger, four], secret) == "yes"
+            with pytest.raises(AuthenticationError):
+                ask([stranger, closed_port()], secret)
+
+
+def test_nobody_answers(mute):
+    ports = [closed_port(), closed_port()]
+    with pytest.raises(OSError, match=rf"{ports[0]}: .*refused.*; {ports[1]}: .*refused"):
+        ask(ports, new_secret())
+    begin = time.monotonic()
+    with pytest.raises(OSError, match=r"time"):
+        ask([mute, mute], new_secret(), limit_s=0.5)
+    assert time.monotonic() - begin < 10
+
+
+def test_addresses_as_text():
+    assert split_addresses("10.0.0.1:5,[fd00::1]:6,node-1:7") == [
+        ("10.0.0.1", 5),
+        ("fd00::1", 6),
+        ("node-1", 7),
+    ]
+    for text in ("", "a", "a:0", "a:x", "a:70000", ":5"):
+        with pytest.raises(BootstrapError, match="expected host:port"):
+            split_addresses(text)
+
+
+def test_interfaces_are_chosen_by_name_and_by_network(monkeypatch):
+    present = [
+        Interface("ib0", "10.2.0.1", 100_000, False),
+        Interface("ib0", "fd00::1", 100_000, False),
+        Interface("eth0", "10.1.0.1", 1_000, False),
+        Interface("lo", "127.0.0.1", 0, True),
+    ]
+    monkeypatch.setattr(network, "interfaces", lambda: present)
+    assert own_addresses() == ["10.2.0.1", "fd00::1", "10.1.0.1"]
+    assert own_addresses(["eth0", "10.2.0.0/16"]) == ["10.1.0.1", "10.2.0.1"]
+    assert own_addresses(["lo"]) == ["127.0.0.1"]
+    with pytest.raises(InvalidArgumentError, match=r"interface 'eth9' is not on .*ib0 \(10.2.0.1"):
+        own_addresses(["eth9"])
+    with pytest.raises(InvalidArgumentError, match=r"'10.9/x': expected a name, or a network"):
+        own_addresses(["10.9/x"])
+    monkeypatch.setattr(network, "interfaces", lambda: present[-1:])
+    assert own_addresses() == ["127.0.0.1"]
+
+
+def test_the_interfaces_of_this_host():
+    found = network.interfaces()
+    assert any(i.is_loopback and i.address == "127.0.0.1" for i in found)
+    assert [i.is_loopback for i in found] == sorted(i.is_loopback for i in found)
+    for interface in found:
+        family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
+        assert socket.inet_pton(family, interface.address)
+
+
+def test_addresses_that_cannot_be_had_are_left_out():
+    sockets = listen(["192.0.2.254", "127.0.0.1"], 1)  # the first is of no host (RFC 5737)
+    assert [address_of(sock).rpartition(":")[0] for sock in sockets] == ["127.0.0.1"]
+    sockets[0].close()
+    with pytest.raises(BootstrapError, match=r"192\.0\.2\.254"):
+        listen(["192.0.2.254"], 1)
