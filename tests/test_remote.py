@@ -264,3 +264,55 @@ def test_the_secret_is_on_no_command_line_and_in_no_file(bed, script):
         job.process.send_signal(signal.SIGTERM)
         _, said = job.end()
     assert secret.decode() not in said
+
+
+def test_doctor_looks_at_all_hosts(bed):
+    command = [sys.executable, "-m", "kolovod", "doctor", "-H"]
+    done = bed.run("login", [*command, "a,b,login"], timeout_s=DEADLINE_S, env=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    for host in ("a", "b", "login"):
+        assert re.search(rf"^ok +{host} +versions +Kolovod", done.stdout, re.M)
+    for first, second in (("a", "b"), ("a", "login"), ("b", "login")):
+        assert re.search(rf"^\w+ +{first} +link to {second} +\d+ us, ", done.stdout, re.M)
+    done = bed.run("login", [*command, "a,no.invalid"], timeout_s=DEADLINE_S, env=environment())
+    assert done.returncode == 1
+    assert re.search(r"^PROBLEM +no\.invalid +start +ssh to no\.invalid ended", done.stdout, re.M)
+    assert re.search(r"^ok +a +versions", done.stdout, re.M)
+
+
+def test_a_function_on_the_ranks_of_several_hosts(bed, script):
+    code = """
+import os
+import kolovod
+
+
+class Wrong(Exception):
+    pass
+
+
+def work(base, add=0):
+    import numpy as np
+    kolovod.init()
+    total = kolovod.allreduce(np.full(1, kolovod.rank() + 1.0), op=kolovod.Sum)
+    return base + add, os.uname().nodename, float(total[0])
+
+
+def fail():
+    kolovod.init()
+    if kolovod.rank() == 1:
+        raise Wrong("on purpose")
+    kolovod.barrier()
+
+
+print(kolovod.run(work, (10,), {"add": 5}, hosts="a:1,b:1,login:1"))
+try:
+    kolovod.run(fail, np=2, hosts="a:1,b:1")
+except kolovod.RankFailed as error:
+    print("failed", error.rank, type(error.__cause__).__name__, error.__cause__)
+    print("in fail" in str(error), "Wrong: on purpose" in str(error))
+"""
+    done = bed.run("login", script(code), timeout_s=DEADLINE_S, env=environment())
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "[(15, 'a', 6.0), (15, 'b', 6.0), (15, 'login', 6.0)]"
+    assert lines[-2:] == ["failed 1 Wrong on purpose", "True True"]

@@ -16,6 +16,7 @@ from typing import Any
 from kolovod.affinity import check_affinity
 from kolovod.config import KNOBS, Knob, load
 from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.doctor import run_doctor
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.remote import SshOptions
@@ -123,7 +124,29 @@ def _parser() -> argparse.ArgumentParser:
         )
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     _add_timeline(actions)
+    _add_doctor(actions)
     return parser
+
+
+def _add_doctor(actions: Any) -> None:
+    doctor = actions.add_parser(
+        "doctor",
+        help="check this host, or those of -H, for what keeps jobs from running well",
+        description="Look at versions, frameworks, GPUs, MPI, memory, limits and cores of every "
+        "host, and at the links between them; print what to do. Exits with 1 if a job would not "
+        "start.",
+        allow_abbrev=False,
+    )
+    doctor.set_defaults(parser=doctor, act=_examine, num_proc=None, label_hosts="")
+    _add_hosts(doctor)
+
+
+def _examine(options: argparse.Namespace) -> int:
+    hosts, ssh = ["localhost"], None
+    if options.hosts or options.hostfile:
+        placed, ssh = _placed(options)
+        hosts = list(dict.fromkeys(placed))
+    return run_doctor(hosts, ssh)
 
 
 def _add_hosts(run: argparse.ArgumentParser) -> None:

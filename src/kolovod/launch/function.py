@@ -67,6 +67,8 @@ class CallOptions:
     output_dir: Path | None = None
     executable: str = ""
     """Another Python than this one."""
+    quiet: bool = False
+    """Whether what the ranks print is dropped."""
     report: Callable[[str], None] = lambda text: None
 
 
@@ -87,8 +89,8 @@ def call_on_ranks(
         ssh=options.ssh,
         output_dir=options.output_dir,
         payload=packed_call(fn, args),
-        stdout=_shown(sys.stdout),
-        stderr=_shown(sys.stderr),
+        stdout=None if options.quiet else _shown(sys.stdout),
+        stderr=None if options.quiet else _shown(sys.stderr),
         report=options.report,
     )
     with Job(n, job_options) as job:
