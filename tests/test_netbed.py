@@ -124,6 +124,7 @@ def transfer_s(bed, host, other, count):
 
 @pytest.mark.parametrize(("host", "other"), [("a", "b"), ("b", "a")])
 def test_a_limit_holds_in_both_directions(bed, host, other):
+    bed.limit("a", 0)  # there was none: nothing happens
     bed.limit("a", 20e6)
     assert transfer_s(bed, host, other, 1 << 20) > 0.8 * 8 * (1 << 20) / 20e6
     bed.limit("a", 0)

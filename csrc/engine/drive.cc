@@ -1,6 +1,8 @@
 // The driving half of the engine: everything here runs under the lease.
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "collectives/adasum.h"
 #include "control/fusion.h"
@@ -13,6 +15,7 @@ constexpr int64_t kCallerYieldNs = 200'000;
 constexpr int64_t kCrowdedYieldNs = 1'000'000;
 constexpr int64_t kThreadYieldNs = 20'000;
 constexpr int64_t kCrowdedPatienceNs = 200'000;
+constexpr int64_t kNewsNs = 300'000'000;
 
 // The other ranks' outputs may fit, so the data has moved; this rank's result is an error.
 void NoteMisfits(Operation* op) {
@@ -24,6 +27,18 @@ void NoteMisfits(Operation* op) {
                             " bytes, but the result has " + std::to_string(op->buffers[t].bytes));
     return;
   }
+}
+
+// A connection for data broke: the world is over, since the others of this host wait for what it should have
+// brought. The other end may have closed it because of what it was told; that comes here within moments, too,
+// and names the first cause.
+Status EndForAll(Segment& segment, const std::atomic<bool>& stop, const Status& broken) {
+  const int64_t end_ns = NowNs() + kNewsNs;
+  while (!segment.revoked() && !stop.load() && NowNs() < end_ns) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  segment.Revoke(broken.code(), broken.message());
+  return segment.RevokedStatus();
 }
 
 // One index of the first dimension.
@@ -145,8 +160,9 @@ Status Engine::ExecuteBucket(bool* progressed) {
   ready_bytes_.store(0, std::memory_order_relaxed);
   if (mesh_ != nullptr) mesh_->BeginOperation(static_cast<uint32_t>(bucket_));
   KeepStart(ops);
-  const Status status = Execute(ops);
+  Status status = Execute(ops);
   if (!status.ok()) {
+    if (status.code() == Code::kRankLost) status = EndForAll(*segment_, stop_, status);
     {
       std::lock_guard lock(mutex_);
       for (const OperationPtr& op : ops) FailLocked(op, status);

@@ -9,6 +9,6 @@ from __future__ import annotations
 from netbed.bed import Bed
 from netbed.namespaces import BedUnavailable, Process, unavailable
 from netbed.network import Address
-from netbed.world import World
+from netbed.world import Ended, Job, World
 
-__all__ = ["Address", "Bed", "BedUnavailable", "Process", "World", "unavailable"]
+__all__ = ["Address", "Bed", "BedUnavailable", "Ended", "Job", "Process", "World", "unavailable"]

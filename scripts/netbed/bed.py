@@ -16,7 +16,7 @@ from typing import Any
 
 from netbed.namespaces import HERE, BedUnavailable, Namespaces, Process, unavailable
 from netbed.network import Address, Switch, addresses
-from netbed.ssh import sshd_command, write_files
+from netbed.ssh import SSHD_PORT, sshd_command, write_files
 
 __all__ = ["Bed"]
 
@@ -134,6 +134,10 @@ class Bed:
 
     # What runs
 
+    def command(self, host: str, command: Sequence[str], cwd: str | None = None) -> list[str]:
+        """The command that runs ``command`` in a host; signals and its end are the same."""
+        return self._hosts[host].enter(command, cwd)
+
     def popen(
         self, host: str, command: Sequence[str], *, cwd: str | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
@@ -143,7 +147,7 @@ class Bed:
         unless ``stdin`` is given.
         """
         options.setdefault("stdin", subprocess.DEVNULL)
-        entered = self._hosts[host].enter(command, cwd)
+        entered = self.command(host, command, cwd)
         return subprocess.Popen(entered, start_new_session=True, **options)
 
     def run(
@@ -157,13 +161,17 @@ class Bed:
     ) -> subprocess.CompletedProcess[str]:
         """``subprocess.run`` in a host: its output as text, TimeoutExpired after ``timeout_s``."""
         options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, **options}
-        entered = self._hosts[host].enter(command, cwd)
+        entered = self.command(host, command, cwd)
         return subprocess.run(entered, timeout=timeout_s, start_new_session=True, **options)
 
     def processes(self, host: str) -> list[Process]:
         """All that runs in a host, without its init and the sshd that listens (and zombies)."""
         listening = "sshd: " + " ".join(sshd_command(self.folder, host))
         return [p for p in self._hosts[host].processes() if not p.command.startswith(listening)]
+
+    def listening_ports(self, host: str) -> list[int]:
+        """The TCP ports where processes of a host listen now, ascending, without sshd's."""
+        return [port for port in self._hosts[host].listening_ports() if port != SSHD_PORT]
 
     def kill_sshd(self, host: str) -> None:
         """SIGKILL for the sshd that listens, and for its sessions' sshd."""

@@ -35,6 +35,7 @@ TOOLS = {
 """What the bed runs, and the Debian package that it is in."""
 _UNSHARE = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc"]
 _START_TIMEOUT_S = 30.0
+_LISTENING = "0A"  # in /proc/net/tcp
 
 
 class BedUnavailable(RuntimeError):
@@ -145,6 +146,17 @@ class Namespaces:
                     text = command.decode(errors="replace").strip()
                     found.append(Process(int(entry), int(numbers[-1]), text))
         return found
+
+    def listening_ports(self) -> list[int]:
+        """The TCP ports, IPv4 and IPv6, where somebody listens now, ascending."""
+        ports = set()
+        for table in ("tcp", "tcp6"):
+            path = Path(f"/proc/{self.pid}/net/{table}")
+            for line in path.read_text().splitlines()[1:] if path.exists() else []:
+                _, local, _, state, *_ = line.split()
+                if state == _LISTENING:
+                    ports.add(int(local.rpartition(":")[2], 16))
+        return sorted(ports)
 
     def close(self) -> None:
         """End everything at once. Idempotent."""

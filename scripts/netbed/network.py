@@ -64,6 +64,7 @@ class Switch:
         self._hosts = hosts
         self._networks = networks
         self._relay: subprocess.Popen[str] | None = None
+        self._limited: set[tuple[int, int]] = set()
         self._loss = 0.0
         self._cut: list[tuple[list[int], list[int]]] = []
         self._space = Namespaces(["sh", "-c", "echo up; exec sleep infinity"], only_network=True)
@@ -138,12 +139,14 @@ class Switch:
             (self._space, self._port(host, network)),
         ):
             if not bits_per_s:
-                space.run(tool("tc"), "qdisc", "del", "dev", device, "root")
+                if (host, network) in self._limited:
+                    space.run(tool("tc"), "qdisc", "del", "dev", device, "root")
                 continue
             burst = max(_LEAST_BURST_BYTES, int(bits_per_s / 8 * _BURST_MS / 1e3))
             bucket = f"rate {int(bits_per_s)}bit burst {burst} latency {_QUEUE_MS}ms"
             command = f"qdisc replace dev {device} root tbf {bucket}"
             space.run(tool("tc"), *command.split())
+        (self._limited.add if bits_per_s else self._limited.discard)((host, network))
 
     def set_link(self, host: int, network: int, state: str) -> None:
         """``up`` or ``down``, at the switch: the host sees that there is no carrier."""

@@ -9,10 +9,12 @@ from pathlib import Path
 from netbed.namespaces import tool
 from netbed.network import Address
 
-__all__ = ["sshd_command", "write_files"]
+__all__ = ["SSHD_PORT", "sshd_command", "write_files"]
+
+SSHD_PORT = 22
 
 _SERVER = """\
-Port 22
+Port {port}
 ListenAddress 0.0.0.0
 ListenAddress ::
 HostKey {key}
@@ -66,7 +68,7 @@ def write_files(folder: Path, hosts: dict[str, Sequence[Address]]) -> None:
             lines += [f"{address.ipv4} {address.name}", f"{address.ipv6} {address.name}-v6"]
             names += [address.name, f"{address.name}-v6", address.ipv4, address.ipv6]
         known.append(f"{','.join(names)} {key}")
-        text = _SERVER.format(key=folder / f"{name}.key", folder=folder)
+        text = _SERVER.format(port=SSHD_PORT, key=folder / f"{name}.key", folder=folder)
         (folder / f"{name}.sshd").write_text(text)
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     (folder / "known_hosts").write_text("\n".join(known) + "\n")

@@ -4,30 +4,90 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 import kolovod
 from kolovod.launch.auth import new_secret
-from kolovod.launch.function import CHILD, RankFailed, packed_call, read_record
 from kolovod.launch.place import Place, local_and_cross
-from kolovod.launch.ranks import PAYLOAD_FD, RESULT_FD, memory_file, read_memory_file
 from netbed.bed import Bed
 from netbed.namespaces import HERE
 
-__all__ = ["World"]
+__all__ = ["Ended", "Job", "World"]
+
+_SOURCES = str(Path(kolovod.__file__).parent.parent)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank that raised, was killed or exited by itself."""
+
+    exit_code: int
+    """Minus the signal's number, if one ended it."""
+    text: str
+    """The traceback, or what it wrote to its standard error."""
+
+
+class Job:
+    """What a launcher gives its ranks: places, a secret and a store; a context manager.
+
+    ``hosts``: of each rank. ``store_on``: the host with the store, else that of rank 0.
+    """
+
+    def __init__(self, bed: Bed, hosts: Sequence[str], store_on: str = "") -> None:
+        self.bed = bed
+        self.hosts = tuple(hosts)
+        self.secret = new_secret()
+        self._store_on = store_on or hosts[0]
+        self.store = ""
+        """Where it listens, while the job runs."""
+
+    def __enter__(self) -> Job:
+        address = self.bed.address(self._store_on)
+        self._process = self.bed.popen(
+            self._store_on,
+            [sys.executable, str(HERE / "rendezvous.py"), str(len(self.hosts)), address],
+            env={**os.environ, "PYTHONPATH": _SOURCES, "KOLOVOD_SECRET": self.secret},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        self.store = self._process.stdout.readline().strip()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def environment(self, rank: int, secret: str = "") -> dict[str, str]:
+        """The variables of one rank; ``secret``: another than the job's."""
+        numbers = local_and_cross(self.hosts, rank)
+        place = Place(
+            rank,
+            len(self.hosts),
+            *numbers,
+            host=self.hosts[rank],
+            store=self.store,
+            secret=secret or self.secret,
+        )
+        return {"PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1", **place.environment()}
 
 
 class World:
     """Calls ``fn(rank, *args)`` in a process per rank, on ``hosts[rank]``; a context manager.
 
     ``kolovod.init()`` in ``fn`` forms their world. ``env``: further variables. ``secrets``: of
-    single ranks, instead of the job's. ``store_on``: the host with the rendezvous, else that of
-    rank 0. Leaving it ends all processes.
+    single ranks, instead of the job's. Leaving it ends all processes.
     """
 
     def __init__(
@@ -38,17 +98,14 @@ class World:
         *args: Any,
         env: Mapping[str, str] | None = None,
         secrets: Mapping[int, str] | None = None,
-        store_on: str = "",
     ) -> None:
         self.bed = bed
-        self.hosts = tuple(hosts)
+        self.job = Job(bed, hosts)
         self.ranks: list[subprocess.Popen[str]] = []
-        self.secret = new_secret()
+        self.folder = Path(tempfile.mkdtemp(prefix="world-", dir=bed.folder))
         self._work = (fn, args)
         self._secrets = dict(secrets or {})
-        self._store_on = store_on or hosts[0]
-        self._env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        self._env["PYTHONPATH"] = str(Path(kolovod.__file__).parent.parent)
+        self._env = dict(env or {})
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> World:
@@ -63,56 +120,34 @@ class World:
         self._cleanup.close()
 
     def _start(self) -> None:
-        size = len(self.hosts)
-        fn, args = self._work
-        source, *self._results = (self._file(c) for c in (packed_call(fn, args), *[b""] * size))
-        self.store = self._start_store(size)
-        for rank, host in enumerate(self.hosts):
-            secret = self._secrets.get(rank, self.secret)
-            numbers = local_and_cross(self.hosts, rank)
-            place = Place(rank, size, *numbers, host, self.store, secret)
-            process = self.bed.popen(
-                host,
-                [sys.executable, "-c", CHILD],
-                env={
-                    **self._env,
-                    **place.environment(),
-                    PAYLOAD_FD: str(source),
-                    RESULT_FD: str(self._results[rank]),
-                },
-                pass_fds=(source, self._results[rank]),
-                stderr=(self.bed.folder / f"rank{rank}.stderr").open("w"),
-            )
+        # Pickled by reference, a function of a test module is found only with its search path.
+        header = cloudpickle.dumps([path for path in sys.path if isinstance(path, str)])
+        work = self.folder / "work"
+        work.write_bytes(header + cloudpickle.dumps(self._work))
+        self._cleanup.enter_context(self.job)
+        for rank, host in enumerate(self.job.hosts):
+            place = self.job.environment(rank, self._secrets.get(rank, ""))
+            command = [str(HERE / "rank.py"), str(work), str(self._file(rank, "result"))]
+            with self._file(rank, "stderr").open("w") as stderr:
+                process = self.bed.popen(
+                    host,
+                    [sys.executable, *command],
+                    env={**os.environ, **place, **self._env},
+                    stderr=stderr,
+                )
             self.ranks.append(process)
             self._cleanup.callback(process.wait)
             self._cleanup.callback(process.kill)
 
-    def _file(self, content: bytes) -> int:
-        fd = memory_file(content)
-        self._cleanup.callback(os.close, fd)
-        return fd
-
-    def _start_store(self, size: int) -> str:
-        address = self.bed.address(self._store_on)
-        process = self.bed.popen(
-            self._store_on,
-            [sys.executable, str(HERE / "rendezvous.py"), str(size), address],
-            env={**self._env, "KOLOVOD_SECRET": self.secret},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._cleanup.callback(process.communicate)
-        self._cleanup.callback(process.kill)
-        assert process.stdout is not None
-        return str(process.stdout.readline().strip())
-
     def stderr(self, rank: int) -> str:
         """What a rank has written to its standard error so far."""
-        return (self.bed.folder / f"rank{rank}.stderr").read_text(errors="replace")
+        return self._file(rank, "stderr").read_text(errors="replace")
+
+    def _file(self, rank: int, what: str) -> Path:
+        return self.folder / f"rank{rank}.{what}"
 
     def results(self, timeout_s: float) -> list[Any]:
-        """By rank what ``fn`` returned, or a RankFailed, when all have ended.
+        """By rank what ``fn`` returned, or an Ended, when all have ended.
 
         TimeoutError, with the standard error of those that have not, after ``timeout_s``.
         """
@@ -129,10 +164,8 @@ class World:
         return [self._result(rank) for rank in range(len(self.ranks))]
 
     def _result(self, rank: int) -> Any:
-        record = read_record(read_memory_file(self._results[rank]))
-        code = self.ranks[rank].returncode
-        if record is not None and "result" in record and code == 0:
+        path, code = self._file(rank, "result"), self.ranks[rank].returncode
+        record = pickle.loads(path.read_bytes()) if path.exists() else {}
+        if "result" in record and code == 0:
             return record["result"]
-        text = self.stderr(rank) if record is None else record.get("traceback", "")
-        host = self.hosts[rank]
-        return RankFailed(f"rank {rank} on host {host}, {code}\n{text}", rank, code, text)
+        return Ended(code, record.get("traceback") or self.stderr(rank))

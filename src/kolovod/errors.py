@@ -143,7 +143,7 @@ _BY_STATUS: dict[str, type[KolovodError]] = {
     "late": LateRankError,
 }
 
-_LEADING_RANK = re.compile(r"rank (\d{1,9})\b")
+_LEADING_RANK = re.compile(r"(?:the host of )?rank (\d{1,9})\b")
 
 
 def _leading_rank(message: str) -> int | None:
