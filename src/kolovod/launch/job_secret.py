@@ -49,14 +49,16 @@ def read_secret(environ: Mapping[str, str]) -> str:
         raise BootstrapError(
             f"KOLOVOD_SECRET_FILE={path!r} cannot be read: {error.strerror}"
         ) from None
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
+    try:
+        status = os.fstat(fd)  # of what is open: a path could come to mean another file
         _check(path, status)
-        text = file.read(_MAX_BYTES + 1)
+        text = os.read(fd, _MAX_BYTES + 1)
+    finally:
+        os.close(fd)
     secret = text.decode(errors="replace").strip()
     if not secret or len(text) > _MAX_BYTES:
         raise InvalidArgumentError(
-            f"KOLOVOD_SECRET_FILE={path!r} holds {len(text)} bytes: expected a random text of at "
+            f"KOLOVOD_SECRET_FILE={path!r} holds {status.st_size} bytes: expected a random text of at "
             f"most {_MAX_BYTES}"
         )
     return secret
