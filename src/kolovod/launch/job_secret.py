@@ -58,8 +58,8 @@ def read_secret(environ: Mapping[str, str]) -> str:
     secret = text.decode(errors="replace").strip()
     if not secret or len(text) > _MAX_BYTES:
         raise InvalidArgumentError(
-            f"KOLOVOD_SECRET_FILE={path!r} holds {status.st_size} bytes: expected a random text of at "
-            f"most {_MAX_BYTES}"
+            f"KOLOVOD_SECRET_FILE={path!r} holds {status.st_size} bytes: expected a random text "
+            f"of at most {_MAX_BYTES}"
         )
     return secret
 
