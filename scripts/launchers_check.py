@@ -61,6 +61,7 @@ class Case(NamedTuple):
 
 
 RSH = "--mca plm rsh --mca plm_rsh_agent {agent} -H n1:1,n2:1 -np 2"
+RSH_4 = "--mca plm rsh --mca plm_rsh_agent {agent} -H n1:2,n2:2 -np 4"
 HYDRA = "-launcher rsh -launcher-exec {agent} -hosts n1:1,n2:1 -np 2"
 LIBMPICH = "MPI4PY_MPIABI=mpich LD_LIBRARY_PATH={folder}/lib"
 TORCHRUN = "{python} -m torch.distributed.run --nproc-per-node=2"
@@ -96,7 +97,7 @@ CASES = (
          f"mpirun.openmpi {RSH} -x PYTHONPATH {{python}} {{example}}",
          "nothing tells where rank 0 is. MPI could carry all that, but mpi4py cannot", fails=True),
     Case("Open MPI, two hosts, hvd.init(comm=a communicator)",
-         f"mpirun.openmpi {RSH.replace('n1:1,n2:1 -np 2', 'n1:2,n2:2 -np 4')} {{python}} {{folder}}/communicator.py", "the half with sum 4"),
+         f"mpirun.openmpi {RSH_4} {{python}} {{folder}}/communicator.py", "the half with sum 4"),
     Case("MPICH, one host", "mpirun.mpich -np 2 {python} {example}", f"2 {DONE}"),
     Case("MPICH, two hosts, mpi4py", f"{LIBMPICH} mpirun.mpich {HYDRA} {{python}} {{example}}",
          f"2 {DONE}"),
