@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -189,3 +190,23 @@ def test_host_lists(text, names):
 def test_what_is_no_host_list(text):
     with pytest.raises(InvalidArgumentError):
         expand_hosts(text)
+
+
+def test_the_manifest_for_kubernetes_gives_what_a_rank_needs():
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    path = Path(__file__).parents[1] / "examples" / "kubernetes" / "job.yaml"
+    service, job = yaml.safe_load_all(path.read_text())
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    environ = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+    found = find({**environ, "JOB_COMPLETION_INDEX": "3"})
+    assert (found.launcher.name, found.rank, found.size) == ("Kubernetes", 3, spec["completions"])
+    assert spec["parallelism"] == spec["completions"]
+    assert spec["completionMode"] == "Indexed"
+    names = (job["metadata"]["name"], pod["subdomain"])
+    assert found.store_host == "{}-0.{}".format(*names)
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": names[0]}
+    # The secret's file, as it is mounted, passes read_secret: the group of the user may read it.
+    (secret,) = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
+    assert secret["defaultMode"] == 0o440
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]

@@ -192,11 +192,15 @@ def test_a_rank_that_does_not_come_is_named():
 
 
 TWICE = """
-import kolovod
+import os, sys, kolovod
 for members in (None, [0, 1], None):
     kolovod.init(members)
     assert kolovod.size() == 2
     kolovod.shutdown()
+    if pid := os.fork():  # what ends there must not shut the door that both hold
+        assert os.waitpid(pid, 0) == (pid, 0)
+    else:
+        sys.exit()
 """
 
 

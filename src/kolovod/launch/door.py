@@ -13,17 +13,19 @@ has not come yet: it is told so, and tries again.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, same_user
 
-__all__ = ["Door", "ask", "ask_once", "tcp_door", "unix_door"]
+__all__ = ["Door", "ask", "ask_once", "close_at_exit", "tcp_door", "unix_door"]
 
 LABEL = "door"
 _RETRY_S = 0.05
@@ -96,6 +98,15 @@ def tcp_door(host: str, port: int, secret: str, facts: dict[str, Any], size: int
             "all ranks"
         ) from error
     return Door(listener, secret, facts, size)
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call ``close`` when this process ends, but not when one ends that was forked from it.
+
+    There it would shut the sockets that both hold.
+    """
+    pid = os.getpid()
+    atexit.register(lambda: close() if os.getpid() == pid else None)
 
 
 def ask(

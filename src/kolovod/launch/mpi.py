@@ -6,7 +6,6 @@ first, a rank of each other host tries them, and the first one that all of them 
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
 import socket
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
 from kolovod.launch.auth import connect, new_secret
+from kolovod.launch.door import close_at_exit
 from kolovod.launch.launchers import Found, find
 from kolovod.launch.place import Place, local_and_cross
 from kolovod.launch.store import LABEL, Store
@@ -116,7 +116,7 @@ def meet(comm: Any) -> Place:
     chosen = [a for a in addresses if all(answers is None or a in answers for answers in found)]
     for store in stores:
         if chosen and store.address == chosen[0]:
-            atexit.register(store.close)
+            close_at_exit(store.close)
         else:
             store.close()
     if not chosen:

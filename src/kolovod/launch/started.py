@@ -7,7 +7,6 @@ mpi4py works; else the door is a TCP port on rank 0's host, and the secret the u
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import os
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch import mpi
 from kolovod.launch.auth import new_secret
-from kolovod.launch.door import ask, tcp_door, unix_door
+from kolovod.launch.door import ask, close_at_exit, tcp_door, unix_door
 from kolovod.launch.job_secret import job_secret, read_secret
 from kolovod.launch.launchers import Found, find, is_loopback
 from kolovod.launch.mesh import interface_to
@@ -122,7 +121,7 @@ def _open(found: Found, host: str, address: str, common_secret: str, name: str) 
             door = tcp_door(address, found.store_port, secret, facts, found.size)
         cleanup.callback(door.close)
         store.start()
-        atexit.register(cleanup.pop_all().close)
+        close_at_exit(cleanup.pop_all().close)
     return _place(found, host, store.address, secret)
 
 
