@@ -3,6 +3,7 @@
 # make lint      style, types, warnings as errors
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make versions  the tests of the TensorFlow and JAX front ends with old and new versions, over one wheel (3 GB)
+# make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
 #
 # Needs Python 3.10+, a C++20 compiler and make; everything else goes into .venv in this folder.
@@ -18,6 +19,7 @@ TENSORFLOWS ?= tensorflow-cpu==2.18.1 tensorflow-cpu==2.21.0
 JAXES ?= jax==0.5.0 jax==0.10.2
 TEST_ARGS ?=
 BENCH_ARGS ?=
+LAUNCHERS_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +36,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address versions bench clean
+.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address versions launchers bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -133,6 +135,10 @@ versions: $(STAMPS)/tools
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(foreach version,$(TENSORFLOWS),$(call with-version,$(version),tests/tensorflow))
 	$(foreach version,$(JAXES),$(call with-version,$(version),tests/jax))
+
+# Needs Debian's slurm-wlm, munge, openmpi-bin and mpich; --only NAMES in LAUNCHERS_ARGS. Ten minutes.
+launchers: $(STAMPS)/package $(STAMPS)/test
+	$(BIN)/python scripts/launchers_check.py $(LAUNCHERS_ARGS)
 
 # --quick in BENCH_ARGS: three minutes, into files of their own, the README stays as it is.
 bench: $(STAMPS)/package $(STAMPS)/examples

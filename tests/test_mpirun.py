@@ -62,7 +62,8 @@ for attempt in range(2):  # the second one meets at the same store
     kolovod.init()
     total = kolovod.allreduce(numpy.array([kolovod.rank() + 1.0]), op=kolovod.Sum)
     facts = (kolovod.rank(), kolovod.size(), kolovod.local_rank(), kolovod.local_size())
-    print("rank", *facts, "of", kolovod.world.current().settings.backend, total[0], flush=True)
+    backend = kolovod.world.current().settings.backend
+    print("rank {} {} {} {} of {} {}\\n".format(*facts, backend, total[0]), end="", flush=True)
     kolovod.shutdown()
 """
     command = [sys.executable, "-m", "kolovod", "run", "--backend", "mpi", "-np", "2", "--"]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.place import Place, local_and_cross, read_place, started_by_mpi, thread_limits
+from kolovod.launch.place import Place, local_and_cross, read_place, thread_limits
 
 
 def test_a_place_survives_the_environment() -> None:
@@ -15,6 +15,12 @@ def test_a_place_survives_the_environment() -> None:
     assert read_place(place.environment()) == place
     assert read_place({}) is None
     assert read_place({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "1"}) == Place()
+
+
+def test_what_others_set_is_no_place_yet() -> None:
+    by_hand = {"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "2", "KOLOVOD_STORE_HOST": "a"}
+    assert read_place(by_hand) is None
+    assert read_place({"KOLOVOD_SIZE": "2", "JOB_COMPLETION_INDEX": "0"}) is None
 
 
 @pytest.mark.parametrize(
@@ -55,9 +61,3 @@ def test_thread_limits() -> None:
         "OPENBLAS_NUM_THREADS": "4",
     }
     assert thread_limits({"OMP_NUM_THREADS": "2"}, 2, 8) == {}
-
-
-def test_a_rank_of_mpi_is_recognised() -> None:
-    assert started_by_mpi({"OMPI_COMM_WORLD_SIZE": "2"})
-    assert not started_by_mpi({})
-    assert not started_by_mpi({"PMI_SIZE": "1"})

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kolovod import _native, affinity, backends
 from kolovod.config import Settings, load
@@ -20,14 +20,10 @@ from kolovod.errors import (
     WaitTimeoutError,
     from_engine,
 )
+from kolovod.launch import mpi
 from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
-from kolovod.launch.place import (
-    Place,
-    local_and_cross,
-    read_place,
-    started_by_mpi,
-    usable_cores,
-)
+from kolovod.launch.place import Place, local_and_cross, read_place, usable_cores
+from kolovod.launch.started import Meeting, find_launcher, meet
 from kolovod.launch.store import Member
 from kolovod.observe import record_files, stacks, timeline
 
@@ -142,7 +138,8 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.epochs_alone = 0  # worlds of one need no store to count them
-        self.place: Place | None = None  # learnt otherwise than from the environment
+        self.place: Place | None = None  # given by ``init_at``
+        self.meetings: list[Meeting] = []  # with ranks that another launcher than ours has started
         self.forked_from = ""  # not empty: a forked child, and of whom
         self.may_init = True
         self.has_exit_hook = False
@@ -177,14 +174,15 @@ def native_part(engine: _native.Engine) -> _native.Engine:
 
 
 def init(
-    comm: Sequence[int] | None = None,
+    comm: Any = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | None = None,
 ) -> None:
     """Form a world with the other ranks of the job; does nothing if this process is in one.
 
-    Without a launcher the world has size 1. ``comm``: the launcher ranks that form it, the same on
-    each of them (in any order); new ranks are positions in the sorted list. After a failure the
-    survivors call ``shutdown()`` and then ``init(comm=...)``, in the same processes.
+    Without a launcher the world has size 1; docs/launchers.md lists those that are recognised.
+    ``comm``: the launcher ranks that form it, the same on each of them (in any order); new ranks
+    are positions in the sorted list. Or an mpi4py communicator with ascending members. After a
+    failure the survivors call ``shutdown()`` and then ``init(comm=...)``, in the same processes.
     ``process_sets``: sets to add at once, the same on all ranks (see ``add_process_set``); if that
     fails, so does ``init``. An empty list makes sure that the others give none either.
 
@@ -196,17 +194,17 @@ def init(
     global _world
     with _process.lock:
         if _world is not None:
-            if comm is not None and _members(comm, _world.members[_world.rank]) != _world.members:
+            asked = mpi.ranks_of(comm) if mpi.is_communicator(comm) else comm
+            if asked is not None and _members(asked, _world.members[_world.rank]) != _world.members:
                 raise InvalidArgumentError(
-                    f"init(comm={list(comm)}): this process is in a world of the launcher ranks "
+                    f"init(comm={list(asked)}): this process is in a world of the launcher ranks "
                     f"{list(_world.members)}; call shutdown() first"
                 )
             return
         if not _process.may_init:
             raise NotInitializedError(_process.forked_from)
         settings = load(os.environ)
-        place = _place()
-        members = _members(range(place.size) if comm is None else comm, place.rank, place.size)
+        place, members = _place(comm, settings.start_timeout_s)
         _world = _make_world(_ready(place, members, settings), place, settings)
         _native.publish(0, native_part(_world.engine))
         if not _process.has_exit_hook:
@@ -254,20 +252,31 @@ def _unpublish(world: World) -> None:
         _native.publish(number, None)
 
 
-def _place() -> Place:
-    place = read_place(os.environ)
-    if place is not None:
-        return place
-    if _process.place is None and started_by_mpi(os.environ):
-        from kolovod.launch.mpirun import place_from_mpi  # rarely needed, and slow to import
-
-        _process.place = place_from_mpi()
-    return _process.place or Place()
+def _place(comm: Any, timeout_s: float) -> tuple[Place, tuple[int, ...]]:
+    """The place of this process, and the launcher ranks of the world that ``comm`` asks for."""
+    by_mpi = comm if mpi.is_communicator(comm) else None
+    ranks = comm if by_mpi is None else mpi.ranks_of(by_mpi)
+    place = read_place(os.environ) or _process.place
+    if place is None and by_mpi is not None:  # which needs nothing else, whoever started it
+        return mpi.meet(by_mpi), tuple(ranks)
+    found = find_launcher(os.environ) if place is None else None
+    if found is None or found.size == 1:
+        place = place or Place()
+        return place, _members(ranks, place.rank, place.size)
+    members = _members(ranks, found.rank, found.size)
+    # The same one on all members: they were all there, in the same order.
+    for meeting in _process.meetings:
+        if meeting.ranks.issuperset(members):
+            return meeting.place, members
+    meeting = meet(found, os.environ, members, timeout_s)
+    _process.meetings.append(meeting)
+    return meeting.place, members
 
 
 def has_place() -> bool:
     """Whether a launcher, ours or MPI's, has told this process its rank."""
-    return read_place(os.environ) is not None or started_by_mpi(os.environ)
+    found = find_launcher(os.environ)
+    return read_place(os.environ) is not None or (found is not None and found.launcher.is_mpi)
 
 
 def init_at(place: Place) -> None:
@@ -285,7 +294,10 @@ def leave(place: Place) -> None:
             _process.place = None
 
 
-def _members(comm: Sequence[int], rank: int, size: int | None = None) -> tuple[int, ...]:
+def _members(comm: Any, rank: int, size: int | None = None) -> tuple[int, ...]:
+    """``comm`` as a sorted tuple; None: all. InvalidArgumentError."""
+    if comm is None and size is not None:
+        return tuple(range(size))
     try:
         members = tuple(sorted(index(member) for member in comm))
     except TypeError:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import kolovod
-from horovod.common.process_sets import ProcessSet, ranks_of_comm
+from horovod.common.process_sets import ProcessSet
 from kolovod.errors import MismatchError
+from kolovod.launch.mpi import ranks_of
 from kolovod.world import current
 
 Average = int(kolovod.Average)
@@ -45,9 +46,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     sets = list(process_sets or ())
     by_comm = [ps for ps in sets if getattr(ps, "mpi_comm", None) is not None]
     if comm is not None and not isinstance(comm, list | tuple | range):
-        comm = ranks_of_comm(comm)
+        members = ranks_of(comm)
         for process_set in by_comm:
-            process_set.renumber(comm)
+            process_set.renumber(members)
     elif comm and by_comm:
         raise NotImplementedError(
             f"{by_comm[0]} is made of a communicator, but comm is the list {list(comm)}: give a "

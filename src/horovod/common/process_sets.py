@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import kolovod
+from kolovod.launch.mpi import ranks_of
 from kolovod.process_sets import Membership
 from kolovod.process_sets import add_process_set as _add
 from kolovod.process_sets import remove_process_set as _remove
@@ -21,14 +21,14 @@ class ProcessSet(kolovod.ProcessSet):
     def __init__(self, ranks_or_comm: Any) -> None:
         """Raises ValueError for anything else."""
         self.mpi_comm = None if _is_ranks(ranks_or_comm) else ranks_or_comm
-        super().__init__(ranks_or_comm if self.mpi_comm is None else ranks_of_comm(ranks_or_comm))
+        super().__init__(ranks_or_comm if self.mpi_comm is None else ranks_of(ranks_or_comm))
 
     def renumber(self, members: Sequence[int]) -> None:
         """For a world of the launcher ranks ``members``: a set made of a communicator has those.
 
         Raises ValueError for a set with others.
         """
-        launched = ranks_of_comm(self.mpi_comm)
+        launched = ranks_of(self.mpi_comm)
         if not set(launched) <= set(members):
             raise ValueError(f"{self} has other members than the world, {list(members)}")
         self._ranks = [members.index(rank) for rank in launched]
@@ -103,32 +103,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Give a set up; called by all ranks. False for the global one, and for one not registered."""
     return process_set is not global_process_set and _remove(process_set)
-
-
-def ranks_of_comm(comm: Any) -> list[int]:
-    """The launcher ranks of an mpi4py communicator's members, which must be ascending.
-
-    Raises ValueError for other communicators, for other values, and where MPI has not started the
-    ranks.
-    """
-    if not (hasattr(comm, "Get_group") and hasattr(comm, "Get_size")):
-        raise ValueError(f"expected a list of ranks or an mpi4py communicator, not {comm!r}")
-    from mpi4py import MPI
-
-    launched = os.environ.get("KOLOVOD_SIZE") or str(MPI.COMM_WORLD.Get_size())
-    if int(launched) != MPI.COMM_WORLD.Get_size():
-        raise ValueError(
-            f"{launched} ranks were started without MPI, which knows {MPI.COMM_WORLD.Get_size()}: "
-            "start them with horovodrun --mpi or mpirun to use communicators"
-        )
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
-    if ranks != sorted(ranks):
-        raise ValueError(
-            f"the communicator's members are the ranks {ranks} of MPI.COMM_WORLD, in this order: "
-            "ranks keep their order here, so give one with ascending members"
-        )
-    return ranks
 
 
 def _is_ranks(value: Any) -> bool:

@@ -1,29 +1,19 @@
-"""Ranks that an MPI library starts, and the place of such a rank.
-
-``kolovod run --backend mpi`` becomes ``mpirun``. A rank that finds itself under ``mpirun`` (ours
-or the user's own) learns its number from mpi4py; rank 0 runs the store, and MPI carries its address
-and the job's secret to the others.
-"""
+"""``kolovod run --backend mpi`` becomes ``mpirun``. What its ranks find out is in launchers.py."""
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kolovod.errors import BootstrapError
-from kolovod.launch.auth import new_secret
-from kolovod.launch.place import Place, local_and_cross, thread_limits, usable_cores
+from kolovod.launch.place import thread_limits, usable_cores
 from kolovod.launch.spawn import report_to_stderr
-from kolovod.launch.store import Store
 
-__all__ = ["mpi_command", "place_from_mpi", "run_by_mpi"]
+__all__ = ["mpi_command", "run_by_mpi"]
 
 _EXIT_NOT_FOUND = 127
 
@@ -100,35 +90,3 @@ def _is_open_mpi(mpirun: str) -> bool:
         [mpirun, "--version"], capture_output=True, text=True, timeout=30, check=False
     )
     return "Open MPI" in version.stdout or "OpenRTE" in version.stdout
-
-
-def place_from_mpi() -> Place:
-    """The place in MPI's world; all its ranks must call it, once per process.
-
-    Raises BootstrapError if mpi4py is absent or the ranks are on several hosts.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise BootstrapError(
-            f"this process is one of several that an MPI library started, but mpi4py cannot be "
-            f"used ({error}): pip install 'kolovod[mpi]', or start it with 'kolovod run'"
-        ) from error
-    world = MPI.COMM_WORLD
-    rank, size = world.Get_rank(), world.Get_size()
-    host = socket.gethostname()
-    offer = None
-    if rank == 0:
-        secret = new_secret()
-        store = Store(secret, size)
-        store.start()
-        atexit.register(store.close)
-        offer = (store.address, secret)
-    hosts: list[str] = world.allgather(host)
-    address, secret = world.bcast(offer, root=0)
-    if len(set(hosts)) > 1:
-        raise BootstrapError(
-            f"the ranks are on the hosts {', '.join(sorted(set(hosts)))}: this version forms a "
-            "world on one host"
-        )
-    return Place(rank, size, *local_and_cross(hosts, rank), host, address, secret)

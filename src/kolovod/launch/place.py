@@ -12,13 +12,11 @@ __all__ = [
     "Place",
     "local_and_cross",
     "read_place",
-    "started_by_mpi",
     "thread_limits",
     "usable_cores",
 ]
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -61,12 +59,16 @@ class Place:
 
 
 def read_place(environ: Mapping[str, str]) -> Place | None:
-    """The place that ``environ`` tells, None if no launcher has set one.
+    """The place that ``environ`` tells, None if no launcher of ours has set one.
+
+    Others set KOLOVOD_SIZE in a Kubernetes job, or KOLOVOD_STORE_HOST (see launchers.py).
 
     Raises InvalidArgumentError naming the variable that is missing or wrong.
     """
+    if environ.get("KOLOVOD_STORE_HOST") and not environ.get("KOLOVOD_STORE"):
+        return None
     if not environ.get("KOLOVOD_RANK"):
-        if environ.get("KOLOVOD_SIZE"):
+        if environ.get("KOLOVOD_SIZE") and not environ.get("JOB_COMPLETION_INDEX"):
             raise InvalidArgumentError(
                 f"KOLOVOD_SIZE={environ['KOLOVOD_SIZE']!r} is set, but KOLOVOD_RANK is not: set "
                 "both (kolovod run does) or neither"
@@ -102,7 +104,7 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
         if place.size > 1 and not value:
             raise InvalidArgumentError(
                 f"KOLOVOD_SIZE={place.size}, but {variable} is not set: start the ranks with "
-                "'kolovod run -np N ...'"
+                "'kolovod run -np N ...', or set KOLOVOD_STORE_HOST to rank 0's host"
             )
     return place
 
@@ -114,11 +116,6 @@ def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     if not text.isdecimal():
         raise InvalidArgumentError(f"{name}={text!r}: expected a whole number")
     return int(text)
-
-
-def started_by_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether ``environ`` is that of one of several ranks which an MPI library started."""
-    return any(environ.get(name, "").strip() not in ("", "1") for name in _MPI_SIZES)
 
 
 def local_and_cross(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:

@@ -2,31 +2,27 @@
 
 That store is open to everybody who can reach its port, so no secret goes through it: it only tells
 where rank 0 can be found. Rank 0 runs a ``Store`` of ours with a fresh secret, and gives both out
-at an AF_UNIX socket, where the kernel vouches for the user at either end. Ranks of several hosts
-need a common KOLOVOD_SECRET instead.
+at a door on this host (door.py). Ranks of several hosts need a common KOLOVOD_SECRET instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
 import socket
-import threading
 import time
 from datetime import timedelta
 from typing import Any, Protocol
 
-from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
-from kolovod.launch.auth import new_secret, same_user
+from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.launch.auth import new_secret
+from kolovod.launch.door import Door, ask_once, unix_door
+from kolovod.launch.job_secret import read_secret
 from kolovod.launch.place import Place
 from kolovod.launch.store import Store
 
 __all__ = ["Rendezvous", "TorchStore", "meet"]
-
-_MAX_BYTES = 4096  # of what rank 0 gives out
-_SEND_TIMEOUT_S = 5.0
 
 
 class TorchStore(Protocol):
@@ -52,7 +48,7 @@ class TorchStore(Protocol):
 class Rendezvous:
     """A rank's place, and what must stay open as long as worlds are to be formed from it."""
 
-    def __init__(self, place: Place, *servers: Store | _Door) -> None:
+    def __init__(self, place: Place, *servers: Store | Door) -> None:
         """``servers``: on rank 0."""
         self.place = place
         self._servers = servers
@@ -74,7 +70,7 @@ def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Rendezvou
     number = store.add(f"kolovod/meetings/{rank}", 1)
     key = f"kolovod/meeting/{number}"
     host = os.environ.get("KOLOVOD_HOST") or socket.gethostname()
-    common_secret = os.environ.get("KOLOVOD_SECRET", "")
+    common_secret = read_secret(os.environ)
     if rank == 0:
         told, found = _open(size, host, common_secret)
         store.set(key, json.dumps(told))
@@ -89,7 +85,8 @@ def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Rendezvou
         ) from None
     address, secret = told["store"], common_secret
     if not told["has_secret"] and told["host"] == host:
-        address, secret = _ask(told["door"], rank, time.monotonic() + timeout_s)
+        given = ask_once(told["door"], "", rank, host, time.monotonic() + timeout_s)
+        address, secret = given["store"], given["secret"]
     elif not told["has_secret"] or not secret:
         raise BootstrapError(
             f"rank 0 is on host {told['host']} and has {_text(told['has_secret'])}, rank {rank} on "
@@ -115,57 +112,6 @@ def _open(size: int, host: str, common_secret: str) -> tuple[dict[str, Any], Ren
     told = {"host": host, "store": ours.address, "has_secret": bool(common_secret), "door": ""}
     if common_secret:
         return told, Rendezvous(place, ours)
-    door = _Door({"store": ours.address, "secret": secret}, size)
-    return {**told, "door": door.name}, Rendezvous(place, door, ours)
-
-
-def _ask(name: str, rank: int, deadline: float) -> tuple[str, str]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(max(0.1, deadline - time.monotonic()))
-        data = b""
-        try:
-            sock.connect(f"\0{name}")
-            if not same_user(sock):
-                raise AuthenticationError(
-                    f"rank {rank} found a process of another user where rank 0 should be: has "
-                    "somebody else written to torch.distributed's store?"
-                )
-            while chunk := sock.recv(_MAX_BYTES):
-                data += chunk
-            given = json.loads(data)
-            return given["store"], given["secret"]
-        except (OSError, ValueError) as error:
-            raise BootstrapError(
-                f"rank {rank} cannot reach rank 0 on this host ({error}): it has ended, or is in "
-                "another network namespace, or belongs to another user"
-            ) from error
-
-
-class _Door:
-    """Tells every process of this user that comes in; other users find it shut."""
-
-    def __init__(self, facts: dict[str, str], size: int) -> None:
-        self.name = f"kolovod-{secrets.token_hex(16)}"
-        self._answer = json.dumps(facts).encode()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(64 + size)
-        self._thread = threading.Thread(target=self._serve, name="kolovod-door", daemon=True)
-        self._pid = os.getpid()
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # close() ends the accept
-            while True:
-                sock, _ = self._listener.accept()
-                with sock, contextlib.suppress(OSError):
-                    if same_user(sock):
-                        sock.settimeout(_SEND_TIMEOUT_S)
-                        sock.sendall(self._answer)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        if os.getpid() == self._pid:
-            self._thread.join()
+    name = f"kolovod-{secrets.token_hex(16)}"
+    door = unix_door(name, {"store": ours.address, "secret": secret}, size)
+    return {**told, "door": name}, Rendezvous(place, door, ours)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from kolovod import world as worlds
 from kolovod.config import load
 from kolovod.errors import InvalidArgumentError
+from kolovod.launch.place import Place
 from kolovod.launch.torchrun import meet
 from kolovod.process_sets import Membership
 
@@ -60,9 +61,13 @@ def _form_world(store: Any, rank: int, size: int) -> Leave:
     """Form the world unless there is one; a world that was there before outlives the group."""
     if worlds.is_initialized():
         return lambda: None
-    if worlds.has_place() or size == 1:
+    if worlds.has_place():
         worlds.init()
         return _shutdown_of(worlds.current(), worlds.shutdown)
+    if size == 1:  # whatever a launcher says: this group is the only rank's
+        alone = Place()
+        worlds.init_at(alone)
+        return _shutdown_of(worlds.current(), lambda: worlds.leave(alone))
     found = meet(store, rank, size, load(os.environ).start_timeout_s)
     try:
         worlds.init_at(found.place)

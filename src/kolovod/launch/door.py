@@ -1,0 +1,172 @@
+"""Where a job that nobody issued a secret for meets: rank 0 tells the others where its store is.
+
+On one host rank 0 opens an AF_UNIX door, where the kernel vouches for the user at either end, and
+gives out a fresh secret. Between hosts it opens one on a TCP port that all ranks know, and whoever
+comes proves the job's secret. After the handshake (auth.py)::
+
+    rank -> door   {"rank", "host", "pid"}
+    door -> rank   {"facts": {...}}    or   {"gone": text}
+
+Every rank is let in once. Whoever comes again is a later program of the same job, whose own rank 0
+has not come yet: it is told so, and tries again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, same_user
+
+__all__ = ["Door", "ask", "ask_once", "close_at_exit", "tcp_door", "unix_door"]
+
+LABEL = "door"
+_RETRY_S = 0.05
+_MAX_RETRY_S = 1.0
+
+
+class Door:
+    """Tells every rank that comes in ``facts``, once. Thread based; ``close`` ends the threads."""
+
+    def __init__(
+        self, listener: socket.socket, secret: str, facts: dict[str, Any], size: int
+    ) -> None:
+        """``secret``: "" where the kernel vouches for whoever comes in. Takes the listener over."""
+        self._facts = facts
+        self._size = size
+        self._lock = threading.Lock()
+        self._told: dict[int, tuple[str, int]] = {}
+        self._pid = os.getpid()
+        self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
+        self._server.start()
+
+    def _serve(self, channel: Channel) -> None:
+        deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        message = channel.receive(deadline)
+        rank, who = int(message["rank"]), (str(message["host"])[:255], int(message["pid"]))
+        with self._lock:
+            known = self._told.setdefault(rank, who) if 0 < rank < self._size else None
+        if known == who:
+            channel.send({"facts": self._facts}, deadline)
+        elif known is None:
+            text = f"there is no rank {rank} to come: the job has {self._size} ranks"
+            channel.send({"gone": text}, deadline)
+        else:
+            text = f"rank {rank} has come already, on host {known[0]} (pid {known[1]})"
+            channel.send({"gone": text}, deadline)
+
+    def close(self) -> None:
+        """Let nobody in any more. Idempotent; does nothing in a forked process."""
+        if os.getpid() == self._pid:
+            self._server.close()
+
+
+def unix_door(name: str, facts: dict[str, Any], size: int) -> Door:
+    """A door on this host, for processes of this user. Raises BootstrapError if the name is taken.
+
+    ``name``: of an abstract socket.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(64 + size)
+    except OSError as error:
+        listener.close()
+        raise BootstrapError(
+            f"rank 0 cannot open the socket where the ranks of this job meet ({error.strerror}): "
+            "does another process of this job run as rank 0, too, or a child that it left behind?"
+        ) from error
+    return Door(listener, "", facts, size)
+
+
+def tcp_door(host: str, port: int, secret: str, facts: dict[str, Any], size: int) -> Door:
+    """A door between hosts. Raises BootstrapError if the port is taken or the address not ours."""
+    try:
+        listener = socket.create_server((host, port), backlog=max(128, size))
+    except OSError as error:
+        raise BootstrapError(
+            f"rank 0 cannot listen on {host}:{port}, where the ranks of this job are to meet "
+            f"({error.strerror}). If another job has the port, set KOLOVOD_STORE_PORT to a free "
+            "one; if the address is another host's, KOLOVOD_STORE_HOST to this one's; the same for "
+            "all ranks"
+        ) from error
+    return Door(listener, secret, facts, size)
+
+
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call ``close`` when this process ends, but not when one ends that was forked from it.
+
+    There it would shut the sockets that both hold.
+    """
+    pid = os.getpid()
+    atexit.register(lambda: close() if os.getpid() == pid else None)
+
+
+def ask(
+    address: str | tuple[str, int], secret: str, rank: int, host: str, timeout_s: float
+) -> dict[str, Any]:
+    """The facts that rank 0 gives out at its door; waits for it to open.
+
+    ``address``: the name of an abstract socket, or host and port. Raises StartTimeoutError if rank
+    0 does not come in time, AuthenticationError if it is another user's, or does not know
+    ``secret``.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = _RETRY_S
+    while True:
+        # A socket that a dead rank 0's child still holds answers nothing: do not wait there.
+        attempt = min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        try:
+            return ask_once(address, secret, rank, host, attempt)
+        except AuthenticationError:
+            raise
+        except BootstrapError as error:
+            why = str(error)
+        if time.monotonic() + pause_s >= deadline:
+            raise StartTimeoutError(
+                f"{why}. It was tried for {timeout_s:g} s; KOLOVOD_START_TIMEOUT_S sets the limit"
+            )
+        time.sleep(pause_s)
+        pause_s = min(_MAX_RETRY_S, 1.5 * pause_s)
+
+
+def ask_once(
+    address: str | tuple[str, int], secret: str, rank: int, host: str, deadline: float
+) -> dict[str, Any]:
+    """The same at a door that has been opened: BootstrapError if it is shut."""
+    is_unix = isinstance(address, str)
+    family = socket.AF_UNIX if is_unix else socket.AF_INET
+    where = "on this host" if isinstance(address, str) else f"at {address[0]}:{address[1]}"
+    message = {"rank": rank, "host": host, "pid": os.getpid()}
+    try:
+        channel = connect(family, f"\0{address}" if is_unix else address, secret, LABEL, deadline)
+        with contextlib.closing(channel):
+            _check_user(channel)
+            channel.send(message, deadline)
+            answer: dict[str, Any] = channel.receive(deadline)
+    except AuthenticationError as error:
+        raise AuthenticationError(f"rank {rank} cannot meet rank 0 {where}: {error}") from None
+    except (EOFError, OSError) as error:
+        reasons = "is it in another network namespace" if is_unix else "is a firewall between"
+        raise BootstrapError(
+            f"rank {rank} cannot reach rank 0 {where} ({error}): has it ended, or not called "
+            f"init() yet, or {reasons}?"
+        ) from None
+    if "facts" in answer:
+        facts: dict[str, Any] = answer["facts"]
+        return facts
+    raise BootstrapError(f"rank {rank} is not expected by rank 0 {where}: {answer['gone']}")
+
+
+def _check_user(channel: Channel) -> None:
+    """On one host the kernel's word is what counts, since everybody knows the empty secret."""
+    with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+        if not same_user(sock):
+            raise AuthenticationError("what listens there is a process of another user")

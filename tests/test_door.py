@@ -1,0 +1,128 @@
+"""kolovod.launch.door: who is let in, and when."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+
+import pytest
+
+from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.launch.door import ask, ask_once, tcp_door, unix_door
+
+FACTS = {"store": "127.0.0.1:5"}
+TIMEOUT_S = 20.0
+# Asks as another process than this one: the name, the secret, the rank, seconds.
+ASK = """
+import sys
+from kolovod.launch.door import ask
+print(ask(sys.argv[1], "", int(sys.argv[2]), "h", float(sys.argv[3])))
+"""
+
+
+def new_name():
+    return f"kolovod-test-{secrets.token_hex(8)}"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def asked_elsewhere(name, rank, timeout_s):
+    command = [sys.executable, "-c", ASK, name, str(rank), str(timeout_s)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_whoever_comes_before_the_door_opens_waits():
+    name, found = new_name(), []
+    asking = threading.Thread(target=lambda: found.append(ask(name, "", 1, "h", TIMEOUT_S)))
+    asking.start()
+    time.sleep(0.2)
+    with closing(unix_door(name, FACTS, 2)):
+        asking.join(TIMEOUT_S)
+    assert found == [FACTS]
+
+
+def test_a_rank_comes_once_and_a_later_program_of_the_job_waits_for_its_own_rank_0():
+    name = new_name()
+    with closing(unix_door(name, FACTS, 2)):
+        assert asked_elsewhere(name, 1, 20).stdout == f"{FACTS}\n"
+        later = asked_elsewhere(name, 1, 0.5)
+        assert (
+            "rank 1 is not expected by rank 0 on this host: rank 1 has come already, on host h"
+            in (later.stderr)
+        )
+        assert "It was tried for 0.5 s; KOLOVOD_START_TIMEOUT_S sets the limit" in later.stderr
+    with closing(unix_door(name, {"store": "another"}, 2)):
+        for _ in range(2):  # the same process may ask again
+            assert ask_once(name, "", 1, "h", time.monotonic() + TIMEOUT_S) == {"store": "another"}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_the_job_does_not_have(rank):
+    name = new_name()
+    with (
+        closing(unix_door(name, FACTS, 2)),
+        pytest.raises(BootstrapError, match=f"no rank {rank} to come: the job has 2 ranks"),
+    ):
+        ask_once(name, "", rank, "h", time.monotonic() + TIMEOUT_S)
+
+
+def test_two_rank_0_of_one_job():
+    name = new_name()
+    with (
+        closing(unix_door(name, FACTS, 2)),
+        pytest.raises(BootstrapError, match="does another process of this job run as rank 0"),
+    ):
+        unix_door(name, FACTS, 2)
+
+
+def test_between_hosts_the_secret_is_proved():
+    port = free_port()
+    with closing(tcp_door("127.0.0.1", port, "ours", FACTS, 2)):
+        assert ask(("127.0.0.1", port), "ours", 1, "h", TIMEOUT_S) == FACTS
+        started = time.monotonic()
+        with pytest.raises(
+            AuthenticationError, match=rf"rank 1 cannot .* 127.0.0.1:{port}: .*another"
+        ):
+            ask(("127.0.0.1", port), "theirs", 1, "h", TIMEOUT_S)
+        assert time.monotonic() - started < TIMEOUT_S / 2  # no reason to try that again
+        with pytest.raises(BootstrapError, match="set KOLOVOD_STORE_PORT to a free one"):
+            tcp_door("127.0.0.1", port, "ours", FACTS, 2)
+
+
+def test_nobody_opens():
+    with pytest.raises(
+        StartTimeoutError, match=r"rank 1 cannot reach rank 0 at 127.0.0.1:\d+ .*0.2 s"
+    ):
+        ask(("127.0.0.1", free_port()), "s", 1, "h", 0.2)
+    with pytest.raises(StartTimeoutError, match=r"rank 1 cannot reach rank 0 on this host"):
+        ask(new_name(), "", 1, "h", 0.2)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can become somebody else")
+def test_a_door_of_another_user_is_not_believed():
+    name = new_name()
+    script = (
+        "import os, sys\n"
+        "from kolovod.launch.door import unix_door\n"
+        "os.setuid(65534); door = unix_door(sys.argv[1], {}, 2)\n"
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        try:
+            assert other.stdout.readline() == b"open\n"
+            with pytest.raises(AuthenticationError, match="a process of another user"):
+                ask(name, "", 1, "h", TIMEOUT_S)
+        finally:
+            other.stdin.close()
+            other.wait(TIMEOUT_S)
