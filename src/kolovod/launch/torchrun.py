@@ -15,10 +15,12 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.launch import messages
 from kolovod.launch.auth import new_secret, same_user
 from kolovod.launch.place import Place
 from kolovod.launch.store import Store
@@ -81,18 +83,20 @@ def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Rendezvou
         return found
     try:
         store.wait([key], timedelta(seconds=timeout_s))
-        told = json.loads(store.get(key))
+        heard = store.get(key)
     except (RuntimeError, ValueError) as error:
         raise StartTimeoutError(
             f"rank {rank} did not hear of rank 0 through torch.distributed's store within "
             f"{timeout_s:g} s ({error}). KOLOVOD_START_TIMEOUT_S sets the limit"
         ) from None
+    told = _parse(heard, ("host", "store", "door"))
+    has_secret = messages.flag(told, "has_secret")
     address, secret = told["store"], common_secret
-    if not told["has_secret"] and told["host"] == host:
+    if not has_secret and told["host"] == host:
         address, secret = _ask(told["door"], rank, time.monotonic() + timeout_s)
-    elif not told["has_secret"] or not secret:
+    elif not has_secret or not secret:
         raise BootstrapError(
-            f"rank 0 is on host {told['host']} and has {_text(told['has_secret'])}, rank {rank} on "
+            f"rank 0 is on host {told['host']} and has {_text(has_secret)}, rank {rank} on "
             f"host {host} and has {_text(bool(secret))}: set it to the same random text for all "
             "ranks, for nobody else can vouch for them across hosts"
         )
@@ -130,15 +134,30 @@ def _ask(name: str, rank: int, deadline: float) -> tuple[str, str]:
                     f"rank {rank} found a process of another user where rank 0 should be: has "
                     "somebody else written to torch.distributed's store?"
                 )
-            while chunk := sock.recv(_MAX_BYTES):
+            while (chunk := sock.recv(_MAX_BYTES)) and len(data) <= _MAX_BYTES:
                 data += chunk
-            given = json.loads(data)
+            given = _parse(data, ("store", "secret"))
             return given["store"], given["secret"]
-        except (OSError, ValueError) as error:
+        except AuthenticationError:
+            raise
+        except (OSError, ValueError, BootstrapError) as error:
             raise BootstrapError(
                 f"rank {rank} cannot reach rank 0 on this host ({error}): it has ended, or is in "
                 "another network namespace, or belongs to another user"
             ) from error
+
+
+def _parse(data: bytes, names: Sequence[str]) -> dict[str, Any]:
+    """What rank 0 has told, ``names`` being texts. Raises BootstrapError."""
+    if len(data) > _MAX_BYTES:
+        raise BootstrapError(f"{len(data)} bytes; at most {_MAX_BYTES} are expected")
+    try:
+        told = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BootstrapError(f"no JSON: {type(error).__name__}") from None
+    for name in names:
+        messages.text(told, name, _MAX_BYTES)
+    return messages.mapping(told)
 
 
 class _Door:
