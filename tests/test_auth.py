@@ -96,7 +96,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
     def impostor(sock: socket.socket) -> None:
         sock.sendall(auth.MAGIC + bytes(32))
         auth._read(sock, 8 + 64, soon())
-        sock.sendall(bytes(32))
+        sock.sendall(os.urandom(32))
 
     left, right = socket.socketpair()
     thread = threading.Thread(target=impostor, args=(left,))

@@ -117,7 +117,7 @@ NB_MODULE(_native, m) {
     try {
       std::rethrow_exception(p);
     } catch (const EngineError& e) {
-      nb::object args = nb::make_tuple(e.code, e.message);
+      nb::object args = nb::make_tuple(e.code, ToText(e.message));
       PyErr_SetObject(engine_error, args.ptr());
     }
   });

@@ -26,6 +26,14 @@ struct EngineError {
   std::string message;
 };
 
+// Names and texts of others come from C callers and other hosts, and need not be UTF-8.
+inline nb::object ToText(const std::string& text) {
+  PyObject* const decoded =
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+  if (decoded == nullptr) throw nb::python_error();
+  return nb::steal(decoded);
+}
+
 inline void ThrowIfError(const Status& status) {
   if (!status.ok()) throw EngineError{static_cast<int>(status.code()), status.message()};
 }
@@ -277,7 +285,7 @@ class PyEngine {
       if (record.number <= after) continue;
       nb::dict fields;
       fields["number"] = record.number;
-      fields["name"] = record.name;
+      fields["name"] = ToText(record.name);
       fields["verb"] = NameOf(record.verb);
       fields["dtype"] = record.tensors > 0 ? nb::cast(NameOf(record.dtype)) : nb::none();
       fields["tensors"] = record.tensors;
@@ -297,9 +305,9 @@ class PyEngine {
     engine_->KeepExactTimes(exact);
   }
 
-  std::string LastLateReport() {
+  nb::object LastLateReport() {
     Check();
-    return engine_->LastLateReport();
+    return ToText(engine_->LastLateReport());
   }
 
  private:

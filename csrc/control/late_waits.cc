@@ -7,6 +7,8 @@
 namespace kolovod {
 namespace {
 
+constexpr int64_t kMaxAgeNs = int64_t{1} << 62;  // 146 years: sums with times of ours do not overflow
+
 uint64_t LastUse(const std::vector<OperationRecord>& records, uint64_t name_hash) {
   uint64_t bucket = 0;
   for (const OperationRecord& record : records) {
@@ -49,7 +51,8 @@ std::string EncodeLateWaits(const std::vector<LateWait>& waits, int64_t now_ns) 
     w.Put(record.bucket);
     w.Put(wait.used);
     w.Put(std::max<int64_t>(now_ns - record.submitted_ns, 0));
-    w.Put(std::max<int64_t>(now_ns - record.started_ns, 0));
+    const bool started = record.state == RecordState::kStarted;
+    w.Put(started ? std::max<int64_t>(now_ns - record.started_ns, 0) : int64_t{0});
     w.PutString(record.name);
   }
   return w.Take();
@@ -70,7 +73,8 @@ std::optional<std::vector<LateWait>> DecodeLateWaits(std::string_view bytes, int
         !r.Get(&submitted_ago_ns) || !r.Get(&started_ago_ns) || !r.GetString(&record.name)) {
       return std::nullopt;
     }
-    if (submitted_ago_ns < 0 || started_ago_ns < 0 || record.name.size() > kRecordNameBytes) {
+    if (submitted_ago_ns < 0 || submitted_ago_ns > kMaxAgeNs || started_ago_ns < 0 ||
+        started_ago_ns > (started != 0 ? kMaxAgeNs : 0) || record.name.size() > kRecordNameBytes) {
       return std::nullopt;
     }
     record.state = started != 0 ? RecordState::kStarted : RecordState::kSubmitted;

@@ -10,6 +10,16 @@ void PutInts(Writer& w, const std::vector<int64_t>& values) {
   for (int64_t v : values) w.Put(v);
 }
 
+// No dimension is ever negative here. What has more bytes than an int64 can count cannot be anywhere, and
+// would wrap round where bytes are multiplied; so would the other dimensions of what is empty.
+bool IsCountable(const TensorMeta& tensor) {
+  auto bytes = static_cast<int64_t>(SizeOf(tensor.dtype));
+  for (int64_t dim : tensor.shape) {
+    if (dim > 0 && __builtin_mul_overflow(bytes, dim, &bytes)) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 std::string EncodeRequest(const Request& request) {
@@ -45,7 +55,7 @@ std::optional<Request> DecodeRequest(std::string_view bytes) {
   request.tensors.resize(tensors);
   for (TensorMeta& tensor : request.tensors) {
     if (!r.GetEnum(kDTypeCount, &tensor.dtype) || !r.GetInts(&tensor.shape) ||
-        tensor.shape.size() > kMaxDims) {
+        tensor.shape.size() > kMaxDims || !IsCountable(tensor)) {
       return std::nullopt;
     }
   }

@@ -66,6 +66,16 @@ TEST(a_count_that_cannot_be_there_is_refused_before_memory_is_taken) {
   CHECK(!DecodeRequest(bytes));
 }
 
+TEST(more_bytes_than_can_be_counted_are_refused) {
+  Request request = SomeRequest();
+  request.tensors = {{DType::kFloat64, {int64_t{1} << 31, int64_t{1} << 28}}};  // 2^62 bytes
+  CHECK(DecodeRequest(EncodeRequest(request)));
+  request.tensors[0].shape.push_back(2);
+  CHECK(!DecodeRequest(EncodeRequest(request)));
+  request.tensors[0].shape.push_back(0);
+  CHECK(!DecodeRequest(EncodeRequest(request)));
+}
+
 // What decodes must encode to the same bytes: no second meaning. Sanitizers watch the rest.
 TEST(mutations_never_crash) {
   std::mt19937 random(3);

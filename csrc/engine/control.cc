@@ -191,6 +191,8 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
   op->rows = response.rows;
   if (response.kind == Response::Kind::kError) {
     op->status = Status(Code::kMismatch, response.error);
+  } else if (!RowsFit(op->request, response.rows, rank_, topology_.size())) {
+    return Status(Code::kInternal, "rank 0 sent a malformed response for '" + response.name + "'");
   } else if (response.id != kNoId) {
     if (response.id < 0 || static_cast<size_t>(response.id) >= by_id_.size()) {
       return Status(Code::kInternal, "rank 0 assigned bit " + std::to_string(response.id) +

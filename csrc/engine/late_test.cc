@@ -253,7 +253,7 @@ TEST(the_file_of_last_operations) {
   CHECK(Contains(text, "{\"rank\": 1, \"size\": 2, \"epoch\": 0, "));
   CHECK(Contains(text, "\"reason\": \"why\", \"written_at_s\": 1700000003.250000}\n"));
   CHECK(!Contains(text, "\"t0\"") && Contains(text, "\"t1\"") && !Contains(text, "\"t2\""));
-  CHECK(Contains(text, "\"name\": \"quote \\\" back\\\\slash \\u000a end \xC3\xA9\""));
+  CHECK(Contains(text, "\"name\": \"quote \\\" back\\\\slash \\u000a end \xC3\xA9\xEF\xBF\xBD\""));
   CHECK(Contains(text, "\"submitted_at_s\": 1700000001.250000, \"started_at_s\": null"));
 }
 

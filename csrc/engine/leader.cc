@@ -6,6 +6,7 @@
 // On one host leader and root are the same, and cached names are ordered by the ranks themselves
 // (control/log.h). Between hosts everything is ordered by the root, so that all logs are alike.
 #include "engine/control.h"
+#include "engine/validate.h"
 
 namespace kolovod {
 namespace {
@@ -84,7 +85,7 @@ Status Control::Decide(int host, const Note& note) {
                      topology_.host_of[static_cast<size_t>(note.rank)] == host;
   if (note.kind == Note::Kind::kRequest && known) {
     std::optional<Request> request = DecodeRequest(note.body);
-    if (request) {
+    if (request && IsSound(*request, topology_.size())) {
       Publish(negotiator_->Offer(note.rank, std::move(*request)));
       return Status();
     }

@@ -9,22 +9,14 @@
 #include <cstring>
 #include <string_view>
 
+#include "base/text.h"
+
 namespace kolovod {
 namespace {
 
-// Without the last character if a limit of bytes has cut it in two: then it is no UTF-8.
-std::string_view WholeCharacters(std::string_view text) {
-  size_t begin = text.size();
-  while (begin > 0 && (static_cast<unsigned char>(text[begin - 1]) & 0xC0) == 0x80) --begin;
-  if (begin == 0) return text;
-  const auto lead = static_cast<unsigned char>(text[begin - 1]);
-  const size_t length = lead >= 0xF0 ? 4 : lead >= 0xE0 ? 3 : lead >= 0xC0 ? 2 : 1;
-  return text.size() - (begin - 1) < length ? text.substr(0, begin - 1) : text;
-}
-
 std::string Quoted(std::string_view text) {
   std::string out = "\"";
-  for (char c : WholeCharacters(text)) {
+  for (char c : ValidUtf8(text)) {
     if (c == '"' || c == '\\') {
       out += '\\';
       out += c;
@@ -41,7 +33,10 @@ std::string Quoted(std::string_view text) {
 
 std::string Time(const RecordFileHeader& header, int64_t monotonic_ns) {
   if (monotonic_ns == 0) return "null";
-  const int64_t us = (monotonic_ns - header.now_ns + header.wall_ns) / 1000;
+  // Another process may have written anything there.
+  int64_t ns;
+  if (__builtin_add_overflow(monotonic_ns, header.wall_ns - header.now_ns, &ns) || ns < 0) return "null";
+  const int64_t us = ns / 1000;
   char text[40];
   std::snprintf(text, sizeof(text), "%lld.%06lld", static_cast<long long>(us / 1'000'000),
                 static_cast<long long>(us % 1'000'000));

@@ -129,4 +129,63 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
   return request.verb == Verb::kAlltoall ? ValidateSplits(what, request, tensors, ranks) : Status();
 }
 
+bool IsSound(const Request& request, int size) {
+  if (request.root < 0 || request.root >= size) return false;
+  for (const TensorMeta& tensor : request.tensors) {
+    if (MakesOutputs(request.verb) && tensor.shape.empty()) return false;
+  }
+  if (request.verb != Verb::kAlltoall) return request.splits.empty();
+  if (request.tensors.size() != 1 || request.splits.size() != static_cast<size_t>(size)) return false;
+  int64_t left = request.tensors.front().shape.front();
+  for (int64_t rows : request.splits) {
+    if (rows < 0 || rows > left) return false;
+    left -= rows;
+  }
+  return true;
+}
+
+namespace {
+
+// What `rows` of a tensor take, together; false: more than an int64 counts.
+bool AreCountable(const std::vector<int64_t>& rows, const TensorMeta& tensor) {
+  TensorMeta row = tensor;
+  row.shape.front() = 1;
+  const auto row_bytes = static_cast<int64_t>(ElementsOf(row) * SizeOf(row.dtype));
+  int64_t total = 0;
+  for (int64_t count : rows) {
+    int64_t bytes;
+    if (count < 0 || __builtin_mul_overflow(count, row_bytes, &bytes) ||
+        __builtin_add_overflow(total, bytes, &total)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+bool RowsFit(const Request& request, const std::vector<std::vector<int64_t>>& rows, int rank, int size) {
+  const auto n = static_cast<size_t>(size);
+  const auto self = static_cast<size_t>(rank);
+  if (request.verb == Verb::kJoin) {
+    return rows.size() == 1 && rows[0].size() == 1 && rows[0][0] >= 0;
+  }
+  if (request.verb == Verb::kAllgather) {
+    if (rows.size() != request.tensors.size()) return false;
+    for (size_t t = 0; t < rows.size(); ++t) {
+      const TensorMeta& tensor = request.tensors[t];
+      if (rows[t].size() != n || rows[t][self] != tensor.shape.front() || !AreCountable(rows[t], tensor)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  if (request.verb != Verb::kAlltoall) return rows.empty();
+  if (rows.size() != 1 || rows[0].size() != n * n || !AreCountable(rows[0], request.tensors.front())) {
+    return false;
+  }
+  return std::equal(request.splits.begin(), request.splits.end(),
+                    rows[0].begin() + static_cast<ptrdiff_t>(self * n));
+}
+
 }  // namespace kolovod

@@ -15,4 +15,12 @@ size_t ElementsOf(const TensorMeta& meta);
 Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors,
                 const std::vector<int>& ranks);
 
+// The same for a request that came from rank `rank` of `size`: whether what follows from it stays within its
+// buffers. A sound one may still be refused for what the others submit.
+bool IsSound(const Request& request, int size);
+
+// Whether `rows` are what rank 0 must answer to `request` of rank `rank` (Response::rows), and the bytes that
+// follow from them can be counted.
+bool RowsFit(const Request& request, const std::vector<std::vector<int64_t>>& rows, int rank, int size);
+
 }  // namespace kolovod

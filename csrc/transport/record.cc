@@ -51,6 +51,7 @@ std::optional<OperationRecord> ReadOne(const RecordSlot& slot) {
     std::memcpy(name + i * sizeof(word), &word, sizeof(word));
   }
   if (slot.version.load(kRelaxed) != version) return std::nullopt;
+  if ((kind & 0xFF) >= kVerbCount || (kind >> 8 & 0xFF) >= kDTypeCount) return std::nullopt;
   record.verb = static_cast<Verb>(kind & 0xFF);
   record.dtype = static_cast<DType>(kind >> 8 & 0xFF);
   record.tensors = static_cast<uint32_t>(kind >> 32);

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <thread>
 
+#include "base/text.h"
+
 namespace kolovod {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
@@ -98,9 +100,8 @@ void Segment::Revoke(Code code, const std::string& text) {
   uint32_t expected = 0;
   if (h.revoked.compare_exchange_strong(expected, 1, std::memory_order_seq_cst)) {
     h.revoke_code = static_cast<uint32_t>(code);
-    const size_t n = std::min(text.size(), sizeof(h.revoke_text) - 1);
-    std::memcpy(h.revoke_text, text.data(), n);
-    h.revoke_text[n] = '\0';
+    const std::string shown = ValidUtf8(text, sizeof(h.revoke_text) - 1);
+    std::memcpy(h.revoke_text, shown.c_str(), shown.size() + 1);
     h.revoked.store(2, std::memory_order_seq_cst);
   }
   for (int r = 0; r < layout_.size; ++r) {

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def apply_config_file(options: argparse.Namespace, file: str) -> None:
     controller = sections.pop("controller", None)
     if controller not in (None, "gloo", "mpi"):
         raise ValueError(
-            f"{file}: No such controller supported: {controller!r}; expected gloo or mpi"
+            f"{file}: No such controller supported: {reprlib.repr(controller)}; expected gloo or "
+            "mpi"
         )
     if controller is not None and not (options.use_gloo or options.use_mpi or options.use_jsrun):
         setattr(options, f"use_{controller}", True)
@@ -74,7 +76,7 @@ def apply_config_file(options: argparse.Namespace, file: str) -> None:
         for key, value in values.items():
             what = f"{file}: {section}: {key}"
             if value is not None:
-                parsed = _value(dests[key], value, f"{what}={value!r}")
+                parsed = _value(dests[key], value, f"{what}={reprlib.repr(value)}")
                 if getattr(options, dests[key]) is None:
                     setattr(options, dests[key], parsed)
 
@@ -88,7 +90,7 @@ def _read(file: str) -> Any:
         ) from None
     try:
         return safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, ValueError, OverflowError, RecursionError, TypeError, YAMLError) as error:
         raise ValueError(f"--config-file {file} cannot be read: {error}") from None
 
 
@@ -96,20 +98,24 @@ def _mapping(value: Any, what: str) -> dict[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError(f"{what}: expected lines of the form key: value, not {value!r}")
+        # Shortened: with YAML's aliases a few lines can stand for gigabytes.
+        shown = reprlib.repr(value)
+        raise ValueError(f"{what}: expected lines of the form key: value, not {shown}")
     return dict(value)
 
 
 def _known(given: dict[Any, Any], names: list[str], what: str) -> None:
-    unknown = [str(name) for name in given if name not in names]
+    unknown = [reprlib.repr(name).strip("'") for name in given if name not in names]
     if unknown:
         raise ValueError(f"{what}: unknown: {', '.join(unknown)}; known: {', '.join(names)}")
 
 
 def _value(dest: str, value: Any, what: str) -> Any:
     if dest in _FLAGS:
-        if isinstance(value, list) and _FLAGS[dest].kind is str:
-            value = ",".join(map(str, value))  # cores
+        items = value if isinstance(value, list) and _FLAGS[dest].kind is str else [value]
+        if not all(isinstance(item, str | int | float) for item in items):
+            raise ValueError(f"{what}: expected one value")
+        value = ",".join(map(str, items)) if len(items) > 1 else items[0]  # cores
         return _FLAGS[dest].checked(value, what)
     assert dest in _SWITCHES
     if not isinstance(value, bool | int) or value not in (0, 1):

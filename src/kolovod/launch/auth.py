@@ -6,13 +6,16 @@ has a deadline. The handshake, and then the frames (integers are big-endian)::
     server -> client   magic[8]  server_nonce[32]
     client -> server   magic[8]  client_nonce[32]  HMAC(secret, "client" transcript)[32]
     server -> client   HMAC(secret, "server" transcript)[32]
+                  or   32 zeros: the client's proof is wrong
       transcript       label_length: uint32  label  server_nonce  client_nonce
     frame              body_length: uint32  HMAC(key, direction sequence: uint64 body)[32]  body
       key              HMAC(secret, "session" transcript), direction "c" or "s", sequence from 0
       body             one JSON value in UTF-8, at most 1 MiB
 
-HMAC is HMAC-SHA256. The label says what the connection is for, so that a proof made for one server
-is of no use at another. The client proves itself first: a stranger learns nothing but a nonce.
+A connection that ends without either was dropped, because too many others came: the client tries
+again. HMAC is HMAC-SHA256. The label says what the connection is for, so that a proof made for one
+server is of no use at another. The client proves itself first: a stranger learns nothing but a
+nonce.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,13 +36,17 @@ from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
 
-__all__ = ["Channel", "Server", "accept", "connect", "new_secret", "same_user"]
+__all__ = ["Channel", "Server", "accept", "connect", "new_secret", "poll_until", "same_user"]
 
 MAGIC = b"KOLOVOD\x01"
 NONCE_BYTES = 32
 MAX_BODY_BYTES = 1 << 20
 HANDSHAKE_TIMEOUT_S = 10.0
 _FDS_PER_MESSAGE = 64  # the kernel's limit is 253
+_REFUSAL = bytes(NONCE_BYTES)
+_TRIES = 20  # of a handshake, by a client that is dropped
+_PAUSE_S = 0.05  # between the first two; longer and longer
+_LONGEST_WAIT_S = 2e6  # the kernel counts milliseconds in 31 bits
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
 
@@ -87,8 +96,9 @@ class Channel:
     def receive(self, deadline: float) -> Any:
         """Receive one JSON value by ``deadline``.
 
-        Raises AuthenticationError if it was not sent by the other end, EOFError if that closed the
-        connection, OSError (a TimeoutError at the deadline) if it is broken.
+        Raises AuthenticationError if it was not sent by the other end, BootstrapError if it is not
+        JSON, EOFError if the other end closed the connection, OSError (a TimeoutError at the
+        deadline) if it is broken.
         """
         header = _read(self._sock, _LENGTH.size + NONCE_BYTES, deadline)
         (length,) = _LENGTH.unpack_from(header)
@@ -99,7 +109,7 @@ class Channel:
         if not hmac.compare_digest(proof, header[_LENGTH.size :]):
             raise AuthenticationError("a message was altered on its way, or is a replay")
         self._received += 1
-        return json.loads(body)
+        return _parse(body)
 
     def send_fds(self, fds: Sequence[int], deadline: float) -> None:
         """Send file descriptors over an AF_UNIX connection; the receiver must know how many."""
@@ -145,13 +155,25 @@ def connect(
     Raises AuthenticationError if the other end does not know it, OSError (a TimeoutError at the
     deadline) if nobody is there.
     """
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        _connect(sock, address, deadline)
-        return _client_handshake(sock, secret.encode(), label, deadline)
-    except BaseException:
-        _close(sock)
-        raise
+    tries = 0
+    while True:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            _connect(sock, address, deadline)
+            return _client_handshake(sock, secret.encode(), label, deadline)
+        except _Dropped:
+            _close(sock)
+            tries += 1
+            if tries == _TRIES:
+                raise
+            time.sleep(max(0.0, min(_PAUSE_S * tries, deadline - time.monotonic())))
+        except BaseException:
+            _close(sock)
+            raise
+
+
+class _Dropped(AuthenticationError):
+    """The server closed the connection before either end had proved anything."""
 
 
 def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
@@ -166,13 +188,19 @@ def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
 
 def _client_handshake(sock: socket.socket, secret: bytes, label: str, deadline: float) -> Channel:
     purpose = label.split(" ", 1)[0]
-    hello = _read_or_refused(sock, len(MAGIC) + NONCE_BYTES, deadline, purpose)
+    hello = _read_or_dropped(sock, len(MAGIC) + NONCE_BYTES, deadline, purpose)
     if hello[: len(MAGIC)] != MAGIC:
         raise AuthenticationError(f"what answers as the {purpose} does not speak our protocol")
     client_nonce = secrets.token_bytes(NONCE_BYTES)
     transcript = _transcript(label, hello[len(MAGIC) :], client_nonce)
-    sock.sendall(MAGIC + client_nonce + _digest(secret, b"client", transcript))
-    proof = _read_or_refused(sock, NONCE_BYTES, deadline, purpose)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then reading ends, too
+        sock.sendall(MAGIC + client_nonce + _digest(secret, b"client", transcript))
+    proof = _read_or_dropped(sock, NONCE_BYTES, deadline, purpose)
+    if proof == _REFUSAL:
+        raise AuthenticationError(
+            f"the {purpose} refused this process: its secret (KOLOVOD_SECRET) is not that of the "
+            "job, or it has come to the wrong address"
+        )
     if not hmac.compare_digest(proof, _digest(secret, b"server", transcript)):
         raise AuthenticationError(f"the {purpose} does not know this job's secret (KOLOVOD_SECRET)")
     return Channel(sock, _digest(secret, b"session", transcript), is_server=False)
@@ -193,6 +221,8 @@ def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Cha
     proof = answer[len(MAGIC) + NONCE_BYTES :]
     expected = _digest(key, b"client", transcript)
     if answer[: len(MAGIC)] != MAGIC or not hmac.compare_digest(proof, expected):
+        with contextlib.suppress(OSError):
+            sock.sendall(_REFUSAL)
         raise AuthenticationError("a client does not know this job's secret")
     sock.sendall(_digest(key, b"server", transcript))
     return Channel(sock, _digest(key, b"session", transcript), is_server=True)
@@ -260,12 +290,16 @@ class Server:
                 if len(self._strangers) >= self._max_strangers:
                     _shut(next(iter(self._strangers)))  # its thread wakes, and closes it
                     self._strangers.pop(next(iter(self._strangers)))
-                self._strangers[sock] = None
                 thread = threading.Thread(
                     target=self._serve, args=(sock,), name=f"{self._thread.name} peer", daemon=True
                 )
                 self._open[sock] = thread
-                thread.start()
+                self._strangers[sock] = None
+                try:
+                    thread.start()
+                except RuntimeError:  # the system gives no more threads: the client tries again
+                    del self._open[sock], self._strangers[sock]
+                    _close(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -281,6 +315,8 @@ class Server:
             self._handler(channel)
         except (AuthenticationError, EOFError, OSError):
             return  # the peer went away, and whoever waits for it will notice by other means
+        except BootstrapError as error:  # what it sends makes no sense
+            print(f"kolovod: {self._label.split(' ', 1)[0]}: {error}\n", end="", file=sys.stderr)
         except ValueError:
             if not self._closed:  # else the handler met the socket that close() has closed
                 raise
@@ -304,7 +340,28 @@ def _set_deadline(sock: socket.socket, deadline: float) -> None:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise TimeoutError("the deadline has passed")
-    sock.settimeout(remaining)
+    sock.settimeout(min(remaining, _LONGEST_WAIT_S))
+
+
+def poll_until(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
+    """What ``poll`` finds by ``deadline`` (``time.monotonic()`` seconds), however far that is."""
+    while True:
+        remaining = max(0.0, deadline - time.monotonic())
+        ready = poll.poll(min(remaining, _LONGEST_WAIT_S) * 1000)
+        if ready or remaining <= _LONGEST_WAIT_S:
+            return ready
+
+
+def _parse(body: bytes) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise BootstrapError(
+            f"a malformed message of {len(body)} bytes: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
@@ -319,13 +376,13 @@ def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
     return bytes(chunks)
 
 
-def _read_or_refused(sock: socket.socket, count: int, deadline: float, purpose: str) -> bytes:
+def _read_or_dropped(sock: socket.socket, count: int, deadline: float, purpose: str) -> bytes:
     try:
         return _read(sock, count, deadline)
     except (EOFError, ConnectionResetError):
-        raise AuthenticationError(
-            f"the {purpose} closed the connection during the handshake: this process's secret "
-            "(KOLOVOD_SECRET) is probably that of another job"
+        raise _Dropped(
+            f"the {purpose} closes the connection during the handshake, again and again: it is "
+            "flooded with connections, or no part of this job"
         ) from None
 
 

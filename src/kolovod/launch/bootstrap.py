@@ -28,11 +28,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect
+from kolovod.launch import messages
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, poll_until
 from kolovod.launch.mesh import Links, Listener, interface_to, link
 from kolovod.launch.store import Formation, Member, join
 
@@ -168,7 +169,7 @@ def bootstrap(
             return _bootstrap_hosts(new_rank, formation, store, secret, config, deadline)
         if leader is not None:
             return leader.run(formation, formation.members, deadline)
-        return _follow(formation, formation.members, new_rank, secret, deadline)
+        return _follow(formation, formation.members, new_rank, secret, config, deadline)
 
 
 def _bootstrap_hosts(
@@ -201,7 +202,7 @@ def _bootstrap_hosts(
             leader.config = config if config_of_root is None else config_of_root
             ready = leader.run(formation, here, deadline)
         else:
-            ready = _follow(formation, here, new_rank, secret, deadline)
+            ready = _follow(formation, here, new_rank, secret, config, deadline)
         data, control = links.hand_over()
         return replace(ready, links=Links(data, control))
 
@@ -241,7 +242,7 @@ class _Watch:
         """Wait until ``fd`` is readable: True; False at the deadline. RankLostError on a death."""
         self._poll.register(fd, select.POLLIN)
         try:
-            ready = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            ready = poll_until(self._poll, deadline)
         finally:
             self._poll.unregister(fd)
         readable = [ready_fd for ready_fd, _ in ready]
@@ -311,8 +312,9 @@ class _Leader:
         """On the server's thread of one follower; returning closes the channel."""
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         message = channel.receive(deadline)
-        fds = channel.receive_fds(1, deadline) if message["pidfd"] else [-1]
-        self._arrivals.put((int(message["rank"]), fds[0], channel))
+        rank = messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
+        fds = channel.receive_fds(1, deadline) if messages.flag(message, "pidfd") else [-1]
+        self._arrivals.put((rank, fds[0], channel))
         os.eventfd_write(self._bell, 1)
         self._done.wait()
 
@@ -383,7 +385,12 @@ def leader_label(name: str) -> str:
 
 
 def _follow(
-    formation: Formation, here: Sequence[Member], new_rank: int, secret: str, deadline: float
+    formation: Formation,
+    here: Sequence[Member],
+    new_rank: int,
+    secret: str,
+    own_config: Mapping[str, int],
+    deadline: float,
 ) -> Ready:
     leader = here[0]
     watch = _Watch([leader])
@@ -403,12 +410,10 @@ def _follow(
             # socket open. Its pidfd does.
             if not watch.wait(channel.fileno(), deadline):
                 raise StartTimeoutError(f"{leader} did not send the shared segment in time")
-            answer = channel.receive(deadline)
-            if "error" in answer:
-                if answer["rank"] is not None:
-                    raise RankLostError(answer["error"], answer["rank"])
-                raise BootstrapError(answer["error"])
-            fds = channel.receive_fds(1 + sum(answer["pidfds"]), deadline)
+            config, has_pidfd = _parse_answer(
+                channel.receive(deadline), own_config, len(formation.members)
+            )
+            fds = channel.receive_fds(1 + sum(has_pidfd), deadline)
     except ConnectionRefusedError as error:
         watch.raise_if_dead()
         raise BootstrapError(
@@ -421,5 +426,17 @@ def _follow(
     finally:
         watch.close()
     others = iter(fds[1:])
-    pidfds = tuple(next(others) if has_pidfd else -1 for has_pidfd in answer["pidfds"])
-    return Ready(new_rank, formation.epoch, formation.members, fds[0], pidfds, answer["config"])
+    pidfds = tuple(next(others) if has else -1 for has in has_pidfd)
+    return Ready(new_rank, formation.epoch, formation.members, fds[0], pidfds, config)
+
+
+def _parse_answer(
+    answer: Any, own_config: Mapping[str, int], size: int
+) -> tuple[dict[str, int], list[bool]]:
+    """The leader's config, and of which ranks it has a pidfd; raises what it says went wrong."""
+    if "error" not in messages.mapping(answer):
+        return messages.config(answer, own_config), messages.flags(answer, "pidfds", size)
+    text = str(answer["error"])
+    if answer.get("rank") is not None:
+        raise RankLostError(text, messages.whole(answer, "rank", 0, messages.MAX_RANKS - 1))
+    raise BootstrapError(text)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.launch import messages
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, same_user
 
 __all__ = ["Door", "ask", "ask_once", "close_at_exit", "tcp_door", "unix_door"]
@@ -50,7 +51,8 @@ class Door:
     def _serve(self, channel: Channel) -> None:
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         message = channel.receive(deadline)
-        rank, who = int(message["rank"]), (str(message["host"])[:255], int(message["pid"]))
+        rank = messages.whole(message, "rank", 0, messages.MAX_RANKS)
+        who = messages.text(message, "host", 255), messages.whole(message, "pid", 0, 1 << 31)
         with self._lock:
             known = self._told.setdefault(rank, who) if 0 < rank < self._size else None
         if known == who:

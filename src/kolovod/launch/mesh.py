@@ -20,7 +20,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kolovod import _native
 from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.launch import messages
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect
 from kolovod.launch.store import Member
 
@@ -70,13 +72,15 @@ class Listener:
         self._arrivals: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
         listener = socket.create_server((interface, 0), backlog=max(128, size))
         self.address = f"{interface}:{listener.getsockname()[1]}"
-        self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + 2 * size)
+        label = _label(self.address)
+        self._server = Server(listener, secret, label, self._serve, max_strangers=64 + 2 * size)
         self._server.start()
 
     def _serve(self, channel: Channel) -> None:
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         hello = channel.receive(deadline)
-        rank, purpose = int(hello["rank"]), str(hello["purpose"])
+        rank = messages.whole(hello, "rank", 0, messages.MAX_RANKS - 1)
+        purpose = messages.text(hello, "purpose", 16)
         channel.send({"config": self._config}, deadline)
         self._arrivals.put((rank, purpose, channel.detach()))
 
@@ -148,14 +152,22 @@ def _connect(
     rank: int, purpose: str, member: Member, secret: str, deadline: float
 ) -> tuple[int, dict[str, int]]:
     host, _, port = member.address.rpartition(":")
+    if not port.isdecimal():
+        raise BootstrapError(f"{member} has told no address: {member.address!r}")
     try:
-        channel = connect(socket.AF_INET, (host, int(port)), secret, LABEL, deadline)
+        label = _label(member.address)
+        channel = connect(socket.AF_INET, (host, int(port)), secret, label, deadline)
         with contextlib.closing(channel):
             channel.send({"rank": rank, "purpose": purpose}, deadline)
-            config: dict[str, int] = channel.receive(deadline)["config"]
+            config = messages.config(channel.receive(deadline), _native.config_defaults())
             return channel.detach(), config
     except (EOFError, OSError) as error:
         raise BootstrapError(
             f"{member} cannot be reached at {member.address} ({error}): has it ended, or does a "
             "firewall keep the hosts apart?"
         ) from error
+
+
+def _label(address: str) -> str:
+    """With the address: whoever passes a handshake on to another rank of the job is found out."""
+    return f"{LABEL} {address}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kolovod.errors import InvalidArgumentError
 
@@ -33,7 +33,7 @@ class Place:
     host: str = "localhost"
     store: str = ""
     """Where the ranks meet, "host:port"; "" in a world of one."""
-    secret: str = ""
+    secret: str = field(default="", repr=False)
 
     def environment(self) -> dict[str, str]:
         """The variables that carry it, with Horovod's names for scripts that read those."""

@@ -34,14 +34,18 @@ from kolovod.errors import (
     RankLostError,
     StartTimeoutError,
 )
-from kolovod.launch.auth import Channel, Server, connect
+from kolovod.launch import messages
+from kolovod.launch.auth import Channel, Server, connect, poll_until
+from kolovod.launch.messages import MAX_RANKS
 
 __all__ = ["Formation", "Member", "Store", "join"]
 
 LABEL = "store"
 _SEND_TIMEOUT_S = 5.0
 _ANSWER_GRACE_S = 5.0  # the store's own deadline comes first: it knows who is missing
-_MAX_RANKS = 1 << 16
+_MAX_TIMEOUT_S = 1e7
+_MAX_TEXT = 1 << 16  # of an error
+_INT64_MAX = (1 << 63) - 1
 _ERRORS: dict[str, type[KolovodError]] = {
     "rank_lost": RankLostError,
     "timeout": StartTimeoutError,
@@ -130,9 +134,8 @@ class Store:
         message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
         try:
             members, member, timeout_s = _parse_join(message)
-        except (KeyError, TypeError, ValueError) as error:
-            text = f"a malformed JOIN: {error!r}"
-            _send(channel, {"error": "malformed", "message": text, "rank": None})
+        except BootstrapError as error:
+            _send(channel, {"error": "malformed", "message": f"JOIN: {error}", "rank": None})
             return
         with self._lock:
             group = self._enter(members, member, timeout_s, channel)
@@ -142,7 +145,7 @@ class Store:
         # the answer (which the thread of the last one to join sends to all) or before.
         poll = select.poll()
         poll.register(channel, select.POLLIN)
-        readable = poll.poll(max(0.0, group.deadline - time.monotonic()) * 1000)
+        readable = poll_until(poll, group.deadline)
         with self._lock:
             if not readable and self._groups.get(members) is group:
                 self._fail_late(group)
@@ -225,23 +228,44 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message, time.monotonic() + _SEND_TIMEOUT_S)
 
 
-def _parse_join(message: dict[str, Any]) -> tuple[tuple[int, ...], Member, float]:
-    members = tuple(message["members"])
-    if not 0 < len(members) <= _MAX_RANKS or list(members) != sorted(set(members)):
-        raise ValueError(f"members {members[:8]}")
-    member = Member(
-        rank=int(message["rank"]),
-        host=str(message["host"])[:255],
-        pid=int(message["pid"]),
-        pid_namespace=str(message["pid_namespace"])[:64],
-        socket=str(message["socket"])[:107],
-        user=int(message["user"]),
-        address=str(message["address"])[:64],
+def _parse_join(message: Any) -> tuple[tuple[int, ...], Member, float]:
+    """Raises BootstrapError naming what is wrong."""
+    ranks = messages.wholes(message, "members", 0, MAX_RANKS - 1)
+    if not ranks or ranks != sorted(set(ranks)):
+        raise BootstrapError("a malformed message: members must ascend")
+    member = _parse_member(message)
+    if member.rank not in ranks:
+        raise BootstrapError(f"a malformed message: rank {member.rank} is not among the members")
+    return tuple(ranks), member, messages.number(message, "timeout_s", _MAX_TIMEOUT_S)
+
+
+def _parse_member(message: Any) -> Member:
+    return Member(
+        rank=messages.whole(message, "rank", 0, MAX_RANKS - 1),
+        host=messages.text(message, "host", 255),
+        pid=messages.whole(message, "pid", 0, _INT64_MAX),
+        pid_namespace=messages.text(message, "pid_namespace", 64),
+        socket=messages.text(message, "socket", 107),
+        user=messages.whole(message, "user", 0, _INT64_MAX),
+        address=messages.text(message, "address", 64),
     )
-    timeout_s = float(message["timeout_s"])
-    if member.rank not in members or not 0 < timeout_s < 1e7:
-        raise ValueError(f"rank {member.rank} of {members[:8]}, timeout {timeout_s} s")
-    return members, member, timeout_s
+
+
+def _parse_answer(answer: Any, members: Sequence[int]) -> Formation:
+    """The world, or the error that the store has told."""
+    if "error" in messages.mapping(answer):
+        kind = _ERRORS.get(messages.text(answer, "error", 64), BootstrapError)
+        said = answer.get("message")
+        said = said[:_MAX_TEXT] if isinstance(said, str) else "the store gives no reason"
+        if kind is RankLostError:
+            raise RankLostError(said, messages.whole(answer, "rank", 0, MAX_RANKS - 1))
+        raise kind(said)
+    epoch = messages.whole(answer, "epoch", 1, (1 << 32) - 1)
+    given = answer.get("members")
+    found = tuple(map(_parse_member, given)) if isinstance(given, list) else ()
+    if [member.rank for member in found] != list(members):
+        raise BootstrapError("a malformed message: the members are not those that were asked for")
+    return Formation(epoch, found)
 
 
 def join(
@@ -269,9 +293,4 @@ def join(
             f"rank {member.rank} cannot reach the launcher's store at {address} ({error}): has the "
             "launcher ended?"
         ) from error
-    if "error" in answer:
-        kind = _ERRORS.get(answer["error"], BootstrapError)
-        if kind is RankLostError:
-            raise RankLostError(answer["message"], answer["rank"])
-        raise kind(answer["message"])
-    return Formation(int(answer["epoch"]), tuple(Member(**facts) for facts in answer["members"]))
+    return _parse_answer(answer, members)

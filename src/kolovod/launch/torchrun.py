@@ -12,10 +12,12 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.launch import messages
 from kolovod.launch.auth import new_secret
 from kolovod.launch.door import Door, ask_once, unix_door
 from kolovod.launch.job_secret import read_secret
@@ -23,6 +25,8 @@ from kolovod.launch.place import Place
 from kolovod.launch.store import Store
 
 __all__ = ["Rendezvous", "TorchStore", "meet"]
+
+_MAX_BYTES = 4096  # of what rank 0 tells
 
 
 class TorchStore(Protocol):
@@ -77,23 +81,38 @@ def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Rendezvou
         return found
     try:
         store.wait([key], timedelta(seconds=timeout_s))
-        told = json.loads(store.get(key))
+        heard = store.get(key)
     except (RuntimeError, ValueError) as error:
         raise StartTimeoutError(
             f"rank {rank} did not hear of rank 0 through torch.distributed's store within "
             f"{timeout_s:g} s ({error}). KOLOVOD_START_TIMEOUT_S sets the limit"
         ) from None
+    told = _parse(heard, ("host", "store", "door"))
+    has_secret = messages.flag(told, "has_secret")
     address, secret = told["store"], common_secret
-    if not told["has_secret"] and told["host"] == host:
+    if not has_secret and told["host"] == host:
         given = ask_once(told["door"], "", rank, host, time.monotonic() + timeout_s)
-        address, secret = given["store"], given["secret"]
-    elif not told["has_secret"] or not secret:
+        address, secret = (messages.text(given, name, _MAX_BYTES) for name in ("store", "secret"))
+    elif not has_secret or not secret:
         raise BootstrapError(
-            f"rank 0 is on host {told['host']} and has {_text(told['has_secret'])}, rank {rank} on "
+            f"rank 0 is on host {told['host']} and has {_text(has_secret)}, rank {rank} on "
             f"host {host} and has {_text(bool(secret))}: set it to the same random text for all "
             "ranks, for nobody else can vouch for them across hosts"
         )
     return Rendezvous(Place(rank, size, rank, size, host=host, store=address, secret=secret))
+
+
+def _parse(data: bytes, names: Sequence[str]) -> dict[str, Any]:
+    """What rank 0 has told, ``names`` being texts. Raises BootstrapError."""
+    if len(data) > _MAX_BYTES:
+        raise BootstrapError(f"{len(data)} bytes; at most {_MAX_BYTES} are expected")
+    try:
+        told = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BootstrapError(f"no JSON: {type(error).__name__}") from None
+    for name in names:
+        messages.text(told, name, _MAX_BYTES)
+    return messages.mapping(told)
 
 
 def _text(has_secret: bool) -> str:

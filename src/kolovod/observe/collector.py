@@ -47,7 +47,8 @@ _FIRST_LOOKS = 4  # at the clock
 _ANSWER_S = 30.0
 _FOREVER_S = 1e6
 _REPORTS_PER_S = 1000.0  # of all ranks together
-_CONNECTION_ERRORS = (OSError, EOFError, AuthenticationError, BootstrapError, ValueError)
+_MALFORMED = (BootstrapError, LookupError, TypeError, ValueError, OverflowError)
+_CONNECTION_ERRORS = (OSError, EOFError, *_MALFORMED)
 
 
 def clock_identity() -> str:
@@ -172,7 +173,9 @@ class Collector:
                 with self._changed:
                     answer = {"on": self._on, "begun": self._begun}
                 channel.send(answer | {"now_ns": time.monotonic_ns()}, time.monotonic() + _ANSWER_S)
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
+        except AuthenticationError:
+            raise
+        except _MALFORMED as error:
             if channel.fileno() >= 0:  # else it is closed here
                 text = f"kolovod: rank {rank} sent a malformed report for the timeline: {error!r}"
                 print(text, file=sys.stderr)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ _WAITS = (WAIT, WAIT_FOR_GRADIENTS)
 _STEPS_TO_WARM_UP = 2
 _FEW_STEPS = 3
 _LITTLE = 0.05  # of a step: not worth an advice
+_MOST = 1 << 62  # of what is counted or measured
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def read(path: Path) -> list[Event]:
         events = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{path} is no timeline: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise InvalidArgumentError(f"{path} is no timeline: expected an array of events")
@@ -118,24 +120,49 @@ def _sort_out(events: Iterable[Event]) -> tuple[dict[int, _Rank], int]:
     ranks: dict[int, _Rank] = {}
     rows: dict[tuple[int, int], str] = {}
     lost = 0
-    for event in events:
-        pid, kind, name = event.get("pid", 0), event.get("ph"), event.get("name", "")
-        facts = event.get("args", {})
-        if kind == "M" and name == "process_name" and "rank" in facts:
-            ranks.setdefault(pid, _Rank()).host = facts.get("host", "")
-        elif kind == "M" and name == "thread_name":
-            rows[pid, event["tid"]] = facts.get("name", "")
-        elif kind == "i" and name == LOST:
-            lost += facts.get("operations", 0)
-        elif kind == "X" and pid in ranks:
-            _take(ranks[pid], event, rows.get((pid, event["tid"]), ""))
+    for index, event in enumerate(events):
+        try:
+            lost += _sort_in(event, ranks, rows)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"event {index} of this timeline is none of Kolovod's: {type(error).__name__}: "
+                f"{error}: {reprlib.repr(event)}"
+            ) from None
     numbered = {pid - 1: ranks[pid] for pid in sorted(ranks)}
     return {number: rank for number, rank in numbered.items() if rank.last > rank.first}, lost
 
 
+def _sort_in(event: Event, ranks: dict[int, _Rank], rows: dict[tuple[int, int], str]) -> int:
+    """Returns how many operations the event says are not shown."""
+    pid, kind, name = event.get("pid", 0), event.get("ph"), event.get("name", "")
+    facts = event.get("args", {})
+    if kind == "M" and name == "process_name" and "rank" in facts:
+        ranks.setdefault(_whole(pid), _Rank()).host = str(facts.get("host", ""))
+    elif kind == "M" and name == "thread_name":
+        rows[pid, event["tid"]] = str(facts.get("name", ""))
+    elif kind == "i" and name == LOST:
+        return _whole(facts.get("operations", 0))
+    elif kind == "X" and pid in ranks:
+        _take(ranks[pid], event, rows.get((pid, event["tid"]), ""))
+    return 0
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) > _MOST:
+        raise ValueError(f"{reprlib.repr(value)} is no whole number")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not -_MOST <= value <= _MOST:
+        raise ValueError(f"{reprlib.repr(value)} is no number")
+    return float(value)
+
+
 def _take(rank: _Rank, event: Event, row: str) -> None:
-    name, facts = event["name"], event.get("args", {})
-    start, end = event["ts"], event["ts"] + event["dur"]
+    name, facts = str(event["name"]), event.get("args", {})
+    start = _number(event["ts"])
+    end = start + _number(event["dur"])
     rank.first, rank.last = min(rank.first, start), max(rank.last, end)
     if row.startswith(BUCKETS):
         rank.carried.append((start, end))
@@ -153,7 +180,7 @@ def _take(rank: _Rank, event: Event, row: str) -> None:
         if name.startswith(NEGOTIATE):
             rank.submitted[key] = start
         else:
-            rank.bytes[key] = facts.get("bytes", 0)
+            rank.bytes[key] = _whole(facts.get("bytes", 0))
 
 
 def _window(rank: _Rank) -> Interval:

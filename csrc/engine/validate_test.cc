@@ -1,0 +1,63 @@
+#include "engine/validate.h"
+
+#include "testing/check.h"
+
+namespace kolovod {
+namespace {
+
+Request Of(Verb verb, std::vector<std::vector<int64_t>> shapes, std::vector<int64_t> splits = {}) {
+  Request request;
+  request.verb = verb;
+  request.splits = std::move(splits);
+  for (std::vector<int64_t>& shape : shapes) request.tensors.push_back({DType::kFloat32, std::move(shape)});
+  return request;
+}
+
+TEST(a_request_of_another_rank_must_be_one_that_submit_lets_pass) {
+  CHECK(IsSound(Of(Verb::kAllreduce, {{}, {2, 3}}), 2));
+  CHECK(IsSound(Of(Verb::kAllgather, {{0}, {2, 3}}), 2));
+  CHECK(IsSound(Of(Verb::kAlltoall, {{3, 7}}, {1, 2}), 2));
+  CHECK(IsSound(Of(Verb::kBarrier, {}), 2));
+  CHECK(!IsSound(Of(Verb::kAllgather, {{2}, {}}), 2));
+  CHECK(!IsSound(Of(Verb::kReducescatter, {{}}), 2));
+  CHECK(!IsSound(Of(Verb::kAlltoall, {}, {1, 2}), 2));
+  CHECK(!IsSound(Of(Verb::kAlltoall, {{3}, {3}}, {1, 2}), 2));
+  CHECK(!IsSound(Of(Verb::kAlltoall, {{3}}, {1}), 2));
+  CHECK(!IsSound(Of(Verb::kAlltoall, {{3}}, {1, 1, 1}), 2));
+  CHECK(!IsSound(Of(Verb::kAlltoall, {{3}}, {2, 2}), 2));
+  CHECK(!IsSound(Of(Verb::kAlltoall, {{3}}, {-1, 2}), 2));
+  CHECK(!IsSound(Of(Verb::kAllreduce, {{3}}, {1, 2}), 2));
+  for (int root : {-1, 2}) {
+    Request request = Of(Verb::kBroadcast, {{3}});
+    request.root = root;
+    CHECK(!IsSound(request, 2));
+  }
+}
+
+TEST(rows_must_be_those_that_follow_from_the_request) {
+  const Request gather = Of(Verb::kAllgather, {{3, 2}, {1}});
+  CHECK(RowsFit(gather, {{3, 5}, {1, 0}}, 0, 2));
+  CHECK(!RowsFit(gather, {{3, 5}, {1, 0}}, 1, 2));  // rank 1 has 3 rows as well, not 5
+  CHECK(!RowsFit(gather, {{3, 5}}, 0, 2));
+  CHECK(!RowsFit(gather, {{3, 5}, {1, 0}, {}}, 0, 2));
+  CHECK(!RowsFit(gather, {{3}, {1, 0}}, 0, 2));
+  CHECK(!RowsFit(gather, {{3, 5, 0}, {1, 0}}, 0, 2));
+  CHECK(!RowsFit(gather, {{3, INT64_MAX / 4}, {1, 0}}, 0, 2));  // times 8 bytes
+  CHECK(!RowsFit(gather, {{3, INT64_MAX / 8}, {1, 0}}, 0, 2));  // and three rows more
+  const Request exchange = Of(Verb::kAlltoall, {{3}}, {1, 2});
+  CHECK(RowsFit(exchange, {{1, 2, 0, 7}}, 0, 2));
+  CHECK(RowsFit(exchange, {{0, 7, 1, 2}}, 1, 2));
+  CHECK(!RowsFit(exchange, {{1, 1, 0, 7}}, 0, 2));
+  CHECK(!RowsFit(exchange, {{1, 2, 0}}, 0, 2));
+  CHECK(!RowsFit(exchange, {}, 0, 2));
+  CHECK(RowsFit(Of(Verb::kJoin, {}), {{1}}, 0, 2));
+  CHECK(!RowsFit(Of(Verb::kJoin, {}), {{}}, 0, 2));
+  CHECK(!RowsFit(Of(Verb::kJoin, {}), {}, 0, 2));
+  CHECK(RowsFit(Of(Verb::kAllreduce, {{3}}), {}, 0, 2));
+  CHECK(!RowsFit(Of(Verb::kAllreduce, {{3}}), {{3, 3}}, 0, 2));
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

@@ -1,0 +1,195 @@
+"""Writes the corpus of the Python decoders: what the processes of real worlds say to each other.
+
+usage: PYTHONPATH=src python tests/fuzz/capture.py
+
+Replaces what is there. Host names and process numbers are those of the machine it runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kolovod as kv
+from kolovod.launch import auth, bootstrap
+from kolovod.launch.place import Place
+from kolovod.testing import run_ranks
+
+CORPUS = Path(__file__).parent / "corpus"
+MOST = 4  # of a kind
+CONFIG_FILE = """\
+controller: gloo
+params: {fusion_threshold_mb: 64, cycle_time_ms: 1.5, cache_capacity: 8192}
+timeline: {filename: timeline.json, mark_cycles: false}
+stall_check: {enabled: true, warning_time_seconds: 60}
+library_options: {thread_affinity: [0, 1]}
+logging: {level: warning, with_timestamp: true}
+"""
+
+
+def keep(folder: Path, kind: str, data: bytes) -> None:
+    (folder / kind).mkdir(parents=True, exist_ok=True)
+    if len(data) <= 6000:
+        path = folder / kind / f"{time.monotonic_ns()}-{os.getpid()}"
+        path.write_bytes(data)
+
+
+def kind_of(message: Any) -> str:
+    """The target for a message, by what is in it."""
+    if "timeout_s" in message:
+        return "store_join"
+    if "operations" in message:
+        return "timeline_report"
+    if "pidfds" in message:
+        return "leader_answer"
+    if "members" in message or "message" in message:
+        return "store_answer"
+    return "hello" if "rank" in message and "error" not in message else "signed_frame"
+
+
+def tap(folder: Path) -> None:
+    """From now on, everything that this process sends is kept."""
+    send = auth.Channel.send
+
+    def kept(self: auth.Channel, message: Any, deadline: float) -> None:
+        body = json.dumps(message, separators=(",", ":")).encode()
+        keep(folder, kind_of(message), body)
+        keep(folder, "signed_frame", body)
+        proof = auth._digest(self._key, self._out, auth._SEQUENCE.pack(self._sent), body)
+        keep(folder, "frames", auth._LENGTH.pack(len(body)) + proof + body)
+        send(self, message, deadline)
+
+    auth.Channel.send = kept  # type: ignore[method-assign]
+
+
+def work(rank: int, folder: Path, timeline: str) -> None:
+    tap(folder)
+    keep(
+        folder,
+        "environment",
+        "\n".join(f"{k}={v}" for k, v in os.environ.items() if "KOLOVOD" in k).encode(),
+    )
+    kv.init()
+    if timeline and rank == 0:
+        kv.start_timeline(timeline)
+    for step in range(3):
+        kv.allreduce(np.ones(10, np.float32), name="layer1.weight")
+        kv.allgather(np.ones((rank + 1, 2)), name=f"rows.{step}")
+        time.sleep(0.1)
+    if timeline and rank == 0:
+        kv.stop_timeline()
+    kv.barrier()
+    if rank == 3:  # the others find it dead when they form a world again
+        os._exit(0)
+    kv.shutdown()
+    time.sleep(0.5)
+    with contextlib.suppress(kv.errors.RankLostError):
+        kv.init()
+
+
+def fail(*_: object) -> int:
+    raise PermissionError("memory is sealed")
+
+
+def work_in_vain(rank: int, folder: Path) -> None:
+    tap(folder)
+    if rank == 0:
+        bootstrap.make_segment = fail  # type: ignore[assignment]
+    with contextlib.suppress(kv.errors.BootstrapError, PermissionError):
+        kv.init()
+
+
+def handshakes(folder: Path) -> None:
+    """Both directions of one, through a relay."""
+    client, near = socket.socketpair()
+    far, server = socket.socketpair()
+    deadline = time.monotonic() + 10
+    secret = auth.new_secret()
+    accepting = threading.Thread(target=auth.accept, args=(server, secret, "test", deadline))
+    calling = threading.Thread(
+        target=auth._client_handshake, args=(client, secret.encode(), "test", deadline)
+    )
+    accepting.start()
+    calling.start()
+    challenge = far.recv(1000)
+    near.sendall(challenge)
+    answer = near.recv(1000)
+    far.sendall(answer)
+    proof = far.recv(1000)
+    near.sendall(proof)
+    accepting.join()
+    calling.join()
+    keep(folder, "handshake_of_client", answer)
+    keep(folder, "handshake_of_server", challenge + proof)
+    keep(folder, "handshake_of_server", challenge + bytes(32))
+
+
+def thin_out(found: Path) -> None:
+    """Some of each kind and length, under names that stay the same."""
+    shutil.rmtree(CORPUS, ignore_errors=True)
+    for folder in sorted(found.iterdir()):
+        by_shape: dict[Any, bytes] = {}
+        for file in sorted(folder.iterdir()):
+            data = file.read_bytes()
+            by_shape.setdefault(len(data) // 50, data)
+        (CORPUS / folder.name).mkdir(parents=True)
+        for number, data in enumerate(list(by_shape.values())[:MOST]):
+            (CORPUS / folder.name / str(number)).write_bytes(data)
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as name:
+        found = Path(name) / "found"
+        tap(found)
+        hosts = ["a", "a", "b", "b"]
+        timeline = Path(name) / "timeline.json"
+        options: dict[str, Any] = {"KOLOVOD_LAST_OPERATIONS_DIR": "none"}
+        run_ranks(
+            4,
+            work,
+            found,
+            str(timeline),
+            hosts=hosts,
+            keep_going=True,
+            env={**options, "KOLOVOD_TIMELINE": "dynamic"},
+        )
+        run_ranks(3, work_in_vain, found, env=options)
+        handshakes(found)
+        events = json.loads(timeline.read_text())
+        for begin in (0, 20, 40):
+            keep(found, "timeline", json.dumps(events[:2] + events[begin : begin + 20]).encode())
+        keep(found, "config_file", CONFIG_FILE.encode())
+        told = {"host": "a", "store": "127.0.0.1:4000", "has_secret": False, "door": "kolovod-00"}
+        keep(found, "torchrun_door", json.dumps(told).encode())
+        keep(
+            found,
+            "torchrun_door",
+            json.dumps({"store": "127.0.0.1:4000", "secret": "0" * 64}).encode(),
+        )
+        keep(
+            found,
+            "environment",
+            "\n".join(
+                f"{k}={v}"
+                for k, v in Place(1, 2, 0, 1, 1, 2, "b", "127.0.0.1:4000", "0" * 64)
+                .environment()
+                .items()
+            ).encode(),
+        )
+        thin_out(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

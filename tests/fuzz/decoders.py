@@ -1,0 +1,214 @@
+"""Every Python decoder of what another process or a file says, as a function of bytes.
+
+Each target does with its input what the program does, and lets pass only the errors that the
+decoder promises. Used by test_decoders.py, for a moment, and by fuzz.py, for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from horovod.runner.config_file import apply_config_file
+from horovod.runner.flags import FLAGS, SWITCHES
+from kolovod import _native
+from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
+from kolovod.launch import auth, bootstrap, messages, place, store, torchrun
+from kolovod.observe import collector, summary, trace
+
+CORPUS = Path(__file__).parent / "corpus"
+SECRET = "a secret that only this fuzzer has"
+SIZE = 4  # of the worlds
+_KEY = b"k" * 32
+_CONFIG = _native.config_defaults()
+
+
+def _soon() -> float:
+    return time.monotonic() + 10
+
+
+@contextlib.contextmanager
+def _peer_that_sends(data: bytes) -> Iterator[socket.socket]:
+    """The other end of a connection on which ``data`` and nothing else comes."""
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(data[:60_000])
+        far.shutdown(socket.SHUT_WR)
+        yield near
+
+
+def handshake_of_client(data: bytes) -> None:
+    """What a server reads of a stranger."""
+    with (
+        _peer_that_sends(data) as sock,
+        contextlib.suppress(AuthenticationError, EOFError),
+    ):
+        auth.accept(sock, SECRET, "test", _soon())
+        raise AssertionError("a stranger has proved the secret")
+
+
+def handshake_of_server(data: bytes) -> None:
+    """What a client reads of whoever answers."""
+    with _peer_that_sends(data) as sock, contextlib.suppress(AuthenticationError):
+        auth._client_handshake(sock, SECRET.encode(), "test", _soon())
+        raise AssertionError("a stranger has proved the secret")
+
+
+def frames(data: bytes) -> None:
+    """Frames as somebody in the middle may have made them; he does not know the key."""
+    with _peer_that_sends(data) as sock:
+        channel = auth.Channel(sock, os.urandom(32), is_server=True)
+        with contextlib.suppress(AuthenticationError, EOFError):
+            channel.receive(_soon())
+            raise AssertionError("a frame was accepted that nobody has signed")
+
+
+def signed_frame(data: bytes) -> None:
+    """A body that a peer has signed, which may hold anything."""
+    proof = auth._digest(_KEY, b"c", auth._SEQUENCE.pack(0), data)
+    with _peer_that_sends(auth._LENGTH.pack(len(data)) + proof + data) as sock:
+        channel = auth.Channel(sock, _KEY, is_server=True)
+        with contextlib.suppress(BootstrapError, *([EOFError] if len(data) > 59_000 else [])):
+            value = channel.receive(_soon())
+            assert json.loads(json.dumps(value)) == value
+
+
+def _of_message(decode: Callable[[Any], object]) -> Callable[[bytes], None]:
+    """A target for what is done with a signed message; errors are Kolovod's."""
+
+    def target(data: bytes) -> None:
+        with contextlib.suppress(KolovodError):
+            decode(auth._parse(data))
+
+    return target
+
+
+def _join(message: Any) -> None:
+    members, member, timeout_s = store._parse_join(message)
+    # What was understood says the same again.
+    again = {**asdict(member), "members": list(members), "timeout_s": timeout_s}
+    assert store._parse_join(json.loads(json.dumps(again))) == (members, member, timeout_s)
+    str(member).encode()
+
+
+def _told_by_store(message: Any) -> None:
+    formation = store._parse_answer(message, range(SIZE))
+    assert len(formation.members) == SIZE
+    assert 0 < formation.epoch < 1 << 32
+
+
+def _told_by_leader(message: Any) -> None:
+    config, pidfds = bootstrap._parse_answer(message, _CONFIG, SIZE)
+    assert config.keys() == _CONFIG.keys()
+    assert len(pidfds) == SIZE
+
+
+def _hello(message: Any) -> None:
+    messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
+    messages.text(message, "purpose", 16)
+    messages.flag(message, "pidfd")
+
+
+def _report(message: Any) -> None:
+    with contextlib.suppress(*collector._MALFORMED):
+        batch = collector._parse(message)
+        events = trace.Trace(0, 0).add(1, "host", batch)
+        summary.text(summary.summarize(json.loads(json.dumps(events))))
+
+
+def told_at_the_door(data: bytes) -> None:
+    """What rank 0 gives out, or somebody has written to torch.distributed's store."""
+    with contextlib.suppress(BootstrapError):
+        told = torchrun._parse(data, ("store", "secret"))
+        assert isinstance(told["store"], str)
+
+
+class _InMemory:
+    """As much of a Path as summary.read uses."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def read_text(self, encoding: str) -> str:
+        return self._data.decode(encoding)
+
+    def __str__(self) -> str:
+        return "timeline.json"
+
+
+def timeline(data: bytes) -> None:
+    """The file that ``kolovod timeline`` reads."""
+    with contextlib.suppress(InvalidArgumentError):
+        summary.text(summary.summarize(summary.read(_InMemory(data))))  # type: ignore[arg-type]
+
+
+def config_file(data: bytes) -> None:
+    """The file that ``horovodrun --config-file`` reads."""
+    names = [flag.dest for flag in FLAGS] + [switch.dest for switch in SWITCHES]
+    options = argparse.Namespace(
+        **dict.fromkeys(names), use_gloo=False, use_mpi=False, use_jsrun=False
+    )
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(data)
+        file.flush()
+        said = ""
+        try:
+            apply_config_file(options, file.name)
+        except ValueError as error:
+            said = str(error)
+        assert len(said) < 20_000  # whatever aliases in the file stand for
+
+
+def environment(data: bytes) -> None:
+    """The variables of a rank, one a line."""
+    lines = data.decode("utf-8", "surrogateescape").splitlines()
+    pairs = (line.partition("=") for line in lines)
+    with contextlib.suppress(InvalidArgumentError):
+        found = place.read_place({name: value for name, _, value in pairs})
+        assert found is None or 0 <= found.rank < found.size
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "handshake_of_client": handshake_of_client,
+    "handshake_of_server": handshake_of_server,
+    "frames": frames,
+    "signed_frame": signed_frame,
+    "store_join": _of_message(_join),
+    "store_answer": _of_message(_told_by_store),
+    "leader_answer": _of_message(_told_by_leader),
+    "hello": _of_message(_hello),
+    "timeline_report": _of_message(_report),
+    "torchrun_door": told_at_the_door,
+    "timeline": timeline,
+    "config_file": config_file,
+    "environment": environment,
+}
+MODULES = (
+    "kolovod.launch.auth",
+    "kolovod.launch.bootstrap",
+    "kolovod.launch.messages",
+    "kolovod.launch.place",
+    "kolovod.launch.store",
+    "kolovod.launch.torchrun",
+    "kolovod.observe.collector",
+    "kolovod.observe.summary",
+    "kolovod.observe.trace",
+    "horovod.runner.config_file",
+)
+"""Where the decoders are, for coverage."""
+
+
+def corpus(name: str) -> list[bytes]:
+    """The captured inputs of a target."""
+    files = sorted((CORPUS / name).iterdir())
+    assert files, f"no inputs for {name}: tests/fuzz/capture.py makes them"
+    return [file.read_bytes() for file in files]

@@ -1,0 +1,412 @@
+"""What strangers, and those between two peers, can do to a job's connections: docs/security.md."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from kolovod import _native
+from kolovod.errors import AuthenticationError, BootstrapError
+from kolovod.launch import auth, bootstrap, mesh
+from kolovod.launch.auth import Server, connect, new_secret
+from kolovod.launch.store import LABEL, Member, Store, join
+from kolovod.observe.collector import Collector
+
+SECRET = new_secret()
+CONFIG = _native.config_defaults()
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def member(rank: int, address: str = "") -> Member:
+    return Member(rank, "localhost", 1000 + rank, "", f"socket-{rank}", 0, address)
+
+
+def port_of(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def echo(channel: auth.Channel) -> None:
+    channel.send(channel.receive(soon()), soon())
+
+
+@contextlib.contextmanager
+def tcp_server(max_strangers: int = 64) -> Iterator[tuple[Server, tuple[str, int]]]:
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    address = listener.getsockname()
+    server = Server(listener, SECRET, "test", echo, max_strangers)
+    server.start()
+    try:
+        yield server, address
+    finally:
+        server.close()
+
+
+class Middle:
+    """Somebody between a client and ``target``, who may change what passes, and remembers it.
+
+    ``change(from_client, offset, data)``: what goes on in place of ``data``.
+    """
+
+    def __init__(
+        self, target: tuple[str, int], change: Callable[[bool, int, bytes], bytes] | None = None
+    ) -> None:
+        self.seen = {True: b"", False: b""}
+        self._change = change or (lambda from_client, offset, data: data)
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self._threads = [threading.Thread(target=self._serve, daemon=True)]
+        self._threads[0].start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+                for way in ((True, client, server), (False, server, client)):
+                    thread = threading.Thread(target=self._pump, args=way, daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+
+    def _pump(self, from_client: bool, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                offset = len(self.seen[from_client])
+                self.seen[from_client] += data
+                sink.sendall(self._change(from_client, offset, data))
+        for sock in (source, sink):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Middle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(5)
+
+
+def call(address: tuple[str, int], timeout_s: float = 10) -> object:
+    deadline = soon(timeout_s)
+    with contextlib.closing(connect(socket.AF_INET, address, SECRET, "test", deadline)) as channel:
+        channel.send("hello", deadline)
+        return channel.receive(deadline)
+
+
+# Replay, reflection, relays ---------------------------------------------------------------------
+
+
+def test_a_recorded_conversation_opens_nothing() -> None:
+    with tcp_server() as (server, address):
+        with Middle(address) as middle:
+            assert call(middle.address) == "hello"
+            recorded = middle.seen
+        with socket.create_connection(address) as again:
+            again.settimeout(10)
+            assert again.recv(100)[:8] == auth.MAGIC
+            again.sendall(recorded[True])
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while piece := again.recv(100):
+                    answer += piece
+        assert answer in (b"", bytes(32))  # the refusal, if what was sent too much did not end it
+        assert server.refused == 1
+
+
+def test_a_recorded_server_convinces_no_client() -> None:
+    with tcp_server() as (_, address), Middle(address) as middle:
+        call(middle.address)
+        recorded = middle.seen[False]
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(recorded)
+        with pytest.raises(AuthenticationError, match="does not know"):
+            auth._client_handshake(near, SECRET.encode(), "test", soon())
+
+
+def test_a_challenge_sent_back_proves_nothing() -> None:
+    with tcp_server() as (server, address), socket.create_connection(address) as mirror:
+        mirror.settimeout(10)
+        challenge = mirror.recv(100)
+        mirror.sendall(challenge + challenge[8:])  # magic, nonce, and the nonce as the proof
+        assert mirror.recv(100) == bytes(32)
+        assert mirror.recv(100) == b""
+        assert server.refused == 1
+
+
+def test_a_clients_own_proof_sent_back_proves_nothing() -> None:
+    near, far = socket.socketpair()
+
+    def mirror() -> None:
+        far.sendall(auth.MAGIC + secrets.token_bytes(32))
+        far.sendall(auth._read(far, 8 + 64, soon())[-32:])
+
+    with near, far, ThreadPoolExecutor(1) as pool:
+        pool.submit(mirror)
+        with pytest.raises(AuthenticationError, match="does not know"):
+            auth._client_handshake(near, SECRET.encode(), "test", soon())
+
+
+def test_a_handshake_cannot_be_passed_on_to_another_rank() -> None:
+    """Who stands where rank 0 is said to be, and passes everything on to rank 1, is found out."""
+    with contextlib.closing(mesh.Listener(SECRET, "127.0.0.1", 2, CONFIG)) as other:
+        fd, _ = mesh._connect(1, "data", member(0, other.address), SECRET, soon())
+        os.close(fd)
+        with Middle(port_of(other.address)) as middle:
+            wrong = member(0, f"127.0.0.1:{middle.address[1]}")
+            with pytest.raises(AuthenticationError, match="wrong address"):
+                mesh._connect(1, "data", wrong, SECRET, soon())
+
+
+@pytest.mark.parametrize("from_client", [True, False])
+def test_what_is_changed_on_its_way_is_refused(from_client: bool) -> None:
+    """One bit of a message after the handshake, in every place where a field begins."""
+    begin = 72  # of bytes of the handshake, in either direction
+    for at in (0, 3, 4, 35, 36, 38):
+
+        def flip(side: bool, offset: int, data: bytes, at: int = begin + at) -> bytes:
+            if side is not from_client or not offset <= at < offset + len(data):
+                return data
+            changed = bytearray(data)
+            changed[at - offset] ^= 1
+            return bytes(changed)
+
+        with (
+            tcp_server() as (_, address),
+            Middle(address, flip) as middle,
+            pytest.raises((AuthenticationError, EOFError, OSError)),
+        ):
+            call(middle.address, timeout_s=2)
+
+
+def test_a_handshake_may_end_anywhere() -> None:
+    with tcp_server() as (server, address):
+        with Middle(address) as middle:
+            call(middle.address)
+            sent = middle.seen[True][:72]
+        lengths = [*range(0, 72, 5), 71]
+        for length in lengths:
+            with socket.create_connection(address) as stranger:
+                stranger.sendall(sent[:length])
+        deadline = soon()
+        while server.refused < len(lengths) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.refused == len(lengths)
+        assert call(address) == "hello"
+
+
+# The wrong secret ---------------------------------------------------------------------------------
+
+
+def at_the_store(secret: str) -> None:
+    with contextlib.closing(Store(SECRET, 2)) as store:
+        store.start()
+        join(store.address, secret, [0, 1], member(0), 5)
+
+
+def at_a_rank_of_another_host(secret: str) -> None:
+    with contextlib.closing(mesh.Listener(SECRET, "127.0.0.1", 2, CONFIG)) as listener:
+        mesh._connect(1, "data", member(0, listener.address), secret, soon())
+
+
+def at_the_leader(secret: str) -> None:
+    with contextlib.closing(bootstrap._Leader(SECRET, CONFIG, 2)) as leader:
+        label = bootstrap.leader_label(leader.name)
+        connect(socket.AF_UNIX, f"\0{leader.name}", secret, label, soon())
+
+
+def at_the_timeline(secret: str) -> None:
+    collector = Collector(SECRET, 1, 2, lambda rank, batch: None, "127.0.0.1")
+    with contextlib.closing(collector):
+        connect(socket.AF_INET, port_of(collector.address), secret, "timeline", soon())
+
+
+SERVERS = [at_the_store, at_a_rank_of_another_host, at_the_leader, at_the_timeline]
+
+
+@pytest.mark.parametrize("knock", SERVERS, ids=lambda knock: knock.__name__)
+def test_a_wrong_secret_is_refused_everywhere(knock: Callable[[str], None]) -> None:
+    wrong = new_secret()
+    with pytest.raises(AuthenticationError, match="KOLOVOD_SECRET") as caught:
+        knock(wrong)
+    assert wrong not in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+def test_another_user_of_the_host_gets_no_challenge() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs to be root, to become another user")
+    with contextlib.closing(bootstrap._Leader(SECRET, CONFIG, 2)) as leader:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                os.setuid(65534)
+                with socket.socket(socket.AF_UNIX) as stranger:
+                    stranger.settimeout(10)
+                    stranger.connect(f"\0{leader.name}")
+                    code = 0 if stranger.recv(100) == b"" else 2
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# A peer that knows the secret, and talks nonsense -------------------------------------------------
+
+
+@pytest.mark.parametrize("hello", [{"rank": "x", "pidfd": True}, {"rank": 1}, [], {"rank": 10**30}])
+def test_nonsense_at_the_leader_is_said_and_leaves_nothing(
+    hello: object, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(bootstrap._Leader(SECRET, CONFIG, 2)) as leader:
+        label = bootstrap.leader_label(leader.name)
+        before = len(os.listdir("/proc/self/fd"))
+        channel = connect(socket.AF_UNIX, f"\0{leader.name}", SECRET, label, soon())
+        with contextlib.closing(channel):
+            channel.send(hello, soon())
+            with pytest.raises((EOFError, OSError)):
+                channel.receive(soon())
+        deadline = soon()
+        while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(os.listdir("/proc/self/fd")) == before
+    said = capfd.readouterr().err
+    assert said.startswith("kolovod: leader: a malformed message: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"epoch": 1, "members": 5}, {"error": "rank_lost"}])
+def test_nonsense_of_the_store_is_one_error(answer: object) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+    def nonsense(channel: auth.Channel) -> None:
+        channel.receive(soon())
+        channel.send(answer, soon())
+
+    server = Server(listener, SECRET, LABEL, nonsense)
+    server.start()
+    with contextlib.closing(server), pytest.raises(BootstrapError, match="malformed"):
+        join(address, SECRET, [0, 1], member(0), 5)
+
+
+def test_a_timeout_of_a_month_is_waited_for() -> None:
+    """The kernel counts milliseconds in 31 bits."""
+    with contextlib.closing(Store(SECRET, 2)) as store, ThreadPoolExecutor(2) as pool:
+        store.start()
+        month_s = 30 * 86_400.0
+        waiting = [
+            pool.submit(join, store.address, SECRET, [0, 1], member(rank), month_s)
+            for rank in (0, 1)
+        ]
+        assert [future.result(20).epoch for future in waiting] == [1, 1]
+
+
+# Floods -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 3000:
+        pytest.skip(f"may open {hard} files only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_thousand_connections_that_say_nothing(many_files: None) -> None:
+    with contextlib.closing(Store(SECRET, 2)) as store, contextlib.ExitStack() as strangers:
+        store.start()
+        before = psutil.Process().memory_info().rss
+        for _ in range(1000):
+            strangers.enter_context(socket.create_connection(port_of(store.address)))
+        deadline = soon()
+        while len(store._server._open) > 66 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(store._server._open) <= 66
+        assert threading.active_count() < 66 + 20
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [
+                pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
+                for rank in (0, 1)
+            ]
+            assert [future.result(30).epoch for future in waiting] == [1, 1]
+
+
+def test_ranks_get_in_while_others_knock_all_the_time(many_files: None) -> None:
+    """Strangers drive each other out, and now and then a rank; which then comes again."""
+    stop = threading.Event()
+
+    def knock(address: tuple[str, int]) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError), contextlib.ExitStack() as strangers:
+                for _ in range(100):
+                    strangers.enter_context(socket.create_connection(address, timeout=5))
+
+    with contextlib.closing(Store(SECRET, 2)) as store, ThreadPoolExecutor(5) as pool:
+        store.start()
+        flood = [pool.submit(knock, port_of(store.address)) for _ in range(2)]
+        try:
+            for epoch in (1, 2, 3):
+                waiting = [
+                    pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
+                    for rank in (0, 1)
+                ]
+                assert [future.result(40).epoch for future in waiting] == [epoch] * 2
+        finally:
+            stop.set()
+        for future in flood:
+            future.result(20)
+
+
+def test_who_is_driven_out_comes_again() -> None:
+    with tcp_server(max_strangers=1) as (server, address), contextlib.ExitStack() as strangers:
+
+        def drive_out(from_client: bool, offset: int, data: bytes) -> bytes:
+            if from_client and offset == 0:  # the first proof, before it arrives
+                stranger = strangers.enter_context(socket.create_connection(address, timeout=10))
+                assert len(stranger.recv(100)) == 40
+            return data
+
+        with Middle(address, drive_out) as middle:
+            assert call(middle.address) == "hello"
+        assert server.refused == 2  # the call's first try, and the stranger in its turn
+
+
+def test_who_is_dropped_comes_again_but_not_for_ever() -> None:
+    """A server of nobody's that closes each connection: an error, and soon."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted = []
+
+    def close_all() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+                accepted.append(1)
+
+    thread = threading.Thread(target=close_all, daemon=True)
+    thread.start()
+    with pytest.raises(AuthenticationError, match="again and again"):
+        connect(socket.AF_INET, listener.getsockname(), SECRET, "test", soon(30))
+    assert len(accepted) == auth._TRIES
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(5)
