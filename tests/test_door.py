@@ -90,7 +90,7 @@ def test_between_hosts_the_secret_is_proved():
         assert ask(("127.0.0.1", port), "ours", 1, "h", TIMEOUT_S) == FACTS
         started = time.monotonic()
         with pytest.raises(
-            AuthenticationError, match=rf"rank 1 cannot .* 127.0.0.1:{port}: .*another"
+            AuthenticationError, match=rf"rank 1 cannot .* 127.0.0.1:{port}: .*not that of the job"
         ):
             ask(("127.0.0.1", port), "theirs", 1, "h", TIMEOUT_S)
         assert time.monotonic() - started < TIMEOUT_S / 2  # no reason to try that again
