@@ -40,11 +40,11 @@ SCRIPT = """
         world = current()
         (found / "reprs").write_text(repr([world, world.place, world.settings, str(world.place)]))
     kv.allreduce(np.ones(3), name="a")
-    kv.barrier()
     print("the script's own output", flush=True)
-    if kv.rank() == 0:
-        current().engine.abort("the script's own reason")
     try:
+        kv.barrier()
+        if kv.rank() == 0:
+            current().engine.abort("the script's own reason")
         kv.allreduce(np.ones(3), name="b")
     except kv.errors.CollectiveAbortedError as error:
         print(error, flush=True)
