@@ -2,6 +2,7 @@
 # make test      all tests, Python and C++
 # make lint      style, types, warnings as errors
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
+# make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
 # make versions  the tests of the TensorFlow and JAX front ends with old and new versions, over one wheel (3 GB)
 # make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
@@ -20,6 +21,9 @@ JAXES ?= jax==0.5.0 jax==0.10.2
 TEST_ARGS ?=
 BENCH_ARGS ?=
 LAUNCHERS_ARGS ?=
+FUZZ_SECONDS ?= 20
+FUZZ_ARGS ?=
+CLANG ?= clang++
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,7 +40,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address versions launchers bench clean
+.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address fuzz versions launchers bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -120,6 +124,18 @@ sanitize-address: $(STAMPS)/tools
 	@mkdir -p build
 	$(call native,asan,-DKOLOVOD_SANITIZE=address$(comma)undefined)
 	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan)
+
+$(STAMPS)/fuzz: pyproject.toml $(STAMPS)/test
+	$(PIP) install --quiet --no-build-isolation '.[fuzz]'
+	touch $@
+
+# With optimization, since a fuzzer is as good as it is fast.
+fuzz: $(STAMPS)/package $(STAMPS)/fuzz
+	@mkdir -p build
+	@$(BIN)/cmake -S . -B build/fuzz -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DCMAKE_CXX_COMPILER=$(CLANG) -DKOLOVOD_FUZZ=ON -DKOLOVOD_PYTHON=OFF >build/fuzz.log || { cat build/fuzz.log; exit 1; }
+	$(BIN)/cmake --build build/fuzz -- --quiet
+	$(BIN)/python scripts/fuzz.py build/fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
 # $(call with-version,REQUIREMENT,TESTS): a virtual environment with the wheel and one framework.
 define with-version

@@ -51,7 +51,7 @@ def kind_of(message: Any) -> str:
         return "store_join"
     if "operations" in message:
         return "timeline_report"
-    if "pidfds" in message:
+    if "pidfds" in message or ("error" in message and "message" not in message):
         return "leader_answer"
     if "members" in message or "message" in message:
         return "store_answer"

@@ -80,6 +80,7 @@ def test_a_few_lines_of_yaml_that_stand_for_gigabytes() -> None:
         "\n".join([*lines, "controller: *a11"]),
         "x: &x [1]\n" + "\n".join(lines[:1] + lines[1:] + ["params: *a11"]),
         f"params: {{cycle_time_ms: &a0 {[[1] * 9] * 9}, fusion_threshold_mb: [*a0, *a0]}}",
+        "library_options: {thread_affinity: []}",
         "? " * 3000 + "x",
         "[" * 20_000,
     ]

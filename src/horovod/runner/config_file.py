@@ -115,7 +115,7 @@ def _value(dest: str, value: Any, what: str) -> Any:
         items = value if isinstance(value, list) and _FLAGS[dest].kind is str else [value]
         if not all(isinstance(item, str | int | float) for item in items):
             raise ValueError(f"{what}: expected one value")
-        value = ",".join(map(str, items)) if len(items) > 1 else items[0]  # cores
+        value = ",".join(map(str, items)) if items is value else value  # cores
         return _FLAGS[dest].checked(value, what)
     assert dest in _SWITCHES
     if not isinstance(value, bool | int) or value not in (0, 1):
