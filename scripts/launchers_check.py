@@ -1,7 +1,7 @@
 """Starts the example by every launcher that can be had on one machine, and keeps a log.
 
     python scripts/launchers_check.py                       writes bench/results/launchers.md
-    python scripts/launchers_check.py --only srun,torchrun --output /dev/stdout
+    python scripts/launchers_check.py --only srun --only torchrun --output /dev/stdout
 
 Needs the superuser, and of Debian: slurm-wlm munge openmpi-bin mpich iproute2; of Python what the
 extras examples and mpi bring. What is absent is reported as not run, and counts as a failure. Hosts
@@ -14,6 +14,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -63,7 +64,8 @@ class Case(NamedTuple):
 RSH = "--mca plm rsh --mca plm_rsh_agent {agent} -H n1:1,n2:1 -np 2"
 RSH_4 = "--mca plm rsh --mca plm_rsh_agent {agent} -H n1:2,n2:2 -np 4"
 HYDRA = "-launcher rsh -launcher-exec {agent} -hosts n1:1,n2:1 -np 2"
-LIBMPICH = "MPI4PY_MPIABI=mpich LD_LIBRARY_PATH={folder}/lib"
+# To UCX namespaces of one kernel are one host, whose memory it would share.
+LIBMPICH = "MPI4PY_MPIABI=mpich LD_LIBRARY_PATH={folder}/lib UCX_TLS=tcp,self"
 TORCHRUN = "{python} -m torch.distributed.run --nproc-per-node=2"
 HOSTS = "--nnodes=2 --master-addr=n1 --master-port=29400"
 
@@ -127,10 +129,12 @@ class Result(NamedTuple):
 def main() -> int:
     """Run the cases; 0 if all are as they should be."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose names begin so, comma-separated")
+    parser.add_argument(
+        "--only", action="append", default=[], help="cases whose names begin so; several times"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "bench/results/launchers.md")
     arguments = parser.parse_args()
-    prefixes = tuple(arguments.only.split(","))
+    prefixes = tuple(arguments.only or [""])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through what cleans up
     with tempfile.TemporaryDirectory(prefix="kolovod-launchers-") as name:
         folder = Path(name)
@@ -184,7 +188,7 @@ def run_case(case: Case, folder: Path, environ: dict[str, str], missing: str) ->
     if absent:
         return Result(case, "not run", 0.0, f"not installed: {', '.join(absent)}")
     command = fill(
-        case.command, folder, sys.executable, f"{ROOT}/examples/torch_digits.py --epochs 1"
+        case.command, folder, sys.executable, f"{ROOT}/examples/torch_digits.py --epochs 3"
     )
     started = time.monotonic()
     with subprocess.Popen(
@@ -216,7 +220,7 @@ def report(results: list[Result]) -> str:
         "# The launchers, run",
         "",
         f"By `make launchers` on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC: "
-        "`examples/torch_digits.py --epochs 1`, unmodified,",
+        "`examples/torch_digits.py --epochs 3`, unmodified,",
         "on hosts n1 and n2 that are namespaces of one machine (`scripts/two_hosts.py`).",
         "A case that must fail passes when it ends with an error and the message shown.",
         "",
@@ -226,7 +230,7 @@ def report(results: list[Result]) -> str:
         "|---|---|---|---|",
     ]
     for result in results:
-        line = result.line.replace("|", "\\|").strip()
+        line = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", result.line).replace("|", "\\|").strip()
         lines.append(
             f"| {result.case.name} | {result.verdict} | {result.seconds:.0f} | {line[:300]} |"
         )
@@ -239,17 +243,24 @@ def report(results: list[Result]) -> str:
 
 def versions() -> str:
     """Of what took part."""
-    found = [f"Python {platform.python_version()}", f"Linux {platform.release()}"]
-    for name in ("kolovod", "torch", "mpi4py"):
+    linux = ".".join(platform.release().split(".")[:2])
+    ours = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[0]
+    found = [
+        f"Kolovod {ours}",
+        f"Python {platform.python_version()}",
+        f"Linux {linux}",
+    ]
+    for name in ("torch", "mpi4py"):
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{name} (not installed)")
-    for command in ("srun --version", "mpirun.openmpi --version", "mpirun.mpich --version"):
+    programs = {"Slurm": "slurmd -V", "Open MPI": "mpirun.openmpi --version"}
+    for name, command in {**programs, "MPICH": "mpirun.mpich --version"}.items():
         if shutil.which(command.split()[0]):
             done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=30)
-            words = done.stdout.split()
-            found.append(" ".join([command.split()[0], *(w for w in words if w[:1].isdigit())][:2]))
+            numbers = [word for word in done.stdout.split() if word[:1].isdigit()]
+            found.append(f"{name} {numbers[0] if numbers else '(unknown)'}")
     return ", ".join(found)
 
 

@@ -14,6 +14,7 @@ from contextlib import closing
 import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.launch.auth import connect
 from kolovod.launch.door import ask, ask_once, tcp_door, unix_door
 
 FACTS = {"store": "127.0.0.1:5"}
@@ -126,3 +127,30 @@ def test_a_door_of_another_user_is_not_believed():
         finally:
             other.stdin.close()
             other.wait(TIMEOUT_S)
+
+
+def test_a_rank_0_that_is_just_ending_is_not_taken_for_a_stranger():
+    """It closes the connection in the middle of the handshake; its successor comes at once."""
+    name, found = new_name(), []
+    old = socket.socket(socket.AF_UNIX)
+    old.bind(f"\0{name}")
+    old.listen()
+    asking = threading.Thread(target=lambda: found.append(ask(name, "", 1, "h", TIMEOUT_S)))
+    asking.start()
+    old.accept()[0].close()
+    old.close()
+    with closing(unix_door(name, FACTS, 2)):
+        asking.join(TIMEOUT_S)
+    assert found == [FACTS]
+
+
+@pytest.mark.parametrize("message", [5, {}, {"rank": "x", "host": "h", "pid": 1, "process": "p"}])
+def test_a_malformed_question_is_answered(message):
+    name = new_name()
+    deadline = time.monotonic() + TIMEOUT_S
+    with (
+        closing(unix_door(name, FACTS, 2)),
+        closing(connect(socket.AF_UNIX, f"\0{name}", "", "door", deadline)) as channel,
+    ):
+        channel.send(message, deadline)
+        assert channel.receive(deadline)["gone"].startswith("a malformed message")

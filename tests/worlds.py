@@ -297,7 +297,8 @@ def mpi_environment(**extra: str) -> dict[str, str]:
     """Variables that let Open MPI start more ranks than cores, and as the superuser."""
     path = [str(Path(__file__).parent), *sys.path]
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    allowed["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"  # on one core
+    allowed["OMPI_MCA_rmaps_base_oversubscribe"] = "1"  # Open MPI 4; on one core
+    allowed["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
     allowed |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return {**os.environ, **allowed, "PYTHONPATH": os.pathsep.join(filter(None, path)), **extra}
 

@@ -4,7 +4,7 @@ On one host rank 0 opens an AF_UNIX door, where the kernel vouches for the user 
 gives out a fresh secret. Between hosts it opens one on a TCP port that all ranks know, and whoever
 comes proves the job's secret. After the handshake (auth.py)::
 
-    rank -> door   {"rank", "host", "pid"}
+    rank -> door   {"rank", "host", "pid", "process": random}
     door -> rank   {"facts": {...}}    or   {"gone": text}
 
 Every rank is let in once. Whoever comes again is a later program of the same job, whose own rank 0
@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
@@ -31,6 +32,8 @@ __all__ = ["Door", "ask", "ask_once", "close_at_exit", "tcp_door", "unix_door"]
 LABEL = "door"
 _RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
+_REFUSED_S = 3.0  # a rank 0 that is just ending breaks off as one with another secret does
+_PROCESS = secrets.token_hex(16)  # a pid may be another process's, too, in another namespace
 
 
 class Door:
@@ -43,26 +46,32 @@ class Door:
         self._facts = facts
         self._size = size
         self._lock = threading.Lock()
-        self._told: dict[int, tuple[str, int]] = {}
+        self._told: dict[int, tuple[str, str]] = {}  # by rank: which process, and where that is
         self._pid = os.getpid()
         self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
         self._server.start()
 
     def _serve(self, channel: Channel) -> None:
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
-        message = channel.receive(deadline)
-        rank = messages.whole(message, "rank", 0, messages.MAX_RANKS)
-        who = messages.text(message, "host", 255), messages.whole(message, "pid", 0, 1 << 31)
+        channel.send(self._answer(channel.receive(deadline)), deadline)
+
+    def _answer(self, message: Any) -> dict[str, Any]:
+        try:
+            rank = messages.whole(message, "rank", 0, messages.MAX_RANKS)
+            process, host = (
+                messages.text(message, "process", 64),
+                messages.text(message, "host", 255),
+            )
+            where = f"on host {host} (pid {messages.whole(message, 'pid', 0, 1 << 31)})"
+        except BootstrapError as error:
+            return {"gone": str(error)}
+        if not 0 < rank < self._size:
+            return {"gone": f"there is no rank {rank} to come: the job has {self._size} ranks"}
         with self._lock:
-            known = self._told.setdefault(rank, who) if 0 < rank < self._size else None
-        if known == who:
-            channel.send({"facts": self._facts}, deadline)
-        elif known is None:
-            text = f"there is no rank {rank} to come: the job has {self._size} ranks"
-            channel.send({"gone": text}, deadline)
-        else:
-            text = f"rank {rank} has come already, on host {known[0]} (pid {known[1]})"
-            channel.send({"gone": text}, deadline)
+            known, known_where = self._told.setdefault(rank, (process, where))
+        if known == process:
+            return {"facts": self._facts}
+        return {"gone": f"rank {rank} has come already, {known_where}"}
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent; does nothing in a forked process."""
@@ -121,16 +130,21 @@ def ask(
     ``secret``.
     """
     deadline = time.monotonic() + timeout_s
+    why = ""
     pause_s = _RETRY_S
+    refused_at: float | None = None
     while True:
         # A socket that a dead rank 0's child still holds answers nothing: do not wait there.
         attempt = min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         try:
             return ask_once(address, secret, rank, host, attempt)
         except AuthenticationError:
-            raise
+            now = time.monotonic()
+            refused_at = now if refused_at is None else refused_at
+            if now >= min(refused_at + _REFUSED_S, deadline - pause_s):
+                raise
         except BootstrapError as error:
-            why = str(error)
+            why, refused_at = str(error), None
         if time.monotonic() + pause_s >= deadline:
             raise StartTimeoutError(
                 f"{why}. It was tried for {timeout_s:g} s; KOLOVOD_START_TIMEOUT_S sets the limit"
@@ -146,7 +160,7 @@ def ask_once(
     is_unix = isinstance(address, str)
     family = socket.AF_UNIX if is_unix else socket.AF_INET
     where = "on this host" if isinstance(address, str) else f"at {address[0]}:{address[1]}"
-    message = {"rank": rank, "host": host, "pid": os.getpid()}
+    message = {"rank": rank, "host": host, "pid": os.getpid(), "process": _PROCESS}
     try:
         channel = connect(family, f"\0{address}" if is_unix else address, secret, LABEL, deadline)
         with contextlib.closing(channel):
