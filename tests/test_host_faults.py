@@ -231,6 +231,7 @@ def add_up_when_told(rank, folder):
     return total, int(kolovod.allreduce(np.full(100_000, rank), op=kolovod.Sum)[7])
 
 
+@pytest.mark.skipif(bool(unavailable(with_delay=True)), reason=unavailable(with_delay=True))
 def test_garbage_to_every_port_while_the_world_forms_and_after():
     """The delay keeps the ranks' own ports open for seconds."""
     attacked = set()
