@@ -103,6 +103,7 @@ def plain_tcp(bed: netbed.Bed, source: str, target: str, count: int) -> float:
     """Bytes per second of one TCP connection."""
     arguments = [sys.executable, "-c", RECEIVE, str(count)]
     with bed.popen(target, arguments, stdout=subprocess.PIPE, text=True) as receiver:
+        assert receiver.stdout is not None
         try:
             port = receiver.stdout.readline().strip()
             command = [sys.executable, "-c", SEND, bed.address(target), port, str(count)]
@@ -181,14 +182,14 @@ class Bench:
             for peer in self.options.peers[turn:] + self.options.peers[:turn]:
                 if peer in self.gangs:
                     self._measure(peer, link, size, bound_s)
-        after_rate = self._rate(link)
+        rates = [round(each * 8 / 1e6, 1) for each in (rate, self._rate(link))]
         after = machine.load()
         seen = {
             "hosts": self.hosts,
             "local": self.local,
             "link": link.name,
             "round": number + 1,
-            "mbit_per_s": [round(each * 8 / 1e6, 1) for each in (rate, after_rate)],
+            "mbit_per_s": rates,
             "loadavg": [before["loadavg"], after["loadavg"]],
             "steal_s": round(after["steal_s"] - before["steal_s"], 2),
             "seconds": round(time.monotonic() - started, 1),
@@ -196,7 +197,7 @@ class Bench:
         self.record.rounds.append(seen)
         print(
             f"{self.hosts} hosts x {self.local}, {link.name}, round {number + 1}: plain TCP "
-            f"{seen['mbit_per_s'][0]:,} .. {seen['mbit_per_s'][1]:,} Mbit/s, load "
+            f"{rates[0]:,} .. {rates[1]:,} Mbit/s, load "
             f"{before['loadavg']:.2f}..{after['loadavg']:.2f}, {seen['seconds']} s",
             flush=True,
         )

@@ -216,6 +216,7 @@ def make(record: Record, facts: dict[str, Any], links: Sequence[Link]) -> tuple[
 
 PANEL = (250, 190)
 MARGIN = (62, 40)
+GAP = 46
 LINES = (("kolovod", "#1764ab", ""), ("gloo", "#d95f02", ""), ("bound", "#777777", "4 3"))
 
 
@@ -225,8 +226,8 @@ def curve(result: Row, links: Sequence[Link]) -> str:
     rows = [row for row in result["rows"] if row["local"] == local]
     hosts = sorted({row["hosts"] for row in rows})
     shown = [link for link in links if any(row["link"] == link.name for row in rows)]
-    width = MARGIN[0] + len(hosts) * (PANEL[0] + 20)
-    height = MARGIN[1] + len(shown) * (PANEL[1] + 44) + 10
+    width = MARGIN[0] + len(hosts) * (PANEL[0] + GAP)
+    height = MARGIN[1] + len(shown) * (PANEL[1] + GAP) + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'font-family="sans-serif" font-size="11">',
@@ -237,31 +238,48 @@ def curve(result: Row, links: Sequence[Link]) -> str:
         parts.append(_line([(x, 16), (x + 24, 16)], colour, dash))
         parts.append(f'<text x="{x + 30}" y="20">{name}</text>')
     for down, link in enumerate(shown):
+        decades = _decades([row for row in rows if row["link"] == link.name])
         for right, count in enumerate(hosts):
             some = [row for row in rows if (row["link"], row["hosts"]) == (link.name, count)]
             if some:
-                x = MARGIN[0] + right * (PANEL[0] + 20)
-                y = MARGIN[1] + down * (PANEL[1] + 44)
-                parts += _panel(some, f"{link.name}, {count} hosts x {local}", x, y, right == 0)
+                x = MARGIN[0] + right * (PANEL[0] + GAP)
+                y = MARGIN[1] + down * (PANEL[1] + GAP)
+                title = f"{link.name}, {count} hosts x {local}"
+                parts += _panel(some, title, (x, y), decades, labelled=right == 0)
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _line(points: Sequence[tuple[float, float]], colour: str, dash: str) -> str:
+def _decades(rows: Sequence[Row]) -> tuple[int, int]:
+    """The powers of ten, in microseconds, that hold what was measured."""
+    measured = [us["median"] for row in rows for us in row["us"].values()]
+    return math.floor(math.log10(min(measured))), math.ceil(math.log10(max(measured)))
+
+
+def _line(
+    points: Sequence[tuple[float, float]], colour: str, dash: str = "", width: float = 1.6
+) -> str:
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="1.6"{dashes}/>'
+    return (
+        f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="{width}"{dashes}/>'
+    )
 
 
-def _panel(rows: Sequence[Row], title: str, left: int, top: int, labelled: bool) -> list[str]:
-    width, height = PANEL
+def _panel(
+    rows: Sequence[Row],
+    title: str,
+    corner: tuple[int, int],
+    decades: tuple[int, int],
+    *,
+    labelled: bool,
+) -> list[str]:
+    (left, top), (width, height), (low, high) = corner, PANEL, decades
     rows = sorted(rows, key=lambda row: row["bytes"])
     series = {
         "kolovod": [(row["bytes"], median(row, "kolovod")) for row in rows],
         "gloo": [(row["bytes"], median(row, "gloo")) for row in rows],
         "bound": [(row["bytes"], row["bound_us"]) for row in rows],
     }
-    measured = [us for name in ("kolovod", "gloo") for _, us in series[name] if us]
-    low, high = math.floor(math.log10(min(measured))), math.ceil(math.log10(max(measured)))
     first, last = math.log2(rows[0]["bytes"]), math.log2(rows[-1]["bytes"])
 
     def place(size: float, us: float) -> tuple[float, float]:
@@ -275,12 +293,12 @@ def _panel(rows: Sequence[Row], title: str, left: int, top: int, labelled: bool)
     ]
     for power in range(low, high + 1):
         y = place(rows[0]["bytes"], 10.0**power)[1]
-        parts.append(_line([(left, y), (left + width, y)], "#e4e4e4", ""))
+        parts.append(_line([(left, y), (left + width, y)], "#dddddd", width=0.7))
         if labelled:
             name = f"{10.0**power / 1e6:g} s" if power >= 6 else f"{10**power:,} µs"
             parts.append(f'<text x="{left - 5}" y="{y + 4:.1f}" text-anchor="end">{name}</text>')
     for row in (rows[0], rows[len(rows) // 2], rows[-1]):
-        x = place(row["bytes"], measured[0])[0]
+        x = place(row["bytes"], 10.0**low)[0]
         parts.append(
             f'<text x="{x:.1f}" y="{top + height + 15}" text-anchor="middle">'
             f"{size_name(row['bytes'])}</text>"
