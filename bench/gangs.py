@@ -57,8 +57,12 @@ def mpi_venv(peer: str) -> Path:
     return venv
 
 
-def _commands(peer: str, np: int) -> list[tuple[list[str], dict[str, str]]]:
-    """The commands that start the ranks, each with what it adds to the environment."""
+Commands = list[tuple[list[str], dict[str, str]]]
+"""What starts the ranks, each with what it adds to the environment."""
+
+
+def _commands(peer: str, np: int) -> Commands:
+    """The commands that start the ranks on this host."""
     worker = [str(machine.BENCH / "worker.py"), peer]
     if peer in ("local", "gloo", "kolovod-under-torch"):
         return [
@@ -114,10 +118,16 @@ class _Rank:
 
 
 class Gang:
-    """The ranks of one peer. ``ask`` gives every rank the same command."""
+    """The ranks of one peer. ``ask`` gives every rank the same command.
 
-    def __init__(self, peer: str, np: int, scratch: Path, seed: int = 1) -> None:
+    ``commands``: how they are started, where it is not the peer's own launcher.
+    """
+
+    def __init__(
+        self, peer: str, np: int, scratch: Path, seed: int = 1, commands: Commands | None = None
+    ) -> None:
         self.peer, self.np = peer, np
+        self._how = commands
         self._ranks: list[_Rank] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._log = scratch / f"{peer}-{np}.log"
@@ -144,7 +154,7 @@ class Gang:
             listener.bind(environment["BENCH_SOCKET"])
             listener.listen(self.np)
             with self._log.open("wb") as log:
-                for command, extra in _commands(self.peer, self.np):
+                for command, extra in self._how or _commands(self.peer, self.np):
                     self._processes.append(
                         subprocess.Popen(command, env={**environment, **extra}, stdout=log,
                                          stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

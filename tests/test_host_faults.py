@@ -103,7 +103,7 @@ def test_a_host_that_is_out_of_reach_is_named(fault):
 
 
 def test_two_hosts_that_do_not_reach_each_other_but_the_first():
-    """All have one and the same cause, which names one of the two."""
+    """Everybody fails and names one of the two, which may find it at the same time."""
     with (
         Bed(["a", "b", "c"], with_sshd=False) as bed,
         World(bed, HOSTS, reduce_until_it_fails, str(bed.folder)) as world,
@@ -112,11 +112,9 @@ def test_two_hosts_that_do_not_reach_each_other_but_the_first():
         begin = time.monotonic()
         bed.partition(["b"], ["c"])
         results = world.results(60)
-    assert {(kind, culprit) for kind, culprit, _, _ in results} in (
-        {("RankLostError", 2)},
-        {("RankLostError", 3)},
-    )
-    for *_, moment in results:
+    for kind, culprit, _, moment in results:
+        assert kind == "RankLostError"
+        assert culprit in (2, 3)
         assert moment - begin < SILENCE_S
 
 
@@ -231,6 +229,7 @@ def add_up_when_told(rank, folder):
     return total, int(kolovod.allreduce(np.full(100_000, rank), op=kolovod.Sum)[7])
 
 
+@pytest.mark.skipif(bool(unavailable(with_delay=True)), reason=unavailable(with_delay=True))
 def test_garbage_to_every_port_while_the_world_forms_and_after():
     """The delay keeps the ranks' own ports open for seconds."""
     attacked = set()

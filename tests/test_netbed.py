@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from netbed import Bed, namespaces, unavailable
+from netbed import Bed, namespaces, network, unavailable
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+needs_delay = pytest.mark.skipif(
+    bool(unavailable(with_delay=True)), reason=unavailable(with_delay=True)
+)
 
 REACH = """
 import socket, sys
@@ -175,6 +178,7 @@ print(time.monotonic() - begin)
 """
 
 
+@needs_delay
 def test_delay_counts_once_on_every_link_and_direction():
     with Bed(["a", "b"], delay_s=0.02, bits_per_s=100e6) as bed:
         elapsed_s = float(bed.run("a", [sys.executable, "-c", CONNECT_TIME]).stdout)
@@ -259,6 +263,7 @@ def is_there(pid):
         return False
 
 
+@needs_delay
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_however_the_process_ends(number):
     holder = subprocess.Popen(
@@ -279,6 +284,7 @@ def test_nothing_is_left_however_the_process_ends(number):
 
 def test_a_machine_without_the_means_is_told(monkeypatch):
     look = unavailable.__wrapped__
+    assert look() == ""
     with monkeypatch.context() as patch:
         patch.setattr(namespaces.os, "geteuid", lambda: 1000)
         assert look() == "network namespaces need root, this is user 1000"
@@ -288,3 +294,6 @@ def test_a_machine_without_the_means_is_told(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(namespaces, "_UNSHARE", ["unshare", "--no-such-namespace"])
         assert look().startswith("namespaces are refused: ")
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "_TABLE", "no-such-family netbed")
+        assert "nft" in look()

@@ -6,8 +6,8 @@ ranks of a world are started on it by hand (world.py).
 
 from __future__ import annotations
 
-from netbed.bed import Bed
-from netbed.namespaces import BedUnavailable, Process, unavailable
+from netbed.bed import Bed, unavailable
+from netbed.namespaces import BedUnavailable, Process
 from netbed.network import Address
 from netbed.world import Ended, Job, World
 

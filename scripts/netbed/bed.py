@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -14,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from netbed.namespaces import HERE, BedUnavailable, Namespaces, Process, unavailable
+from netbed.namespaces import HERE, BedUnavailable, Namespaces, Process, missing
 from netbed.network import Address, Switch, addresses
 from netbed.ssh import SSHD_PORT, sshd_command, write_files
 
-__all__ = ["Bed"]
+__all__ = ["Bed", "unavailable"]
 
 _SSHD_TIMEOUT_S = 30.0
 
@@ -61,7 +62,7 @@ class Bed:
         self._cleanup = contextlib.ExitStack()
 
     def __enter__(self) -> Bed:
-        reason = unavailable()
+        reason = missing()
         if reason:
             raise BedUnavailable(reason)
         try:
@@ -210,3 +211,18 @@ class Bed:
     def heal(self) -> None:
         """End all partitions."""
         self._switch.heal()
+
+
+@functools.cache
+def unavailable(*, with_delay: bool = False) -> str:
+    """Why no bed (``with_delay``: whose links have delay) can be made here; "" if one can.
+
+    It is tried, once: a container may allow one thing and refuse another.
+    """
+    try:
+        with Bed(["a", "b"], delay_s=1e-3 if with_delay else 0.0) as bed:
+            bed.partition(["a"], ["b"])
+            bed.limit("a", 1e9)
+    except (BedUnavailable, OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return ""

@@ -8,7 +8,6 @@ this one is killed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BedUnavailable", "Namespaces", "Process", "tool", "unavailable"]
+__all__ = ["BedUnavailable", "Namespaces", "Process", "missing", "tool"]
 
 HERE = Path(__file__).resolve().parent
 TOOLS = {
@@ -48,9 +47,8 @@ def tool(name: str) -> str:
     return shutil.which(name, path=places) or ""
 
 
-@functools.cache
-def unavailable() -> str:
-    """Why no bed can be made here; "" if one can."""
+def missing() -> str:
+    """Which of the means for a bed is not here; "" if all are."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
     if os.geteuid() != 0:
