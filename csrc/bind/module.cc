@@ -1,5 +1,6 @@
 // Python <-> engine. The GIL is held only to convert arguments: every wait releases it, and the core
 // never takes it, except through the `interrupted` callback that py_engine.h hands in.
+#include "base/tree.h"
 #include "bind/graph_clients.h"
 #include "bind/py_engine.h"
 #include "transport/loopback.h"
@@ -174,6 +175,13 @@ NB_MODULE(_native, m) {
         return SegmentLayout(on_host, size, ToConfig(config)).total_bytes;
       },
       "on_host"_a, "size"_a, "config"_a);
+  m.def(
+      "tree_neighbours",
+      [](int hosts, int host) {
+        if (host < 0 || host >= hosts) throw nb::value_error("tree_neighbours: no such host");
+        return Tree(hosts, host).neighbours;
+      },
+      "hosts"_a, "host"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;

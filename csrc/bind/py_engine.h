@@ -261,6 +261,8 @@ class PyEngine {
     return {{"full_announcements", stats.control.full_announcements},
             {"bit_announcements", stats.control.bit_announcements},
             {"control_message_bytes", stats.control.message_bytes},
+            {"control_messages_sent", stats.control.messages_sent},
+            {"control_messages_received", stats.control.messages_received},
             {"operations", stats.operations},
             {"buckets", stats.buckets},
             {"bytes", stats.bytes},

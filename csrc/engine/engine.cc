@@ -310,7 +310,7 @@ void Engine::AnnounceLeave() {
 }
 
 void Engine::SpreadRevocation() {
-  if (uplink_ == nullptr || !segment_->revoked() || spread_.exchange(true)) return;
+  if (uplink_ == nullptr || !segment_->revoked()) return;
   control_->TellRevoked(segment_->RevokedStatus());
 }
 

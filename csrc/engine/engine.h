@@ -41,7 +41,7 @@ struct EngineOptions {
   // By rank: a label of its host, equal for those that share a segment. Empty: all do.
   std::vector<int> hosts;
   // Between hosts, connected stream sockets that are this engine's from now on. By host, in the order of
-  // their first ranks: from the root to every other leader, and from that to the root; -1 for all others.
+  // their first ranks: from a leader to those of its neighbours in the tree (base/tree.h); else -1.
   std::vector<int> uplink_fds;
   std::vector<int> mesh_fds;  // by rank; -1 for this one
   // Of a process set: the number in the world of each rank, for messages. Empty: the same.
@@ -218,10 +218,9 @@ class Engine {
   size_t kick_bytes_ = 0;               // constant after Attach
   std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket
 
-  std::vector<int> mesh_fds_;        // until the backend has them
-  std::unique_ptr<Uplink> uplink_;   // of a leader in a world of several hosts
-  std::vector<bool> told_left_;      // lease; by local rank: the other hosts know
-  std::atomic<bool> spread_{false};  // the other hosts know that the world is over
+  std::vector<int> mesh_fds_;       // until the backend has them
+  std::unique_ptr<Uplink> uplink_;  // of a leader in a world of several hosts
+  std::vector<bool> told_left_;     // lease; by local rank: the other hosts know
 
   // Lease only.
   std::unique_ptr<RecordRing> records_;  // Open: under mutex_

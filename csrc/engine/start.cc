@@ -46,8 +46,8 @@ Engine::Engine(EngineOptions options)
   told_left_.resize(static_cast<size_t>(topology_.local_size()));
   if (topology_.hosts() == 1 || !topology_.leads()) return;
   std::vector<UplinkPeer> peers;
-  for (size_t host = 0; host < topology_.leaders.size(); ++host) {
-    peers.push_back({options.uplink_fds[host], liveness_->Describe(topology_.leaders[host])});
+  for (const int host : Tree(topology_.hosts(), topology_.host()).neighbours) {
+    peers.push_back({host, options.uplink_fds[static_cast<size_t>(host)]});
   }
   uplink_ = std::make_unique<Uplink>(std::move(peers), epoch_);
 }
@@ -163,7 +163,7 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory
 void Engine::StartUplink() {
   Uplink::Events events;
   control_->set_on_late([this](const Note& note) { late_->Hear(note); });
-  events.urgent = [this](const Uplink::Frame& frame) { return control_->Urgent(frame); };
+  events.read = [this](const Uplink::Frame& frame) { return control_->Relay(frame); };
   events.arrived = [this] {
     segment_->RingDriver(topology_.local_rank);
     if (self().driving.load(std::memory_order_seq_cst) == 0) segment_->RingIdle(topology_.local_rank);

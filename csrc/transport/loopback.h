@@ -15,6 +15,7 @@
 #include "base/config.h"
 #include "base/status.h"
 #include "base/topology.h"
+#include "base/tree.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
 
@@ -114,8 +115,10 @@ class LoopbackWorld {
       for (size_t q = 0; q < r; ++q) KV_RETURN_IF_ERROR(MakePair(&meshes_[r][q], &meshes_[q][r]));
     }
     for (size_t host = 1; host < topology.leaders.size(); ++host) {
+      const auto parent = static_cast<size_t>(Tree::ParentOf(static_cast<int>(host)));
       const auto leader = static_cast<size_t>(topology.leaders[host]);
-      KV_RETURN_IF_ERROR(MakePair(&uplinks_[0][host], &uplinks_[leader][0]));
+      const auto above = static_cast<size_t>(topology.leaders[parent]);
+      KV_RETURN_IF_ERROR(MakePair(&uplinks_[above][host], &uplinks_[leader][parent]));
     }
     return Status();
   }

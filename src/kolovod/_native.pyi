@@ -24,8 +24,8 @@ class Engine:
     ``ranks``, ``world``: of a process set its members' numbers in the world, and the world's
     engine; both end together when a rank is lost.
     ``hosts``: by rank a number for its host, () for one host. Then connected stream sockets, which
-    the engine takes over: ``uplink_fds`` by host (from rank 0 to the first rank of every other
-    host, and from that to rank 0), ``mesh_fds`` by rank; -1 where there is none.
+    the engine takes over: ``uplink_fds`` by host (from a host's first rank to those of its
+    ``tree_neighbours``), ``mesh_fds`` by rank; -1 where there is none.
     ``external=True``: after ``hand_over`` buckets are handed to ``next_bucket`` instead of the own
     collectives.
     ``stacks``: asked for the main thread's stack when this rank is late.
@@ -185,6 +185,9 @@ class LoopbackWorld:
 
 def segment_bytes(on_host: int, size: int, config: Mapping[str, int]) -> int:
     """How large a segment must be (bytes, a multiple of the page size)."""
+
+def tree_neighbours(hosts: int, host: int) -> list[int]:
+    """Of a host: its neighbours in the tree of leaders, the one nearer to host 0 first."""
 
 def config_defaults() -> dict[str, int]:
     """Every field of the C++ Config with its default; config.py must name each exactly once."""

@@ -1,7 +1,8 @@
 """Connections between ranks of different hosts: made and authenticated here, for the engine.
 
 Every rank listens on the interface by which it reaches the store. A rank connects to all that come
-before it; a host's leader (its first rank) connects to rank 0 once more, for the control plane.
+before it; a host's leader (its first rank) connects once more to the one above it in the tree of
+leaders, for the control plane.
 After the handshake (auth.py)::
 
     connecting -> listening   {"rank": rank, "purpose": "data" or "control"}
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kolovod import _native
 from kolovod.errors import BootstrapError, StartTimeoutError
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect
 from kolovod.launch.store import Member
@@ -130,11 +132,15 @@ def link(
             )
             if other == 0:
                 config = config_of_other
-        if rank in leaders and rank > 0:
-            links.control[0], _ = _connect(rank, _CONTROL, members[0], secret, deadline)
         expected = {(other, _DATA) for other in range(rank + 1, len(members))}
-        if rank == 0:
-            expected |= {(leader, _CONTROL) for leader in leaders[1:]}
+        if rank in leaders:
+            here = leaders.index(rank)
+            for host in _native.tree_neighbours(len(leaders), here):
+                leader = leaders[host]
+                if host > here:
+                    expected.add((leader, _CONTROL))
+                    continue
+                links.control[host], _ = _connect(rank, _CONTROL, members[leader], secret, deadline)
         for (other, purpose), fd in listener.collect(expected, members, deadline).items():
             if purpose == _DATA:
                 links.data[other] = fd
