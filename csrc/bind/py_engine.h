@@ -89,7 +89,9 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
 // Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
 class PyEngine {
  public:
-  explicit PyEngine(EngineOptions options) : options_rank_(options.rank) {
+  // `links`: None, or what makes connections for it (`Links` of kolovod.launch.mesh), which ends with it.
+  explicit PyEngine(EngineOptions options, nb::object links = nb::none())
+      : options_rank_(options.rank), links_(std::move(links)) {
     Status status;
     std::unique_ptr<Engine> engine;
     {
@@ -106,8 +108,8 @@ class PyEngine {
       // The parent's; its thread does not exist in this process. The C handle keeps it.
       return;
     }
+    Shutdown();  // here, since the last user of the C handle may be the engine's own thread
     nb::gil_scoped_release release;
-    engine_->Shutdown();  // here, since the last user of the C handle may be the engine's own thread
     Detach(handle_);
     engine_.reset();
   }
@@ -241,13 +243,17 @@ class PyEngine {
 
   void Shutdown() {
     if (forgotten_) return;
-    nb::gil_scoped_release release;
-    engine_->Shutdown();
+    {
+      nb::gil_scoped_release release;
+      engine_->Shutdown();
+    }
+    if (!links_.is_none()) links_.attr("close")();
   }
 
   void Forget() {
     forgotten_ = true;
     engine_->Forget();
+    if (!links_.is_none()) links_.attr("forget")();
   }
 
   std::vector<uint64_t> SentBytes() {
@@ -269,6 +275,7 @@ class PyEngine {
             {"buckets_by_caller", stats.drives_caller},
             {"buckets_by_thread", stats.drives_thread},
             {"late_reports", stats.late_reports},
+            {"data_connections", stats.connections},
             {"line_latency_ns", stats.line_latency_ns}};
   }
 
@@ -326,6 +333,7 @@ class PyEngine {
   }
 
   const int options_rank_;
+  const nb::object links_;
   bool forgotten_ = false;
   std::shared_ptr<Engine> engine_;
   kolovod_engine* handle_ = nullptr;

@@ -21,7 +21,7 @@ class Rank {
     options.size = world_->size();
     options.hosts = world_->hosts;
     options.uplink_fds = world_->TakeUplinks(rank);
-    options.mesh_fds = world_->TakeMesh(rank);
+    options.switchboard = world_->SwitchboardOf(rank);
     options.config = world_->config;
     options.segment = world_->SegmentOf(rank);
     options.faults = world_->faults;

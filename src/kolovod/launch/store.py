@@ -3,27 +3,31 @@
 The launcher runs one ``Store`` on the loopback interface for the whole job, so that a world can be
 formed again after a failure. One conversation per rank and world::
 
-    rank  -> store   {"members": [launcher ranks], "rank", "host", "pid", "pid_namespace",
-                      "socket", "user", "address", "timeout_s"}
-    store -> rank    {"epoch": n, "members": [{"rank", "host", "pid", "pid_namespace", "socket",
-                      "user", "address"}]}
+    rank  -> store   {"members": [[first, last] of launcher ranks that follow each other],
+                      "member": member, "config": {name: number}, "timeout_s"}
+    store -> rank    {"epoch": n, "config": {...}, "texts": [...], "members": [member]}
                 or   {"error": kind, "message": text, "rank": launcher rank or null}
+    member           [rank, host, pid, pid_namespace, socket, user, address], in an answer with
+                     the numbers of host and pid_namespace in texts, which are few
 
-The answer comes when all members have joined. It is an error at once when a member's process is
-known to have ended, or when two ranks wait for different worlds that need each other; and after
-``timeout_s`` of the rank that came first, naming the ranks that are missing. Every world gets a new
-epoch number.
+The answer comes when all members have joined; its config is that of the first member. It is an
+error at once when a member's process is known to have ended, or when two ranks wait for different
+worlds that need each other; and after ``timeout_s`` of the rank that came first, naming the ranks
+that are missing. Every world gets a new epoch number.
+
+A rank that waits has no thread here: one watches all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from kolovod.errors import (
@@ -34,14 +38,16 @@ from kolovod.errors import (
     RankLostError,
     StartTimeoutError,
 )
-from kolovod.launch.auth import Channel, Server, connect
+from kolovod.launch.auth import Channel, Server, connect, encode
 
-__all__ = ["Formation", "Member", "Store", "join"]
+__all__ = ["Formation", "Member", "Store", "host_and_port", "join"]
 
 LABEL = "store"
 _SEND_TIMEOUT_S = 5.0
 _ANSWER_GRACE_S = 5.0  # the store's own deadline comes first: it knows who is missing
 _MAX_RANKS = 1 << 16
+_MAX_CONFIG = 256  # names; there are about forty
+_SHARED_TEXTS = (1, 3)  # columns of a member that many have in common: host, pid_namespace
 _ERRORS: dict[str, type[KolovodError]] = {
     "rank_lost": RankLostError,
     "timeout": StartTimeoutError,
@@ -78,6 +84,8 @@ class Formation:
 
     epoch: int
     members: tuple[Member, ...]
+    config: Mapping[str, int] = field(default_factory=dict)
+    """What the first member has given as its engine's configuration."""
 
 
 @dataclass
@@ -88,6 +96,7 @@ class _Group:
     deadline: float
     timeout_s: float
     joined: dict[int, tuple[Member, Channel]] = field(default_factory=dict)
+    config: dict[str, int] = field(default_factory=dict)
 
     def missing(self) -> list[int]:
         return [rank for rank in self.members if rank not in self.joined]
@@ -101,20 +110,37 @@ class Store:
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], _Group] = {}
+        self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
+        self._watched = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._watched.register(self._bell, select.EPOLLIN)
         self._dead: dict[int, str] = {}
         self._epoch = 0
+        self._closed = False
         self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
+        self._watcher = threading.Thread(target=self._watch, name="kolovod store", daemon=True)
 
     def start(self) -> None:
         """Begin to serve."""
+        self._watcher.start()
         self._server.start()
 
     def close(self) -> None:
         """Stop; ranks that still wait are told so. Idempotent."""
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             for group in list(self._groups.values()):
                 self._fail(group, "closed", "the launcher is going away", None)
+            os.eventfd_write(self._bell, 1)
         self._server.close()
+        if self._watcher.ident is not None:
+            self._watcher.join()
+        for fd in list(self._waiting):
+            self._dismiss(fd)
+        self._watched.close()
+        os.close(self._bell)
 
     def mark_dead(self, rank: int, cause: str) -> None:
         """The process of ``rank`` has ended. Worlds that need it fail now, or when asked for.
@@ -129,32 +155,24 @@ class Store:
     def _serve(self, channel: Channel) -> None:
         message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
         try:
-            members, member, timeout_s = _parse_join(message)
-        except (KeyError, TypeError, ValueError) as error:
+            members, member, timeout_s, config = _parse_join(message)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             text = f"a malformed JOIN: {error!r}"
             _send(channel, {"error": "malformed", "message": text, "rank": None})
             return
         with self._lock:
-            group = self._enter(members, member, timeout_s, channel)
-        if group is None:
-            return
-        # The rank sends nothing more: its socket becomes readable when it goes away, be it after
-        # the answer (which the thread of the last one to join sends to all) or before.
-        poll = select.poll()
-        poll.register(channel, select.POLLIN)
-        readable = poll.poll(max(0.0, group.deadline - time.monotonic()) * 1000)
-        with self._lock:
-            if not readable and self._groups.get(members) is group:
-                self._fail_late(group)
-            if group.joined.get(member.rank, (None, None))[1] is channel:
-                del group.joined[member.rank]
-            if not group.joined and self._groups.get(members) is group:
-                del self._groups[members]
+            if not self._closed:
+                self._enter(members, member, timeout_s, config, channel)
 
     def _enter(
-        self, members: tuple[int, ...], member: Member, timeout_s: float, channel: Channel
-    ) -> _Group | None:
-        """Let a rank join; None if it was refused. Under the lock."""
+        self,
+        members: tuple[int, ...],
+        member: Member,
+        timeout_s: float,
+        config: dict[str, int],
+        channel: Channel,
+    ) -> None:
+        """Let a rank join, or refuse it. Under the lock."""
         group = self._groups.get(members)
         if group is None:
             group = _Group(members, time.monotonic() + timeout_s, timeout_s)
@@ -162,25 +180,67 @@ class Store:
         if previous is not None and previous[0].pid != member.pid:
             text = f"{previous[0]} has joined already, and so does pid {member.pid} now"
             _send(channel, {"error": "conflict", "message": text, "rank": member.rank})
-            return None
-        self._groups[members] = group
-        group.joined[member.rank] = (member, channel)
+            return
+        if group.members not in self._groups:
+            self._groups[members] = group
+            os.eventfd_write(self._bell, 1)  # the watcher has a new deadline
+        kept = channel.keep()
+        group.joined[member.rank] = (member, kept)
+        if member.rank == members[0]:
+            group.config = config
+        self._waiting[kept.fileno()] = (group, member.rank, kept)
+        # The rank sends nothing more: its socket becomes readable when it goes away, be it after
+        # the answer or before.
+        self._watched.register(kept.fileno(), select.EPOLLIN)
         dead = [rank for rank in self._dead if rank in members]
         if dead:  # the first to have ended: the likely cause of the others
             self._fail_dead(group, dead[0])
-            return None
-        if self._refuse_conflict(group, member):
-            return None
-        if not group.missing():
+        elif not self._refuse_conflict(group, member) and len(group.joined) == len(members):
             self._complete(group)
-        return group
+
+    def _watch(self) -> None:
+        """The watcher's thread: ranks that go away, and groups that are not complete in time."""
+        while not self._closed:
+            with self._lock:
+                groups = list(self._groups.values())
+            now = time.monotonic()
+            wait_s = min((group.deadline - now for group in groups), default=3600.0)
+            ready = self._watched.poll(max(0.0, wait_s))
+            with self._lock:
+                for fd, _ in ready:
+                    if fd == self._bell:
+                        os.eventfd_read(self._bell)
+                    elif fd in self._waiting:
+                        self._dismiss(fd)
+                now = time.monotonic()
+                for group in [g for g in self._groups.values() if g.deadline <= now]:
+                    self._fail_late(group)
+
+    def _dismiss(self, fd: int) -> None:
+        """Close the connection of a rank that has gone away, or is not waited for any more."""
+        group, rank, channel = self._waiting.pop(fd)
+        self._watched.unregister(fd)
+        if rank in group.joined and group.joined[rank][1] is channel:
+            del group.joined[rank]
+        channel.close()
+        if not group.joined and self._groups.get(group.members) is group:
+            del self._groups[group.members]
 
     def _complete(self, group: _Group) -> None:
         del self._groups[group.members]
         self._epoch += 1
-        everybody = [asdict(group.joined[rank][0]) for rank in group.members]
+        texts: dict[str, int] = {}
+        rows = []
+        for rank in group.members:
+            row = list(astuple(group.joined[rank][0]))
+            for column in _SHARED_TEXTS:
+                row[column] = texts.setdefault(row[column], len(texts))
+            rows.append(row)
+        answer = {"epoch": self._epoch, "config": group.config, "texts": list(texts)}
+        body = encode({**answer, "members": rows})
         for _, channel in group.joined.values():
-            _send(channel, {"epoch": self._epoch, "members": everybody})
+            with contextlib.suppress(OSError):  # one that went away is no concern of the others
+                channel.send_encoded(body, time.monotonic() + _SEND_TIMEOUT_S)
 
     def _refuse_conflict(self, group: _Group, member: Member) -> bool:
         """Two ranks that wait for each other in different worlds would wait for ever."""
@@ -225,40 +285,78 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message, time.monotonic() + _SEND_TIMEOUT_S)
 
 
-def _parse_join(message: dict[str, Any]) -> tuple[tuple[int, ...], Member, float]:
-    members = tuple(message["members"])
-    if not 0 < len(members) <= _MAX_RANKS or list(members) != sorted(set(members)):
-        raise ValueError(f"members {members[:8]}")
+def _parse_join(
+    message: dict[str, Any],
+) -> tuple[tuple[int, ...], Member, float, dict[str, int]]:
+    spans = [(int(first), int(last)) for first, last in message["members"]]
+    if not 0 < sum(max(0, last - first) + 1 for first, last in spans) <= _MAX_RANKS:
+        raise ValueError(f"members {spans[:8]}")
+    members = tuple(rank for first, last in spans for rank in range(first, last + 1))
+    if not members or list(members) != sorted(set(members)):
+        raise ValueError(f"members {spans[:8]}")
+    rank, host, pid, pid_namespace, name, user, address = message["member"]
     member = Member(
-        rank=int(message["rank"]),
-        host=str(message["host"])[:255],
-        pid=int(message["pid"]),
-        pid_namespace=str(message["pid_namespace"])[:64],
-        socket=str(message["socket"])[:107],
-        user=int(message["user"]),
-        address=str(message["address"])[:64],
+        rank=int(rank),
+        host=str(host)[:255],
+        pid=int(pid),
+        pid_namespace=str(pid_namespace)[:64],
+        socket=str(name)[:107],
+        user=int(user),
+        address=str(address)[:64],
     )
     timeout_s = float(message["timeout_s"])
     if member.rank not in members or not 0 < timeout_s < 1e7:
-        raise ValueError(f"rank {member.rank} of {members[:8]}, timeout {timeout_s} s")
-    return members, member, timeout_s
+        raise ValueError(f"rank {member.rank} of {spans[:8]}, timeout {timeout_s} s")
+    config = {str(name): int(value) for name, value in message["config"].items()}
+    if len(config) > _MAX_CONFIG:
+        raise ValueError(f"a config of {len(config)} values")
+    return members, member, timeout_s, config
+
+
+def _spans(members: Sequence[int]) -> list[list[int]]:
+    """Numbers that follow each other as ``[first, last]``: a world of all ranks is one span."""
+    spans: list[list[int]] = []
+    for rank in members:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return spans
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of a store's "host:port". Raises BootstrapError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise BootstrapError(f"KOLOVOD_STORE={address!r}: expected host:port")
+    return host, int(port)
 
 
 def join(
-    address: str, secret: str, members: Sequence[int], member: Member, timeout_s: float
+    address: str,
+    secret: str,
+    members: Sequence[int],
+    member: Member,
+    timeout_s: float,
+    config: Mapping[str, int] | None = None,
 ) -> Formation:
     """Wait at the store at ``address`` ("host:port") until all ``members`` have joined.
+
+    ``config``: this rank's engine configuration, which holds for all if it is the first member.
 
     Raises RankLostError if one of them has ended, StartTimeoutError naming the missing ones,
     InvalidArgumentError if they ask for different worlds, AuthenticationError, BootstrapError.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise BootstrapError(f"KOLOVOD_STORE={address!r}: expected host:port")
+    target = host_and_port(address)
     deadline = time.monotonic() + timeout_s + _ANSWER_GRACE_S
-    request = {"members": list(members), "timeout_s": timeout_s, **asdict(member)}
+    request = {
+        "members": _spans(members),
+        "member": astuple(member),
+        "config": dict(config or {}) if member.rank == members[0] else {},
+        "timeout_s": timeout_s,
+    }
     try:
-        channel = connect(socket.AF_INET, (host, int(port)), secret, LABEL, deadline)
+        channel = connect(socket.AF_INET, target, secret, LABEL, deadline)
         with contextlib.closing(channel):
             channel.send(request, deadline)
             answer = channel.receive(deadline)
@@ -274,4 +372,8 @@ def join(
         if kind is RankLostError:
             raise RankLostError(answer["message"], answer["rank"])
         raise kind(answer["message"])
-    return Formation(int(answer["epoch"]), tuple(Member(**facts) for facts in answer["members"]))
+    for row in answer["members"]:
+        for column in _SHARED_TEXTS:
+            row[column] = answer["texts"][row[column]]
+    everybody = tuple(Member(*row) for row in answer["members"])
+    return Formation(int(answer["epoch"]), everybody, answer["config"])
