@@ -275,3 +275,18 @@ def test_overhead_goals():
     rows = goals.overhead_rows(2.0, 3.5, -0.02)
     assert [row[3] for row in rows] == [True, False, True]
     assert [row[3] for row in goals.overhead_rows(3.1, None, 0.011)] == [False, False]
+
+
+def test_worlds_of_many_ranks_are_simulated(tmp_path):
+    """What is counted has a bound (docs/decisions/0017): 3 messages for each of 5 connections."""
+    ended = run_bench("scale.py", "--sizes", "2", "64", "--steps", "10", "--output", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    small, large = json.loads((tmp_path / "scale.json").read_text())["worlds"]
+    assert (small["ranks"], small["connections"]) == (2, 1)
+    assert abs(small["messages"] - 3) <= 0.3
+    assert large["ranks"] == 64
+    assert large["messages"] <= 15 * 1.1  # some of the step before or after
+    assert abs(large["mean_messages"] - 6 * 63 / 64) <= 0.6
+    assert 1 <= large["connections"] <= 8
+    assert "| 64 |" in (tmp_path / "scale.md").read_text()
+    assert "<polyline" in (tmp_path / "scale.svg").read_text()

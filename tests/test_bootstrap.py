@@ -12,7 +12,8 @@ from kolovod import _native
 from kolovod.config import Settings
 from kolovod.errors import BootstrapError
 from kolovod.launch import bootstrap
-from kolovod.launch.bootstrap import describe, make_segment
+from kolovod.launch.bootstrap import make_segment
+from kolovod.launch.mesh import describe
 from kolovod.launch.store import Member
 from kolovod.testing import run_ranks
 

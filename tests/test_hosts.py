@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -65,30 +66,121 @@ def test_every_verb_between_hosts(hosts):
         assert joined
 
 
-def connections(rank):
-    """Of this process: with whom, as addresses."""
-    kolovod.init()
-    kolovod.barrier()
-    table = subprocess.run(["cat", f"/proc/{os.getpid()}/net/tcp"], capture_output=True, text=True)
+def sockets():
+    """Local addresses of this process's TCP sockets: of the connected, and of the listening."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    lines = [line.split() for line in table.stdout.splitlines()[1:]]
+    with open("/proc/self/net/tcp") as table:
+        lines = [line.split() for line in table.readlines()[1:]]
     mine = [line for line in lines if line[9] in inodes]
+    listening = [line[1][:8] for line in mine if line[3] == "0A"]
+    return [line[1][:8] for line in mine if line[3] != "0A"], listening
+
+
+def connections(rank):
+    kolovod.init()
+    engine = kolovod.world.current().engine
+    found = []
+    for work in (kolovod.barrier, lambda: kolovod.allreduce(np.ones(300_000), "t")):
+        work()
+        kolovod.barrier()
+        found.append((*sockets(), engine.stats()["data_connections"]))
+        kolovod.barrier()
+    return found
+
+
+LOCAL = "0100007F"  # 127.0.0.1, which is where the launcher's store is
+
+
+def test_connections_are_made_when_they_are_used():
+    results = run_ranks(4, connections, hosts=["a", "a", "b", "b"])
+    for rank, found in enumerate(results):
+        for connected, listening, data in found:
+            assert listening == [LOCAL]
+            assert set(connected) <= {LOCAL}
+            assert len(connected) == data + (rank % 2 == 0)  # leaders have one between them
+    before, after = zip(*results, strict=True)
+    # init itself broadcasts, from leader to leader; ranks of a host talk through its memory.
+    assert [data for _, _, data in before] == [1, 0, 1, 0]
+    assert [data for _, _, data in after] == [1, 1, 1, 1]
+
+
+def listening_alone(rank):
+    kolovod.init()
+    return sockets()
+
+
+def test_a_world_of_one_host_has_no_connections():
+    assert run_ranks(2, listening_alone) == [([], [])] * 2
+
+
+def unreachable(rank):
+    from kolovod.launch import mesh
+
+    mesh._PATIENCE_S = 0.5
+    original = mesh.Links.hand_over
+
+    def deaf(self):
+        if rank == 0:
+            self._listener.close()
+        return original(self)
+
+    mesh.Links.hand_over = deaf
+    begin = time.monotonic()
+    with pytest.raises(
+        RankLostError, match=r"cannot be reached at 127.0.0.1:\d+ from rank 1 on"
+    ) as e:
+        kolovod.init()  # which broadcasts
+    return e.value.rank, time.monotonic() - begin
+
+
+def test_who_cannot_be_reached_is_named_on_both_sides():
+    for culprit, elapsed_s in run_ranks(2, unreachable, hosts=["a", "b"]):
+        assert culprit == 0
+        assert elapsed_s < 10
+
+
+def stopped(rank, path):
+    """A rank that is stopped when the first connection to it is wanted is late, not lost."""
+    from kolovod.launch import mesh
+    from kolovod.observe import timeline
+
+    mesh._PATIENCE_S = 0.2
+    timeline.begin = lambda world: None  # it broadcasts
+    kolovod.init()
+    if rank == 0:
+        path.write_text(str(os.getpid()))
     kolovod.barrier()
-    # 0100007F: 127.0.0.1, which is where the launcher's store is; 0A: listening.
-    return len(mine), {line[1][:8] for line in mine}, any(line[3] == "0A" for line in mine)
+    if rank == 1:
+        pid = int(path.read_text())
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(1.5, os.kill, (pid, signal.SIGCONT)).start()
+    else:
+        time.sleep(0.2)
+    return kolovod.allreduce(np.full(10, rank), "t", op=Sum)[0]
 
 
-def test_sockets_are_those_of_the_mesh_on_the_interface_of_the_store():
-    results = run_ranks(3, connections, hosts=["a", "a", "b"])
-    assert [count for count, _, _ in results] == [3, 2, 3]  # leaders have one more between them
-    for _, addresses, listening in results:
-        assert addresses == {"0100007F"}
-        assert not listening
+def test_a_stopped_rank_is_waited_for(tmp_path):
+    assert run_ranks(2, stopped, tmp_path / "pid", hosts=["a", "b"]) == [1, 1]
+
+
+def child_of_a_rank(rank):
+    kolovod.init()
+    kolovod.allreduce(np.ones(10), "t")
+    child = os.fork()
+    if child == 0:
+        os._exit(len(sockets()[0] + sockets()[1]))
+    _, status = os.waitpid(child, 0)
+    kolovod.barrier()
+    return os.waitstatus_to_exitcode(status), kolovod.allreduce(np.ones(10), "t", op=Sum)[0]
+
+
+def test_a_forked_child_has_none_of_the_connections():
+    assert run_ranks(2, child_of_a_rank, hosts=["a", "b"]) == [(0, 2), (0, 2)]
 
 
 def of_the_root(rank):
@@ -190,6 +282,16 @@ def test_a_lost_rank_is_named_on_every_host(which, how, error):
         assert elapsed_s < 10
 
 
+@pytest.mark.parametrize(("how", "error"), [("kill", RankLostError), ("leave", RankLeftError)])
+def test_a_lost_leader_between_others_is_named_on_every_host(how, error):
+    """Hosts 5 and 6 hear from the others by way of host 1 only."""
+    hosts = [f"host{rank}" for rank in range(7)]
+    results = run_ranks(7, victim, 1, how, hosts=hosts, keep_going=True)
+    for kind, culprit, elapsed_s in results[:1] + results[2:]:
+        assert (kind, culprit) == (error, 1)
+        assert elapsed_s < 10
+
+
 def forking(rank):
     """A child of a dead rank holds its sockets open; the death is noticed all the same."""
     kolovod.init()
@@ -226,6 +328,9 @@ def again(rank):
         kolovod.init()
         assert kolovod.allreduce(np.full(1000, turn))[0] == turn
         kolovod.shutdown()
+    deadline = time.monotonic() + 5
+    while resources() != before and time.monotonic() < deadline:
+        time.sleep(0.01)  # the system may list a thread that was joined for a moment
     return before, resources()
 
 

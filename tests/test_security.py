@@ -138,7 +138,7 @@ def test_a_recorded_server_convinces_no_client() -> None:
     with near, far:
         far.sendall(recorded)
         with pytest.raises(AuthenticationError, match="does not know"):
-            auth._client_handshake(near, SECRET.encode(), "test", soon())
+            auth.greet(near, SECRET, "test", soon())
 
 
 def test_a_challenge_sent_back_proves_nothing() -> None:
@@ -161,7 +161,7 @@ def test_a_clients_own_proof_sent_back_proves_nothing() -> None:
     with near, far, ThreadPoolExecutor(1) as pool:
         pool.submit(mirror)
         with pytest.raises(AuthenticationError, match="does not know"):
-            auth._client_handshake(near, SECRET.encode(), "test", soon())
+            auth.greet(near, SECRET, "test", soon())
 
 
 def test_a_handshake_cannot_be_passed_on_to_another_rank() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +26,12 @@ from kolovod.launch.store import LABEL, Formation, Member, Store, join
 
 SECRET = new_secret()
 TIMEOUT_S = 20.0
+JOIN = {
+    "members": [[0, 1]],
+    "member": [0, "h", 1, "", "", 0, ""],
+    "config": {},
+    "timeout_s": 1,
+}
 
 
 @pytest.fixture
@@ -61,6 +70,73 @@ def test_everybody_hears_about_everybody(store: Store, pool: ThreadPoolExecutor,
     formations = [joining(pool, store, rank, members) for rank in reversed(members)]
     expected = Formation(1, tuple(member(rank) for rank in members))
     assert [formation.result(10) for formation in formations] == [expected] * size
+
+
+def test_the_first_members_config_is_told_to_all(store: Store, pool: ThreadPoolExecutor) -> None:
+    members = [1, 3, 4, 5, 7]
+    formations = [
+        pool.submit(join, store.address, SECRET, members, member(rank), 20.0, {"a": rank, "b": -1})
+        for rank in reversed(members)
+    ]
+    for formation in formations:
+        assert formation.result(10).config == {"a": 1, "b": -1}
+        assert [m.rank for m in formation.result(10).members] == members
+
+
+def test_ranks_that_wait_have_no_threads(store: Store, pool: ThreadPoolExecutor) -> None:
+    before = threading.active_count()
+    members = list(range(16))
+    waiting = [joining(pool, store, rank, members) for rank in members[1:]]
+    wait_until_joined(store, 15)
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before + 15 and time.monotonic() < deadline:
+        time.sleep(0.005)  # the last handshake's thread ends
+    assert threading.active_count() <= before + 15  # those of the pool
+    waiting.append(joining(pool, store, 0, members))
+    assert {formation.result(10).epoch for formation in waiting} == {1}
+    while store._waiting and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert not store._waiting
+
+
+def test_who_joins_again_is_counted_once(store: Store, pool: ThreadPoolExecutor) -> None:
+    first = joining(pool, store, 0, [0, 1])
+    wait_until_joined(store, 1)
+    again = joining(pool, store, 0, [0, 1])
+    deadline = time.monotonic() + 5
+    while len(store._waiting) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    joining(pool, store, 1, [0, 1]).result(10)
+    assert again.result(10).epoch == 1
+    store.close()
+    with pytest.raises(BootstrapError):
+        first.result(10)
+
+
+def test_the_answer_to_thousands_of_ranks_fits(pool: ThreadPoolExecutor) -> None:
+    """The whole rendezvous of one rank among 4096, without the other 4095 connections."""
+    size = 4096
+    with contextlib.closing(Store(SECRET, size)) as made:
+        made.start()
+        me = dataclasses.replace(member(size - 1), socket="kolovod-" + "0" * 32)
+        waiting = pool.submit(join, made.address, SECRET, range(size), me, TIMEOUT_S)
+        wait_until_joined(made, 1)
+        nobody = SimpleNamespace(send_encoded=lambda *_: None)
+        with made._lock:
+            (group,) = made._groups.values()
+            for rank in range(size - 1):
+                facts = dataclasses.replace(
+                    me,
+                    rank=rank,
+                    host=f"host-{rank // 8}",
+                    address=f"10.100.100.{rank % 250}:40000",
+                )
+                group.joined[rank] = (facts, nobody)
+            made._complete(group)
+        members = waiting.result(10).members
+    assert [m.rank for m in members] == list(range(size))
+    assert members[-1] == me
+    assert members[17].host == "host-2"
 
 
 def test_every_world_has_a_new_epoch(store: Store, pool: ThreadPoolExecutor) -> None:
@@ -126,16 +202,8 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
         LABEL,
         time.monotonic() + 5,
     )
-    facts = {
-        "rank": 1,
-        "host": "h",
-        "pid": 5,
-        "pid_namespace": "",
-        "socket": "",
-        "user": 0,
-        "address": "",
-    }
-    request = {"members": [0, 1], "timeout_s": TIMEOUT_S, **facts}
+    facts = [1, "h", 5, "", "", 0, ""]
+    request = {"members": [[0, 1]], "timeout_s": TIMEOUT_S, "member": facts, "config": {}}
     channel.send(request, time.monotonic() + 5)
     wait_until_joined(store, 1)
     channel.close()
@@ -179,26 +247,16 @@ def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecut
         {},
         [],
         "JOIN",
-        {"members": [1, 0]},
-        {
-            "members": [],
-            "rank": 0,
-            "host": "h",
-            "pid": 1,
-            "pid_namespace": "",
-            "socket": "",
-            "user": 0,
-        },
-        {
-            "members": [0, 1],
-            "rank": 5,
-            "host": "h",
-            "pid": 1,
-            "pid_namespace": "",
-            "socket": "",
-            "user": 0,
-            "timeout_s": 1,
-        },
+        {"members": [[1, 0]]},
+        {**JOIN, "members": []},
+        {**JOIN, "members": [0, 1]},
+        {**JOIN, "members": [[0, 1], [1, 2]]},
+        {**JOIN, "members": [[0, 1 << 40]]},
+        {**JOIN, "member": [5, "h", 1, "", "", 0, ""]},
+        {**JOIN, "member": [0, "h"]},
+        {**JOIN, "config": [1]},
+        {**JOIN, "config": {str(number): number for number in range(1000)}},
+        {**JOIN, "timeout_s": 0},
     ],
 )
 def test_a_malformed_request_is_answered(store: Store, message: object) -> None:

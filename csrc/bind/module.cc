@@ -1,5 +1,6 @@
 // Python <-> engine. The GIL is held only to convert arguments: every wait releases it, and the core
 // never takes it, except through the `interrupted` callback that py_engine.h hands in.
+#include "base/tree.h"
 #include "bind/graph_clients.h"
 #include "bind/py_engine.h"
 #include "transport/loopback.h"
@@ -12,8 +13,9 @@ namespace {
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
                              bool external, std::vector<int> ranks, const PyEngine* world,
-                             std::vector<int> hosts, std::vector<int> uplink_fds, std::vector<int> mesh_fds,
-                             std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
+                             std::vector<int> hosts, std::vector<int> uplink_fds,
+                             std::shared_ptr<Switchboard> switchboard, std::shared_ptr<StackSource> stacks,
+                             std::string last_operations_prefix) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
     throw nb::value_error("peers: need one (pidfd, description) for each rank");
   }
@@ -32,14 +34,17 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   options.last_operations_prefix = std::move(last_operations_prefix);
   options.hosts = std::move(hosts);
   options.uplink_fds = std::move(uplink_fds);
-  options.mesh_fds = std::move(mesh_fds);
+  options.switchboard = std::move(switchboard);
   int on_host = size;
   if (!options.hosts.empty()) {
     const Topology topology(rank, options.hosts);
     on_host = topology.local_size();
-    if (options.hosts.size() != peers.size() || options.mesh_fds.size() != peers.size() ||
-        options.uplink_fds.size() != topology.leaders.size()) {
-      throw nb::value_error("hosts, mesh_fds: need one for each rank; uplink_fds: one for each host");
+    if (options.hosts.size() != peers.size()) throw nb::value_error("hosts: need one for each rank");
+    if (topology.hosts() > 1 && options.switchboard == nullptr) {
+      throw nb::value_error("links: several hosts need them");
+    }
+    if (topology.hosts() > 1 && topology.leads() && options.uplink_fds.size() != topology.leaders.size()) {
+      throw nb::value_error("uplink_fds: need one for each host");
     }
   }
   options.liveness = std::make_unique<PidfdLiveness>(rank, peers);
@@ -55,7 +60,7 @@ EngineOptions LoopbackOptions(LoopbackWorld& world, int rank) {
   options.config = world.config;
   options.hosts = world.hosts;
   options.uplink_fds = world.TakeUplinks(rank);
-  options.mesh_fds = world.TakeMesh(rank);
+  options.switchboard = world.SwitchboardOf(rank);
   options.segment = world.SegmentOf(rank);
   options.faults = world.faults;
   options.ranks = world.ranks;
@@ -122,22 +127,35 @@ NB_MODULE(_native, m) {
     }
   });
   nb::class_<StackSource>(m, "StackSource").def(nb::init<int, int>(), "signum"_a, "read_fd"_a);
+  nb::class_<Switchboard>(m, "Switchboard")
+      .def(nb::init<>())
+      .def("fileno", &Switchboard::wanted_fd)
+      .def("wanted", &Switchboard::TakeWanted)
+      .def("connected", &Switchboard::Connected, "peer"_a, "fd"_a)
+      .def("failed", &Switchboard::Failed, "text"_a)
+      .def("close", &Switchboard::Close)
+      .def("forget", &Switchboard::Forget)
+      .def_prop_ro("closed", &Switchboard::closed);
   nb::class_<PyEngine>(m, "Engine")
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external,
              std::vector<int> ranks, const PyEngine* world, std::vector<int> hosts,
-             std::vector<int> uplink_fds, std::vector<int> mesh_fds, std::shared_ptr<StackSource> stacks,
+             std::vector<int> uplink_fds, const nb::object& links, std::shared_ptr<StackSource> stacks,
              std::string last_operations_prefix) {
-            new (self) PyEngine(ProcessOptions(rank, size, epoch, segment_fd, peers, config, external,
-                                               std::move(ranks), world, std::move(hosts),
-                                               std::move(uplink_fds), std::move(mesh_fds), std::move(stacks),
-                                               std::move(last_operations_prefix)));
+            std::shared_ptr<Switchboard> switchboard;
+            if (!links.is_none())
+              switchboard = nb::cast<std::shared_ptr<Switchboard>>(links.attr("switchboard"));
+            new (self) PyEngine(
+                ProcessOptions(rank, size, epoch, segment_fd, peers, config, external, std::move(ranks),
+                               world, std::move(hosts), std::move(uplink_fds), std::move(switchboard),
+                               std::move(stacks), std::move(last_operations_prefix)),
+                links);
           },
           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
           "ranks"_a = std::vector<int>{}, "world"_a = nb::none(), "hosts"_a = std::vector<int>{},
-          "uplink_fds"_a = std::vector<int>{}, "mesh_fds"_a = std::vector<int>{}, "stacks"_a = nb::none(),
+          "uplink_fds"_a = std::vector<int>{}, "links"_a = nb::none(), "stacks"_a = nb::none(),
           "last_operations_prefix"_a = "")
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
            "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{}, "out_bytes"_a = std::vector<size_t>{})
@@ -174,6 +192,13 @@ NB_MODULE(_native, m) {
         return SegmentLayout(on_host, size, ToConfig(config)).total_bytes;
       },
       "on_host"_a, "size"_a, "config"_a);
+  m.def(
+      "tree_neighbours",
+      [](int hosts, int host) {
+        if (host < 0 || host >= hosts) throw nb::value_error("tree_neighbours: no such host");
+        return Tree(hosts, host).neighbours;
+      },
+      "hosts"_a, "host"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;

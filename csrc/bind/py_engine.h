@@ -97,7 +97,9 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
 // Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
 class PyEngine {
  public:
-  explicit PyEngine(EngineOptions options) : options_rank_(options.rank) {
+  // `links`: None, or what makes connections for it (`Links` of kolovod.launch.mesh), which ends with it.
+  explicit PyEngine(EngineOptions options, nb::object links = nb::none())
+      : options_rank_(options.rank), links_(std::move(links)) {
     Status status;
     std::unique_ptr<Engine> engine;
     {
@@ -114,8 +116,8 @@ class PyEngine {
       // The parent's; its thread does not exist in this process. The C handle keeps it.
       return;
     }
+    Shutdown();  // here, since the last user of the C handle may be the engine's own thread
     nb::gil_scoped_release release;
-    engine_->Shutdown();  // here, since the last user of the C handle may be the engine's own thread
     Detach(handle_);
     engine_.reset();
   }
@@ -249,13 +251,17 @@ class PyEngine {
 
   void Shutdown() {
     if (forgotten_) return;
-    nb::gil_scoped_release release;
-    engine_->Shutdown();
+    {
+      nb::gil_scoped_release release;
+      engine_->Shutdown();
+    }
+    if (!links_.is_none()) links_.attr("close")();
   }
 
   void Forget() {
     forgotten_ = true;
     engine_->Forget();
+    if (!links_.is_none()) links_.attr("forget")();
   }
 
   std::vector<uint64_t> SentBytes() {
@@ -269,12 +275,15 @@ class PyEngine {
     return {{"full_announcements", stats.control.full_announcements},
             {"bit_announcements", stats.control.bit_announcements},
             {"control_message_bytes", stats.control.message_bytes},
+            {"control_messages_sent", stats.control.messages_sent},
+            {"control_messages_received", stats.control.messages_received},
             {"operations", stats.operations},
             {"buckets", stats.buckets},
             {"bytes", stats.bytes},
             {"buckets_by_caller", stats.drives_caller},
             {"buckets_by_thread", stats.drives_thread},
             {"late_reports", stats.late_reports},
+            {"data_connections", stats.connections},
             {"line_latency_ns", stats.line_latency_ns}};
   }
 
@@ -332,6 +341,7 @@ class PyEngine {
   }
 
   const int options_rank_;
+  const nb::object links_;
   bool forgotten_ = false;
   std::shared_ptr<Engine> engine_;
   kolovod_engine* handle_ = nullptr;

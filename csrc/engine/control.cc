@@ -12,6 +12,7 @@ Control::Control(Segment& segment, const Topology& topology, std::vector<int> ra
                  const Config& config, std::mutex& mutex, LoopbackFaults* faults, Uplink* uplink)
     : segment_(segment),
       topology_(topology),
+      tree_(topology.hosts(), topology.host()),
       rank_(topology.rank),
       uplink_(uplink),
       mutex_(mutex),
@@ -36,9 +37,20 @@ Control::Control(Segment& segment, const Topology& topology, std::vector<int> ra
   }
   responses_out_ = std::make_unique<RingWriter>(segment.broadcast_ring(), kBroadcastRingBytes,
                                                 &segment.header().broadcast_head, std::move(tails), epoch);
+  if (uplink_ != nullptr) {
+    tally_ = std::make_unique<Tally>(segment.layout().cache_capacity, tree_.children.size() + 1);
+  }
   if (!topology_.is_root()) return;
   negotiator_ = std::make_unique<Negotiator>(std::move(ranks), static_cast<size_t>(config.cache_capacity));
-  hosts_having_.resize(segment.layout().cache_capacity);
+}
+
+ControlStats Control::stats() const {
+  ControlStats stats = stats_;
+  if (uplink_ != nullptr) {
+    stats.messages_sent = uplink_->sent_frames();
+    stats.messages_received = uplink_->received_frames();
+  }
+  return stats;
 }
 
 bool Control::Announce(const OperationPtr& op) {

@@ -15,9 +15,11 @@
 
 #include "base/config.h"
 #include "base/topology.h"
+#include "base/tree.h"
 #include "control/log.h"
 #include "control/negotiate.h"
 #include "control/ring.h"
+#include "control/tally.h"
 #include "engine/operation.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
@@ -29,6 +31,8 @@ struct ControlStats {
   uint64_t full_announcements = 0;  // messages with name, dtype and shape
   uint64_t bit_announcements = 0;   // one increment of a counter
   uint64_t message_bytes = 0;       // written into control rings by this rank, both directions
+  uint64_t messages_sent = 0;       // a leader's to other hosts
+  uint64_t messages_received = 0;   // and from them
 };
 
 class Control {
@@ -46,7 +50,7 @@ class Control {
   // Under the mutex.
   const std::unordered_map<std::string, OperationPtr>& pending() const { return pending_; }
   void Erase(const std::string& name);
-  ControlStats stats() const { return stats_; }
+  ControlStats stats() const;
 
   // Lease. A leader passes on what has arrived, the root negotiates it; every rank moves what waits to be
   // sent.
@@ -68,14 +72,17 @@ class Control {
   bool MaySeal() const { return topology_.hosts() == 1 || topology_.is_root(); }
   // Lease. Proposes `end`; returns the one that holds.
   uint64_t Seal(uint64_t bucket, uint64_t begin, uint64_t end);
-  // A leader tells the other hosts that a rank of its own has left, or that the world is over. Any thread.
+  // A leader tells the other hosts that a rank of its own has left, or something about late ranks, or (the
+  // first time only) that the world is over. Any thread.
   void TellLeft(int rank);
   void TellLeaders(const Note& note);
-  // Called by the uplink's thread with what leaders tell each other about late ranks. Before it is started.
-  void set_on_late(std::function<void(const Note&)> on_late) { on_late_ = std::move(on_late); }
   void TellRevoked(const Status& status);
-  // From the uplink's thread: whether the frame is dealt with.
-  bool Urgent(const Uplink::Frame& frame);
+  // Called by whoever reads the uplink with what leaders tell each other about late ranks. Before it is
+  // started.
+  void set_on_late(std::function<void(const Note&)> on_late) { on_late_ = std::move(on_late); }
+  // From whoever reads the uplink: passes the frame on in the tree. True: this host has no more to do with
+  // it.
+  bool Relay(const Uplink::Frame& frame);
   void Lost(int host, const std::string& reason, const std::string& leader);
 
  private:
@@ -93,9 +100,15 @@ class Control {
   Status ReadUplink();
   // Leader: from a rank of this host.
   Status PassOn(const Note& note);
-  // Root: from a host. Other leaders: from the root.
+  // Root: from a rank of its host, or from what is reached by way of `host`. Other leaders: from the root, by
+  // way of their parent.
   Status Decide(int host, const Note& note);
-  Status Obey(const Note& note);
+  Status Obey(int host, const Note& note);
+  // A leader that is not the root, from a child's subtree, or from the root. True: no more to do here.
+  bool RelayUp(const Note& note, const std::string& payload);
+  bool RelayDown(const Note& note, const std::string& payload);
+  void SendDown(const std::string& payload) { uplink_->Send(tree_.children, payload); }
+  void SendToOthers(int host, const std::string& payload);
   void MarkLeft(int rank);
   void Publish(const std::vector<Response>& responses);
   void PushResponse(const std::string& body);
@@ -110,6 +123,7 @@ class Control {
 
   Segment& segment_;
   const Topology topology_;
+  const Tree tree_;
   const int rank_;
   Uplink* const uplink_;
   std::mutex& mutex_;
@@ -127,6 +141,8 @@ class Control {
 
   std::function<void(const Note&)> on_late_;
   std::vector<std::atomic<bool>> leaving_;  // by host: its leader has said that it leaves
+  std::atomic<bool> told_revoked_{false};   // the other hosts know that the world is over
+  std::unique_ptr<Tally> tally_;            // of a leader with several hosts
 
   // Lease only. Of leaders:
   std::vector<RingReader> from_ranks_;
@@ -135,7 +151,6 @@ class Control {
   int complete_ = 0;           // responses that are in the ring and not in the log
   // Of the root:
   std::unique_ptr<Negotiator> negotiator_;
-  std::vector<int> hosts_having_;  // by id: hosts all of whose ranks have announced it
 
   RingReader responses_in_;
   std::deque<std::string> arrived_;  // responses whose log entry was not read yet

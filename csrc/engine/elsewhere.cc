@@ -1,6 +1,9 @@
 #include "engine/elsewhere.h"
 
+#include <climits>
 #include <utility>
+
+#include "base/tree.h"
 
 namespace kolovod {
 namespace {
@@ -52,12 +55,16 @@ Elsewhere::Answers Elsewhere::Judge(int64_t now_ns, int* silent) {
   for (const Other& other : others_) {
     if (other.blames && now_ns - other.answered_ns <= kFreshNs) return Answers::kBlaming;
   }
-  for (size_t host = 0; host < others_.size(); ++host) {
-    if (static_cast<int>(host) == host_ || now_ns - others_[host].answered_ns <= kFreshNs) continue;
-    *silent = static_cast<int>(host);
-    return Answers::kSilent;
+  int nearest = INT_MAX;
+  for (size_t i = 0; i < others_.size(); ++i) {
+    const auto host = static_cast<int>(i);
+    if (host == host_ || now_ns - others_[i].answered_ns <= kFreshNs) continue;
+    const int distance = Tree::Distance(host_, host);
+    if (distance >= nearest) continue;
+    nearest = distance;
+    *silent = host;
   }
-  return Answers::kNone;
+  return nearest == INT_MAX ? Answers::kNone : Answers::kSilent;
 }
 
 }  // namespace kolovod

@@ -27,8 +27,9 @@ class Elsewhere {
   // Whether there are some that were not answered, and from now on they are.
   bool TakeUnanswered();
   enum class Answers { kOutstanding, kBlaming, kSilent, kNone };
-  // kBlaming: some host has found who is late. kSilent: `*silent` has not answered for too long. kNone: all
-  // have answered and know nothing.
+  // kBlaming: some host has found who is late. kSilent: `*silent` has not answered for too long; of several
+  // the nearest in the tree of leaders, since what lies behind it is heard through it. kNone: all have
+  // answered and know nothing.
   Answers Judge(int64_t now_ns, int* silent);
 
  private:

@@ -1,7 +1,5 @@
 #include "engine/engine.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 
@@ -27,9 +25,6 @@ Status NotComplete(const Operation& op, double after_s) {
 Engine::~Engine() {
   // Without a control plane, Attach had failed and there is no world to leave.
   if (control_ != nullptr && !forgotten_.load()) Shutdown();
-  for (int fd : mesh_fds_) {
-    if (fd >= 0) close(fd);
-  }
   if (!forgotten_.load()) DropUnusedOutputs();
 }
 
@@ -281,6 +276,7 @@ void Engine::Shutdown() {
     SpreadRevocation();
     uplink_->Stop(kFarewellMs);
   }
+  if (switchboard_ != nullptr) switchboard_->Close();
   while (lease_.exchange(true)) std::this_thread::sleep_for(std::chrono::microseconds(50));
   Break(Status(Code::kShutDown, "this rank was shut down"));
   lease_.store(false);
@@ -310,7 +306,7 @@ void Engine::AnnounceLeave() {
 }
 
 void Engine::SpreadRevocation() {
-  if (uplink_ == nullptr || !segment_->revoked() || spread_.exchange(true)) return;
+  if (uplink_ == nullptr || !segment_->revoked()) return;
   control_->TellRevoked(segment_->RevokedStatus());
 }
 
@@ -335,6 +331,7 @@ EngineStats Engine::Stats() {
   EngineStats stats = stats_;
   stats.control = control_->stats();
   stats.late_reports = late_->reports();
+  stats.connections = mesh_ == nullptr ? 0 : static_cast<uint64_t>(mesh_->connections());
   return stats;
 }
 

@@ -30,6 +30,7 @@
 #include "transport/liveness.h"
 #include "transport/mesh.h"
 #include "transport/segment.h"
+#include "transport/switchboard.h"
 #include "transport/uplink.h"
 #include "transport/waiter.h"
 
@@ -41,9 +42,9 @@ struct EngineOptions {
   // By rank: a label of its host, equal for those that share a segment. Empty: all do.
   std::vector<int> hosts;
   // Between hosts, connected stream sockets that are this engine's from now on. By host, in the order of
-  // their first ranks: from the root to every other leader, and from that to the root; -1 for all others.
+  // their first ranks: from a leader to those of its neighbours in the tree (base/tree.h); else -1.
   std::vector<int> uplink_fds;
-  std::vector<int> mesh_fds;  // by rank; -1 for this one
+  std::shared_ptr<Switchboard> switchboard;  // between hosts: gives connections for data, by rank
   // Of a process set: the number in the world of each rank, for messages. Empty: the same.
   std::vector<int> ranks;
   uint32_t epoch = 0;
@@ -65,6 +66,7 @@ struct EngineStats {
   uint64_t drives_caller = 0;  // leases taken by blocking callers
   uint64_t drives_thread = 0;  // leases taken by the engine thread
   uint64_t late_reports = 0;   // written by this rank
+  uint64_t connections = 0;    // for data, to ranks of other hosts
   uint32_t line_latency_ns = 0;
 };
 
@@ -125,7 +127,8 @@ class Engine {
   Status Attach(const std::function<bool()>& interrupted);
   // Finds out whether the ranks of this host can read each other's memory.
   Status ProbePeers(PeerMemory& peers, int64_t deadline_ns);
-  Status MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory> peers);
+  Status MakeBackend(std::unique_ptr<PeerMemory> peers);
+  Status MakeMesh();
   // A leader's connection to the others.
   void StartUplink();
   void SpreadRevocation();
@@ -190,6 +193,7 @@ class Engine {
   const std::shared_ptr<Segment> segment_;
   const std::unique_ptr<Liveness> liveness_;
   const std::shared_ptr<LoopbackFaults> faults_;
+  const std::shared_ptr<Switchboard> switchboard_;
   const bool use_external_;
   std::atomic<bool> stop_{false};
   std::atomic<bool> forgotten_{false};
@@ -218,10 +222,8 @@ class Engine {
   size_t kick_bytes_ = 0;               // constant after Attach
   std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket
 
-  std::vector<int> mesh_fds_;        // until the backend has them
-  std::unique_ptr<Uplink> uplink_;   // of a leader in a world of several hosts
-  std::vector<bool> told_left_;      // lease; by local rank: the other hosts know
-  std::atomic<bool> spread_{false};  // the other hosts know that the world is over
+  std::unique_ptr<Uplink> uplink_;  // of a leader in a world of several hosts
+  std::vector<bool> told_left_;     // lease; by local rank: the other hosts know
 
   // Lease only.
   std::unique_ptr<RecordRing> records_;  // Open: under mutex_

@@ -1,9 +1,11 @@
 // Worlds of several hosts: the control plane between leaders, and what happens when one is lost.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <string>
 #include <thread>
 
+#include "base/tree.h"
 #include "engine/engine.h"
 #include "testing/world.h"
 
@@ -178,24 +180,84 @@ void CheckOthersFail(const std::vector<int>& hosts, int victim, Code code,
   });
 }
 
+// Each of two hosts of two ranks; and of eight hosts the root, a leader between it and others (1 leads to 5,
+// 6 and 7), its second rank, one behind it and one that is not.
+void ForVictims(const std::function<void(const std::vector<int>&, int)>& check) {
+  for (int victim = 0; victim < 4; ++victim) check({0, 0, 1, 1}, victim);
+  for (const int victim : {0, 1, 8, 6, 3}) check({0, 1, 2, 3, 4, 5, 6, 7, 1}, victim);
+}
+
 TEST(an_abort_reaches_every_host) {
-  for (int victim = 0; victim < 4; ++victim) {
-    CheckOthersFail({0, 0, 1, 1}, victim, Code::kInterrupted,
-                    [](Rank& rank) { rank.engine().Abort("enough"); });
-  }
+  ForVictims([](const std::vector<int>& hosts, int victim) {
+    CheckOthersFail(hosts, victim, Code::kInterrupted, [](Rank& rank) { rank.engine().Abort("enough"); });
+  });
 }
 
 TEST(a_rank_that_leaves_is_named_on_every_host) {
-  for (int victim = 0; victim < 4; ++victim) {
-    CheckOthersFail({0, 0, 1, 1}, victim, Code::kRankLeft, [](Rank& rank) { rank.engine().Shutdown(); });
-  }
+  ForVictims([](const std::vector<int>& hosts, int victim) {
+    CheckOthersFail(hosts, victim, Code::kRankLeft, [](Rank& rank) { rank.engine().Shutdown(); });
+  });
 }
 
 TEST(a_rank_that_dies_is_named_on_every_host) {
-  for (int victim = 0; victim < 4; ++victim) {
-    CheckOthersFail({0, 0, 1, 1}, victim, Code::kRankLost,
-                    [](Rank& rank) { rank.world().Kill(rank.rank()); });
+  ForVictims([](const std::vector<int>& hosts, int victim) {
+    CheckOthersFail(hosts, victim, Code::kRankLost, [](Rank& rank) { rank.world().Kill(rank.rank()); });
+  });
+}
+
+// Per step and connection of the tree: a bit up, a bit and the end of a bucket down.
+TEST(a_step_takes_few_messages_however_many_hosts) {
+  for (const int n : {2, 3, 5, 6, 16, 33, 64}) {
+    std::vector<int> hosts;
+    for (int r = 0; r < n; ++r) hosts.push_back(r);
+    std::atomic<uint64_t> sent{0};
+    std::atomic<uint64_t> received{0};
+    std::atomic<int> through{0};
+    RunHosts(hosts, [&](Rank& rank) {
+      constexpr uint64_t kSteps = 20;
+      std::vector<float> nothing;
+      const auto steps = [&](uint64_t count) {
+        for (uint64_t i = 0; i < count; ++i) CHECK_OK(rank.Allreduce("t", nothing));
+      };
+      steps(3);  // by name, by name with a bit for an answer, by bit
+      const ControlStats before = rank.engine().Stats().control;
+      steps(kSteps);
+      const ControlStats after = rank.engine().Stats().control;
+      sent += after.messages_sent - before.messages_sent;
+      received += after.messages_received - before.messages_received;
+      CHECK(after.full_announcements == before.full_announcements);
+      const uint64_t busiest =
+          after.messages_sent - before.messages_sent + after.messages_received - before.messages_received;
+      const auto links = static_cast<uint64_t>(std::min(n - 1, Tree::kArity + 1));
+      CHECK(busiest <= 3 * links * (kSteps + 1));  // some of the step before or after
+      ++through;  // nobody leaves, which makes messages, before all have counted
+      while (through.load() < n) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+    const auto edges = static_cast<uint64_t>(n - 1);
+    CHECK(sent >= 3 * edges * 19 && sent <= 3 * edges * 21);
+    CHECK(received >= 3 * edges * 19 && received <= 3 * edges * 21);
   }
+}
+
+// Bits that are taken back on their way up the tree: ranks announce now by bit, now by name.
+TEST(names_that_change_on_many_hosts) {
+  std::vector<int> hosts;
+  for (int r = 0; r < 23; ++r) hosts.push_back(r);
+  RunHosts(hosts, [](Rank& rank) {
+    for (size_t i = 0; i < 30; ++i) {
+      // Ranks come to the new shape in their own order, so that some have announced the old bit.
+      std::vector<float> a = Values(1 + (i / 3) % 2, rank.rank());
+      std::vector<float> b = Values(1 + (i / 4) % 3, rank.rank());
+      uint64_t first = 0;
+      uint64_t second = 0;
+      const bool swapped = (rank.rank() + static_cast<int>(i)) % 2 == 0;
+      CHECK_OK(rank.Submit(swapped ? "b" : "a", swapped ? b : a, false, &first));
+      CHECK_OK(rank.Submit(swapped ? "a" : "b", swapped ? a : b, false, &second));
+      CHECK_OK(rank.Wait(second));
+      CHECK_OK(rank.Wait(first));
+      CHECK(a == Sum(a.size(), rank.size()) && b == Sum(b.size(), rank.size()));
+    }
+  });
 }
 
 }  // namespace

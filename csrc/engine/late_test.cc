@@ -2,6 +2,7 @@
 #include <chrono>
 #include <thread>
 
+#include "base/tree.h"
 #include "engine/record_file.h"
 #include "testing/world.h"
 
@@ -218,6 +219,22 @@ TEST(hosts_that_tell_and_answer) {
   elsewhere.Told(300 * kSecond);  // other trouble: they have time to answer again
   CHECK(elsewhere.Judge(301 * kSecond, &silent) == Elsewhere::Answers::kOutstanding);
   CHECK(elsewhere.Judge(304 * kSecond, &silent) == Elsewhere::Answers::kSilent && silent == 1);
+}
+
+// A host that does not answer keeps those behind it from being heard, too.
+TEST(of_several_silent_hosts_the_nearest_is_named) {
+  constexpr int64_t kSecond = 1'000'000'000;
+  for (const int here : {0, 3, 25, 22}) {  // 5 leads to 21, 22, 23, 24; 6 to 25
+    Elsewhere elsewhere(64, here);
+    elsewhere.Told(100 * kSecond);
+    for (int host = 0; host < 64; ++host) {
+      const bool behind = here == 22 || host == 5 || Tree::ParentOf(host) == 5;
+      if (!behind && host != here) elsewhere.HearAnswer(host, false, 102 * kSecond);
+    }
+    int silent = -1;
+    CHECK(elsewhere.Judge(104 * kSecond, &silent) == Elsewhere::Answers::kSilent);
+    CHECK(silent == 5);
+  }
 }
 
 TEST(the_last_operations_of_a_rank) {

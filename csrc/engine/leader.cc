@@ -1,10 +1,11 @@
 // The leading half of Control: what the first rank of a host does for the others, and rank 0 for all.
 //
-//   rank --ring--> leader --uplink--> root: negotiates, orders
-//   rank <--log--- leader <--uplink-- root
+//   rank --ring--> leader --uplink--> ... --> root: negotiates, orders
+//   rank <--log--- leader <--uplink-- ... <-- root
 //
 // On one host leader and root are the same, and cached names are ordered by the ranks themselves
-// (control/log.h). Between hosts everything is ordered by the root, so that all logs are alike.
+// (control/log.h). Between hosts everything is ordered by the root, so that all logs are alike. What lies
+// between a leader and the root is in relay.cc.
 #include "engine/control.h"
 #include "engine/validate.h"
 
@@ -16,6 +17,12 @@ constexpr int64_t kMessage = -1;
 constexpr int64_t kLeftBase = -2;
 
 int64_t LeftEntry(int rank) { return kLeftBase - rank; }
+
+Status Malformed(int host, const Note& note) {
+  return Status(Code::kInternal, "host " + std::to_string(host) + " sent a malformed message of kind " +
+                                     std::to_string(static_cast<int>(note.kind)) + " about rank " +
+                                     std::to_string(note.rank));
+}
 
 }  // namespace
 
@@ -69,45 +76,46 @@ Status Control::ReadUplink() {
                                          " sent a malformed message of " +
                                          std::to_string(frame.payload.size()) + " bytes");
     }
-    KV_RETURN_IF_ERROR(topology_.is_root() ? Decide(frame.host, *note) : Obey(*note));
+    KV_RETURN_IF_ERROR(topology_.is_root() ? Decide(frame.host, *note) : Obey(frame.host, *note));
   }
   return Status();
 }
 
 Status Control::PassOn(const Note& note) {
   if (topology_.is_root()) return Decide(topology_.host(), note);
-  uplink_->Send(0, EncodeNote(note));
+  if (note.kind == Note::Kind::kId) {
+    if (!tally_->Has(note.number)) return Malformed(topology_.host(), note);
+    if (!tally_->Count(note.number)) return Status();
+  }
+  uplink_->Send(tree_.parent, EncodeNote(note));
   return Status();
 }
 
 Status Control::Decide(int host, const Note& note) {
   const bool known = note.rank >= 0 && note.rank < topology_.size() &&
-                     topology_.host_of[static_cast<size_t>(note.rank)] == host;
+                     tree_.Towards(topology_.host_of[static_cast<size_t>(note.rank)]) == host;
   if (note.kind == Note::Kind::kRequest && known) {
     std::optional<Request> request = DecodeRequest(note.body);
     if (request && IsSound(*request, topology_.size())) {
       Publish(negotiator_->Offer(note.rank, std::move(*request)));
       return Status();
     }
-  } else if (note.kind == Note::Kind::kId && known && note.number < hosts_having_.size()) {
-    int& having = hosts_having_[note.number];
-    if (++having < topology_.hosts()) return Status();
-    having = 0;
+  } else if (note.kind == Note::Kind::kId && known && tally_ != nullptr && tally_->Has(note.number)) {
+    if (!tally_->Count(note.number)) return Status();
     order_.push_back(static_cast<int64_t>(note.number));
-    uplink_->SendAll(EncodeNote(note));
+    SendDown(EncodeNote(note));
     return Status();
   } else if (note.kind == Note::Kind::kLeft && known) {
     order_.push_back(LeftEntry(note.rank));
-    uplink_->SendAll(EncodeNote(note));
+    SendDown(EncodeNote(note));
     return Status();
   }
-  return Status(Code::kInternal, "rank " + std::to_string(note.rank) + " of host " + std::to_string(host) +
-                                     " sent a malformed announcement of kind " +
-                                     std::to_string(static_cast<int>(note.kind)));
+  return Malformed(host, note);
 }
 
-Status Control::Obey(const Note& note) {
+Status Control::Obey(int host, const Note& note) {
   const bool is_id = note.number < segment_.layout().cache_capacity;
+  if (host != tree_.parent) return Malformed(host, note);
   switch (note.kind) {
     case Note::Kind::kResponse:
       PushResponse(note.body);
@@ -132,23 +140,21 @@ Status Control::Obey(const Note& note) {
     default:
       break;
   }
-  return Status(Code::kInternal,
-                "rank 0 sent a malformed message of kind " + std::to_string(static_cast<int>(note.kind)));
+  return Malformed(host, note);
 }
 
 void Control::Publish(const std::vector<Response>& responses) {
   for (int32_t id : negotiator_->TakeReleased()) {
     log_.Reset(static_cast<uint32_t>(id));
-    hosts_having_[static_cast<size_t>(id)] = 0;
-    if (uplink_ != nullptr) {
-      uplink_->SendAll(EncodeNote(Note{Note::Kind::kReset, 0, static_cast<uint64_t>(id), 0, {}}));
-    }
+    if (uplink_ == nullptr) continue;
+    tally_->Reset(static_cast<uint64_t>(id));
+    SendDown(EncodeNote(Note{Note::Kind::kReset, 0, static_cast<uint64_t>(id), 0, {}}));
   }
   for (const Response& response : responses) {
     std::string body = EncodeResponse(response);
     PushResponse(body);
     if (uplink_ == nullptr) continue;
-    uplink_->SendAll(EncodeNote(Note{Note::Kind::kResponse, 0, 0, 0, std::move(body)}));
+    SendDown(EncodeNote(Note{Note::Kind::kResponse, 0, 0, 0, std::move(body)}));
   }
 }
 
@@ -180,7 +186,7 @@ void Control::AppendInOrder() {
 uint64_t Control::Seal(uint64_t bucket, uint64_t begin, uint64_t end) {
   const uint64_t sealed = log_.Seal(bucket, begin, end);
   if (uplink_ == nullptr) return sealed;
-  uplink_->SendAll(EncodeNote(Note{Note::Kind::kSeal, 0, bucket, sealed, {}}));
+  SendDown(EncodeNote(Note{Note::Kind::kSeal, 0, bucket, sealed, {}}));
   segment_.RingSleepers();
   RingIdleRanks();
   return sealed;
@@ -214,41 +220,6 @@ void Control::MarkLeft(int rank) {
   if (segment_.left(rank).exchange(1, std::memory_order_seq_cst) != 0) return;
   segment_.header().left_count.fetch_add(1, std::memory_order_seq_cst);
   segment_.RingSleepers();
-}
-
-void Control::TellLeft(int rank) { TellLeaders(Note{Note::Kind::kLeft, rank, 0, 0, {}}); }
-
-// By way of the root, which passes it on.
-void Control::TellLeaders(const Note& note) {
-  if (uplink_ == nullptr) return;
-  topology_.is_root() ? uplink_->SendAll(EncodeNote(note)) : uplink_->Send(0, EncodeNote(note));
-}
-
-void Control::TellRevoked(const Status& status) {
-  if (uplink_ == nullptr) return;
-  uplink_->SendAll(EncodeNote(
-      Note{Note::Kind::kRevoked, rank_, static_cast<uint64_t>(status.code()), 0, status.message()}));
-}
-
-bool Control::Urgent(const Uplink::Frame& frame) {
-  const std::optional<Note> note = DecodeNote(frame.payload);
-  if (!note) return false;  // the driver will say so
-  const auto host = static_cast<size_t>(frame.host);
-  if (note->kind == Note::Kind::kLeft && note->rank == topology_.leaders[host]) leaving_[host].store(true);
-  if (note->kind == Note::Kind::kLate || note->kind == Note::Kind::kLateSeen) {
-    if (topology_.is_root()) uplink_->SendAll(frame.payload);
-    on_late_(*note);
-    return true;
-  }
-  if (note->kind != Note::Kind::kRevoked) return false;
-  const bool known = note->number > 0 && note->number <= static_cast<uint64_t>(Code::kLate);
-  segment_.Revoke(known ? static_cast<Code>(note->number) : Code::kInternal, note->body);
-  return true;
-}
-
-void Control::Lost(int host, const std::string& reason, const std::string& leader) {
-  if (leaving_[static_cast<size_t>(host)].load() || segment_.revoked()) return;
-  segment_.Revoke(Code::kRankLost, leader + " died, or its host is out of reach: " + reason);
 }
 
 }  // namespace kolovod

@@ -39,15 +39,15 @@ Engine::Engine(EngineOptions options)
       segment_(std::move(options.segment)),
       liveness_(std::move(options.liveness)),
       faults_(std::move(options.faults)),
+      switchboard_(std::move(options.switchboard)),
       use_external_(options.external),
       last_operations_prefix_(std::move(options.last_operations_prefix)),
       stacks_(std::move(options.stacks)) {
-  mesh_fds_ = std::move(options.mesh_fds);
   told_left_.resize(static_cast<size_t>(topology_.local_size()));
   if (topology_.hosts() == 1 || !topology_.leads()) return;
   std::vector<UplinkPeer> peers;
-  for (size_t host = 0; host < topology_.leaders.size(); ++host) {
-    peers.push_back({options.uplink_fds[host], liveness_->Describe(topology_.leaders[host])});
+  for (const int host : Tree(topology_.hosts(), topology_.host()).neighbours) {
+    peers.push_back({host, options.uplink_fds[static_cast<size_t>(host)]});
   }
   uplink_ = std::make_unique<Uplink>(std::move(peers), epoch_);
 }
@@ -112,7 +112,7 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),
                                        uplink_.get());
   ProbeLatency();
-  KV_RETURN_IF_ERROR(MakeBackend(std::move(mesh_fds_), std::move(peers)));
+  KV_RETURN_IF_ERROR(MakeBackend(std::move(peers)));
   if (uplink_ != nullptr) StartUplink();
   return Status();
 }
@@ -131,21 +131,13 @@ Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
   return Status();
 }
 
-Status Engine::MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory> peer_memory) {
+Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
   const std::atomic<int>* delay_us =
       faults_ == nullptr ? nullptr : &faults_->delay_us[static_cast<size_t>(rank_)];
   backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, delay_us,
                                           stats_.line_latency_ns > kFarLineNs, std::move(peer_memory));
   if (topology_.hosts() > 1) {
-    std::vector<MeshPeer> peers;
-    for (int r = 0; r < size_; ++r)
-      peers.push_back({mesh_fds[static_cast<size_t>(r)], liveness_->Describe(r)});
-    MeshOptions options;
-    options.epoch = epoch_;
-    options.check = [this] {
-      return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
-    };
-    KV_RETURN_IF_ERROR(Mesh::Create(rank_, std::move(peers), std::move(options), &mesh_));
+    KV_RETURN_IF_ERROR(MakeMesh());
     TcpOptions tcp;
     tcp.algorithm =
         static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
@@ -160,10 +152,25 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory
   return Status();
 }
 
+Status Engine::MakeMesh() {
+  std::vector<MeshPeer> peers;
+  for (int r = 0; r < size_; ++r) peers.push_back({-1, liveness_->Describe(r)});
+  MeshOptions options;
+  options.epoch = epoch_;
+  options.check = [this] {
+    return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
+  };
+  options.switchboard = switchboard_;
+  // The peer waits for the connection as well: it must hear that there will be none.
+  switchboard_->set_on_failure(
+      [segment = segment_](const std::string& text) { segment->Revoke(Code::kRankLost, text); });
+  return Mesh::Create(rank_, std::move(peers), std::move(options), &mesh_);
+}
+
 void Engine::StartUplink() {
   Uplink::Events events;
   control_->set_on_late([this](const Note& note) { late_->Hear(note); });
-  events.urgent = [this](const Uplink::Frame& frame) { return control_->Urgent(frame); };
+  events.read = [this](const Uplink::Frame& frame) { return control_->Relay(frame); };
   events.arrived = [this] {
     segment_->RingDriver(topology_.local_rank);
     if (self().driving.load(std::memory_order_seq_cst) == 0) segment_->RingIdle(topology_.local_rank);

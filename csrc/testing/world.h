@@ -21,12 +21,14 @@ class Rank {
     options.size = world_->size();
     options.hosts = world_->hosts;
     options.uplink_fds = world_->TakeUplinks(rank);
-    options.mesh_fds = world_->TakeMesh(rank);
+    options.switchboard = world_->SwitchboardOf(rank);
     options.config = world_->config;
     options.segment = world_->SegmentOf(rank);
     options.faults = world_->faults;
     options.ranks = world_->ranks;
-    options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks);
+    // As with processes, only those of the same host are seen to die; of others one hears.
+    options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks,
+                                                          Topology(rank, world_->hosts).local_ranks);
     CHECK_OK(Engine::Create(std::move(options), &engine_));
   }
 

@@ -34,7 +34,10 @@ int PidfdLiveness::FindDead() {
 std::string PidfdLiveness::Describe(int rank) const { return descriptions_[static_cast<size_t>(rank)]; }
 
 int LoopbackLiveness::FindDead() {
-  for (size_t r = 0; r < faults_->killed.size(); ++r) {
+  for (const int r : watched_) {
+    if (faults_->killed[static_cast<size_t>(r)].load()) return r;
+  }
+  for (size_t r = 0; watched_.empty() && r < faults_->killed.size(); ++r) {
     if (faults_->killed[r].load()) return static_cast<int>(r);
   }
   return -1;

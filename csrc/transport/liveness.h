@@ -45,15 +45,17 @@ struct LoopbackFaults {
 
 class LoopbackLiveness : public Liveness {
  public:
-  // `ranks`: what messages call each rank.
-  LoopbackLiveness(std::shared_ptr<LoopbackFaults> faults, std::vector<int> ranks)
-      : faults_(std::move(faults)), ranks_(std::move(ranks)) {}
+  // `ranks`: what messages call each rank. `watched`: those whose death is noticed; empty: all.
+  LoopbackLiveness(std::shared_ptr<LoopbackFaults> faults, std::vector<int> ranks,
+                   std::vector<int> watched = {})
+      : faults_(std::move(faults)), ranks_(std::move(ranks)), watched_(std::move(watched)) {}
   int FindDead() override;
   std::string Describe(int rank) const override;
 
  private:
   std::shared_ptr<LoopbackFaults> faults_;
   const std::vector<int> ranks_;
+  const std::vector<int> watched_;
 };
 
 }  // namespace kolovod

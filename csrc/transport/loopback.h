@@ -9,14 +9,17 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "base/config.h"
 #include "base/status.h"
 #include "base/topology.h"
+#include "base/tree.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
+#include "transport/switchboard.h"
 
 namespace kolovod {
 
@@ -65,13 +68,14 @@ class LoopbackWorld {
   const std::shared_ptr<Segment>& SegmentOf(int rank) { return segments[hosts[static_cast<size_t>(rank)]]; }
   // Connected sockets for the engine of `rank`, which takes them over.
   std::vector<int> TakeUplinks(int rank) { return std::exchange(uplinks_[static_cast<size_t>(rank)], {}); }
-  std::vector<int> TakeMesh(int rank) { return std::exchange(meshes_[static_cast<size_t>(rank)], {}); }
+  // Gives it connections for data.
+  const std::shared_ptr<Switchboard>& SwitchboardOf(int rank) {
+    return exchange_->switchboards[static_cast<size_t>(rank)];
+  }
   ~LoopbackWorld() {
-    for (const auto& all : {uplinks_, meshes_}) {
-      for (const std::vector<int>& fds : all) {
-        for (int fd : fds) {
-          if (fd >= 0) close(fd);
-        }
+    for (const std::vector<int>& fds : uplinks_) {
+      for (int fd : fds) {
+        if (fd >= 0) close(fd);
       }
     }
   }
@@ -107,15 +111,20 @@ class LoopbackWorld {
   Status Connect() {
     const Topology topology(0, hosts);
     const auto n = static_cast<size_t>(size());
-    uplinks_.assign(n, std::vector<int>(topology.leaders.size(), -1));
-    meshes_.assign(n, std::vector<int>(n, -1));
-    if (topology.hosts() == 1) return Status();
-    for (size_t r = 0; r < n; ++r) {
-      for (size_t q = 0; q < r; ++q) KV_RETURN_IF_ERROR(MakePair(&meshes_[r][q], &meshes_[q][r]));
+    exchange_ = std::make_shared<Exchange>();
+    for (int r = 0; r < size(); ++r) {
+      exchange_->switchboards.push_back(
+          std::make_shared<Switchboard>([r, weak = std::weak_ptr(exchange_)](int peer) {
+            if (const std::shared_ptr<Exchange> exchange = weak.lock()) exchange->Connect(r, peer);
+          }));
     }
+    uplinks_.assign(n, std::vector<int>(topology.leaders.size(), -1));
+    if (topology.hosts() == 1) return Status();
     for (size_t host = 1; host < topology.leaders.size(); ++host) {
+      const auto parent = static_cast<size_t>(Tree::ParentOf(static_cast<int>(host)));
       const auto leader = static_cast<size_t>(topology.leaders[host]);
-      KV_RETURN_IF_ERROR(MakePair(&uplinks_[0][host], &uplinks_[leader][0]));
+      const auto above = static_cast<size_t>(topology.leaders[parent]);
+      KV_RETURN_IF_ERROR(MakePair(&uplinks_[above][host], &uplinks_[leader][parent]));
     }
     return Status();
   }
@@ -141,8 +150,25 @@ class LoopbackWorld {
     }
   }
 
+  // Connects two ranks when the first of them wants that.
+  struct Exchange {
+    void Connect(int a, int b) {
+      std::lock_guard lock(mutex);
+      if (!connected.insert({std::min(a, b), std::max(a, b)}).second) return;
+      int fds[2];
+      const Status status = MakePair(&fds[0], &fds[1]);
+      for (const int end : {0, 1}) {
+        Switchboard& at = *switchboards[static_cast<size_t>(end == 0 ? a : b)];
+        status.ok() ? at.Connected(end == 0 ? b : a, fds[end]) : at.Failed(status.message());
+      }
+    }
+    std::vector<std::shared_ptr<Switchboard>> switchboards;  // by rank
+    std::mutex mutex;
+    std::set<std::pair<int, int>> connected;  // guarded by mutex
+  };
+
   std::vector<std::vector<int>> uplinks_;  // by rank, by host; those that were not taken
-  std::vector<std::vector<int>> meshes_;   // by rank, by rank
+  std::shared_ptr<Exchange> exchange_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<LoopbackWorld>> sets_;  // guarded by mutex_
 };

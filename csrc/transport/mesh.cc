@@ -1,8 +1,10 @@
 #include "transport/mesh.h"
 
 #include <poll.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "transport/cores.h"
@@ -10,33 +12,65 @@
 namespace kolovod {
 
 Mesh::Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options)
-    : self_(self), options_(std::move(options)), is_active_(peers.size(), 0) {
-  streams_.resize(peers.size());
-  for (size_t p = 0; p < peers.size(); ++p) {
-    if (static_cast<int>(p) == self || peers[p].fd < 0) continue;
-    streams_[p] = std::make_unique<Stream>(peers[p].fd, std::move(peers[p].description), options_.epoch);
-  }
+    : self_(self), options_(std::move(options)), streams_(peers.size()), is_active_(peers.size(), 0) {
+  for (MeshPeer& peer : peers) descriptions_.push_back(std::move(peer.description));
 }
 
 Status Mesh::Create(int self, std::vector<MeshPeer> peers, MeshOptions options, std::unique_ptr<Mesh>* out) {
+  std::vector<int> fds;
+  for (const MeshPeer& peer : peers) fds.push_back(peer.fd);
   std::unique_ptr<Mesh> mesh(new Mesh(self, std::move(peers), std::move(options)));
-  for (const std::unique_ptr<Stream>& stream : mesh->streams_) {
-    if (stream != nullptr) KV_RETURN_IF_ERROR(stream->Prepare());
+  Status status;
+  for (size_t p = 0; p < fds.size(); ++p) {
+    if (static_cast<int>(p) == self || fds[p] < 0) continue;
+    Status connected = mesh->Connect(static_cast<int>(p), fds[p]);
+    if (status.ok()) status = std::move(connected);
   }
+  KV_RETURN_IF_ERROR(status);
   *out = std::move(mesh);
   return Status();
 }
 
-void Mesh::BeginOperation(uint32_t number) {
-  for (const std::unique_ptr<Stream>& stream : streams_) {
-    if (stream != nullptr) stream->BeginOperation(number);
+Stream& Mesh::Make(int peer) {
+  const auto p = static_cast<size_t>(peer);
+  made_.push_back(std::make_unique<Stream>(descriptions_[p], options_.epoch));
+  made_.back()->BeginOperation(operation_);
+  streams_[p].store(made_.back().get(), std::memory_order_release);
+  ++unconnected_;
+  return *made_.back();
+}
+
+Status Mesh::Connect(int peer, int fd) {
+  Stream* const found = Find(peer);
+  Stream& to = found == nullptr ? Make(peer) : *found;
+  if (to.connected()) {
+    close(fd);
+    return Status();
   }
+  --unconnected_;
+  connections_.fetch_add(1, std::memory_order_relaxed);
+  return to.Connect(fd);
+}
+
+Status Mesh::TakeNews() {
+  for (const auto& [peer, fd] : options_.switchboard->Take()) {
+    if (peer < 0 || peer >= size() || peer == self_) {
+      close(fd);
+      continue;
+    }
+    KV_RETURN_IF_ERROR(Connect(peer, fd));
+  }
+  return Status();
+}
+
+void Mesh::BeginOperation(uint32_t number) {
+  operation_ = number;
+  for (const std::unique_ptr<Stream>& stream : made_) stream->BeginOperation(number);
 }
 
 void Mesh::Close() {
-  for (const std::unique_ptr<Stream>& stream : streams_) {
-    if (stream != nullptr) stream->Close();
-  }
+  for (const std::unique_ptr<Stream>& stream : made_) stream->Close();
+  if (options_.switchboard != nullptr) options_.switchboard->Forget();
   if (broken_.ok()) broken_ = Status(Code::kShutDown, "the connections of this process are closed");
 }
 
@@ -49,10 +83,20 @@ void Mesh::Activate(int peer) {
 
 bool Mesh::Usable(int peer) {
   if (broken()) return false;
-  if (peer >= 0 && peer < size() && streams_[static_cast<size_t>(peer)] != nullptr) return true;
-  (void)Break(Status(Code::kInternal,
-                     "rank " + std::to_string(self_) + " has no connection to rank " + std::to_string(peer)));
-  return false;
+  return (peer >= 0 && peer < size() && Find(peer) != nullptr) || MakeUsable(peer);
+}
+
+bool Mesh::MakeUsable(int peer) {
+  if (options_.switchboard == nullptr || peer < 0 || peer >= size() || peer == self_) {
+    (void)Break(Status(Code::kInternal, "rank " + std::to_string(self_) + " has no connection to rank " +
+                                            std::to_string(peer)));
+    return false;
+  }
+  if (!Break(TakeNews()).ok()) return false;
+  if (Find(peer) != nullptr) return true;  // the peer was first
+  Make(peer);
+  options_.switchboard->Want(peer);
+  return true;
 }
 
 uint64_t Mesh::PostSend(int peer, std::span<const iovec> parts) {
@@ -78,15 +122,14 @@ uint64_t Mesh::PostReceive(int peer, std::span<const iovec> parts) {
 Status Mesh::Break(Status status) {
   if (status.ok() || broken()) return status;
   broken_ = std::move(status);
-  for (const std::unique_ptr<Stream>& stream : streams_) {
-    if (stream != nullptr) stream->Drop();
-  }
+  for (const std::unique_ptr<Stream>& stream : made_) stream->Drop();
   active_.clear();
   std::fill(is_active_.begin(), is_active_.end(), 0);
   return broken_;
 }
 
 Status Mesh::Progress(bool* moved) {
+  if (unconnected_ > 0 && options_.switchboard->HasNews()) KV_RETURN_IF_ERROR(TakeNews());
   for (size_t i = 0; i < active_.size();) {
     Stream& peer = stream(active_[i]);
     if (peer.sending()) KV_RETURN_IF_ERROR(peer.Push(moved));
@@ -104,7 +147,10 @@ Status Mesh::Progress(bool* moved) {
 Status Mesh::Check(int64_t now_ns) {
   if (now_ns < next_check_ns_) return Status();
   next_check_ns_ = now_ns + kCheckPeriodNs;
-  return options_.check ? options_.check() : Status();
+  if (options_.check) KV_RETURN_IF_ERROR(options_.check());
+  const std::optional<std::string> failure =
+      unconnected_ > 0 ? options_.switchboard->failure() : std::nullopt;
+  return failure ? Status(Code::kRankLost, *failure) : Status();
 }
 
 Status Mesh::CheckHosts(int64_t now_ns) {
@@ -142,7 +188,8 @@ Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns) {
   }
   KV_RETURN_IF_ERROR(CheckHosts(now_ns));
   std::vector<pollfd> polled;
-  polled.reserve(active_.size());
+  polled.reserve(active_.size() + 1);
+  if (unconnected_ > 0) polled.push_back({options_.switchboard->news_fd(), POLLIN, 0});
   for (const int peer : active_) {
     const Stream& of = stream(peer);
     const int events = (of.sending() ? POLLOUT : 0) | (of.receiving() ? POLLIN : 0);

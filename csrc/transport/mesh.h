@@ -1,4 +1,5 @@
-// One stream to every other rank, and the waiting for them: what carries bytes between hosts.
+// Streams to other ranks, and the waiting for them: what carries bytes between hosts. A stream is made when
+// it is first used; until the connection has come, too (switchboard.h), what is posted is queued.
 //
 // Sends and receives are posted and make progress together, so nothing deadlocks however they are ordered; to
 // one peer they match in the order in which they were posted. Positions that posting returns say later what
@@ -7,6 +8,7 @@
 
 #include <sys/uio.h>
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -16,12 +18,13 @@
 
 #include "base/status.h"
 #include "transport/stream.h"
+#include "transport/switchboard.h"
 #include "transport/waiter.h"
 
 namespace kolovod {
 
 struct MeshPeer {
-  int fd = -1;              // connected stream socket; -1 for the rank itself, and for ranks never talked to
+  int fd = -1;              // connected stream socket; -1: made on first use, if at all
   std::string description;  // for messages: "rank 1 on host a (pid 17)"
 };
 
@@ -31,6 +34,8 @@ struct MeshOptions {
   std::function<Status()> check;
   WaitBudget budget;             // before sleeping in poll(2): a busy wait if cores are free, then yields
   int64_t host_limit_ms = 5000;  // a host that acknowledges nothing for so long is lost
+  // Where connections come from. Null: there are those that were given, and no others.
+  std::shared_ptr<Switchboard> switchboard;
 };
 
 struct SendPart {
@@ -85,8 +90,8 @@ class Mesh {
   uint64_t received_bytes(int peer) const { return Count(peer, &StreamCounters::received_bytes); }
   uint64_t received_messages(int peer) const { return Count(peer, &StreamCounters::received_messages); }
 
-  // -1: none. Readable when the peer has sent something, so an idle engine may sleep on it.
-  int fd(int peer) const { return streams_[static_cast<size_t>(peer)] == nullptr ? -1 : stream(peer).fd(); }
+  // Any thread: how many peers there are connections to.
+  int connections() const { return connections_.load(std::memory_order_relaxed); }
   // In a forked child: closes the descriptors, says nothing to the peers.
   void Close();
 
@@ -99,13 +104,19 @@ class Mesh {
 
   Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options);
 
-  Stream& stream(int peer) const { return *streams_[static_cast<size_t>(peer)]; }
+  Stream* Find(int peer) const { return streams_[static_cast<size_t>(peer)].load(std::memory_order_acquire); }
+  Stream& stream(int peer) const { return *Find(peer); }
   uint64_t Count(int peer, std::atomic<uint64_t> StreamCounters::* counter) const {
-    const bool connected = streams_[static_cast<size_t>(peer)] != nullptr;
-    return !connected ? 0 : (stream(peer).counters().*counter).load(std::memory_order_relaxed);
+    Stream* const found = Find(peer);
+    return found == nullptr ? 0 : (found->counters().*counter).load(std::memory_order_relaxed);
   }
-  // False, and the mesh is broken, if there is no such connection.
+  Stream& Make(int peer);
+  Status Connect(int peer, int fd);
+  // False, and the mesh is broken, if there is no such connection, and will be none.
   bool Usable(int peer);
+  bool MakeUsable(int peer);
+  // Connections that have come.
+  Status TakeNews();
   void Activate(int peer);
   template <class Done>
   Status Until(Done done);
@@ -120,7 +131,12 @@ class Mesh {
 
   const int self_;
   MeshOptions options_;
-  std::vector<std::unique_ptr<Stream>> streams_;
+  std::vector<std::string> descriptions_;      // by peer
+  std::vector<std::atomic<Stream*>> streams_;  // by peer; null: never used
+  std::vector<std::unique_ptr<Stream>> made_;  // those that there are
+  int unconnected_ = 0;                        // of them
+  std::atomic<int> connections_{0};
+  uint32_t operation_ = 0;
   std::vector<int> active_;      // peers with something pending
   std::vector<char> is_active_;  // by peer
   int64_t next_check_ns_ = 0;

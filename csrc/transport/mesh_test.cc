@@ -2,9 +2,14 @@
 
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 #include <numeric>
+#include <set>
+#include <thread>
+#include <utility>
 
 #include "testing/mesh_world.h"
 
@@ -212,11 +217,132 @@ TEST(no_connection_is_an_error) {
   char byte = 0;
   const SendPart part{2, &byte, 1};
   CHECK(mesh->Transfer({&part, 1}, {}).message() == "rank 0 has no connection to rank 2");
-  CHECK(mesh->fd(2) == -1);
+  CHECK(mesh->connections() == 0);
   std::vector<MeshPeer> peers(2);
   peers[1] = MeshPeer{1 << 20, "rank 1"};
   CHECK(Mesh::Create(0, std::move(peers), MeshOptions(), &mesh).message().find("rank 1") !=
         std::string::npos);
+}
+
+// Ranks without connections. A thread of its own makes them, a while after the first of two has asked.
+struct Operator {
+  explicit Operator(int size) {
+    for (int r = 0; r < size; ++r) {
+      boards.push_back(std::make_shared<Switchboard>([this, r](int peer) {
+        std::lock_guard lock(mutex);
+        if (!asked.insert({std::min(r, peer), std::max(r, peer)}).second) return;
+        threads.emplace_back([this, r, peer] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          int ends[2];
+          testing::Connect(Wire::kTcp, ends);
+          boards[static_cast<size_t>(r)]->Connected(peer, ends[0]);
+          boards[static_cast<size_t>(peer)]->Connected(r, ends[1]);
+        });
+      }));
+    }
+  }
+  ~Operator() {
+    for (std::thread& thread : threads) thread.join();
+  }
+  std::unique_ptr<Mesh> Join(int rank) {
+    std::vector<MeshPeer> peers(boards.size());
+    for (MeshPeer& peer : peers) peer.description = "a rank on test";
+    MeshOptions options;
+    options.switchboard = boards[static_cast<size_t>(rank)];
+    std::unique_ptr<Mesh> mesh;
+    CHECK_OK(Mesh::Create(rank, std::move(peers), std::move(options), &mesh));
+    return mesh;
+  }
+  std::vector<std::shared_ptr<Switchboard>> boards;
+  std::mutex mutex;
+  std::set<std::pair<int, int>> asked;
+  std::vector<std::thread> threads;
+};
+
+TEST(connections_are_made_on_first_use) {
+  constexpr int kSize = 6;
+  constexpr size_t kBytes = 300'000;
+  Operator exchange(kSize);
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < kSize; ++r) {
+    ranks.emplace_back([&, r] {
+      const std::unique_ptr<Mesh> mesh = exchange.Join(r);
+      CHECK(mesh->connections() == 0);
+      // To the right and from the left: two of five peers.
+      const int right = (r + 1) % kSize;
+      const int left = (r + kSize - 1) % kSize;
+      for (uint32_t operation = 1; operation <= 3; ++operation) {
+        mesh->BeginOperation(operation);
+        const std::vector<char> out = Pattern(kBytes, r + static_cast<int>(operation));
+        std::vector<char> in(kBytes);
+        const SendPart send{right, out.data(), kBytes};
+        const ReceivePart receive{left, in.data(), kBytes};
+        CHECK_OK(mesh->Transfer({&send, 1}, {&receive, 1}));
+        CHECK(in == Pattern(kBytes, left + static_cast<int>(operation)));
+      }
+      CHECK(mesh->connections() == 2);
+      CHECK(mesh->sent_bytes(right) == 3 * kBytes && mesh->sent_bytes(left) == 0);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  CHECK(exchange.asked.size() == kSize);
+}
+
+TEST(a_connection_may_come_before_it_is_wanted) {
+  Operator exchange(3);
+  const std::unique_ptr<Mesh> mesh = exchange.Join(0);
+  int ends[2];
+  testing::Connect(Wire::kSocketPair, ends);
+  exchange.boards[0]->Connected(1, ends[0]);
+  exchange.boards[0]->Connected(0, dup(ends[1]));  // nobody that it could be: closed
+  const MessageHeader header{0, 0, 2};
+  CHECK(write(ends[1], &header, sizeof(header)) == sizeof(header) && write(ends[1], "ab", 2) == 2);
+  char got[2] = {};
+  const ReceivePart part{1, got, 2};
+  CHECK_OK(mesh->Transfer({}, {&part, 1}));
+  CHECK(got[0] == 'a' && got[1] == 'b');
+  CHECK(exchange.asked.empty());
+  close(ends[1]);
+}
+
+TEST(who_cannot_be_reached_is_said) {
+  auto board = std::make_shared<Switchboard>();
+  std::string told;
+  board->set_on_failure([&](const std::string& text) { told += text; });
+  std::vector<MeshPeer> peers(3);
+  MeshOptions options;
+  options.switchboard = board;
+  std::unique_ptr<Mesh> mesh;
+  CHECK_OK(Mesh::Create(0, std::move(peers), std::move(options), &mesh));
+  char byte = 0;
+  std::thread caller([&] {
+    while (board->TakeWanted() != std::vector<int>{2})
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    board->Failed("rank 2 is behind a wall");
+    board->Failed("and so is rank 1");
+  });
+  const ReceivePart part{2, &byte, 1};
+  const Status status = mesh->Transfer({}, {&part, 1});
+  caller.join();
+  CHECK(status.code() == Code::kRankLost && status.message() == "rank 2 is behind a wall");
+  CHECK(told == "rank 2 is behind a wall");
+  CHECK(mesh->broken());
+}
+
+TEST(a_closed_switchboard_takes_no_connections) {
+  Switchboard board;
+  int ends[4];
+  testing::Connect(Wire::kSocketPair, ends);
+  testing::Connect(Wire::kSocketPair, ends + 2);
+  board.Connected(1, ends[0]);
+  board.Close();
+  board.Connected(2, ends[2]);
+  for (const int other : {ends[1], ends[3]}) {
+    char byte;
+    CHECK(read(other, &byte, 1) == 0);
+    close(other);
+  }
+  CHECK(board.closed() && board.Take().empty());
 }
 
 TEST(a_closed_mesh_says_so) {

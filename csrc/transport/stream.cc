@@ -50,8 +50,6 @@ std::string Text(uint32_t sequence) {
 
 }  // namespace
 
-Stream::Stream(int fd, std::string peer, uint32_t epoch) : fd_(fd), peer_(std::move(peer)), epoch_(epoch) {}
-
 Stream::~Stream() { Close(); }
 
 void Stream::Close() {
@@ -59,7 +57,8 @@ void Stream::Close() {
   fd_ = -1;
 }
 
-Status Stream::Prepare() {
+Status Stream::Connect(int fd) {
+  fd_ = fd;
   int domain = 0;
   socklen_t length = sizeof(domain);
   const int flags = fcntl(fd_, F_GETFL);
@@ -122,7 +121,7 @@ uint64_t Stream::Receive(std::span<const iovec> parts) {
 }
 
 Status Stream::Push(bool* moved) {
-  if (outgoing_.empty()) return Status();
+  if (outgoing_.empty() || !connected()) return Status();
   iovec parts[kMaxParts];
   size_t count = 0;
   for (auto message = outgoing_.begin(); message != outgoing_.end() && count < kMaxParts; ++message) {
@@ -254,7 +253,7 @@ Status Stream::ReadFromSocket(bool* moved) {
 
 Status Stream::Pull(bool* moved) {
   KV_RETURN_IF_ERROR(TakeFromInbox(moved));
-  if (incoming_.empty()) return Status();
+  if (incoming_.empty() || !connected()) return Status();
   KV_RETURN_IF_ERROR(ReadFromSocket(moved));
   return TakeFromInbox(moved);
 }

@@ -9,6 +9,7 @@
 #include <deque>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -36,14 +37,16 @@ struct StreamCounters {
 // Not thread-safe: whoever drives the engine uses it.
 class Stream {
  public:
-  // Owns `fd`, a connected stream socket: TCP, or AF_UNIX in tests. `peer` is for messages: "rank 1 on a".
-  Stream(int fd, std::string peer, uint32_t epoch);
+  // `peer` is for messages: "rank 1 on a".
+  Stream(std::string peer, uint32_t epoch) : peer_(std::move(peer)), epoch_(epoch) {}
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Makes the socket non-blocking and tunes it. Before anything else.
-  Status Prepare();
+  // Takes `fd` over, a connected stream socket: TCP, or AF_UNIX in tests. Once. What was queued before moves
+  // from then on.
+  Status Connect(int fd);
+  bool connected() const { return fd_ >= 0; }
 
   // Messages count from 0 again.
   void BeginOperation(uint32_t number);
@@ -107,7 +110,7 @@ class Stream {
   static constexpr size_t kInboxBytes = 4096;
   static constexpr size_t kMaxParts = 64;  // per system call
 
-  int fd_;
+  int fd_ = -1;
   const std::string peer_;
   const uint32_t epoch_;
   bool tcp_ = false;

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -39,11 +40,9 @@ void Prepare(int fd) {
 }  // namespace
 
 Uplink::Uplink(std::vector<UplinkPeer> peers, uint32_t epoch) : epoch_(epoch) {
-  for (UplinkPeer& link : peers) {
-    if (link.fd >= 0) Prepare(link.fd);
-    Peer& peer = peers_.emplace_back();
-    peer.ended = link.fd < 0;
-    peer.link = std::move(link);
+  for (const UplinkPeer& link : peers) {
+    Prepare(link.fd);
+    peers_.emplace_back().link = link;
   }
   bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
@@ -87,14 +86,11 @@ void Uplink::Forget() {
   }
 }
 
-void Uplink::SendAll(const std::string& payload) {
+void Uplink::Send(std::span<const int> hosts, const std::string& payload) {
   std::lock_guard lock(mutex_);
-  for (Peer& peer : peers_) Push(peer, payload);
-}
-
-void Uplink::Send(int host, const std::string& payload) {
-  std::lock_guard lock(mutex_);
-  Push(peers_[static_cast<size_t>(host)], payload);
+  for (Peer& peer : peers_) {
+    if (std::find(hosts.begin(), hosts.end(), peer.link.host) != hosts.end()) Push(peer, payload);
+  }
 }
 
 void Uplink::Push(Peer& peer, const std::string& payload) {
@@ -104,7 +100,7 @@ void Uplink::Push(Peer& peer, const std::string& payload) {
   peer.outgoing.append(reinterpret_cast<const char*>(&length), sizeof(length));
   peer.outgoing.append(reinterpret_cast<const char*>(&epoch_), sizeof(epoch_));
   peer.outgoing += payload;
-  sent_bytes_.fetch_add(kHeader + payload.size(), std::memory_order_relaxed);
+  sent_frames_.fetch_add(1, std::memory_order_relaxed);
   if (waited) return;
   Flush(peer);
   if (!peer.outgoing.empty()) eventfd_write(bell_, 1);
@@ -153,15 +149,15 @@ void Uplink::Read() {
       eventfd_read(bell_, &rings);
     }
     bool arrived = false;
-    for (size_t host = 0; host < peers_.size() && !stop_.load(); ++host) {
-      const short happened = polled[host + 1].revents;
+    for (size_t i = 0; i < peers_.size() && !stop_.load(); ++i) {
+      const short happened = polled[i + 1].revents;
       if (happened & POLLOUT) {
         std::lock_guard lock(mutex_);
-        Flush(peers_[host]);
+        Flush(peers_[i]);
       }
       if (happened & ~POLLOUT) {
         std::lock_guard lock(read_mutex_);
-        arrived = Receive(static_cast<int>(host)) || arrived;
+        arrived = Receive(peers_[i]) || arrived;
       }
     }
     if (arrived) events_.arrived();
@@ -174,9 +170,7 @@ bool Uplink::Look() {
   if (!lock.owns_lock()) return false;
   looks_.fetch_add(1, std::memory_order_relaxed);
   looking_.store(true, std::memory_order_relaxed);
-  for (size_t host = 0; host < peers_.size(); ++host) {
-    if (peers_[host].link.fd >= 0) Receive(static_cast<int>(host));
-  }
+  for (Peer& peer : peers_) Receive(peer);
   return HasData();
 }
 
@@ -187,8 +181,7 @@ void Uplink::LookAway() {
 }
 
 // True: there is a new frame for the driver.
-bool Uplink::Receive(int host) {
-  Peer& peer = peers_[static_cast<size_t>(host)];
+bool Uplink::Receive(Peer& peer) {
   bool arrived = false;
   char bytes[kReadBytes];
   while (!peer.gone) {
@@ -198,11 +191,11 @@ bool Uplink::Receive(int host) {
     if (error == EINTR) continue;
     if (error == EAGAIN || error == EWOULDBLOCK) return arrived;
     if (n <= 0) {
-      End(host, n == 0 ? "its connection was closed" : std::strerror(error));
+      End(peer, n == 0 ? "its connection was closed" : std::strerror(error));
       return arrived;
     }
-    if (!Parse(host)) {
-      End(host, "it sent bytes that no leader of this world can have written");
+    if (!Parse(peer)) {
+      End(peer, "it sent bytes that no leader of this world can have written");
       return arrived;
     }
     arrived = arrived || HasData();
@@ -211,8 +204,7 @@ bool Uplink::Receive(int host) {
   return arrived;
 }
 
-bool Uplink::Parse(int host) {
-  Peer& peer = peers_[static_cast<size_t>(host)];
+bool Uplink::Parse(Peer& peer) {
   size_t at = 0;
   while (peer.incoming.size() - at >= kHeader) {
     uint32_t length;
@@ -221,9 +213,10 @@ bool Uplink::Parse(int host) {
     std::memcpy(&epoch, peer.incoming.data() + at + sizeof(length), sizeof(epoch));
     if (length > kMaxFrameBytes || epoch != epoch_) return false;
     if (peer.incoming.size() - at - kHeader < length) break;
-    Frame frame{host, peer.incoming.substr(at + kHeader, length)};
+    Frame frame{peer.link.host, peer.incoming.substr(at + kHeader, length)};
     at += kHeader + length;
-    if (events_.urgent(frame)) continue;
+    received_frames_.fetch_add(1, std::memory_order_relaxed);
+    if (events_.read(frame)) continue;
     std::lock_guard lock(mutex_);
     arrived_.push_back(std::move(frame));
     has_data_.store(true, std::memory_order_seq_cst);
@@ -232,13 +225,13 @@ bool Uplink::Parse(int host) {
   return true;
 }
 
-void Uplink::End(int host, const std::string& reason) {
-  peers_[static_cast<size_t>(host)].gone = true;
+void Uplink::End(Peer& peer, const std::string& reason) {
+  peer.gone = true;
   {
     std::lock_guard lock(mutex_);
-    peers_[static_cast<size_t>(host)].ended = true;
+    peer.ended = true;
   }
-  events_.lost(host, reason);
+  events_.lost(peer.link.host, reason);
 }
 
 }  // namespace kolovod

@@ -1,4 +1,5 @@
-// Messages between the leaders of hosts: a star around the root, which is connected to every other leader.
+// Messages between the leaders of hosts, over the connections that this one has: those to its neighbours in
+// the tree of leaders (base/tree.h).
 //
 // A thread reads, so that an abort arrives while the driver waits for data, and a death is noticed at once.
 // It puts everything else aside for the driver and wakes it. A driver that waits for a frame reads by itself
@@ -11,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,8 +22,8 @@
 namespace kolovod {
 
 struct UplinkPeer {
-  int fd = -1;              // connected stream socket; -1: none to this host
-  std::string description;  // for messages: the leader, "rank 4 on host b (pid 17)"
+  int host;
+  int fd;  // connected stream socket
 };
 
 class Uplink {
@@ -31,14 +33,15 @@ class Uplink {
     std::string payload;
   };
   struct Events {
-    // From whoever reads. A frame that must not wait for the driver: true, it is done with.
-    std::function<bool(const Frame&)> urgent;
+    // From whoever reads, one at a time: what must not wait for the driver. True: it is done with, else the
+    // driver finds the frame.
+    std::function<bool(const Frame&)> read;
     std::function<void()> arrived;
     // The connection ended, or carried bytes that no leader can have written.
     std::function<void(int host, const std::string& reason)> lost;
   };
 
-  // Takes the descriptors over. `peers`: by host.
+  // Takes the descriptors over.
   Uplink(std::vector<UplinkPeer> peers, uint32_t epoch);
   ~Uplink();
   Uplink(const Uplink&) = delete;
@@ -50,16 +53,18 @@ class Uplink {
   // In a forked child: closes the descriptors; the thread exists in the parent only.
   void Forget();
 
-  // To every other leader that there is a connection to, or one of them. Any thread; never blocks.
-  void SendAll(const std::string& payload);
-  void Send(int host, const std::string& payload);
+  // To leaders that there is a connection to. Any thread; never blocks.
+  void Send(std::span<const int> hosts, const std::string& payload);
+  void Send(int host, const std::string& payload) { Send({&host, 1}, payload); }
   bool HasData() const { return has_data_.load(std::memory_order_seq_cst); }
   // The driver: the same, after a look at the sockets.
   bool Look();
   // The driver: it goes to sleep, and must be woken when a frame arrives.
   void LookAway();
   std::deque<Frame> Take();
-  uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+  // Since the connections were made.
+  uint64_t sent_frames() const { return sent_frames_.load(std::memory_order_relaxed); }
+  uint64_t received_frames() const { return received_frames_.load(std::memory_order_relaxed); }
 
  private:
   struct Peer {
@@ -73,12 +78,12 @@ class Uplink {
 
   void Read();
   // Under read_mutex_.
-  bool Receive(int host);
-  bool Parse(int host);
+  bool Receive(Peer& peer);
+  bool Parse(Peer& peer);
   // Under the mutex.
   void Push(Peer& peer, const std::string& payload);
   void Flush(Peer& peer);
-  void End(int host, const std::string& reason);
+  void End(Peer& peer, const std::string& reason);
 
   std::vector<Peer> peers_;
   const uint32_t epoch_;
@@ -92,7 +97,8 @@ class Uplink {
   std::atomic<uint64_t> looks_{0};
   std::atomic<bool> looking_{false};  // the driver, until LookAway
   std::atomic<bool> aside_{false};    // the thread leaves reading to the driver
-  std::atomic<uint64_t> sent_bytes_{0};
+  std::atomic<uint64_t> sent_frames_{0};
+  std::atomic<uint64_t> received_frames_{0};
   std::thread thread_;
 };
 

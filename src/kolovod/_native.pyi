@@ -14,6 +14,31 @@ class EngineError(Exception):
     """``args == (code, message)``; codes are listed in ``kolovod.errors``."""
 
 @final
+class Switchboard:
+    """Where an engine asks for connections to ranks of other hosts, and finds them.
+
+    ``fileno()`` is readable when ``wanted()`` has something to say, or after ``close``.
+    """
+
+    def __init__(self) -> None: ...
+    def fileno(self) -> int: ...
+    def wanted(self) -> list[int]:
+        """Ranks to which a connection is needed, each told once."""
+
+    def connected(self, peer: int, fd: int) -> None:
+        """Take over ``fd``, a connected stream socket to ``peer``; once closed, close it."""
+
+    def failed(self, text: str) -> None:
+        """End the world: there will be no connection that it needs, as ``text`` says."""
+
+    def close(self) -> None: ...
+    def forget(self) -> None:
+        """In a forked child: close the descriptors."""
+
+    @property
+    def closed(self) -> bool: ...
+
+@final
 class Engine:
     """One rank's engine. ``segment_fd == -1`` with ``size == 1`` needs no segment from outside.
 
@@ -23,9 +48,10 @@ class Engine:
     (naming the missing ranks) after ``config["start_timeout_ms"]``.
     ``ranks``, ``world``: of a process set its members' numbers in the world, and the world's
     engine; both end together when a rank is lost.
-    ``hosts``: by rank a number for its host, () for one host. Then connected stream sockets, which
-    the engine takes over: ``uplink_fds`` by host (from rank 0 to the first rank of every other
-    host, and from that to rank 0), ``mesh_fds`` by rank; -1 where there is none.
+    ``hosts``: by rank a number for its host, () for one host. With several, ``uplink_fds``:
+    connected stream sockets which the engine takes over, by host (from a host's first rank to those
+    of its ``tree_neighbours``, else -1); and ``links``, an object with a ``switchboard``, where the
+    engine gets connections for data, ``close``, called when it is shut down, and ``forget``.
     ``external=True``: after ``hand_over`` buckets are handed to ``next_bucket`` instead of the own
     collectives.
     ``stacks``: asked for the main thread's stack when this rank is late.
@@ -46,7 +72,7 @@ class Engine:
         world: Engine | None = None,
         hosts: Sequence[int] = (),
         uplink_fds: Sequence[int] = (),
-        mesh_fds: Sequence[int] = (),
+        links: Any = None,
         stacks: StackSource | None = None,
         last_operations_prefix: str = "",
     ) -> None: ...
@@ -185,6 +211,9 @@ class LoopbackWorld:
 
 def segment_bytes(on_host: int, size: int, config: Mapping[str, int]) -> int:
     """How large a segment must be (bytes, a multiple of the page size)."""
+
+def tree_neighbours(hosts: int, host: int) -> list[int]:
+    """Of a host: its neighbours in the tree of leaders, the one nearer to host 0 first."""
 
 def config_defaults() -> dict[str, int]:
     """Every field of the C++ Config with its default; config.py must name each exactly once."""

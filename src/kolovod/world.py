@@ -354,7 +354,7 @@ def _make_engine(
     config = ready.config
     if core is not None:  # the engine must not count that one only
         config = {**config, "cores": config["cores"] or usable_cores()}
-    data, control = ready.links.hand_over()
+    links = ready.links
     try:
         with affinity.threads_on(core):
             return _native.Engine(
@@ -368,12 +368,14 @@ def _make_engine(
                 ranks=ranks,
                 world=world,
                 hosts=hosts,
-                uplink_fds=control,
-                mesh_fds=data,
+                uplink_fds=[] if links is None else links.hand_over(),
+                links=links,
                 stacks=stacks.source() if size > 1 else None,
                 last_operations_prefix=last_operations_prefix,
             )
     except _native.EngineError as exc:
+        if links is not None:
+            links.close()
         error = from_engine(exc)
         if isinstance(error, WaitTimeoutError):
             raise StartTimeoutError(str(error)) from None

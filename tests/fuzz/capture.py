@@ -118,7 +118,7 @@ def handshakes(folder: Path) -> None:
     secret = auth.new_secret()
     accepting = threading.Thread(target=auth.accept, args=(server, secret, "test", deadline))
     calling = threading.Thread(
-        target=auth._client_handshake, args=(client, secret.encode(), "test", deadline)
+        target=auth.greet, args=(client, secret, "test", deadline)
     )
     accepting.start()
     calling.start()

@@ -59,7 +59,7 @@ def handshake_of_client(data: bytes) -> None:
 def handshake_of_server(data: bytes) -> None:
     """What a client reads of whoever answers."""
     with _peer_that_sends(data) as sock, contextlib.suppress(AuthenticationError):
-        auth._client_handshake(sock, SECRET.encode(), "test", _soon())
+        auth.greet(sock, SECRET, "test", _soon())
         raise AssertionError("a stranger has proved the secret")
 
 
@@ -195,7 +195,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.launch.auth": (
         "Channel.receive",
-        "_client_handshake",
+        "greet",
         "accept",
         "_parse",
         "_parse.refuse",

@@ -36,7 +36,17 @@ from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
 
-__all__ = ["Channel", "Server", "accept", "connect", "new_secret", "poll_until", "same_user"]
+__all__ = [
+    "Channel",
+    "Server",
+    "accept",
+    "connect",
+    "encode",
+    "greet",
+    "new_secret",
+    "poll_until",
+    "same_user",
+]
 
 MAGIC = b"KOLOVOD\x01"
 NONCE_BYTES = 32
@@ -49,6 +59,14 @@ _PAUSE_S = 0.05  # between the first two; longer and longer
 _LONGEST_WAIT_S = 2e6  # the kernel counts milliseconds in 31 bits
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
+
+
+def encode(message: Any) -> bytes:
+    """One JSON value as the body of a frame. Raises BootstrapError if it is too large."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > MAX_BODY_BYTES:
+        raise BootstrapError(f"a message of {len(body)} bytes is over {MAX_BODY_BYTES} bytes")
+    return body
 
 
 def new_secret() -> str:
@@ -85,9 +103,10 @@ class Channel:
         Raises BootstrapError if it is too large, OSError (a TimeoutError at the deadline) if the
         connection is broken.
         """
-        body = json.dumps(message, separators=(",", ":")).encode()
-        if len(body) > MAX_BODY_BYTES:
-            raise BootstrapError(f"a message of {len(body)} bytes is over {MAX_BODY_BYTES} bytes")
+        self.send_encoded(encode(message), deadline)
+
+    def send_encoded(self, body: bytes, deadline: float) -> None:
+        """``send`` of what ``encode`` has made: for a message that goes to many."""
         proof = _digest(self._key, self._out, _SEQUENCE.pack(self._sent), body)
         self._sent += 1
         _set_deadline(self._sock, deadline)
@@ -142,6 +161,13 @@ class Channel:
         """The connection's descriptor, for use without frames; the caller closes it."""
         return self._sock.detach()
 
+    def keep(self) -> Channel:
+        """The same connection, from now on the caller's: a server that made it leaves it open."""
+        sock = socket.socket(fileno=self._sock.detach())
+        kept = Channel(sock, self._key, is_server=self._out == b"s")
+        kept._sent, kept._received = self._sent, self._received
+        return kept
+
     def close(self) -> None:
         """Close the connection; a thread that waits on it is woken."""
         _close(self._sock)
@@ -160,7 +186,7 @@ def connect(
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             _connect(sock, address, deadline)
-            return _client_handshake(sock, secret.encode(), label, deadline)
+            return greet(sock, secret, label, deadline)
         except _Dropped:
             _close(sock)
             tries += 1
@@ -186,7 +212,12 @@ def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
             time.sleep(0.005)
 
 
-def _client_handshake(sock: socket.socket, secret: bytes, label: str, deadline: float) -> Channel:
+def greet(sock: socket.socket, secret: str, label: str, deadline: float) -> Channel:
+    """The client's half of the handshake on a connected socket.
+
+    Raises what ``connect`` raises; the caller closes ``sock`` then.
+    """
+    key = secret.encode()
     purpose = label.split(" ", 1)[0]
     hello = _read_or_dropped(sock, len(MAGIC) + NONCE_BYTES, deadline, purpose)
     if hello[: len(MAGIC)] != MAGIC:
@@ -194,16 +225,16 @@ def _client_handshake(sock: socket.socket, secret: bytes, label: str, deadline: 
     client_nonce = secrets.token_bytes(NONCE_BYTES)
     transcript = _transcript(label, hello[len(MAGIC) :], client_nonce)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then reading ends, too
-        sock.sendall(MAGIC + client_nonce + _digest(secret, b"client", transcript))
+        sock.sendall(MAGIC + client_nonce + _digest(key, b"client", transcript))
     proof = _read_or_dropped(sock, NONCE_BYTES, deadline, purpose)
     if proof == _REFUSAL:
         raise AuthenticationError(
             f"the {purpose} refused this process: its secret (KOLOVOD_SECRET) is not that of the "
             "job, or it has come to the wrong address"
         )
-    if not hmac.compare_digest(proof, _digest(secret, b"server", transcript)):
+    if not hmac.compare_digest(proof, _digest(key, b"server", transcript)):
         raise AuthenticationError(f"the {purpose} does not know this job's secret (KOLOVOD_SECRET)")
-    return Channel(sock, _digest(secret, b"session", transcript), is_server=False)
+    return Channel(sock, _digest(key, b"session", transcript), is_server=False)
 
 
 def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Channel:

@@ -4,13 +4,15 @@ The member with the lowest launcher rank leads. It makes the segment, an anonymo
 crash can leave behind, and hands it round over an AF_UNIX socket::
 
     follower -> leader   {"rank": new rank, "pidfd": bool}, then its own pidfd
-    leader -> follower   {"config": {...}, "pidfds": [bool, ...]}, then the segment and the pidfds
+    leader -> follower   {"pidfds": [bool, ...]}, then the segment and the pidfds
                     or   {"error": text, "rank": launcher rank or null}
 
-The leader's configuration is everybody's, since the segment's layout follows from it.
+The first member's configuration is everybody's, since the segment's layout follows from it.
 
-A world of several hosts has a leader and a segment on each. Its members meet at the store once
-more, with the addresses where they listen, and connect to each other (mesh.py) before that.
+A world of several hosts has a leader and a segment on each; before that their leaders connect to
+each other (mesh.py). Nobody knows who leads, nor whether there are several hosts, before all have
+met at the store. So everybody comes there with both addresses, and opens only what turns out to be
+needed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -34,8 +36,10 @@ from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
 from kolovod.launch import messages
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, poll_until
-from kolovod.launch.mesh import Links, Listener, interface_to, link
+from kolovod.launch.mesh import Links, Listener, describe, interface_to
 from kolovod.launch.store import Formation, Member, join
+
+_MOST_ON_A_HOST = 1024  # the engine's own limit is lower
 
 __all__ = ["Ready", "bootstrap", "make_segment", "own_pidfd", "pid_namespace"]
 
@@ -52,15 +56,15 @@ class Ready:
     pidfds: tuple[int, ...]
     """One per rank; -1 where the system has none."""
     config: Mapping[str, int]
-    links: Links = field(default_factory=Links)
-    """To the ranks of other hosts; empty on one host."""
+    links: Links | None = None
+    """To the ranks of other hosts; None on one host."""
 
     @property
     def hosts(self) -> list[int]:
         """By rank: a number for its host; empty if there is one only."""
-        labels = [member.host for member in self.members]
-        different = list(dict.fromkeys(labels))
-        return [different.index(label) for label in labels] if len(different) > 1 else []
+        numbers: dict[str, int] = {}
+        by_rank = [numbers.setdefault(member.host, len(numbers)) for member in self.members]
+        return by_rank if len(numbers) > 1 else []
 
     def peers(self, ranks: Iterable[int]) -> list[tuple[int, str]]:
         """``(pidfd, description)`` of every member, as the engine wants them.
@@ -84,13 +88,8 @@ class Ready:
         for fd in (self.segment_fd, *self.pidfds):
             if fd >= 0:
                 os.close(fd)
-        self.links.close()
-
-
-def describe(new_rank: int, member: Member) -> str:
-    """A rank in messages: "rank 1 on host a (pid 17)", and its launcher rank where that differs."""
-    launched = "" if new_rank == member.rank else f", launched as rank {member.rank}"
-    return f"rank {new_rank} on host {member.host} (pid {member.pid}{launched})"
+        if self.links is not None and not self.links.handed_over:
+            self.links.close()
 
 
 def pid_namespace() -> str:
@@ -151,60 +150,30 @@ def bootstrap(
     if one does not come, BootstrapError.
     """
     deadline = time.monotonic() + timeout_s
-    is_leader = rank == members[0]
     with contextlib.ExitStack() as cleanup:
-        leader = None
-        if is_leader:
-            leader = cleanup.enter_context(
-                contextlib.closing(_Leader(secret, config, len(members)))
-            )
-        name = leader.name if leader is not None else ""
-        me = Member(rank, host, os.getpid(), pid_namespace(), name, os.geteuid())
-        formation = join(store, secret, members, me, timeout_s)
-        _check_users(formation)
+        door = cleanup.enter_context(contextlib.closing(_Leader(secret)))
+        listener = Listener(interface_to(store), len(members))
+        cleanup.callback(listener.close)
+        pid, user = os.getpid(), os.geteuid()
+        me = Member(rank, host, pid, pid_namespace(), door.name, user, listener.address)
+        formation = join(store, secret, members, me, timeout_s, config)
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
+        _check_users(formation)
         new_rank = members.index(rank)
-        hosts = {member.host for member in formation.members}
-        if len(hosts) > 1:
-            return _bootstrap_hosts(new_rank, formation, store, secret, config, deadline)
-        if leader is not None:
-            return leader.run(formation, formation.members, deadline)
-        return _follow(formation, formation.members, new_rank, secret, config, deadline)
-
-
-def _bootstrap_hosts(
-    new_rank: int,
-    before: Formation,
-    store: str,
-    secret: str,
-    config: Mapping[str, int],
-    deadline: float,
-) -> Ready:
-    """Meet again with addresses, connect the hosts, then share a segment on each."""
-    me = before.members[new_rank]
-    local = [member for member in before.members if member.host == me.host]
-    remaining = deadline - time.monotonic()
-    with contextlib.ExitStack() as cleanup:
-        listener = cleanup.enter_context(
-            contextlib.closing(Listener(secret, interface_to(store), len(before.members), config))
-        )
-        leader = None
-        if local[0] is me:
-            leader = cleanup.enter_context(contextlib.closing(_Leader(secret, config, len(local))))
-        name = leader.name if leader is not None else ""
-        again = replace(me, socket=name, address=listener.address)
-        ranks = [member.rank for member in before.members]
-        formation = join(store, secret, ranks, again, remaining)
-        links, config_of_root = link(new_rank, formation.members, listener, secret, deadline)
-        cleanup.callback(links.close)
-        here = tuple(member for member in formation.members if member.host == me.host)
-        if leader is not None:
-            leader.config = config if config_of_root is None else config_of_root
-            ready = leader.run(formation, here, deadline)
+        here = tuple(member for member in formation.members if member.host == host)
+        links = None
+        if len(here) < len(members):
+            links = Links(new_rank, formation, listener, secret)
+            cleanup.callback(links.close)
+            links.connect_leaders(deadline)
+        if here[0].rank == rank:
+            ready = door.run(formation, here, deadline)
         else:
-            ready = _follow(formation, here, new_rank, secret, config, deadline)
-        data, control = links.hand_over()
-        return replace(ready, links=Links(data, control))
+            ready = _follow(formation, here, new_rank, secret, deadline)
+        if links is not None:  # it goes on to listen
+            cleanup.pop_all()
+            door.close()
+        return replace(ready, links=links)
 
 
 def _check_users(formation: Formation) -> None:
@@ -269,32 +238,34 @@ def _raise_lost(member: Member) -> NoReturn:
 class _Leader:
     """Collects the followers' pidfds, then sends everything to everybody.
 
-    It listens from its making on, so that its name can be told to the store.
+    It listens from its making on, so that its name can be told to the store; who turns out not to
+    lead never runs it.
     """
 
-    def __init__(self, secret: str, config: Mapping[str, int], size: int) -> None:
+    def __init__(self, secret: str) -> None:
         self.name = f"kolovod-{secrets.token_hex(16)}"
-        self.config = config
         self._arrivals: queue.SimpleQueue[tuple[int, int, Channel]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._done = threading.Event()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(f"\0{self.name}")
-        listener.listen(64 + size)
+        listener.listen(_MOST_ON_A_HOST)
         label = leader_label(self.name)
-        self._server = Server(listener, secret, label, self._serve, max_strangers=64 + size)
-        self._server.start()
+        strangers = 64 + _MOST_ON_A_HOST
+        self._server = Server(listener, secret, label, self._serve, max_strangers=strangers)
 
     def run(self, formation: Formation, here: Sequence[Member], deadline: float) -> Ready:
         """The leader's part, once the world has come together; ``here``: its host's members."""
+        self._server.start()
         channels: dict[int, Channel] = {}
         fds: dict[int, int] = {}
-        ranks = [formation.members.index(member) for member in here]
+        local = {member.rank for member in here}
+        ranks = [new for new, member in enumerate(formation.members) if member.rank in local]
         try:
             try:
                 self._collect(formation, ranks, channels, fds, deadline)
                 size = len(formation.members)
-                segment = fds[-1] = make_segment(len(here), size, self.config)
+                segment = fds[-1] = make_segment(len(here), size, formation.config)
                 fds[ranks[0]] = own_pidfd()
                 pidfds = tuple(fds.get(new_rank, -1) for new_rank in range(size))
                 self._distribute(formation, channels, segment, pidfds, deadline)
@@ -306,7 +277,8 @@ class _Leader:
                 if fd >= 0:
                     os.close(fd)
             raise
-        return Ready(ranks[0], formation.epoch, formation.members, segment, pidfds, self.config)
+        members, config = formation.members, formation.config
+        return Ready(ranks[0], formation.epoch, members, segment, pidfds, config)
 
     def _serve(self, channel: Channel) -> None:
         """On the server's thread of one follower; returning closes the channel."""
@@ -350,7 +322,7 @@ class _Leader:
         pidfds: tuple[int, ...],
         deadline: float,
     ) -> None:
-        message = {"config": dict(self.config), "pidfds": [fd >= 0 for fd in pidfds]}
+        message = {"pidfds": [fd >= 0 for fd in pidfds]}
         sent = [segment, *(fd for fd in pidfds if fd >= 0)]
         for new_rank, channel in channels.items():
             try:
@@ -385,12 +357,7 @@ def leader_label(name: str) -> str:
 
 
 def _follow(
-    formation: Formation,
-    here: Sequence[Member],
-    new_rank: int,
-    secret: str,
-    own_config: Mapping[str, int],
-    deadline: float,
+    formation: Formation, here: Sequence[Member], new_rank: int, secret: str, deadline: float
 ) -> Ready:
     leader = here[0]
     watch = _Watch([leader])
@@ -410,9 +377,7 @@ def _follow(
             # socket open. Its pidfd does.
             if not watch.wait(channel.fileno(), deadline):
                 raise StartTimeoutError(f"{leader} did not send the shared segment in time")
-            config, has_pidfd = _parse_answer(
-                channel.receive(deadline), own_config, len(formation.members)
-            )
+            has_pidfd = _parse_answer(channel.receive(deadline), len(formation.members))
             fds = channel.receive_fds(1 + sum(has_pidfd), deadline)
     except ConnectionRefusedError as error:
         watch.raise_if_dead()
@@ -427,15 +392,14 @@ def _follow(
         watch.close()
     others = iter(fds[1:])
     pidfds = tuple(next(others) if has else -1 for has in has_pidfd)
-    return Ready(new_rank, formation.epoch, formation.members, fds[0], pidfds, config)
+    members, config = formation.members, formation.config
+    return Ready(new_rank, formation.epoch, members, fds[0], pidfds, config)
 
 
-def _parse_answer(
-    answer: Any, own_config: Mapping[str, int], size: int
-) -> tuple[dict[str, int], list[bool]]:
-    """The leader's config, and of which ranks it has a pidfd; raises what it says went wrong."""
+def _parse_answer(answer: Any, size: int) -> list[bool]:
+    """Of which ranks the leader has a pidfd; raises what it says went wrong."""
     if "error" not in messages.mapping(answer):
-        return messages.config(answer, own_config), messages.flags(answer, "pidfds", size)
+        return messages.flags(answer, "pidfds", size)
     text = str(answer["error"])
     if answer.get("rank") is not None:
         raise RankLostError(text, messages.whole(answer, "rank", 0, messages.MAX_RANKS - 1))

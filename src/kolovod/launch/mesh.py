@@ -1,11 +1,13 @@
 """Connections between ranks of different hosts: made and authenticated here, for the engine.
 
-Every rank listens on the interface by which it reaches the store. A rank connects to all that come
-before it; a host's leader (its first rank) connects to rank 0 once more, for the control plane.
-After the handshake (auth.py)::
+Every rank listens on the interface by which it reaches the store, from before it joins there until
+its world ends. While the world forms, each host's leader (its first rank) connects to the one above
+it in the tree of leaders, for the control plane. For data, two ranks are connected when an
+algorithm first wants that: the engine asks (``_native.Switchboard``), and of the two the one that
+comes later in the world connects. After the handshake (auth.py)::
 
-    connecting -> listening   {"rank": rank, "purpose": "data" or "control"}
-    listening -> connecting   {"config": {...}}   rank 0's own is everybody's
+    connecting -> listening   {"rank": rank, "purpose": "data" or "control", "epoch": n}
+    listening -> connecting   {"welcome": whether the listening rank is in that world}
 
 and from then on the bytes are the engine's (docs/wire.md).
 """
@@ -15,157 +17,243 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from kolovod import _native
-from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect
-from kolovod.launch.store import Member
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, greet
+from kolovod.launch.store import Formation, Member, host_and_port
 
-__all__ = ["Listener", "Links", "interface_to", "link"]
+__all__ = ["Links", "Listener", "describe", "interface_to"]
 
 LABEL = "mesh"
 _DATA, _CONTROL = "data", "control"
+_REACH_S = 10.0  # for a host to answer at all
+_PATIENCE_S = 5.0  # with a rank that refuses: the control plane may know better why
+_RETRY_S = 0.2
+_NO_LIMIT_S = 1e8
+_MAX_EPOCH = (1 << 32) - 1
 
 
-@dataclass
-class Links:
-    """Connected sockets, for the engine to take over; closed by ``close`` until it has."""
-
-    data: list[int] = field(default_factory=list)
-    """By rank; -1 for this one."""
-    control: list[int] = field(default_factory=list)
-    """By host, in the order of first ranks; -1 where this rank has none."""
-
-    def hand_over(self) -> tuple[list[int], list[int]]:
-        """``(data, control)``, which are the caller's from now on."""
-        taken = self.data, self.control
-        self.data, self.control = [], []
-        return taken
-
-    def close(self) -> None:
-        """Close what was not handed over."""
-        for fd in (*self.data, *self.control):
-            if fd >= 0:
-                os.close(fd)
-        self.data, self.control = [], []
+def describe(new_rank: int, member: Member) -> str:
+    """A rank in messages: "rank 1 on host a (pid 17)", and its launcher rank where that differs."""
+    launched = "" if new_rank == member.rank else f", launched as rank {member.rank}"
+    return f"rank {new_rank} on host {member.host} (pid {member.pid}{launched})"
 
 
 def interface_to(address: str) -> str:
-    """The address of this host's interface that leads to ``address`` ("host:port")."""
-    host, _, port = address.rpartition(":")
+    """The address of this host's interface that leads to the store at ``address`` ("host:port").
+
+    Raises BootstrapError if there is none.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
+        try:
+            probe.connect(host_and_port(address))  # sends nothing
+        except OSError as error:
+            raise BootstrapError(
+                f"there is no way from here to the launcher's store at {address} ({error})"
+            ) from error
         name: str = probe.getsockname()[0]
         return name
 
 
 class Listener:
-    """Where the ranks that come after this one connect. ``address`` is told to them."""
+    """Where ranks of other hosts connect; ``address`` is told to them.
 
-    def __init__(self, secret: str, interface: str, size: int, config: Mapping[str, int]) -> None:
-        self._config = dict(config)
-        self._arrivals: queue.SimpleQueue[tuple[int, str, int]] = queue.SimpleQueue()
-        listener = socket.create_server((interface, 0), backlog=max(128, size))
-        self.address = f"{interface}:{listener.getsockname()[1]}"
-        label = _label(self.address)
-        self._server = Server(listener, secret, label, self._serve, max_strangers=64 + 2 * size)
+    Until ``start`` whoever connects waits in the system's queue.
+    """
+
+    def __init__(self, interface: str, size: int) -> None:
+        self._size = size
+        self._socket = socket.create_server((interface, 0), backlog=max(128, size))
+        self._server: Server | None = None
+        self.address = f"{interface}:{self._socket.getsockname()[1]}"
+
+    def start(self, secret: str, handler: Callable[[Channel], None]) -> None:
+        """Let ``handler`` have the authenticated connections (see ``Server``)."""
+        self._server = Server(
+            self._socket, secret, _label(self.address), handler, max_strangers=64 + 2 * self._size
+        )
         self._server.start()
 
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptor, which the parent goes on to listen on."""
+        self._socket.close()
+
+
+class Links:
+    """One rank's connections to ranks of other hosts, from the forming of a world to its end.
+
+    The engine takes over those for the control plane (``hand_over``), and finds those for data at
+    its ``switchboard``. It calls ``close`` when it is shut down, ``forget`` in a forked child.
+    """
+
+    def __init__(self, rank: int, formation: Formation, listener: Listener, secret: str) -> None:
+        self.switchboard = _native.Switchboard()
+        self.handed_over = False
+        self._rank = rank
+        self._epoch = formation.epoch
+        self._members = formation.members
+        self._listener = listener
+        self._secret = secret
+        hosts = [member.host for member in self._members]
+        first: dict[str, int] = {}
+        for number, host in enumerate(hosts):
+            first.setdefault(host, number)
+        self._leaders = list(first.values())
+        self._control = [-1] * len(self._leaders)
+        self._arrivals: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._calling: socket.socket | None = None  # guarded by the lock
+        self._closed = False  # guarded by the lock
+        self._thread: threading.Thread | None = None
+
+    def connect_leaders(self, deadline: float) -> None:
+        """Begin to listen; a leader also connects to its neighbours in the tree of leaders.
+
+        Raises BootstrapError if one cannot be reached, StartTimeoutError if one does not come.
+        """
+        self._listener.start(self._secret, self._serve)
+        if self._rank not in self._leaders:
+            return
+        here = self._leaders.index(self._rank)
+        neighbours = _native.tree_neighbours(len(self._leaders), here)
+        for host in neighbours:
+            if host < here:
+                leader = self._leaders[host]
+                try:
+                    self._control[host] = self._call(leader, _CONTROL, deadline, deadline)
+                except (AuthenticationError, EOFError, OSError) as error:
+                    raise BootstrapError(self._unreachable(leader, error)) from error
+        self._collect({self._leaders[host] for host in neighbours if host > here}, deadline)
+
+    def hand_over(self) -> list[int]:
+        """The sockets to other leaders, by host, now the engine's; from here on data is served."""
+        self.handed_over = True
+        taken, self._control = self._control, []
+        self._thread = threading.Thread(target=self._connect_wanted, name="kolovod links")
+        self._thread.daemon = True
+        self._thread.start()
+        return taken
+
+    def close(self) -> None:
+        """Stop listening and connecting; close what the engine has not taken. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._calling is not None:
+                with contextlib.suppress(OSError):
+                    self._calling.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self.switchboard.close()
+        self._listener.close()
+        if self._thread is not None:
+            self._thread.join()
+        taken, self._control = self._control, []
+        while not self._arrivals.empty():
+            taken.append(self._arrivals.get()[1])
+        for fd in taken:
+            if fd >= 0:
+                os.close(fd)
+        self.switchboard.forget()  # nobody uses it any more
+
+    def forget(self) -> None:
+        """In a forked child: close its copies of the descriptors."""
+        self._listener.forget()
+        self.switchboard.forget()
+        if self._calling is not None:
+            self._calling.close()
+
     def _serve(self, channel: Channel) -> None:
+        """On a thread of the listener: somebody who knows the secret has connected."""
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         hello = channel.receive(deadline)
         rank = messages.whole(hello, "rank", 0, messages.MAX_RANKS - 1)
         purpose = messages.text(hello, "purpose", 16)
-        channel.send({"config": self._config}, deadline)
-        self._arrivals.put((rank, purpose, channel.detach()))
+        epoch = messages.whole(hello, "epoch", 0, _MAX_EPOCH)
+        welcome = epoch == self._epoch and rank < len(self._members)
+        channel.send({"welcome": welcome}, deadline)
+        if welcome and purpose == _DATA:
+            self.switchboard.connected(rank, channel.detach())
+        elif welcome:
+            self._arrivals.put((rank, channel.detach()))
 
-    def collect(
-        self, expected: set[tuple[int, str]], members: Sequence[Member], deadline: float
-    ) -> dict[tuple[int, str], int]:
-        """The connections that are ``expected``, as (rank, purpose); StartTimeoutError."""
-        found: dict[tuple[int, str], int] = {}
-        try:
-            while len(found) < len(expected):
-                try:
-                    remaining = max(0.0, deadline - time.monotonic())
-                    rank, purpose, fd = self._arrivals.get(timeout=remaining)
-                except queue.Empty:
-                    missing = sorted({rank for rank, _ in expected - found.keys()})
-                    names = ", ".join(str(members[rank]) for rank in missing)
-                    raise StartTimeoutError(f"{names} did not connect in time") from None
-                if (rank, purpose) in expected and (rank, purpose) not in found:
-                    found[rank, purpose] = fd
-                else:
-                    os.close(fd)
-        except BaseException:
-            for fd in found.values():
-                os.close(fd)
-            raise
-        return found
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.close()
-        while not self._arrivals.empty():
-            os.close(self._arrivals.get()[2])
-
-
-def link(
-    rank: int, members: Sequence[Member], listener: Listener, secret: str, deadline: float
-) -> tuple[Links, dict[str, int] | None]:
-    """Connect ``rank`` with all others; rank 0's config too, for the leaders of other hosts.
-
-    Raises BootstrapError if one cannot be reached, StartTimeoutError if one does not come.
-    """
-    hosts = [member.host for member in members]
-    leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    links = Links([-1] * len(members), [-1] * len(leaders))
-    config: dict[str, int] | None = None
-    with contextlib.ExitStack() as cleanup:
-        cleanup.callback(links.close)
-        for other in range(rank):
-            links.data[other], config_of_other = _connect(
-                rank, _DATA, members[other], secret, deadline
-            )
-            if other == 0:
-                config = config_of_other
-        if rank in leaders and rank > 0:
-            links.control[0], _ = _connect(rank, _CONTROL, members[0], secret, deadline)
-        expected = {(other, _DATA) for other in range(rank + 1, len(members))}
-        if rank == 0:
-            expected |= {(leader, _CONTROL) for leader in leaders[1:]}
-        for (other, purpose), fd in listener.collect(expected, members, deadline).items():
-            if purpose == _DATA:
-                links.data[other] = fd
+    def _collect(self, expected: set[int], deadline: float) -> None:
+        """Wait until the ``expected`` leaders have connected; StartTimeoutError."""
+        while expected:
+            try:
+                remaining = max(0.0, deadline - time.monotonic())
+                rank, fd = self._arrivals.get(timeout=remaining)
+            except queue.Empty:
+                names = ", ".join(str(self._members[rank]) for rank in sorted(expected))
+                raise StartTimeoutError(f"{names} did not connect in time") from None
+            if rank in expected:
+                expected.remove(rank)
+                self._control[self._leaders.index(rank)] = fd
             else:
-                links.control[leaders.index(other)] = fd
-        cleanup.pop_all()
-    return links, config
+                os.close(fd)
 
+    def _connect_wanted(self) -> None:
+        """The thread: connections that the engine asks for, one after the other."""
+        poll = select.poll()
+        poll.register(self.switchboard.fileno(), select.POLLIN)
+        while not self.switchboard.closed:
+            poll.poll()
+            for peer in self.switchboard.wanted():
+                if peer < self._rank:  # the others will come
+                    self._connect_data(peer)
 
-def _connect(
-    rank: int, purpose: str, member: Member, secret: str, deadline: float
-) -> tuple[int, dict[str, int]]:
-    host, _, port = member.address.rpartition(":")
-    if not port.isdecimal():
-        raise BootstrapError(f"{member} has told no address: {member.address!r}")
-    try:
-        label = _label(member.address)
-        channel = connect(socket.AF_INET, (host, int(port)), secret, label, deadline)
-        with contextlib.closing(channel):
-            channel.send({"rank": rank, "purpose": purpose}, deadline)
-            config = messages.config(channel.receive(deadline), _native.config_defaults())
-            return channel.detach(), config
-    except (EOFError, OSError) as error:
-        raise BootstrapError(
-            f"{member} cannot be reached at {member.address} ({error}): has it ended, or does a "
-            "firewall keep the hosts apart?"
-        ) from error
+    def _connect_data(self, peer: int) -> None:
+        started = time.monotonic()
+        while not self.switchboard.closed:
+            try:
+                # A process may be busy for long; its host answers at once.
+                limits = time.monotonic() + _REACH_S, time.monotonic() + _NO_LIMIT_S
+                self.switchboard.connected(peer, self._call(peer, _DATA, *limits))
+                return
+            except (AuthenticationError, EOFError, OSError) as error:
+                if time.monotonic() - started >= _PATIENCE_S:
+                    self.switchboard.failed(self._unreachable(peer, error))
+                    return
+            time.sleep(_RETRY_S)
+
+    def _call(self, peer: int, purpose: str, reached_by: float, answered_by: float) -> int:
+        """A connection to ``peer``; AuthenticationError, EOFError or OSError if there is none."""
+        address = self._members[peer].address
+        host, port = host_and_port(address)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            with self._lock:
+                if self._closed:
+                    raise EOFError("the world has ended")
+                self._calling = sock
+            try:
+                sock.settimeout(max(0.001, reached_by - time.monotonic()))
+                sock.connect((host, port))
+                channel = greet(sock, self._secret, _label(address), answered_by)
+                hello = {"rank": self._rank, "purpose": purpose, "epoch": self._epoch}
+                channel.send(hello, answered_by)
+                if not messages.flag(channel.receive(answered_by), "welcome"):
+                    raise EOFError("another world listens there")
+                return channel.detach()
+            finally:
+                with self._lock:
+                    self._calling = None
+
+    def _unreachable(self, peer: int, error: BaseException) -> str:
+        return (
+            f"{describe(peer, self._members[peer])} cannot be reached at "
+            f"{self._members[peer].address} from {describe(self._rank, self._members[self._rank])} "
+            f"({error}): has it ended, or does a firewall keep the hosts apart?"
+        )
 
 
 def _label(address: str) -> str:

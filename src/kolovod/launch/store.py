@@ -3,27 +3,31 @@
 The launcher runs one ``Store`` on the loopback interface for the whole job, so that a world can be
 formed again after a failure. One conversation per rank and world::
 
-    rank  -> store   {"members": [launcher ranks], "rank", "host", "pid", "pid_namespace",
-                      "socket", "user", "address", "timeout_s"}
-    store -> rank    {"epoch": n, "members": [{"rank", "host", "pid", "pid_namespace", "socket",
-                      "user", "address"}]}
+    rank  -> store   {"members": [[first, last] of launcher ranks that follow each other],
+                      "member": member, "config": {name: number}, "timeout_s"}
+    store -> rank    {"epoch": n, "config": {...}, "texts": [...], "members": [member]}
                 or   {"error": kind, "message": text, "rank": launcher rank or null}
+    member           [rank, host, pid, pid_namespace, socket, user, address], in an answer with
+                     the numbers of host and pid_namespace in texts, which are few
 
-The answer comes when all members have joined. It is an error at once when a member's process is
-known to have ended, or when two ranks wait for different worlds that need each other; and after
-``timeout_s`` of the rank that came first, naming the ranks that are missing. Every world gets a new
-epoch number.
+The answer comes when all members have joined; its config is that of the first member. It is an
+error at once when a member's process is known to have ended, or when two ranks wait for different
+worlds that need each other; and after ``timeout_s`` of the rank that came first, naming the ranks
+that are missing. Every world gets a new epoch number.
+
+A rank that waits has no thread here: one watches all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 from kolovod.errors import (
@@ -35,17 +39,21 @@ from kolovod.errors import (
     StartTimeoutError,
 )
 from kolovod.launch import messages
-from kolovod.launch.auth import Channel, Server, connect, poll_until
+from kolovod.launch.auth import Channel, Server, connect, encode
 from kolovod.launch.messages import MAX_RANKS
 
-__all__ = ["Formation", "Member", "Store", "join"]
+__all__ = ["Formation", "Member", "Store", "host_and_port", "join"]
 
 LABEL = "store"
 _SEND_TIMEOUT_S = 5.0
+_WATCH_S = 3600.0  # at most, between two looks at deadlines
 _ANSWER_GRACE_S = 5.0  # the store's own deadline comes first: it knows who is missing
 _MAX_TIMEOUT_S = 1e7
 _MAX_TEXT = 1 << 16  # of an error
+_MAX_ADDRESS = 512
 _INT64_MAX = (1 << 63) - 1
+_MAX_CONFIG = 256  # names; there are about forty
+_SHARED_TEXTS = (1, 3)  # columns of a member that many have in common: host, pid_namespace
 _ERRORS: dict[str, type[KolovodError]] = {
     "rank_lost": RankLostError,
     "timeout": StartTimeoutError,
@@ -82,6 +90,8 @@ class Formation:
 
     epoch: int
     members: tuple[Member, ...]
+    config: Mapping[str, int] = field(default_factory=dict)
+    """What the first member has given as its engine's configuration."""
 
 
 @dataclass
@@ -92,6 +102,7 @@ class _Group:
     deadline: float
     timeout_s: float
     joined: dict[int, tuple[Member, Channel]] = field(default_factory=dict)
+    config: dict[str, int] = field(default_factory=dict)
 
     def missing(self) -> list[int]:
         return [rank for rank in self.members if rank not in self.joined]
@@ -105,20 +116,37 @@ class Store:
         self.address = f"{host}:{listener.getsockname()[1]}"
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], _Group] = {}
+        self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
+        self._watched = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._watched.register(self._bell, select.EPOLLIN)
         self._dead: dict[int, str] = {}
         self._epoch = 0
+        self._closed = False
         self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
+        self._watcher = threading.Thread(target=self._watch, name="kolovod store", daemon=True)
 
     def start(self) -> None:
         """Begin to serve."""
+        self._watcher.start()
         self._server.start()
 
     def close(self) -> None:
         """Stop; ranks that still wait are told so. Idempotent."""
         with self._lock:
+            if self._closed:
+                return
+            self._closed = True
             for group in list(self._groups.values()):
                 self._fail(group, "closed", "the launcher is going away", None)
+            os.eventfd_write(self._bell, 1)
         self._server.close()
+        if self._watcher.ident is not None:
+            self._watcher.join()
+        for fd in list(self._waiting):
+            self._dismiss(fd)
+        self._watched.close()
+        os.close(self._bell)
 
     def mark_dead(self, rank: int, cause: str) -> None:
         """The process of ``rank`` has ended. Worlds that need it fail now, or when asked for.
@@ -133,31 +161,23 @@ class Store:
     def _serve(self, channel: Channel) -> None:
         message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
         try:
-            members, member, timeout_s = _parse_join(message)
+            members, member, timeout_s, config = _parse_join(message)
         except BootstrapError as error:
             _send(channel, {"error": "malformed", "message": f"JOIN: {error}", "rank": None})
             return
         with self._lock:
-            group = self._enter(members, member, timeout_s, channel)
-        if group is None:
-            return
-        # The rank sends nothing more: its socket becomes readable when it goes away, be it after
-        # the answer (which the thread of the last one to join sends to all) or before.
-        poll = select.poll()
-        poll.register(channel, select.POLLIN)
-        readable = poll_until(poll, group.deadline)
-        with self._lock:
-            if not readable and self._groups.get(members) is group:
-                self._fail_late(group)
-            if group.joined.get(member.rank, (None, None))[1] is channel:
-                del group.joined[member.rank]
-            if not group.joined and self._groups.get(members) is group:
-                del self._groups[members]
+            if not self._closed:
+                self._enter(members, member, timeout_s, config, channel)
 
     def _enter(
-        self, members: tuple[int, ...], member: Member, timeout_s: float, channel: Channel
-    ) -> _Group | None:
-        """Let a rank join; None if it was refused. Under the lock."""
+        self,
+        members: tuple[int, ...],
+        member: Member,
+        timeout_s: float,
+        config: dict[str, int],
+        channel: Channel,
+    ) -> None:
+        """Let a rank join, or refuse it. Under the lock."""
         group = self._groups.get(members)
         if group is None:
             group = _Group(members, time.monotonic() + timeout_s, timeout_s)
@@ -165,25 +185,67 @@ class Store:
         if previous is not None and previous[0].pid != member.pid:
             text = f"{previous[0]} has joined already, and so does pid {member.pid} now"
             _send(channel, {"error": "conflict", "message": text, "rank": member.rank})
-            return None
-        self._groups[members] = group
-        group.joined[member.rank] = (member, channel)
+            return
+        if group.members not in self._groups:
+            self._groups[members] = group
+            os.eventfd_write(self._bell, 1)  # the watcher has a new deadline
+        kept = channel.keep()
+        group.joined[member.rank] = (member, kept)
+        if member.rank == members[0]:
+            group.config = config
+        self._waiting[kept.fileno()] = (group, member.rank, kept)
+        # The rank sends nothing more: its socket becomes readable when it goes away, be it after
+        # the answer or before.
+        self._watched.register(kept.fileno(), select.EPOLLIN)
         dead = [rank for rank in self._dead if rank in members]
         if dead:  # the first to have ended: the likely cause of the others
             self._fail_dead(group, dead[0])
-            return None
-        if self._refuse_conflict(group, member):
-            return None
-        if not group.missing():
+        elif not self._refuse_conflict(group, member) and len(group.joined) == len(members):
             self._complete(group)
-        return group
+
+    def _watch(self) -> None:
+        """The watcher's thread: ranks that go away, and groups that are not complete in time."""
+        while not self._closed:
+            with self._lock:
+                groups = list(self._groups.values())
+            now = time.monotonic()
+            wait_s = min((group.deadline - now for group in groups), default=_WATCH_S)
+            ready = self._watched.poll(min(max(0.0, wait_s), _WATCH_S))
+            with self._lock:
+                for fd, _ in ready:
+                    if fd == self._bell:
+                        os.eventfd_read(self._bell)
+                    elif fd in self._waiting:
+                        self._dismiss(fd)
+                now = time.monotonic()
+                for group in [g for g in self._groups.values() if g.deadline <= now]:
+                    self._fail_late(group)
+
+    def _dismiss(self, fd: int) -> None:
+        """Close the connection of a rank that has gone away, or is not waited for any more."""
+        group, rank, channel = self._waiting.pop(fd)
+        self._watched.unregister(fd)
+        if rank in group.joined and group.joined[rank][1] is channel:
+            del group.joined[rank]
+        channel.close()
+        if not group.joined and self._groups.get(group.members) is group:
+            del self._groups[group.members]
 
     def _complete(self, group: _Group) -> None:
         del self._groups[group.members]
         self._epoch += 1
-        everybody = [asdict(group.joined[rank][0]) for rank in group.members]
+        texts: dict[str, int] = {}
+        rows = []
+        for rank in group.members:
+            row = list(astuple(group.joined[rank][0]))
+            for column in _SHARED_TEXTS:
+                row[column] = texts.setdefault(row[column], len(texts))
+            rows.append(row)
+        answer = {"epoch": self._epoch, "config": group.config, "texts": list(texts)}
+        body = encode({**answer, "members": rows})
         for _, channel in group.joined.values():
-            _send(channel, {"epoch": self._epoch, "members": everybody})
+            with contextlib.suppress(OSError):  # one that went away is no concern of the others
+                channel.send_encoded(body, time.monotonic() + _SEND_TIMEOUT_S)
 
     def _refuse_conflict(self, group: _Group, member: Member) -> bool:
         """Two ranks that wait for each other in different worlds would wait for ever."""
@@ -228,31 +290,61 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message, time.monotonic() + _SEND_TIMEOUT_S)
 
 
-def _parse_join(message: Any) -> tuple[tuple[int, ...], Member, float]:
+def _parse_join(message: Any) -> tuple[tuple[int, ...], Member, float, dict[str, int]]:
     """Raises BootstrapError naming what is wrong."""
-    ranks = messages.wholes(message, "members", 0, MAX_RANKS - 1)
-    if not ranks or ranks != sorted(set(ranks)):
-        raise BootstrapError("a malformed message: members must ascend")
-    member = _parse_member(message)
-    if member.rank not in ranks:
+    members = _parse_spans(message)
+    member = _parse_member(messages.mapping(message).get("member"))
+    if member.rank not in members:
         raise BootstrapError(f"a malformed message: rank {member.rank} is not among the members")
-    return tuple(ranks), member, messages.number(message, "timeout_s", _MAX_TIMEOUT_S)
+    timeout_s = messages.number(message, "timeout_s", _MAX_TIMEOUT_S)
+    return members, member, timeout_s, _parse_config(message)
 
 
-def _parse_member(message: Any) -> Member:
+def _parse_spans(message: Any) -> tuple[int, ...]:
+    """The members, from ``[first, last]`` for those that follow each other."""
+    spans = messages.mapping(message).get("members")
+    if not isinstance(spans, list) or not 0 < len(spans) <= MAX_RANKS:
+        raise BootstrapError("a malformed message: members must be a list of spans")
+    members: list[int] = []
+    for span in spans:
+        pair = {"span": span}
+        first_and_last = messages.wholes(pair, "span", 0, MAX_RANKS - 1)
+        before = members[-1] if members else -1
+        if len(first_and_last) != 2 or not before < first_and_last[0] <= first_and_last[1]:
+            raise BootstrapError("a malformed message: members must ascend")
+        members += range(first_and_last[0], first_and_last[1] + 1)
+    return tuple(members)
+
+
+def _parse_member(row: Any) -> Member:
+    """From its fields, in their order."""
+    names = [field.name for field in fields(Member)]
+    if not isinstance(row, list) or len(row) != len(names):
+        raise BootstrapError(f"a malformed message: a member has {len(names)} fields")
+    given = dict(zip(names, row, strict=True))
     return Member(
-        rank=messages.whole(message, "rank", 0, MAX_RANKS - 1),
-        host=messages.text(message, "host", 255),
-        pid=messages.whole(message, "pid", 0, _INT64_MAX),
-        pid_namespace=messages.text(message, "pid_namespace", 64),
-        socket=messages.text(message, "socket", 107),
-        user=messages.whole(message, "user", 0, _INT64_MAX),
-        address=messages.text(message, "address", 64),
+        rank=messages.whole(given, "rank", 0, MAX_RANKS - 1),
+        host=messages.text(given, "host", 255),
+        pid=messages.whole(given, "pid", 0, _INT64_MAX),
+        pid_namespace=messages.text(given, "pid_namespace", 64),
+        socket=messages.text(given, "socket", 107),
+        user=messages.whole(given, "user", 0, _INT64_MAX),
+        address=messages.text(given, "address", _MAX_ADDRESS),
     )
 
 
-def _parse_answer(answer: Any, members: Sequence[int]) -> Formation:
-    """The world, or the error that the store has told."""
+def _parse_config(message: Any) -> dict[str, int]:
+    """Some names with int64 values: a store serves worlds of any version."""
+    config = messages.mapping(messages.mapping(message).get("config"))
+    if len(config) > _MAX_CONFIG:
+        raise BootstrapError(f"a malformed message: a config of {len(config)} values")
+    return {name: messages.whole(config, name, -_INT64_MAX - 1, _INT64_MAX) for name in config}
+
+
+def _parse_answer(
+    answer: Any, members: Sequence[int], own_config: Mapping[str, int] | None
+) -> Formation:
+    """The world, or the error that the store has told; whose config has the names of ours."""
     if "error" in messages.mapping(answer):
         kind = _ERRORS.get(messages.text(answer, "error", 64), BootstrapError)
         said = answer.get("message")
@@ -261,28 +353,71 @@ def _parse_answer(answer: Any, members: Sequence[int]) -> Formation:
             raise RankLostError(said, messages.whole(answer, "rank", 0, MAX_RANKS - 1))
         raise kind(said)
     epoch = messages.whole(answer, "epoch", 1, (1 << 32) - 1)
-    given = answer.get("members")
-    found = tuple(map(_parse_member, given)) if isinstance(given, list) else ()
+    found = tuple(map(_parse_member, _with_texts(answer)))
     if [member.rank for member in found] != list(members):
         raise BootstrapError("a malformed message: the members are not those that were asked for")
-    return Formation(epoch, found)
+    config = messages.config(answer, own_config) if own_config else _parse_config(answer)
+    return Formation(epoch, found, config)
+
+
+def _with_texts(answer: dict[str, Any]) -> list[Any]:
+    """The rows of the members, with their shared texts put in."""
+    texts, rows = answer.get("texts"), answer.get("members")
+    if not isinstance(texts, list) or not isinstance(rows, list):
+        raise BootstrapError("a malformed message: texts and members must be lists")
+    for row in rows:
+        if not isinstance(row, list) or len(row) <= max(_SHARED_TEXTS):
+            raise BootstrapError("a malformed message: a member is a list")
+        for column in _SHARED_TEXTS:
+            pair = {"text": row[column]}
+            row[column] = texts[messages.whole(pair, "text", 0, len(texts) - 1)]
+    return rows
+
+
+def _spans(members: Sequence[int]) -> list[list[int]]:
+    """Numbers that follow each other as ``[first, last]``: a world of all ranks is one span."""
+    spans: list[list[int]] = []
+    for rank in members:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return spans
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of a store's "host:port". Raises BootstrapError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise BootstrapError(f"KOLOVOD_STORE={address!r}: expected host:port")
+    return host, int(port)
 
 
 def join(
-    address: str, secret: str, members: Sequence[int], member: Member, timeout_s: float
+    address: str,
+    secret: str,
+    members: Sequence[int],
+    member: Member,
+    timeout_s: float,
+    config: Mapping[str, int] | None = None,
 ) -> Formation:
     """Wait at the store at ``address`` ("host:port") until all ``members`` have joined.
+
+    ``config``: this rank's engine configuration, which holds for all if it is the first member.
 
     Raises RankLostError if one of them has ended, StartTimeoutError naming the missing ones,
     InvalidArgumentError if they ask for different worlds, AuthenticationError, BootstrapError.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise BootstrapError(f"KOLOVOD_STORE={address!r}: expected host:port")
+    target = host_and_port(address)
     deadline = time.monotonic() + timeout_s + _ANSWER_GRACE_S
-    request = {"members": list(members), "timeout_s": timeout_s, **asdict(member)}
+    request = {
+        "members": _spans(members),
+        "member": astuple(member),
+        "config": dict(config or {}) if member.rank == members[0] else {},
+        "timeout_s": timeout_s,
+    }
     try:
-        channel = connect(socket.AF_INET, (host, int(port)), secret, LABEL, deadline)
+        channel = connect(socket.AF_INET, target, secret, LABEL, deadline)
         with contextlib.closing(channel):
             channel.send(request, deadline)
             answer = channel.receive(deadline)
@@ -293,4 +428,4 @@ def join(
             f"rank {member.rank} cannot reach the launcher's store at {address} ({error}): has the "
             "launcher ended?"
         ) from error
-    return _parse_answer(answer, members)
+    return _parse_answer(answer, members, config)

@@ -1,0 +1,81 @@
+#include "transport/switchboard.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+namespace kolovod {
+
+Switchboard::Switchboard(Ask ask) : ask_(std::move(ask)) {
+  news_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  wanted_bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+}
+
+Switchboard::~Switchboard() { Forget(); }
+
+void Switchboard::Want(int peer) {
+  if (ask_) return ask_(peer);
+  std::lock_guard lock(mutex_);
+  wanted_.push_back(peer);
+  eventfd_write(wanted_bell_, 1);
+}
+
+std::vector<int> Switchboard::TakeWanted() {
+  std::lock_guard lock(mutex_);
+  eventfd_t rings;
+  if (!closed_.load()) eventfd_read(wanted_bell_, &rings);
+  return std::exchange(wanted_, {});
+}
+
+std::vector<std::pair<int, int>> Switchboard::Take() {
+  std::lock_guard lock(mutex_);
+  has_news_.store(false, std::memory_order_relaxed);
+  eventfd_t rings;
+  eventfd_read(news_, &rings);
+  return std::exchange(connected_, {});
+}
+
+void Switchboard::Connected(int peer, int fd) {
+  std::lock_guard lock(mutex_);
+  if (closed_.load()) {
+    close(fd);
+    return;
+  }
+  connected_.emplace_back(peer, fd);
+  has_news_.store(true, std::memory_order_release);
+  eventfd_write(news_, 1);
+}
+
+void Switchboard::Failed(const std::string& text) {
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_) return;
+    failure_ = text;
+  }
+  if (on_failure_) on_failure_(text);
+}
+
+std::optional<std::string> Switchboard::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void Switchboard::Close() {
+  std::lock_guard lock(mutex_);
+  closed_.store(true);
+  for (const auto& [peer, fd] : connected_) close(fd);
+  connected_.clear();
+  eventfd_write(wanted_bell_, 1);
+}
+
+// Without the lock: in a forked child a thread that does not exist there may hold it.
+void Switchboard::Forget() {
+  closed_.store(true);
+  for (const auto& [peer, fd] : connected_) close(fd);
+  connected_.clear();
+  for (int* fd : {&news_, &wanted_bell_}) {
+    if (*fd >= 0) close(*fd);
+    *fd = -1;
+  }
+}
+
+}  // namespace kolovod

@@ -1,0 +1,68 @@
+// Where a mesh asks for a connection that it has not got yet, and where it finds it: connections between
+// ranks are made when an algorithm first wants them, by somebody else, while the world goes on.
+//
+// Who connects is agreed upon by the two ranks alone: among processes the later one of the two
+// (src/kolovod/launch/mesh.py), for both will ask. A connection may come before it is asked for.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kolovod {
+
+// Any thread, except where it says otherwise.
+class Switchboard {
+ public:
+  using Ask = std::function<void(int peer)>;
+  // `ask`: called by the mesh, must not block. Null: `wanted_fd` and `TakeWanted` tell instead.
+  explicit Switchboard(Ask ask = nullptr);
+  ~Switchboard();
+  Switchboard(const Switchboard&) = delete;
+  Switchboard& operator=(const Switchboard&) = delete;
+
+  // The mesh: it needs a connection to `peer`. Once for each.
+  void Want(int peer);
+  bool HasNews() const { return has_news_.load(std::memory_order_acquire); }
+  // The mesh: connections that were made, which are its own from now on, as (peer, descriptor).
+  std::vector<std::pair<int, int>> Take();
+  // Readable while there are some to take.
+  int news_fd() const { return news_; }
+
+  // Whoever connects: readable while there are peers to take, or after Close.
+  int wanted_fd() const { return wanted_bell_; }
+  std::vector<int> TakeWanted();
+  // Takes the descriptor over, a connected stream socket.
+  void Connected(int peer, int fd);
+  // There will be no connection; `text` names the peer and says why. The first one counts.
+  void Failed(const std::string& text);
+  // Before the first use: told of it at once.
+  void set_on_failure(std::function<void(const std::string&)> on_failure) {
+    on_failure_ = std::move(on_failure);
+  }
+  std::optional<std::string> failure() const;
+
+  // No connection is made any more: what comes is closed.
+  void Close();
+  bool closed() const { return closed_.load(); }
+  // In a forked child: closes the descriptors.
+  void Forget();
+
+ private:
+  const Ask ask_;
+  std::function<void(const std::string&)> on_failure_;
+  int news_ = -1;         // eventfd
+  int wanted_bell_ = -1;  // eventfd
+  std::atomic<bool> has_news_{false};
+  std::atomic<bool> closed_{false};
+  mutable std::mutex mutex_;                    // guards what follows
+  std::vector<std::pair<int, int>> connected_;  // not taken yet
+  std::vector<int> wanted_;                     // not taken yet
+  std::optional<std::string> failure_;
+};
+
+}  // namespace kolovod
