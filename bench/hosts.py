@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -132,18 +130,16 @@ class Bench:
             self.bed = cleanup.enter_context(
                 netbed.Bed(self.names, delay_s=self.links[0].delay_s / 2, with_sshd=False)
             )
-            scratch = Path(tempfile.mkdtemp(prefix="kolovod-bench-"))
-            cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
             job = cleanup.enter_context(netbed.Job(self.bed, self.ranks))
             for peer in self.options.peers:
-                self._start(peer, job, scratch)
+                self._start(peer, job)
                 if peer in self.gangs:
                     cleanup.callback(self.gangs[peer].close)
             for number in range(self.options.rounds):
                 for link in self.links:
                     self._round(link, number)
 
-    def _start(self, peer: str, job: netbed.Job, scratch: Path) -> None:
+    def _start(self, peer: str, job: netbed.Job) -> None:
         worker = [sys.executable, str(machine.BENCH / "worker.py"), peer]
         commands: Commands = []
         for rank, name in enumerate(self.ranks):
@@ -155,7 +151,7 @@ class Bench:
             }
             commands.append((self.bed.command(name, worker), place))
         try:
-            self.gangs[peer] = Gang(peer, len(self.ranks), scratch, commands=commands)
+            self.gangs[peer] = Gang(peer, len(self.ranks), self.bed.folder, commands=commands)
         except (GangError, OSError) as error:
             self._drop(peer, error)
 
