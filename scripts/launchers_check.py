@@ -219,10 +219,11 @@ def report(results: list[Result]) -> str:
     lines = [
         "# The launchers, run",
         "",
-        f"By `make launchers` on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC: "
+        f"By `scripts/launchers_check.py` on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC: "
         "`examples/torch_digits.py --epochs 3`, unmodified,",
         "on hosts n1 and n2 that are namespaces of one machine (`scripts/two_hosts.py`).",
         "A case that must fail passes when it ends with an error and the message shown.",
+        f"Load average at the end: {os.getloadavg()[2]:.0f}, on {os.cpu_count()} cores.",
         "",
         f"Versions: {versions()}.",
         "",

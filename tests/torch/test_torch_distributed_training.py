@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 
 import pytest
 
@@ -245,3 +246,19 @@ def test_torchrun_on_several_hosts_with_a_common_secret(tmp_path):
     assert (
         "rank 0 is on host host-0 and has no KOLOVOD_SECRET, rank 1 on host host-1" in done.stderr
     )
+
+
+ALONE = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("kolovod", rank=0, world_size=1, store=dist.HashStore())
+tensor = torch.ones(1)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+os.write(1, f"alone with {tensor.item()}\\n".encode())
+"""
+
+
+def test_a_group_of_one_needs_none_of_those_that_a_launcher_speaks_of(tmp_path):
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = start([sys.executable], ALONE, tmp_path, KOLOVOD_START_TIMEOUT_S="5", **told)
+    assert done.stdout == "alone with 1.0\n", done.stderr
