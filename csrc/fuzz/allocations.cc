@@ -21,9 +21,10 @@ size_t AllocatedBytes() { return allocated; }
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || KV_HAS_FEATURE(address_sanitizer) || \
     KV_HAS_FEATURE(thread_sanitizer)
 
-#include <sanitizer/allocator_interface.h>
+// A sanitizer has an operator new of its own, and this beside it; GCC comes without the header.
+extern "C" int __sanitizer_install_malloc_and_free_hooks(void (*on_malloc)(const volatile void*, size_t),
+                                                         void (*on_free)(const volatile void*));
 
-// A sanitizer has an operator new of its own.
 namespace {
 const int installed = __sanitizer_install_malloc_and_free_hooks(
     [](const volatile void*, size_t bytes) { allocated += bytes; }, [](const volatile void*) {});

@@ -42,7 +42,7 @@ class Steering {
   T Take() {
     T value{};
     const size_t n = sizeof(T) < rest_.size() ? sizeof(T) : rest_.size();
-    std::memcpy(&value, rest_.data(), n);
+    if (n > 0) std::memcpy(&value, rest_.data(), n);
     rest_.remove_prefix(n);
     return value;
   }

@@ -44,7 +44,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   header.wall_ns = 1'790'000'000'000'000'000;
   const std::string_view memory = steering.rest().substr(0, 16 * sizeof(RecordSlot));
   std::memset(static_cast<void*>(slots.get()), 0, 16 * sizeof(RecordSlot));
-  std::memcpy(static_cast<void*>(slots.get()), memory.data(), memory.size());
+  if (!memory.empty()) std::memcpy(static_cast<void*>(slots.get()), memory.data(), memory.size());
   (void)OldestPendingNs(slots.get());
   std::string text = RecordFileText(header, ReadRecords(slots.get()), 8);
   fuzz::Require(ValidUtf8(text) == text, "the file is UTF-8");
