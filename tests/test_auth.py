@@ -60,7 +60,7 @@ def channel_pair() -> tuple[Channel, Channel, socket.socket, socket.socket]:
     left, right = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(accept, left, SECRET, "test", soon())
-        client = auth._client_handshake(right, SECRET.encode(), "test", soon())
+        client = auth.greet(right, SECRET, "test", soon())
         return server.result(), client, left, right
 
 
@@ -102,7 +102,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
     thread = threading.Thread(target=impostor, args=(left,))
     thread.start()
     with pytest.raises(AuthenticationError, match="does not know"):
-        auth._client_handshake(right, SECRET.encode(), "test", soon())
+        auth.greet(right, SECRET, "test", soon())
     thread.join()
     left.close()
     right.close()
@@ -112,7 +112,7 @@ def test_a_server_of_another_protocol_is_refused() -> None:
     left, right = socket.socketpair()
     left.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
     with pytest.raises(AuthenticationError, match="protocol"):
-        auth._client_handshake(right, SECRET.encode(), "test", soon())
+        auth.greet(right, SECRET, "test", soon())
     left.close()
     right.close()
 
