@@ -12,6 +12,7 @@
 
 #include <map>
 #include <optional>
+#include <utility>
 
 #include "bind/bucket.h"
 #include "bind/capi.h"
@@ -116,7 +117,11 @@ class PyEngine {
       // The parent's; its thread does not exist in this process. The C handle keeps it.
       return;
     }
-    Shutdown();  // here, since the last user of the C handle may be the engine's own thread
+    try {
+      Shutdown();  // here, since the last user of the C handle may be the engine's own thread
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("links of an engine");  // the interpreter ends, and modules are gone
+    }
     nb::gil_scoped_release release;
     Detach(handle_);
     engine_.reset();
@@ -255,7 +260,8 @@ class PyEngine {
       nb::gil_scoped_release release;
       engine_->Shutdown();
     }
-    if (!links_.is_none()) links_.attr("close")();
+    const nb::object links = std::exchange(links_, nb::none());
+    if (!links.is_none()) links.attr("close")();
   }
 
   void Forget() {
@@ -341,7 +347,7 @@ class PyEngine {
   }
 
   const int options_rank_;
-  const nb::object links_;
+  nb::object links_;
   bool forgotten_ = false;
   std::shared_ptr<Engine> engine_;
   kolovod_engine* handle_ = nullptr;

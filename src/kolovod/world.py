@@ -373,9 +373,11 @@ def _make_engine(
                 stacks=stacks.source() if size > 1 else None,
                 last_operations_prefix=last_operations_prefix,
             )
-    except _native.EngineError as exc:
+    except BaseException as exc:
         if links is not None:
             links.close()
+        if not isinstance(exc, _native.EngineError):
+            raise
         error = from_engine(exc)
         if isinstance(error, WaitTimeoutError):
             raise StartTimeoutError(str(error)) from None

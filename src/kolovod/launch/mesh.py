@@ -150,6 +150,8 @@ class Links:
     def close(self) -> None:
         """Stop listening and connecting; close what the engine has not taken. Idempotent."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             if self._calling is not None:
                 with contextlib.suppress(OSError):
