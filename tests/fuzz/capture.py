@@ -117,9 +117,7 @@ def handshakes(folder: Path) -> None:
     deadline = time.monotonic() + 10
     secret = auth.new_secret()
     accepting = threading.Thread(target=auth.accept, args=(server, secret, "test", deadline))
-    calling = threading.Thread(
-        target=auth.greet, args=(client, secret, "test", deadline)
-    )
+    calling = threading.Thread(target=auth.greet, args=(client, secret, "test", deadline))
     accepting.start()
     calling.start()
     challenge = far.recv(1000)
