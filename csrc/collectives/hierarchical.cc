@@ -19,6 +19,8 @@ std::vector<int> Everybody(size_t size) {
 
 // Up to this size one rank per host does the talking: a message costs more than its bytes.
 constexpr size_t kOneLaneBytes = 16 << 10;
+// Of a block that is reduced inside, exchanged, and gathered before the next.
+constexpr size_t kPortionsOfBlock = 16;
 
 }  // namespace
 
@@ -147,7 +149,11 @@ Status HierarchicalBackend::Allreduce(const FusedRange& range) {
   const PackedRange view(range);
   if (view.total() == 0) return Status();
   const size_t lanes = view.total() <= kOneLaneBytes ? 1 : hosts_.fewest;
-  const size_t lane_bytes = RoundUp(options_.portion_bytes, kLine);
+  // Only pairwise can be done in parts that overlap. Others pay for every step of every block: larger ones.
+  const bool overlaps =
+      options_.algorithm == Algorithm::kPairwise ||
+      (options_.algorithm == Algorithm::kAuto && OrderOf(static_cast<int>(hosts)) == Order::kRanks);
+  const size_t lane_bytes = RoundUp(options_.portion_bytes, kLine) * (overlaps ? 1 : kPortionsOfBlock);
   const size_t block_bytes = lanes * lane_bytes;
   const size_t blocks = (view.total() + block_bytes - 1) / block_bytes;
   constexpr size_t kInFlight = 3;
@@ -156,10 +162,7 @@ Status HierarchicalBackend::Allreduce(const FusedRange& range) {
   const auto block_at = [&](size_t i) {
     return Slice{i * block_bytes, std::min((i + 1) * block_bytes, view.total())};
   };
-  // Only pairwise can be done in parts.
-  const bool overlaps =
-      blocks > 1 && (options_.algorithm == Algorithm::kAuto || options_.algorithm == Algorithm::kPairwise);
-  if (!overlaps) {
+  if (!overlaps || blocks == 1) {
     for (size_t i = 0; i < blocks; ++i) {
       Block block(*this, range, view, block_at(i), lanes);
       KV_RETURN_IF_ERROR(block.ReduceInside(scratch_.data()));

@@ -185,7 +185,8 @@ TEST(sixteen_bits_have_the_same_bits_in_any_bucket) {
 }
 
 TEST(a_named_algorithm_is_used_between_the_hosts) {
-  for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kTree, Algorithm::kPairwise}) {
+  for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kTree, Algorithm::kPairwise,
+                                    Algorithm::kDoubling, Algorithm::kHalving}) {
     TcpOptions options = SmallOptions();
     options.algorithm = algorithm;
     RunHosts({0, 0, 1, 1, 2, 2}, options, [&](HierarchicalBackend& backend, Mesh& mesh) {

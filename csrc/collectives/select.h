@@ -7,11 +7,10 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "collectives/traffic.h"
 
 namespace kolovod {
 
-enum class Algorithm { kAuto, kDirect, kTree, kPairwise, kRing, kChain };
-inline constexpr int kAlgorithmCount = 6;
 const char* NameOf(Algorithm algorithm);
 // "auto", "direct", ...; else kInvalidArgument with the names that there are.
 Status ParseAlgorithm(const std::string& name, Algorithm* out);
@@ -31,11 +30,20 @@ struct SelectQuestion {
   int ranks;
   DType dtype = DType::kFloat32;
   Op op = Op::kSum;
+  size_t portion_bytes = 256 << 10;  // of a message
 };
 struct Choice {
   Algorithm algorithm;
   std::string reason;
 };
+
+// In which order the members' data are added, be it little or much. A tensor must have the same bits whatever
+// bucket it travels in and however fast the links are today, so the number of members decides alone.
+enum class Order {
+  kRanks,     // rank after rank: direct, tree, pairwise
+  kBalanced,  // balanced.h: doubling, halving
+};
+Order OrderOf(int ranks);
 
 // `forced`: what the user named; where it cannot do the verb, the reason says so.
 Choice Select(const SelectQuestion& question, Algorithm forced, const LinkCost& cost = LinkCost());

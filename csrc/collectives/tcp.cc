@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "collectives/balanced.h"
 #include "collectives/direct.h"
 #include "collectives/pairwise.h"
 #include "collectives/relay.h"
@@ -39,13 +40,18 @@ Status TcpBackend::Allreduce(const FusedRange& range) {
 
 Status TcpBackend::Reduce(PackedRange& range, const Combine& combine) {
   if (range.total() == 0) return Status();
-  switch (Choose({Verb::kAllreduce, range.total(), group_.size(), combine.dtype, combine.op})) {
+  switch (Choose(
+      {Verb::kAllreduce, range.total(), group_.size(), combine.dtype, combine.op, options_.portion_bytes})) {
     case Algorithm::kDirect:
       return DirectAllreduce(group_, range, combine, options_.portion_bytes, scratch_);
     case Algorithm::kTree:
       return TreeAllreduce(group_, range, combine, scratch_);
     case Algorithm::kRing:
       return RingAllreduce(group_, range, combine, options_.portion_bytes, scratch_);
+    case Algorithm::kDoubling:
+      return DoublingAllreduce(group_, range, combine, scratch_);
+    case Algorithm::kHalving:
+      return HalvingAllreduce(group_, range, combine, options_.portion_bytes, scratch_);
     default:
       return RunPairwise(range, combine, Pairwise::EqualSlices(range.total(), group_.size()),
                          /*gathers=*/true);
