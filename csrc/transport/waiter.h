@@ -47,6 +47,32 @@ struct WaitBudget {
   int64_t patience_ns = 0;
 };
 
+// Spins only while nobody else wants the core. A yield that takes long has let another run, and if that is
+// the peer that is waited for, every spin delays it by as much: two hosts that are namespaces of one machine,
+// on one of its cores, took 125 us for a barrier, and 22 without the spin.
+class SpinGauge {
+ public:
+  // Of the next wait.
+  int64_t Allowed(int64_t spin_ns) {
+    if (skips_ == 0) return spin_ns;
+    --skips_;
+    return 0;
+  }
+  // sched_yield(), and the time after it.
+  int64_t Yield() {
+    const int64_t before_ns = NowNs();
+    sched_yield();
+    const int64_t now_ns = NowNs();
+    if (now_ns - before_ns > kOthersRanNs) skips_ = kSkips;
+    return now_ns;
+  }
+
+ private:
+  static constexpr int64_t kOthersRanNs = 3000;
+  static constexpr int kSkips = 64;
+  int skips_ = 0;
+};
+
 class Waiter {
  public:
   // `killed`: loopback only, else null.
@@ -84,7 +110,8 @@ class Waiter {
     if (ready()) return Status();
     const int64_t start_ns = NowNs();
     int64_t now_ns = start_ns;
-    while (now_ns - start_ns < budget_.spin_ns) {
+    const int64_t spin_ns = spin_gauge_.Allowed(budget_.spin_ns);
+    while (now_ns - start_ns < spin_ns) {
       for (int i = 0; i < 16; ++i) {
         if (ready()) return Status();
         CpuRelax();
@@ -101,10 +128,9 @@ class Waiter {
         rung = true;
       }
       if (background_) background_();
-      sched_yield();
+      now_ns = spin_gauge_.Yield();
       if (ready()) return Status();
       if (MustStop()) return Stopped();
-      now_ns = NowNs();
     }
     ring_lagging();
     while (true) {
@@ -167,6 +193,7 @@ class Waiter {
   const std::atomic<bool>& stop_;
   const std::atomic<bool>* const killed_;
   WaitBudget budget_;
+  SpinGauge spin_gauge_;
   std::function<bool()> interrupted_;
   std::function<bool()> background_;
   std::function<void()> watch_;
