@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "collectives/measure.h"
 #include "collectives/pairwise.h"
 
 namespace kolovod {
@@ -41,6 +42,26 @@ HierarchicalBackend::HierarchicalBackend(std::unique_ptr<Backend> local, Mesh& m
 }
 
 HierarchicalBackend::~HierarchicalBackend() = default;
+
+Status HierarchicalBackend::MeasureLinks() {
+  if (hosts_.ranks.size() == 1) return Status();
+  LinkCost cost = options_.cost;
+  if (place_ == 0) {
+    std::vector<int> leaders;
+    for (const std::vector<int>& there : hosts_.ranks) leaders.push_back(there.front());
+    Group group(mesh_, std::move(leaders), host_);
+    KV_RETURN_IF_ERROR(MeasureLink(group, &cost));
+  }
+  // A choice that was made from what each had seen itself could differ.
+  const std::string name = "link cost";
+  double told[] = {cost.latency_us, cost.bytes_per_us};
+  KV_RETURN_IF_ERROR(Broadcast(Piece{told, told, 2}, DType::kFloat64, 0, name));
+  options_.cost.latency_us = told[0];
+  options_.cost.bytes_per_us = told[1];
+  flat_.set_cost(options_.cost);
+  if (lane_ != nullptr) lane_->set_cost(options_.cost);
+  return Status();
+}
 
 bool HierarchicalBackend::GoesFlat(DType dtype, Op op) const {
   return hosts_.most == 1 || NeedsOnePlace(dtype, op);

@@ -1,6 +1,7 @@
 #include "collectives/select.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <span>
@@ -131,6 +132,13 @@ Status ParseAlgorithm(const std::string& name, Algorithm* out) {
     known += std::string(a == 0 ? "" : ", ") + kNames[a];
   }
   return Status(Code::kInvalidArgument, "algorithm '" + name + "' is not one of " + known);
+}
+
+size_t PortionBytes(const LinkCost& cost, size_t most_bytes) {
+  constexpr double kPortionUs = 250;
+  constexpr size_t kLeastBytes = 16 << 10;
+  const auto bytes = static_cast<size_t>(std::clamp(cost.bytes_per_us * kPortionUs, 1.0, 1e12));
+  return std::min(std::max(std::bit_ceil(bytes), kLeastBytes), most_bytes);
 }
 
 // The bytes of pairwise and halving are the same, to a hundredth: what does not depend on the size decides.

@@ -15,14 +15,20 @@ const char* NameOf(Algorithm algorithm);
 // "auto", "direct", ...; else kInvalidArgument with the names that there are.
 Status ParseAlgorithm(const std::string& name, Algorithm* out);
 
-// What one message costs: `latency_us` until it is there, `overhead_us` of the sender's and the receiver's
-// time each, and the bytes. Adding up is not hidden behind the transfer: sockets take the same core.
+// What one message costs (measured when a world forms: measure.h): `latency_us` until it is there,
+// `overhead_us` of the sender's and the receiver's time each, and the bytes. Adding up is not hidden behind
+// the transfer: sockets take the same core.
 struct LinkCost {
   double latency_us = 25;
   double overhead_us = 2;
   double bytes_per_us = 2500;
   double reduced_bytes_per_us = 8000;
 };
+
+// Of a message whose reception is followed by work: what the link carries in a quarter of a millisecond,
+// within [16 KiB, most_bytes]. Large messages leave a slow link idle at the end of every step; on a fast one
+// each is a hand-over between cores.
+size_t PortionBytes(const LinkCost& cost, size_t most_bytes);
 
 struct SelectQuestion {
   Verb verb;

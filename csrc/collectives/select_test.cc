@@ -109,6 +109,14 @@ TEST(slower_links_prefer_fewer_bytes) {
   CHECK(Select(question, kAuto, LinkCost{25, 2, 100, 8000}).algorithm == Algorithm::kPairwise);
 }
 
+TEST(portions_suit_the_link) {
+  constexpr size_t kMost = 256 << 10;
+  CHECK(PortionBytes(LinkCost{25, 2, 12, 8000}, kMost) == 16 << 10);   // 100 Mbit/s
+  CHECK(PortionBytes(LinkCost{25, 2, 119, 8000}, kMost) == 32 << 10);  // 1 Gbit/s
+  CHECK(PortionBytes(LinkCost{25, 2, 2500, 8000}, kMost) == kMost);
+  CHECK(PortionBytes(LinkCost{25, 2, 1e300, 8000}, 4096) == 4096);
+}
+
 TEST(names) {
   for (int a = 0; a < kAlgorithmCount; ++a) {
     Algorithm parsed = Algorithm::kChain;

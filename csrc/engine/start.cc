@@ -149,8 +149,10 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory
     TcpOptions tcp;
     tcp.algorithm =
         static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
-    backend_ = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
+    auto between = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
     waiter_->set_background([this] { return mesh_->Background(); });
+    KV_RETURN_IF_ERROR(between->MeasureLinks());
+    backend_ = std::move(between);
   }
   if (use_external_) {
     auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);
