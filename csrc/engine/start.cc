@@ -142,7 +142,15 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory
       peers.push_back({mesh_fds[static_cast<size_t>(r)], liveness_->Describe(r)});
     MeshOptions options;
     options.epoch = epoch_;
-    options.check = [this] {
+    // Until the links are measured: a host that stops now is waited for no longer than for one that never
+    // came.
+    const auto forming_until_ns = std::make_shared<int64_t>(NowNs() + config_.start_timeout_ms * 1'000'000);
+    options.check = [this, forming_until_ns] {
+      if (*forming_until_ns > 0 && NowNs() > *forming_until_ns) {
+        return Status(Code::kTimeout,
+                      "the ranks of other hosts have connected, but one has sent nothing within " +
+                          std::to_string(config_.start_timeout_ms) + " ms");
+      }
       return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
     };
     KV_RETURN_IF_ERROR(Mesh::Create(rank_, std::move(peers), std::move(options), &mesh_));
@@ -151,7 +159,10 @@ Status Engine::MakeBackend(std::vector<int> mesh_fds, std::unique_ptr<PeerMemory
         static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
     auto between = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
     waiter_->set_background([this] { return mesh_->Background(); });
-    KV_RETURN_IF_ERROR(between->MeasureLinks());
+    const Status measured = between->MeasureLinks();
+    *forming_until_ns = 0;
+    if (!measured.ok()) segment_->Revoke(measured.code(), measured.message());  // for those that wait inside
+    KV_RETURN_IF_ERROR(measured);
     backend_ = std::move(between);
   }
   if (use_external_) {
