@@ -135,6 +135,7 @@ Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns, int64_t spin_ns) {
     CpuRelax();
     return Status();
   }
+  if (spin_ns > 0) spin_gauge_.InVain();
   SpreadOverCores(now_ns);
   if (idle_ns < spin_ns + options_.budget.yield_ns) {
     spin_gauge_.Yield();

@@ -47,9 +47,10 @@ struct WaitBudget {
   int64_t patience_ns = 0;
 };
 
-// Spins only while nobody else wants the core. A yield that takes long has let another run, and if that is
-// the peer that is waited for, every spin delays it by as much: two hosts that are namespaces of one machine,
-// on one of its cores, took 125 us for a barrier, and 22 without the spin.
+// Whether the next wait for another host spins. Where the peer that is waited for shares the core (hosts that
+// are namespaces of one machine), every spin delays it by as much: a barrier took 125 us, and 22 without. A
+// spin in vain, or a yield that has let another run, ends spinning for a while; on a core of its own a rank
+// that yields instead looks nearly as often.
 class SpinGauge {
  public:
   // Of the next wait.
@@ -58,6 +59,7 @@ class SpinGauge {
     --skips_;
     return 0;
   }
+  void InVain() { skips_ = kSkips; }
   // sched_yield(), and the time after it.
   int64_t Yield() {
     const int64_t before_ns = NowNs();
@@ -119,6 +121,7 @@ class Waiter {
       if (MustStop()) return Stopped();
       now_ns = NowNs();
     }
+    if (background_ && spin_ns > 0) spin_gauge_.InVain();
     SpreadOverCores(now_ns);
     const int64_t yield_end_ns = now_ns + budget_.yield_ns;
     bool rung = false;
