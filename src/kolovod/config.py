@@ -280,7 +280,8 @@ class Settings:
     tcp_algorithm: str = _knob(
         "auto",
         "How an operation goes between hosts: direct, tree, pairwise, ring, chain, doubling "
-        "or halving; auto: chosen by what it costs. An operation that the algorithm cannot do is done as by auto.",
+        "or halving; auto: chosen by what it costs. An operation that the algorithm cannot do is "
+        "done as by auto.",
         choices=TCP_ALGORITHMS,
         engine=False,
     )
