@@ -93,17 +93,7 @@ void ReduceAlone(const FusedRange& range) {
 }
 
 bool NeedsOnePlace(DType dtype, Op op) {
-  if (op != Op::kAverage) return false;
-  switch (dtype) {
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kUInt16:
-    case DType::kInt16:
-    case DType::kInt32:
-      return true;
-    default:
-      return false;
-  }
+  return dtype != DType::kInt64 && PartialOf(dtype, op) == DType::kInt64;
 }
 
 Status Scratch::Reserve(size_t bytes) {

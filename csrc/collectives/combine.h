@@ -80,8 +80,8 @@ void PackSlice(const Combine& combine, const PackedRange& range, Slice slice, ch
 // What remains of an allreduce among one rank: factors and the copy.
 void ReduceAlone(const FusedRange& range);
 
-// Integers whose sum must not wrap before it is divided are added in 64 bits, which partial sums on their way
-// would need too: only algorithms that add everything in one place can average them.
+// Integers whose sum must not wrap before it is divided are added in 64 bits (PartialOf). An algorithm that
+// sends partial sums in the tensor's own type cannot average them.
 bool NeedsOnePlace(DType dtype, Op op);
 
 // Memory that is used again.

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "collectives/measure.h"
 #include "collectives/pairwise.h"
 
 namespace kolovod {
@@ -19,6 +20,8 @@ std::vector<int> Everybody(size_t size) {
 
 // Up to this size one rank per host does the talking: a message costs more than its bytes.
 constexpr size_t kOneLaneBytes = 16 << 10;
+// Of a block that is reduced inside, exchanged, and gathered before the next.
+constexpr size_t kPortionsOfBlock = 16;
 
 }  // namespace
 
@@ -39,6 +42,26 @@ HierarchicalBackend::HierarchicalBackend(std::unique_ptr<Backend> local, Mesh& m
 }
 
 HierarchicalBackend::~HierarchicalBackend() = default;
+
+Status HierarchicalBackend::MeasureLinks() {
+  if (hosts_.ranks.size() == 1) return Status();
+  LinkCost cost = options_.cost;
+  if (place_ == 0) {
+    std::vector<int> leaders;
+    for (const std::vector<int>& there : hosts_.ranks) leaders.push_back(there.front());
+    Group group(mesh_, std::move(leaders), host_);
+    KV_RETURN_IF_ERROR(MeasureLink(group, &cost));
+  }
+  // A choice that was made from what each had seen itself could differ.
+  const std::string name = "link cost";
+  double told[] = {cost.latency_us, cost.bytes_per_us};
+  KV_RETURN_IF_ERROR(Broadcast(Piece{told, told, 2}, DType::kFloat64, 0, name));
+  options_.cost.latency_us = told[0];
+  options_.cost.bytes_per_us = told[1];
+  flat_.set_cost(options_.cost);
+  if (lane_ != nullptr) lane_->set_cost(options_.cost);
+  return Status();
+}
 
 bool HierarchicalBackend::GoesFlat(DType dtype, Op op) const {
   return hosts_.most == 1 || NeedsOnePlace(dtype, op);
@@ -147,7 +170,11 @@ Status HierarchicalBackend::Allreduce(const FusedRange& range) {
   const PackedRange view(range);
   if (view.total() == 0) return Status();
   const size_t lanes = view.total() <= kOneLaneBytes ? 1 : hosts_.fewest;
-  const size_t lane_bytes = RoundUp(options_.portion_bytes, kLine);
+  // Only pairwise can be done in parts that overlap. Others pay for every step of every block: larger ones.
+  const bool overlaps =
+      options_.algorithm == Algorithm::kPairwise ||
+      (options_.algorithm == Algorithm::kAuto && OrderOf(static_cast<int>(hosts)) == Order::kRanks);
+  const size_t lane_bytes = RoundUp(options_.portion_bytes, kLine) * (overlaps ? 1 : kPortionsOfBlock);
   const size_t block_bytes = lanes * lane_bytes;
   const size_t blocks = (view.total() + block_bytes - 1) / block_bytes;
   constexpr size_t kInFlight = 3;
@@ -156,10 +183,7 @@ Status HierarchicalBackend::Allreduce(const FusedRange& range) {
   const auto block_at = [&](size_t i) {
     return Slice{i * block_bytes, std::min((i + 1) * block_bytes, view.total())};
   };
-  // Only pairwise can be done in parts.
-  const bool overlaps =
-      blocks > 1 && (options_.algorithm == Algorithm::kAuto || options_.algorithm == Algorithm::kPairwise);
-  if (!overlaps) {
+  if (!overlaps || blocks == 1) {
     for (size_t i = 0; i < blocks; ++i) {
       Block block(*this, range, view, block_at(i), lanes);
       KV_RETURN_IF_ERROR(block.ReduceInside(scratch_.data()));

@@ -38,6 +38,11 @@ class HierarchicalBackend : public Backend {
   Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
+  // By all ranks, before the first verb: rank 0 measures its link to the second host, and everybody takes
+  // that for the cost of all links.
+  Status MeasureLinks();
+  const LinkCost& cost() const { return options_.cost; }
+
   const Hosts& hosts() const { return hosts_; }
   // How often an algorithm ran between hosts; may be read by any thread.
   uint64_t runs(Algorithm algorithm) const {
@@ -65,7 +70,7 @@ class HierarchicalBackend : public Backend {
   const int rank_;
   const int host_;
   const int place_;  // on its host
-  const TcpOptions options_;
+  TcpOptions options_;
   TcpBackend flat_;
   std::unique_ptr<TcpBackend> lane_;  // null: this rank is in none
   Scratch scratch_;

@@ -1,6 +1,7 @@
 #include "collectives/hierarchical.h"
 
 #include <chrono>
+#include <mutex>
 
 #include "collectives/shm.h"
 #include "testing/mesh_world.h"
@@ -185,7 +186,8 @@ TEST(sixteen_bits_have_the_same_bits_in_any_bucket) {
 }
 
 TEST(a_named_algorithm_is_used_between_the_hosts) {
-  for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kTree, Algorithm::kPairwise}) {
+  for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kTree, Algorithm::kPairwise,
+                                    Algorithm::kDoubling, Algorithm::kHalving}) {
     TcpOptions options = SmallOptions();
     options.algorithm = algorithm;
     RunHosts({0, 0, 1, 1, 2, 2}, options, [&](HierarchicalBackend& backend, Mesh& mesh) {
@@ -203,6 +205,23 @@ TEST(a_named_algorithm_is_used_between_the_hosts) {
         CHECK(mesh.sent_bytes(peer) == 0 || peer % 2 == place);
       }
     });
+  }
+}
+
+TEST(what_rank_0_measures_is_everybodys) {
+  std::mutex mutex;
+  std::vector<LinkCost> costs;
+  RunHosts({0, 0, 1, 1, 2}, TcpOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+    CHECK_OK(backend.MeasureLinks());
+    testing::CheckAllreduce(backend, mesh.rank(), 5, TwoLevels({0, 0, 1, 1, 2}), DType::kFloat32, Op::kSum,
+                            {}, {100'000}, true);
+    std::lock_guard lock(mutex);
+    costs.push_back(backend.cost());
+  });
+  for (const LinkCost& cost : costs) {
+    CHECK(cost.latency_us == costs[0].latency_us && cost.bytes_per_us == costs[0].bytes_per_us);
+    CHECK(cost.latency_us != LinkCost().latency_us && cost.latency_us >= 1.0);
+    CHECK(cost.bytes_per_us != LinkCost().bytes_per_us && cost.bytes_per_us >= 0.01);
   }
 }
 

@@ -6,23 +6,23 @@
 namespace kolovod {
 
 Pairwise::Pairwise(Group& group, PackedRange& range, const Combine& combine, std::vector<Slice> owned,
-                   bool gathers, size_t portion_bytes)
+                   bool gathers, size_t portion_bytes, size_t lead)
     : group_(group),
       range_(range),
       combine_(combine),
       owned_(std::move(owned)),
       gathers_(gathers),
       packs_(combine.prescale != 1.0),
+      lead_(lead),
+      slots_(lead + 1),
       portion_bytes_(portion_bytes) {
   size_t longest = 0;
   for (const Slice& slice : owned_) longest = std::max(longest, slice.end - slice.begin);
   portion_bytes_ = std::min(portion_bytes_, std::max(RoundUp(longest, kLine), kLine));
   steps_ = (longest + portion_bytes_ - 1) / portion_bytes_;
   const auto size = static_cast<size_t>(group.size());
-  for (size_t slot = 0; slot < kSlots; ++slot) {
-    contributed_[slot].resize(size);
-    packed_sent_[slot].resize(size);
-  }
+  contributed_.resize(slots_, std::vector<uint64_t>(size));
+  packed_sent_ = contributed_;
   sent_.resize(size);
   gathered_.resize(size);
 }
@@ -34,7 +34,7 @@ std::vector<Slice> Pairwise::EqualSlices(size_t total, int size) {
 }
 
 size_t Pairwise::ScratchBytes() const {
-  return kSlots * static_cast<size_t>(group_.size()) * portion_bytes_ * (packs_ ? 2 : 1);
+  return slots_ * static_cast<size_t>(group_.size()) * portion_bytes_ * (packs_ ? 2 : 1);
 }
 
 Slice Pairwise::Portion(int member, size_t step) const {
@@ -45,11 +45,11 @@ Slice Pairwise::Portion(int member, size_t step) const {
 
 char* Pairwise::Received(int member, size_t step) const {
   const auto size = static_cast<size_t>(group_.size());
-  return scratch_ + (step % kSlots * size + static_cast<size_t>(member)) * portion_bytes_;
+  return scratch_ + (step % slots_ * size + static_cast<size_t>(member)) * portion_bytes_;
 }
 
 char* Pairwise::Packed(int member, size_t step) const {
-  return Received(member, step) + kSlots * static_cast<size_t>(group_.size()) * portion_bytes_;
+  return Received(member, step) + slots_ * static_cast<size_t>(group_.size()) * portion_bytes_;
 }
 
 Status Pairwise::Contribute(size_t step) {
@@ -57,17 +57,17 @@ Status Pairwise::Contribute(size_t step) {
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int from = group_.Before(distance);
     const auto f = static_cast<size_t>(from);
-    contributed_[step % kSlots][f] = group_.Receive(from, Received(from, step), own.end - own.begin);
+    contributed_[step % slots_][f] = group_.Receive(from, Received(from, step), own.end - own.begin);
   }
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int to = group_.Behind(distance);
     const auto t = static_cast<size_t>(to);
     const Slice slice = Portion(to, step);
     if (packs_) {
-      KV_RETURN_IF_ERROR(group_.WaitSent(to, packed_sent_[step % kSlots][t]));
+      KV_RETURN_IF_ERROR(group_.WaitSent(to, packed_sent_[step % slots_][t]));
       PackSlice(combine_, range_, slice, Packed(to, step));
       sent_[t] = group_.Send(to, Packed(to, step), slice.end - slice.begin);
-      packed_sent_[step % kSlots][t] = sent_[t];
+      packed_sent_[step % slots_][t] = sent_[t];
     } else {
       sent_[t] = group_.Send(to, range_.Inputs(slice));
     }
@@ -81,7 +81,7 @@ Status Pairwise::Reduce(size_t step) {
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int from = group_.Before(distance);
     const auto f = static_cast<size_t>(from);
-    KV_RETURN_IF_ERROR(group_.WaitReceived(from, contributed_[step % kSlots][f]));
+    KV_RETURN_IF_ERROR(group_.WaitReceived(from, contributed_[step % slots_][f]));
     sources[f] = Received(from, step);
   }
   ReduceSlice(combine_, range_, own, sources);
@@ -109,9 +109,9 @@ Status Pairwise::Collect() {
 
 Status Pairwise::Run(char* scratch) {
   Begin(scratch);
-  for (size_t step = 0; step < steps_ + kLead; ++step) {
+  for (size_t step = 0; step < steps_ + lead_; ++step) {
     if (step < steps_) KV_RETURN_IF_ERROR(Contribute(step));
-    if (step >= kLead) KV_RETURN_IF_ERROR(Reduce(step - kLead));
+    if (step >= lead_) KV_RETURN_IF_ERROR(Reduce(step - lead_));
   }
   return Collect();
 }

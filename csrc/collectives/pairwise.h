@@ -17,18 +17,17 @@ namespace kolovod {
 class Pairwise {
  public:
   // `owned[m]`: the slice that member m reduces; none overlap. `gathers`: everybody gets all results, else
-  // each only its own. `portion_bytes`: of a slice, per step; a multiple of every dtype's size. All must
-  // outlive it.
+  // each only its own. `portion_bytes`: of a slice, per step; a multiple of every dtype's size. `lead`: how
+  // many steps' parts go out before the first result. All must outlive it.
   Pairwise(Group& group, PackedRange& range, const Combine& combine, std::vector<Slice> owned, bool gathers,
-           size_t portion_bytes);
+           size_t portion_bytes, size_t lead = 1);
 
   size_t ScratchBytes() const;
   // All steps. `scratch`: ScratchBytes().
   Status Run(char* scratch);
 
   // The steps one by one, for those who do something in between: each Contribute(k) once and in order, then
-  // Reduce(k), not more than kLead behind. All members in the same order.
-  static constexpr size_t kLead = 1;
+  // Reduce(k), not more than `lead` behind. All members in the same order.
   size_t steps() const { return steps_; }
   void Begin(char* scratch) { scratch_ = scratch; }
   Status Contribute(size_t step);
@@ -40,8 +39,6 @@ class Pairwise {
   static std::vector<Slice> EqualSlices(size_t total, int size);
 
  private:
-  static constexpr size_t kSlots = kLead + 1;
-
   Slice Portion(int member, size_t step) const;
   // In scratch: what `member` has sent of step `step`, respectively what goes to it.
   char* Received(int member, size_t step) const;
@@ -53,11 +50,13 @@ class Pairwise {
   const std::vector<Slice> owned_;
   const bool gathers_;
   const bool packs_;
+  const size_t lead_;
+  const size_t slots_;
   size_t portion_bytes_;
   size_t steps_ = 0;
   char* scratch_ = nullptr;
-  std::vector<uint64_t> contributed_[kSlots];  // by member: positions of what was received
-  std::vector<uint64_t> packed_sent_[kSlots];
+  std::vector<std::vector<uint64_t>> contributed_;  // by slot, by member: positions of what was received
+  std::vector<std::vector<uint64_t>> packed_sent_;
   std::vector<uint64_t> sent_, gathered_;  // by member: positions of the last messages
 };
 

@@ -150,9 +150,38 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   return false;
 }
 
+// From or to partial results. False: not this case, or they are of type T.
+template <class T, class OpType>
+bool PartialBlock(const Reduction& r, size_t at, size_t n) {
+  using Acc = typename Arithmetic<T>::Acc;
+  if constexpr (sizeof(Acc) == sizeof(T)) {
+    return false;
+  } else {
+    if (!r.from_partials && !r.to_partials) return false;
+    alignas(64) Acc acc[kStride / sizeof(T)];
+    if (r.from_partials) {
+      memcpy(acc, static_cast<const Acc*>(r.sources[0]) + at, n * sizeof(Acc));
+      for (int s = 1; s < r.source_count; ++s) {
+        const Acc* src = static_cast<const Acc*>(r.sources[s]) + at;
+        for (size_t i = 0; i < n; ++i) acc[i] = OpType::Apply(acc[i], src[i]);
+      }
+    } else {
+      LoadBlock<T>(r, at, n, acc);
+      Fold<T, OpType>(r, at, n, acc, 1);
+    }
+    if (r.to_partials) {
+      memcpy(static_cast<Acc*>(r.out) + at, acc, n * sizeof(Acc));
+    } else {
+      FinishBlock<T>(r, n, acc, static_cast<T*>(r.out) + at);
+    }
+    return true;
+  }
+}
+
 // Elements [at, at + n) of a reduction; n is at most kStride bytes.
 template <class T, class OpType>
 void ReduceBlock(const Reduction& r, size_t at, size_t n) {
+  if (PartialBlock<T, OpType>(r, at, n)) return;
   T* out = static_cast<T*>(r.out) + at;
   if (r.copy_count == 1 && !r.streaming &&
       PairBlock<T, OpType, true>(r, at, n, out, static_cast<T*>(r.copies[0]) + at)) {

@@ -113,6 +113,52 @@ TEST(every_kernel_set_gives_the_same_bits) {
   }
 }
 
+// (a + b) + c in three calls, the partial results in their own type between them, has the bits of one call.
+TEST(partial_results_lose_nothing) {
+  int sets = 0;
+  const Kernels* const* kernels = RunnableKernels(&sets);
+  std::mt19937 random(4);
+  for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+    for (Op op : {Op::kAverage, Op::kSum, Op::kMin, Op::kMax, Op::kProduct}) {
+      for (double factor : {1.0, 0.5}) {
+        Exchange x;
+        Reduction& r = x.reduce;
+        r.dtype = static_cast<DType>(dtype);
+        r.op = op;
+        r.count = 1003;
+        if (r.dtype == DType::kBool && (factor != 1.0 || op == Op::kAverage)) continue;
+        std::vector<std::vector<char>> in;
+        for (int s = 0; s < 3; ++s) in.push_back(RandomBytes(r.dtype, r.count, random));
+        const size_t partial_bytes = r.count * SizeOf(PartialOf(r.dtype, op));
+        std::vector<char> once(in[0].size()), sum(partial_bytes), alone(partial_bytes), last(in[0].size());
+        const auto run = [&](int k, const std::vector<const void*>& sources, int own,
+                             std::vector<char>& out) {
+          r.sources = sources.data();
+          r.source_count = static_cast<int>(sources.size());
+          r.own_source = own;
+          r.prescale = own < 0 ? 1.0 : factor;
+          const bool whole = !r.to_partials;
+          r.scale = whole ? factor : 1.0;
+          r.divisor = whole && op == Op::kAverage ? 3 : 1;
+          r.out = out.data();
+          kernels[k]->exchange(x);
+        };
+        for (int k = 0; k < sets; ++k) {
+          r.from_partials = r.to_partials = false;
+          run(k, {in[0].data(), in[1].data(), in[2].data()}, 1, once);
+          r.to_partials = true;
+          run(k, {in[0].data(), in[1].data()}, 1, sum);
+          run(k, {in[2].data()}, -1, alone);
+          r.from_partials = true;
+          r.to_partials = false;
+          run(k, {sum.data(), alone.data()}, -1, last);
+          CHECK(last == once);
+        }
+      }
+    }
+  }
+}
+
 template <class T>
 std::vector<T> Reduce(Op op, DType dtype, const std::vector<std::vector<T>>& in, double scale = 1.0) {
   Exchange x;

@@ -1,14 +1,18 @@
 #include "collectives/select.h"
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
+#include <span>
 
 #include "collectives/combine.h"
 
 namespace kolovod {
 namespace {
 
-constexpr const char* kNames[kAlgorithmCount] = {"auto", "direct", "tree", "pairwise", "ring", "chain"};
+constexpr const char* kNames[kAlgorithmCount] = {"auto", "direct", "tree",     "pairwise",
+                                                 "ring", "chain",  "doubling", "halving"};
 
 bool Serves(Algorithm algorithm, const SelectQuestion& question) {
   switch (question.verb) {
@@ -30,28 +34,41 @@ bool Serves(Algorithm algorithm, const SelectQuestion& question) {
   return false;
 }
 
-double Log2(int ranks) { return std::ceil(std::log2(ranks)); }
+// The part of an estimate that is the same for a byte and a gigabyte.
+double FixedUs(Algorithm algorithm, Verb verb, int ranks, uint64_t messages, const LinkCost& cost) {
+  return RoundsOf(algorithm, verb, ranks) * cost.latency_us +
+         static_cast<double>(messages) * cost.overhead_us;
+}
 
-// Microseconds, by the model of a LinkCost.
-double Estimate(Algorithm algorithm, const SelectQuestion& q, const LinkCost& cost) {
-  const double others = q.ranks - 1;
-  const double transfer_us = static_cast<double>(q.bytes) / cost.bytes_per_us;
-  const double reduce_us = static_cast<double>(q.bytes) / cost.reduced_bytes_per_us;
-  const double hop_us = cost.latency_us + cost.overhead_us;
+// How often a member adds up as much as the whole range.
+double Additions(Algorithm algorithm, int ranks) {
+  const double others = ranks - 1;
   switch (algorithm) {
     case Algorithm::kDirect:
-      return cost.latency_us + others * (cost.overhead_us + transfer_us) + reduce_us;
     case Algorithm::kTree:
-      if (q.verb == Verb::kBroadcast) return Log2(q.ranks) * (hop_us + transfer_us);
-      return Log2(q.ranks) * hop_us + others * transfer_us + reduce_us;
-    case Algorithm::kPairwise:
-      return 2 * cost.latency_us + 2 * others * cost.overhead_us + 2 * others / q.ranks * transfer_us +
-             reduce_us / q.ranks;
-    case Algorithm::kChain:
-      return others * hop_us + transfer_us;
+      return others;
+    case Algorithm::kDoubling:
+      return Log2(ranks);
     default:
-      return 0;
+      return others / ranks;
   }
+}
+
+// Microseconds, by the model of a LinkCost: those of the member that is busy longest. That is one of the
+// ends: in a balanced tree the first is one of a pair if there are any, and the last alone.
+double Estimate(Algorithm algorithm, const SelectQuestion& q, const LinkCost& cost) {
+  const TrafficQuestion question{q.verb, q.bytes, q.ranks, q.dtype, q.op, q.portion_bytes};
+  double longest_us = 0;
+  for (const int member : {0, q.ranks - 1}) {
+    const Traffic traffic = TrafficOf(algorithm, question, member);
+    const uint64_t messages = std::max(traffic.sent_messages, traffic.received_messages);
+    const uint64_t bytes = std::max(traffic.sent_bytes, traffic.received_bytes);
+    longest_us = std::max(longest_us, FixedUs(algorithm, q.verb, q.ranks, messages, cost) +
+                                          static_cast<double>(bytes) / cost.bytes_per_us);
+  }
+  if (q.verb != Verb::kAllreduce) return longest_us;
+  return longest_us +
+         Additions(algorithm, q.ranks) * static_cast<double>(q.bytes) / cost.reduced_bytes_per_us;
 }
 
 std::string Describe(const SelectQuestion& q, Algorithm algorithm, double best_us, Algorithm next,
@@ -76,10 +93,13 @@ Choice Automatic(const SelectQuestion& q, const LinkCost& cost) {
     default:
       break;
   }
-  // The ring is not among them: its order of addition differs, and the same tensor must give the same bits
-  // whatever bucket it travels in.
-  constexpr Algorithm kReducing[] = {Algorithm::kDirect, Algorithm::kTree, Algorithm::kPairwise};
+  // The ring is not among them: its order of addition is its own.
+  constexpr Algorithm kInOrder[] = {Algorithm::kDirect, Algorithm::kTree, Algorithm::kPairwise};
+  constexpr Algorithm kBalanced[] = {Algorithm::kDoubling, Algorithm::kHalving};
   constexpr Algorithm kRelaying[] = {Algorithm::kTree, Algorithm::kChain};
+  std::span<const Algorithm> candidates = kInOrder;
+  if (OrderOf(q.ranks) == Order::kBalanced) candidates = kBalanced;
+  if (q.verb == Verb::kBroadcast) candidates = kRelaying;
   Algorithm best = Algorithm::kAuto, next = Algorithm::kAuto;
   double best_us = INFINITY, next_us = INFINITY;
   const auto consider = [&](Algorithm algorithm) {
@@ -94,11 +114,7 @@ Choice Automatic(const SelectQuestion& q, const LinkCost& cost) {
       next_us = us;
     }
   };
-  if (q.verb == Verb::kBroadcast) {
-    for (const Algorithm algorithm : kRelaying) consider(algorithm);
-  } else {
-    for (const Algorithm algorithm : kReducing) consider(algorithm);
-  }
+  for (const Algorithm algorithm : candidates) consider(algorithm);
   return {best, Describe(q, best, best_us, next, next_us)};
 }
 
@@ -116,6 +132,27 @@ Status ParseAlgorithm(const std::string& name, Algorithm* out) {
     known += std::string(a == 0 ? "" : ", ") + kNames[a];
   }
   return Status(Code::kInvalidArgument, "algorithm '" + name + "' is not one of " + known);
+}
+
+size_t PortionBytes(const LinkCost& cost, size_t most_bytes) {
+  constexpr double kPortionUs = 250;
+  constexpr size_t kLeastBytes = 16 << 10;
+  const auto bytes = static_cast<size_t>(std::clamp(cost.bytes_per_us * kPortionUs, 1.0, 1e12));
+  return std::min(std::max(std::bit_ceil(bytes), kLeastBytes), most_bytes);
+}
+
+// The bytes of pairwise and halving are the same, to a hundredth: what does not depend on the size decides.
+// The default cost, not a measured one, so that a world adds up alike tomorrow.
+Order OrderOf(int ranks) {
+  if (ranks <= 2) return Order::kRanks;
+  const size_t bytes = 4 * kLine * static_cast<size_t>(ranks);  // any whose parts are one message each
+  const TrafficQuestion question{Verb::kAllreduce, bytes,    ranks,
+                                 DType::kFloat32,  Op::kSum, /*portion_bytes=*/bytes};
+  const auto fixed_us = [&](Algorithm algorithm) {
+    const uint64_t messages = TrafficOf(algorithm, question, ranks - 1).sent_messages;
+    return FixedUs(algorithm, Verb::kAllreduce, ranks, messages, LinkCost());
+  };
+  return fixed_us(Algorithm::kHalving) < fixed_us(Algorithm::kPairwise) ? Order::kBalanced : Order::kRanks;
 }
 
 Choice Select(const SelectQuestion& question, Algorithm forced, const LinkCost& cost) {

@@ -7,17 +7,17 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "collectives/traffic.h"
 
 namespace kolovod {
 
-enum class Algorithm { kAuto, kDirect, kTree, kPairwise, kRing, kChain };
-inline constexpr int kAlgorithmCount = 6;
 const char* NameOf(Algorithm algorithm);
 // "auto", "direct", ...; else kInvalidArgument with the names that there are.
 Status ParseAlgorithm(const std::string& name, Algorithm* out);
 
-// What one message costs: `latency_us` until it is there, `overhead_us` of the sender's and the receiver's
-// time each, and the bytes. Adding up is not hidden behind the transfer: sockets take the same core.
+// What one message costs (measured when a world forms: measure.h): `latency_us` until it is there,
+// `overhead_us` of the sender's and the receiver's time each, and the bytes. Adding up is not hidden behind
+// the transfer: sockets take the same core.
 struct LinkCost {
   double latency_us = 25;
   double overhead_us = 2;
@@ -25,17 +25,31 @@ struct LinkCost {
   double reduced_bytes_per_us = 8000;
 };
 
+// Of a message whose reception is followed by work: what the link carries in a quarter of a millisecond,
+// within [16 KiB, most_bytes]. Large messages leave a slow link idle at the end of every step; on a fast one
+// each is a hand-over between cores.
+size_t PortionBytes(const LinkCost& cost, size_t most_bytes);
+
 struct SelectQuestion {
   Verb verb;
   size_t bytes;  // allreduce, broadcast, reducescatter: the range; allgather, alltoall: all ranks' parts
   int ranks;
   DType dtype = DType::kFloat32;
   Op op = Op::kSum;
+  size_t portion_bytes = 256 << 10;  // of a message
 };
 struct Choice {
   Algorithm algorithm;
   std::string reason;
 };
+
+// In which order the members' data are added, be it little or much. A tensor must have the same bits whatever
+// bucket it travels in and however fast the links are today, so the number of members decides alone.
+enum class Order {
+  kRanks,     // rank after rank: direct, tree, pairwise
+  kBalanced,  // balanced.h: doubling, halving
+};
+Order OrderOf(int ranks);
 
 // `forced`: what the user named; where it cannot do the verb, the reason says so.
 Choice Select(const SelectQuestion& question, Algorithm forced, const LinkCost& cost = LinkCost());

@@ -18,15 +18,26 @@ constexpr DType kF32 = DType::kFloat32;
 TEST(the_table) {
   const Row rows[] = {
       {{Verb::kAllreduce, 4, 1}, kAuto, kAuto, "one rank"},
-      // Small: everybody's data to everybody; from about a hundred ranks on, by trees.
+      // Small: everybody's data to everybody, among many by trees.
       {{Verb::kAllreduce, 4, 2}, kAuto, Algorithm::kDirect, "direct is estimated at 27 us"},
       {{Verb::kAllreduce, 4096, 8}, kAuto, Algorithm::kDirect, "among 8 ranks"},
-      {{Verb::kAllreduce, 64, 256}, kAuto, Algorithm::kTree, "tree is estimated"},
+      {{Verb::kAllreduce, 64, 85}, kAuto, Algorithm::kTree, "tree is estimated"},
       {{Verb::kAllreduce, 256 << 10, 2}, kAuto, Algorithm::kDirect, "direct is estimated"},
       // Large: an owner for every slice; among two ranks that saves no bytes, but half of the adding.
       {{Verb::kAllreduce, 1 << 20, 2}, kAuto, Algorithm::kPairwise, "pairwise is estimated"},
       {{Verb::kAllreduce, 1 << 20, 3}, kAuto, Algorithm::kPairwise, "allreduce of 1048576 bytes"},
       {{Verb::kAllreduce, 64 << 20, 64}, kAuto, Algorithm::kPairwise, "pairwise is estimated"},
+      // More hosts than that: in a balanced order.
+      {{Verb::kAllreduce, 4, 128}, kAuto, Algorithm::kDoubling, "doubling is estimated"},
+      {{Verb::kAllreduce, 4, 1000}, kAuto, Algorithm::kDoubling, "halving at"},
+      {{Verb::kAllreduce, 1 << 20, 128}, kAuto, Algorithm::kHalving, "doubling at"},
+      {{Verb::kAllreduce, 64 << 20, 1000}, kAuto, Algorithm::kHalving, "halving is estimated"},
+      {{Verb::kAllreduce, 64 << 20, 4}, Algorithm::kDoubling, Algorithm::kDoubling, "doubling was asked for"},
+      {{Verb::kAllreduce, 4, 4, DType::kInt8, Op::kAverage},
+       Algorithm::kHalving,
+       Algorithm::kHalving,
+       "halving was asked for"},
+      {{Verb::kAllgather, 1 << 20, 8}, Algorithm::kHalving, Algorithm::kDirect, "cannot do an allgather of"},
       // What was asked for, where it can.
       {{Verb::kAllreduce, 4, 4}, Algorithm::kRing, Algorithm::kRing, "ring was asked for"},
       {{Verb::kAllreduce, 64 << 20, 4}, Algorithm::kTree, Algorithm::kTree, "tree was asked for"},
@@ -64,7 +75,22 @@ TEST(the_table) {
   }
 }
 
-// Nothing is chosen whose order of addition differs: a tensor's bits may not depend on its bucket.
+// Nothing is chosen whose order of addition differs: a tensor's bits may not depend on its bucket, nor on
+// what the links are measured to be.
+TEST(the_number_of_ranks_decides_the_order_of_addition_alone) {
+  for (int ranks = 2; ranks <= 4096; ++ranks) {
+    const Order order = OrderOf(ranks);
+    CHECK(order == (ranks < 89 ? Order::kRanks : Order::kBalanced));
+    for (size_t bytes = 1; bytes <= size_t{1} << 34; bytes *= 16) {
+      for (const LinkCost& cost : {LinkCost(), LinkCost{500, 10, 12, 8000}, LinkCost{2, 1, 10000, 8000}}) {
+        const Algorithm chosen = Select({Verb::kAllreduce, bytes, ranks}, kAuto, cost).algorithm;
+        const bool balanced = chosen == Algorithm::kDoubling || chosen == Algorithm::kHalving;
+        CHECK(chosen != Algorithm::kRing && balanced == (order == Order::kBalanced));
+      }
+    }
+  }
+}
+
 TEST(the_ring_is_never_chosen) {
   for (const Verb verb : {Verb::kAllreduce, Verb::kBroadcast, Verb::kAllgather, Verb::kReducescatter}) {
     for (int ranks = 1; ranks <= 4096; ranks *= 2) {
@@ -83,6 +109,14 @@ TEST(slower_links_prefer_fewer_bytes) {
   CHECK(Select(question, kAuto, LinkCost{25, 2, 100, 8000}).algorithm == Algorithm::kPairwise);
 }
 
+TEST(portions_suit_the_link) {
+  constexpr size_t kMost = 256 << 10;
+  CHECK(PortionBytes(LinkCost{25, 2, 12, 8000}, kMost) == 16 << 10);   // 100 Mbit/s
+  CHECK(PortionBytes(LinkCost{25, 2, 119, 8000}, kMost) == 32 << 10);  // 1 Gbit/s
+  CHECK(PortionBytes(LinkCost{25, 2, 2500, 8000}, kMost) == kMost);
+  CHECK(PortionBytes(LinkCost{25, 2, 1e300, 8000}, 4096) == 4096);
+}
+
 TEST(names) {
   for (int a = 0; a < kAlgorithmCount; ++a) {
     Algorithm parsed = Algorithm::kChain;
@@ -92,7 +126,9 @@ TEST(names) {
   Algorithm parsed = kAuto;
   const Status status = ParseAlgorithm("Ring", &parsed);
   CHECK(status.code() == Code::kInvalidArgument);
-  CHECK(status.message() == "algorithm 'Ring' is not one of auto, direct, tree, pairwise, ring, chain");
+  CHECK(status.message() ==
+        "algorithm 'Ring' is not one of auto, direct, tree, pairwise, ring, chain, doubling, "
+        "halving");
 }
 
 }  // namespace

@@ -5,12 +5,18 @@
 #include <numeric>
 #include <utility>
 
+#include "collectives/balanced.h"
 #include "collectives/direct.h"
 #include "collectives/pairwise.h"
 #include "collectives/relay.h"
 #include "collectives/ring.h"
 
 namespace kolovod {
+namespace {
+
+constexpr size_t kMaxLead = 4;
+
+}  // namespace
 
 TcpBackend::TcpBackend(Mesh& mesh, std::vector<int> members, int index, const TcpOptions& options)
     : group_(mesh, std::move(members), index), options_(options) {}
@@ -23,7 +29,10 @@ Algorithm TcpBackend::Choose(const SelectQuestion& question) {
 
 Status TcpBackend::RunPairwise(PackedRange& range, const Combine& combine, std::vector<Slice> owned,
                                bool gathers) {
-  Pairwise pairwise(group_, range, combine, std::move(owned), gathers, options_.portion_bytes);
+  // As many bytes on their way as one large portion has, so that no driver's pause leaves a link idle.
+  const size_t portion = PortionBytes(options_.cost, options_.portion_bytes);
+  const size_t lead = std::clamp<size_t>(options_.portion_bytes / portion, 1, kMaxLead);
+  Pairwise pairwise(group_, range, combine, std::move(owned), gathers, portion, lead);
   KV_RETURN_IF_ERROR(scratch_.Reserve(pairwise.ScratchBytes()));
   return pairwise.Run(scratch_.data());
 }
@@ -39,13 +48,19 @@ Status TcpBackend::Allreduce(const FusedRange& range) {
 
 Status TcpBackend::Reduce(PackedRange& range, const Combine& combine) {
   if (range.total() == 0) return Status();
-  switch (Choose({Verb::kAllreduce, range.total(), group_.size(), combine.dtype, combine.op})) {
+  switch (Choose(
+      {Verb::kAllreduce, range.total(), group_.size(), combine.dtype, combine.op, options_.portion_bytes})) {
     case Algorithm::kDirect:
       return DirectAllreduce(group_, range, combine, options_.portion_bytes, scratch_);
     case Algorithm::kTree:
       return TreeAllreduce(group_, range, combine, scratch_);
     case Algorithm::kRing:
       return RingAllreduce(group_, range, combine, options_.portion_bytes, scratch_);
+    case Algorithm::kDoubling:
+      return DoublingAllreduce(group_, range, combine, scratch_);
+    case Algorithm::kHalving:
+      return HalvingAllreduce(group_, range, combine, PortionBytes(options_.cost, options_.portion_bytes),
+                              scratch_);
     default:
       return RunPairwise(range, combine, Pairwise::EqualSlices(range.total(), group_.size()),
                          /*gathers=*/true);

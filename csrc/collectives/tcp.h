@@ -17,7 +17,7 @@ namespace kolovod {
 struct TcpOptions {
   Algorithm algorithm = Algorithm::kAuto;
   LinkCost cost;
-  size_t portion_bytes = 256 << 10;  // of a message; what is sent while the one before is reduced
+  size_t portion_bytes = 256 << 10;  // at most, of a message: what is sent while the one before is reduced
 };
 
 // Not thread-safe, like the mesh. Every rank has the same options.
@@ -35,6 +35,8 @@ class TcpBackend : public Backend {
   // An allreduce whose factors are given, not derived from the number of members: a level of several.
   Status Reduce(PackedRange& range, const Combine& combine);
   Group& group() { return group_; }
+  // Between two verbs; the same on every rank.
+  void set_cost(const LinkCost& cost) { options_.cost = cost; }
 
   // Somebody else ran an algorithm over group().
   void Count(Algorithm algorithm) {
@@ -51,7 +53,7 @@ class TcpBackend : public Backend {
   Status RunPairwise(PackedRange& range, const Combine& combine, std::vector<Slice> owned, bool gathers);
 
   Group group_;
-  const TcpOptions options_;
+  TcpOptions options_;
   Scratch scratch_;
   Choice choice_{Algorithm::kAuto, "nothing has run yet"};
   std::array<std::atomic<uint64_t>, kAlgorithmCount> runs_{};

@@ -128,7 +128,7 @@ class Engine {
   // Finds out whether the ranks of this host can read each other's memory.
   Status ProbePeers(PeerMemory& peers, int64_t deadline_ns);
   Status MakeBackend(std::unique_ptr<PeerMemory> peers);
-  Status MakeMesh();
+  Status MakeMesh(const std::shared_ptr<int64_t>& forming_until_ns);
   // A leader's connection to the others.
   void StartUplink();
   void SpreadRevocation();

@@ -137,12 +137,20 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
   backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, delay_us,
                                           stats_.line_latency_ns > kFarLineNs, std::move(peer_memory));
   if (topology_.hosts() > 1) {
-    KV_RETURN_IF_ERROR(MakeMesh());
+    // Until the links are measured: a host that stops now is waited for no longer than for one that never
+    // came.
+    const auto forming_until_ns = std::make_shared<int64_t>(NowNs() + config_.start_timeout_ms * 1'000'000);
+    KV_RETURN_IF_ERROR(MakeMesh(forming_until_ns));
     TcpOptions tcp;
     tcp.algorithm =
         static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
-    backend_ = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
+    auto between = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
     waiter_->set_background([this] { return mesh_->Background(); });
+    const Status measured = between->MeasureLinks();
+    *forming_until_ns = 0;
+    if (!measured.ok()) segment_->Revoke(measured.code(), measured.message());  // for those that wait inside
+    KV_RETURN_IF_ERROR(measured);
+    backend_ = std::move(between);
   }
   if (use_external_) {
     auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);
@@ -152,12 +160,16 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
   return Status();
 }
 
-Status Engine::MakeMesh() {
+Status Engine::MakeMesh(const std::shared_ptr<int64_t>& forming_until_ns) {
   std::vector<MeshPeer> peers;
   for (int r = 0; r < size_; ++r) peers.push_back({-1, liveness_->Describe(r)});
   MeshOptions options;
   options.epoch = epoch_;
-  options.check = [this] {
+  options.check = [this, forming_until_ns] {
+    if (*forming_until_ns > 0 && NowNs() > *forming_until_ns) {
+      return Status(Code::kTimeout, "a rank of another host has connected, but sent nothing within " +
+                                        std::to_string(config_.start_timeout_ms) + " ms");
+    }
     return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
   };
   options.switchboard = switchboard_;

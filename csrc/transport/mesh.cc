@@ -175,15 +175,16 @@ void Mesh::SpreadOverCores(int64_t now_ns) {
   next_spread_ns_ = now_ns + spread_period_ns_;
 }
 
-Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns) {
+Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns, int64_t spin_ns) {
   const int64_t idle_ns = now_ns - idle_since_ns;
-  if (idle_ns < options_.budget.spin_ns) {
+  if (idle_ns < spin_ns) {
     CpuRelax();
     return Status();
   }
+  if (spin_ns > 0) spin_gauge_.InVain();
   SpreadOverCores(now_ns);
-  if (idle_ns < options_.budget.spin_ns + options_.budget.yield_ns) {
-    sched_yield();
+  if (idle_ns < spin_ns + options_.budget.yield_ns) {
+    spin_gauge_.Yield();
     return Status();
   }
   KV_RETURN_IF_ERROR(CheckHosts(now_ns));
@@ -204,6 +205,7 @@ template <class Done>
 Status Mesh::Until(Done done) {
   if (broken()) return broken_;
   int64_t idle_since_ns = 0;
+  int64_t spin_ns = 0;
   while (!done()) {
     bool moved = false;
     KV_RETURN_IF_ERROR(Break(Progress(&moved)));
@@ -212,9 +214,10 @@ Status Mesh::Until(Done done) {
     KV_RETURN_IF_ERROR(Break(Check(now_ns)));
     if (moved || idle_since_ns == 0) {
       idle_since_ns = now_ns;
+      spin_ns = spin_gauge_.Allowed(options_.budget.spin_ns);
       if (moved) continue;
     }
-    KV_RETURN_IF_ERROR(Break(Rest(idle_since_ns, now_ns)));
+    KV_RETURN_IF_ERROR(Break(Rest(idle_since_ns, now_ns, spin_ns)));
   }
   return Status();
 }

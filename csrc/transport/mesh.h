@@ -122,7 +122,7 @@ class Mesh {
   Status Until(Done done);
   Status Progress(bool* moved);
   // Nothing moved: spins on, yields, or sleeps until a socket is ready. Calls check() when it is time.
-  Status Rest(int64_t idle_since_ns, int64_t now_ns);
+  Status Rest(int64_t idle_since_ns, int64_t now_ns, int64_t spin_ns);
   // Peers on this machine that share this core with this rank wait for each other: one of them goes.
   void SpreadOverCores(int64_t now_ns);
   Status Check(int64_t now_ns);
@@ -139,6 +139,7 @@ class Mesh {
   uint32_t operation_ = 0;
   std::vector<int> active_;      // peers with something pending
   std::vector<char> is_active_;  // by peer
+  SpinGauge spin_gauge_;
   int64_t next_check_ns_ = 0;
   int64_t next_host_check_ns_ = 0;
   int64_t next_spread_ns_ = 0;

@@ -26,7 +26,7 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 Value = int | float | bool | str
-TCP_ALGORITHMS = ("auto", "direct", "tree", "pairwise", "ring", "chain")
+TCP_ALGORITHMS = ("auto", "direct", "tree", "pairwise", "ring", "chain", "doubling", "halving")
 """By the number that the engine knows each by (csrc/collectives/select.h)."""
 
 
@@ -279,8 +279,9 @@ class Settings:
 
     tcp_algorithm: str = _knob(
         "auto",
-        "How an operation goes between hosts: direct, tree, pairwise, ring or chain; auto: chosen "
-        "by what it costs. An operation that the algorithm cannot do is done as by auto.",
+        "How an operation goes between hosts: direct, tree, pairwise, ring, chain, doubling "
+        "or halving; auto: chosen by what it costs. An operation that the algorithm cannot do is "
+        "done as by auto.",
         choices=TCP_ALGORITHMS,
         engine=False,
     )
