@@ -22,6 +22,7 @@
 #include "base/topology.h"
 #include "collectives/backend.h"
 #include "collectives/external.h"
+#include "collectives/hierarchical.h"
 #include "collectives/shm.h"
 #include "engine/control.h"
 #include "engine/late.h"
@@ -127,8 +128,9 @@ class Engine {
   Status Attach(const std::function<bool()>& interrupted);
   // Finds out whether the ranks of this host can read each other's memory.
   Status ProbePeers(PeerMemory& peers, int64_t deadline_ns);
-  Status MakeBackend(std::unique_ptr<PeerMemory> peers);
-  Status MakeMesh(const std::shared_ptr<int64_t>& forming_until_ns);
+  Status MakeBackend(std::unique_ptr<PeerMemory> peers, HierarchicalBackend** hierarchical);
+  Status MakeMesh();
+  Status MeasureLinks(HierarchicalBackend& between);
   // A leader's connection to the others.
   void StartUplink();
   void SpreadRevocation();
@@ -220,6 +222,7 @@ class Engine {
   std::atomic<int> driven_{0};  // operations with a callback that are not done
   std::atomic<std::thread::id> calling_back_{};
   size_t kick_bytes_ = 0;               // constant after Attach
+  int64_t forming_until_ns_ = 0;        // while links are measured: when that has taken too long
   std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket
 
   std::unique_ptr<Uplink> uplink_;  // of a leader in a world of several hosts

@@ -112,9 +112,10 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),
                                        uplink_.get());
   ProbeLatency();
-  KV_RETURN_IF_ERROR(MakeBackend(std::move(peers)));
+  HierarchicalBackend* between = nullptr;
+  KV_RETURN_IF_ERROR(MakeBackend(std::move(peers), &between));
   if (uplink_ != nullptr) StartUplink();
-  return Status();
+  return between == nullptr ? Status() : MeasureLinks(*between);
 }
 
 Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
@@ -131,25 +132,19 @@ Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
   return Status();
 }
 
-Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
+Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory, HierarchicalBackend** hierarchical) {
   const std::atomic<int>* delay_us =
       faults_ == nullptr ? nullptr : &faults_->delay_us[static_cast<size_t>(rank_)];
   backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, delay_us,
                                           stats_.line_latency_ns > kFarLineNs, std::move(peer_memory));
   if (topology_.hosts() > 1) {
-    // Until the links are measured: a host that stops now is waited for no longer than for one that never
-    // came.
-    const auto forming_until_ns = std::make_shared<int64_t>(NowNs() + config_.start_timeout_ms * 1'000'000);
-    KV_RETURN_IF_ERROR(MakeMesh(forming_until_ns));
+    KV_RETURN_IF_ERROR(MakeMesh());
     TcpOptions tcp;
     tcp.algorithm =
         static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
     auto between = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
     waiter_->set_background([this] { return mesh_->Background(); });
-    const Status measured = between->MeasureLinks();
-    *forming_until_ns = 0;
-    if (!measured.ok()) segment_->Revoke(measured.code(), measured.message());  // for those that wait inside
-    KV_RETURN_IF_ERROR(measured);
+    *hierarchical = between.get();
     backend_ = std::move(between);
   }
   if (use_external_) {
@@ -160,13 +155,25 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
   return Status();
 }
 
-Status Engine::MakeMesh(const std::shared_ptr<int64_t>& forming_until_ns) {
+// When leaders listen to each other already: of a rank that fails here all are to hear.
+Status Engine::MeasureLinks(HierarchicalBackend& between) {
+  // A host that stops now is waited for no longer than for one that never came.
+  forming_until_ns_ = NowNs() + config_.start_timeout_ms * 1'000'000;
+  const Status measured = between.MeasureLinks();
+  forming_until_ns_ = 0;
+  if (measured.ok()) return measured;
+  segment_->Revoke(measured.code(), measured.message());
+  SpreadRevocation();
+  return segment_->RevokedStatus();
+}
+
+Status Engine::MakeMesh() {
   std::vector<MeshPeer> peers;
   for (int r = 0; r < size_; ++r) peers.push_back({-1, liveness_->Describe(r)});
   MeshOptions options;
   options.epoch = epoch_;
-  options.check = [this, forming_until_ns] {
-    if (*forming_until_ns > 0 && NowNs() > *forming_until_ns) {
+  options.check = [this] {
+    if (forming_until_ns_ > 0 && NowNs() > forming_until_ns_) {
       return Status(Code::kTimeout, "a rank of another host has connected, but sent nothing within " +
                                         std::to_string(config_.start_timeout_ms) + " ms");
     }
