@@ -120,7 +120,7 @@ def test_ranks_fill_the_hosts_in_order(bed, script):
 
 def test_a_host_file_an_address_a_directory_and_folders_for_output(bed, script, tmp_path):
     hosts = tmp_path / "hosts"
-    hosts.write_text(f"# two\n{bed.address('a')} slots=1\n{bed.address('b')}\n")
+    hosts.write_text(f"# two\n[{bed.addresses('a')[0].ipv6}] slots=1\n{bed.address('b')}\n")
     out = tmp_path / "out"
     flags = ["--hostfile", str(hosts), "--directory", "/usr", "--output-dir", str(out)]
     flags += ["--ssh-args", "-o HostKeyAlias=a -o StrictHostKeyChecking=no", "--timestamps"]
@@ -316,3 +316,45 @@ except kolovod.RankFailed as error:
     lines = done.stdout.splitlines()
     assert lines[0] == "[(15, 'a', 6.0), (15, 'b', 6.0), (15, 'login', 6.0)]"
     assert lines[-2:] == ["failed 1 Wrong on purpose", "True True"]
+
+
+def peers_of(text):
+    """By rank, the addresses at which others listen for it, as it was told."""
+    return {int(rank): found.split() for rank, found in re.findall(r"listens (\d+) (.*)", text)}
+
+
+LISTENS = """
+import os, kolovod, numpy
+from kolovod.launch import bootstrap
+original = bootstrap.addresses_beside
+def told(*arguments):
+    found = original(*arguments)
+    print("listens", os.environ["KOLOVOD_RANK"], *found, flush=True)
+    return found
+bootstrap.addresses_beside = told
+kolovod.init()
+total = kolovod.allreduce(numpy.full(100_000, 1.0), op=kolovod.Sum)
+assert total[0] == kolovod.size()
+"""
+
+
+def test_which_network_two_hosts_share_is_found_by_asking(script):
+    """The first network of one host is down: the names of interfaces tell nothing of that."""
+    with Bed(["login", "a", "b"], networks=2) as bed:
+        firsts = {name: bed.addresses(name) for name in bed.names}
+        bed.set_link("b", up=False, network=0)
+        done = run(bed, "-H", "a:1,b-1:1", *script(LISTENS))
+        assert done.returncode == 0, done.stderr
+        heard = peers_of(done.stdout)
+        assert {a.ipv4 for a in firsts["a"]} <= set(heard[0])
+        bed.set_link("b", up=True, network=0)
+        flags = ["--interface", "eth1,eth0"]
+        done = run(bed, *flags, "-H", "a:2,b:2", *script(LISTENS))
+        assert done.returncode == 0, done.stderr
+        heard = peers_of(done.stdout)
+        # Ranks of a host take turns at the interfaces.
+        assert heard[0][0] == heard[1][-2] == firsts["a"][1].ipv4
+        assert heard[1][0] != heard[0][0]
+        done = run(bed, "--interface", "eth7", "-H", "a:1,b:1", *script(LISTENS))
+        assert done.returncode != 0
+        assert "interface 'eth7' is not on login; there: " in done.stderr

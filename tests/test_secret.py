@@ -95,7 +95,7 @@ def test_what_shows_objects_shows_no_secret() -> None:
         repr(Place(secret=SECRET)),
         repr(Settings()),
         repr(connect_refused()),
-        repr(Store(SECRET, 1).__dict__["_server"]),
+        repr(Store(SECRET, 1).__dict__["_servers"]),
     ):
         assert SECRET not in shown
 

@@ -145,6 +145,14 @@ class Settings:
         choices=("native", "mpi", "gloo", "nccl"),
         engine=False,
     )
+    interface: str = _knob(
+        "",
+        "Network interfaces by which ranks of different hosts reach each other: names, or networks "
+        "as 10.1.0.0/16, separated by commas; ranks of a host take turns at several. By default "
+        "all are tried, the fastest first.",
+        aliases=("HOROVOD_GLOO_IFACE",),
+        engine=False,
+    )
     start_timeout_s: float = _knob(
         60.0,
         "How long init() waits for all ranks to come.",
@@ -285,6 +293,11 @@ class Settings:
         choices=TCP_ALGORITHMS,
         engine=False,
     )
+
+    @property
+    def interface_names(self) -> list[str]:
+        """The items of ``interface``."""
+        return [name.strip() for name in self.interface.split(",") if name.strip()]
 
     def engine_config(self) -> dict[str, int]:
         """Every field of the native engine's configuration."""

@@ -329,6 +329,8 @@ def _ready(place: Place, members: tuple[int, ...], settings: Settings) -> Ready:
             place.secret,
             settings.engine_config(),
             settings.start_timeout_s,
+            settings.interface_names,
+            place.local_rank,
         )
     _process.epochs_alone += 1
     member = Member(place.rank, place.host, os.getpid(), "", "", os.geteuid())

@@ -17,7 +17,7 @@ import numpy as np
 from kolovod.backends.base import Array, Bytes
 from kolovod.backends.meeting import make_store
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.mesh import interface_to
+from kolovod.launch.network import interface_to
 from kolovod.ops import Op
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ __all__ = [
     "greet",
     "new_secret",
     "poll_until",
+    "retried",
     "same_user",
 ]
 
@@ -181,21 +182,30 @@ def connect(
     Raises AuthenticationError if the other end does not know it, OSError (a TimeoutError at the
     deadline) if nobody is there.
     """
-    tries = 0
-    while True:
+
+    def attempt() -> Channel:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             _connect(sock, address, deadline)
             return greet(sock, secret, label, deadline)
-        except _Dropped:
+        except BaseException:
             _close(sock)
+            raise
+
+    return retried(attempt, deadline)
+
+
+def retried(attempt: Callable[[], Channel], deadline: float) -> Channel:
+    """What ``attempt`` returns, which is called again, a few times, while a server drops it."""
+    tries = 0
+    while True:
+        try:
+            return attempt()
+        except _Dropped:
             tries += 1
             if tries == _TRIES:
                 raise
             time.sleep(max(0.0, min(_PAUSE_S * tries, deadline - time.monotonic())))
-        except BaseException:
-            _close(sock)
-            raise
 
 
 class _Dropped(AuthenticationError):

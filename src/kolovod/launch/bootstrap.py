@@ -36,7 +36,8 @@ from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
 from kolovod.launch import messages
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, poll_until
-from kolovod.launch.mesh import Links, Listener, describe, interface_to
+from kolovod.launch.mesh import Links, Listener, describe
+from kolovod.launch.network import addresses_beside
 from kolovod.launch.store import Formation, Member, join
 
 _MOST_ON_A_HOST = 1024  # the engine's own limit is lower
@@ -143,16 +144,19 @@ def bootstrap(
     secret: str,
     config: Mapping[str, int],
     timeout_s: float,
+    interfaces: Sequence[str] = (),
+    local_rank: int = 0,
 ) -> Ready:
     """Meet the other ``members`` (sorted launcher ranks, with ``rank``) and share the segment.
 
+    ``interfaces``: by which ranks of other hosts are to come (see ``addresses_beside``).
     Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
     if one does not come, BootstrapError.
     """
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as cleanup:
         door = cleanup.enter_context(contextlib.closing(_Leader(secret)))
-        listener = Listener(interface_to(store), len(members))
+        listener = Listener(addresses_beside(store, interfaces, local_rank), len(members))
         cleanup.callback(listener.close)
         pid, user = os.getpid(), os.geteuid()
         me = Member(rank, host, pid, pid_namespace(), door.name, user, listener.address)

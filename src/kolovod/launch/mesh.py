@@ -21,15 +21,16 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, greet
-from kolovod.launch.store import Formation, Member, host_and_port
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server
+from kolovod.launch.network import address_of, first_that_greets, listen, reach
+from kolovod.launch.store import Formation, Member
 
-__all__ = ["Links", "Listener", "describe", "interface_to"]
+__all__ = ["Links", "Listener", "describe"]
 
 LABEL = "mesh"
 _DATA, _CONTROL = "data", "control"
@@ -46,50 +47,37 @@ def describe(new_rank: int, member: Member) -> str:
     return f"rank {new_rank} on host {member.host} (pid {member.pid}{launched})"
 
 
-def interface_to(address: str) -> str:
-    """The address of this host's interface that leads to the store at ``address`` ("host:port").
-
-    Raises BootstrapError if there is none.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(host_and_port(address))  # sends nothing
-        except OSError as error:
-            raise BootstrapError(
-                f"there is no way from here to the launcher's store at {address} ({error})"
-            ) from error
-        name: str = probe.getsockname()[0]
-        return name
-
-
 class Listener:
     """Where ranks of other hosts connect; ``address`` is told to them.
 
     Until ``start`` whoever connects waits in the system's queue.
     """
 
-    def __init__(self, interface: str, size: int) -> None:
+    def __init__(self, addresses: Sequence[str], size: int) -> None:
         self._size = size
-        self._socket = socket.create_server((interface, 0), backlog=max(128, size))
-        self._server: Server | None = None
-        self.address = f"{interface}:{self._socket.getsockname()[1]}"
+        self._sockets = listen(addresses, backlog=max(128, size))
+        self._servers: list[Server] = []
+        self.address = ",".join(map(address_of, self._sockets))
 
     def start(self, secret: str, handler: Callable[[Channel], None]) -> None:
         """Let ``handler`` have the authenticated connections (see ``Server``)."""
-        self._server = Server(
-            self._socket, secret, _label(self.address), handler, max_strangers=64 + 2 * self._size
-        )
-        self._server.start()
+        most, label = 64 + 2 * self._size, _label(self.address)
+        self._servers = [
+            Server(sock, secret, label, handler, max_strangers=most) for sock in self._sockets
+        ]
+        for server in self._servers:
+            server.start()
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
-        if self._server is not None:
-            self._server.close()
-        self._socket.close()
+        for server in self._servers:
+            server.close()
+        self.forget()
 
     def forget(self) -> None:
-        """In a forked child: close the descriptor, which the parent goes on to listen on."""
-        self._socket.close()
+        """In a forked child: close the descriptors, which the parent goes on to listen on."""
+        for sock in self._sockets:
+            sock.close()
 
 
 class Links:
@@ -231,24 +219,31 @@ class Links:
     def _call(self, peer: int, purpose: str, reached_by: float, answered_by: float) -> int:
         """A connection to ``peer``; AuthenticationError, EOFError or OSError if there is none."""
         address = self._members[peer].address
-        host, port = host_and_port(address)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-            with self._lock:
-                if self._closed:
-                    raise EOFError("the world has ended")
-                self._calling = sock
-            try:
-                sock.settimeout(max(0.001, reached_by - time.monotonic()))
-                sock.connect((host, port))
-                channel = greet(sock, self._secret, _label(address), answered_by)
+        found = self._watched(reach(address, reached_by, lambda: self._closed))
+        try:
+            channel = first_that_greets(found, address, self._secret, _label(address), answered_by)
+            with contextlib.closing(channel):
                 hello = {"rank": self._rank, "purpose": purpose, "epoch": self._epoch}
                 channel.send(hello, answered_by)
                 if not messages.flag(channel.receive(answered_by), "welcome"):
                     raise EOFError("another world listens there")
                 return channel.detach()
-            finally:
+        finally:
+            found.close()
+
+    def _watched(self, found: Iterator[socket.socket]) -> Generator[socket.socket, None, None]:
+        """``found``, each of which ``close`` can wake a thread from as long as it is in use."""
+        try:
+            for sock in found:
                 with self._lock:
-                    self._calling = None
+                    if self._closed:
+                        sock.close()
+                        raise EOFError("the world has ended")
+                    self._calling = sock
+                yield sock
+        finally:
+            with self._lock:
+                self._calling = None
 
     def _unreachable(self, peer: int, error: BaseException) -> str:
         return (

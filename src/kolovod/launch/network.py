@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
-import queue
+import os
+import select
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
-from kolovod.launch.auth import Channel, connect
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, greet, retried
 
 __all__ = [
+    "LOOPBACK",
     "Interface",
     "address_of",
+    "addresses_beside",
     "connect_any",
+    "first_that_greets",
+    "interface_to",
     "interfaces",
     "is_loopback",
     "listen",
     "own_addresses",
+    "reach",
     "split_addresses",
 ]
 
@@ -38,6 +42,8 @@ _STAGGER_S = 0.25  # before the next address is tried as well, as RFC 8305 has i
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # netdevice(7)
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _MAX_ADDRESSES = 32
+_MAX_TOLD = 8  # addresses of one rank
+_STOP_PERIOD_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -154,79 +160,135 @@ def address_of(sock: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split_addresses(text: str) -> list[tuple[str, int]]:
-    """From "10.0.0.1:500,[fd00::1]:500", or with host names. Raises BootstrapError."""
+def split_addresses(text: str, what: str = "address") -> list[tuple[str, int]]:
+    """From "10.0.0.1:500,[fd00::1]:500", or with host names.
+
+    Raises BootstrapError that calls it ``what``.
+    """
     found = []
     for item in text.split(",")[:_MAX_ADDRESSES]:
         host, _, port = item.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise BootstrapError(f"{text!r}: expected host:port, or several with commas between")
+            raise BootstrapError(
+                f"{what}={text!r}: expected host:port, or several with commas between"
+            )
         found.append((host.strip("[]"), int(port)))
     return found
 
 
-def connect_any(addresses: str, secret: str, label: str, deadline: float) -> Channel:
-    """Connect to the first of ``addresses`` ("ip:port,ip:port") that proves the secret.
+def interface_to(addresses: str) -> str:
+    """The address of this host's interface that leads to the first of ``addresses``."""
+    host, port = split_addresses(addresses)[0]
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            name: str = probe.getsockname()[0]
+            return name
+    except OSError as error:
+        raise BootstrapError(f"no interface of this host leads to {addresses}: {error}") from error
+
+
+def addresses_beside(store: str, wanted: Sequence[str], turn: int) -> list[str]:
+    """Where a rank is to listen whose job meets at ``store``, the best address first.
+
+    On the loopback interface, if the store does: then all ranks are here. ``turn``: this rank's
+    place on its host, by which ranks prefer different ones of several interfaces that are
+    ``wanted``, and so use them all. Raises what ``own_addresses`` raises.
+    """
+    leading = interface_to(store)
+    if is_loopback(leading):
+        return [leading]
+    if wanted:
+        turn %= len(wanted)
+        return own_addresses([*wanted[turn:], *wanted[:turn]])[:_MAX_TOLD]
+    found = own_addresses()
+    speeds = {i.address: i.speed_mbit_per_s for i in interfaces()}
+    found.sort(key=lambda address: (-speeds.get(address, 0), address != leading))
+    return found[:_MAX_TOLD]
+
+
+def reach(
+    addresses: str, deadline: float, stop: Callable[[], bool] = lambda: False
+) -> Iterator[socket.socket]:
+    """Connections to those of ``addresses`` ("ip:port,ip:port") that answer, as they come.
 
     The next one is tried as well when one fails, or has not answered within a quarter of a second.
-    Raises AuthenticationError if nobody proves it but somebody answers, OSError with every reason
-    if nobody does.
+    The caller closes what it gets, and ends the iteration when it has what it wants; it ends by
+    itself once ``stop()``. Raises ConnectionError, with every reason, if none has answered by the
+    ``deadline``.
     """
-    targets = [
+    pending = [
         (family, place, f"{host}:{port}")
         for host, port in split_addresses(addresses)
         for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     ]
-    if len(targets) == 1:
-        family, place, _ = targets[0]
-        return connect(family, place, secret, label, deadline)
-    attempts = [
-        (text, partial(connect, family, place, secret, label, deadline))
-        for family, place, text in targets
-    ]
-    return _first(attempts, deadline)
+    waiting: dict[int, tuple[socket.socket, str]] = {}
+    failed: list[str] = []
+    answered = False
+    poll = select.poll()
+    next_at = 0.0
+    try:
+        while (pending or waiting) and not stop():
+            now = time.monotonic()
+            if now >= deadline:
+                failed += [f"{text}: no answer in time" for _, text in waiting.values()]
+                break
+            if pending and (now >= next_at or not waiting):
+                family, place, text = pending.pop(0)
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                sock.connect_ex(place)  # what became of it is asked below
+                waiting[sock.fileno()] = sock, text
+                poll.register(sock, select.POLLOUT)
+                next_at = now + _STAGGER_S
+            until = min(deadline, next_at if pending else deadline, now + _STOP_PERIOD_S)
+            for fd, _ in poll.poll(max(0.0, until - now) * 1000 + 1):
+                sock, text = waiting.pop(fd)
+                poll.unregister(fd)
+                code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code:
+                    failed.append(f"{text}: {os.strerror(code)}")
+                    sock.close()
+                    next_at = 0.0
+                else:
+                    answered = True
+                    yield sock
+    finally:
+        for sock, _ in waiting.values():
+            sock.close()
+    if not answered and not stop():
+        raise ConnectionError("; ".join(failed))
 
 
-def _first(attempts: Sequence[tuple[str, Callable[[], Channel]]], deadline: float) -> Channel:
-    """What the first attempt that succeeds returns; the others are given up."""
-    results: queue.SimpleQueue[tuple[str, Channel | Exception]] = queue.SimpleQueue()
-    lock = threading.Lock()
-    won = False
+def connect_any(addresses: str, secret: str, label: str, deadline: float) -> Channel:
+    """Connect to the first of ``addresses`` ("ip:port,ip:port") where somebody proves the secret.
 
-    def run(text: str, attempt: Callable[[], Channel]) -> None:
-        nonlocal won
+    Raises AuthenticationError if nobody proves it but somebody answers, OSError if nobody does.
+    """
+
+    def attempt() -> Channel:
+        return first_that_greets(reach(addresses, deadline), addresses, secret, label, deadline)
+
+    return retried(attempt, deadline)
+
+
+def first_that_greets(
+    found: Iterator[socket.socket], addresses: str, secret: str, label: str, deadline: float
+) -> Channel:
+    """The handshake on those that are ``found``, one after the other, until one succeeds.
+
+    Where there are several, one that says nothing for ten seconds is given up.
+    """
+    refused: Exception | None = None
+    for sock in found:
+        limit = deadline
+        if "," in addresses:
+            limit = min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         try:
-            channel = attempt()
-        except Exception as error:
-            results.put((text, error))
-            return
-        with lock:
-            is_first, won = not won, True
-        if is_first:
-            results.put((text, channel))
-        else:
-            channel.close()
-
-    waiting, failed = 0, {}
-    pending = list(attempts)
-    while pending or waiting:
-        if pending:
-            args = pending.pop(0)
-            threading.Thread(target=run, args=args, name="kolovod connect", daemon=True).start()
-            waiting += 1
-        limit_s = _STAGGER_S if pending else max(0.0, deadline - time.monotonic()) + 1
-        try:
-            text, result = results.get(timeout=limit_s)
-        except queue.Empty:
-            if pending:
-                continue
-            break
-        waiting -= 1
-        if isinstance(result, Channel):
-            return result
-        failed[text] = result
-    for error in failed.values():
-        if isinstance(error, AuthenticationError):
-            raise error
-    reasons = "; ".join(f"{text}: {error}" for text, error in failed.items())
-    raise ConnectionError(reasons or "nobody answers in time")
+            return greet(sock, secret, label, limit)
+        except (AuthenticationError, EOFError, OSError) as error:
+            sock.close()
+            if refused is None or isinstance(error, AuthenticationError):
+                refused = error
+    raise refused or ConnectionError("given up")

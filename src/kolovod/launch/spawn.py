@@ -21,9 +21,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from kolovod.config import load
 from kolovod.errors import BootstrapError
 from kolovod.launch.auth import new_secret
 from kolovod.launch.hosts import is_this_host
+from kolovod.launch.network import LOOPBACK, own_addresses, split_addresses
 from kolovod.launch.output import Output
 from kolovod.launch.place import Place, local_and_cross
 from kolovod.launch.ranks import GRACE_S, Ended, HostRanks, Order, signal_name
@@ -33,7 +35,6 @@ from kolovod.launch.store import Store
 __all__ = ["Job", "JobOptions", "Outcome", "report_to_stderr"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -167,12 +168,17 @@ class Job:
         return True
 
     def _open_store(self) -> dict[str, str]:
-        """Start the store; returns its address for each host, as "ip:port"."""
-        seen = {host: remote.addresses[0] for host, remote in self._remote.items()}
-        usable = [address for address in seen.values() if address and is_this_host(address)]
-        # Where ssh came in is where the way back is known to be open.
-        interface = usable[0] if usable else _LOOPBACK
-        self._store = Store(self._secret, self.size, interface)
+        """Start the store; returns where each host finds it, "ip:port" or several."""
+        if not self._remote:
+            self._store = Store(self._secret, self.size)
+        else:
+            wanted = load({**os.environ, **self.options.environment}).interface_names
+            # Where ssh came in, the way back is known to be open: those addresses first.
+            seen = [remote.addresses[0] for remote in self._remote.values()]
+            own = own_addresses(wanted)
+            first = [address for address in own if address in seen and not wanted]
+            addresses = list(dict.fromkeys([*first, *own]))
+            self._store = Store(self._secret, self.size, *addresses)
         self._store.start()
         return dict.fromkeys(self._hosts, self._store.address)
 
@@ -187,11 +193,11 @@ class Job:
             secret=self._secret,
         )
         first = self._group_of(0)
-        address = _LOOPBACK
+        address = LOOPBACK
         if isinstance(first, RemoteRanks):
             address = first.addresses[1] or first.host
         elif self._remote:
-            address = stores[host].rpartition(":")[0]
+            address = split_addresses(stores[host])[0][0]
         told = place.torch_environment(first.torch_port, address)
         inherited = forwarded(os.environ) if host in self._remote else {}
         if inherited:

@@ -22,7 +22,7 @@ from kolovod.launch.auth import new_secret
 from kolovod.launch.door import ask, close_at_exit, tcp_door, unix_door
 from kolovod.launch.job_secret import job_secret, read_secret
 from kolovod.launch.launchers import Found, find, is_loopback
-from kolovod.launch.mesh import interface_to
+from kolovod.launch.network import interface_to
 from kolovod.launch.place import Place
 from kolovod.launch.spawn import report_to_stderr
 from kolovod.launch.store import Store
@@ -107,10 +107,10 @@ def _open(found: Found, host: str, address: str, common_secret: str, name: str) 
     with contextlib.ExitStack() as cleanup:
         try:
             store = Store(secret, found.size, address)
-        except OSError as error:
+        except BootstrapError as error:
             raise BootstrapError(
                 f"{found}, but {found.store_host} ({address}), where rank 0 should be, is not this "
-                f"host ({error.strerror}): set KOLOVOD_STORE_HOST to rank 0's host for all ranks"
+                f"host ({error}): set KOLOVOD_STORE_HOST to rank 0's host for all ranks"
             ) from None
         cleanup.callback(store.close)
         if name:

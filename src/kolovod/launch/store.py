@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -39,10 +38,11 @@ from kolovod.errors import (
     StartTimeoutError,
 )
 from kolovod.launch import messages
-from kolovod.launch.auth import Channel, Server, connect, encode
+from kolovod.launch.auth import Channel, Server, encode
 from kolovod.launch.messages import MAX_RANKS
+from kolovod.launch.network import LOOPBACK, address_of, connect_any, listen, split_addresses
 
-__all__ = ["Formation", "Member", "Store", "host_and_port", "join"]
+__all__ = ["Formation", "Member", "Store", "join"]
 
 LABEL = "store"
 _SEND_TIMEOUT_S = 5.0
@@ -111,9 +111,10 @@ class _Group:
 class Store:
     """The rendezvous server. Thread based; ``close`` ends its threads."""
 
-    def __init__(self, secret: str, size: int, host: str = "127.0.0.1") -> None:
-        listener = socket.create_server((host, 0), backlog=max(128, size))
-        self.address = f"{host}:{listener.getsockname()[1]}"
+    def __init__(self, secret: str, size: int, *hosts: str) -> None:
+        """``hosts``: the addresses where it listens; by default the loopback interface."""
+        listeners = listen(hosts or [LOOPBACK], backlog=max(128, size))
+        self.address = ",".join(map(address_of, listeners))
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
@@ -123,13 +124,17 @@ class Store:
         self._dead: dict[int, str] = {}
         self._epoch = 0
         self._closed = False
-        self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
+        self._servers = [
+            Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
+            for listener in listeners
+        ]
         self._watcher = threading.Thread(target=self._watch, name="kolovod store", daemon=True)
 
     def start(self) -> None:
         """Begin to serve."""
         self._watcher.start()
-        self._server.start()
+        for server in self._servers:
+            server.start()
 
     def close(self) -> None:
         """Stop; ranks that still wait are told so. Idempotent."""
@@ -140,7 +145,8 @@ class Store:
             for group in list(self._groups.values()):
                 self._fail(group, "closed", "the launcher is going away", None)
             os.eventfd_write(self._bell, 1)
-        self._server.close()
+        for server in self._servers:
+            server.close()
         if self._watcher.ident is not None:
             self._watcher.join()
         for fd in list(self._waiting):
@@ -385,14 +391,6 @@ def _spans(members: Sequence[int]) -> list[list[int]]:
     return spans
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of a store's "host:port". Raises BootstrapError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise BootstrapError(f"KOLOVOD_STORE={address!r}: expected host:port")
-    return host, int(port)
-
-
 def join(
     address: str,
     secret: str,
@@ -401,14 +399,14 @@ def join(
     timeout_s: float,
     config: Mapping[str, int] | None = None,
 ) -> Formation:
-    """Wait at the store at ``address`` ("host:port") until all ``members`` have joined.
+    """Wait at the store at ``address`` ("host:port", or several) until all ``members`` have joined.
 
     ``config``: this rank's engine configuration, which holds for all if it is the first member.
 
     Raises RankLostError if one of them has ended, StartTimeoutError naming the missing ones,
     InvalidArgumentError if they ask for different worlds, AuthenticationError, BootstrapError.
     """
-    target = host_and_port(address)
+    split_addresses(address, "KOLOVOD_STORE")
     deadline = time.monotonic() + timeout_s + _ANSWER_GRACE_S
     request = {
         "members": _spans(members),
@@ -417,7 +415,7 @@ def join(
         "timeout_s": timeout_s,
     }
     try:
-        channel = connect(socket.AF_INET, target, secret, LABEL, deadline)
+        channel = connect_any(address, secret, LABEL, deadline)
         with contextlib.closing(channel):
             channel.send(request, deadline)
             answer = channel.receive(deadline)

@@ -28,6 +28,7 @@ from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch.auth import Channel, Server, connect
+from kolovod.launch.network import address_of, connect_any, listen
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 
 __all__ = ["Clock", "Collector", "Reporter", "clock_identity"]
@@ -114,8 +115,8 @@ class Collector:
         here.listen(64 + size)
         listeners = [here]
         if interface:
-            listeners.append(socket.create_server((interface, 0), backlog=64 + size))
-            self.address = f"{interface}:{listeners[1].getsockname()[1]}"
+            listeners += listen([interface], backlog=64 + size)
+            self.address = address_of(listeners[1])
         self._servers = [
             Server(listener, secret, _LABEL, self._serve, max_strangers=64 + size)
             for listener in listeners
@@ -207,11 +208,7 @@ class Reporter:
         self._rank = rank
         self._recorder = recorder
         self._interval_s = max(PULL_S, size / _REPORTS_PER_S)
-        if address:
-            host, _, port = address.rpartition(":")
-            self._family, self._address = socket.AF_INET, (host, int(port))
-        else:
-            self._family, self._address = socket.AF_UNIX, _unix_address(secret, epoch)  # type: ignore[assignment]
+        self._address, self._unix_address = address, _unix_address(secret, epoch)
         self._begun = 0
         self._expected = (0, 0.0)  # how many rank 0 will have begun, and until when to believe it
         self._last_on_s = -_FOREVER_S
@@ -247,13 +244,18 @@ class Reporter:
             channel.close()  # rank 0 does not answer
             self._thread.join(1)
 
+    def _connect(self, deadline: float) -> Channel:
+        if self._address:
+            return connect_any(self._address, self._secret, _LABEL, deadline)
+        return connect(socket.AF_UNIX, self._unix_address, self._secret, _LABEL, deadline)
+
     def _serve(self) -> None:
         cause: Exception | None = None
         while True:
             is_over = self._stopping.is_set()
             try:
                 deadline = time.monotonic() + _ANSWER_S
-                channel = connect(self._family, self._address, self._secret, _LABEL, deadline)
+                channel = self._connect(deadline)
                 with contextlib.closing(channel):
                     self._channel = channel
                     self._report(channel)

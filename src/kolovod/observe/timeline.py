@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kolovod import _native
 from kolovod.backends.pair import EnginePair
-from kolovod.launch.mesh import interface_to
+from kolovod.launch.network import interface_to
 from kolovod.observe import spans
 from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
