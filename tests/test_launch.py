@@ -101,6 +101,7 @@ def test_version() -> None:
         ),
         (["run", "-np", "1", "--backend", "ucx", "true"], "--backend='ucx': expected one of"),
         (["run", "-np", "1", "-x", "NAME", "true"], "-x 'NAME': expected NAME=VALUE"),
+        (["run", "-np", "1", "-x", "KOLOVOD_SECRET=s", "true"], "can be read by everybody"),
         (["run", "-np", "1", "-x", "KOLOVOD_CHUNK_SLOTS=1", "true"], "KOLOVOD_CHUNK_SLOTS='1'"),
     ],
 )

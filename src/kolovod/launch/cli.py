@@ -28,6 +28,7 @@ __all__ = ["main"]
 
 _MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
 _EXIT_NOT_FOUND = 127
+_NEVER_HERE = ("KOLOVOD_SECRET", "_HOROVOD_SECRET_KEY")
 _LAST_LINES = 12  # of a failed rank's stderr
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -304,6 +305,11 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not name or not equals:
             options.parser.error(f"-x {text!r}: expected NAME=VALUE")
+        if name in _NEVER_HERE:
+            options.parser.error(
+                f"-x {name}: a command line can be read by everybody on this host; the launcher "
+                "makes a secret of its own for each job"
+            )
         variables[name] = value
     for knob in KNOBS:
         value = getattr(options, f"knob_{knob.name}")
