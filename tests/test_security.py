@@ -15,15 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch import auth, bootstrap, mesh
 from kolovod.launch.auth import Server, connect, new_secret
-from kolovod.launch.store import LABEL, Member, Store, join
+from kolovod.launch.store import LABEL, Formation, Member, Store, join
 from kolovod.observe.collector import Collector
 
 SECRET = new_secret()
-CONFIG = _native.config_defaults()
 
 
 def soon(seconds: float = 10.0) -> float:
@@ -53,6 +51,32 @@ def tcp_server(max_strangers: int = 64) -> Iterator[tuple[Server, tuple[str, int
         yield server, address
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def rank_0_of_another_host() -> Iterator[str]:
+    """Listens in a world of two, at the address that is given."""
+    listener = mesh.Listener(["127.0.0.1"], 2)
+    world = Formation(1, (member(0, listener.address), member(1)))
+    with contextlib.closing(mesh.Links(0, world, listener, SECRET)) as links:
+        listener.start(SECRET, links._serve)
+        yield listener.address
+
+
+def call_rank_0(address: str, secret: str) -> None:
+    """As rank 1 of that world, who has been told that rank 0 is at ``address``."""
+    world = Formation(1, (member(0, address), member(1)))
+    listener = mesh.Listener(["127.0.0.1"], 2)
+    with contextlib.closing(mesh.Links(1, world, listener, secret)) as links:
+        os.close(links._call(0, "data", soon(), soon()))
+
+
+@contextlib.contextmanager
+def leader_of_a_host() -> Iterator[tuple[str, str]]:
+    """One that has begun to serve: the address and the label of its socket."""
+    with contextlib.closing(bootstrap._Leader(SECRET)) as leader:
+        leader._server.start()
+        yield f"\0{leader.name}", bootstrap.leader_label(leader.name)
 
 
 class Middle:
@@ -166,13 +190,13 @@ def test_a_clients_own_proof_sent_back_proves_nothing() -> None:
 
 def test_a_handshake_cannot_be_passed_on_to_another_rank() -> None:
     """Who stands where rank 0 is said to be, and passes everything on to rank 1, is found out."""
-    with contextlib.closing(mesh.Listener(SECRET, "127.0.0.1", 2, CONFIG)) as other:
-        fd, _ = mesh._connect(1, "data", member(0, other.address), SECRET, soon())
-        os.close(fd)
-        with Middle(port_of(other.address)) as middle:
-            wrong = member(0, f"127.0.0.1:{middle.address[1]}")
-            with pytest.raises(AuthenticationError, match="wrong address"):
-                mesh._connect(1, "data", wrong, SECRET, soon())
+    with rank_0_of_another_host() as address:
+        call_rank_0(address, SECRET)
+        with (
+            Middle(port_of(address)) as middle,
+            pytest.raises(AuthenticationError, match="wrong address"),
+        ):
+            call_rank_0(f"127.0.0.1:{middle.address[1]}", SECRET)
 
 
 @pytest.mark.parametrize("from_client", [True, False])
@@ -222,14 +246,13 @@ def at_the_store(secret: str) -> None:
 
 
 def at_a_rank_of_another_host(secret: str) -> None:
-    with contextlib.closing(mesh.Listener(SECRET, "127.0.0.1", 2, CONFIG)) as listener:
-        mesh._connect(1, "data", member(0, listener.address), secret, soon())
+    with rank_0_of_another_host() as address:
+        call_rank_0(address, secret)
 
 
 def at_the_leader(secret: str) -> None:
-    with contextlib.closing(bootstrap._Leader(SECRET, CONFIG, 2)) as leader:
-        label = bootstrap.leader_label(leader.name)
-        connect(socket.AF_UNIX, f"\0{leader.name}", secret, label, soon())
+    with leader_of_a_host() as (address, label):
+        connect(socket.AF_UNIX, address, secret, label, soon())
 
 
 def at_the_timeline(secret: str) -> None:
@@ -253,7 +276,7 @@ def test_a_wrong_secret_is_refused_everywhere(knock: Callable[[str], None]) -> N
 def test_another_user_of_the_host_gets_no_challenge() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs to be root, to become another user")
-    with contextlib.closing(bootstrap._Leader(SECRET, CONFIG, 2)) as leader:
+    with leader_of_a_host() as (address, _):
         child = os.fork()
         if child == 0:
             code = 1
@@ -261,7 +284,7 @@ def test_another_user_of_the_host_gets_no_challenge() -> None:
                 os.setuid(65534)
                 with socket.socket(socket.AF_UNIX) as stranger:
                     stranger.settimeout(10)
-                    stranger.connect(f"\0{leader.name}")
+                    stranger.connect(address)
                     code = 0 if stranger.recv(100) == b"" else 2
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -274,10 +297,9 @@ def test_another_user_of_the_host_gets_no_challenge() -> None:
 def test_nonsense_at_the_leader_is_said_and_leaves_nothing(
     hello: object, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with contextlib.closing(bootstrap._Leader(SECRET, CONFIG, 2)) as leader:
-        label = bootstrap.leader_label(leader.name)
+    with leader_of_a_host() as (address, label):
         before = len(os.listdir("/proc/self/fd"))
-        channel = connect(socket.AF_UNIX, f"\0{leader.name}", SECRET, label, soon())
+        channel = connect(socket.AF_UNIX, address, SECRET, label, soon())
         with contextlib.closing(channel):
             channel.send(hello, soon())
             with pytest.raises((EOFError, OSError)):
@@ -399,8 +421,9 @@ def test_who_is_dropped_comes_again_but_not_for_ever() -> None:
     def close_all() -> None:
         with contextlib.suppress(OSError):
             while True:
-                listener.accept()[0].close()
-                accepted.append(1)
+                connection, _ = listener.accept()
+                accepted.append(1)  # before the client can notice
+                connection.close()
 
     thread = threading.Thread(target=close_all, daemon=True)
     thread.start()

@@ -55,22 +55,23 @@ def kind_of(message: Any) -> str:
         return "leader_answer"
     if "members" in message or "message" in message:
         return "store_answer"
-    return "hello" if "rank" in message and "error" not in message else "signed_frame"
+    if "purpose" in message:
+        return "hello"
+    return "follower" if "pidfd" in message else "signed_frame"
 
 
 def tap(folder: Path) -> None:
     """From now on, everything that this process sends is kept."""
-    send = auth.Channel.send
+    send = auth.Channel.send_encoded
 
-    def kept(self: auth.Channel, message: Any, deadline: float) -> None:
-        body = json.dumps(message, separators=(",", ":")).encode()
-        keep(folder, kind_of(message), body)
+    def kept(self: auth.Channel, body: bytes, deadline: float) -> None:
+        keep(folder, kind_of(json.loads(body)), body)
         keep(folder, "signed_frame", body)
         proof = auth._digest(self._key, self._out, auth._SEQUENCE.pack(self._sent), body)
         keep(folder, "frames", auth._LENGTH.pack(len(body)) + proof + body)
-        send(self, message, deadline)
+        send(self, body, deadline)
 
-    auth.Channel.send = kept  # type: ignore[method-assign]
+    auth.Channel.send_encoded = kept  # type: ignore[method-assign]
 
 
 def work(rank: int, folder: Path, timeline: str) -> None:
@@ -110,6 +111,13 @@ def work_in_vain(rank: int, folder: Path) -> None:
         kv.init()
 
 
+def work_of_some(rank: int, folder: Path) -> None:
+    tap(folder)
+    if rank != 1:
+        kv.init(comm=[0, 2])
+        kv.shutdown()
+
+
 def handshakes(folder: Path) -> None:
     """Both directions of one, through a relay."""
     client, near = socket.socketpair()
@@ -134,13 +142,13 @@ def handshakes(folder: Path) -> None:
 
 
 def thin_out(found: Path) -> None:
-    """Some of each kind and length, under names that stay the same."""
+    """Some of each kind, length and number of lists, under names that stay the same."""
     shutil.rmtree(CORPUS, ignore_errors=True)
     for folder in sorted(found.iterdir()):
         by_shape: dict[Any, bytes] = {}
         for file in sorted(folder.iterdir()):
             data = file.read_bytes()
-            by_shape.setdefault(len(data) // 50, data)
+            by_shape.setdefault((len(data) // 50, data.count(b"[")), data)
         (CORPUS / folder.name).mkdir(parents=True)
         for number, data in enumerate(list(by_shape.values())[:MOST]):
             (CORPUS / folder.name / str(number)).write_bytes(data)
@@ -163,6 +171,7 @@ def main() -> int:
             env={**options, "KOLOVOD_TIMELINE": "dynamic"},
         )
         run_ranks(3, work_in_vain, found, env=options)
+        run_ranks(3, work_of_some, found, env=options)
         handshakes(found)
         events = json.loads(timeline.read_text())
         for begin in (0, 20, 40):

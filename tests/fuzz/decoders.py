@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
-from kolovod.launch import auth, bootstrap, messages, place, store, torchrun
+from kolovod.launch import auth, bootstrap, mesh, messages, place, store, torchrun
 from kolovod.observe import collector, summary, trace
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -93,29 +93,42 @@ def _of_message(decode: Callable[[Any], object]) -> Callable[[bytes], None]:
 
 
 def _join(message: Any) -> None:
-    members, member, timeout_s = store._parse_join(message)
+    understood = members, member, timeout_s, config = store._parse_join(message)
     # What was understood says the same again.
-    again = {**asdict(member), "members": list(members), "timeout_s": timeout_s}
-    assert store._parse_join(json.loads(json.dumps(again))) == (members, member, timeout_s)
+    again = {
+        "members": store._spans(members),
+        "member": astuple(member),
+        "config": config,
+        "timeout_s": timeout_s,
+    }
+    assert store._parse_join(json.loads(json.dumps(again))) == understood
     str(member).encode()
 
 
 def _told_by_store(message: Any) -> None:
-    formation = store._parse_answer(message, range(SIZE))
-    assert len(formation.members) == SIZE
-    assert 0 < formation.epoch < 1 << 32
+    said = json.dumps(message)
+    for own_config in (None, _CONFIG):  # as it is asked for without an engine, and with one
+        with contextlib.suppress(KolovodError):
+            formation = store._parse_answer(json.loads(said), range(SIZE), own_config)
+            assert len(formation.members) == SIZE
+            assert 0 < formation.epoch < 1 << 32
+            assert own_config is None or formation.config.keys() == own_config.keys()
 
 
 def _told_by_leader(message: Any) -> None:
-    config, pidfds = bootstrap._parse_answer(message, _CONFIG, SIZE)
-    assert config.keys() == _CONFIG.keys()
-    assert len(pidfds) == SIZE
+    assert len(bootstrap._parse_answer(message, SIZE)) == SIZE
+
+
+def _told_by_follower(message: Any) -> None:
+    messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
+    messages.flag(message, "pidfd")
 
 
 def _hello(message: Any) -> None:
+    """Of a rank of another host."""
     messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
     messages.text(message, "purpose", 16)
-    messages.flag(message, "pidfd")
+    messages.whole(message, "epoch", 0, mesh._MAX_EPOCH)
 
 
 def _report(message: Any) -> None:
@@ -185,6 +198,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "store_join": _of_message(_join),
     "store_answer": _of_message(_told_by_store),
     "leader_answer": _of_message(_told_by_leader),
+    "follower": _of_message(_told_by_follower),
     "hello": _of_message(_hello),
     "timeline_report": _of_message(_report),
     "torchrun_door": told_at_the_door,
@@ -205,7 +219,14 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.launch.bootstrap": ("_parse_answer",),
     "kolovod.launch.messages": (),
     "kolovod.launch.place": ("read_place", "_number"),
-    "kolovod.launch.store": ("_parse_join", "_parse_member", "_parse_answer"),
+    "kolovod.launch.store": (
+        "_parse_join",
+        "_parse_spans",
+        "_parse_member",
+        "_parse_config",
+        "_parse_answer",
+        "_with_texts",
+    ),
     "kolovod.launch.torchrun": ("_parse",),
     "kolovod.observe.collector": ("_parse", "_int"),
     "kolovod.observe.summary": (),
