@@ -358,3 +358,18 @@ def test_which_network_two_hosts_share_is_found_by_asking(script):
         done = run(bed, "--interface", "eth7", "-H", "a:1,b:1", *script(LISTENS))
         assert done.returncode != 0
         assert "interface 'eth7' is not on login; there: " in done.stderr
+
+
+def test_horovodrun_on_two_hosts(bed, script):
+    code = """
+import horovod.torch as hvd, os, torch
+hvd.init()
+total = hvd.allreduce(torch.full((3,), hvd.rank() + 1.0), op=hvd.Sum)
+print("horovod", hvd.rank(), hvd.local_rank(), hvd.cross_rank(), float(total[0]),
+      os.environ["HOROVOD_HOSTNAME"], os.uname().nodename, flush=True)
+"""
+    command = [sys.executable, "-m", "horovod.runner.launch", "-np", "3", "-H", "a:2,b:1"]
+    done = bed.run("login", [*command, *script(code)], timeout_s=DEADLINE_S, env=environment())
+    assert done.returncode == 0, done.stderr
+    found = sorted(re.findall(r"horovod (\d.*)", done.stdout))
+    assert found == ["0 0 0 6.0 a a", "1 1 0 6.0 a a", "2 0 1 6.0 b b"]
