@@ -373,3 +373,16 @@ print("horovod", hvd.rank(), hvd.local_rank(), hvd.cross_rank(), float(total[0])
     assert done.returncode == 0, done.stderr
     found = sorted(re.findall(r"horovod (\d.*)", done.stdout))
     assert found == ["0 0 0 6.0 a a", "1 1 0 6.0 a a", "2 0 1 6.0 b b"]
+
+
+def test_the_start_timeout_names_who_is_missing_and_where(bed, script):
+    code = """
+import os, time, kolovod
+if os.environ["KOLOVOD_RANK"] == "2":
+    time.sleep(1000)
+kolovod.init()
+"""
+    done = run(bed, "-H", "a:2,b:1", "--start-timeout-s", "2", *script(code))
+    assert done.returncode == 1
+    assert "StartTimeoutError: rank 2 (host b) did not call init() within 2 s" in done.stderr
+    nothing_left(bed)

@@ -179,6 +179,8 @@ class Job:
             first = [address for address in own if address in seen and not wanted]
             addresses = list(dict.fromkeys([*first, *own]))
             self._store = Store(self._secret, self.size, *addresses)
+        if len(set(self._hosts)) > 1:
+            self._store.host_of = self._hosts
         self._store.start()
         return dict.fromkeys(self._hosts, self._store.address)
 

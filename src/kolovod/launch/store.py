@@ -115,6 +115,8 @@ class Store:
         """``hosts``: the addresses where it listens; by default the loopback interface."""
         listeners = listen(hosts or [LOOPBACK], backlog=max(128, size))
         self.address = ",".join(map(address_of, listeners))
+        self.host_of: Sequence[str] = ()
+        """The host of each rank, for messages, if the launcher knows."""
         self._lock = threading.Lock()
         self._groups: dict[tuple[int, ...], _Group] = {}
         self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
@@ -274,8 +276,11 @@ class Store:
         text = f"rank {rank} {self._dead[rank]}, so the world {list(group.members)} cannot form"
         self._fail(group, "rank_lost", text, rank)
 
+    def _name(self, rank: int) -> str:
+        return f"{rank} (host {self.host_of[rank]})" if rank < len(self.host_of) else str(rank)
+
     def _fail_late(self, group: _Group) -> None:
-        missing = ", ".join(str(rank) for rank in group.missing())
+        missing = ", ".join(map(self._name, group.missing()))
         there = ", ".join(str(rank) for rank in sorted(group.joined))
         text = (
             f"rank {missing} did not call init() within {group.timeout_s:g} s of the first (there: "
