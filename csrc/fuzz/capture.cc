@@ -234,13 +234,15 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
   config.chunk_bytes = 4096;
   config.late_report_ms = 400;
   CHECK_OK(LoopbackWorld::Create({0, 0, 1, 1}, config, &world));
-  std::vector<std::vector<int>> uplinks, meshes;
-  for (int r = 0; r < world->size(); ++r) {
-    uplinks.push_back(world->TakeUplinks(r));
-    meshes.push_back(world->TakeMesh(r));
-  }
+  std::vector<std::vector<int>> uplinks;
+  for (int r = 0; r < world->size(); ++r) uplinks.push_back(world->TakeUplinks(r));
   Tap control(&uplinks[0][1]);
-  Tap data(&meshes[0][2]);
+  // The one that ranks 0 and 2 would ask for.
+  int pair[2];
+  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+  Tap data(&pair[0]);
+  world->SwitchboardOf(0)->Connected(2, pair[0]);
+  world->SwitchboardOf(2)->Connected(0, pair[1]);
   std::vector<std::thread> threads;
   for (int r = 0; r < world->size(); ++r) {
     threads.emplace_back([&, r] {
@@ -250,7 +252,7 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
       options.epoch = kEpoch;
       options.hosts = world->hosts;
       options.uplink_fds = uplinks[static_cast<size_t>(r)];
-      options.mesh_fds = meshes[static_cast<size_t>(r)];
+      options.switchboard = world->SwitchboardOf(r);
       options.config = world->config;
       options.segment = world->SegmentOf(r);
       options.faults = world->faults;
@@ -263,6 +265,7 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+  for (int r = 0; r < world->size(); ++r) world->SwitchboardOf(r)->Close();
   control.thread.join();
   data.thread.join();
   std::string announced;

@@ -20,16 +20,20 @@ struct Place {
 
 }  // namespace
 
-// Begins with: messages expected, then the bytes of each; the rest is what the peer sends.
+// Begins with: the operation, in a byte that also says whether the connection comes after what is expected;
+// messages expected, then the bytes of each; the rest is what the peer sends.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   constexpr uint32_t kEpoch = 1;
   fuzz::Steering steering(data, size);
   int pair[2];
   fuzz::Require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0, "sockets are to be had");
   {
-    Stream stream(pair[0], "rank 1", kEpoch);
-    fuzz::Require(stream.Prepare().ok(), "the socket can be used");
-    const uint32_t operation = steering.Take<uint8_t>() & 3;
+    Stream stream("rank 1", kEpoch);
+    const auto begin = steering.Take<uint8_t>();
+    const uint32_t operation = begin & 3;
+    const bool connected_late = (begin & 4) != 0;
+    const auto connect = [&] { fuzz::Require(stream.Connect(pair[0]).ok(), "the socket can be used"); };
+    if (!connected_late) connect();
     stream.BeginOperation(operation);
     std::vector<Place> places(steering.Take<uint8_t>() % (kMaxMessages + 1));
     for (Place& place : places) {
@@ -39,6 +43,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                              {place.memory.data() + half, place.memory.size() - half}};
       place.end = stream.Receive(parts);
     }
+    if (connected_late) connect();
     const std::string sent(steering.rest().substr(0, 60'000));
     if (!sent.empty()) {
       fuzz::Require(send(pair[1], sent.data(), sent.size(), 0) == static_cast<ssize_t>(sent.size()),

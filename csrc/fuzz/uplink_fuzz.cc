@@ -18,9 +18,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::atomic<bool> lost{false};
   std::string urgent;  // under the uplink's reading lock
   {
-    Uplink uplink({UplinkPeer{pair[0], "rank 1"}}, kEpoch);
+    Uplink uplink({UplinkPeer{1, pair[0]}}, kEpoch);
     Uplink::Events events;
-    events.urgent = [&](const Uplink::Frame& frame) {
+    events.read = [&](const Uplink::Frame& frame) {
       const auto note = DecodeNote(frame.payload);
       if (!note || note->kind != Note::Kind::kRevoked) return false;
       urgent += frame.payload;
