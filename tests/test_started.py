@@ -37,6 +37,7 @@ TOLD = (
     "LOCAL_",
     "MPI_",
 )
+WITHOUT_MPI4PY = "import sys; sys.modules['mpi4py'] = None\n"
 LIMIT_S = "20"
 
 
@@ -152,10 +153,14 @@ def test_two_jobs_of_one_user_at_one_port():
     assert "not that of the job" in done[1][2]
 
 
+def test_mpi_on_one_host_without_mpi4py():
+    found = texts(run([open_mpi(rank) for rank in range(2)], code=WITHOUT_MPI4PY + CODE))
+    assert [line.split()[:2] for line in found] == [["0", "2"], ["1", "2"]]
+
+
 def test_mpi_between_hosts_without_mpi4py():
-    hide = "import sys; sys.modules['mpi4py'] = None\n"
     told = [{**open_mpi(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "1"} for rank in range(2)]
-    for code, _, error in run(told, code=hide + CODE):
+    for code, _, error in run(told, code=WITHOUT_MPI4PY + CODE):
         assert code == 1
         assert "nothing tells where rank 0 is. MPI could carry all that, but mpi4py cannot" in error
         assert "KOLOVOD_STORE_HOST" in error

@@ -19,7 +19,6 @@ import pytest
 import kolovod as kv
 from kolovod.errors import (
     AuthenticationError,
-    BootstrapError,
     CollectiveAbortedError,
     InterruptedByRankError,
     InvalidArgumentError,
@@ -102,13 +101,6 @@ def test_a_wrong_comm_is_named(comm: Any, message: str) -> None:
 def test_a_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KOLOVOD_FUSION_BYTES", "lots")
     with pytest.raises(InvalidArgumentError, match="KOLOVOD_FUSION_BYTES='lots'"):
-        kv.init()
-
-
-def test_a_script_that_mpi_started_needs_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(BootstrapError, match="mpi4py cannot be used"):
         kv.init()
 
 
