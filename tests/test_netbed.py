@@ -242,8 +242,9 @@ def test_two_beds_of_the_same_names(bed):
 
 
 HOLD = """
-import json, time
+import json, signal, time
 from netbed import Bed
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start jobs with it ignored
 with Bed(["a", "b"], delay_s=0.001) as bed:
     sleeper = bed.popen("a", ["sh", "-c", "sleep 100 & setsid sleep 101"])
     while len(bed.processes("a")) < 3:
