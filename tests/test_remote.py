@@ -274,8 +274,10 @@ def test_doctor_looks_at_all_hosts(bed):
         assert re.search(rf"^ok +{host} +versions +Kolovod", done.stdout, re.M)
     for first, second in (("a", "b"), ("a", "login"), ("b", "login")):
         assert re.search(rf"^\w+ +{first} +link to {second} +\d+ us, ", done.stdout, re.M)
-    done = bed.run("login", [*command, "a,no.invalid"], timeout_s=DEADLINE_S, env=environment())
+    done = bed.run("login", [*command, "a,b,no.invalid"], timeout_s=DEADLINE_S, env=environment())
     assert done.returncode == 1
+    assert re.search(r"^\w+ +a +link to b +\d+ us, ", done.stdout, re.M)
+    assert done.stdout.endswith("1 problem\n")
     assert re.search(r"^PROBLEM +no\.invalid +start +ssh to no\.invalid ended", done.stdout, re.M)
     assert re.search(r"^ok +a +versions", done.stdout, re.M)
 

@@ -100,14 +100,16 @@ def _measure_pairs(rank: int, pairs: Sequence[tuple[int, int]]) -> Any:
     times = [float(t) for t in kolovod.allgather(np.array([now]))]
     measured: dict[tuple[int, int], tuple[float, float]] = {}
     for pair in pairs:
-        process_set = kolovod.add_process_set(list(pair))
+        whole = len(pair) == kolovod.size()
+        process_set = kolovod.global_process_set if whole else kolovod.add_process_set(list(pair))
         mine = (0.0, 0.0)
         if rank in pair:
             mine = _measure_link(process_set)
         # Both ends have measured; the first one's figures go to all.
         figures = kolovod.broadcast(np.array(mine), root_rank=pair[0])
         measured[pair] = (float(figures[0]), float(figures[1]))
-        kolovod.remove_process_set(process_set)
+        if not whole:
+            kolovod.remove_process_set(process_set)
     kolovod.shutdown()
     return measured, [t - times[0] for t in times]
 
