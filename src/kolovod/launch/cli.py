@@ -16,11 +16,13 @@ from typing import Any
 from kolovod.affinity import check_affinity
 from kolovod.config import KNOBS, Knob, load
 from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.allocation import allocation
 from kolovod.launch.doctor import run_doctor
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.remote import SshOptions
 from kolovod.launch.spawn import Job, JobOptions, Outcome, report_to_stderr
+from kolovod.launch.started import read_hosts
 from kolovod.observe import summary
 from kolovod.version import __version__
 
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(parser=run, act=_run)
     run.add_argument(
-        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks [as many as -H has slots]"
+        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks [all slots of the hosts]"
     )
     _add_hosts(run)
     run.add_argument(
@@ -257,10 +259,14 @@ def _placed(options: argparse.Namespace) -> tuple[list[str], SshOptions | None]:
         listed = parse_hosts(options.hosts)
     elif options.hostfile:
         listed = parse_host_file(_text_of(options.hostfile), options.hostfile)
-    elif size is None:
-        raise InvalidArgumentError("-np N, -H or --hostfile must say how many ranks to start")
     else:
-        return ["localhost"] * size, None
+        listed = allocation(os.environ, read_hosts)
+        if len(listed) < 2:  # a single host is this one
+            if size is None:
+                raise InvalidArgumentError(
+                    "-np N, -H or --hostfile must say how many ranks to start"
+                )
+            return ["localhost"] * size, None
     ssh = SshOptions(
         port=options.ssh_port,
         identity=options.ssh_identity_file,

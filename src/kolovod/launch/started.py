@@ -27,7 +27,7 @@ from kolovod.launch.place import Place
 from kolovod.launch.spawn import report_to_stderr
 from kolovod.launch.store import Store
 
-__all__ = ["Meeting", "find_launcher", "meet"]
+__all__ = ["Meeting", "find_launcher", "meet", "read_hosts"]
 
 _RESOLVE_RETRY_S = 0.5
 _MAX_ANCESTORS = 64
@@ -35,10 +35,11 @@ _MAX_ANCESTORS = 64
 
 def find_launcher(environ: Mapping[str, str]) -> Found | None:
     """``launchers.find``, which may read the scheduler's list of hosts; InvalidArgumentError."""
-    return find(environ, _read_hosts)
+    return find(environ, read_hosts)
 
 
-def _read_hosts(path: str) -> str:
+def read_hosts(path: str) -> str:
+    """The text of a scheduler's list of hosts; "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError):
