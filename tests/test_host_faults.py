@@ -235,7 +235,13 @@ def test_garbage_to_every_port_while_the_world_forms_and_after():
     attacked = set()
     with (
         Bed(["a", "b", "stranger"], with_sshd=False, delay_s=0.05) as bed,
-        World(bed, ["a", "a", "b"], add_up_when_told, str(bed.folder)) as world,
+        World(
+            bed,
+            ["a", "a", "b"],
+            add_up_when_told,
+            str(bed.folder),
+            env={"KOLOVOD_INTERFACE": "10.0.0.0/8"},  # else ranks listen at IPv6 addresses, too
+        ) as world,
         bed.popen(
             "stranger",
             [sys.executable, "-c", GARBAGE],

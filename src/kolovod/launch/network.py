@@ -176,11 +176,21 @@ def split_addresses(text: str, what: str = "address") -> list[tuple[str, int]]:
     return found
 
 
+def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
+    """What a socket connects to. An address as numbers needs nobody to be asked, nor a codec."""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        return [(family, (host, port))]
+    except ValueError:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(family, (str(place[0]), port)) for family, _, _, _, place in found]
+
+
 def interface_to(addresses: str) -> str:
     """The address of this host's interface that leads to the first of ``addresses``."""
     host, port = split_addresses(addresses)[0]
     try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, place = _resolved(host, port)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing
             name: str = probe.getsockname()[0]
@@ -221,7 +231,7 @@ def reach(
     pending = [
         (family, place, f"{host}:{port}")
         for host, port in split_addresses(addresses)
-        for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, place in _resolved(host, port)
     ]
     waiting: dict[int, tuple[socket.socket, str]] = {}
     failed: list[str] = []
