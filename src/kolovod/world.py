@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 from kolovod import _native, affinity, backends
@@ -16,16 +15,14 @@ from kolovod.config import Settings, load
 from kolovod.errors import (
     InvalidArgumentError,
     NotInitializedError,
-    StartTimeoutError,
-    WaitTimeoutError,
-    from_engine,
 )
+from kolovod.forming import make_engine, members_of
 from kolovod.launch import mpi
 from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
-from kolovod.launch.place import Place, local_and_cross, read_place, usable_cores
+from kolovod.launch.place import Place, local_and_cross, read_place
 from kolovod.launch.started import Meeting, find_launcher, meet
 from kolovod.launch.store import Member
-from kolovod.observe import record_files, stacks, timeline
+from kolovod.observe import record_files, timeline
 
 if TYPE_CHECKING:
     from kolovod.process_sets import ProcessSet
@@ -101,7 +98,7 @@ class World:
             if external:
                 # Its bucket only goes to another thread, so start that without delay.
                 ready = replace(ready, config={**ready.config, "kick_bytes": 1})
-            return _make_engine(
+            return make_engine(
                 ready,
                 self.core,
                 external=external,
@@ -195,7 +192,10 @@ def init(
     with _process.lock:
         if _world is not None:
             asked = mpi.ranks_of(comm) if mpi.is_communicator(comm) else comm
-            if asked is not None and _members(asked, _world.members[_world.rank]) != _world.members:
+            if (
+                asked is not None
+                and members_of(asked, _world.members[_world.rank]) != _world.members
+            ):
                 raise InvalidArgumentError(
                     f"init(comm={list(asked)}): this process is in a world of the launcher ranks "
                     f"{list(_world.members)}; call shutdown() first"
@@ -262,8 +262,8 @@ def _place(comm: Any, timeout_s: float) -> tuple[Place, tuple[int, ...]]:
     found = find_launcher(os.environ) if place is None else None
     if found is None or found.size == 1:
         place = place or Place()
-        return place, _members(ranks, place.rank, place.size)
-    members = _members(ranks, found.rank, found.size)
+        return place, members_of(ranks, place.rank, place.size)
+    members = members_of(ranks, found.rank, found.size)
     # The same one on all members: they were all there, in the same order.
     for meeting in _process.meetings:
         if meeting.ranks.issuperset(members):
@@ -294,30 +294,6 @@ def leave(place: Place) -> None:
             _process.place = None
 
 
-def _members(comm: Any, rank: int, size: int | None = None) -> tuple[int, ...]:
-    """``comm`` as a sorted tuple; None: all. InvalidArgumentError."""
-    if comm is None and size is not None:
-        return tuple(range(size))
-    try:
-        members = tuple(sorted(index(member) for member in comm))
-    except TypeError:
-        raise InvalidArgumentError(
-            f"comm={comm!r}: expected launcher ranks (whole numbers)"
-        ) from None
-    if size is not None and (not members or members[0] < 0 or members[-1] >= size):
-        raise InvalidArgumentError(
-            f"comm={list(members)}: expected launcher ranks from 0 to {size - 1}, at least one"
-        )
-    if len(set(members)) != len(members):
-        raise InvalidArgumentError(f"comm={list(members)}: a rank is named twice")
-    if size is not None and rank not in members:
-        raise InvalidArgumentError(
-            f"comm={list(members)} does not contain this process, which the launcher started as "
-            f"rank {rank}: only the ranks of the new world call init(comm)"
-        )
-    return members
-
-
 def _ready(place: Place, members: tuple[int, ...], settings: Settings) -> Ready:
     """All that an engine among ``members`` needs, once they have met."""
     if len(members) > 1:
@@ -338,54 +314,6 @@ def _ready(place: Place, members: tuple[int, ...], settings: Settings) -> Ready:
     return Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
 
 
-def _make_engine(
-    ready: Ready,
-    core: int | None,
-    *,
-    external: bool = False,
-    ranks: tuple[int, ...] = (),
-    world: _native.Engine | None = None,
-    last_operations_prefix: str = "",
-) -> _native.Engine:
-    """The engine of what has been made ready; its threads run on ``core``, if that is given.
-
-    ``ranks``: of a process set of ``world``, its members' numbers there.
-    """
-    size = len(ready.members)
-    hosts = ready.hosts
-    config = ready.config
-    if core is not None:  # the engine must not count that one only
-        config = {**config, "cores": config["cores"] or usable_cores()}
-    links = ready.links
-    try:
-        with affinity.threads_on(core):
-            return _native.Engine(
-                ready.rank,
-                size,
-                ready.epoch,
-                ready.segment_fd,
-                ready.peers(ranks or range(size)),
-                config,
-                external=external,
-                ranks=ranks,
-                world=world,
-                hosts=hosts,
-                uplink_fds=[] if links is None else links.hand_over(),
-                links=links,
-                stacks=stacks.source() if size > 1 else None,
-                last_operations_prefix=last_operations_prefix,
-            )
-    except BaseException as exc:
-        if links is not None:
-            links.close()
-        if not isinstance(exc, _native.EngineError):
-            raise
-        error = from_engine(exc)
-        if isinstance(error, WaitTimeoutError):
-            raise StartTimeoutError(str(error)) from None
-        raise error from None
-
-
 def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
@@ -396,7 +324,7 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
     with ready:
         prefix = record_files.file_prefix(settings.last_operations_dir, place.secret, ready.epoch)
         core = affinity.core_of(settings.thread_affinity, local_rank, local_size)
-        engine = _make_engine(ready, core, external=is_external, last_operations_prefix=prefix)
+        engine = make_engine(ready, core, external=is_external, last_operations_prefix=prefix)
     world = World(
         rank=ready.rank,
         size=size,
