@@ -145,7 +145,7 @@ class Bench:
         verb_sizes = options.sizes or ([MIB] if options.quick else None)
         elements = [MIB] if options.quick else DTYPE_ELEMENTS
         if options.sizes:
-            elements = [max(1, size // 4) for size in sizes]
+            elements = [max(1, size // 4) for size in options.sizes]
         cells = [
             Cell("allreduce", size, operations(size))
             for size in sizes or DEFAULT_SIZES.get(np, OTHER_SIZES)

@@ -94,8 +94,8 @@ def measure(rank: int, rounds: int) -> dict[str, Any]:
             values = torch.ones(count, device=device)
             times = 200 if count < 1 << 18 else 20
             work = partial(kv.allreduce_, values, f"{device}.{label}")
-            taken = [timed(work, times) for _ in range(rounds + 1)]
-            medians.append(quantile(taken[1:], 0.5))
+            rounds_taken = [timed(work, times) for _ in range(rounds + 1)]
+            medians.append(quantile(rounds_taken[1:], 0.5))
         found["verbs"][label] = medians
     kv.shutdown()
     return found

@@ -35,7 +35,7 @@ class Training:
         inputs, target = self._batches[self._number % len(self._batches)]
         self._number += 1
         self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(inputs), target).backward()
+        torch.autograd.backward(nn.functional.cross_entropy(self.model(inputs), target))
 
     def step(self) -> None:
         """A whole step."""
@@ -62,8 +62,8 @@ def hooks(model: str, barrier: Any, steps: int, warmup: int) -> dict[str, Any]:
         training.backward()
         barrier.wait()
         before = time.monotonic_ns()
-        for parameter, hook in own:
-            hook(parameter)
+        for owner, hook in own:
+            hook(owner)
         taken.append((time.monotonic_ns() - before) / len(own))
         training.optimizer.step()
     return {"ns": taken[warmup:], "calling_ns": _calling(model, steps, warmup)}
@@ -73,7 +73,7 @@ def _calling(model: str, steps: int, warmup: int) -> float:
     bare, hooked = (Training(model, distributed=False) for _ in range(2))
     parameters = list(hooked.model.parameters())
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda _: None)
+        parameter.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
     differences = []
     for _ in range(warmup + steps):
         times = []

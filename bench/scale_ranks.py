@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from kolovod import _native
 from kolovod.config import Settings
+from kolovod.forming import make_engine
 from kolovod.launch.bootstrap import bootstrap
-from kolovod.world import _make_engine
 
 TIMEOUT_S = 120.0
 WARMUP = 4  # by name, by name with a bit for an answer, by bit
@@ -58,7 +58,7 @@ def be(rank: int, world: dict[str, Any], counted: threading.Barrier) -> dict[str
         rank, members, f"host-{rank}", world["store"], world["secret"], config(), TIMEOUT_S
     )
     with ready:
-        engine = _make_engine(ready, None)
+        engine = make_engine(ready, None)
     formed = time.monotonic()
     nothing = np.empty(0, np.float32)
     data = np.full(BROADCAST, rank + 1, np.float32)

@@ -177,12 +177,12 @@ def make(
     rows: list[goals.Row] = []
     for model, ways in found.items():
         rows += goals.training_rows(model, {name: one["median"] for name, one in ways.items()})
-        for way in WAYS:
-            digests = {record.digests.get((model, name)) for name in ("ddp", way.name)}
-            if way.peer not in ("local", "gloo") and None not in digests:
+        for other in WAYS:
+            digests = {record.digests.get((model, name)) for name in ("ddp", other.name)}
+            if other.peer not in ("local", "gloo") and None not in digests:
                 same = "bitwise equal to" if len(digests) == 1 else "NOT bitwise equal to"
                 parts.append(
-                    f"{model}: the weights of {way.text} are {same} those of DDP (gloo).\n"
+                    f"{model}: the weights of {other.text} are {same} those of DDP (gloo).\n"
                 )
     if rows:
         parts.append(goals.goals_table(rows))

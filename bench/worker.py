@@ -98,7 +98,9 @@ class Data:
         """Write the stretch that starts at ``place``."""
         values = self._pool[place : place + buffer.size]
         if self._dtype == "bfloat16":
-            values = values.astype(np.float32).view(np.uint32) >> 16
+            high_half = values.astype(np.float32).view(np.uint32) >> 16
+            np.copyto(buffer, high_half, casting="unsafe")
+            return
         np.copyto(buffer, values, casting="unsafe")
 
     def wrong(self, buffer: np.ndarray[Any, Any], places: Sequence[int]) -> int:

@@ -13,7 +13,9 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 PREFIX = "kv-start"
 NAMES = ("n1", "n2")
@@ -64,9 +66,11 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=10 State=UP
 """
 
 
-def run(*command: str, **options) -> str:
+def run(*command: str, **options: Any) -> str:
     """Run a command to its end; its output, or SystemExit with it."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, **options
+    )
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)}: {done.stderr or done.stdout}")
     return done.stdout
@@ -158,7 +162,7 @@ def missing_for_slurm() -> str:
     return ", ".join(missing)
 
 
-def _wait_for(what: str, is_true) -> None:
+def _wait_for(what: str, is_true: Callable[[], object]) -> None:
     deadline = time.monotonic() + 30
     while not is_true():
         if time.monotonic() > deadline:
