@@ -257,6 +257,41 @@ def works_and_futures(rank):
     assert tensor.tolist() == [2.0] * 10
 
 
+def same_memory_without_waiting(rank):
+    """As on a stream: each operation finds what those submitted before it leave."""
+    for _ in range(20):
+        whole = torch.full((8,), float(rank))
+        handles = [dist.all_reduce(whole, async_op=True) for _ in range(3)]
+        handles[-1].wait()
+        assert whole.tolist() == [4.0] * 8
+        square = torch.full((4, 4), float(rank))
+        for part in (square[1:], square.t()[2:], square):  # contiguous, not contiguous, both
+            last = dist.all_reduce(part, async_op=True)
+        last.wait()
+        assert square[0].tolist() == [1.0, 1.0, 2.0, 2.0]
+        assert square[1].tolist() == [2.0, 2.0, 4.0, 4.0]
+        # What an earlier operation reads is written by a later one, and read again by the next.
+        read, gathered = torch.full((2,), float(rank)), torch.empty(4)
+        others = [torch.empty(2), torch.empty(2)]
+        dist.all_gather_single(gathered, read, async_op=True)
+        dist.all_reduce(read, async_op=True)
+        dist.all_gather(others, read, async_op=True)
+        dist.broadcast(others[1], 0, async_op=True).wait()
+        assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0]
+        assert [each.tolist() for each in others] == [[1.0, 1.0]] * 2
+    # An error is raised by its own work, not by what comes after it on the same memory.
+    failing = dist.all_reduce(torch.ones(4)[: 3 + rank], async_op=True)
+    with pytest.raises(MismatchError):
+        failing.wait()
+    tensor = torch.ones(5)
+    failing = dist.all_reduce(tensor[: 4 + rank], async_op=True)
+    following = dist.all_reduce(tensor, async_op=True)
+    following.wait()
+    assert tensor.tolist() == [2.0] * 5
+    with pytest.raises(MismatchError):
+        failing.wait()
+
+
 def what_is_built_on_top(rank, folder):
     size, group = dist.get_world_size(), dist.group.WORLD
     summed = functional.all_reduce(torch.ones(3), "sum", group)
@@ -331,6 +366,7 @@ def in_one_world(rank, folder):
     beyond_gloo(rank)
     in_place_and_grouped(rank)
     works_and_futures(rank)
+    same_memory_without_waiting(rank)
     what_is_built_on_top(rank, folder)
     bad_arguments(rank)
     dist.destroy_process_group()

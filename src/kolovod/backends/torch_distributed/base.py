@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from kolovod import _native
-from kolovod.backends.torch_distributed.flat import Flat
+from kolovod.backends.torch_distributed.flat import Flat, joined
 from kolovod.backends.torch_distributed.groups import Leave
+from kolovod.backends.torch_distributed.order import Order
 from kolovod.backends.torch_distributed.work import Watcher, Work
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Op
@@ -39,7 +40,18 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         self._timeout_s = timeout_s
         self._submitter = Submitter(_frontend, self._open_world)
         self._watcher = Watcher()
+        self._order = Order()
         self._group_name = self._group_desc = ""
+
+    def _flat(self, tensor: torch.Tensor, *, moves_only: bool = False) -> Flat:
+        """``Flat``, with what the operations submitted before leave in ``tensor``."""
+        self._order.before_reading([tensor])
+        return Flat(tensor, moves_only=moves_only)
+
+    def _joined(self, tensors: Tensors) -> torch.Tensor:
+        """``joined``, with what the operations submitted before leave in ``tensors``."""
+        self._order.before_reading(tensors)
+        return joined(tensors)
 
     def _start(
         self,
@@ -48,7 +60,8 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         opts: Any,
         *,
         outputs: Tensors,
-        keep: object,
+        sources: Sequence[Flat],
+        keep: object = None,
         op: int = Op.Sum,
         factor: float = 1.0,
         root: int = 0,
@@ -56,7 +69,8 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         splits: Sequence[int] = (),
         out_bytes: Sequence[int] = (),
     ) -> Work:
-        """Submit. ``keep``: who owns the memory; ``finish`` is called once the data is there."""
+        """Submit. ``keep``: who owns memory besides these; ``finish`` is called on completion."""
+        self._order.before_writing(outputs)
         limit_s = self._timeout_s
         is_blocking = False
         if opts is not None:
@@ -65,10 +79,14 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             if given > _NOTHING:
                 limit_s = given.total_seconds()
         handle = self._submitter._start(
-            None, verb, None, entries, op, factor, 1.0, root, keep, None, finish, is_blocking,
-            splits, out_bytes,
+            None, verb, None, entries, op, factor, 1.0, root, (sources, outputs, keep), None,
+            finish, is_blocking, splits, out_bytes,
         )  # fmt: skip
-        return Work(handle, list(outputs), limit_s, self._watcher)
+        work = Work(handle, list(outputs), limit_s, self._watcher, self._order)
+        if not is_blocking:
+            read = ((flat.address, flat.address + flat.bytes) for flat in sources)
+            self._order.add(work, read, outputs)
+        return work
 
     def _into(
         self,
@@ -96,6 +114,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             [source.entry(output.address) for source, output in pairs],
             opts,
             outputs=[output.tensor for output in outputs],
+            sources=[source for source, _ in pairs],
             keep=pairs,
             op=op,
             factor=factor,

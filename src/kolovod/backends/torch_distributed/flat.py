@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from kolovod import _native
+from kolovod.backends.torch_distributed.order import is_plain
 from kolovod.errors import InvalidArgumentError
 from kolovod.submission import EngineTensor
 from kolovod.torch.frontend import DTYPES, TorchFrontend
@@ -31,7 +32,7 @@ class Flat:
     def __init__(self, tensor: torch.Tensor, *, moves_only: bool = False) -> None:
         """``moves_only``: there is no arithmetic, so every dtype will do, as bytes."""
         self.tensor = tensor
-        if moves_only and tensor.dtype not in DTYPES and _is_plain(tensor):
+        if moves_only and tensor.dtype not in DTYPES and is_plain(tensor):
             if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                 with torch.no_grad():
                     tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
@@ -60,10 +61,6 @@ class Flat:
         if self.dense is not self.tensor:
             with torch.no_grad():
                 self.tensor.copy_(self.dense)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from kolovod import _native
 from kolovod.backends.torch_distributed.base import Base, Tensors, copying_back, paired, several
-from kolovod.backends.torch_distributed.flat import Flat, joined, spread
+from kolovod.backends.torch_distributed.flat import Flat, spread
 from kolovod.backends.torch_distributed.work import Work
 from kolovod.errors import InvalidArgumentError
 
@@ -27,20 +27,20 @@ class Moving(Base):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Overwrite the tensors with the root's, all of them as one operation."""
         tensors = several("broadcast", tensors)
-        flats = [Flat(tensor, moves_only=True) for tensor in tensors]
+        flats = [self._flat(tensor, moves_only=True) for tensor in tensors]
         return self._start(
             _BROADCAST,
             [flat.entry(flat.address) for flat in flats],
             opts,
             outputs=tensors,
-            keep=flats,
+            sources=flats,
             root=0 if opts is None else opts.rootRank,
             finish=copying_back(flats),
         )
 
     def barrier(self, opts: Any = None) -> Work:
         """Complete when every rank has come."""
-        return self._start(_BARRIER, [], opts, outputs=[], keep=None)
+        return self._start(_BARRIER, [], opts, outputs=[], sources=[])
 
     # allgather ----------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ class Moving(Base):
         """``all_gather_single`` of several as one operation."""
         pairs = []
         for source, target in paired("all_gather", inputs, outputs):
-            part, whole = Flat(source, moves_only=True), Flat(target, moves_only=True)
+            part, whole = self._flat(source, moves_only=True), Flat(target, moves_only=True)
             check_part("all_gather", part, whole, self.size())
             part.stay_apart(whole, self.rank() * part.bytes)
             pairs.append((part, whole))
@@ -65,7 +65,7 @@ class Moving(Base):
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """``output_lists[i][r]`` receives input i of rank r; ranks may differ in its size."""
         inputs = several("all_gather", inputs)
-        flats = [Flat(tensor, moves_only=True) for tensor in inputs]
+        flats = [self._flat(tensor, moves_only=True) for tensor in inputs]
         lists = [outputs for _, outputs in paired("all_gather", inputs, output_lists)]
 
         def finish(engine: _native.Engine, number: int) -> None:
@@ -78,7 +78,7 @@ class Moving(Base):
             [flat.entry(0) for flat in flats],
             opts,
             outputs=[output for outputs in lists for output in outputs],
-            keep=flats,
+            sources=flats,
             finish=finish,
         )
 
@@ -94,7 +94,7 @@ class Moving(Base):
     def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """``output_lists[0][r]`` on the root receives the input of rank r."""
         (source,) = inputs
-        flat = Flat(source, moves_only=True)
+        flat = self._flat(source, moves_only=True)
         is_root = opts.rootRank == self.rank()
         outputs = output_lists[0] if is_root else []
 
@@ -107,7 +107,7 @@ class Moving(Base):
             [flat.entry(0)],
             opts,
             outputs=outputs,
-            keep=flat,
+            sources=[flat],
             finish=finish,
             splits=[flat.count if r == opts.rootRank else 0 for r in range(self.size())],
         )
@@ -118,7 +118,7 @@ class Moving(Base):
         to = Flat(output, moves_only=True)
         if opts.rootRank == self.rank():
             parts = self._one_each("scatter", input_lists[0])
-            source = Flat(joined(parts), moves_only=True)
+            source = Flat(self._joined(parts), moves_only=True)
             splits = [Flat(part, moves_only=True).count for part in parts]
         else:
             source, splits = Flat(output.new_empty(0), moves_only=True), [0] * self.size()
@@ -139,7 +139,7 @@ class Moving(Base):
         opts: Any = None,
     ) -> Work:
         """Rows of ``input`` for every rank, rows of ``output`` from every rank; none: even."""
-        source, to = Flat(input, moves_only=True), Flat(output, moves_only=True)
+        source, to = self._flat(input, moves_only=True), Flat(output, moves_only=True)
         source.stay_apart(to)
         expected = self._counts("output", to, output_split_sizes)
 
@@ -153,7 +153,7 @@ class Moving(Base):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it."""
         parts = self._one_each("all_to_all", inputs)
-        source = Flat(joined(parts), moves_only=True)
+        source = Flat(self._joined(parts), moves_only=True)
 
         def finish(engine: _native.Engine, number: int) -> None:
             counts = engine.rows(number, 0)
@@ -164,7 +164,7 @@ class Moving(Base):
             [source.entry(0)],
             opts,
             outputs=outputs,
-            keep=source,
+            sources=[source],
             finish=finish,
             splits=[Flat(part, moves_only=True).count for part in parts],
         )

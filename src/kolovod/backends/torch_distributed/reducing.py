@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kolovod import _native
 from kolovod import world as worlds
 from kolovod.backends.torch_distributed.base import Tensors, copying_back, paired, several
-from kolovod.backends.torch_distributed.flat import Flat, joined
+from kolovod.backends.torch_distributed.flat import Flat
 from kolovod.backends.torch_distributed.groups import engine_for
 from kolovod.backends.torch_distributed.moving import Moving, check_part
 from kolovod.backends.torch_distributed.work import Work
@@ -47,13 +47,13 @@ class ProcessGroupKolovod(Moving):
         """Reduce each tensor in place, all of them as one operation."""
         tensors = several("all_reduce", tensors)
         op, factor = _reduction(opts)
-        flats = [Flat(tensor) for tensor in tensors]
+        flats = [self._flat(tensor) for tensor in tensors]
         return self._start(
             _ALLREDUCE,
             [flat.entry(flat.address) for flat in flats],
             opts,
             outputs=tensors,
-            keep=flats,
+            sources=flats,
             op=op,
             factor=factor,
             finish=copying_back(flats),
@@ -67,14 +67,15 @@ class ProcessGroupKolovod(Moving):
         """``allreduce`` whose results only the root keeps."""
         op, factor = _reduction(opts)
         is_root = opts.rootRank == self.rank()
-        flats = [Flat(tensor) for tensor in several("reduce", tensors)]
+        flats = [self._flat(tensor) for tensor in several("reduce", tensors)]
         targets = [flat.dense if is_root else torch.empty_like(flat.dense) for flat in flats]
         return self._start(
             _ALLREDUCE,
             [flat.entry(to.data_ptr()) for flat, to in zip(flats, targets, strict=True)],
             opts,
             outputs=tensors,
-            keep=(flats, targets),
+            sources=flats,
+            keep=targets,
             op=op,
             factor=factor,
             finish=copying_back(flats) if is_root else None,
@@ -95,7 +96,7 @@ class ProcessGroupKolovod(Moving):
         op, factor = _reduction(opts)
         pairs = []
         for source, output in paired("reduce_scatter", inputs, outputs):
-            whole, part = Flat(source), Flat(output)
+            whole, part = self._flat(source), Flat(output)
             check_part("reduce_scatter", part, whole, self.size())
             whole.stay_apart(part, -self.rank() * part.bytes)
             pairs.append((whole, part))
@@ -107,7 +108,7 @@ class ProcessGroupKolovod(Moving):
         """``outputs[i]`` receives the reduction of ``input_lists[i][rank]``; sizes may differ."""
         pairs = paired("reduce_scatter", input_lists, outputs)
         parts = [self._one_each("reduce_scatter", inputs) for inputs, _ in pairs]
-        wholes = [joined(inputs) for inputs in parts]
+        wholes = [self._joined(inputs) for inputs in parts]
         if all(len({part.numel() for part in inputs}) == 1 for inputs in parts):
             return self.reduce_scatter_single_coalesced(outputs, wholes, opts)
         return self._reduce_scatter_unevenly(outputs, wholes, parts, opts)
@@ -137,7 +138,7 @@ class ProcessGroupKolovod(Moving):
             [flat.entry(flat.address) for flat in flats],
             opts,
             outputs=outputs,
-            keep=flats,
+            sources=flats,
             op=op,
             factor=factor,
             finish=finish,

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kolovod.backends.torch_distributed.order import Order
 from kolovod.errors import KolovodError, WaitTimeoutError
 from kolovod.handles import Handle
 
@@ -46,6 +47,7 @@ class Work(dist.Work):
         outputs: list[torch.Tensor],
         timeout_s: float,
         watcher: Watcher,
+        order: Order,
     ) -> None:
         """``outputs``: the tensors that hold the results. ``timeout_s``: the group's limit."""
         super().__init__()
@@ -53,6 +55,7 @@ class Work(dist.Work):
         self._outputs = outputs
         self._timeout_s = timeout_s
         self._watcher = watcher
+        self._order = order
         self._done = False
         self._error: KolovodError | None = None
         self._future: _Future | None = None
@@ -80,6 +83,7 @@ class Work(dist.Work):
                         raise
                     self._error = error
                 self._done = True
+                self._order.done(self)
         if self._future is not None:
             self._future.settle()
 
