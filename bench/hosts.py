@@ -51,7 +51,6 @@ SIZES = [4, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * 
 QUICK_SIZES = [4, 64 * KIB, MIB, 16 * MIB]
 PEERS = ("kolovod", "gloo")
 MAX_ITERATIONS = 100
-LONG_S = 3.0  # an operation that takes longer is measured once in a round
 ASK_TIMEOUT_S = 300.0
 RATE_SECONDS = 1.0  # that a measurement of the rate is to take
 RATE_BYTES = (4 * MIB, 512 * MIB)
@@ -112,32 +111,33 @@ def plain_tcp(bed: netbed.Bed, source: str, target: str, count: int) -> float:
 
 
 class Bench:
-    """One number of hosts, with ``local`` ranks each, over links of one delay."""
+    """One number of hosts, with ``local`` ranks each, over one kind of link."""
 
     def __init__(
-        self, hosts: int, local: int, links: list[Link], options: argparse.Namespace, record: Record
+        self, hosts: int, local: int, link: Link, options: argparse.Namespace, record: Record
     ) -> None:
-        self.hosts, self.local, self.links = hosts, local, links
+        self.hosts, self.local, self.link = hosts, local, link
         self.options, self.record = options, record
         self.names = [f"host{index}" for index in range(hosts)]
         self.ranks = [name for name in self.names for _ in range(local)]
         self.gangs: dict[str, Gang] = {}
 
     def run(self) -> None:
-        """Measure all links and sizes, in all rounds."""
+        """Measure all sizes, in all rounds."""
         with contextlib.ExitStack() as cleanup:
             # A delay is that of two links: from a host to the switch, from there to the other.
             self.bed = cleanup.enter_context(
-                netbed.Bed(self.names, delay_s=self.links[0].delay_s / 2, with_sshd=False)
+                netbed.Bed(self.names, delay_s=self.link.delay_s / 2, with_sshd=False)
             )
+            for name in self.names:  # before there are peers: Kolovod measures its links at once
+                self.bed.limit(name, self.link.bits_per_s)
             job = cleanup.enter_context(netbed.Job(self.bed, self.ranks))
             for peer in self.options.peers:
                 self._start(peer, job)
                 if peer in self.gangs:
                     cleanup.callback(self.gangs[peer].close)
             for number in range(self.options.rounds):
-                for link in self.links:
-                    self._round(link, number)
+                self._round(number)
 
     def _start(self, peer: str, job: netbed.Job) -> None:
         worker = [sys.executable, str(machine.BENCH / "worker.py"), peer]
@@ -160,30 +160,28 @@ class Bench:
         self.record.dropped[f"{peer}, {self.hosts} x {self.local}"] = str(error)
         print(f"  {peer} dropped: {error}", file=sys.stderr, flush=True)
 
-    def _rate(self, link: Link) -> float:
-        wanted = (link.bits_per_s or FASTEST_BITS_PER_S) / 8 * RATE_SECONDS
+    def _rate(self) -> float:
+        wanted = (self.link.bits_per_s or FASTEST_BITS_PER_S) / 8 * RATE_SECONDS
         count = int(min(RATE_BYTES[1], max(RATE_BYTES[0], wanted)))
         rate = plain_tcp(self.bed, self.names[0], self.names[1], count)
-        self.record.rates[self.hosts, link.name].append(rate)
+        self.record.rates[self.hosts, self.link.name].append(rate)
         return rate
 
-    def _round(self, link: Link, number: int) -> None:
-        for name in self.names:
-            self.bed.limit(name, link.bits_per_s)
+    def _round(self, number: int) -> None:
         before, started = machine.load(), time.monotonic()
-        rate = self._rate(link)
+        rate = self._rate()
         for size in self.options.sizes:
             bound_s = hosts_report.bound_s(self.hosts, size, rate)
             turn = number % len(self.options.peers)
             for peer in self.options.peers[turn:] + self.options.peers[:turn]:
                 if peer in self.gangs:
-                    self._measure(peer, link, size, bound_s)
-        rates = [round(each * 8 / 1e6, 1) for each in (rate, self._rate(link))]
+                    self._measure(peer, size, bound_s)
+        rates = [round(each * 8 / 1e6, 1) for each in (rate, self._rate())]
         after = machine.load()
         seen = {
             "hosts": self.hosts,
             "local": self.local,
-            "link": link.name,
+            "link": self.link.name,
             "round": number + 1,
             "mbit_per_s": rates,
             "loadavg": [before["loadavg"], after["loadavg"]],
@@ -192,37 +190,42 @@ class Bench:
         }
         self.record.rounds.append(seen)
         print(
-            f"{self.hosts} hosts x {self.local}, {link.name}, round {number + 1}: plain TCP "
+            f"{self.hosts} hosts x {self.local}, {self.link.name}, round {number + 1}: plain TCP "
             f"{rates[0]:,} .. {rates[1]:,} Mbit/s, load "
             f"{before['loadavg']:.2f}..{after['loadavg']:.2f}, {seen['seconds']} s",
             flush=True,
         )
 
-    def _measure(self, peer: str, link: Link, size: int, bound_s: float) -> None:
-        ops = operations(size)
-        # Before it is measured, the time of an operation is guessed: the bound, and some latency.
-        guess_s = ops * (bound_s + 4 * link.delay_s + 100e-6)
-        least = 1 if guess_s > LONG_S else 2
-        iterations = int(min(MAX_ITERATIONS, max(least, self.options.budget_s / guess_s)))
+    def _measure(self, peer: str, size: int, bound_s: float) -> None:
+        key = hosts_report.Key(self.hosts, self.local, self.link.name, size, peer)
         try:
-            answers = self.gangs[peer].ask(
-                ASK_TIMEOUT_S,
-                do="verb",
-                verb="allreduce",
-                front="torch" if peer == "gloo" else "numpy",
-                dtype="float32",
-                bytes=size,
-                ops=ops,
-                iterations=iterations,
-                warmup=1 if guess_s < self.options.budget_s else 0,
-            )
+            # The first, after another that nobody counts if it is a short one, says how many more.
+            (first_us,) = self._spans(key, 1, warmup=1 if bound_s < self.options.budget_s else 0)
+            wanted = int(self.options.budget_s * 1e6 / (operations(size) * first_us))
+            self.record.samples[key].append(first_us)
+            if wanted > 1:
+                more = min(wanted, MAX_ITERATIONS) - 1
+                self.record.samples[key] += self._spans(key, more, warmup=0)
         except GangError as error:
             self._drop(peer, error)
-            return
-        key = hosts_report.Key(self.hosts, self.local, link.name, size, peer)
-        self.record.samples[key] += report.spans(answers, 1e3 * ops)
-        self.record.wrong[peer] += sum(answer["wrong"] for answer in answers)
-        self.record.checked[peer] += sum(answer["checked"] for answer in answers)
+
+    def _spans(self, key: hosts_report.Key, iterations: int, warmup: int) -> list[float]:
+        """Microseconds of one operation, in each of the iterations."""
+        ops = operations(key.bytes)
+        answers = self.gangs[key.peer].ask(
+            ASK_TIMEOUT_S,
+            do="verb",
+            verb="allreduce",
+            front="torch" if key.peer == "gloo" else "numpy",
+            dtype="float32",
+            bytes=key.bytes,
+            ops=ops,
+            iterations=iterations,
+            warmup=warmup,
+        )
+        self.record.wrong[key.peer] += sum(answer["wrong"] for answer in answers)
+        self.record.checked[key.peer] += sum(answer["checked"] for answer in answers)
+        return report.spans(answers, 1e3 * ops)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -274,9 +277,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [link for link in LINKS if link.name in options.links]
     for hosts in options.hosts:
         for local in options.local:
-            for delay_s in dict.fromkeys(link.delay_s for link in chosen):
-                links = [link for link in chosen if link.delay_s == delay_s]
-                Bench(hosts, local, links, options, record).run()
+            for link in chosen:
+                Bench(hosts, local, link, options, record).run()
     result, markdown = hosts_report.make(record, facts, chosen)
     name = "hosts-quick" if options.quick else "hosts"
     report.write(name, result, markdown, options.output)

@@ -163,6 +163,14 @@ class HierarchicalBackend::Block {
   std::unique_ptr<Pairwise> pairwise_;
 };
 
+// A block is to a lane what a portion is to a pairwise exchange: no more than keeps the links busy.
+size_t HierarchicalBackend::OverlappingBytes() const {
+  const auto hosts = static_cast<int>(hosts_.ranks.size());
+  const size_t portion = PortionBytes(options_.cost, options_.portion_bytes);
+  const size_t each = portion * LeadOf(options_.cost, portion, hosts - 1);
+  return RoundUp(std::min(each * static_cast<size_t>(hosts), options_.portion_bytes), kLine);
+}
+
 Status HierarchicalBackend::Allreduce(const FusedRange& range) {
   const size_t hosts = hosts_.ranks.size();
   if (hosts == 1) return local_->Allreduce(range);
@@ -174,7 +182,8 @@ Status HierarchicalBackend::Allreduce(const FusedRange& range) {
   const bool overlaps =
       options_.algorithm == Algorithm::kPairwise ||
       (options_.algorithm == Algorithm::kAuto && OrderOf(static_cast<int>(hosts)) == Order::kRanks);
-  const size_t lane_bytes = RoundUp(options_.portion_bytes, kLine) * (overlaps ? 1 : kPortionsOfBlock);
+  const size_t lane_bytes =
+      overlaps ? OverlappingBytes() : RoundUp(options_.portion_bytes, kLine) * kPortionsOfBlock;
   const size_t block_bytes = lanes * lane_bytes;
   const size_t blocks = (view.total() + block_bytes - 1) / block_bytes;
   constexpr size_t kInFlight = 3;

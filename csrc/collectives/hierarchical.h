@@ -55,6 +55,8 @@ class HierarchicalBackend : public Backend {
  private:
   class Block;
 
+  // Of one lane, in a block of an allreduce whose blocks overlap.
+  size_t OverlappingBytes() const;
   size_t local_size() const { return hosts_.ranks[static_cast<size_t>(host_)].size(); }
   // Nobody shares a host, or the partial sums of a host would not fit the dtype.
   bool GoesFlat(DType dtype, Op op) const;

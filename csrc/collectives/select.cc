@@ -135,10 +135,17 @@ Status ParseAlgorithm(const std::string& name, Algorithm* out) {
 }
 
 size_t PortionBytes(const LinkCost& cost, size_t most_bytes) {
-  constexpr double kPortionUs = 250;
-  constexpr size_t kLeastBytes = 16 << 10;
+  constexpr double kPortionUs = 125;
+  constexpr size_t kLeastBytes = 4 << 10;
   const auto bytes = static_cast<size_t>(std::clamp(cost.bytes_per_us * kPortionUs, 1.0, 1e12));
   return std::min(std::max(std::bit_ceil(bytes), kLeastBytes), most_bytes);
+}
+
+size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers) {
+  constexpr double kMostOnTheWay = 15;
+  const double held_bytes = cost.bytes_per_us * 2 * cost.latency_us;
+  const double step_bytes = static_cast<double>(portion_bytes) * std::max(peers, 1);
+  return 1 + static_cast<size_t>(std::min(held_bytes / step_bytes, kMostOnTheWay));
 }
 
 // The bytes of pairwise and halving are the same, to a hundredth: what does not depend on the size decides.

@@ -25,10 +25,14 @@ struct LinkCost {
   double reduced_bytes_per_us = 8000;
 };
 
-// Of a message whose reception is followed by work: what the link carries in a quarter of a millisecond,
-// within [16 KiB, most_bytes]. Large messages leave a slow link idle at the end of every step; on a fast one
+// Of a message whose reception is followed by work: what the link carries in an eighth of a millisecond,
+// within [4 KiB, most_bytes]. Large messages leave a slow link idle at the end of every step; on a fast one
 // each is a hand-over between cores.
 size_t PortionBytes(const LinkCost& cost, size_t most_bytes);
+
+// How many such messages go to each of `peers` before the first answer: one, and what a link holds on the way
+// there and back. More would only queue up, unevenly among the peers, and links idle that others wait for.
+size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers);
 
 struct SelectQuestion {
   Verb verb;

@@ -1,6 +1,5 @@
 #include "collectives/tcp.h"
 
-#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -12,11 +11,6 @@
 #include "collectives/ring.h"
 
 namespace kolovod {
-namespace {
-
-constexpr size_t kMaxLead = 4;
-
-}  // namespace
 
 TcpBackend::TcpBackend(Mesh& mesh, std::vector<int> members, int index, const TcpOptions& options)
     : group_(mesh, std::move(members), index), options_(options) {}
@@ -29,9 +23,8 @@ Algorithm TcpBackend::Choose(const SelectQuestion& question) {
 
 Status TcpBackend::RunPairwise(PackedRange& range, const Combine& combine, std::vector<Slice> owned,
                                bool gathers) {
-  // As many bytes on their way as one large portion has, so that no driver's pause leaves a link idle.
   const size_t portion = PortionBytes(options_.cost, options_.portion_bytes);
-  const size_t lead = std::clamp<size_t>(options_.portion_bytes / portion, 1, kMaxLead);
+  const size_t lead = LeadOf(options_.cost, portion, group_.size() - 1);
   Pairwise pairwise(group_, range, combine, std::move(owned), gathers, portion, lead);
   KV_RETURN_IF_ERROR(scratch_.Reserve(pairwise.ScratchBytes()));
   return pairwise.Run(scratch_.data());
