@@ -256,6 +256,12 @@ class Measurer:
 
         return hooks(model, self._barrier, steps, warmup)
 
+    def do_overlap(self, **case: int) -> dict[str, Any]:
+        """See overlap_rank.overlap."""
+        from overlap_rank import overlap
+
+        return overlap(barrier=self._barrier, **case)
+
     def do_alone(self, model: str, steps: int, warmup: int) -> dict[str, Any]:
         """See overhead_rank.alone."""
         from overhead_rank import alone
