@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch import auth
-from kolovod.launch.auth import Channel, Server, accept, connect, new_secret
+from kolovod.launch.auth import Channel, accept, connect, new_secret
+from kolovod.launch.server import Server
 
 SECRET = new_secret()
 

@@ -17,7 +17,8 @@ import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch import auth, bootstrap, mesh
-from kolovod.launch.auth import Server, connect, new_secret
+from kolovod.launch.auth import connect, new_secret
+from kolovod.launch.server import Server
 from kolovod.launch.store import LABEL, Formation, Member, Store, join
 from kolovod.observe.collector import Collector
 

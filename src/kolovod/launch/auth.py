@@ -28,8 +28,6 @@ import secrets
 import select
 import socket
 import struct
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,16 +35,17 @@ from typing import Any
 from kolovod.errors import AuthenticationError, BootstrapError
 
 __all__ = [
+    "HANDSHAKE_TIMEOUT_S",
     "Channel",
-    "Server",
     "accept",
     "connect",
     "encode",
     "greet",
+    "hang_up",
     "new_secret",
     "poll_until",
     "retried",
-    "same_user",
+    "shut",
 ]
 
 MAGIC = b"KOLOVOD\x01"
@@ -171,7 +170,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection; a thread that waits on it is woken."""
-        _close(self._sock)
+        hang_up(self._sock)
 
 
 def connect(
@@ -189,7 +188,7 @@ def connect(
             _connect(sock, address, deadline)
             return greet(sock, secret, label, deadline)
         except BaseException:
-            _close(sock)
+            hang_up(sock)
             raise
 
     return retried(attempt, deadline)
@@ -269,114 +268,6 @@ def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Cha
     return Channel(sock, _digest(key, b"session", transcript), is_server=True)
 
 
-class Server:
-    """Accepts connections on ``listener``; calls ``handler(channel)`` for the authenticated ones.
-
-    Each connection has its own short-lived thread, so that one which says nothing holds up nobody.
-    The handler's channel is closed after it returns. At most ``max_strangers`` connections may be
-    on their way to a proof: one more, and the oldest is closed. Takes over the listening socket.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        secret: str,
-        label: str,
-        handler: Callable[[Channel], None],
-        max_strangers: int = 64,
-        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
-    ) -> None:
-        self._listener = listener
-        self._secret = secret
-        self._label = label
-        self._handler = handler
-        self._max_strangers = max_strangers
-        self._handshake_timeout_s = handshake_timeout_s
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
-        self._strangers: dict[socket.socket, None] = {}  # of the open ones, oldest first
-        self._closed = False
-        self.refused = 0  # connections that did not prove the secret
-        self._thread = threading.Thread(target=self._accept, name=f"kolovod {label}", daemon=True)
-
-    def start(self) -> None:
-        """Begin to accept."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop accepting, close every connection and wait for the threads. Idempotent."""
-        with self._lock:
-            self._closed = True
-            open_now = dict(self._open)
-        _close(self._listener)
-        for sock, thread in open_now.items():
-            _close(sock)
-            thread.join(timeout=5)
-        if self._thread.ident is not None:
-            self._thread.join(timeout=5)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.05)  # out of descriptors: some connection will end
-                continue
-            with self._lock:
-                if self._closed or not same_user(sock):
-                    _close(sock)
-                    continue
-                if len(self._strangers) >= self._max_strangers:
-                    _shut(next(iter(self._strangers)))  # its thread wakes, and closes it
-                    self._strangers.pop(next(iter(self._strangers)))
-                thread = threading.Thread(
-                    target=self._serve, args=(sock,), name=f"{self._thread.name} peer", daemon=True
-                )
-                self._open[sock] = thread
-                self._strangers[sock] = None
-                try:
-                    thread.start()
-                except RuntimeError:  # the system gives no more threads: the client tries again
-                    del self._open[sock], self._strangers[sock]
-                    _close(sock)
-
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            deadline = time.monotonic() + self._handshake_timeout_s
-            try:
-                channel = accept(sock, self._secret, self._label, deadline)
-            except (AuthenticationError, EOFError, OSError):
-                with self._lock:
-                    self.refused += 1
-                return
-            with self._lock:
-                self._strangers.pop(sock, None)
-            self._handler(channel)
-        except (AuthenticationError, EOFError, OSError):
-            return  # the peer went away, and whoever waits for it will notice by other means
-        except BootstrapError as error:  # what it sends makes no sense
-            print(f"kolovod: {self._label.split(' ', 1)[0]}: {error}\n", end="", file=sys.stderr)
-        except ValueError:
-            if not self._closed:  # else the handler met the socket that close() has closed
-                raise
-        finally:
-            _close(sock)
-            with self._lock:
-                self._open.pop(sock, None)
-                self._strangers.pop(sock, None)
-
-
-def same_user(sock: socket.socket) -> bool:
-    """On AF_UNIX the kernel says who connects; elsewhere only the secret counts."""
-    if sock.family != socket.AF_UNIX:
-        return True
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return uid in (0, os.geteuid())
-
-
 def _set_deadline(sock: socket.socket, deadline: float) -> None:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
@@ -427,13 +318,15 @@ def _read_or_dropped(sock: socket.socket, count: int, deadline: float, purpose: 
         ) from None
 
 
-def _shut(sock: socket.socket) -> None:
+def shut(sock: socket.socket) -> None:
+    """End both directions of a connection, or the waiting for one; the descriptor stays."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in accept or recv
 
 
-def _close(sock: socket.socket) -> None:
-    _shut(sock)
+def hang_up(sock: socket.socket) -> None:
+    """Close a socket; a thread that waits on it is woken."""
+    shut(sock)
     sock.close()
 
 

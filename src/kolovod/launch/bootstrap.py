@@ -35,9 +35,10 @@ from typing import Any, NoReturn
 from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, poll_until
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, connect, poll_until
 from kolovod.launch.mesh import Links, Listener, describe
 from kolovod.launch.network import addresses_beside
+from kolovod.launch.server import Server
 from kolovod.launch.store import Formation, Member, join
 
 _MOST_ON_A_HOST = 1024  # the engine's own limit is lower

@@ -26,8 +26,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel
 from kolovod.launch.network import address_of, first_that_greets, listen, reach
+from kolovod.launch.server import Server
 from kolovod.launch.store import Formation, Member
 
 __all__ = ["Links", "Listener", "describe"]

@@ -38,9 +38,10 @@ from kolovod.errors import (
     StartTimeoutError,
 )
 from kolovod.launch import messages
-from kolovod.launch.auth import Channel, Server, encode
+from kolovod.launch.auth import Channel, encode
 from kolovod.launch.messages import MAX_RANKS
 from kolovod.launch.network import LOOPBACK, address_of, connect_any, listen, split_addresses
+from kolovod.launch.server import Server
 
 __all__ = ["Formation", "Member", "Store", "join"]
 

@@ -27,8 +27,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch.auth import Channel, Server, connect
+from kolovod.launch.auth import Channel, connect
 from kolovod.launch.network import address_of, connect_any, listen
+from kolovod.launch.server import Server
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 
 __all__ = ["Clock", "Collector", "Reporter", "clock_identity"]
