@@ -69,7 +69,7 @@ def call_rank_0(address: str, secret: str) -> None:
     world = Formation(1, (member(0, address), member(1)))
     listener = mesh.Listener(["127.0.0.1"], 2)
     with contextlib.closing(mesh.Links(1, world, listener, secret)) as links:
-        os.close(links._call(0, "data", soon(), soon()))
+        os.close(links._call(0, "data", soon(), soon()).fd)
 
 
 @contextlib.contextmanager

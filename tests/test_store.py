@@ -202,7 +202,7 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
         LABEL,
         time.monotonic() + 5,
     )
-    facts = [1, "h", 5, "", "", 0, ""]
+    facts = [1, "h", 5, "", "", 0, "", False]
     request = {"members": [[0, 1]], "timeout_s": TIMEOUT_S, "member": facts, "config": {}}
     channel.send(request, time.monotonic() + 5)
     wait_until_joined(store, 1)
