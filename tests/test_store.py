@@ -28,7 +28,7 @@ SECRET = new_secret()
 TIMEOUT_S = 20.0
 JOIN = {
     "members": [[0, 1]],
-    "member": [0, "h", 1, "", "", 0, ""],
+    "member": [0, "h", 1, "", "", 0, "", False],
     "config": {},
     "timeout_s": 1,
 }
@@ -252,7 +252,7 @@ def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecut
         {**JOIN, "members": [0, 1]},
         {**JOIN, "members": [[0, 1], [1, 2]]},
         {**JOIN, "members": [[0, 1 << 40]]},
-        {**JOIN, "member": [5, "h", 1, "", "", 0, ""]},
+        {**JOIN, "member": [5, "h", 1, "", "", 0, "", False]},
         {**JOIN, "member": [0, "h"]},
         {**JOIN, "config": [1]},
         {**JOIN, "config": {str(number): number for number in range(1000)}},
