@@ -37,6 +37,7 @@ from kolovod.launch.auth import connect, greet, new_secret
 from kolovod.launch.mesh import Links
 from kolovod.launch.sealing import OFFER_BYTES, Exchange, require_libcrypto
 from kolovod.launch.server import Server
+from kolovod.launch.sockets import read_exactly
 from kolovod.launch.store import Formation, Member, Store, join
 from kolovod.testing import run_ranks
 
@@ -332,7 +333,7 @@ def test_a_client_that_wants_encryption_takes_nothing_else() -> None:
     def answer_in_the_clear() -> None:
         nonce = bytes(32)
         far.sendall(auth.MAGIC + nonce)
-        asked = auth._read(far, HANDSHAKE[True], soon())
+        asked = read_exactly(far, HANDSHAKE[True], soon())
         transcript = auth._transcript("test", nonce, asked[8:40])
         far.sendall(auth._digest(SECRET.encode(), b"server", transcript) + bytes(OFFER_BYTES))
 

@@ -34,9 +34,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import secrets
-import select
 import socket
 import struct
 import time
@@ -46,6 +44,7 @@ from typing import Any
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch.sealing import OFFER_BYTES, Exchange
+from kolovod.launch.sockets import close_all, hang_up, read_exactly, set_deadline
 
 __all__ = [
     "HANDSHAKE_TIMEOUT_S",
@@ -54,11 +53,8 @@ __all__ = [
     "connect",
     "encode",
     "greet",
-    "hang_up",
     "new_secret",
-    "poll_until",
     "retried",
-    "shut",
 ]
 
 MAGIC = b"KOLOVOD\x01"
@@ -73,7 +69,6 @@ _TAG_BYTES = 16
 _TRIES = 20  # of a handshake, by a client that is dropped
 _PAUSE_S = 0.05  # between the first two; longer and longer
 _ALTERED = "a message was altered on its way, or is a replay"
-_LONGEST_WAIT_S = 2e6  # the kernel counts milliseconds in 31 bits
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
 
@@ -149,7 +144,7 @@ class Channel:
             proof = _digest(self._key, self._out, _SEQUENCE.pack(self._sent), body)
             frame = _LENGTH.pack(len(body)) + proof + body
         self._sent += 1
-        _set_deadline(self._sock, deadline)
+        set_deadline(self._sock, deadline)
         self._sock.sendall(frame)
 
     def receive(self, deadline: float) -> Any:
@@ -161,11 +156,11 @@ class Channel:
         """
         if self._sealer is not None:
             return _parse(self._receive_sealed(self._sealer, deadline))
-        header = _read(self._sock, _LENGTH.size + NONCE_BYTES, deadline)
+        header = read_exactly(self._sock, _LENGTH.size + NONCE_BYTES, deadline)
         (length,) = _LENGTH.unpack_from(header)
         if length > MAX_BODY_BYTES:
             raise AuthenticationError(f"a message says it has {length} bytes: refused")
-        body = _read(self._sock, length, deadline)
+        body = read_exactly(self._sock, length, deadline)
         proof = _digest(self._key, self._in, _SEQUENCE.pack(self._received), body)
         if not hmac.compare_digest(proof, header[_LENGTH.size :]):
             raise AuthenticationError(_ALTERED)
@@ -173,11 +168,11 @@ class Channel:
         return _parse(body)
 
     def _receive_sealed(self, sealer: _native.MessageSealer, deadline: float) -> bytes:
-        head = _read(self._sock, _LENGTH.size, deadline)
+        head = read_exactly(self._sock, _LENGTH.size, deadline)
         length = int.from_bytes(head, "little")
         if length > MAX_BODY_BYTES:
             raise AuthenticationError(f"a message says it has {length} bytes: refused")
-        body = sealer.open(head + _read(self._sock, length + _TAG_BYTES, deadline))
+        body = sealer.open(head + read_exactly(self._sock, length + _TAG_BYTES, deadline))
         if body is None:
             raise AuthenticationError(_ALTERED)
         return body
@@ -185,7 +180,7 @@ class Channel:
     def send_fds(self, fds: Sequence[int], deadline: float) -> None:
         """Send file descriptors over an AF_UNIX connection; the receiver must know how many."""
         for start in range(0, len(fds), _FDS_PER_MESSAGE):
-            _set_deadline(self._sock, deadline)
+            set_deadline(self._sock, deadline)
             socket.send_fds(self._sock, [b"F"], list(fds[start : start + _FDS_PER_MESSAGE]))
 
     def receive_fds(self, count: int, deadline: float) -> list[int]:
@@ -193,7 +188,7 @@ class Channel:
         fds: list[int] = []
         try:
             while len(fds) < count:
-                _set_deadline(self._sock, deadline)
+                set_deadline(self._sock, deadline)
                 expected = min(count - len(fds), _FDS_PER_MESSAGE)
                 data, got, flags, _ = socket.recv_fds(self._sock, 1, expected)
                 fds += got
@@ -205,7 +200,7 @@ class Channel:
                         "files (ulimit -n) is probably too low"
                     )
         except BaseException:
-            _close_all(fds)
+            close_all(fds)
             raise
         return fds
 
@@ -272,7 +267,7 @@ class _Dropped(AuthenticationError):
 
 def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
     while True:
-        _set_deadline(sock, deadline)
+        set_deadline(sock, deadline)
         try:
             sock.connect(address)
             return
@@ -327,13 +322,13 @@ def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Cha
     """
     key = secret.encode()
     server_nonce = secrets.token_bytes(NONCE_BYTES)
-    _set_deadline(sock, deadline)
+    set_deadline(sock, deadline)
     sock.sendall(MAGIC + server_nonce)
-    magic = _read(sock, len(MAGIC), deadline)
+    magic = read_exactly(sock, len(MAGIC), deadline)
     sealed = magic == SEALED_MAGIC
-    client_nonce = _read(sock, NONCE_BYTES, deadline)
-    offer = _read(sock, OFFER_BYTES, deadline) if sealed else b""
-    proof = _read(sock, NONCE_BYTES, deadline)
+    client_nonce = read_exactly(sock, NONCE_BYTES, deadline)
+    offer = read_exactly(sock, OFFER_BYTES, deadline) if sealed else b""
+    proof = read_exactly(sock, NONCE_BYTES, deadline)
     transcript = _transcript(label, server_nonce, client_nonce) + offer
     expected = _digest(key, b"client", transcript)
     if magic not in (MAGIC, SEALED_MAGIC) or not hmac.compare_digest(proof, expected):
@@ -361,22 +356,6 @@ def _refuse(sock: socket.socket, why: bytes) -> None:
         sock.sendall(why)
 
 
-def _set_deadline(sock: socket.socket, deadline: float) -> None:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError("the deadline has passed")
-    sock.settimeout(min(remaining, _LONGEST_WAIT_S))
-
-
-def poll_until(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
-    """What ``poll`` finds by ``deadline`` (``time.monotonic()`` seconds), however far that is."""
-    while True:
-        remaining = max(0.0, deadline - time.monotonic())
-        ready = poll.poll(min(remaining, _LONGEST_WAIT_S) * 1000)
-        if ready or remaining <= _LONGEST_WAIT_S:
-            return ready
-
-
 def _parse(body: bytes) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
@@ -389,40 +368,11 @@ def _parse(body: bytes) -> Any:
         ) from None
 
 
-def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """Exactly ``count`` bytes; the deadline is for all of them, however slowly they trickle in."""
-    chunks = bytearray()
-    while len(chunks) < count:
-        _set_deadline(sock, deadline)
-        chunk = sock.recv(min(count - len(chunks), 1 << 16))
-        if not chunk:
-            raise EOFError("the connection was closed")
-        chunks += chunk
-    return bytes(chunks)
-
-
 def _read_or_dropped(sock: socket.socket, count: int, deadline: float, purpose: str) -> bytes:
     try:
-        return _read(sock, count, deadline)
+        return read_exactly(sock, count, deadline)
     except (EOFError, ConnectionResetError):
         raise _Dropped(
             f"the {purpose} closes the connection during the handshake, again and again: it is "
             "flooded with connections, or no part of this job"
         ) from None
-
-
-def shut(sock: socket.socket) -> None:
-    """End both directions of a connection, or the waiting for one; the descriptor stays."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in accept or recv
-
-
-def hang_up(sock: socket.socket) -> None:
-    """Close a socket; a thread that waits on it is woken."""
-    shut(sock)
-    sock.close()
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -35,11 +35,12 @@ from typing import Any, NoReturn
 from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, connect, poll_until
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, connect
 from kolovod.launch.mesh import Links, Listener, describe
 from kolovod.launch.network import addresses_beside
 from kolovod.launch.sealing import require_libcrypto
 from kolovod.launch.server import Server
+from kolovod.launch.sockets import poll_until
 from kolovod.launch.store import Formation, Member, join
 
 _MOST_ON_A_HOST = 1024  # the engine's own limit is lower

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, accept, hang_up, shut
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, accept
+from kolovod.launch.sockets import hang_up, shut
 
 __all__ = ["Server", "same_user"]
 
