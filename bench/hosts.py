@@ -50,6 +50,7 @@ LINKS = (
 SIZES = [4, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 QUICK_SIZES = [4, 64 * KIB, MIB, 16 * MIB]
 PEERS = ("kolovod", "gloo")
+ENCRYPTED = "kolovod+encrypt"  # by --peers only; hosts.json has its samples, the tables have not
 MAX_ITERATIONS = 100
 ASK_TIMEOUT_S = 300.0
 RATE_SECONDS = 1.0  # that a measurement of the rate is to take
@@ -140,7 +141,8 @@ class Bench:
                 self._round(number)
 
     def _start(self, peer: str, job: netbed.Job) -> None:
-        worker = [sys.executable, str(machine.BENCH / "worker.py"), peer]
+        program = PEERS[0] if peer == ENCRYPTED else peer
+        worker = [sys.executable, str(machine.BENCH / "worker.py"), program]
         commands: Commands = []
         for rank, name in enumerate(self.ranks):
             place = {
@@ -148,6 +150,7 @@ class Bench:
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(self.ranks)),
                 "GLOO_SOCKET_IFNAME": "eth0",
+                "KOLOVOD_ENCRYPT": str(int(peer == ENCRYPTED)),
             }
             commands.append((self.bed.command(name, worker), place))
         try:
@@ -237,14 +240,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     def words(text: str) -> list[str]:
         return [part for part in text.split(",") if part]
 
-    known = {"links": [link.name for link in LINKS], "peers": list(PEERS)}
+    known = {"links": [link.name for link in LINKS], "peers": [*PEERS, ENCRYPTED]}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--hosts", type=numbers, metavar="N,N", help="default 2,3,4; with --quick 2")
     add("--local", type=numbers, metavar="N,N", help="ranks of a host; default 1,2, or 1")
     add("--links", type=words, default=known["links"], help=",".join(known["links"]))
     add("--sizes", type=numbers, metavar="BYTES,BYTES", help="default 4 B to 64 MiB, or 16 MiB")
-    add("--peers", type=words, default=known["peers"], help=",".join(PEERS))
+    add("--peers", type=words, default=list(PEERS), help=",".join(known["peers"]))
     add("--rounds", type=int, help="default 2; with --quick 1")
     add("--budget-s", type=float, help="per peer, size and round; default 0.4; with --quick 0.2")
     add("--quick", action="store_true", help="less of everything: about a minute")

@@ -35,6 +35,7 @@ DECODERS = (
     "csrc/engine/record_file.cc",
     "csrc/transport/record.cc",
     "csrc/transport/stream.cc",
+    "csrc/transport/sealer.cc",
     "csrc/transport/uplink.cc",
 )
 """The files with decoders, and with what is done with a message before it is known to be sound."""

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch import auth
-from kolovod.launch.auth import Channel, Server, accept, connect, new_secret
+from kolovod.launch.auth import Channel, accept, connect, new_secret
+from kolovod.launch.server import Server
+from kolovod.launch.sockets import read_exactly
 
 SECRET = new_secret()
 
@@ -95,7 +97,7 @@ def test_a_proof_for_one_purpose_is_of_no_use_for_another() -> None:
 def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
     def impostor(sock: socket.socket) -> None:
         sock.sendall(auth.MAGIC + bytes(32))
-        auth._read(sock, 8 + 64, soon())
+        read_exactly(sock, 8 + 64, soon())
         sock.sendall(os.urandom(32))
 
     left, right = socket.socketpair()

@@ -10,7 +10,7 @@ import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
 from kolovod.launch import network
-from kolovod.launch.auth import Server, new_secret
+from kolovod.launch.auth import new_secret
 from kolovod.launch.network import (
     Interface,
     address_of,
@@ -19,6 +19,7 @@ from kolovod.launch.network import (
     own_addresses,
     split_addresses,
 )
+from kolovod.launch.server import Server
 
 
 @contextlib.contextmanager

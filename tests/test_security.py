@@ -17,7 +17,9 @@ import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch import auth, bootstrap, mesh
-from kolovod.launch.auth import Server, connect, new_secret
+from kolovod.launch.auth import connect, new_secret
+from kolovod.launch.server import Server
+from kolovod.launch.sockets import read_exactly
 from kolovod.launch.store import LABEL, Formation, Member, Store, join
 from kolovod.observe.collector import Collector
 
@@ -68,7 +70,7 @@ def call_rank_0(address: str, secret: str) -> None:
     world = Formation(1, (member(0, address), member(1)))
     listener = mesh.Listener(["127.0.0.1"], 2)
     with contextlib.closing(mesh.Links(1, world, listener, secret)) as links:
-        os.close(links._call(0, "data", soon(), soon()))
+        os.close(links._call(0, "data", soon(), soon()).fd)
 
 
 @contextlib.contextmanager
@@ -180,7 +182,7 @@ def test_a_clients_own_proof_sent_back_proves_nothing() -> None:
 
     def mirror() -> None:
         far.sendall(auth.MAGIC + secrets.token_bytes(32))
-        far.sendall(auth._read(far, 8 + 64, soon())[-32:])
+        far.sendall(read_exactly(far, 8 + 64, soon())[-32:])
 
     with near, far, ThreadPoolExecutor(1) as pool:
         pool.submit(mirror)

@@ -28,7 +28,7 @@ SECRET = new_secret()
 TIMEOUT_S = 20.0
 JOIN = {
     "members": [[0, 1]],
-    "member": [0, "h", 1, "", "", 0, ""],
+    "member": [0, "h", 1, "", "", 0, "", False],
     "config": {},
     "timeout_s": 1,
 }
@@ -202,7 +202,7 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
         LABEL,
         time.monotonic() + 5,
     )
-    facts = [1, "h", 5, "", "", 0, ""]
+    facts = [1, "h", 5, "", "", 0, "", False]
     request = {"members": [[0, 1]], "timeout_s": TIMEOUT_S, "member": facts, "config": {}}
     channel.send(request, time.monotonic() + 5)
     wait_until_joined(store, 1)
@@ -252,7 +252,7 @@ def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecut
         {**JOIN, "members": [0, 1]},
         {**JOIN, "members": [[0, 1], [1, 2]]},
         {**JOIN, "members": [[0, 1 << 40]]},
-        {**JOIN, "member": [5, "h", 1, "", "", 0, ""]},
+        {**JOIN, "member": [5, "h", 1, "", "", 0, "", False]},
         {**JOIN, "member": [0, "h"]},
         {**JOIN, "config": [1]},
         {**JOIN, "config": {str(number): number for number in range(1000)}},

@@ -330,6 +330,7 @@ WORLDS = {
         World("shm-reads", {3: SOME}, on_processes(KOLOVOD_PEER_READ_BYTES="1")),
         World("tcp", {2: BRIEF, 3: SOME}, on_processes(own_host)),
         World("hosts", {3: SLICE, 4: SOME}, on_processes(in_pairs)),
+        World("hosts-encrypted", {3: SOME}, on_processes(in_pairs, KOLOVOD_ENCRYPT="1")),
         World("mpi", {2: BRIEF, 3: SOME, 4: SLICE}, under_mpirun, missing=no_mpi),
         World(
             "gloo",

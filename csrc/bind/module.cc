@@ -3,6 +3,7 @@
 #include "base/tree.h"
 #include "bind/graph_clients.h"
 #include "bind/py_engine.h"
+#include "bind/py_sealing.h"
 #include "transport/loopback.h"
 
 using namespace nanobind::literals;
@@ -10,10 +11,20 @@ using namespace nanobind::literals;
 namespace kolovod {
 namespace {
 
+using UplinkKeys = std::vector<std::shared_ptr<const RecordKeys>>;
+
+UplinkKeys ToUplinkKeys(const nb::sequence& given) {
+  UplinkKeys keys;
+  for (nb::handle item : given) {
+    keys.push_back(item.is_none() ? nullptr : nb::cast<std::shared_ptr<RecordKeys>>(item));
+  }
+  return keys;
+}
+
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
                              bool external, std::vector<int> ranks, const PyEngine* world,
-                             std::vector<int> hosts, std::vector<int> uplink_fds,
+                             std::vector<int> hosts, std::vector<int> uplink_fds, UplinkKeys uplink_keys,
                              std::shared_ptr<Switchboard> switchboard, std::shared_ptr<StackSource> stacks,
                              std::string last_operations_prefix) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
@@ -34,6 +45,10 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   options.last_operations_prefix = std::move(last_operations_prefix);
   options.hosts = std::move(hosts);
   options.uplink_fds = std::move(uplink_fds);
+  options.uplink_keys = std::move(uplink_keys);
+  if (!options.uplink_keys.empty() && options.uplink_keys.size() != options.uplink_fds.size()) {
+    throw nb::value_error("uplink_keys: need one for each of uplink_fds, or none");
+  }
   options.switchboard = std::move(switchboard);
   int on_host = size;
   if (!options.hosts.empty()) {
@@ -126,12 +141,18 @@ NB_MODULE(_native, m) {
       PyErr_SetObject(engine_error, args.ptr());
     }
   });
+  BindSealing(m);
   nb::class_<StackSource>(m, "StackSource").def(nb::init<int, int>(), "signum"_a, "read_fd"_a);
   nb::class_<Switchboard>(m, "Switchboard")
       .def(nb::init<>())
       .def("fileno", &Switchboard::wanted_fd)
       .def("wanted", &Switchboard::TakeWanted)
-      .def("connected", &Switchboard::Connected, "peer"_a, "fd"_a)
+      .def(
+          "connected",
+          [](Switchboard& self, int peer, int fd, std::shared_ptr<RecordKeys> keys) {
+            self.Connected({peer, fd, std::move(keys)});
+          },
+          "peer"_a, "fd"_a, "keys"_a = nb::none())
       .def("failed", &Switchboard::Failed, "text"_a)
       .def("close", &Switchboard::Close)
       .def("forget", &Switchboard::Forget)
@@ -142,21 +163,21 @@ NB_MODULE(_native, m) {
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external,
              std::vector<int> ranks, const PyEngine* world, std::vector<int> hosts,
-             std::vector<int> uplink_fds, const nb::object& links, std::shared_ptr<StackSource> stacks,
-             std::string last_operations_prefix) {
+             std::vector<int> uplink_fds, const nb::sequence& uplink_keys, const nb::object& links,
+             std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
             std::shared_ptr<Switchboard> switchboard;
             if (!links.is_none())
               switchboard = nb::cast<std::shared_ptr<Switchboard>>(links.attr("switchboard"));
             new (self) PyEngine(
                 ProcessOptions(rank, size, epoch, segment_fd, peers, config, external, std::move(ranks),
-                               world, std::move(hosts), std::move(uplink_fds), std::move(switchboard),
-                               std::move(stacks), std::move(last_operations_prefix)),
+                               world, std::move(hosts), std::move(uplink_fds), ToUplinkKeys(uplink_keys),
+                               std::move(switchboard), std::move(stacks), std::move(last_operations_prefix)),
                 links);
           },
           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
           "ranks"_a = std::vector<int>{}, "world"_a = nb::none(), "hosts"_a = std::vector<int>{},
-          "uplink_fds"_a = std::vector<int>{}, "links"_a = nb::none(), "stacks"_a = nb::none(),
-          "last_operations_prefix"_a = "")
+          "uplink_fds"_a = std::vector<int>{}, "uplink_keys"_a = nb::make_tuple(), "links"_a = nb::none(),
+          "stacks"_a = nb::none(), "last_operations_prefix"_a = "")
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
            "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{}, "out_bytes"_a = std::vector<size_t>{})
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a, "drives"_a = false)

@@ -45,6 +45,7 @@ struct EngineOptions {
   // Between hosts, connected stream sockets that are this engine's from now on. By host, in the order of
   // their first ranks: from a leader to those of its neighbours in the tree (base/tree.h); else -1.
   std::vector<int> uplink_fds;
+  std::vector<std::shared_ptr<const RecordKeys>> uplink_keys;  // of each; empty: they are not encrypted
   std::shared_ptr<Switchboard> switchboard;  // between hosts: gives connections for data, by rank
   // Of a process set: the number in the world of each rank, for messages. Empty: the same.
   std::vector<int> ranks;

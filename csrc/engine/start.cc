@@ -47,7 +47,9 @@ Engine::Engine(EngineOptions options)
   if (topology_.hosts() == 1 || !topology_.leads()) return;
   std::vector<UplinkPeer> peers;
   for (const int host : Tree(topology_.hosts(), topology_.host()).neighbours) {
-    peers.push_back({host, options.uplink_fds[static_cast<size_t>(host)]});
+    const auto h = static_cast<size_t>(host);
+    peers.push_back(
+        {host, options.uplink_fds[h], options.uplink_keys.empty() ? nullptr : options.uplink_keys[h]});
   }
   uplink_ = std::make_unique<Uplink>(std::move(peers), epoch_);
 }

@@ -17,11 +17,28 @@
 
 namespace kolovod::testing {
 
-enum class Wire { kSocketPair, kTcp };
+enum class Wire { kSocketPair, kTcp, kSealed };  // the last: socket pairs whose bytes are encrypted
+
+// Keys of both ends of a connection.
+struct KeyPair {
+  std::shared_ptr<RecordKeys> ends[2] = {std::make_shared<RecordKeys>(), std::make_shared<RecordKeys>()};
+};
+
+inline KeyPair MakeKeys(Cipher cipher) {
+  CHECK(Libcrypto::Get() != nullptr);  // the machine that tests are run on has OpenSSL
+  KeyPair pair;
+  for (uint8_t end : {0, 1}) {
+    RecordKeys& keys = *pair.ends[end];
+    keys.cipher = cipher;
+    keys.send.data()[0] = end + 1;
+    keys.receive.data()[0] = 2 - end;
+  }
+  return pair;
+}
 
 // Two connected descriptors.
 inline void Connect(Wire wire, int ends[2]) {
-  if (wire == Wire::kSocketPair) {
+  if (wire != Wire::kTcp) {
     CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
     return;
   }
@@ -51,6 +68,10 @@ inline std::vector<std::vector<MeshPeer>> ConnectAll(int size, Wire wire) {
       Connect(wire, ends);
       peers[a][b].fd = ends[0];
       peers[b][a].fd = ends[1];
+      if (wire != Wire::kSealed) continue;
+      const KeyPair keys = MakeKeys(a % 2 == 0 ? Cipher::kAes256Gcm : Cipher::kChaCha20Poly1305);
+      peers[a][b].keys = keys.ends[0];
+      peers[b][a].keys = keys.ends[1];
     }
   }
   return peers;

@@ -17,13 +17,14 @@ Mesh::Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options)
 }
 
 Status Mesh::Create(int self, std::vector<MeshPeer> peers, MeshOptions options, std::unique_ptr<Mesh>* out) {
-  std::vector<int> fds;
-  for (const MeshPeer& peer : peers) fds.push_back(peer.fd);
+  std::vector<MadeConnection> given;
+  for (size_t p = 0; p < peers.size(); ++p)
+    given.push_back({static_cast<int>(p), peers[p].fd, peers[p].keys});
   std::unique_ptr<Mesh> mesh(new Mesh(self, std::move(peers), std::move(options)));
   Status status;
-  for (size_t p = 0; p < fds.size(); ++p) {
-    if (static_cast<int>(p) == self || fds[p] < 0) continue;
-    Status connected = mesh->Connect(static_cast<int>(p), fds[p]);
+  for (const MadeConnection& made : given) {
+    if (made.peer == self || made.fd < 0) continue;
+    Status connected = mesh->Connect(made);
     if (status.ok()) status = std::move(connected);
   }
   KV_RETURN_IF_ERROR(status);
@@ -40,25 +41,25 @@ Stream& Mesh::Make(int peer) {
   return *made_.back();
 }
 
-Status Mesh::Connect(int peer, int fd) {
-  Stream* const found = Find(peer);
-  Stream& to = found == nullptr ? Make(peer) : *found;
+Status Mesh::Connect(const MadeConnection& made) {
+  Stream* const found = Find(made.peer);
+  Stream& to = found == nullptr ? Make(made.peer) : *found;
   if (to.connected()) {
-    close(fd);
+    close(made.fd);
     return Status();
   }
   --unconnected_;
   connections_.fetch_add(1, std::memory_order_relaxed);
-  return to.Connect(fd);
+  return to.Connect(made.fd, made.keys.get());
 }
 
 Status Mesh::TakeNews() {
-  for (const auto& [peer, fd] : options_.switchboard->Take()) {
-    if (peer < 0 || peer >= size() || peer == self_) {
-      close(fd);
+  for (const MadeConnection& made : options_.switchboard->Take()) {
+    if (made.peer < 0 || made.peer >= size() || made.peer == self_) {
+      close(made.fd);
       continue;
     }
-    KV_RETURN_IF_ERROR(Connect(peer, fd));
+    KV_RETURN_IF_ERROR(Connect(made));
   }
   return Status();
 }

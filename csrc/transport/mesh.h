@@ -24,8 +24,9 @@
 namespace kolovod {
 
 struct MeshPeer {
-  int fd = -1;              // connected stream socket; -1: made on first use, if at all
-  std::string description;  // for messages: "rank 1 on host a (pid 17)"
+  int fd = -1;                               // connected stream socket; -1: made on first use, if at all
+  std::string description;                   // for messages: "rank 1 on host a (pid 17)"
+  std::shared_ptr<const RecordKeys> keys{};  // of fd; null: it is not encrypted
 };
 
 struct MeshOptions {
@@ -111,7 +112,7 @@ class Mesh {
     return found == nullptr ? 0 : (found->counters().*counter).load(std::memory_order_relaxed);
   }
   Stream& Make(int peer);
-  Status Connect(int peer, int fd);
+  Status Connect(const MadeConnection& made);
   // False, and the mesh is broken, if there is no such connection, and will be none.
   bool Usable(int peer);
   bool MakeUsable(int peer);

@@ -20,7 +20,7 @@ using std::chrono::steady_clock;
 using testing::RunMesh;
 using testing::Wire;
 
-constexpr Wire kWires[] = {Wire::kSocketPair, Wire::kTcp};
+constexpr Wire kWires[] = {Wire::kSocketPair, Wire::kTcp, Wire::kSealed};
 
 std::vector<char> Pattern(size_t bytes, int seed) {
   std::vector<char> data(bytes);

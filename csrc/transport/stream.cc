@@ -19,21 +19,6 @@ void SetOption(int fd, int level, int name, int value) {
   (void)setsockopt(fd, level, name, &value, sizeof(value));
 }
 
-// Goes on by `bytes` within parts[*next...], or to their end; what is used up is left behind. Returns by how
-// much it went on.
-size_t Advance(std::vector<iovec>& parts, size_t* next, size_t bytes) {
-  size_t left = bytes;
-  while (left > 0 && *next < parts.size()) {
-    iovec& part = parts[*next];
-    const size_t step = std::min(left, part.iov_len);
-    part.iov_base = static_cast<char*>(part.iov_base) + step;
-    part.iov_len -= step;
-    left -= step;
-    if (part.iov_len == 0) ++*next;
-  }
-  return bytes - left;
-}
-
 bool SameAddress(const sockaddr_storage& a, const sockaddr_storage& b) {
   if (a.ss_family != b.ss_family) return false;
   if (a.ss_family == AF_INET) {
@@ -52,13 +37,27 @@ std::string Text(uint32_t sequence) {
 
 Stream::~Stream() { Close(); }
 
+size_t Stream::Advance(std::vector<iovec>& parts, size_t* next, size_t bytes) {
+  size_t left = bytes;
+  while (left > 0 && *next < parts.size()) {
+    iovec& part = parts[*next];
+    const size_t step = std::min(left, part.iov_len);
+    part.iov_base = static_cast<char*>(part.iov_base) + step;
+    part.iov_len -= step;
+    left -= step;
+    if (part.iov_len == 0) ++*next;
+  }
+  return bytes - left;
+}
+
 void Stream::Close() {
   if (fd_ >= 0) close(fd_);
   fd_ = -1;
 }
 
-Status Stream::Connect(int fd) {
+Status Stream::Connect(int fd, const RecordKeys* keys) {
   fd_ = fd;
+  if (keys != nullptr) sealed_ = std::make_unique<Sealed>(*keys);
   int domain = 0;
   socklen_t length = sizeof(domain);
   const int flags = fcntl(fd_, F_GETFL);
@@ -120,32 +119,71 @@ uint64_t Stream::Receive(std::span<const iovec> parts) {
   return receive_end_ += sizeof(MessageHeader) + bytes;
 }
 
-Status Stream::Push(bool* moved) {
-  if (outgoing_.empty() || !connected()) return Status();
-  iovec parts[kMaxParts];
+size_t Stream::Gather(std::span<iovec> parts, size_t room, size_t* bytes) const {
   size_t count = 0;
-  for (auto message = outgoing_.begin(); message != outgoing_.end() && count < kMaxParts; ++message) {
-    for (size_t i = message->next; i < message->parts.size() && count < kMaxParts; ++i) {
-      parts[count++] = message->parts[i];
+  *bytes = 0;
+  for (auto message = outgoing_.begin(); message != outgoing_.end(); ++message) {
+    for (size_t i = message->next; i < message->parts.size(); ++i) {
+      const bool whole = i > 0;
+      const size_t left = room - *bytes;
+      if (count == parts.size() || left == 0 || (!whole && left < message->parts[i].iov_len)) return count;
+      parts[count] = message->parts[i];
+      parts[count].iov_len = std::min(parts[count].iov_len, left);
+      *bytes += parts[count++].iov_len;
     }
   }
+  return count;
+}
+
+void Stream::Taken(size_t bytes) {
+  while (bytes > 0) {
+    Outgoing& front = outgoing_.front();
+    bytes -= Advance(front.parts, &front.next, bytes);
+    if (front.next == front.parts.size()) outgoing_.pop_front();
+  }
+}
+
+Status Stream::Write(std::span<iovec> parts, size_t* bytes) const {
+  *bytes = 0;
   msghdr call{};
-  call.msg_iov = parts;
-  call.msg_iovlen = count;
+  call.msg_iov = parts.data();
+  call.msg_iovlen = parts.size();
   ssize_t result;
   do {
     result = sendmsg(fd_, &call, MSG_NOSIGNAL | MSG_DONTWAIT);
   } while (result < 0 && errno == EINTR);
   if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Status();
   if (result < 0) return Lost("sending to", errno);
-  *moved = true;
-  size_t left = static_cast<size_t>(result);
-  sent_ += left;
-  while (left > 0) {
-    Outgoing& front = outgoing_.front();
-    left -= Advance(front.parts, &front.next, left);
-    if (front.next == front.parts.size()) outgoing_.pop_front();
-  }
+  *bytes = static_cast<size_t>(result);
+  return Status();
+}
+
+Status Stream::Read(std::span<iovec> parts, size_t* bytes) const {
+  *bytes = 0;
+  msghdr call{};
+  call.msg_iov = parts.data();
+  call.msg_iovlen = parts.size();
+  ssize_t result;
+  do {
+    result = recvmsg(fd_, &call, MSG_DONTWAIT);
+  } while (result < 0 && errno == EINTR);
+  if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Status();
+  if (result < 0) return Lost("receiving from", errno);
+  if (result == 0) return Lost(nullptr, 0);
+  *bytes = static_cast<size_t>(result);
+  return Status();
+}
+
+Status Stream::Push(bool* moved) {
+  if (!sending() || !connected()) return Status();
+  if (sealed_ != nullptr) return PushSealed(moved);
+  iovec parts[kMaxParts];
+  size_t bytes = 0;
+  const size_t count = Gather(parts, SIZE_MAX, &bytes);
+  KV_RETURN_IF_ERROR(Write({parts, count}, &bytes));
+  *moved |= bytes > 0;
+  sent_ += bytes;
+  Taken(bytes);
   return Status();
 }
 
@@ -227,19 +265,10 @@ Status Stream::ReadFromSocket(bool* moved) {
     inbox_begin_ = 0;
   }
   if (whole) parts[count++] = {inbox_ + inbox_end_, kInboxBytes - inbox_end_};
-  msghdr call{};
-  call.msg_iov = parts;
-  call.msg_iovlen = count;
-  ssize_t result;
-  do {
-    result = recvmsg(fd_, &call, MSG_DONTWAIT);
-  } while (result < 0 && errno == EINTR);
-  if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Status();
-  if (result < 0) return Lost("receiving from", errno);
-  if (result == 0) return Lost(nullptr, 0);
-  *moved = true;
-  const auto bytes = static_cast<uint64_t>(result);
-  const uint64_t placed = std::min(bytes, direct);
+  size_t bytes = 0;
+  KV_RETURN_IF_ERROR(Read({parts, count}, &bytes));
+  *moved |= bytes > 0;
+  const uint64_t placed = std::min<uint64_t>(bytes, direct);
   inbox_end_ += bytes - placed;
   if (placed > 0) {
     Incoming& front = incoming_.front();
@@ -252,6 +281,7 @@ Status Stream::ReadFromSocket(bool* moved) {
 }
 
 Status Stream::Pull(bool* moved) {
+  if (sealed_ != nullptr) return PullSealed(moved);
   KV_RETURN_IF_ERROR(TakeFromInbox(moved));
   if (incoming_.empty() || !connected()) return Status();
   KV_RETURN_IF_ERROR(ReadFromSocket(moved));
@@ -298,6 +328,7 @@ void Stream::Drop() {
   outgoing_.clear();
   incoming_.clear();
   in_payload_ = false;
+  if (sealed_ != nullptr) sealed_->begin = sealed_->end = 0;
   sent_ = send_end_;
   received_ = receive_end_;
 }

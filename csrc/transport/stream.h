@@ -7,12 +7,14 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/status.h"
+#include "transport/sealer.h"
 
 namespace kolovod {
 
@@ -44,8 +46,8 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
 
   // Takes `fd` over, a connected stream socket: TCP, or AF_UNIX in tests. Once. What was queued before moves
-  // from then on.
-  Status Connect(int fd);
+  // from then on. With `keys` everything is sealed; null: nothing is.
+  Status Connect(int fd, const RecordKeys* keys = nullptr);
   bool connected() const { return fd_ >= 0; }
 
   // Messages count from 0 again.
@@ -62,8 +64,8 @@ class Stream {
   bool sending() const { return sent_ != send_end_; }
   bool receiving() const { return received_ != receive_end_; }
 
-  // One system call each, at most, so that sending and receiving take turns; `moved` is set when bytes moved.
-  // A message is written only after its header was what this end expects.
+  // A system call each (a few where records are sealed), so that sending and receiving take turns; `moved` is
+  // set when bytes moved. A message is written only after its header was what this end expects.
   Status Push(bool* moved);
   Status Pull(bool* moved);
 
@@ -96,8 +98,32 @@ class Stream {
     size_t next = 0;
     uint64_t left = 0;  // payload bytes
   };
+  // What a connection has besides if it is encrypted.
+  struct Sealed {
+    explicit Sealed(const RecordKeys& keys) : sealer(keys.cipher, keys.send), reader(keys) {}
+    Sealer sealer;
+    std::unique_ptr<char[]> record{new char[kRecordBytes]};  // the one that is on its way out
+    size_t begin = 0, end = 0;                               // what is left of it
+    uint64_t plain = 0;                                      // bytes that it was made of
+    SealedReader reader;
+  };
 
+  // Goes on by `bytes` within parts[*next...], or to their end; what is used up is left behind. Returns by
+  // how much it went on.
+  static size_t Advance(std::vector<iovec>& parts, size_t* next, size_t bytes);
   void TuneTcp();
+  // Of what is queued, as much as one call may take; whole headers only if `room` is limited.
+  size_t Gather(std::span<iovec> parts, size_t room, size_t* bytes) const;
+  // The front of the queue has been taken.
+  void Taken(size_t bytes);
+  // One system call. 0: the socket takes, or has, nothing now.
+  Status Write(std::span<iovec> parts, size_t* bytes) const;
+  Status Read(std::span<iovec> parts, size_t* bytes) const;
+  Status SealNext();
+  Status PushSealed(bool* moved);
+  Status OpenArrived(bool* moved);
+  Status PullSealed(bool* moved);
+  Status Refuse(const Status& status) const;
   // What the inbox has for the messages that are expected goes to its place.
   Status TakeFromInbox(bool* moved);
   Status CheckHeader(const MessageHeader& header) const;
@@ -108,6 +134,7 @@ class Stream {
   // Headers are read through here together with the beginning of their payload: one system call for a small
   // message. Larger would mean copying more of what could go straight to its place.
   static constexpr size_t kInboxBytes = 4096;
+  static constexpr int kRecordsPerPush = 4;
   static constexpr size_t kMaxParts = 64;  // per system call
 
   int fd_ = -1;
@@ -123,7 +150,9 @@ class Stream {
   std::deque<Incoming> incoming_;
   bool in_payload_ = false;  // of incoming_.front()
   size_t inbox_begin_ = 0, inbox_end_ = 0;
-  char inbox_[kInboxBytes];
+  char own_inbox_[kInboxBytes];
+  char* inbox_ = own_inbox_;  // if records are sealed, the one that was opened last
+  std::unique_ptr<Sealed> sealed_;
   StreamCounters counters_;
 };
 

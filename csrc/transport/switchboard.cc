@@ -3,6 +3,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <utility>
+
 namespace kolovod {
 
 Switchboard::Switchboard(Ask ask) : ask_(std::move(ask)) {
@@ -26,7 +28,7 @@ std::vector<int> Switchboard::TakeWanted() {
   return std::exchange(wanted_, {});
 }
 
-std::vector<std::pair<int, int>> Switchboard::Take() {
+std::vector<MadeConnection> Switchboard::Take() {
   std::lock_guard lock(mutex_);
   has_news_.store(false, std::memory_order_relaxed);
   eventfd_t rings;
@@ -34,13 +36,13 @@ std::vector<std::pair<int, int>> Switchboard::Take() {
   return std::exchange(connected_, {});
 }
 
-void Switchboard::Connected(int peer, int fd) {
+void Switchboard::Connected(MadeConnection made) {
   std::lock_guard lock(mutex_);
   if (closed_.load()) {
-    close(fd);
+    close(made.fd);
     return;
   }
-  connected_.emplace_back(peer, fd);
+  connected_.push_back(std::move(made));
   has_news_.store(true, std::memory_order_release);
   eventfd_write(news_, 1);
 }
@@ -62,7 +64,7 @@ std::optional<std::string> Switchboard::failure() const {
 void Switchboard::Close() {
   std::lock_guard lock(mutex_);
   closed_.store(true);
-  for (const auto& [peer, fd] : connected_) close(fd);
+  for (const MadeConnection& made : connected_) close(made.fd);
   connected_.clear();
   eventfd_write(wanted_bell_, 1);
 }
@@ -70,7 +72,7 @@ void Switchboard::Close() {
 // Without the lock: in a forked child a thread that does not exist there may hold it.
 void Switchboard::Forget() {
   closed_.store(true);
-  for (const auto& [peer, fd] : connected_) close(fd);
+  for (const MadeConnection& made : connected_) close(made.fd);
   connected_.clear();
   for (int* fd : {&news_, &wanted_bell_}) {
     if (*fd >= 0) close(*fd);

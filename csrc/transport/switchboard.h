@@ -7,13 +7,21 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "transport/keys.h"
+
 namespace kolovod {
+
+struct MadeConnection {
+  int peer;
+  int fd;                                  // a connected stream socket
+  std::shared_ptr<const RecordKeys> keys;  // null: it is not encrypted
+};
 
 // Any thread, except where it says otherwise.
 class Switchboard {
@@ -28,16 +36,17 @@ class Switchboard {
   // The mesh: it needs a connection to `peer`. Once for each.
   void Want(int peer);
   bool HasNews() const { return has_news_.load(std::memory_order_acquire); }
-  // The mesh: connections that were made, which are its own from now on, as (peer, descriptor).
-  std::vector<std::pair<int, int>> Take();
+  // The mesh: connections that were made, which are its own from now on.
+  std::vector<MadeConnection> Take();
   // Readable while there are some to take.
   int news_fd() const { return news_; }
 
   // Whoever connects: readable while there are peers to take, or after Close.
   int wanted_fd() const { return wanted_bell_; }
   std::vector<int> TakeWanted();
-  // Takes the descriptor over, a connected stream socket.
-  void Connected(int peer, int fd);
+  // Takes the descriptor over.
+  void Connected(MadeConnection made);
+  void Connected(int peer, int fd) { Connected({peer, fd, nullptr}); }
   // There will be no connection; `text` names the peer and says why. The first one counts.
   void Failed(const std::string& text);
   // Before the first use: told of it at once.
@@ -59,9 +68,9 @@ class Switchboard {
   int wanted_bell_ = -1;  // eventfd
   std::atomic<bool> has_news_{false};
   std::atomic<bool> closed_{false};
-  mutable std::mutex mutex_;                    // guards what follows
-  std::vector<std::pair<int, int>> connected_;  // not taken yet
-  std::vector<int> wanted_;                     // not taken yet
+  mutable std::mutex mutex_;               // guards what follows
+  std::vector<MadeConnection> connected_;  // not taken yet
+  std::vector<int> wanted_;                // not taken yet
   std::optional<std::string> failure_;
 };
 

@@ -42,7 +42,11 @@ void Prepare(int fd) {
 Uplink::Uplink(std::vector<UplinkPeer> peers, uint32_t epoch) : epoch_(epoch) {
   for (const UplinkPeer& link : peers) {
     Prepare(link.fd);
-    peers_.emplace_back().link = link;
+    Peer& peer = peers_.emplace_back();
+    peer.link = link;
+    if (link.keys == nullptr) continue;
+    peer.reader = std::make_unique<SealedReader>(*link.keys);
+    peer.sealer = std::make_unique<Sealer>(link.keys->cipher, link.keys->send);
   }
   bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
@@ -97,9 +101,17 @@ void Uplink::Push(Peer& peer, const std::string& payload) {
   if (peer.ended) return;
   const auto length = static_cast<uint32_t>(payload.size());
   const bool waited = !peer.outgoing.empty();
-  peer.outgoing.append(reinterpret_cast<const char*>(&length), sizeof(length));
-  peer.outgoing.append(reinterpret_cast<const char*>(&epoch_), sizeof(epoch_));
-  peer.outgoing += payload;
+  std::string sealed;  // the frame, until it is
+  std::string& frame = peer.sealer == nullptr ? peer.outgoing : sealed;
+  frame.append(reinterpret_cast<const char*>(&length), sizeof(length));
+  frame.append(reinterpret_cast<const char*>(&epoch_), sizeof(epoch_));
+  frame += payload;
+  if (peer.sealer != nullptr && !peer.sealer->Append(frame.data(), frame.size(), &peer.outgoing).ok()) {
+    // As good as gone: the peer will find a record that does not open, and say so.
+    peer.ended = true;
+    shutdown(peer.link.fd, SHUT_RDWR);
+    return;
+  }
   sent_frames_.fetch_add(1, std::memory_order_relaxed);
   if (waited) return;
   Flush(peer);
@@ -183,11 +195,21 @@ void Uplink::LookAway() {
 // True: there is a new frame for the driver.
 bool Uplink::Receive(Peer& peer) {
   bool arrived = false;
-  char bytes[kReadBytes];
+  char plain[kReadBytes];
   while (!peer.gone) {
-    const ssize_t n = recv(peer.link.fd, bytes, sizeof(bytes), 0);
+    const std::span<char> room = peer.reader == nullptr ? plain : peer.reader->Room();
+    const ssize_t n = recv(peer.link.fd, room.data(), room.size(), 0);
     const int error = n < 0 ? errno : 0;
-    if (n > 0) peer.incoming.append(bytes, static_cast<size_t>(n));
+    if (n > 0 && peer.reader == nullptr) {
+      peer.incoming.append(plain, static_cast<size_t>(n));
+    } else if (n > 0) {
+      peer.reader->Arrived(static_cast<size_t>(n));
+      const Status opened = Open(peer);
+      if (!opened.ok()) {
+        End(peer, opened.message());
+        return arrived;
+      }
+    }
     if (error == EINTR) continue;
     if (error == EAGAIN || error == EWOULDBLOCK) return arrived;
     if (n <= 0) {
@@ -199,9 +221,20 @@ bool Uplink::Receive(Peer& peer) {
       return arrived;
     }
     arrived = arrived || HasData();
-    if (static_cast<size_t>(n) < sizeof(bytes)) return arrived;
+    if (static_cast<size_t>(n) < room.size()) return arrived;
   }
   return arrived;
+}
+
+Status Uplink::Open(Peer& peer) {
+  for (;;) {
+    size_t bytes = 0;
+    KV_RETURN_IF_ERROR(peer.reader->Next(&bytes));
+    if (bytes == 0) return Status();
+    std::span<char> plain;
+    KV_RETURN_IF_ERROR(peer.reader->Open(&plain));
+    peer.incoming.append(plain.data(), plain.size());
+  }
 }
 
 bool Uplink::Parse(Peer& peer) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
@@ -18,12 +19,14 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/sealer.h"
 
 namespace kolovod {
 
 struct UplinkPeer {
   int host;
-  int fd;  // connected stream socket
+  int fd;                                    // connected stream socket
+  std::shared_ptr<const RecordKeys> keys{};  // null: it is not encrypted
 };
 
 class Uplink {
@@ -69,17 +72,21 @@ class Uplink {
  private:
   struct Peer {
     UplinkPeer link;
-    std::string incoming;  // guarded by read_mutex_
-    std::string outgoing;  // guarded by mutex_
-    size_t written = 0;    // of outgoing; guarded by mutex_
-    bool ended = false;    // guarded by mutex_
-    bool gone = false;     // the same for the reader; guarded by read_mutex_
+    std::unique_ptr<SealedReader> reader;  // guarded by read_mutex_; null: nothing is sealed
+    std::unique_ptr<Sealer> sealer;        // guarded by mutex_; the same
+    std::string incoming;                  // guarded by read_mutex_
+    std::string outgoing;                  // guarded by mutex_
+    size_t written = 0;                    // of outgoing; guarded by mutex_
+    bool ended = false;                    // guarded by mutex_
+    bool gone = false;                     // the same for the reader; guarded by read_mutex_
   };
 
   void Read();
   // Under read_mutex_.
   bool Receive(Peer& peer);
   bool Parse(Peer& peer);
+  // What has arrived, opened. An error if that is not possible.
+  Status Open(Peer& peer);
   // Under the mutex.
   void Push(Peer& peer, const std::string& payload);
   void Flush(Peer& peer);

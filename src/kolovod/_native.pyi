@@ -13,6 +13,51 @@ import numpy.typing as npt
 class EngineError(Exception):
     """``args == (code, message)``; codes are listed in ``kolovod.errors``."""
 
+def libcrypto() -> str:
+    """The version of the machine's libcrypto. EngineError, saying why, if there is none."""
+
+def offered_ciphers() -> int:
+    """Those that this host does well, as bits: 1 AES-256-GCM, 2 ChaCha20-Poly1305.
+
+    EngineError without libcrypto.
+    """
+
+@final
+class RecordKeys:
+    """The keys of both directions of one connection, and their cipher."""
+
+@final
+class Agreement:
+    """What both ends of a connection know after a key exchange."""
+
+    def keys(self, purpose: str) -> RecordKeys:
+        """Those for one use of the connection; other uses have others."""
+
+@final
+class KeyExchange:
+    """One end's part of an X25519 exchange, for one connection. EngineError without libcrypto."""
+
+    def __init__(self) -> None: ...
+    @property
+    def public(self) -> bytes:
+        """32 bytes for the other end."""
+
+    def agree(
+        self, session: bytes, others_public: bytes, cipher: int, is_server: bool
+    ) -> Agreement:
+        """With the handshake's ``session`` key. EngineError if ``others_public`` is no key."""
+
+@final
+class MessageSealer:
+    """Both directions of a connection, for messages that are one record each (docs/wire.md)."""
+
+    def __init__(self, keys: RecordKeys) -> None: ...
+    def seal(self, body: bytes) -> bytes:
+        """The next record to send: 20 bytes longer."""
+
+    def open(self, record: bytes) -> bytes | None:
+        """The body of the next record from there; None if it is not that."""
+
 @final
 class Switchboard:
     """Where an engine asks for connections to ranks of other hosts, and finds them.
@@ -25,8 +70,11 @@ class Switchboard:
     def wanted(self) -> list[int]:
         """Ranks to which a connection is needed, each told once."""
 
-    def connected(self, peer: int, fd: int) -> None:
-        """Take over ``fd``, a connected stream socket to ``peer``; once closed, close it."""
+    def connected(self, peer: int, fd: int, keys: RecordKeys | None = None) -> None:
+        """Take over ``fd``, a connected stream socket to ``peer``; once closed, close it.
+
+        ``keys``: what passes is sealed with them.
+        """
 
     def failed(self, text: str) -> None:
         """End the world: there will be no connection that it needs, as ``text`` says."""
@@ -50,7 +98,8 @@ class Engine:
     engine; both end together when a rank is lost.
     ``hosts``: by rank a number for its host, () for one host. With several, ``uplink_fds``:
     connected stream sockets which the engine takes over, by host (from a host's first rank to those
-    of its ``tree_neighbours``, else -1); and ``links``, an object with a ``switchboard``, where the
+    of its ``tree_neighbours``, else -1), ``uplink_keys``, what each of them is encrypted with (None
+    or an empty sequence: not at all), and ``links``, an object with a ``switchboard``, where the
     engine gets connections for data, ``close``, called when it is shut down, and ``forget``.
     ``external=True``: after ``hand_over`` buckets are handed to ``next_bucket`` instead of the own
     collectives.
@@ -72,6 +121,7 @@ class Engine:
         world: Engine | None = None,
         hosts: Sequence[int] = (),
         uplink_fds: Sequence[int] = (),
+        uplink_keys: Sequence[RecordKeys | None] = (),
         links: Any = None,
         stacks: StackSource | None = None,
         last_operations_prefix: str = "",

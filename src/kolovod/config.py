@@ -74,6 +74,8 @@ class Knob:
     """Of a text, "" for any; ``unit`` says it in words."""
     engine: bool
     """True: handed to the native engine under its own name."""
+    switch: bool
+    """The flag takes no value: it sets the value to true."""
 
     def parse(self, text: str, what: str) -> Value:
         """The value written as ``text``; ``what`` names the variable or flag in the error.
@@ -116,6 +118,7 @@ def _knob(
     choices: tuple[str, ...] = (),
     pattern: str = "",
     engine: bool = True,
+    switch: bool = False,
 ) -> Any:
     """A field of ``Settings`` that carries what makes it a knob."""
     metadata = {
@@ -130,6 +133,7 @@ def _knob(
         "choices": choices,
         "pattern": pattern,
         "engine": engine,
+        "switch": switch,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -152,6 +156,14 @@ class Settings:
         "all are tried, the fastest first.",
         aliases=("HOROVOD_GLOO_IFACE",),
         engine=False,
+    )
+    encrypt: bool = _knob(
+        False,
+        "Whether all that ranks of different hosts say to each other and to the launcher is "
+        "encrypted, by the OpenSSL of each host (docs/security.md). The same for all ranks; with "
+        "backend native only.",
+        engine=False,
+        switch=True,
     )
     start_timeout_s: float = _knob(
         60.0,
@@ -338,4 +350,11 @@ def load(environ: Mapping[str, str]) -> Settings:
             if _is_on(text, name):
                 values[knob.name] = knob.type(0)
                 break
-    return Settings(**values)  # type: ignore[arg-type]
+    settings = Settings(**values)  # type: ignore[arg-type]
+    if settings.encrypt and settings.backend != "native":
+        raise InvalidArgumentError(
+            f"KOLOVOD_ENCRYPT=1 with KOLOVOD_BACKEND={settings.backend!r}: that library's own "
+            "connections would not be encrypted. Use the backend native, or a network that "
+            "encrypts (WireGuard, IPsec)"
+        )
+    return settings

@@ -64,6 +64,7 @@ def make_engine(
     links = ready.links
     try:
         with affinity.threads_on(core):
+            to_leaders = [] if links is None else links.hand_over()
             return _native.Engine(
                 ready.rank,
                 size,
@@ -75,7 +76,8 @@ def make_engine(
                 ranks=ranks,
                 world=world,
                 hosts=hosts,
-                uplink_fds=[] if links is None else links.hand_over(),
+                uplink_fds=[made.fd for made in to_leaders],
+                uplink_keys=[made.keys for made in to_leaders],
                 links=links,
                 stacks=stacks.source() if size > 1 else None,
                 last_operations_prefix=last_operations_prefix,

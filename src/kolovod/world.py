@@ -307,6 +307,7 @@ def _ready(place: Place, members: tuple[int, ...], settings: Settings) -> Ready:
             settings.start_timeout_s,
             settings.interface_names,
             place.local_rank,
+            encrypts=settings.encrypt,
         )
     _process.epochs_alone += 1
     member = Member(place.rank, place.host, os.getpid(), "", "", os.geteuid())

@@ -118,14 +118,19 @@ def work_of_some(rank: int, folder: Path) -> None:
         kv.shutdown()
 
 
-def handshakes(folder: Path) -> None:
-    """Both directions of one, through a relay."""
+def handshakes(folder: Path, *, sealed: bool) -> None:
+    """Both directions of one, through a relay, and what the client says next."""
     client, near = socket.socketpair()
     far, server = socket.socketpair()
     deadline = time.monotonic() + 10
     secret = auth.new_secret()
     accepting = threading.Thread(target=auth.accept, args=(server, secret, "test", deadline))
-    calling = threading.Thread(target=auth.greet, args=(client, secret, "test", deadline))
+
+    def call() -> None:
+        channel = auth.greet(client, secret, "test", deadline, sealed=sealed)
+        channel.send({"rank": 1, "purpose": "data", "epoch": 1}, deadline)
+
+    calling = threading.Thread(target=call)
     accepting.start()
     calling.start()
     challenge = far.recv(1000)
@@ -136,6 +141,7 @@ def handshakes(folder: Path) -> None:
     near.sendall(proof)
     accepting.join()
     calling.join()
+    keep(folder, "frames_sealed" if sealed else "frames", near.recv(1000))
     keep(folder, "handshake_of_client", answer)
     keep(folder, "handshake_of_server", challenge + proof)
     keep(folder, "handshake_of_server", challenge + bytes(32))
@@ -172,7 +178,8 @@ def main() -> int:
         )
         run_ranks(3, work_in_vain, found, env=options)
         run_ranks(3, work_of_some, found, env=options)
-        handshakes(found)
+        for sealed in (False, True):
+            handshakes(found, sealed=sealed)
         events = json.loads(timeline.read_text())
         for begin in (0, 20, 40):
             keep(found, "timeline", json.dumps(events[:2] + events[begin : begin + 20]).encode())

@@ -58,9 +58,10 @@ def handshake_of_client(data: bytes) -> None:
 
 def handshake_of_server(data: bytes) -> None:
     """What a client reads of whoever answers."""
-    with _peer_that_sends(data) as sock, contextlib.suppress(AuthenticationError):
-        auth.greet(sock, SECRET, "test", _soon())
-        raise AssertionError("a stranger has proved the secret")
+    for sealed in (False, True):
+        with _peer_that_sends(data) as sock, contextlib.suppress(AuthenticationError):
+            auth.greet(sock, SECRET, "test", _soon(), sealed=sealed)
+            raise AssertionError("a stranger has proved the secret")
 
 
 def frames(data: bytes) -> None:
@@ -70,6 +71,17 @@ def frames(data: bytes) -> None:
         with contextlib.suppress(AuthenticationError, EOFError):
             channel.receive(_soon())
             raise AssertionError("a frame was accepted that nobody has signed")
+
+
+def frames_sealed(data: bytes) -> None:
+    """The same on a connection that is encrypted."""
+    mine, others = _native.KeyExchange(), _native.KeyExchange()
+    agreement = mine.agree(os.urandom(32), others.public, 2, True)
+    with _peer_that_sends(data) as sock:
+        channel = auth.Channel(sock, _KEY, is_server=True, agreement=agreement)
+        with contextlib.suppress(AuthenticationError, EOFError):
+            channel.receive(_soon())
+            raise AssertionError("a frame was opened that nobody has sealed")
 
 
 def signed_frame(data: bytes) -> None:
@@ -194,6 +206,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "handshake_of_client": handshake_of_client,
     "handshake_of_server": handshake_of_server,
     "frames": frames,
+    "frames_sealed": frames_sealed,
     "signed_frame": signed_frame,
     "store_join": _of_message(_join),
     "store_answer": _of_message(_told_by_store),
@@ -209,13 +222,15 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.launch.auth": (
         "Channel.receive",
+        "Channel._receive_sealed",
         "greet",
         "accept",
         "_parse",
         "_parse.refuse",
-        "_read",
         "_read_or_dropped",
     ),
+    "kolovod.launch.sealing": ("Exchange.answer", "Exchange.agree"),
+    "kolovod.launch.sockets": ("read_exactly",),
     "kolovod.launch.bootstrap": ("_parse_answer",),
     "kolovod.launch.messages": (),
     "kolovod.launch.place": ("read_place", "_number"),

@@ -12,6 +12,17 @@ has a deadline. The handshake, and then the frames (integers are big-endian)::
       key              HMAC(secret, "session" transcript), direction "c" or "s", sequence from 0
       body             one JSON value in UTF-8, at most 1 MiB
 
+If the client wants the connection encrypted, both ends also agree on keys (sealing.py), which are
+fresh, so that who learns the secret later cannot read what was recorded; then a frame is a record
+(csrc/transport/sealer.h), and the offers are parts of the transcript::
+
+    client -> server   SEALED_MAGIC[8]  client_nonce[32]  offer[33]  HMAC(...)[32]
+    server -> client   HMAC(...)[32]  answer[33]
+                  or   31 zeros and a one: this host cannot encrypt, or no cipher is common
+
+A server does as the client wishes and says so (``Channel.is_sealed``); a client that wants
+encryption takes nothing else.
+
 A connection that ends without either was dropped, because too many others came: the client tries
 again. HMAC is HMAC-SHA256. The label says what the connection is for, so that a proof made for one
 server is of no use at another. The client proves itself first: a stranger learns nothing but a
@@ -23,41 +34,41 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import secrets
-import select
 import socket
 import struct
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError
+from kolovod.launch.sealing import OFFER_BYTES, Exchange
+from kolovod.launch.sockets import close_all, hang_up, read_exactly, set_deadline
 
 __all__ = [
+    "HANDSHAKE_TIMEOUT_S",
     "Channel",
-    "Server",
     "accept",
     "connect",
     "encode",
     "greet",
     "new_secret",
-    "poll_until",
     "retried",
-    "same_user",
 ]
 
 MAGIC = b"KOLOVOD\x01"
+SEALED_MAGIC = b"KOLOVOD\x02"
 NONCE_BYTES = 32
 MAX_BODY_BYTES = 1 << 20
 HANDSHAKE_TIMEOUT_S = 10.0
 _FDS_PER_MESSAGE = 64  # the kernel's limit is 253
 _REFUSAL = bytes(NONCE_BYTES)
+_CANNOT_SEAL = bytes(NONCE_BYTES - 1) + b"\x01"
+_TAG_BYTES = 16
 _TRIES = 20  # of a handshake, by a client that is dropped
 _PAUSE_S = 0.05  # between the first two; longer and longer
-_LONGEST_WAIT_S = 2e6  # the kernel counts milliseconds in 31 bits
+_ALTERED = "a message was altered on its way, or is a replay"
 _LENGTH = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
 
@@ -87,12 +98,31 @@ def _transcript(label: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
 class Channel:
     """One authenticated connection. Not for use by several threads at once, except ``close``."""
 
-    def __init__(self, sock: socket.socket, key: bytes, *, is_server: bool) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        key: bytes,
+        *,
+        is_server: bool,
+        agreement: _native.Agreement | None = None,
+    ) -> None:
+        """``agreement``: the connection is encrypted."""
+        self._agreement = agreement
+        self._sealer = agreement and _native.MessageSealer(agreement.keys("messages"))
         self._sock = sock
         self._key = key
         self._out, self._in = (b"s", b"c") if is_server else (b"c", b"s")
         self._sent = 0
         self._received = 0
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether what passes is encrypted."""
+        return self._agreement is not None
+
+    def record_keys(self) -> _native.RecordKeys | None:
+        """For the engine, which gets the connection next; None: it is not encrypted."""
+        return self._agreement and self._agreement.keys("records")
 
     def fileno(self) -> int:
         """Of the socket, for polling."""
@@ -108,10 +138,14 @@ class Channel:
 
     def send_encoded(self, body: bytes, deadline: float) -> None:
         """``send`` of what ``encode`` has made: for a message that goes to many."""
-        proof = _digest(self._key, self._out, _SEQUENCE.pack(self._sent), body)
+        if self._sealer is not None:
+            frame = self._sealer.seal(body)
+        else:
+            proof = _digest(self._key, self._out, _SEQUENCE.pack(self._sent), body)
+            frame = _LENGTH.pack(len(body)) + proof + body
         self._sent += 1
-        _set_deadline(self._sock, deadline)
-        self._sock.sendall(_LENGTH.pack(len(body)) + proof + body)
+        set_deadline(self._sock, deadline)
+        self._sock.sendall(frame)
 
     def receive(self, deadline: float) -> Any:
         """Receive one JSON value by ``deadline``.
@@ -120,21 +154,33 @@ class Channel:
         JSON, EOFError if the other end closed the connection, OSError (a TimeoutError at the
         deadline) if it is broken.
         """
-        header = _read(self._sock, _LENGTH.size + NONCE_BYTES, deadline)
+        if self._sealer is not None:
+            return _parse(self._receive_sealed(self._sealer, deadline))
+        header = read_exactly(self._sock, _LENGTH.size + NONCE_BYTES, deadline)
         (length,) = _LENGTH.unpack_from(header)
         if length > MAX_BODY_BYTES:
             raise AuthenticationError(f"a message says it has {length} bytes: refused")
-        body = _read(self._sock, length, deadline)
+        body = read_exactly(self._sock, length, deadline)
         proof = _digest(self._key, self._in, _SEQUENCE.pack(self._received), body)
         if not hmac.compare_digest(proof, header[_LENGTH.size :]):
-            raise AuthenticationError("a message was altered on its way, or is a replay")
+            raise AuthenticationError(_ALTERED)
         self._received += 1
         return _parse(body)
+
+    def _receive_sealed(self, sealer: _native.MessageSealer, deadline: float) -> bytes:
+        head = read_exactly(self._sock, _LENGTH.size, deadline)
+        length = int.from_bytes(head, "little")
+        if length > MAX_BODY_BYTES:
+            raise AuthenticationError(f"a message says it has {length} bytes: refused")
+        body = sealer.open(head + read_exactly(self._sock, length + _TAG_BYTES, deadline))
+        if body is None:
+            raise AuthenticationError(_ALTERED)
+        return body
 
     def send_fds(self, fds: Sequence[int], deadline: float) -> None:
         """Send file descriptors over an AF_UNIX connection; the receiver must know how many."""
         for start in range(0, len(fds), _FDS_PER_MESSAGE):
-            _set_deadline(self._sock, deadline)
+            set_deadline(self._sock, deadline)
             socket.send_fds(self._sock, [b"F"], list(fds[start : start + _FDS_PER_MESSAGE]))
 
     def receive_fds(self, count: int, deadline: float) -> list[int]:
@@ -142,7 +188,7 @@ class Channel:
         fds: list[int] = []
         try:
             while len(fds) < count:
-                _set_deadline(self._sock, deadline)
+                set_deadline(self._sock, deadline)
                 expected = min(count - len(fds), _FDS_PER_MESSAGE)
                 data, got, flags, _ = socket.recv_fds(self._sock, 1, expected)
                 fds += got
@@ -154,7 +200,7 @@ class Channel:
                         "files (ulimit -n) is probably too low"
                     )
         except BaseException:
-            _close_all(fds)
+            close_all(fds)
             raise
         return fds
 
@@ -167,29 +213,36 @@ class Channel:
         sock = socket.socket(fileno=self._sock.detach())
         kept = Channel(sock, self._key, is_server=self._out == b"s")
         kept._sent, kept._received = self._sent, self._received
+        kept._agreement, kept._sealer = self._agreement, self._sealer
         return kept
 
     def close(self) -> None:
         """Close the connection; a thread that waits on it is woken."""
-        _close(self._sock)
+        hang_up(self._sock)
 
 
 def connect(
-    family: socket.AddressFamily, address: Any, secret: str, label: str, deadline: float
+    family: socket.AddressFamily,
+    address: Any,
+    secret: str,
+    label: str,
+    deadline: float,
+    *,
+    sealed: bool = False,
 ) -> Channel:
     """Connect to ``address`` and prove the secret, both ways.
 
-    Raises AuthenticationError if the other end does not know it, OSError (a TimeoutError at the
-    deadline) if nobody is there.
+    ``sealed``: what passes is encrypted. Raises AuthenticationError if the other end does not know
+    the secret, or cannot encrypt; OSError (a TimeoutError at the deadline) if nobody is there.
     """
 
     def attempt() -> Channel:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             _connect(sock, address, deadline)
-            return greet(sock, secret, label, deadline)
+            return greet(sock, secret, label, deadline, sealed=sealed)
         except BaseException:
-            _close(sock)
+            hang_up(sock)
             raise
 
     return retried(attempt, deadline)
@@ -214,7 +267,7 @@ class _Dropped(AuthenticationError):
 
 def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
     while True:
-        _set_deadline(sock, deadline)
+        set_deadline(sock, deadline)
         try:
             sock.connect(address)
             return
@@ -222,7 +275,9 @@ def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
             time.sleep(0.005)
 
 
-def greet(sock: socket.socket, secret: str, label: str, deadline: float) -> Channel:
+def greet(
+    sock: socket.socket, secret: str, label: str, deadline: float, *, sealed: bool = False
+) -> Channel:
     """The client's half of the handshake on a connected socket.
 
     Raises what ``connect`` raises; the caller closes ``sock`` then.
@@ -233,18 +288,31 @@ def greet(sock: socket.socket, secret: str, label: str, deadline: float) -> Chan
     if hello[: len(MAGIC)] != MAGIC:
         raise AuthenticationError(f"what answers as the {purpose} does not speak our protocol")
     client_nonce = secrets.token_bytes(NONCE_BYTES)
-    transcript = _transcript(label, hello[len(MAGIC) :], client_nonce)
+    exchange = Exchange() if sealed else None
+    magic, offer = (SEALED_MAGIC, exchange.offer()) if exchange else (MAGIC, b"")
+    transcript = _transcript(label, hello[len(MAGIC) :], client_nonce) + offer
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # then reading ends, too
-        sock.sendall(MAGIC + client_nonce + _digest(key, b"client", transcript))
+        sock.sendall(magic + client_nonce + offer + _digest(key, b"client", transcript))
     proof = _read_or_dropped(sock, NONCE_BYTES, deadline, purpose)
     if proof == _REFUSAL:
         raise AuthenticationError(
             f"the {purpose} refused this process: its secret (KOLOVOD_SECRET) is not that of the "
             "job, or it has come to the wrong address"
         )
+    if exchange and proof == _CANNOT_SEAL:
+        raise AuthenticationError(
+            f"the {purpose} cannot encrypt, as KOLOVOD_ENCRYPT asks: its host has no libcrypto "
+            "(OpenSSL 1.1.1 or later), or no cipher that this one offers"
+        )
+    answer = _read_or_dropped(sock, OFFER_BYTES, deadline, purpose) if exchange else b""
+    transcript += answer
     if not hmac.compare_digest(proof, _digest(key, b"server", transcript)):
         raise AuthenticationError(f"the {purpose} does not know this job's secret (KOLOVOD_SECRET)")
-    return Channel(sock, _digest(key, b"session", transcript), is_server=False)
+    session = _digest(key, b"session", transcript)
+    agreement = None
+    if exchange:
+        agreement = exchange.agree(session, answer[0], answer, is_server=False)
+    return Channel(sock, session, is_server=False, agreement=agreement)
 
 
 def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Channel:
@@ -254,143 +322,38 @@ def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Cha
     """
     key = secret.encode()
     server_nonce = secrets.token_bytes(NONCE_BYTES)
-    _set_deadline(sock, deadline)
+    set_deadline(sock, deadline)
     sock.sendall(MAGIC + server_nonce)
-    answer = _read(sock, len(MAGIC) + 2 * NONCE_BYTES, deadline)
-    client_nonce = answer[len(MAGIC) : len(MAGIC) + NONCE_BYTES]
-    transcript = _transcript(label, server_nonce, client_nonce)
-    proof = answer[len(MAGIC) + NONCE_BYTES :]
+    magic = read_exactly(sock, len(MAGIC), deadline)
+    sealed = magic == SEALED_MAGIC
+    client_nonce = read_exactly(sock, NONCE_BYTES, deadline)
+    offer = read_exactly(sock, OFFER_BYTES, deadline) if sealed else b""
+    proof = read_exactly(sock, NONCE_BYTES, deadline)
+    transcript = _transcript(label, server_nonce, client_nonce) + offer
     expected = _digest(key, b"client", transcript)
-    if answer[: len(MAGIC)] != MAGIC or not hmac.compare_digest(proof, expected):
-        with contextlib.suppress(OSError):
-            sock.sendall(_REFUSAL)
+    if magic not in (MAGIC, SEALED_MAGIC) or not hmac.compare_digest(proof, expected):
+        _refuse(sock, _REFUSAL)
         raise AuthenticationError("a client does not know this job's secret")
-    sock.sendall(_digest(key, b"server", transcript))
-    return Channel(sock, _digest(key, b"session", transcript), is_server=True)
-
-
-class Server:
-    """Accepts connections on ``listener``; calls ``handler(channel)`` for the authenticated ones.
-
-    Each connection has its own short-lived thread, so that one which says nothing holds up nobody.
-    The handler's channel is closed after it returns. At most ``max_strangers`` connections may be
-    on their way to a proof: one more, and the oldest is closed. Takes over the listening socket.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        secret: str,
-        label: str,
-        handler: Callable[[Channel], None],
-        max_strangers: int = 64,
-        handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
-    ) -> None:
-        self._listener = listener
-        self._secret = secret
-        self._label = label
-        self._handler = handler
-        self._max_strangers = max_strangers
-        self._handshake_timeout_s = handshake_timeout_s
-        self._lock = threading.Lock()
-        self._open: dict[socket.socket, threading.Thread] = {}
-        self._strangers: dict[socket.socket, None] = {}  # of the open ones, oldest first
-        self._closed = False
-        self.refused = 0  # connections that did not prove the secret
-        self._thread = threading.Thread(target=self._accept, name=f"kolovod {label}", daemon=True)
-
-    def start(self) -> None:
-        """Begin to accept."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop accepting, close every connection and wait for the threads. Idempotent."""
-        with self._lock:
-            self._closed = True
-            open_now = dict(self._open)
-        _close(self._listener)
-        for sock, thread in open_now.items():
-            _close(sock)
-            thread.join(timeout=5)
-        if self._thread.ident is not None:
-            self._thread.join(timeout=5)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.05)  # out of descriptors: some connection will end
-                continue
-            with self._lock:
-                if self._closed or not same_user(sock):
-                    _close(sock)
-                    continue
-                if len(self._strangers) >= self._max_strangers:
-                    _shut(next(iter(self._strangers)))  # its thread wakes, and closes it
-                    self._strangers.pop(next(iter(self._strangers)))
-                thread = threading.Thread(
-                    target=self._serve, args=(sock,), name=f"{self._thread.name} peer", daemon=True
-                )
-                self._open[sock] = thread
-                self._strangers[sock] = None
-                try:
-                    thread.start()
-                except RuntimeError:  # the system gives no more threads: the client tries again
-                    del self._open[sock], self._strangers[sock]
-                    _close(sock)
-
-    def _serve(self, sock: socket.socket) -> None:
+    exchange, answer = None, b""
+    if sealed:
         try:
-            deadline = time.monotonic() + self._handshake_timeout_s
-            try:
-                channel = accept(sock, self._secret, self._label, deadline)
-            except (AuthenticationError, EOFError, OSError):
-                with self._lock:
-                    self.refused += 1
-                return
-            with self._lock:
-                self._strangers.pop(sock, None)
-            self._handler(channel)
-        except (AuthenticationError, EOFError, OSError):
-            return  # the peer went away, and whoever waits for it will notice by other means
-        except BootstrapError as error:  # what it sends makes no sense
-            print(f"kolovod: {self._label.split(' ', 1)[0]}: {error}\n", end="", file=sys.stderr)
-        except ValueError:
-            if not self._closed:  # else the handler met the socket that close() has closed
-                raise
-        finally:
-            _close(sock)
-            with self._lock:
-                self._open.pop(sock, None)
-                self._strangers.pop(sock, None)
+            exchange = Exchange()
+            answer = exchange.answer(offer)
+        except AuthenticationError:
+            _refuse(sock, _CANNOT_SEAL)
+            raise
+    transcript += answer
+    sock.sendall(_digest(key, b"server", transcript) + answer)
+    session = _digest(key, b"session", transcript)
+    agreement = None
+    if exchange:
+        agreement = exchange.agree(session, answer[0], offer, is_server=True)
+    return Channel(sock, session, is_server=True, agreement=agreement)
 
 
-def same_user(sock: socket.socket) -> bool:
-    """On AF_UNIX the kernel says who connects; elsewhere only the secret counts."""
-    if sock.family != socket.AF_UNIX:
-        return True
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return uid in (0, os.geteuid())
-
-
-def _set_deadline(sock: socket.socket, deadline: float) -> None:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError("the deadline has passed")
-    sock.settimeout(min(remaining, _LONGEST_WAIT_S))
-
-
-def poll_until(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
-    """What ``poll`` finds by ``deadline`` (``time.monotonic()`` seconds), however far that is."""
-    while True:
-        remaining = max(0.0, deadline - time.monotonic())
-        ready = poll.poll(min(remaining, _LONGEST_WAIT_S) * 1000)
-        if ready or remaining <= _LONGEST_WAIT_S:
-            return ready
+def _refuse(sock: socket.socket, why: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sock.sendall(why)
 
 
 def _parse(body: bytes) -> Any:
@@ -405,38 +368,11 @@ def _parse(body: bytes) -> Any:
         ) from None
 
 
-def _read(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """Exactly ``count`` bytes; the deadline is for all of them, however slowly they trickle in."""
-    chunks = bytearray()
-    while len(chunks) < count:
-        _set_deadline(sock, deadline)
-        chunk = sock.recv(min(count - len(chunks), 1 << 16))
-        if not chunk:
-            raise EOFError("the connection was closed")
-        chunks += chunk
-    return bytes(chunks)
-
-
 def _read_or_dropped(sock: socket.socket, count: int, deadline: float, purpose: str) -> bytes:
     try:
-        return _read(sock, count, deadline)
+        return read_exactly(sock, count, deadline)
     except (EOFError, ConnectionResetError):
         raise _Dropped(
             f"the {purpose} closes the connection during the handshake, again and again: it is "
             "flooded with connections, or no part of this job"
         ) from None
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in accept or recv
-
-
-def _close(sock: socket.socket) -> None:
-    _shut(sock)
-    sock.close()
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -35,9 +35,12 @@ from typing import Any, NoReturn
 from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, poll_until
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, connect
 from kolovod.launch.mesh import Links, Listener, describe
 from kolovod.launch.network import addresses_beside
+from kolovod.launch.sealing import require_libcrypto
+from kolovod.launch.server import Server
+from kolovod.launch.sockets import poll_until
 from kolovod.launch.store import Formation, Member, join
 
 _MOST_ON_A_HOST = 1024  # the engine's own limit is lower
@@ -146,28 +149,34 @@ def bootstrap(
     timeout_s: float,
     interfaces: Sequence[str] = (),
     local_rank: int = 0,
+    *,
+    encrypts: bool = False,
 ) -> Ready:
     """Meet the other ``members`` (sorted launcher ranks, with ``rank``) and share the segment.
 
     ``interfaces``: by which ranks of other hosts are to come (see ``addresses_beside``).
+    ``encrypts``: what passes between hosts is encrypted, as all members must want it.
     Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
     if one does not come, BootstrapError.
     """
     deadline = time.monotonic() + timeout_s
+    if encrypts:
+        require_libcrypto(host)
     with contextlib.ExitStack() as cleanup:
         door = cleanup.enter_context(contextlib.closing(_Leader(secret)))
         listener = Listener(addresses_beside(store, interfaces, local_rank), len(members))
         cleanup.callback(listener.close)
         pid, user = os.getpid(), os.geteuid()
-        me = Member(rank, host, pid, pid_namespace(), door.name, user, listener.address)
+        me = Member(rank, host, pid, pid_namespace(), door.name, user, listener.address, encrypts)
         formation = join(store, secret, members, me, timeout_s, config)
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
         _check_users(formation)
+        _check_encryption(formation)
         new_rank = members.index(rank)
         here = tuple(member for member in formation.members if member.host == host)
         links = None
         if len(here) < len(members):
-            links = Links(new_rank, formation, listener, secret)
+            links = Links(new_rank, formation, listener, secret, sealed=encrypts)
             cleanup.callback(links.close)
             links.connect_leaders(deadline)
         if here[0].rank == rank:
@@ -188,6 +197,17 @@ def _check_users(formation: Formation) -> None:
             raise BootstrapError(
                 f"{member} runs as user {member.user}, but {other} as user {other.user}: ranks of "
                 "one host share memory, so start them all as the same user"
+            )
+
+
+def _check_encryption(formation: Formation) -> None:
+    first = formation.members[0]
+    for member in formation.members:
+        if member.encrypts != first.encrypts:
+            values = [f"KOLOVOD_ENCRYPT={int(m.encrypts)}" for m in (member, first)]
+            raise BootstrapError(
+                f"{member} has {values[0]}, but {first} has {values[1]}: set it alike for all "
+                "ranks, as kolovod run --encrypt does"
             )
 
 

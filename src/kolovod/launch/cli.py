@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from kolovod.launch.doctor import run_doctor
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.remote import SshOptions
+from kolovod.launch.sealing import require_libcrypto
 from kolovod.launch.spawn import Job, JobOptions, Outcome, report_to_stderr
 from kolovod.launch.started import read_hosts
 from kolovod.observe import summary
@@ -119,12 +121,12 @@ def _parser() -> argparse.ArgumentParser:
         "knobs (also by environment variable; see docs/configuration.md)"
     )
     for knob in KNOBS:
-        knobs.add_argument(
-            knob.flag,
-            dest=f"knob_{knob.name}",
-            metavar=(knob.unit or "value").upper(),
-            help=f"{knob.text} [{knob.default}]".replace("%", "%%"),
-        )
+        dest, text = f"knob_{knob.name}", knob.text.replace("%", "%%")
+        if knob.switch:
+            knobs.add_argument(knob.flag, dest=dest, action="store_const", const="1", help=text)
+            continue
+        metavar = (knob.unit or "value").upper()
+        knobs.add_argument(knob.flag, dest=dest, metavar=metavar, help=f"{text} [{knob.default}]")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     _add_timeline(actions)
     _add_doctor(actions)
@@ -237,6 +239,8 @@ def _run(options: argparse.Namespace) -> int:
     )
     with Job(len(hosts), job_options) as job, _forwarding(job):
         try:
+            if settings.encrypt:  # the store is here
+                require_libcrypto(socket.gethostname())
             job.start(lambda rank: command)
         except BootstrapError as error:
             report_to_stderr(str(error))

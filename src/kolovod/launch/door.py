@@ -25,7 +25,8 @@ from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, same_user
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, connect
+from kolovod.launch.server import Server, same_user
 
 __all__ = ["Door", "ask", "ask_once", "close_at_exit", "tcp_door", "unix_door"]
 

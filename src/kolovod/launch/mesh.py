@@ -9,7 +9,8 @@ comes later in the world connects. After the handshake (auth.py)::
     connecting -> listening   {"rank": rank, "purpose": "data" or "control", "epoch": n}
     listening -> connecting   {"welcome": whether the listening rank is in that world}
 
-and from then on the bytes are the engine's (docs/wire.md).
+and from then on the bytes are the engine's (docs/wire.md), which in a world with KOLOVOD_ENCRYPT
+seals them with keys that follow from the same handshake.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple
 
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel
 from kolovod.launch.network import address_of, first_that_greets, listen, reach
+from kolovod.launch.server import Server
 from kolovod.launch.store import Formation, Member
 
-__all__ = ["Links", "Listener", "describe"]
+__all__ = ["Links", "Listener", "Made", "describe"]
 
 LABEL = "mesh"
 _DATA, _CONTROL = "data", "control"
@@ -39,6 +42,23 @@ _PATIENCE_S = 5.0  # with a rank that refuses: the control plane may know better
 _RETRY_S = 0.2
 _NO_LIMIT_S = 1e8
 _MAX_EPOCH = (1 << 32) - 1
+
+
+class Made(NamedTuple):
+    """A connection that the engine takes over."""
+
+    fd: int
+    """-1: there is none."""
+    keys: _native.RecordKeys | None
+    """None: it is not encrypted."""
+
+
+_NONE = Made(-1, None)
+
+
+def _made(channel: Channel) -> Made:
+    keys = channel.record_keys()
+    return Made(channel.detach(), keys)
 
 
 def describe(new_rank: int, member: Member) -> str:
@@ -87,7 +107,17 @@ class Links:
     its ``switchboard``. It calls ``close`` when it is shut down, ``forget`` in a forked child.
     """
 
-    def __init__(self, rank: int, formation: Formation, listener: Listener, secret: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        formation: Formation,
+        listener: Listener,
+        secret: str,
+        *,
+        sealed: bool = False,
+    ) -> None:
+        """``sealed``: all connections are encrypted, and no other is made or accepted."""
+        self._sealed = sealed
         self.switchboard = _native.Switchboard()
         self.handed_over = False
         self._rank = rank
@@ -100,8 +130,8 @@ class Links:
         for number, host in enumerate(hosts):
             first.setdefault(host, number)
         self._leaders = list(first.values())
-        self._control = [-1] * len(self._leaders)
-        self._arrivals: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._control = [_NONE] * len(self._leaders)
+        self._arrivals: queue.SimpleQueue[tuple[int, Made]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._calling: socket.socket | None = None  # guarded by the lock
         self._closed = False  # guarded by the lock
@@ -126,8 +156,8 @@ class Links:
                     raise BootstrapError(self._unreachable(leader, error)) from error
         self._collect({self._leaders[host] for host in neighbours if host > here}, deadline)
 
-    def hand_over(self) -> list[int]:
-        """The sockets to other leaders, by host, now the engine's; from here on data is served."""
+    def hand_over(self) -> list[Made]:
+        """Connections to other leaders, by host, now the engine's; from here on data is served."""
         self.handed_over = True
         taken, self._control = self._control, []
         self._thread = threading.Thread(target=self._connect_wanted, name="kolovod links")
@@ -151,9 +181,9 @@ class Links:
         taken, self._control = self._control, []
         while not self._arrivals.empty():
             taken.append(self._arrivals.get()[1])
-        for fd in taken:
-            if fd >= 0:
-                os.close(fd)
+        for made in taken:
+            if made.fd >= 0:
+                os.close(made.fd)
         self.switchboard.forget()  # nobody uses it any more
 
     def forget(self) -> None:
@@ -166,6 +196,8 @@ class Links:
     def _serve(self, channel: Channel) -> None:
         """On a thread of the listener: somebody who knows the secret has connected."""
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        if channel.is_sealed != self._sealed:
+            raise AuthenticationError("a rank with another KOLOVOD_ENCRYPT")  # the store says so
         hello = channel.receive(deadline)
         rank = messages.whole(hello, "rank", 0, messages.MAX_RANKS - 1)
         purpose = messages.text(hello, "purpose", 16)
@@ -173,24 +205,24 @@ class Links:
         welcome = epoch == self._epoch and rank < len(self._members)
         channel.send({"welcome": welcome}, deadline)
         if welcome and purpose == _DATA:
-            self.switchboard.connected(rank, channel.detach())
+            self.switchboard.connected(rank, *_made(channel))
         elif welcome:
-            self._arrivals.put((rank, channel.detach()))
+            self._arrivals.put((rank, _made(channel)))
 
     def _collect(self, expected: set[int], deadline: float) -> None:
         """Wait until the ``expected`` leaders have connected; StartTimeoutError."""
         while expected:
             try:
                 remaining = max(0.0, deadline - time.monotonic())
-                rank, fd = self._arrivals.get(timeout=remaining)
+                rank, made = self._arrivals.get(timeout=remaining)
             except queue.Empty:
                 names = ", ".join(str(self._members[rank]) for rank in sorted(expected))
                 raise StartTimeoutError(f"{names} did not connect in time") from None
             if rank in expected:
                 expected.remove(rank)
-                self._control[self._leaders.index(rank)] = fd
+                self._control[self._leaders.index(rank)] = made
             else:
-                os.close(fd)
+                os.close(made.fd)
 
     def _connect_wanted(self) -> None:
         """The thread: connections that the engine asks for, one after the other."""
@@ -208,7 +240,7 @@ class Links:
             try:
                 # A process may be busy for long; its host answers at once.
                 limits = time.monotonic() + _REACH_S, time.monotonic() + _NO_LIMIT_S
-                self.switchboard.connected(peer, self._call(peer, _DATA, *limits))
+                self.switchboard.connected(peer, *self._call(peer, _DATA, *limits))
                 return
             except (AuthenticationError, EOFError, OSError) as error:
                 if time.monotonic() - started >= _PATIENCE_S:
@@ -216,18 +248,21 @@ class Links:
                     return
             time.sleep(_RETRY_S)
 
-    def _call(self, peer: int, purpose: str, reached_by: float, answered_by: float) -> int:
+    def _call(self, peer: int, purpose: str, reached_by: float, answered_by: float) -> Made:
         """A connection to ``peer``; AuthenticationError, EOFError or OSError if there is none."""
         address = self._members[peer].address
         found = self._watched(reach(address, reached_by, lambda: self._closed))
         try:
-            channel = first_that_greets(found, address, self._secret, _label(address), answered_by)
+            label, sealed = _label(address), self._sealed
+            channel = first_that_greets(
+                found, address, self._secret, label, answered_by, sealed=sealed
+            )
             with contextlib.closing(channel):
                 hello = {"rank": self._rank, "purpose": purpose, "epoch": self._epoch}
                 channel.send(hello, answered_by)
                 if not messages.flag(channel.receive(answered_by), "welcome"):
                     raise EOFError("another world listens there")
-                return channel.detach()
+                return _made(channel)
         finally:
             found.close()
 

@@ -271,20 +271,30 @@ def reach(
         raise ConnectionError("; ".join(failed))
 
 
-def connect_any(addresses: str, secret: str, label: str, deadline: float) -> Channel:
+def connect_any(
+    addresses: str, secret: str, label: str, deadline: float, *, sealed: bool = False
+) -> Channel:
     """Connect to the first of ``addresses`` ("ip:port,ip:port") where somebody proves the secret.
 
-    Raises AuthenticationError if nobody proves it but somebody answers, OSError if nobody does.
+    ``sealed``: what passes is encrypted. Raises AuthenticationError if nobody proves it but
+    somebody answers, OSError if nobody does.
     """
 
     def attempt() -> Channel:
-        return first_that_greets(reach(addresses, deadline), addresses, secret, label, deadline)
+        found = reach(addresses, deadline)
+        return first_that_greets(found, addresses, secret, label, deadline, sealed=sealed)
 
     return retried(attempt, deadline)
 
 
 def first_that_greets(
-    found: Iterator[socket.socket], addresses: str, secret: str, label: str, deadline: float
+    found: Iterator[socket.socket],
+    addresses: str,
+    secret: str,
+    label: str,
+    deadline: float,
+    *,
+    sealed: bool = False,
 ) -> Channel:
     """The handshake on those that are ``found``, one after the other, until one succeeds.
 
@@ -296,7 +306,7 @@ def first_that_greets(
         if "," in addresses:
             limit = min(deadline, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         try:
-            return greet(sock, secret, label, limit)
+            return greet(sock, secret, label, limit, sealed=sealed)
         except (AuthenticationError, EOFError, OSError) as error:
             sock.close()
             if refused is None or isinstance(error, AuthenticationError):

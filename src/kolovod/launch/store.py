@@ -7,8 +7,8 @@ formed again after a failure. One conversation per rank and world::
                       "member": member, "config": {name: number}, "timeout_s"}
     store -> rank    {"epoch": n, "config": {...}, "texts": [...], "members": [member]}
                 or   {"error": kind, "message": text, "rank": launcher rank or null}
-    member           [rank, host, pid, pid_namespace, socket, user, address], in an answer with
-                     the numbers of host and pid_namespace in texts, which are few
+    member           [rank, host, pid, pid_namespace, socket, user, address, encrypts], in an
+                     answer with the numbers of host and pid_namespace in texts, which are few
 
 The answer comes when all members have joined; its config is that of the first member. It is an
 error at once when a member's process is known to have ended, or when two ranks wait for different
@@ -38,9 +38,10 @@ from kolovod.errors import (
     StartTimeoutError,
 )
 from kolovod.launch import messages
-from kolovod.launch.auth import Channel, Server, encode
+from kolovod.launch.auth import Channel, encode
 from kolovod.launch.messages import MAX_RANKS
 from kolovod.launch.network import LOOPBACK, address_of, connect_any, listen, split_addresses
+from kolovod.launch.server import Server
 
 __all__ = ["Formation", "Member", "Store", "join"]
 
@@ -79,6 +80,8 @@ class Member:
     """Effective user id: the system keeps processes of different users apart."""
     address: str = ""
     """Where it listens for ranks of other hosts, "ip:port"; "" while nobody needs that."""
+    encrypts: bool = False
+    """Its KOLOVOD_ENCRYPT, which must be the same for all."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
@@ -341,6 +344,7 @@ def _parse_member(row: Any) -> Member:
         socket=messages.text(given, "socket", 107),
         user=messages.whole(given, "user", 0, _INT64_MAX),
         address=messages.text(given, "address", _MAX_ADDRESS),
+        encrypts=messages.flag(given, "encrypts"),
     )
 
 
@@ -420,7 +424,7 @@ def join(
         "timeout_s": timeout_s,
     }
     try:
-        channel = connect_any(address, secret, LABEL, deadline)
+        channel = connect_any(address, secret, LABEL, deadline, sealed=member.encrypts)
         with contextlib.closing(channel):
             channel.send(request, deadline)
             answer = channel.receive(deadline)

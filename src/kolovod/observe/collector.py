@@ -27,8 +27,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch.auth import Channel, Server, connect
+from kolovod.launch.auth import Channel, connect
 from kolovod.launch.network import address_of, connect_any, listen
+from kolovod.launch.server import Server
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 
 __all__ = ["Clock", "Collector", "Reporter", "clock_identity"]
@@ -201,9 +202,21 @@ class Reporter:
     """The end of another rank: a thread that connects to rank 0's collector and reports."""
 
     def __init__(
-        self, secret: str, epoch: int, rank: int, size: int, recorder: Recorder, address: str
+        self,
+        secret: str,
+        epoch: int,
+        rank: int,
+        size: int,
+        recorder: Recorder,
+        address: str,
+        *,
+        sealed: bool = False,
     ) -> None:
-        """``address``: of the collector if that is on another host, else ""."""
+        """``address``: of the collector if that is on another host, else "".
+
+        ``sealed``: what passes between hosts is encrypted.
+        """
+        self._sealed = sealed
         self._secret = secret
         self._rank = rank
         self._recorder = recorder
@@ -246,7 +259,8 @@ class Reporter:
 
     def _connect(self, deadline: float) -> Channel:
         if self._address:
-            return connect_any(self._address, self._secret, _LABEL, deadline)
+            sealed = self._sealed
+            return connect_any(self._address, self._secret, _LABEL, deadline, sealed=sealed)
         return connect(socket.AF_UNIX, self._unix_address, self._secret, _LABEL, deadline)
 
     def _serve(self) -> None:

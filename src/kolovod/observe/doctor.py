@@ -79,6 +79,7 @@ def _of_host(host: str, fact: Mapping[str, Any]) -> list[Finding]:
         _memory(host, fact),
         _limit_of_files(host, fact),
         _cores(host, fact),
+        _encryption(host, fact),
     ]
     if fact["gpus"] and not fact["found"]["nccl"]:
         text = "GPUs, but no NCCL: tensors on them go through the host's memory"
@@ -151,6 +152,16 @@ def _cores(host: str, fact: Mapping[str, Any]) -> Finding:
     if fact["load"] > fact["cores"]:
         return Finding(host, "cores", text, WARNING, "other processes are busy on this host")
     return Finding(host, "cores", text)
+
+
+def _encryption(host: str, fact: Mapping[str, Any]) -> Finding:
+    ciphers = {1: "AES-256-GCM", 2: "ChaCha20-Poly1305"}
+    names = [name for bit, name in ciphers.items() if fact["ciphers"] & bit]
+    if not names:
+        text = fact["libcrypto"] or "no libcrypto"
+        advice = "--encrypt cannot be used: it needs OpenSSL 1.1.1 or later (libssl3, openssl-libs)"
+        return Finding(host, "encryption", text, WARNING, advice)
+    return Finding(host, "encryption", f"{fact['libcrypto']}, {' and '.join(names)}")
 
 
 def _compared(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

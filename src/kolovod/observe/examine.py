@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kolovod import _native
 from kolovod.launch.place import usable_cores
 from kolovod.version import __version__
 
@@ -53,6 +54,8 @@ def examine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "memory_free_bytes": _memory_free(),
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "libcrypto": _libcrypto(),
+        "ciphers": _ciphers(),
         "ptrace_scope": _text("/proc/sys/kernel/yama/ptrace_scope"),
         "matmul_s": _time(_multiply),
         "copy_bytes_per_s": _copy_bytes_per_s(),
@@ -81,6 +84,22 @@ def _gpus() -> list[str]:
 def _mpirun() -> str:
     beside = Path(sys.executable).parent
     return shutil.which("mpirun", path=f"{beside}{os.pathsep}{os.environ.get('PATH', '')}") or ""
+
+
+def _libcrypto() -> str:
+    """Its version; "" where ``--encrypt`` cannot work."""
+    try:
+        return _native.libcrypto()
+    except _native.EngineError:
+        return ""
+
+
+def _ciphers() -> int:
+    """As bits, see ``_native.offered_ciphers``."""
+    try:
+        return _native.offered_ciphers()
+    except _native.EngineError:
+        return 0
 
 
 def _free_bytes(folder: str) -> int:

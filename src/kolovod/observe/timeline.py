@@ -41,7 +41,13 @@ class Timeline:
         self._reporter: Reporter | None = None
         if world.rank > 0:
             self._reporter = Reporter(
-                world.place.secret, world.epoch, world.rank, world.size, self.recorder, address
+                world.place.secret,
+                world.epoch,
+                world.rank,
+                world.size,
+                self.recorder,
+                address,
+                sealed=world.settings.encrypt,
             )
 
     def start(self, path: str, *, mark_cycles: bool) -> None:  # rank 0's matter
