@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod
 from kolovod.errors import (
@@ -22,7 +23,7 @@ from kolovod.errors import (
     RankLostError,
 )
 from kolovod.ops import Sum
-from kolovod.testing import RankFailed, run_ranks
+from kolovod.testing import RankFailed
 from kolovod.testing.loopback import loopback
 
 WORLDS = (["a", "b"], ["a", "a", "b"], ["a", "b", "a", "b", "c"])

@@ -14,9 +14,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
+
 import horovod.torch as hvd  # noqa: E402
 from horovod.common.exceptions import HorovodInternalError  # noqa: E402
-from kolovod.testing import RankFailed, run_ranks  # noqa: E402
+from kolovod.testing import RankFailed  # noqa: E402
 
 LIMIT_S = 10.0  # the aim is 2, on a machine that does nothing else
 MISMATCH, ENQUEUE, NONE = "HorovodInternalError RuntimeError", "ValueError RuntimeError", ""

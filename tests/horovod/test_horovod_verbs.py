@@ -4,9 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
+
 import horovod.torch as hvd  # noqa: E402
 from horovod.common.exceptions import HorovodInternalError  # noqa: E402
-from kolovod.testing import run_ranks  # noqa: E402
 
 
 def full(value, *shape):

@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
+
 from kolovod.backends.pair import EnginePair  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     BootstrapError,
@@ -24,7 +26,7 @@ from kolovod.errors import (  # noqa: E402
 )
 from kolovod.metrics import Metrics  # noqa: E402
 from kolovod.ops import Adasum, Average, Sum  # noqa: E402
-from kolovod.testing import RankFailed, run_ranks  # noqa: E402
+from kolovod.testing import RankFailed  # noqa: E402
 
 
 def conforms(rank):

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: E402
     default_hooks,
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch_launching import TORCHRUN, start  # noqa: E402
 
 import kolovod.torch  # noqa: E402, F401 - registers the backend
-from kolovod.testing import run_ranks  # noqa: E402
 
 STEPS = 6
 
