@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from kolovod.launch import function
@@ -37,9 +36,10 @@ _servers: dict[tuple[str, ...], _Server] = {}
 _lock = threading.Lock()
 
 
-def ranks_after(*modules: str) -> Callable[..., list[Any]]:
+def ranks_after(*modules: str, **environment: str) -> Callable[..., list[Any]]:
     """``run_ranks`` for ranks that find these modules imported, besides NumPy's front end.
 
+    ``environment``: what the modules look at while they are imported; the ranks have it, too.
     Of ``kolovod.testing.run_ranks``'s arguments it lacks ``executable`` and ``output_dir``.
     """
 
@@ -54,10 +54,10 @@ def ranks_after(*modules: str) -> Callable[..., list[Any]]:
     ) -> list[Any]:
         with _lock:
             if modules not in _servers:
-                _servers[modules] = _Server(modules)
+                _servers[modules] = _Server(modules, environment)
         options = function.CallOptions(
             timeout_s=timeout_s,
-            environment=env or {},
+            environment={**environment, **(env or {})},
             keep_going=keep_going,
             hosts=hosts,
             popen=_servers[modules].popen,
@@ -69,6 +69,10 @@ def ranks_after(*modules: str) -> Callable[..., list[Any]]:
 
 run_ranks = ranks_after()
 run_torch_ranks = ranks_after("kolovod.torch", "horovod.torch")
+run_tensorflow_ranks = ranks_after(
+    "tensorflow", "kolovod.tensorflow", TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES=""
+)
+run_jax_ranks = ranks_after("jax", "kolovod.jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
 
 
 def servers() -> set[int]:
@@ -93,7 +97,7 @@ class _Rank:
 
 
 class _Server:
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(_ANSWER_LIMIT_S)
         command = [sys.executable, "-u", __file__, str(theirs.fileno()), *_PLAIN, *modules]
@@ -103,7 +107,7 @@ class _Server:
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **one, "PYTHONPATH": path},
+            env={**os.environ, **environment, **one, "PYTHONPATH": path},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
@@ -193,8 +197,8 @@ def _become_rank(fds: list[int], env: dict[str, str], parent: int, folder: str) 
 
 
 def _left(code: int) -> int:
-    """At the end of a rank. Tearing PyTorch's modules down takes a second: only exit hooks run."""
-    if "torch" in sys.modules:
+    """At the end of a rank. Tearing a framework down takes a second: only exit hooks run."""
+    if sys.modules.keys() & {"torch", "tensorflow", "jax"}:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -206,8 +210,6 @@ def _left(code: int) -> int:
 def main() -> int:
     """The server, until the other end of its socket is closed."""
     orders = socket.socket(fileno=int(sys.argv[1]))
-    orders.set_inheritable(False)
-    sys.path.remove(str(Path(__file__).parent))  # as the payload says it
     for name in sys.argv[2:]:
         importlib.import_module(name)
     return _serve(orders)

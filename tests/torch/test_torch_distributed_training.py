@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
@@ -99,14 +100,19 @@ def power_sgd(model, group):
 
 
 def blocking(model, group):
-    """Waits inside backward for what ``then`` makes of a future, and for several at once."""
+    """Waits inside backward for what ``then`` makes of a future, and for several at once.
+
+    The latter happens in C++, unseen by Kolovod, and takes it a second each: in two buckets only.
+    """
+    buckets = itertools.count()
 
     def hook(state, bucket):
         tensor = bucket.buffer().div_(2)
         first = dist.all_reduce(tensor, group=group, async_op=True).get_future()
         halved = first.then(lambda future: future.value()[0]).wait()
-        extra = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
-        torch.futures.wait_all([extra])
+        if next(buckets) in (0, 5):
+            extra = dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+            torch.futures.wait_all([extra])
         done = torch.futures.Future()
         done.set_result(halved)
         return done
