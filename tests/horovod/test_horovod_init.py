@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import worlds
-from forked import run_torch_ranks as run_ranks
+from forked import run_ranks
 
 import kolovod
 from horovod.common import basics as hvd
