@@ -87,7 +87,7 @@ demo: $(STAMPS)/package $(STAMPS)/examples
 test: test-native test-python
 
 test-python: $(STAMPS)/package $(STAMPS)/test
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest --durations=25 --durations-min=1 $(TEST_ARGS)
 
 # $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
 comma := ,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
+import forked
 import psutil
 import pytest
 
@@ -17,8 +18,10 @@ _KEPT_THREADS = ("pytest_timeout", "tqdm", "pin_memory")
 
 
 def _children() -> set[str]:
-    found = set()
+    found, servers = set(), forked.servers()
     for process in psutil.Process().children(recursive=True):
+        if process.pid in servers:
+            continue
         try:
             command = " ".join(process.cmdline())
         except psutil.Error:
@@ -58,6 +61,13 @@ def last_operations_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         del os.environ[name]
     else:
         os.environ[name] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_ranks() -> Iterator[None]:
+    """The processes that ranks are forked from end with the tests."""
+    yield
+    forked.stop()
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ import time
 
 import numpy as np
 import pytest
+from forked import run_torch_ranks as run_ranks
 
 from kolovod.errors import BootstrapError, CollectiveAbortedError, RankLostError
-from kolovod.testing import RankFailed, run_ranks
+from kolovod.testing import RankFailed
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import worlds
+from forked import run_ranks
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.testing import run_ranks
 
 ON_EACH_RANK = """
 import conformance, numpy as np

@@ -6,6 +6,7 @@ import errno
 import os
 
 import pytest
+from forked import run_ranks
 
 import kolovod as kv
 from kolovod import _native
@@ -15,7 +16,6 @@ from kolovod.launch import bootstrap
 from kolovod.launch.bootstrap import make_segment
 from kolovod.launch.mesh import describe
 from kolovod.launch.store import Member
-from kolovod.testing import run_ranks
 
 CONFIG = Settings().engine_config()
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod
 from kolovod import _native
 from kolovod.errors import NotInitializedError
-from kolovod.testing import run_ranks
 
 HEADER = Path(__file__).parents[1] / "csrc" / "include" / "kolovod.h"
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)

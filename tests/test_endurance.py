@@ -10,9 +10,8 @@ import time
 
 import numpy as np
 import pytest
+from forked import run_ranks
 from leaks import of_this_process
-
-from kolovod.testing import run_ranks
 
 WORLDS = 1000
 WARM_UP = 300  # until caches of the allocator are full

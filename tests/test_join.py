@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod
 from kolovod.errors import InvalidArgumentError, MismatchError, RankLeftError, RankLostError
 from kolovod.ops import Adasum, Average, Max, Min, Product, Sum
-from kolovod.testing import run_ranks
 from kolovod.testing.loopback import loopback
 
 

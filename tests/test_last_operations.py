@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod as kv
 from kolovod.errors import RankLostError
-from kolovod.testing import RankFailed, run_ranks
+from kolovod.testing import RankFailed
 
 
 def ones() -> np.ndarray:

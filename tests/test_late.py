@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod as kv
 from kolovod.errors import LateRankError
 from kolovod.observe import stacks
-from kolovod.testing import run_ranks
 from kolovod.world import current
 
 REPORT = {"KOLOVOD_LATE_REPORT_S": "1", "KOLOVOD_LAST_OPERATIONS_DIR": "none"}

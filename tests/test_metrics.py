@@ -6,13 +6,14 @@ import math
 
 import numpy as np
 import pytest
+from forked import run_ranks
 from frameworks import is_installed
 
 import kolovod
 from kolovod.data import ShardedSampler
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.metrics import Metrics, average_metrics, gather_samples
-from kolovod.testing import loopback, run_ranks
+from kolovod.testing import loopback
 
 # average_metrics ----------------------------------------------------------------------------------
 

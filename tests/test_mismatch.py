@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 from kolovod.errors import DuplicateNameError, InvalidArgumentError, MismatchError
 from kolovod.ops import Adasum, Average, Max, Sum
-from kolovod.testing import run_ranks
 from kolovod.testing.loopback import loopback
 
 # label: (what rank 1 of 3 does, what the others do, texts that every rank's error contains)

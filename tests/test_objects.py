@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.objects import Objects
-from kolovod.testing import run_ranks
 from kolovod.testing.loopback import loopback
 
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod
 from kolovod.errors import (
@@ -19,7 +20,6 @@ from kolovod.errors import (
     RankLostError,
 )
 from kolovod.ops import Adasum, Average, Max, Sum
-from kolovod.testing import run_ranks
 from kolovod.testing.loopback import loopback
 
 # --- over threads ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 
@@ -39,6 +40,21 @@ def test_closures_arrays_and_variables_travel() -> None:
     for rank, (array, variable) in enumerate(results):
         np.testing.assert_array_equal(array, base + rank)
         assert variable == "yes"
+
+
+def test_a_forked_rank_is_like_a_new_process() -> None:
+    """Those of tests/forked.py, in what a test may look at."""
+
+    def facts(rank: int) -> tuple[Any, ...]:
+        of_the_job = ("KOLOVOD_", "MASTER_PORT", "LC_CTYPE")  # the last is Python's own doing
+        own = {k: v for k, v in os.environ.items() if not k.startswith(of_the_job)}
+        session = os.getsid(0) == os.getpid()
+        handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)]
+        output = sys.stdout.write_through, os.isatty(0), os.read(0, 1)
+        return own, session, os.getppid(), os.getcwd(), sys.argv, sys.path, handlers, output
+
+    new, forks = (run(2, facts, env={"MINE": "yes"}) for run in (run_ranks, forked.run_ranks))
+    assert new == forks
 
 
 def test_the_processes_form_a_world_when_asked() -> None:

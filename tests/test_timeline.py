@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod as kv
 from kolovod.errors import InvalidArgumentError, NotInitializedError
 from kolovod.observe.summary import read, summarize
-from kolovod.testing import run_ranks
 
 ODD_NAME = 'a "quoted"\nname \\ of \u0161'
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 import kolovod as kv
 from kolovod.errors import (
@@ -26,7 +27,7 @@ from kolovod.errors import (
     RankLostError,
     StartTimeoutError,
 )
-from kolovod.testing import RankFailed, run_ranks
+from kolovod.testing import RankFailed
 from kolovod.world import current
 
 

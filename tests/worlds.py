@@ -33,8 +33,9 @@ from conformance import (
     check_reducescatter,
     reductions,
 )
+from forked import run_ranks, run_torch_ranks
 
-from kolovod.testing import loopback, run_ranks
+from kolovod.testing import loopback
 
 # What is checked ----------------------------------------------------------------------------------
 
@@ -242,7 +243,9 @@ def on_processes(host_of: Callable[[int], int] = one_host, **env: str) -> Runner
     def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
         hosts = [f"host{host_of(rank)}" for rank in range(size)]
         arguments = (name, size, frontend, lines)
-        run_ranks(size, as_a_process, *arguments, timeout_s=110, env=env, hosts=hosts)
+        needs_torch = frontend == "torch" or env.get("KOLOVOD_BACKEND") == "gloo"
+        start = run_torch_ranks if needs_torch else run_ranks
+        start(size, as_a_process, *arguments, timeout_s=110, env=env, hosts=hosts)
 
     return run
 

@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 import worlds
+from forked import run_ranks
 
 import kolovod
 from horovod.common import basics as hvd
 from horovod.common.process_sets import ProcessSet, add_process_set, remove_process_set
-from kolovod.testing import run_ranks
 
 
 def refused(match, *arguments, error=ValueError):

@@ -7,10 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 import horovod.torch as hvd  # noqa: E402
-from kolovod.testing import run_ranks  # noqa: E402
 
 STEPS, BATCH = 3, 4
 

@@ -4,9 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
+
 import horovod.torch as hvd  # noqa: E402
 from horovod.common.exceptions import HorovodInternalError  # noqa: E402
-from kolovod.testing import run_ranks  # noqa: E402
 
 
 def full(value, *shape):
@@ -135,16 +136,20 @@ def check_errors(rank, size):
     for process_set in ([0], 0, "world"):
         with pytest.raises(ValueError, match="give a ProcessSet"):
             hvd.allreduce(torch.ones(1), process_set=process_set)
-    group = hvd.grouped_allreduce_async([torch.ones(1)] * 2, name="twice")
-    with pytest.raises(ValueError, match="already pending"):
-        hvd.grouped_allreduce_async([torch.ones(1)] * 2, name="twice")
-    hvd.barrier()
-    hvd.synchronize(group)
-    handle = hvd.allreduce_async(torch.ones(1), name="twice")
-    with pytest.raises(ValueError, match="already pending"):
-        hvd.allreduce_async(torch.ones(1), name="twice")
-    hvd.barrier()
-    hvd.synchronize(handle)
+    # A name is pending for sure as long as another rank has not submitted it: each rank in turn.
+    for first in range(size):
+        for submit in (
+            lambda: hvd.grouped_allreduce_async([torch.ones(1)] * 2, name="twice"),
+            lambda: hvd.allreduce_async(torch.ones(1), name="twice"),
+        ):
+            if rank == first:
+                handle = submit()
+                with pytest.raises(ValueError, match="already pending"):
+                    submit()
+            hvd.barrier()
+            if rank != first:
+                handle = submit()
+            hvd.synchronize(handle)
     with pytest.raises(ValueError, match="splits"):
         hvd.alltoall(torch.ones(4), torch.ones(size))
     with pytest.raises(ValueError, match="complex64"):

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 from leaks import of_this_process  # noqa: E402
 
 import horovod.torch as hvd  # noqa: E402
 import kolovod.torch as kvt  # noqa: E402
-from kolovod.testing import run_ranks  # noqa: E402
 
 SETS = 36
 

@@ -6,23 +6,23 @@ import re
 
 import numpy as np
 import pytest
+from forked import run_jax_ranks
 from frameworks import check_eager_verbs, check_in_graph, is_installed, take_part_backwards
 
 import kolovod
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Average, Max, Sum
-from kolovod.testing import RankFailed, run_ranks
+from kolovod.testing import RankFailed
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed"),
     pytest.mark.timeout(300),
 ]
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
 
 
 def run_two(work):
     """``work(rank)`` on two ranks, and the results."""
-    return run_ranks(2, work, timeout_s=240, env=ENVIRONMENT)
+    return run_jax_ranks(2, work, timeout_s=240)
 
 
 def operations():
@@ -213,7 +213,7 @@ def test_a_lost_rank_ends_what_is_on_its_way():
             jax.block_until_ready(many([jnp.ones(1000)] * 12))
         return "noticed"
 
-    results = run_ranks(2, work, timeout_s=240, env=ENVIRONMENT, keep_going=True)
+    results = run_jax_ranks(2, work, timeout_s=240, keep_going=True)
     assert results[0] == "noticed"
     assert isinstance(results[1], RankFailed)
 

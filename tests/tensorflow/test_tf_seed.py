@@ -9,18 +9,18 @@ import re
 
 import numpy as np
 import pytest
+from forked import run_tensorflow_ranks
 from frameworks import check_eager_verbs, check_in_graph, is_installed, take_part_backwards
 
 import kolovod
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Average, Max, Sum
-from kolovod.testing import RankFailed, run_ranks
+from kolovod.testing import RankFailed
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
     pytest.mark.timeout(300),
 ]
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def check_optimizer_keeps_operations(tf, kv, rank):
@@ -232,7 +232,7 @@ def test_in_graphs_and_outside():
         kv.init()
         assert total(tf.ones([3])).numpy().tolist() == [2, 2, 2]
 
-    run_ranks(2, work, timeout_s=240, env=QUIET)
+    run_tensorflow_ranks(2, work, timeout_s=240)
 
 
 def test_several_are_on_their_way_at_once():
@@ -258,7 +258,7 @@ def test_several_are_on_their_way_at_once():
         assert all((result.numpy() == 2).all() for result in results)
         return len(results)
 
-    assert run_ranks(2, work, timeout_s=240, env=QUIET) == [12, None]
+    assert run_tensorflow_ranks(2, work, timeout_s=240) == [12, None]
 
 
 def test_errors():
@@ -280,6 +280,6 @@ def test_errors():
             many([tf.ones([1000])] * 5)
         return "noticed"
 
-    results = run_ranks(2, work, timeout_s=240, env=QUIET, keep_going=True)
+    results = run_tensorflow_ranks(2, work, timeout_s=240, keep_going=True)
     assert results[0] == "noticed"
     assert isinstance(results[1], RankFailed)

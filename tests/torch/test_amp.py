@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 import horovod.torch as hvd  # noqa: E402
-from kolovod.testing import run_ranks  # noqa: E402
 from kolovod.torch import DistributedOptimizer  # noqa: E402
 
 STEPS = 5

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from kolovod.testing import run_ranks  # noqa: E402
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 
 BATCH = 12  # global; 12 = 1 * 12 = 2 * 6 = 3 * 4 = 4 * 3
 STEPS = 25

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import threading
 
 import numpy as np
@@ -12,19 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
+
 from kolovod.backends.pair import EnginePair  # noqa: E402
 from kolovod.errors import (  # noqa: E402
-    BootstrapError,
     CollectiveAbortedError,
     DuplicateNameError,
     InternalError,
     InvalidArgumentError,
     MismatchError,
-    RankLostError,
 )
 from kolovod.metrics import Metrics  # noqa: E402
 from kolovod.ops import Adasum, Average, Sum  # noqa: E402
-from kolovod.testing import RankFailed, run_ranks  # noqa: E402
 
 
 def conforms(rank):
@@ -297,59 +295,6 @@ def test_adasum_is_the_native_engines(of_two_ranks):
     assert of_two_ranks["adds_adasum"] == [([1, 1], [1, 1])] * 2
 
 
-def one_is_killed(rank):
-    from gloo_for_nccl import instead_of_nccl
-
-    import kolovod
-
-    kv = instead_of_nccl()
-    kolovod.init()
-    kv.allreduce(torch.ones(3))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RankLostError) as caught:
-        kv.allreduce(torch.ones(3))
-    kolovod.shutdown()
-    kolovod.init(comm=[0])
-    assert kv.allreduce(torch.ones(3), op=Sum).tolist() == [1] * 3
-    return caught.value.rank
-
-
-def test_a_killed_rank_is_named():
-    first, second = run_ranks(2, one_is_killed, keep_going=True)
-    assert isinstance(second, RankFailed)
-    assert first == 1
-
-
-def hangs_in_nccl(rank):
-    """NCCL itself never notices that a rank is gone."""
-    from gloo_for_nccl import Event, GlooGroup, instead_of_nccl
-
-    import kolovod
-
-    kv = instead_of_nccl()
-    kolovod.init()
-    kv.allreduce(torch.ones(3))
-    if rank == 1:
-        GlooGroup._all_add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    else:
-        GlooGroup._all_add = lambda *_: None
-        done = Event()
-        done.query = lambda: False
-        marks = iter([Event(), done])
-        GlooGroup.mark = lambda self: next(marks)
-    with pytest.raises(RankLostError) as caught:
-        kv.allreduce(torch.ones(3))
-    kolovod.shutdown()
-    return caught.value.rank, GlooGroup.aborted
-
-
-def test_the_communicator_is_aborted_when_a_rank_dies_while_it_is_at_work():
-    first, second = run_ranks(2, hangs_in_nccl, keep_going=True)
-    assert isinstance(second, RankFailed)
-    assert first == (1, 1)
-
-
 def shares_a_gpu(rank):
     from gloo_for_nccl import OverGloo, instead_of_nccl
 
@@ -368,56 +313,6 @@ def test_two_ranks_with_one_gpu_are_named(of_two_ranks):
     for text in of_two_ranks["shares_a_gpu"]:
         assert "ranks 0 and 1 both use the GPU 'fake GPU'" in text
         assert "leave KOLOVOD_BACKEND unset" in text
-
-
-def cannot_begin(rank):
-    os.environ["KOLOVOD_BACKEND"] = "nccl"
-    import kolovod
-    from kolovod.backends import nccl
-
-    torch.cuda.device_count = lambda: 0
-    count = nccl._count_gpus
-    texts = []
-    for gpus in (2, 1):
-        nccl._count_gpus = (lambda n: lambda: n)(gpus) if rank == 0 or gpus == 1 else count
-        with pytest.raises((BootstrapError, InvalidArgumentError)) as caught:
-            kolovod.init()
-        texts.append(f"{type(caught.value).__name__}: {caught.value}")
-    return texts, torch.cuda.is_initialized()
-
-
-def test_ranks_without_gpus_of_their_own_are_told_in_init():
-    (first, few), is_initialized = (by_rank := run_ranks(2, cannot_begin))[0]
-    second, few_too = by_rank[1][0]
-    assert first.startswith("BootstrapError: rank 1 has no backend: InvalidArgumentError: backend")
-    assert second.startswith("InvalidArgumentError: backend 'nccl'")
-    for text in (few, few_too):
-        assert "ranks [0, 1] on host" in text
-        assert "see only 1 GPU(s)" in text
-    for text in (first, second, few):
-        assert "leave KOLOVOD_BACKEND unset" in text
-    assert not is_initialized
-
-
-def test_both_engines_end_when_there_can_be_no_driver(monkeypatch):
-    import kolovod
-    from kolovod import _native
-    from kolovod.backends import nccl
-
-    def fail(host, device, *_):
-        engines.extend((host, device))
-        raise RuntimeError("can't start new thread")
-
-    engines = []
-    monkeypatch.setenv("KOLOVOD_BACKEND", "nccl")
-    monkeypatch.setattr(nccl, "_count_gpus", lambda: 1)
-    monkeypatch.setattr(nccl, "paired", fail)
-    with pytest.raises(RuntimeError, match="new thread"):
-        kolovod.init()
-    assert len(engines) == 2
-    for engine in engines:
-        with pytest.raises(_native.EngineError):
-            engine.submit(_native.VERBS["barrier"], "", [], 0, 1.0, 1.0, 0, False)
 
 
 @pytest.mark.parametrize("name", ["int16", "int8", "uint8", "int64", "bool", "float32"])

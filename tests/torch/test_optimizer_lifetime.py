@@ -8,13 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 import kolovod.torch as kvt  # noqa: E402
 from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
-from kolovod.testing.ranks import run_ranks  # noqa: E402
 from kolovod.torch import DistributedOptimizer, TorchCollectives, TorchFrontend  # noqa: E402
 
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch.distributed import checkpoint  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
@@ -22,7 +23,6 @@ from kolovod.errors import (  # noqa: E402
     InvalidArgumentError,
     MismatchError,
 )
-from kolovod.testing import run_ranks  # noqa: E402
 
 DTYPES = ["uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 MOVED_ONLY = ["complex64", "float8_e4m3fn", "uint32"]

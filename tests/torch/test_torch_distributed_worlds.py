@@ -12,11 +12,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+from forked import run_torch_ranks as run_ranks  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch  # noqa: E402 - registers the backend
 from kolovod.errors import InvalidArgumentError, RankLostError, WaitTimeoutError  # noqa: E402
-from kolovod.testing import RankFailed, run_ranks  # noqa: E402
+from kolovod.testing import RankFailed  # noqa: E402
 
 
 def of_sub_groups(rank):

@@ -6,8 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks as run_ranks  # noqa: E402
+
 import kolovod.torch as kv  # noqa: E402
-from kolovod.testing import run_ranks  # noqa: E402
 
 
 def of_halves(rank):

@@ -7,6 +7,7 @@ import faulthandler
 import io
 import os
 import pickle
+import subprocess
 import sys
 import time
 import traceback
@@ -70,6 +71,8 @@ class CallOptions:
     quiet: bool = False
     """Whether what the ranks print is dropped."""
     report: Callable[[str], None] = lambda text: None
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    """Starts the ranks of this host (``HostRanks``)."""
 
 
 def call_on_ranks(
@@ -92,6 +95,7 @@ def call_on_ranks(
         stdout=None if options.quiet else _shown(sys.stdout),
         stderr=None if options.quiet else _shown(sys.stderr),
         report=options.report,
+        popen=options.popen,
     )
     with Job(n, job_options) as job:
         job.start(lambda rank: [python, "-c", CHILD])

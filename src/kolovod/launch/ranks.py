@@ -89,15 +89,21 @@ class Ended:
 class HostRanks:
     """Ranks on this host. ``close`` leaves nothing of them behind.
 
-    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own.
+    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own; ``popen``
+    starts a rank, with the arguments and the result of ``subprocess.Popen``.
     """
 
-    def __init__(self, sink: Callable[[int, str, bytes], None]) -> None:
+    def __init__(
+        self,
+        sink: Callable[[int, str, bytes], None],
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
         outer = os.environ.get(guard.MARK_NAME)
         self._mark = secrets.token_hex(16)
         self._marks = f"{outer},{self._mark}" if outer else self._mark
         self._pump = OutputPump(sink)
         self._port = _reserved_port()
+        self._popen = popen
         self._watcher: subprocess.Popen[bytes] | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
@@ -139,7 +145,7 @@ class HostRanks:
             result = self._results[order.rank] = memory_file(b"")
             given = [self._payload, result]
             environment |= {PAYLOAD_FD: str(self._payload), RESULT_FD: str(result)}
-        process = subprocess.Popen(
+        process = self._popen(
             guard.exec_command(list(order.command)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

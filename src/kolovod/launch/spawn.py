@@ -12,6 +12,7 @@ import os
 import queue
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -58,6 +59,8 @@ class JobOptions:
     """Where the ranks' output goes; None: nowhere."""
     report: Callable[[str], None] = lambda text: None
     """Called with each thing that the launcher itself has to say."""
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    """Starts the ranks of this host (``HostRanks``)."""
 
 
 @dataclass
@@ -117,7 +120,7 @@ class Job:
         """
         far = [host for host in dict.fromkeys(self._hosts) if self._is_far(host)]
         if len(far) < len(set(self._hosts)):
-            self._here = HostRanks(self._output.write)
+            self._here = HostRanks(self._output.write, self.options.popen)
         for host in far:
             self._remote[host] = RemoteRanks(host, self.options.ssh or SshOptions(), self._write)
         if not self._connect():

@@ -225,7 +225,7 @@ class Watcher:
                 for due, work in self._works:
                     if due <= now:
                         return work
-                self._changed.wait(_PATIENCE_S if self._works else None)
+                self._changed.wait(min((due - now for due, _ in self._works), default=None))
         return None
 
     def stop(self) -> None:
