@@ -115,7 +115,7 @@ def test_a_world_of_one_host_has_no_connections():
     assert run_ranks(2, listening_alone) == [([], [])] * 2
 
 
-def unreachable(rank):
+def unreachable(rank, closed):
     from kolovod.launch import mesh
 
     mesh._PATIENCE_S = 0.5
@@ -124,6 +124,9 @@ def unreachable(rank):
     def deaf(self):
         if rank == 0:
             self._listener.close()
+            closed.touch()
+        while not closed.exists():  # rank 1 must not be faster
+            time.sleep(0.01)
         return original(self)
 
     mesh.Links.hand_over = deaf
@@ -135,8 +138,9 @@ def unreachable(rank):
     return e.value.rank, time.monotonic() - begin
 
 
-def test_who_cannot_be_reached_is_named_on_both_sides():
-    for culprit, elapsed_s in run_ranks(2, unreachable, hosts=["a", "b"]):
+def test_who_cannot_be_reached_is_named_on_both_sides(tmp_path):
+    closed = tmp_path / "closed"
+    for culprit, elapsed_s in run_ranks(2, unreachable, closed, hosts=["a", "b"]):
         assert culprit == 0
         assert elapsed_s < 10
 
