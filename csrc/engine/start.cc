@@ -7,6 +7,7 @@
 
 #include "collectives/hierarchical.h"
 #include "engine/engine.h"
+#include "transport/cores.h"
 
 namespace kolovod {
 
@@ -65,7 +66,10 @@ Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out,
   }
   std::unique_ptr<Engine> engine(new Engine(std::move(options)));
   KV_RETURN_IF_ERROR(engine->Attach(interrupted));
-  engine->thread_ = std::thread([e = engine.get()] { e->EngineThread(); });
+  engine->thread_ = std::thread([e = engine.get()] {
+    AskForShortTurns();
+    e->EngineThread();
+  });
   *out = std::move(engine);
   return Status();
 }

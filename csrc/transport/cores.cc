@@ -1,6 +1,10 @@
 #include "transport/cores.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstddef>
+#include <cstdint>
 
 namespace kolovod {
 
@@ -18,6 +22,24 @@ bool ShouldLeaveCore(int self, int own, const std::vector<int>& peers, const cpu
     if (CPU_ISSET(static_cast<size_t>(other), &allowed) && drivers[own] >= drivers[other] + 2) return true;
   }
   return false;
+}
+
+void AskForShortTurns() {
+  struct Attributes {  // of sched_setattr(2), for which the C library has no header everywhere
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime_ns, deadline_ns, period_ns;
+  };
+  static_assert(sizeof(Attributes) == 48);
+  constexpr uint64_t kTurnNs = 100'000;  // the least that the kernel grants
+  Attributes attributes{};
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) != 0) return;
+  if (attributes.policy != SCHED_OTHER) return;
+  attributes.size = sizeof(attributes);
+  attributes.runtime_ns = kTurnNs;
+  (void)syscall(SYS_sched_setattr, 0, &attributes, 0);  // an older kernel refuses, or takes no notice
 }
 
 bool LeaveSharedCore(int self, const std::vector<int>& peers) {

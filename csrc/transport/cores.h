@@ -17,4 +17,9 @@ bool ShouldLeaveCore(int self, int own, const std::vector<int>& peers, const cpu
 // it for a moment, which migrates at once, and allows it again. True: it went.
 bool LeaveSharedCore(int self, const std::vector<int>& peers);
 
+// Of the calling thread: asks the scheduler for short turns soon after waking, instead of long ones later
+// (Linux 6.12 and newer; elsewhere nothing happens). A thread that moves bytes in the background would else
+// wait for milliseconds, with an idle link, until whoever computes on its core has had a turn.
+void AskForShortTurns();
+
 }  // namespace kolovod

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/types.h"
+#include "transport/cores.h"
 
 namespace kolovod {
 namespace {
@@ -61,7 +62,10 @@ Uplink::~Uplink() {
 
 void Uplink::Start(Events events) {
   events_ = std::move(events);
-  thread_ = std::thread([this] { Read(); });
+  thread_ = std::thread([this] {
+    AskForShortTurns();
+    Read();
+  });
 }
 
 void Uplink::Stop(int patience_ms) {
