@@ -13,8 +13,8 @@ from kolovod.config import Settings
 from kolovod.errors import BootstrapError
 from kolovod.launch import bootstrap
 from kolovod.launch.bootstrap import make_segment
+from kolovod.launch.formation import Member
 from kolovod.launch.mesh import describe
-from kolovod.launch.store import Member
 from kolovod.testing import run_ranks
 
 CONFIG = Settings().engine_config()

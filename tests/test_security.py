@@ -18,7 +18,9 @@ import pytest
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.launch import auth, bootstrap, mesh
 from kolovod.launch.auth import Server, connect, new_secret
-from kolovod.launch.store import LABEL, Formation, Member, Store, join
+from kolovod.launch.formation import Formation, Member
+from kolovod.launch.joining import join
+from kolovod.launch.store import LABEL, Store
 from kolovod.observe.collector import Collector
 
 SECRET = new_secret()
@@ -337,7 +339,7 @@ def test_a_timeout_of_a_month_is_waited_for() -> None:
             pool.submit(join, store.address, SECRET, [0, 1], member(rank), month_s)
             for rank in (0, 1)
         ]
-        assert [future.result(20).epoch for future in waiting] == [1, 1]
+        assert [future.result(20).formation.epoch for future in waiting] == [1, 1]
 
 
 # Floods -------------------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ def test_a_thousand_connections_that_say_nothing(many_files: None) -> None:
                 pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
                 for rank in (0, 1)
             ]
-            assert [future.result(30).epoch for future in waiting] == [1, 1]
+            assert [future.result(30).formation.epoch for future in waiting] == [1, 1]
 
 
 def test_ranks_get_in_while_others_knock_all_the_time(many_files: None) -> None:
@@ -392,7 +394,7 @@ def test_ranks_get_in_while_others_knock_all_the_time(many_files: None) -> None:
                     pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
                     for rank in (0, 1)
                 ]
-                assert [future.result(40).epoch for future in waiting] == [epoch] * 2
+                assert [future.result(40).formation.epoch for future in waiting] == [epoch] * 2
         finally:
             stop.set()
         for future in flood:

@@ -49,6 +49,8 @@ def kind_of(message: Any) -> str:
     """The target for a message, by what is in it."""
     if "timeout_s" in message:
         return "store_join"
+    if "formed" in message:
+        return "store_word"
     if "operations" in message:
         return "timeline_report"
     if "pidfds" in message or ("error" in message and "message" not in message):

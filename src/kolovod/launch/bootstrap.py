@@ -27,7 +27,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn
@@ -35,10 +35,11 @@ from typing import Any, NoReturn
 from kolovod import _native
 from kolovod.errors import BootstrapError, KolovodError, RankLostError, StartTimeoutError
 from kolovod.launch import messages
-from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, connect, poll_until
+from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, Server, greet, poll_until, retried
+from kolovod.launch.formation import Formation, Member
+from kolovod.launch.joining import WORD_S, Joined, join
 from kolovod.launch.mesh import Links, Listener, describe
 from kolovod.launch.network import addresses_beside
-from kolovod.launch.store import Formation, Member, join
 
 _MOST_ON_A_HOST = 1024  # the engine's own limit is lower
 
@@ -160,7 +161,8 @@ def bootstrap(
         cleanup.callback(listener.close)
         pid, user = os.getpid(), os.geteuid()
         me = Member(rank, host, pid, pid_namespace(), door.name, user, listener.address)
-        formation = join(store, secret, members, me, timeout_s, config)
+        joined = cleanup.enter_context(join(store, secret, members, me, timeout_s, config))
+        formation = joined.formation
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
         _check_users(formation)
         new_rank = members.index(rank)
@@ -169,15 +171,30 @@ def bootstrap(
         if len(here) < len(members):
             links = Links(new_rank, formation, listener, secret)
             cleanup.callback(links.close)
-            links.connect_leaders(deadline)
+            try:
+                links.connect_leaders(deadline, joined.check)
+            except BootstrapError:
+                joined.check(WORD_S)  # whoever does not answer may have ended
+                raise
         if here[0].rank == rank:
-            ready = door.run(formation, here, deadline)
+            ready = door.run(joined, here, deadline)
         else:
-            ready = _follow(formation, here, new_rank, secret, deadline)
+            ready = _follow(joined, here[0], new_rank, secret, deadline)
+        with _closed_on_error(ready):
+            joined.formed(deadline)
         if links is not None:  # it goes on to listen
             cleanup.pop_all()
+            joined.close()
             door.close()
         return replace(ready, links=links)
+
+
+@contextlib.contextmanager
+def _closed_on_error(ready: Ready) -> Iterator[None]:
+    with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(ready)
+        yield
+        cleanup.pop_all()
 
 
 def _check_users(formation: Formation) -> None:
@@ -192,9 +209,13 @@ def _check_users(formation: Formation) -> None:
 
 
 class _Watch:
-    """The processes of other members, watched by pid until they have sent their own pidfds."""
+    """The processes of other members, watched by pid until they have sent their own pidfds.
 
-    def __init__(self, members: Iterable[Member]) -> None:
+    And the store, which tells of those that cannot be watched from here.
+    """
+
+    def __init__(self, members: Iterable[Member], joined: Joined) -> None:
+        self._joined = joined
         self._poll = select.poll()
         self._members: dict[int, Member] = {}
         here = pid_namespace()
@@ -212,22 +233,37 @@ class _Watch:
             self._poll.register(fd, select.POLLIN)
 
     def wait(self, fd: int, deadline: float) -> bool:
-        """Wait until ``fd`` is readable: True; False at the deadline. RankLostError on a death."""
-        self._poll.register(fd, select.POLLIN)
+        """Wait until ``fd`` is readable: True; False at the deadline.
+
+        Raises RankLostError on a death, and what the store says.
+        """
+        own = {fd}
+        if self._joined.is_open:
+            own.add(self._joined.fileno())
+        for watched in own:
+            self._poll.register(watched, select.POLLIN)
         try:
-            ready = poll_until(self._poll, deadline)
+            readable = [ready_fd for ready_fd, _ in poll_until(self._poll, deadline)]
         finally:
-            self._poll.unregister(fd)
-        readable = [ready_fd for ready_fd, _ in ready]
+            for watched in own:
+                self._poll.unregister(watched)
+        if fd in readable:
+            return True
         for ready_fd in readable:
-            if ready_fd in self._members and fd not in readable:
+            if ready_fd in self._members:
                 _raise_lost(self._members[ready_fd])
-        return bool(readable)
+        self._joined.check()
+        return bool(readable) and self.wait(fd, deadline)
 
     def raise_if_dead(self, grace_s: float = 1.0) -> None:
-        """RankLostError if one ends now: a dying process closes its sockets just before that."""
+        """RankLostError if one ends now: a dying process closes its sockets just before that.
+
+        What the store says comes first: it may be why that one has ended.
+        """
+        self._joined.check(0.1)
         for ready_fd, _ in self._poll.poll(grace_s * 1000):
             _raise_lost(self._members[ready_fd])
+        self._joined.check(WORD_S)
 
     def close(self) -> None:
         for fd in self._members:
@@ -258,16 +294,17 @@ class _Leader:
         strangers = 64 + _MOST_ON_A_HOST
         self._server = Server(listener, secret, label, self._serve, max_strangers=strangers)
 
-    def run(self, formation: Formation, here: Sequence[Member], deadline: float) -> Ready:
+    def run(self, joined: Joined, here: Sequence[Member], deadline: float) -> Ready:
         """The leader's part, once the world has come together; ``here``: its host's members."""
         self._server.start()
+        formation = joined.formation
         channels: dict[int, Channel] = {}
         fds: dict[int, int] = {}
         local = {member.rank for member in here}
         ranks = [new for new, member in enumerate(formation.members) if member.rank in local]
         try:
             try:
-                self._collect(formation, ranks, channels, fds, deadline)
+                self._collect(joined, ranks, channels, fds, deadline)
                 size = len(formation.members)
                 segment = fds[-1] = make_segment(len(here), size, formation.config)
                 fds[ranks[0]] = own_pidfd()
@@ -296,7 +333,7 @@ class _Leader:
 
     def _collect(
         self,
-        formation: Formation,
+        joined: Joined,
         ranks: Sequence[int],
         channels: dict[int, Channel],
         fds: dict[int, int],
@@ -304,8 +341,8 @@ class _Leader:
     ) -> None:
         while len(channels) < len(ranks) - 1:
             missing = [new_rank for new_rank in ranks[1:] if new_rank not in channels]
-            awaited = [formation.members[new_rank] for new_rank in missing]
-            with contextlib.closing(_Watch(awaited)) as watch:
+            awaited = [joined.formation.members[new_rank] for new_rank in missing]
+            with contextlib.closing(_Watch(awaited, joined)) as watch:
                 if not watch.wait(self._bell, deadline):
                     names = ", ".join(map(str, awaited))
                     raise StartTimeoutError(f"{names} did not connect to the leader in time")
@@ -360,15 +397,24 @@ def leader_label(name: str) -> str:
     return f"leader {name}"
 
 
-def _follow(
-    formation: Formation, here: Sequence[Member], new_rank: int, secret: str, deadline: float
-) -> Ready:
-    leader = here[0]
-    watch = _Watch([leader])
+def _follow(joined: Joined, leader: Member, new_rank: int, secret: str, deadline: float) -> Ready:
+    """The part of the others of a host."""
+    formation = joined.formation
+    watch = _Watch([leader], joined)
+
+    def call() -> Channel:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.connect(f"\0{leader.socket}")
+            if not watch.wait(sock.fileno(), deadline):  # it may be busy with other hosts
+                raise StartTimeoutError(f"{leader} did not answer in time")
+            return greet(sock, secret, leader_label(leader.socket), deadline)
+        except BaseException:
+            sock.close()
+            raise
+
     try:
-        label = leader_label(leader.socket)
-        channel = connect(socket.AF_UNIX, f"\0{leader.socket}", secret, label, deadline)
-        with contextlib.closing(channel):
+        with contextlib.closing(retried(call, deadline)) as channel:
             pidfd = own_pidfd()
             try:
                 channel.send({"rank": new_rank, "pidfd": pidfd >= 0}, deadline)
