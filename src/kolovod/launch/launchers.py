@@ -18,7 +18,7 @@ __all__ = ["LAUNCHERS", "Found", "Launcher", "expand_hosts", "find"]
 
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below what systems give to outgoing connections
 _MAX_HOSTS = 1 << 16
-_LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}")
+_LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
 _ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 
 
@@ -196,8 +196,8 @@ def _found(
             "set both; the rank must be below the size"
         )
     hosts = _hosts(launcher, environ, read_file)
-    master = environ.get(launcher.master, "").strip() if launcher.master else ""
-    asked_host = environ.get("KOLOVOD_STORE_HOST", "").strip()
+    master = environ.get(launcher.master, "").strip().strip("[]") if launcher.master else ""
+    asked_host = environ.get("KOLOVOD_STORE_HOST", "").strip().strip("[]")
     local_size = _optional(environ, launcher.local_size)
     node_count = _optional(environ, (launcher.node_count,))
     is_one_host = local_size == size or node_count == 1 or is_loopback(master)
