@@ -75,7 +75,7 @@ def test_what_is_no_secret(file):
 
 
 def test_a_short_one_is_refused(file):
-    way_out = r"15 bytes, which can be guessed: at least 16 .* \$\(openssl rand -hex 32\)"
+    way_out = r"15 bytes, which can be guessed: at least 16 .*\$\(openssl rand -hex 32\)"
     with pytest.raises(InvalidArgumentError, match=f"^KOLOVOD_SECRET has {way_out}") as caught:
         job_secret({"KOLOVOD_SECRET": ONE[1:]}, "j")
     assert ONE[1:] not in str(caught.value)

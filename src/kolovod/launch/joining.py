@@ -23,7 +23,7 @@ from kolovod.errors import (
 from kolovod.launch import messages
 from kolovod.launch.auth import Channel, poll_until
 from kolovod.launch.formation import Formation, Member, parse_answer, raise_told, spans
-from kolovod.launch.network import connect_any, split_addresses
+from kolovod.launch.network import LOOPBACK, connect_any, split_addresses
 from kolovod.launch.store import GONE_GRACE_S, LABEL
 
 __all__ = ["Joined", "join"]
@@ -156,7 +156,13 @@ def join(
     except AuthenticationError:
         raise
     except (EOFError, OSError) as error:
+        elsewhere = (
+            ""
+            if address.startswith(LOOPBACK)
+            else " If other hosts cannot reach that host there, set KOLOVOD_STORE_HOST and "
+            "KOLOVOD_STORE_PORT for the launcher to where they can"
+        )
         raise BootstrapError(
             f"rank {member.rank} cannot reach the launcher's store at {address} ({error}): has the "
-            "launcher ended?"
+            f"launcher ended?{elsewhere}"
         ) from error

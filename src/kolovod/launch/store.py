@@ -80,9 +80,12 @@ class _Group:
 class Store:
     """The rendezvous server. Thread based; ``close`` ends its threads."""
 
-    def __init__(self, secret: str, size: int, *hosts: str) -> None:
-        """``hosts``: the addresses where it listens; by default the loopback interface."""
-        listeners = listen(hosts or [LOOPBACK], backlog=max(128, size))
+    def __init__(self, secret: str, size: int, *hosts: str, port: int = 0) -> None:
+        """``hosts``: the addresses where it listens; by default the loopback interface.
+
+        ``port``: at all of them; 0: free ones. Raises BootstrapError if there are none.
+        """
+        listeners = listen(hosts or [LOOPBACK], max(128, size), port)
         self.address = ",".join(map(address_of, listeners))
         self.host_of: Sequence[str] = ()
         """The host of each rank, for messages, if the launcher knows."""
