@@ -54,11 +54,11 @@ def test_a_leader_between_the_stores_answer_and_its_connections(dead: int) -> No
 
 def test_a_follower_before_it_has_met_its_leader() -> None:
     ranks = [slurm(rank, 2, size=4, **COMMON) for rank in range(4)]
-    for text in survivors(run(ranks, code=die(3, "bootstrap._follow")), 3):
+    for text in survivors(run(ranks, code=die(3, "bootstrap.follow")), 3):
         assert "RankLostError: rank 3 on host n2 (pid " in text
 
 
 def test_a_leader_before_it_has_met_its_followers() -> None:
     ranks = [slurm(rank, 2, size=4, **COMMON) for rank in range(4)]
-    for text in survivors(run(ranks, code=die(1, "bootstrap._Leader.run")), 1):
+    for text in survivors(run(ranks, code=die(1, "sharing.Leader.run")), 1):
         assert "RankLostError: rank 1 on host n2 (pid " in text

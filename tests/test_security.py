@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch import auth, bootstrap, mesh
+from kolovod.launch import auth, mesh, sharing
 from kolovod.launch.auth import Server, connect, new_secret
 from kolovod.launch.formation import Formation, Member
 from kolovod.launch.joining import join
@@ -76,9 +76,9 @@ def call_rank_0(address: str, secret: str) -> None:
 @contextlib.contextmanager
 def leader_of_a_host() -> Iterator[tuple[str, str]]:
     """One that has begun to serve: the address and the label of its socket."""
-    with contextlib.closing(bootstrap._Leader(SECRET)) as leader:
+    with contextlib.closing(sharing.Leader(SECRET)) as leader:
         leader._server.start()
-        yield f"\0{leader.name}", bootstrap.leader_label(leader.name)
+        yield f"\0{leader.name}", sharing.leader_label(leader.name)
 
 
 class Middle:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
-from kolovod.launch import auth, bootstrap
+from kolovod.launch import auth, sharing
 from kolovod.launch.formation import Member
 from kolovod.launch.joining import join
 from kolovod.launch.mesh import Listener
@@ -115,7 +115,7 @@ def fail(*_: object) -> int:
 def work_in_vain(rank: int, folder: Path) -> None:
     tap(folder)
     if rank == 0:
-        bootstrap.make_segment = fail  # type: ignore[assignment]
+        sharing.make_segment = fail  # type: ignore[assignment]
     with contextlib.suppress(kv.errors.BootstrapError, PermissionError):
         kv.init()
 

@@ -22,7 +22,7 @@ from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
-from kolovod.launch import auth, bootstrap, formation, messages, place, torchrun
+from kolovod.launch import auth, formation, messages, place, sharing, torchrun
 from kolovod.observe import collector, summary, trace
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -123,7 +123,7 @@ def _word(message: Any) -> None:
 
 
 def _told_by_leader(message: Any) -> None:
-    assert len(bootstrap._parse_answer(message, SIZE)) == SIZE
+    assert len(sharing.parse_answer(message, SIZE)) == SIZE
 
 
 def _told_by_follower(message: Any) -> None:
@@ -224,7 +224,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "_read",
         "_read_or_dropped",
     ),
-    "kolovod.launch.bootstrap": ("_parse_answer",),
+    "kolovod.launch.sharing": ("parse_answer",),
     "kolovod.launch.messages": (),
     "kolovod.launch.place": ("read_place", "_number"),
     "kolovod.launch.formation": (
