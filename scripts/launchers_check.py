@@ -67,6 +67,7 @@ HYDRA = "-launcher rsh -launcher-exec {agent} -hosts n1:1,n2:1 -np 2"
 # To UCX namespaces of one kernel are one host, whose memory it would share.
 LIBMPICH = "MPI4PY_MPIABI=mpich LD_LIBRARY_PATH={folder}/lib UCX_TLS=tcp,self"
 TORCHRUN = "{python} -m torch.distributed.run --nproc-per-node=2"
+KOLOVOD_RUN = "{python} -m kolovod run"  # without -H
 HOSTS = "--nnodes=2 --master-addr=n1 --master-port=29400"
 
 CASES = (
@@ -84,6 +85,15 @@ CASES = (
          "1 process: accuracy"),
     Case("salloc with srun", f"export {SECRET}; salloc -N2 -n2 srun {{python}} {{example}}",
          f"2 {DONE}"),
+    Case("salloc with kolovod run, which takes the hosts of the allocation",
+         f"PATH={{folder}}/bin:$PATH salloc -N2 -n4 {KOLOVOD_RUN} {{python}} {{example}}",
+         f"4 {DONE}"),
+    Case("sbatch with kolovod run",
+         f"PATH={{folder}}/bin:$PATH sbatch -W -N2 -n2 -o {{folder}}/out2 "
+         f"--wrap '{KOLOVOD_RUN} {{python}} {{example}}'; cat {{folder}}/out2", f"2 {DONE}"),
+    Case("sbatch with kolovod run, a slot for each CPU",
+         f"PATH={{folder}}/bin:$PATH sbatch -W -N2 -o {{folder}}/out3 "
+         f"--wrap '{KOLOVOD_RUN} hostname'; cat {{folder}}/out3", "[7]<stdout>:n2"),
     Case("salloc with mpirun of Open MPI",
          "salloc -N2 -n2 mpirun.openmpi {python} {example}", f"2 {DONE}"),
     Case("Open MPI, one host", "mpirun.openmpi --oversubscribe -np 2 {python} {example}",

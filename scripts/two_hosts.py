@@ -37,6 +37,13 @@ host=$1; shift
 exec {folder}/enter "$host" sh -c "$*"
 """
 
+# ssh OPTIONS -- HOST COMMAND: the same for kolovod run, which calls it by the name of the system's.
+SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+host=$2; shift 2
+exec {folder}/enter "$host" sh -c "$*"
+"""
+
 SLURM_CONF = """
 ClusterName=kolovod
 SlurmctldHost=n1
@@ -98,7 +105,8 @@ class TwoHosts:
     def _make(self) -> None:
         lines = ["127.0.0.1 localhost", *(f"{ADDRESSES[name]} {name}" for name in NAMES)]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        for name, text in (("enter", ENTER), ("agent", AGENT)):
+        (self.folder / "bin").mkdir()
+        for name, text in (("enter", ENTER), ("agent", AGENT), ("bin/ssh", SSH)):
             (self.folder / name).write_text(text.format(prefix=PREFIX, folder=self.folder))
             (self.folder / name).chmod(0o755)
         for name in NAMES:

@@ -87,7 +87,7 @@ def test_two_rank_0_of_one_job():
 
 def test_between_hosts_the_secret_is_proved():
     port = free_port()
-    with closing(tcp_door("127.0.0.1", port, "ours", FACTS, 2)):
+    with closing(tcp_door(["127.0.0.1"], port, "ours", FACTS, 2)):
         assert ask(("127.0.0.1", port), "ours", 1, "h", TIMEOUT_S) == FACTS
         started = time.monotonic()
         with pytest.raises(
@@ -96,7 +96,7 @@ def test_between_hosts_the_secret_is_proved():
             ask(("127.0.0.1", port), "theirs", 1, "h", TIMEOUT_S)
         assert time.monotonic() - started < TIMEOUT_S / 2  # no reason to try that again
         with pytest.raises(BootstrapError, match="set KOLOVOD_STORE_PORT to a free one"):
-            tcp_door("127.0.0.1", port, "ours", FACTS, 2)
+            tcp_door(["127.0.0.1"], port, "ours", FACTS, 2)
 
 
 def test_nobody_opens():

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_ranks
 from test_security import Middle, echo, member, port_of, soon
 
 import kolovod
@@ -34,12 +35,13 @@ from kolovod.errors import (
 )
 from kolovod.launch import auth, bootstrap, mesh, sealing
 from kolovod.launch.auth import connect, greet, new_secret
+from kolovod.launch.formation import Formation, Member
+from kolovod.launch.joining import join
 from kolovod.launch.mesh import Links
 from kolovod.launch.sealing import OFFER_BYTES, Exchange, require_libcrypto
 from kolovod.launch.server import Server
 from kolovod.launch.sockets import read_exactly
-from kolovod.launch.store import Formation, Member, Store, join
-from kolovod.testing import run_ranks
+from kolovod.launch.store import Store
 
 SECRET = new_secret()
 HOSTS = ["a", "b"]
@@ -395,7 +397,9 @@ def test_the_rendezvous_is_sealed_as_well(sealed: bool) -> None:
             address = "{}:{}".format(*middle.address)
             members = [encrypting(rank, sealed) for rank in (0, 1)]
             waiting = [pool.submit(join, address, SECRET, [0, 1], one, 10) for one in members]
-            assert [future.result(20).members for future in waiting] == [tuple(members)] * 2
+            for future in waiting:
+                with future.result(20) as joined:
+                    assert joined.formation.members == tuple(members)
             assert (b"members" in middle.seen[True]) is not sealed
             assert (b"localhost" in middle.seen[False]) is not sealed
 

@@ -9,21 +9,23 @@ import pytest
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.job_secret import job_secret, read_secret
 
+ONE = "0123456789abcdef"
+
 
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "secret"
-    path.write_text("from a file\n")
+    path.write_text("a random text in a file\n")
     path.chmod(0o600)
     return path
 
 
 def test_a_job_has_its_own_secret_and_the_users_is_not_in_it():
-    one = job_secret({"KOLOVOD_SECRET": "abc"}, "job 1")
-    assert one == job_secret({"KOLOVOD_SECRET": "abc"}, "job 1")
-    assert one != job_secret({"KOLOVOD_SECRET": "abc"}, "job 2")
-    assert one != job_secret({"KOLOVOD_SECRET": "abd"}, "job 1")
-    assert "abc" not in one
+    one = job_secret({"KOLOVOD_SECRET": ONE}, "job 1")
+    assert one == job_secret({"KOLOVOD_SECRET": ONE}, "job 1")
+    assert one != job_secret({"KOLOVOD_SECRET": ONE}, "job 2")
+    assert one != job_secret({"KOLOVOD_SECRET": ONE[:-1] + "x"}, "job 1")
+    assert ONE not in one
     assert len(one) == 64
 
 
@@ -36,11 +38,11 @@ def test_without_one():
 
 
 def test_a_file(file):
-    assert read_secret({"KOLOVOD_SECRET_FILE": str(file)}) == "from a file"
-    assert read_secret({"KOLOVOD_SECRET_FILE": str(file), "KOLOVOD_SECRET": "x"}) == "x"
+    assert read_secret({"KOLOVOD_SECRET_FILE": str(file)}) == "a random text in a file"
+    assert read_secret({"KOLOVOD_SECRET_FILE": str(file), "KOLOVOD_SECRET": ONE}) == ONE
     link = file.parent / "link"  # as Kubernetes mounts it
     link.symlink_to(file)
-    assert read_secret({"KOLOVOD_SECRET_FILE": str(link)}) == "from a file"
+    assert read_secret({"KOLOVOD_SECRET_FILE": str(link)}) == "a random text in a file"
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o620, 0o644, 0o666])
@@ -53,7 +55,7 @@ def test_a_file_that_others_can_read_or_write(file, mode):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can give a file away")
 def test_whose_file_it_is(file):
     file.chmod(0o440)  # mounted for a group: the superuser's
-    assert read_secret({"KOLOVOD_SECRET_FILE": str(file)}) == "from a file"
+    assert read_secret({"KOLOVOD_SECRET_FILE": str(file)}) == "a random text in a file"
     file.chmod(0o600)
     os.chown(file, 65534, -1)
     with pytest.raises(BootstrapError, match="belongs to user 65534"):
@@ -70,3 +72,14 @@ def test_what_is_no_secret(file):
         file.write_text(text)
         with pytest.raises(InvalidArgumentError, match=f"holds {len(text)} bytes"):
             read_secret({"KOLOVOD_SECRET_FILE": str(file)})
+
+
+def test_a_short_one_is_refused(file):
+    way_out = r"15 bytes, which can be guessed: at least 16 .*\$\(openssl rand -hex 32\)"
+    with pytest.raises(InvalidArgumentError, match=f"^KOLOVOD_SECRET has {way_out}") as caught:
+        job_secret({"KOLOVOD_SECRET": ONE[1:]}, "j")
+    assert ONE[1:] not in str(caught.value)
+    file.write_text(ONE[1:] + "\n")
+    with pytest.raises(InvalidArgumentError, match=f"secret' holds {way_out}") as caught:
+        read_secret({"KOLOVOD_SECRET_FILE": str(file)})
+    assert ONE[1:] not in str(caught.value)

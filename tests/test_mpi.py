@@ -140,15 +140,15 @@ def test_the_address_at_which_others_look_for_rank_0(monkeypatch, resolved, towa
             raise OSError("not known")
         return towards_n2
 
-    monkeypatch.setattr(started.socket, "gethostbyname", lambda name: resolved)
+    monkeypatch.setattr(started, "resolve", lambda name: [resolved])
     monkeypatch.setattr(started, "interface_to", interface_to)
-    assert started._own_address(find(SLURM), 1.0) == expected
+    assert started._own_addresses(find(SLURM), 1.0) == [expected]
 
 
 def test_a_name_that_means_something_else_on_each_host(monkeypatch):
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    monkeypatch.setattr(started.socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(started, "resolve", lambda name: ["127.0.1.1"])
     with pytest.raises(
         BootstrapError, match=r"a is 127\.0\.1\.1 here, where no other host reaches"
     ):
-        started._own_address(find(told), 1.0)
+        started._own_addresses(find(told), 1.0)

@@ -118,6 +118,28 @@ def test_ranks_fill_the_hosts_in_order(bed, script):
     nothing_left(bed)
 
 
+def test_the_store_where_the_user_says_that_others_reach_it(bed, script):
+    """As behind NAT: at an address that the launcher's host does not know as its own."""
+    code = HELLO + "print('met at', os.environ['KOLOVOD_STORE'], flush=True)"
+    place = {"KOLOVOD_STORE_HOST": "login-v6", "KOLOVOD_STORE_PORT": "23457"}
+    done = run(bed, "-H", "a,login", *script(code), **place)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"\[(\d)\]<stdout>:met at (.*)", done.stdout)
+    assert dict(told)["0"] == "login-v6:23457"
+    assert dict(told)["1"].startswith(f"{bed.address('login')}:23457,[")
+    done = run(bed, "-H", "a", *script(HELLO), KOLOVOD_STORE_HOST="login")
+    assert done.returncode == 2
+    assert "KOLOVOD_STORE_HOST=login, where other hosts reach this one, needs" in done.stderr
+
+
+def test_a_store_that_others_do_not_reach(bed, script):
+    place = {"KOLOVOD_STORE_HOST": bed.address("b"), "KOLOVOD_STORE_PORT": "23457"}
+    done = run(bed, "-H", "a:2", *script(HELLO), **place)
+    assert done.returncode == 1
+    assert f"cannot reach the launcher's store at {bed.address('b')}:23457" in done.stderr
+    assert "set KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT for the launcher to" in done.stderr
+
+
 def test_a_host_file_an_address_a_directory_and_folders_for_output(bed, script, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text(f"# two\n[{bed.addresses('a')[0].ipv6}] slots=1\n{bed.address('b')}\n")

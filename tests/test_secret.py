@@ -14,8 +14,10 @@ import pytest
 from kolovod.config import Settings
 from kolovod.errors import BootstrapError
 from kolovod.launch.auth import new_secret
+from kolovod.launch.formation import Member
+from kolovod.launch.joining import join
 from kolovod.launch.place import Place
-from kolovod.launch.store import Member, Store, join
+from kolovod.launch.store import Store
 
 SECRET = new_secret()
 

@@ -16,11 +16,13 @@ import psutil
 import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch import auth, bootstrap, mesh
+from kolovod.launch import auth, mesh, sharing
 from kolovod.launch.auth import connect, new_secret
+from kolovod.launch.formation import Formation, Member
+from kolovod.launch.joining import join
 from kolovod.launch.server import Server
 from kolovod.launch.sockets import read_exactly
-from kolovod.launch.store import LABEL, Formation, Member, Store, join
+from kolovod.launch.store import LABEL, Store
 from kolovod.observe.collector import Collector
 
 SECRET = new_secret()
@@ -76,9 +78,9 @@ def call_rank_0(address: str, secret: str) -> None:
 @contextlib.contextmanager
 def leader_of_a_host() -> Iterator[tuple[str, str]]:
     """One that has begun to serve: the address and the label of its socket."""
-    with contextlib.closing(bootstrap._Leader(SECRET)) as leader:
+    with contextlib.closing(sharing.Leader(SECRET)) as leader:
         leader._server.start()
-        yield f"\0{leader.name}", bootstrap.leader_label(leader.name)
+        yield f"\0{leader.name}", sharing.leader_label(leader.name)
 
 
 class Middle:
@@ -339,7 +341,7 @@ def test_a_timeout_of_a_month_is_waited_for() -> None:
             pool.submit(join, store.address, SECRET, [0, 1], member(rank), month_s)
             for rank in (0, 1)
         ]
-        assert [future.result(20).epoch for future in waiting] == [1, 1]
+        assert [future.result(20).formation.epoch for future in waiting] == [1, 1]
 
 
 # Floods -------------------------------------------------------------------------------------------
@@ -372,7 +374,7 @@ def test_a_thousand_connections_that_say_nothing(many_files: None) -> None:
                 pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
                 for rank in (0, 1)
             ]
-            assert [future.result(30).epoch for future in waiting] == [1, 1]
+            assert [future.result(30).formation.epoch for future in waiting] == [1, 1]
 
 
 def test_ranks_get_in_while_others_knock_all_the_time(many_files: None) -> None:
@@ -394,7 +396,7 @@ def test_ranks_get_in_while_others_knock_all_the_time(many_files: None) -> None:
                     pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
                     for rank in (0, 1)
                 ]
-                assert [future.result(40).epoch for future in waiting] == [epoch] * 2
+                assert [future.result(40).formation.epoch for future in waiting] == [epoch] * 2
         finally:
             stop.set()
         for future in flood:

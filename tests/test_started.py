@@ -39,6 +39,7 @@ TOLD = (
 )
 WITHOUT_MPI4PY = "import sys; sys.modules['mpi4py'] = None\n"
 LIMIT_S = "20"
+SECRET = "a random text of the user's"
 
 
 def run(ranks, arguments=(), code=CODE):
@@ -115,7 +116,7 @@ def test_on_one_host(told):
 
 
 def test_on_several_hosts():
-    common = {"KOLOVOD_SECRET": "of the user", "KOLOVOD_STORE_HOST": "localhost"}
+    common = {"KOLOVOD_SECRET": SECRET, "KOLOVOD_STORE_HOST": "localhost"}
     found = texts(run([slurm(rank, 2, 3, **common) for rank in range(3)]))
     assert found == ["0 3 0 0 6 n1", "1 3 0 1 6 n2", "2 3 1 0 6 n1"]
 
@@ -139,7 +140,7 @@ def test_a_secret_is_needed_between_hosts():
 
 def test_two_jobs_of_one_user_at_one_port():
     place = {
-        "KOLOVOD_SECRET": "s",
+        "KOLOVOD_SECRET": SECRET,
         "KOLOVOD_STORE_HOST": "localhost",
         "KOLOVOD_STORE_PORT": "19871",
     }
@@ -168,13 +169,13 @@ def test_mpi_between_hosts_without_mpi4py():
 
 def test_rank_0_is_elsewhere():
     # 192.0.2.0/24 is nobody's (RFC 5737).
-    place = {"KOLOVOD_SECRET": "s", "KOLOVOD_STORE_HOST": "192.0.2.77"}
+    place = {"KOLOVOD_SECRET": SECRET, "KOLOVOD_STORE_HOST": "192.0.2.77"}
     ((_, _, error),) = run([slurm(0, 2, **place)])
     assert "192.0.2.77 (192.0.2.77), where rank 0 should be, is not this host" in error
 
 
 def test_an_address_that_no_other_host_can_use():
-    place = {"KOLOVOD_SECRET": "s", "MASTER_ADDR": "nowhere.invalid", "LOCAL_WORLD_SIZE": "1"}
+    place = {"KOLOVOD_SECRET": SECRET, "MASTER_ADDR": "nowhere.invalid", "LOCAL_WORLD_SIZE": "1"}
     ((_, _, error),) = run([{**torchrun(0), **place, "KOLOVOD_START_TIMEOUT_S": "1"}])
     assert "the name of its host, nowhere.invalid, is not known here" in error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import threading
@@ -11,9 +12,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import kolovod.launch.store as store_module
 from kolovod.errors import (
     AuthenticationError,
     BootstrapError,
@@ -21,8 +24,11 @@ from kolovod.errors import (
     RankLostError,
     StartTimeoutError,
 )
-from kolovod.launch.auth import connect, new_secret
-from kolovod.launch.store import LABEL, Formation, Member, Store, join
+from kolovod.launch.auth import connect, encode, new_secret
+from kolovod.launch.formation import Formation, Member, encode_members, parse_answer
+from kolovod.launch.joining import Joined, join
+from kolovod.launch.messages import MAX_RANKS
+from kolovod.launch.store import GONE_GRACE_S, LABEL, Store
 
 SECRET = new_secret()
 TIMEOUT_S = 20.0
@@ -51,10 +57,23 @@ def member(rank: int, pid: int | None = None) -> Member:
     return Member(rank, "localhost", 1000 + rank if pid is None else pid, "", f"socket-{rank}", 0)
 
 
+def meet(*arguments: Any) -> Formation:
+    """Only until the answer."""
+    with join(*arguments) as joined:
+        return joined.formation
+
+
+def all_join(pool: ThreadPoolExecutor, store: Store, ranks: list[int]) -> list[Joined]:
+    waiting = [
+        pool.submit(join, store.address, SECRET, ranks, member(rank), TIMEOUT_S) for rank in ranks
+    ]
+    return [future.result(10) for future in waiting]
+
+
 def joining(
     pool: ThreadPoolExecutor, store: Store, rank: int, members: list[int], timeout_s: float = 20.0
 ) -> Future[Formation]:
-    return pool.submit(join, store.address, SECRET, members, member(rank), timeout_s)
+    return pool.submit(meet, store.address, SECRET, members, member(rank), timeout_s)
 
 
 def wait_until_joined(store: Store, count: int) -> None:
@@ -75,7 +94,7 @@ def test_everybody_hears_about_everybody(store: Store, pool: ThreadPoolExecutor,
 def test_the_first_members_config_is_told_to_all(store: Store, pool: ThreadPoolExecutor) -> None:
     members = [1, 3, 4, 5, 7]
     formations = [
-        pool.submit(join, store.address, SECRET, members, member(rank), 20.0, {"a": rank, "b": -1})
+        pool.submit(meet, store.address, SECRET, members, member(rank), 20.0, {"a": rank, "b": -1})
         for rank in reversed(members)
     ]
     for formation in formations:
@@ -113,24 +132,36 @@ def test_who_joins_again_is_counted_once(store: Store, pool: ThreadPoolExecutor)
         first.result(10)
 
 
-def test_the_answer_to_thousands_of_ranks_fits(pool: ThreadPoolExecutor) -> None:
+def test_the_answer_to_all_ranks_there_may_be() -> None:
+    """Each told at several addresses: in messages of at most 1 MiB, and nothing is lost."""
+    told = ",".join(["[fd00:1234:5678:9abc:def0:1234:5678:9abc]:40000"] * 8)
+    everybody = [
+        Member(rank, f"host-{rank}", rank, "pid:[4026531836]", "kolovod-" + "0" * 32, 1000, told)
+        for rank in range(MAX_RANKS)
+    ]
+    parts = encode_members(everybody)
+    bodies = [encode(part) for part in parts]  # which refuses what is too long
+    assert sum(map(len, bodies)) > 20 << 20
+    bodies[0] = encode({"epoch": 1, "config": {}, **parts[0]})
+    received = map(json.loads, bodies)
+    formation = parse_answer(lambda: next(received), range(MAX_RANKS), None)
+    assert formation.members == tuple(everybody)
+    assert next(received, None) is None
+
+
+def test_an_answer_of_several_messages(pool: ThreadPoolExecutor) -> None:
     """The whole rendezvous of one rank among 4096, without the other 4095 connections."""
     size = 4096
     with contextlib.closing(Store(SECRET, size)) as made:
         made.start()
         me = dataclasses.replace(member(size - 1), socket="kolovod-" + "0" * 32)
-        waiting = pool.submit(join, made.address, SECRET, range(size), me, TIMEOUT_S)
+        waiting = pool.submit(meet, made.address, SECRET, range(size), me, TIMEOUT_S)
         wait_until_joined(made, 1)
         nobody = SimpleNamespace(send_encoded=lambda *_: None)
         with made._lock:
             (group,) = made._groups.values()
             for rank in range(size - 1):
-                facts = dataclasses.replace(
-                    me,
-                    rank=rank,
-                    host=f"host-{rank // 8}",
-                    address=f"10.100.100.{rank % 250}:40000",
-                )
+                facts = dataclasses.replace(me, rank=rank, host=f"host-{rank // 8}")
                 group.joined[rank] = (facts, nobody)
             made._complete(group)
         members = waiting.result(10).members
@@ -213,6 +244,90 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
     assert not waiting.done()
     joining(pool, store, 1, [0, 1]).result(10)
     assert waiting.result(10).epoch == 1
+
+
+def test_who_ends_before_all_have_come_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
+    """Nobody tells the store of it: its connection breaks."""
+    waiting = joining(pool, store, 0, [0, 1, 2])
+    wait_until_joined(store, 1)
+    address = ("127.0.0.1", int(store.address.split(":")[1]))
+    deadline = time.monotonic() + 5
+    with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
+        channel.send({**JOIN, "members": [[0, 2]], "member": [1, *JOIN["member"][1:]]}, deadline)
+        wait_until_joined(store, 2)
+    text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
+    with pytest.raises(RankLostError, match=text) as caught:
+        waiting.result(10)
+    assert caught.value.rank == 1
+
+
+def test_all_have_formed_the_world_or_none(store: Store, pool: ThreadPoolExecutor) -> None:
+    joined = all_join(pool, store, [0, 1, 2])
+    waiting = [pool.submit(one.formed, time.monotonic() + TIMEOUT_S) for one in joined[1:]]
+    time.sleep(0.05)
+    assert not any(future.done() for future in waiting)
+    joined[0].formed(time.monotonic() + TIMEOUT_S)
+    for future in waiting:
+        future.result(10)
+    joined[2].close()  # what becomes of it now is the engine's business
+    joined[1].check(GONE_GRACE_S + 0.5)
+    store.close()
+    joined[1].check(5)
+
+
+def test_who_ends_after_the_answer_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
+    joined = all_join(pool, store, [0, 1, 2])
+    waiting = pool.submit(joined[0].formed, time.monotonic() + TIMEOUT_S)
+    joined[2].close()
+    for hear in (lambda: waiting.result(10), lambda: joined[1].check(10)):
+        with pytest.raises(RankLostError, match=r"rank 2 on host .* ended while the world") as told:
+            hear()
+        assert told.value.rank == 2
+
+
+def test_the_launchers_word_comes_first(store: Store, pool: ThreadPoolExecutor) -> None:
+    joined = all_join(pool, store, [0, 1])
+    joined[1].close()
+    store.mark_dead(1, "was killed by signal 9 (SIGKILL)")
+    with pytest.raises(RankLostError, match="rank 1 was killed by signal 9"):
+        joined[0].formed(time.monotonic() + TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "text"),
+    [
+        (OSError("no room"), BootstrapError, r"rank 1 on .* could not form .*: OSError: no room"),
+        (BootstrapError("no way"), BootstrapError, r"rank 1 on .* could not form .*: no way"),
+        (RankLostError("rank 7 is gone", 7), RankLostError, "^rank 7 is gone$"),
+    ],
+)
+def test_why_one_gives_up_is_told_to_all(
+    store: Store,
+    pool: ThreadPoolExecutor,
+    error: Exception,
+    told: type[Exception],
+    text: str,
+) -> None:
+    joined = all_join(pool, store, [0, 1])
+    with pytest.raises(type(error)), joined[1]:
+        raise error
+    with pytest.raises(told, match=text):
+        joined[0].formed(time.monotonic() + TIMEOUT_S)
+
+
+def test_who_does_not_form_the_world_is_named(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_FORMING_S", 0.2)
+    with contextlib.closing(Store(SECRET, 3)) as made:
+        made.start()
+        waiting = [
+            pool.submit(join, made.address, SECRET, [0, 1, 2], member(rank), 0.5)
+            for rank in range(3)
+        ]
+        joined = [future.result(10) for future in waiting]
+        with pytest.raises(StartTimeoutError, match="rank 1, 2 joined, but did not form the world"):
+            joined[0].formed(time.monotonic() + TIMEOUT_S)
 
 
 def test_two_processes_of_one_rank_are_told_apart(store: Store, pool: ThreadPoolExecutor) -> None:

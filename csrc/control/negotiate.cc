@@ -131,6 +131,13 @@ std::vector<Response> Negotiator::Offer(int rank, Request request) {
   return responses;
 }
 
+std::string Negotiator::FindFault(int rank, const Request& request) const {
+  const auto r = static_cast<size_t>(rank);
+  if (!joined_[r]) return "";
+  return "rank " + std::to_string(ranks_[r]) + " has joined, and then announces " + NameOf(request.verb) +
+         " '" + request.name + "' before all have joined";
+}
+
 // A rank joins with nothing pending, so it is missing in all that waits.
 std::vector<Response> Negotiator::Join(int rank, const std::string& name) {
   std::vector<Response> responses;

@@ -29,6 +29,10 @@ class Negotiator {
   // else they submit is answered with kError, and nothing is announced by bit meanwhile (kForgetAll).
   std::vector<Response> Offer(int rank, Request request);
 
+  // Why `rank` cannot have sent `request`, or empty: until all have joined, one that has joined has nothing
+  // to say. A rank that does is out of its mind, and what it says must not be offered.
+  std::string FindFault(int rank, const Request& request) const;
+
   // Ids that may be given out again; their counters must be reset before the next answer is told. No rank can
   // announce by such an id any more: all have announced its name in full since it was forgotten, and
   // drop the id before that operation completes.

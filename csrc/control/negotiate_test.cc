@@ -76,6 +76,18 @@ Request MakeJoin() {
   return request;
 }
 
+TEST(who_has_joined_says_nothing_until_all_have) {
+  Negotiator n({3, 5}, 8);
+  CHECK(n.FindFault(1, MakeJoin()).empty());
+  n.Offer(1, MakeJoin());
+  CHECK(n.FindFault(1, MakeJoin()) ==
+        "rank 5 has joined, and then announces join 'join' before all have joined");
+  CHECK(n.FindFault(1, Make("t")).starts_with("rank 5 has joined, and then announces allreduce 't'"));
+  CHECK(n.FindFault(0, Make("t")).empty());
+  n.Offer(0, MakeJoin());
+  CHECK(n.FindFault(1, MakeJoin()).empty());
+}
+
 TEST(others_go_on_without_those_that_have_joined) {
   Negotiator n({4, 5, 6}, 8);
   OfferAll(n, 3, Make("a"));

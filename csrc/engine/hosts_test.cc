@@ -193,6 +193,38 @@ TEST(an_abort_reaches_every_host) {
   });
 }
 
+// The leader of the second host has connected, and stops before the links are measured.
+TEST(links_are_measured_for_no_longer_than_a_start_may_take) {
+  Config config = testing::SmallConfig();
+  config.start_timeout_ms = 300;
+  std::shared_ptr<LoopbackWorld> world;
+  CHECK_OK(LoopbackWorld::Create({0, 1}, config, &world));
+  for (const int rank : {0, 1}) {
+    EngineOptions options;
+    options.rank = rank;
+    options.size = 2;
+    options.hosts = world->hosts;
+    options.uplink_fds = world->TakeUplinks(rank);
+    options.switchboard = world->SwitchboardOf(rank);
+    options.config = config;
+    options.segment = world->SegmentOf(rank);
+    options.faults = world->faults;
+    options.ranks = world->ranks;
+    options.liveness = std::make_unique<LoopbackLiveness>(world->faults, world->ranks,
+                                                          Topology(rank, world->hosts).local_ranks);
+    std::unique_ptr<Engine> engine;
+    const auto begin = std::chrono::steady_clock::now();
+    const Status status = Engine::Create(std::move(options), &engine);
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));
+    if (rank > 0) {  // hears of it
+      CHECK(!status.ok());
+      continue;
+    }
+    CHECK(status.code() == Code::kTimeout);
+    CHECK(status.message() == "a rank of another host has connected, but sent nothing within 300 ms");
+  }
+}
+
 TEST(a_rank_that_leaves_is_named_on_every_host) {
   ForVictims([](const std::vector<int>& hosts, int victim) {
     CheckOthersFail(hosts, victim, Code::kRankLeft, [](Rank& rank) { rank.engine().Shutdown(); });

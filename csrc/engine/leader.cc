@@ -97,6 +97,9 @@ Status Control::Decide(int host, const Note& note) {
   if (note.kind == Note::Kind::kRequest && known) {
     std::optional<Request> request = DecodeRequest(note.body);
     if (request && IsSound(*request, topology_.size())) {
+      if (std::string fault = negotiator_->FindFault(note.rank, *request); !fault.empty()) {
+        return Status(Code::kInternal, fault);
+      }
       Publish(negotiator_->Offer(note.rank, std::move(*request)));
       return Status();
     }

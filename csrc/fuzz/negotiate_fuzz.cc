@@ -12,7 +12,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   while (!steering.empty()) {
     const int rank = steering.Take<uint8_t>() % kSize;
     auto request = DecodeRequest(steering.TakeBytes(steering.Take<uint16_t>()));
-    if (!request || !IsSound(*request, kSize)) continue;
+    if (!request || !IsSound(*request, kSize) || !negotiator.FindFault(rank, *request).empty()) continue;
     const Request announced = *request;
     for (const Response& response : negotiator.Offer(rank, *std::move(request))) {
       const std::string bytes = EncodeResponse(response);

@@ -12,8 +12,8 @@ from kolovod.errors import (
     WaitTimeoutError,
     from_engine,
 )
-from kolovod.launch.bootstrap import Ready
 from kolovod.launch.place import usable_cores
+from kolovod.launch.sharing import Ready
 from kolovod.observe import stacks
 
 __all__ = ["make_engine", "members_of"]

@@ -18,10 +18,11 @@ from kolovod.errors import (
 )
 from kolovod.forming import make_engine, members_of
 from kolovod.launch import mpi
-from kolovod.launch.bootstrap import Ready, bootstrap, own_pidfd
+from kolovod.launch.bootstrap import bootstrap
+from kolovod.launch.formation import Member
 from kolovod.launch.place import Place, local_and_cross, read_place
+from kolovod.launch.sharing import Ready, own_pidfd
 from kolovod.launch.started import Meeting, find_launcher, meet
-from kolovod.launch.store import Member
 from kolovod.observe import record_files, timeline
 
 if TYPE_CHECKING:

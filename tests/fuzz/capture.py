@@ -22,8 +22,12 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
-from kolovod.launch import auth, bootstrap
+from kolovod.launch import auth, sharing
+from kolovod.launch.formation import Member
+from kolovod.launch.joining import join
+from kolovod.launch.mesh import Listener
 from kolovod.launch.place import Place
+from kolovod.launch.store import Store
 from kolovod.testing import run_ranks
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -49,6 +53,8 @@ def kind_of(message: Any) -> str:
     """The target for a message, by what is in it."""
     if "timeout_s" in message:
         return "store_join"
+    if "formed" in message:
+        return "store_word"
     if "operations" in message:
         return "timeline_report"
     if "pidfds" in message or ("error" in message and "message" not in message):
@@ -65,7 +71,10 @@ def tap(folder: Path) -> None:
     send = auth.Channel.send_encoded
 
     def kept(self: auth.Channel, body: bytes, deadline: float) -> None:
-        keep(folder, kind_of(json.loads(body)), body)
+        message = json.loads(body)
+        keep(folder, kind_of(message), body)
+        if "error" in message and "message" not in message:
+            keep(folder, "store_word", body)  # ranks and leaders say alike what keeps them
         keep(folder, "signed_frame", body)
         proof = auth._digest(self._key, self._out, auth._SEQUENCE.pack(self._sent), body)
         keep(folder, "frames", auth._LENGTH.pack(len(body)) + proof + body)
@@ -106,7 +115,7 @@ def fail(*_: object) -> int:
 def work_in_vain(rank: int, folder: Path) -> None:
     tap(folder)
     if rank == 0:
-        bootstrap.make_segment = fail  # type: ignore[assignment]
+        sharing.make_segment = fail  # type: ignore[assignment]
     with contextlib.suppress(kv.errors.BootstrapError, PermissionError):
         kv.init()
 
@@ -116,6 +125,25 @@ def work_of_some(rank: int, folder: Path) -> None:
     if rank != 1:
         kv.init(comm=[0, 2])
         kv.shutdown()
+
+
+def meet_at_several_addresses() -> None:
+    """Ranks of two hosts whose listeners have several addresses each."""
+    secret = auth.new_secret()
+
+    def meet(rank: int, address: str) -> None:
+        with contextlib.closing(Listener(["127.0.0.1", "127.0.0.1", "::1"], 2)) as listener:
+            me = Member(rank, f"host-{rank}", os.getpid(), "pid:[1]", "", 0, listener.address)
+            with join(address, secret, [0, 1], me, 20.0) as joined:
+                joined.formed(time.monotonic() + 20)
+
+    with contextlib.closing(Store(secret, 2)) as store:
+        store.start()
+        threads = [threading.Thread(target=meet, args=(rank, store.address)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def handshakes(folder: Path, *, sealed: bool) -> None:
@@ -154,7 +182,8 @@ def thin_out(found: Path) -> None:
         by_shape: dict[Any, bytes] = {}
         for file in sorted(folder.iterdir()):
             data = file.read_bytes()
-            by_shape.setdefault((len(data) // 50, data.count(b"[")), data)
+            shape = len(data) // 50, data.count(b"["), data.endswith(bytes(32))
+            by_shape.setdefault(shape, data)
         (CORPUS / folder.name).mkdir(parents=True)
         for number, data in enumerate(list(by_shape.values())[:MOST]):
             (CORPUS / folder.name / str(number)).write_bytes(data)
@@ -164,6 +193,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         found = Path(name) / "found"
         tap(found)
+        meet_at_several_addresses()
         hosts = ["a", "a", "b", "b"]
         timeline = Path(name) / "timeline.json"
         options: dict[str, Any] = {"KOLOVOD_LAST_OPERATIONS_DIR": "none"}

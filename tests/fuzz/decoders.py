@@ -22,7 +22,7 @@ from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
-from kolovod.launch import auth, bootstrap, mesh, messages, place, store, torchrun
+from kolovod.launch import auth, formation, messages, place, sharing, torchrun
 from kolovod.observe import collector, summary, trace
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -105,15 +105,15 @@ def _of_message(decode: Callable[[Any], object]) -> Callable[[bytes], None]:
 
 
 def _join(message: Any) -> None:
-    understood = members, member, timeout_s, config = store._parse_join(message)
+    understood = members, member, timeout_s, config = formation.parse_join(message)
     # What was understood says the same again.
     again = {
-        "members": store._spans(members),
+        "members": formation.spans(members),
         "member": astuple(member),
         "config": config,
         "timeout_s": timeout_s,
     }
-    assert store._parse_join(json.loads(json.dumps(again))) == understood
+    assert formation.parse_join(json.loads(json.dumps(again))) == understood
     str(member).encode()
 
 
@@ -121,14 +121,21 @@ def _told_by_store(message: Any) -> None:
     said = json.dumps(message)
     for own_config in (None, _CONFIG):  # as it is asked for without an engine, and with one
         with contextlib.suppress(KolovodError):
-            formation = store._parse_answer(json.loads(said), range(SIZE), own_config)
-            assert len(formation.members) == SIZE
-            assert 0 < formation.epoch < 1 << 32
-            assert own_config is None or formation.config.keys() == own_config.keys()
+            # The same again and again: as many messages as it may take.
+            world = formation.parse_answer(lambda: json.loads(said), range(SIZE), own_config)
+            assert len(world.members) == SIZE
+            assert 0 < world.epoch <= formation.MAX_EPOCH
+            assert own_config is None or world.config.keys() == own_config.keys()
+
+
+def _word(message: Any) -> None:
+    """What a rank says at the store after the answer."""
+    word = formation.parse_word(message, 1)
+    assert word is None or (isinstance(word[0], str) and word[1] in (None, *range(1 << 16)))
 
 
 def _told_by_leader(message: Any) -> None:
-    assert len(bootstrap._parse_answer(message, SIZE)) == SIZE
+    assert len(sharing.parse_answer(message, SIZE)) == SIZE
 
 
 def _told_by_follower(message: Any) -> None:
@@ -140,7 +147,7 @@ def _hello(message: Any) -> None:
     """Of a rank of another host."""
     messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
     messages.text(message, "purpose", 16)
-    messages.whole(message, "epoch", 0, mesh._MAX_EPOCH)
+    messages.whole(message, "epoch", 0, formation.MAX_EPOCH)
 
 
 def _report(message: Any) -> None:
@@ -210,6 +217,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "signed_frame": signed_frame,
     "store_join": _of_message(_join),
     "store_answer": _of_message(_told_by_store),
+    "store_word": _of_message(_word),
     "leader_answer": _of_message(_told_by_leader),
     "follower": _of_message(_told_by_follower),
     "hello": _of_message(_hello),
@@ -231,16 +239,18 @@ DECODERS: dict[str, tuple[str, ...]] = {
     ),
     "kolovod.launch.sealing": ("Exchange.answer", "Exchange.agree"),
     "kolovod.launch.sockets": ("read_exactly",),
-    "kolovod.launch.bootstrap": ("_parse_answer",),
+    "kolovod.launch.sharing": ("parse_answer",),
     "kolovod.launch.messages": (),
     "kolovod.launch.place": ("read_place", "_number"),
-    "kolovod.launch.store": (
-        "_parse_join",
+    "kolovod.launch.formation": (
+        "parse_join",
         "_parse_spans",
         "_parse_member",
         "_parse_config",
-        "_parse_answer",
-        "_with_texts",
+        "parse_answer",
+        "_parse_members",
+        "parse_word",
+        "raise_told",
     ),
     "kolovod.launch.torchrun": ("_parse",),
     "kolovod.observe.collector": ("_parse", "_int"),

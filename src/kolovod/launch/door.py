@@ -20,12 +20,13 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch import messages
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel, connect
+from kolovod.launch.network import connect_any, endpoint, listen
 from kolovod.launch.server import Server, same_user
 
 __all__ = ["Door", "ask", "ask_once", "close_at_exit", "tcp_door", "unix_door"]
@@ -41,16 +42,24 @@ class Door:
     """Tells every rank that comes in ``facts``, once. Thread based; ``close`` ends the threads."""
 
     def __init__(
-        self, listener: socket.socket, secret: str, facts: dict[str, Any], size: int
+        self,
+        listeners: Sequence[socket.socket],
+        secret: str,
+        facts: dict[str, Any],
+        size: int,
     ) -> None:
-        """``secret``: "" where the kernel vouches for whoever comes in. Takes the listener over."""
+        """``secret``: "" where the kernel vouches for whoever comes in. Takes over the sockets."""
         self._facts = facts
         self._size = size
         self._lock = threading.Lock()
         self._told: dict[int, tuple[str, str]] = {}  # by rank: which process, and where that is
         self._pid = os.getpid()
-        self._server = Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
-        self._server.start()
+        self._servers = [
+            Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
+            for listener in listeners
+        ]
+        for server in self._servers:
+            server.start()
 
     def _serve(self, channel: Channel) -> None:
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -77,7 +86,8 @@ class Door:
     def close(self) -> None:
         """Let nobody in any more. Idempotent; does nothing in a forked process."""
         if os.getpid() == self._pid:
-            self._server.close()
+            for server in self._servers:
+                server.close()
 
 
 def unix_door(name: str, facts: dict[str, Any], size: int) -> Door:
@@ -95,21 +105,27 @@ def unix_door(name: str, facts: dict[str, Any], size: int) -> Door:
             f"rank 0 cannot open the socket where the ranks of this job meet ({error.strerror}): "
             "does another process of this job run as rank 0, too, or a child that it left behind?"
         ) from error
-    return Door(listener, "", facts, size)
+    return Door([listener], "", facts, size)
 
 
-def tcp_door(host: str, port: int, secret: str, facts: dict[str, Any], size: int) -> Door:
-    """A door between hosts. Raises BootstrapError if the port is taken or the address not ours."""
+def tcp_door(
+    addresses: Sequence[str], port: int, secret: str, facts: dict[str, Any], size: int
+) -> Door:
+    """A door between hosts, at all of the ``addresses`` that can be had.
+
+    Raises BootstrapError if there is none: the port is taken, or the addresses are not ours.
+    """
     try:
-        listener = socket.create_server((host, port), backlog=max(128, size))
-    except OSError as error:
+        listeners = listen(addresses, max(128, size), port)
+    except BootstrapError as error:
+        where = ",".join(endpoint(address, port) for address in addresses)
         raise BootstrapError(
-            f"rank 0 cannot listen on {host}:{port}, where the ranks of this job are to meet "
-            f"({error.strerror}). If another job has the port, set KOLOVOD_STORE_PORT to a free "
+            f"rank 0 cannot listen on {where}, where the ranks of this job are to meet "
+            f"({error}). If another job has the port, set KOLOVOD_STORE_PORT to a free "
             "one; if the address is another host's, KOLOVOD_STORE_HOST to this one's; the same for "
             "all ranks"
         ) from error
-    return Door(listener, secret, facts, size)
+    return Door(listeners, secret, facts, size)
 
 
 def close_at_exit(close: Callable[[], None]) -> None:
@@ -126,7 +142,8 @@ def ask(
 ) -> dict[str, Any]:
     """The facts that rank 0 gives out at its door; waits for it to open.
 
-    ``address``: the name of an abstract socket, or host and port. Raises StartTimeoutError if rank
+    ``address``: the name of an abstract socket, or host and port; of a host's addresses, IPv4 and
+    IPv6, the first counts where somebody proves the secret. Raises StartTimeoutError if rank
     0 does not come in time, AuthenticationError if it is another user's, or does not know
     ``secret``.
     """
@@ -158,12 +175,16 @@ def ask_once(
     address: str | tuple[str, int], secret: str, rank: int, host: str, deadline: float
 ) -> dict[str, Any]:
     """The same at a door that has been opened: BootstrapError if it is shut."""
-    is_unix = isinstance(address, str)
-    family = socket.AF_UNIX if is_unix else socket.AF_INET
-    where = "on this host" if isinstance(address, str) else f"at {address[0]}:{address[1]}"
+    if isinstance(address, str):
+        where = "on this host"
+    else:
+        where = f"at {endpoint(*address)}"
     message = {"rank": rank, "host": host, "pid": os.getpid(), "process": _PROCESS}
     try:
-        channel = connect(family, f"\0{address}" if is_unix else address, secret, LABEL, deadline)
+        if isinstance(address, str):
+            channel = connect(socket.AF_UNIX, f"\0{address}", secret, LABEL, deadline)
+        else:
+            channel = connect_any(endpoint(*address), secret, LABEL, deadline)
         with contextlib.closing(channel):
             _check_user(channel)
             channel.send(message, deadline)
@@ -171,7 +192,8 @@ def ask_once(
     except AuthenticationError as error:
         raise AuthenticationError(f"rank {rank} cannot meet rank 0 {where}: {error}") from None
     except (EOFError, OSError) as error:
-        reasons = "is it in another network namespace" if is_unix else "is a firewall between"
+        apart = "is it in another network namespace"
+        reasons = apart if isinstance(address, str) else "is a firewall between"
         raise BootstrapError(
             f"rank {rank} cannot reach rank 0 {where} ({error}): has it ended, or not called "
             f"init() yet, or {reasons}?"

@@ -13,6 +13,7 @@ from kolovod.errors import BootstrapError, InvalidArgumentError
 __all__ = ["is_insecure", "job_secret", "read_secret"]
 
 _MAX_BYTES = 4096
+_MIN_BYTES = 16  # a random text that is shorter can be guessed
 
 
 def job_secret(environ: Mapping[str, str], job: str) -> str:
@@ -37,10 +38,12 @@ def read_secret(environ: Mapping[str, str]) -> str:
 
     The file belongs to this user and nobody else can read it; or it belongs to the superuser, and
     nobody but its group can, as where a secret is mounted. Raises BootstrapError for another one,
-    InvalidArgumentError if it is empty.
+    InvalidArgumentError if it is empty, or if the secret is too short to be a random one.
     """
     secret = environ.get("KOLOVOD_SECRET", "").strip()
     path = environ.get("KOLOVOD_SECRET_FILE", "")
+    if secret:
+        _check_length(secret, "KOLOVOD_SECRET has")
     if secret or not path:
         return secret
     try:
@@ -61,7 +64,18 @@ def read_secret(environ: Mapping[str, str]) -> str:
             f"KOLOVOD_SECRET_FILE={path!r} holds {status.st_size} bytes: expected a random text "
             f"of at most {_MAX_BYTES}"
         )
+    _check_length(secret, f"KOLOVOD_SECRET_FILE={path!r} holds")
     return secret
+
+
+def _check_length(secret: str, where: str) -> None:
+    """Of a proof by a short one, whoever hears it can try all there are."""
+    count = len(secret.encode())
+    if count < _MIN_BYTES:
+        raise InvalidArgumentError(
+            f"{where} {count} bytes, which can be guessed: at least {_MIN_BYTES} random ones are "
+            "needed, as export KOLOVOD_SECRET=$(openssl rand -hex 32) makes them"
+        )
 
 
 def _check(path: str, status: os.stat_result) -> None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["LAUNCHERS", "Found", "Launcher", "expand_hosts", "find"]
+__all__ = ["LAUNCHERS", "Found", "Launcher", "asked_store", "expand_hosts", "find"]
 
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below what systems give to outgoing connections
 _MAX_HOSTS = 1 << 16
-_LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}")
+_LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
 _ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 
 
@@ -185,6 +185,20 @@ def find(
     return None
 
 
+def asked_store(environ: Mapping[str, str]) -> tuple[str, int]:
+    """KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT: where ranks are to meet; "" and 0: not set.
+
+    Raises InvalidArgumentError for what is no port.
+    """
+    host = environ.get("KOLOVOD_STORE_HOST", "").strip().strip("[]")
+    port = environ.get("KOLOVOD_STORE_PORT", "").strip()
+    if not port:
+        return host, 0
+    if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 0 < int(port) < 1 << 16:
+        raise InvalidArgumentError(f"KOLOVOD_STORE_PORT={port!r}: expected a port, 1 to 65535")
+    return host, int(port)
+
+
 def _found(
     launcher: Launcher, environ: Mapping[str, str], read_file: Callable[[str], str]
 ) -> Found:
@@ -196,8 +210,8 @@ def _found(
             "set both; the rank must be below the size"
         )
     hosts = _hosts(launcher, environ, read_file)
-    master = environ.get(launcher.master, "").strip() if launcher.master else ""
-    asked_host = environ.get("KOLOVOD_STORE_HOST", "").strip()
+    master = environ.get(launcher.master, "").strip().strip("[]") if launcher.master else ""
+    asked_host, asked_port = asked_store(environ)
     local_size = _optional(environ, launcher.local_size)
     node_count = _optional(environ, (launcher.node_count,))
     is_one_host = local_size == size or node_count == 1 or is_loopback(master)
@@ -213,7 +227,7 @@ def _found(
         host=environ.get("KOLOVOD_HOST") or environ.get(launcher.node_name, ""),
         hosts=hosts,
         store_host=asked_host or master or (hosts[0] if hosts else ""),
-        store_port=_port(environ, launcher.name, job),
+        store_port=asked_port or _port(launcher.name, job),
     )
 
 
@@ -227,15 +241,10 @@ def _job(launcher: Launcher, environ: Mapping[str, str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
 
 
-def _port(environ: Mapping[str, str], name: str, job: str) -> int:
-    """The one that was asked for, else one that follows from the job."""
-    asked = environ.get("KOLOVOD_STORE_PORT", "").strip()
-    if not asked:
-        digest = hashlib.sha256(f"{name} {job}".encode()).digest()
-        return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
-    if not re.fullmatch(r"\d{1,5}", asked, re.ASCII) or not 0 < int(asked) < 1 << 16:
-        raise InvalidArgumentError(f"KOLOVOD_STORE_PORT={asked!r}: expected a port, 1 to 65535")
-    return int(asked)
+def _port(name: str, job: str) -> int:
+    """One that follows from the job."""
+    digest = hashlib.sha256(f"{name} {job}".encode()).digest()
+    return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
 
 
 def _hosts(

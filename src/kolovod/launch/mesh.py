@@ -29,9 +29,9 @@ from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch import messages
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel
+from kolovod.launch.formation import MAX_EPOCH, Formation, Member
 from kolovod.launch.network import address_of, first_that_greets, listen, reach
 from kolovod.launch.server import Server
-from kolovod.launch.store import Formation, Member
 
 __all__ = ["Links", "Listener", "Made", "describe"]
 
@@ -41,7 +41,7 @@ _REACH_S = 10.0  # for a host to answer at all
 _PATIENCE_S = 5.0  # with a rank that refuses: the control plane may know better why
 _RETRY_S = 0.2
 _NO_LIMIT_S = 1e8
-_MAX_EPOCH = (1 << 32) - 1
+_CHECK_PERIOD_S = 0.1
 
 
 class Made(NamedTuple):
@@ -137,9 +137,10 @@ class Links:
         self._closed = False  # guarded by the lock
         self._thread: threading.Thread | None = None
 
-    def connect_leaders(self, deadline: float) -> None:
+    def connect_leaders(self, deadline: float, check: Callable[[], None]) -> None:
         """Begin to listen; a leader also connects to its neighbours in the tree of leaders.
 
+        ``check``: called now and then; raises if it is known that this is in vain.
         Raises BootstrapError if one cannot be reached, StartTimeoutError if one does not come.
         """
         self._listener.start(self._secret, self._serve)
@@ -151,10 +152,10 @@ class Links:
             if host < here:
                 leader = self._leaders[host]
                 try:
-                    self._control[host] = self._call(leader, _CONTROL, deadline, deadline)
+                    self._control[host] = self._call(leader, _CONTROL, deadline, deadline, check)
                 except (AuthenticationError, EOFError, OSError) as error:
                     raise BootstrapError(self._unreachable(leader, error)) from error
-        self._collect({self._leaders[host] for host in neighbours if host > here}, deadline)
+        self._collect({self._leaders[host] for host in neighbours if host > here}, deadline, check)
 
     def hand_over(self) -> list[Made]:
         """Connections to other leaders, by host, now the engine's; from here on data is served."""
@@ -201,7 +202,7 @@ class Links:
         hello = channel.receive(deadline)
         rank = messages.whole(hello, "rank", 0, messages.MAX_RANKS - 1)
         purpose = messages.text(hello, "purpose", 16)
-        epoch = messages.whole(hello, "epoch", 0, _MAX_EPOCH)
+        epoch = messages.whole(hello, "epoch", 0, MAX_EPOCH)
         welcome = epoch == self._epoch and rank < len(self._members)
         channel.send({"welcome": welcome}, deadline)
         if welcome and purpose == _DATA:
@@ -209,13 +210,16 @@ class Links:
         elif welcome:
             self._arrivals.put((rank, _made(channel)))
 
-    def _collect(self, expected: set[int], deadline: float) -> None:
+    def _collect(self, expected: set[int], deadline: float, check: Callable[[], None]) -> None:
         """Wait until the ``expected`` leaders have connected; StartTimeoutError."""
         while expected:
             try:
                 remaining = max(0.0, deadline - time.monotonic())
-                rank, made = self._arrivals.get(timeout=remaining)
+                rank, made = self._arrivals.get(timeout=min(remaining, _CHECK_PERIOD_S))
             except queue.Empty:
+                check()
+                if time.monotonic() < deadline:
+                    continue
                 names = ", ".join(str(self._members[rank]) for rank in sorted(expected))
                 raise StartTimeoutError(f"{names} did not connect in time") from None
             if rank in expected:
@@ -248,10 +252,22 @@ class Links:
                     return
             time.sleep(_RETRY_S)
 
-    def _call(self, peer: int, purpose: str, reached_by: float, answered_by: float) -> Made:
+    def _call(
+        self,
+        peer: int,
+        purpose: str,
+        reached_by: float,
+        answered_by: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> Made:
         """A connection to ``peer``; AuthenticationError, EOFError or OSError if there is none."""
+
+        def stop() -> bool:
+            check()
+            return self._closed
+
         address = self._members[peer].address
-        found = self._watched(reach(address, reached_by, lambda: self._closed))
+        found = self._watched(reach(address, reached_by, stop))
         try:
             label, sealed = _label(address), self._sealed
             channel = first_that_greets(

@@ -27,6 +27,7 @@ __all__ = [
     "address_of",
     "addresses_beside",
     "connect_any",
+    "endpoint",
     "first_that_greets",
     "interface_to",
     "interfaces",
@@ -34,6 +35,7 @@ __all__ = [
     "listen",
     "own_addresses",
     "reach",
+    "resolve",
     "split_addresses",
 ]
 
@@ -136,17 +138,18 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def listen(addresses: Sequence[str], backlog: int) -> list[socket.socket]:
-    """A listening socket at each of the addresses that can be had, each with a port of its own.
+def listen(addresses: Sequence[str], backlog: int, port: int = 0) -> list[socket.socket]:
+    """A listening socket at each of the addresses that can be had.
 
-    Raises BootstrapError if there is none.
+    ``port``: of all of them; 0: each has a free one of its own. Raises BootstrapError if there is
+    none.
     """
     sockets: list[socket.socket] = []
     reason = "no address was given"
     for address in addresses[:_MAX_ADDRESSES]:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            sockets.append(socket.create_server((address, 0), family=family, backlog=backlog))
+            sockets.append(socket.create_server((address, port), family=family, backlog=backlog))
         except OSError as error:
             reason = f"{address}: {error.strerror or error}"
     if not sockets:
@@ -156,8 +159,20 @@ def listen(addresses: Sequence[str], backlog: int) -> list[socket.socket]:
 
 def address_of(sock: socket.socket) -> str:
     """Where a socket listens, as "ip:port" or "[ip]:port"."""
-    host, port = sock.getsockname()[:2]
+    return endpoint(*sock.getsockname()[:2])
+
+
+def endpoint(host: str, port: int) -> str:
+    """What ``split_addresses`` takes apart: "host:port", or "[ip]:port" if it is of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses that ``host`` stands for here, IPv4 and IPv6, as a client tries them.
+
+    Raises OSError if it is not known.
+    """
+    return list(dict.fromkeys(place[0] for _, place in _resolved(host, 0)))
 
 
 def split_addresses(text: str, what: str = "address") -> list[tuple[str, int]]:

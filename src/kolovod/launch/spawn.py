@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import TextIO
 
 from kolovod.config import load
-from kolovod.errors import BootstrapError
+from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.auth import new_secret
 from kolovod.launch.hosts import is_this_host
-from kolovod.launch.network import LOOPBACK, own_addresses, split_addresses
+from kolovod.launch.launchers import asked_store
+from kolovod.launch.network import LOOPBACK, endpoint, own_addresses, split_addresses
 from kolovod.launch.output import Output
 from kolovod.launch.place import Place, local_and_cross
 from kolovod.launch.ranks import GRACE_S, Ended, HostRanks, Order, signal_name
@@ -171,21 +172,34 @@ class Job:
         return True
 
     def _open_store(self) -> dict[str, str]:
-        """Start the store; returns where each host finds it, "ip:port" or several."""
+        """Start the store; returns where each host finds it, "ip:port" or several.
+
+        Behind NAT, or a firewall, users say where other hosts find it.
+        """
+        host, port = "", 0
         if not self._remote:
             self._store = Store(self._secret, self.size)
         else:
+            host, port = asked_store(os.environ)
+            if host and not port:
+                raise InvalidArgumentError(
+                    f"KOLOVOD_STORE_HOST={host}, where other hosts reach this one, needs "
+                    "KOLOVOD_STORE_PORT, a port that is open there; or unset it"
+                )
             wanted = load({**os.environ, **self.options.environment}).interface_names
             # Where ssh came in, the way back is known to be open: those addresses first.
             seen = [remote.addresses[0] for remote in self._remote.values()]
             own = own_addresses(wanted)
             first = [address for address in own if address in seen and not wanted]
             addresses = list(dict.fromkeys([*first, *own]))
-            self._store = Store(self._secret, self.size, *addresses)
+            self._store = Store(self._secret, self.size, *addresses, port=port)
         if len(set(self._hosts)) > 1:
             self._store.host_of = self._hosts
         self._store.start()
-        return dict.fromkeys(self._hosts, self._store.address)
+        found = dict.fromkeys(self._hosts, self._store.address)
+        if host:
+            found.update(dict.fromkeys(self._remote, endpoint(host, port)))
+        return found
 
     def _order(self, rank: int, command: Sequence[str], stores: Mapping[str, str]) -> Order:
         host = self._hosts[rank]

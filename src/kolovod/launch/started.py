@@ -22,7 +22,7 @@ from kolovod.launch.auth import new_secret
 from kolovod.launch.door import ask, close_at_exit, tcp_door, unix_door
 from kolovod.launch.job_secret import job_secret, read_secret
 from kolovod.launch.launchers import Found, find, is_loopback
-from kolovod.launch.network import interface_to
+from kolovod.launch.network import LOOPBACK, endpoint, interface_to, resolve
 from kolovod.launch.place import Place
 from kolovod.launch.spawn import report_to_stderr
 from kolovod.launch.store import Store
@@ -82,7 +82,7 @@ def meet(
 
 def _meet_here(found: Found, host: str, name: str, timeout_s: float) -> Place:
     if found.rank == 0:
-        return _open(found, host, "127.0.0.1", "", name)
+        return _open(found, host, [LOOPBACK], "", name)
     facts = ask(name, "", found.rank, host, timeout_s)
     return _place(found, host, str(facts["store"]), str(facts["secret"]))
 
@@ -94,24 +94,27 @@ def _meet_between_hosts(
     if found.rank == 0:
         if not read_secret(environ):
             report_to_stderr("KOLOVOD_INSECURE: whoever reaches this job's ports can join it")
-        return _open(found, host, _own_address(found, timeout_s), secret, "")
+        return _open(found, host, _own_addresses(found, timeout_s), secret, "")
     facts = ask((found.store_host, found.store_port), secret, found.rank, host, timeout_s)
     return _place(found, host, str(facts["store"]), secret)
 
 
-def _open(found: Found, host: str, address: str, common_secret: str, name: str) -> Place:
+def _open(
+    found: Found, host: str, addresses: Sequence[str], common_secret: str, name: str
+) -> Place:
     """Rank 0's part: the store and its door, which stay as long as the process.
 
-    ``name``: of the door on this host; "" for one at ``address``.
+    ``name``: of the door on this host; "" for one at the ``addresses``.
     """
     secret = common_secret or new_secret()
     with contextlib.ExitStack() as cleanup:
         try:
-            store = Store(secret, found.size, address)
+            store = Store(secret, found.size, *addresses)
         except BootstrapError as error:
+            where = f"{found.store_host} ({', '.join(addresses)})"
             raise BootstrapError(
-                f"{found}, but {found.store_host} ({address}), where rank 0 should be, is not this "
-                f"host ({error}): set KOLOVOD_STORE_HOST to rank 0's host for all ranks"
+                f"{found}, but {where}, where rank 0 should be, is not this host "
+                f" ({error}): set KOLOVOD_STORE_HOST to rank 0's host for all ranks"
             ) from None
         cleanup.callback(store.close)
         if name:
@@ -119,7 +122,7 @@ def _open(found: Found, host: str, address: str, common_secret: str, name: str) 
             door = unix_door(name, facts, found.size)
         else:
             facts = {"store": store.address}
-            door = tcp_door(address, found.store_port, secret, facts, found.size)
+            door = tcp_door(addresses, found.store_port, secret, facts, found.size)
         cleanup.callback(door.close)
         store.start()
         close_at_exit(cleanup.pop_all().close)
@@ -155,31 +158,33 @@ def _secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi:
     return secret
 
 
-def _own_address(found: Found, timeout_s: float) -> str:
-    """The address of this host, which is rank 0's, at which the others look for it.
+def _own_addresses(found: Found, timeout_s: float) -> list[str]:
+    """The addresses of this host, which is rank 0's, at which the others look for it.
 
     Many systems give their own name a loopback address, which is of no use to others: then it is
     that of the interface towards the job's next host.
     """
-    address = _resolve(found, timeout_s)
-    if not is_loopback(address) or is_loopback(found.store_host):
-        return address
+    addresses = _resolve(found, timeout_s)
+    outside = [address for address in addresses if not is_loopback(address)]
+    if outside or is_loopback(found.store_host):
+        return outside or addresses
     others = [host for host in found.hosts if host != found.store_host]
     if not others:
         raise BootstrapError(
-            f"{found}: {found.store_host} is {address} here, where no other host reaches it. Set "
-            "KOLOVOD_STORE_HOST to an address of rank 0's host that they do reach, for all ranks"
+            f"{found}: {found.store_host} is {addresses[0]} here, where no other host reaches it. "
+            "Set KOLOVOD_STORE_HOST to an address of rank 0's host that they do reach, for all "
+            "ranks"
         )
     with contextlib.suppress(OSError):  # if it is not known either, all may be one machine's
-        address = interface_to(f"{others[0]}:{found.store_port}")
-    return address
+        return [interface_to(endpoint(others[0], found.store_port))]
+    return addresses
 
 
-def _resolve(found: Found, timeout_s: float) -> str:
+def _resolve(found: Found, timeout_s: float) -> list[str]:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return socket.gethostbyname(found.store_host)
+            return resolve(found.store_host)
         except OSError as error:  # a pod has its name a little after its start
             if time.monotonic() + _RESOLVE_RETRY_S >= deadline:
                 raise BootstrapError(

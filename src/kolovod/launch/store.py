@@ -1,12 +1,15 @@
 """Where ranks meet: each says which world it wants, and hears who else is in it.
 
-The launcher runs one ``Store`` on the loopback interface for the whole job, so that a world can be
-formed again after a failure. One conversation per rank and world::
+The launcher runs one ``Store`` for the whole job, so that a world can be formed again after a
+failure. One conversation per rank and world (formation.py)::
 
     rank  -> store   {"members": [[first, last] of launcher ranks that follow each other],
                       "member": member, "config": {name: number}, "timeout_s"}
     store -> rank    {"epoch": n, "config": {...}, "texts": [...], "members": [member]}
+                     and, as long as members are left,   {"texts": [...], "members": [member]}
                 or   {"error": kind, "message": text, "rank": launcher rank or null}
+    rank  -> store   {"formed": epoch}   or   {"error": text, "rank": launcher rank or null}
+    store -> rank    {"formed": epoch}   or   {"error": kind, "message": ..., "rank": ...}
     member           [rank, host, pid, pid_namespace, socket, user, address, encrypts], in an
                      answer with the numbers of host and pid_namespace in texts, which are few
 
@@ -14,6 +17,10 @@ The answer comes when all members have joined; its config is that of the first m
 error at once when a member's process is known to have ended, or when two ranks wait for different
 worlds that need each other; and after ``timeout_s`` of the rank that came first, naming the ranks
 that are missing. Every world gets a new epoch number.
+
+With the answer ranks connect to each other, and say here when they have. Until all have, a rank
+whose connection breaks has ended: the others hear its name. Before the answer it may come again
+within a second.
 
 A rank that waits has no thread here: one watches all of them.
 """
@@ -25,103 +32,67 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from kolovod.errors import (
-    AuthenticationError,
-    BootstrapError,
-    InvalidArgumentError,
-    KolovodError,
-    RankLostError,
-    StartTimeoutError,
-)
-from kolovod.launch import messages
+from kolovod.errors import BootstrapError
 from kolovod.launch.auth import Channel, encode
-from kolovod.launch.messages import MAX_RANKS
-from kolovod.launch.network import LOOPBACK, address_of, connect_any, listen, split_addresses
+from kolovod.launch.formation import Member, encode_members, parse_join, parse_word
+from kolovod.launch.network import LOOPBACK, address_of, listen
 from kolovod.launch.server import Server
 
-__all__ = ["Formation", "Member", "Store", "join"]
+__all__ = ["GONE_GRACE_S", "LABEL", "Store"]
 
 LABEL = "store"
+GONE_GRACE_S = 1.0
+"""For a rank that has gone away to come again, and for the launcher to know why it has."""
 _SEND_TIMEOUT_S = 5.0
+_FORMING_S = 10.0  # at least, from the answer on, as ranks give each other (bootstrap.py)
 _WATCH_S = 3600.0  # at most, between two looks at deadlines
-_ANSWER_GRACE_S = 5.0  # the store's own deadline comes first: it knows who is missing
-_MAX_TIMEOUT_S = 1e7
-_MAX_TEXT = 1 << 16  # of an error
-_MAX_ADDRESS = 512
-_INT64_MAX = (1 << 63) - 1
-_MAX_CONFIG = 256  # names; there are about forty
-_SHARED_TEXTS = (1, 3)  # columns of a member that many have in common: host, pid_namespace
-_ERRORS: dict[str, type[KolovodError]] = {
-    "rank_lost": RankLostError,
-    "timeout": StartTimeoutError,
-    "conflict": InvalidArgumentError,
-    "malformed": BootstrapError,
-    "closed": BootstrapError,
-}
-
-
-@dataclass(frozen=True)
-class Member:
-    """What a rank tells the others about itself."""
-
-    rank: int
-    """Its number in the job, as the launcher gave it."""
-    host: str
-    pid: int
-    pid_namespace: str
-    """Two ranks can watch each other by pid only within one namespace."""
-    socket: str
-    """Name of the abstract AF_UNIX socket where it listens as the leader."""
-    user: int
-    """Effective user id: the system keeps processes of different users apart."""
-    address: str = ""
-    """Where it listens for ranks of other hosts, "ip:port"; "" while nobody needs that."""
-    encrypts: bool = False
-    """Its KOLOVOD_ENCRYPT, which must be the same for all."""
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} on host {self.host} (pid {self.pid})"
-
-
-@dataclass(frozen=True)
-class Formation:
-    """A world that has come together: its number, and its members by ascending launcher rank."""
-
-    epoch: int
-    members: tuple[Member, ...]
-    config: Mapping[str, int] = field(default_factory=dict)
-    """What the first member has given as its engine's configuration."""
 
 
 @dataclass
 class _Group:
-    """A world that is waiting for members. Guarded by the store's lock."""
+    """A world that is waiting for members, or that they are forming. Guarded by the lock."""
 
     members: tuple[int, ...]
     deadline: float
     timeout_s: float
     joined: dict[int, tuple[Member, Channel]] = field(default_factory=dict)
+    """Those who are connected."""
     config: dict[str, int] = field(default_factory=dict)
+    gone: dict[int, tuple[Member, float]] = field(default_factory=dict)
+    """Those who were connected, and until when they may come again."""
+    epoch: int = 0
+    """From the answer on."""
+    forming: set[int] = field(default_factory=set)
+    """Those who have not said, after the answer, that they have formed it."""
 
     def missing(self) -> list[int]:
+        if self.epoch:
+            return sorted(self.forming)
         return [rank for rank in self.members if rank not in self.joined]
+
+    def next_deadline(self) -> float:
+        return min([self.deadline, *(until for _, until in self.gone.values())])
 
 
 class Store:
     """The rendezvous server. Thread based; ``close`` ends its threads."""
 
-    def __init__(self, secret: str, size: int, *hosts: str) -> None:
-        """``hosts``: the addresses where it listens; by default the loopback interface."""
-        listeners = listen(hosts or [LOOPBACK], backlog=max(128, size))
+    def __init__(self, secret: str, size: int, *hosts: str, port: int = 0) -> None:
+        """``hosts``: the addresses where it listens; by default the loopback interface.
+
+        ``port``: at all of them; 0: free ones. Raises BootstrapError if there are none.
+        """
+        listeners = listen(hosts or [LOOPBACK], max(128, size), port)
         self.address = ",".join(map(address_of, listeners))
         self.host_of: Sequence[str] = ()
         """The host of each rank, for messages, if the launcher knows."""
         self._lock = threading.Lock()
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._groups: dict[tuple[int, ...], _Group] = {}  # that wait for members
+        self._forming: dict[int, _Group] = {}  # that have had the answer, by epoch
         self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
         self._watched = select.epoll()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -147,7 +118,7 @@ class Store:
             if self._closed:
                 return
             self._closed = True
-            for group in list(self._groups.values()):
+            for group in self._open_groups():
                 self._fail(group, "closed", "the launcher is going away", None)
             os.eventfd_write(self._bell, 1)
         for server in self._servers:
@@ -166,13 +137,16 @@ class Store:
         """
         with self._lock:
             self._dead[rank] = cause
-            for group in [g for g in self._groups.values() if rank in g.members]:
+            for group in [g for g in self._open_groups() if rank in g.members]:
                 self._fail_dead(group, rank)
+
+    def _open_groups(self) -> list[_Group]:
+        return [*self._groups.values(), *self._forming.values()]
 
     def _serve(self, channel: Channel) -> None:
         message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
         try:
-            members, member, timeout_s, config = _parse_join(message)
+            members, member, timeout_s, config = parse_join(message)
         except BootstrapError as error:
             _send(channel, {"error": "malformed", "message": f"JOIN: {error}", "rank": None})
             return
@@ -202,11 +176,11 @@ class Store:
             os.eventfd_write(self._bell, 1)  # the watcher has a new deadline
         kept = channel.keep()
         group.joined[member.rank] = (member, kept)
+        group.gone.pop(member.rank, None)
         if member.rank == members[0]:
             group.config = config
         self._waiting[kept.fileno()] = (group, member.rank, kept)
-        # The rank sends nothing more: its socket becomes readable when it goes away, be it after
-        # the answer or before.
+        # Before the answer the rank sends nothing more: its socket becomes readable when it goes.
         self._watched.register(kept.fileno(), select.EPOLLIN)
         dead = [rank for rank in self._dead if rank in members]
         if dead:  # the first to have ended: the likely cause of the others
@@ -215,48 +189,85 @@ class Store:
             self._complete(group)
 
     def _watch(self) -> None:
-        """The watcher's thread: ranks that go away, and groups that are not complete in time."""
+        """The watcher's thread: what ranks say, ranks that go away, and groups that are late."""
         while not self._closed:
             with self._lock:
-                groups = list(self._groups.values())
-            now = time.monotonic()
-            wait_s = min((group.deadline - now for group in groups), default=_WATCH_S)
+                deadlines = [group.next_deadline() for group in self._open_groups()]
+            wait_s = min(deadlines, default=_WATCH_S + time.monotonic()) - time.monotonic()
             ready = self._watched.poll(min(max(0.0, wait_s), _WATCH_S))
             with self._lock:
                 for fd, _ in ready:
                     if fd == self._bell:
                         os.eventfd_read(self._bell)
                     elif fd in self._waiting:
-                        self._dismiss(fd)
+                        self._hear(fd)
                 now = time.monotonic()
-                for group in [g for g in self._groups.values() if g.deadline <= now]:
-                    self._fail_late(group)
+                for group in [g for g in self._open_groups() if g.next_deadline() <= now]:
+                    self._fail_late(group, now)
+
+    def _hear(self, fd: int) -> None:
+        """A rank says something, or has gone away."""
+        group, rank, channel = self._waiting[fd]
+        member, current = group.joined.get(rank, (None, None))
+        if self._forming.get(group.epoch) is not group or current is not channel:
+            self._dismiss(fd)
+            return
+        try:
+            message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
+            word = parse_word(message, group.epoch)
+        except (EOFError, OSError):
+            self._dismiss(fd)
+            return
+        except BootstrapError as error:
+            word = str(error), None
+        if word is None:
+            group.forming.discard(rank)
+            if not group.forming:
+                self._forming.pop(group.epoch)
+                self._tell(group, encode({"formed": group.epoch}))
+            return
+        text, lost = word
+        if lost is None:
+            self._fail(group, "gave_up", f"{member} could not form the world: {text}", rank)
+        else:
+            self._fail(group, "rank_lost", text, lost)
 
     def _dismiss(self, fd: int) -> None:
         """Close the connection of a rank that has gone away, or is not waited for any more."""
         group, rank, channel = self._waiting.pop(fd)
         self._watched.unregister(fd)
         if rank in group.joined and group.joined[rank][1] is channel:
-            del group.joined[rank]
+            member, _ = group.joined.pop(rank)
+            group.gone[rank] = member, time.monotonic() + GONE_GRACE_S
         channel.close()
-        if not group.joined and self._groups.get(group.members) is group:
+        if not group.joined:
+            self._forget(group)
+
+    def _forget(self, group: _Group) -> None:
+        if self._groups.get(group.members) is group:
             del self._groups[group.members]
+        self._forming.pop(group.epoch, None)
 
     def _complete(self, group: _Group) -> None:
+        parts = encode_members([group.joined[rank][0] for rank in group.members])
+        parts[0] = {"epoch": self._epoch + 1, "config": group.config, **parts[0]}
+        try:
+            bodies = [encode(part) for part in parts]
+        except BootstrapError as error:
+            self._fail(group, "malformed", f"the answer to all ranks: {error}", None)
+            return
         del self._groups[group.members]
         self._epoch += 1
-        texts: dict[str, int] = {}
-        rows = []
-        for rank in group.members:
-            row = list(astuple(group.joined[rank][0]))
-            for column in _SHARED_TEXTS:
-                row[column] = texts.setdefault(row[column], len(texts))
-            rows.append(row)
-        answer = {"epoch": self._epoch, "config": group.config, "texts": list(texts)}
-        body = encode({**answer, "members": rows})
+        group.epoch, group.forming = self._epoch, set(group.members)
+        group.deadline = max(group.deadline, time.monotonic() + _FORMING_S)
+        self._forming[group.epoch] = group
+        self._tell(group, *bodies)
+
+    def _tell(self, group: _Group, *bodies: bytes) -> None:
         for _, channel in group.joined.values():
             with contextlib.suppress(OSError):  # one that went away is no concern of the others
-                channel.send_encoded(body, time.monotonic() + _SEND_TIMEOUT_S)
+                for body in bodies:
+                    channel.send_encoded(body, time.monotonic() + _SEND_TIMEOUT_S)
 
     def _refuse_conflict(self, group: _Group, member: Member) -> bool:
         """Two ranks that wait for each other in different worlds would wait for ever."""
@@ -282,157 +293,32 @@ class Store:
     def _name(self, rank: int) -> str:
         return f"{rank} (host {self.host_of[rank]})" if rank < len(self.host_of) else str(rank)
 
-    def _fail_late(self, group: _Group) -> None:
+    def _fail_late(self, group: _Group, now: float) -> None:
+        """A deadline of the group's has passed."""
+        lost = [member for member, until in group.gone.values() if until <= now]
+        if lost:
+            text = f"{lost[0]} ended while the world was forming"
+            self._fail(group, "rank_lost", text, lost[0].rank)
+            return
         missing = ", ".join(map(self._name, group.missing()))
-        there = ", ".join(str(rank) for rank in sorted(group.joined))
-        text = (
-            f"rank {missing} did not call init() within {group.timeout_s:g} s of the first (there: "
-            f"{there}). KOLOVOD_START_TIMEOUT_S sets the limit"
-        )
+        limit = "KOLOVOD_START_TIMEOUT_S sets the limit"
+        if group.epoch:
+            text = f"rank {missing} joined, but did not form the world with the others. {limit}"
+        else:
+            there = ", ".join(str(rank) for rank in sorted(group.joined))
+            text = (
+                f"rank {missing} did not call init() within {group.timeout_s:g} s of the first "
+                f"(there: {there}). {limit}"
+            )
         self._fail(group, "timeout", text, group.missing()[0])
 
     def _fail(self, group: _Group, kind: str, text: str, rank: int | None) -> None:
         """Tell everybody in the group, and forget it. Under the lock."""
-        self._groups.pop(group.members, None)
-        for _, channel in group.joined.values():
-            _send(channel, {"error": kind, "message": text, "rank": rank})
+        self._forget(group)
+        self._tell(group, encode({"error": kind, "message": text, "rank": rank}))
 
 
 def _send(channel: Channel, message: dict[str, Any]) -> None:
     # A rank that went away meanwhile is no concern of the others.
     with contextlib.suppress(OSError):
         channel.send(message, time.monotonic() + _SEND_TIMEOUT_S)
-
-
-def _parse_join(message: Any) -> tuple[tuple[int, ...], Member, float, dict[str, int]]:
-    """Raises BootstrapError naming what is wrong."""
-    members = _parse_spans(message)
-    member = _parse_member(messages.mapping(message).get("member"))
-    if member.rank not in members:
-        raise BootstrapError(f"a malformed message: rank {member.rank} is not among the members")
-    timeout_s = messages.number(message, "timeout_s", _MAX_TIMEOUT_S)
-    return members, member, timeout_s, _parse_config(message)
-
-
-def _parse_spans(message: Any) -> tuple[int, ...]:
-    """The members, from ``[first, last]`` for those that follow each other."""
-    spans = messages.mapping(message).get("members")
-    if not isinstance(spans, list) or not 0 < len(spans) <= MAX_RANKS:
-        raise BootstrapError("a malformed message: members must be a list of spans")
-    members: list[int] = []
-    for span in spans:
-        pair = {"span": span}
-        first_and_last = messages.wholes(pair, "span", 0, MAX_RANKS - 1)
-        before = members[-1] if members else -1
-        if len(first_and_last) != 2 or not before < first_and_last[0] <= first_and_last[1]:
-            raise BootstrapError("a malformed message: members must ascend")
-        members += range(first_and_last[0], first_and_last[1] + 1)
-    return tuple(members)
-
-
-def _parse_member(row: Any) -> Member:
-    """From its fields, in their order."""
-    names = [field.name for field in fields(Member)]
-    if not isinstance(row, list) or len(row) != len(names):
-        raise BootstrapError(f"a malformed message: a member has {len(names)} fields")
-    given = dict(zip(names, row, strict=True))
-    return Member(
-        rank=messages.whole(given, "rank", 0, MAX_RANKS - 1),
-        host=messages.text(given, "host", 255),
-        pid=messages.whole(given, "pid", 0, _INT64_MAX),
-        pid_namespace=messages.text(given, "pid_namespace", 64),
-        socket=messages.text(given, "socket", 107),
-        user=messages.whole(given, "user", 0, _INT64_MAX),
-        address=messages.text(given, "address", _MAX_ADDRESS),
-        encrypts=messages.flag(given, "encrypts"),
-    )
-
-
-def _parse_config(message: Any) -> dict[str, int]:
-    """Some names with int64 values: a store serves worlds of any version."""
-    config = messages.mapping(messages.mapping(message).get("config"))
-    if len(config) > _MAX_CONFIG:
-        raise BootstrapError(f"a malformed message: a config of {len(config)} values")
-    return {name: messages.whole(config, name, -_INT64_MAX - 1, _INT64_MAX) for name in config}
-
-
-def _parse_answer(
-    answer: Any, members: Sequence[int], own_config: Mapping[str, int] | None
-) -> Formation:
-    """The world, or the error that the store has told; whose config has the names of ours."""
-    if "error" in messages.mapping(answer):
-        kind = _ERRORS.get(messages.text(answer, "error", 64), BootstrapError)
-        said = answer.get("message")
-        said = said[:_MAX_TEXT] if isinstance(said, str) else "the store gives no reason"
-        if kind is RankLostError:
-            raise RankLostError(said, messages.whole(answer, "rank", 0, MAX_RANKS - 1))
-        raise kind(said)
-    epoch = messages.whole(answer, "epoch", 1, (1 << 32) - 1)
-    found = tuple(map(_parse_member, _with_texts(answer)))
-    if [member.rank for member in found] != list(members):
-        raise BootstrapError("a malformed message: the members are not those that were asked for")
-    config = messages.config(answer, own_config) if own_config else _parse_config(answer)
-    return Formation(epoch, found, config)
-
-
-def _with_texts(answer: dict[str, Any]) -> list[Any]:
-    """The rows of the members, with their shared texts put in."""
-    texts, rows = answer.get("texts"), answer.get("members")
-    if not isinstance(texts, list) or not isinstance(rows, list):
-        raise BootstrapError("a malformed message: texts and members must be lists")
-    for row in rows:
-        if not isinstance(row, list) or len(row) <= max(_SHARED_TEXTS):
-            raise BootstrapError("a malformed message: a member is a list")
-        for column in _SHARED_TEXTS:
-            pair = {"text": row[column]}
-            row[column] = texts[messages.whole(pair, "text", 0, len(texts) - 1)]
-    return rows
-
-
-def _spans(members: Sequence[int]) -> list[list[int]]:
-    """Numbers that follow each other as ``[first, last]``: a world of all ranks is one span."""
-    spans: list[list[int]] = []
-    for rank in members:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return spans
-
-
-def join(
-    address: str,
-    secret: str,
-    members: Sequence[int],
-    member: Member,
-    timeout_s: float,
-    config: Mapping[str, int] | None = None,
-) -> Formation:
-    """Wait at the store at ``address`` ("host:port", or several) until all ``members`` have joined.
-
-    ``config``: this rank's engine configuration, which holds for all if it is the first member.
-
-    Raises RankLostError if one of them has ended, StartTimeoutError naming the missing ones,
-    InvalidArgumentError if they ask for different worlds, AuthenticationError, BootstrapError.
-    """
-    split_addresses(address, "KOLOVOD_STORE")
-    deadline = time.monotonic() + timeout_s + _ANSWER_GRACE_S
-    request = {
-        "members": _spans(members),
-        "member": astuple(member),
-        "config": dict(config or {}) if member.rank == members[0] else {},
-        "timeout_s": timeout_s,
-    }
-    try:
-        channel = connect_any(address, secret, LABEL, deadline, sealed=member.encrypts)
-        with contextlib.closing(channel):
-            channel.send(request, deadline)
-            answer = channel.receive(deadline)
-    except AuthenticationError:
-        raise
-    except (EOFError, OSError) as error:
-        raise BootstrapError(
-            f"rank {member.rank} cannot reach the launcher's store at {address} ({error}): has the "
-            "launcher ended?"
-        ) from error
-    return _parse_answer(answer, members, config)

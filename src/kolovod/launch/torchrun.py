@@ -21,6 +21,7 @@ from kolovod.launch import messages
 from kolovod.launch.auth import new_secret
 from kolovod.launch.door import Door, ask_once, unix_door
 from kolovod.launch.job_secret import read_secret
+from kolovod.launch.network import LOOPBACK, resolve
 from kolovod.launch.place import Place
 from kolovod.launch.store import Store
 
@@ -124,8 +125,7 @@ def _open(size: int, host: str, common_secret: str) -> tuple[dict[str, Any], Ren
     secret = common_secret or new_secret()
     # Where the other hosts reach torch's own store they reach ours as well.
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    interface = socket.gethostbyname(master) if common_secret else "127.0.0.1"
-    ours = Store(secret, size, interface)
+    ours = Store(secret, size, *(resolve(master.strip("[]")) if common_secret else [LOOPBACK]))
     ours.start()
     place = Place(0, size, 0, size, host=host, store=ours.address, secret=secret)
     told = {"host": host, "store": ours.address, "has_secret": bool(common_secret), "door": ""}
