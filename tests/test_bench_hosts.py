@@ -1,4 +1,4 @@
-"""bench/hosts.py: its goals and its curve from made-up figures, and one small run over a bed."""
+"""bench/hosts.py and bench/overlap.py: what they make of figures, and small runs over a bed."""
 
 from __future__ import annotations
 
@@ -87,3 +87,25 @@ def test_a_small_run_writes_verified_results(tmp_path):
     picture = ElementTree.parse(tmp_path / "hosts.svg").getroot()
     lines = [node for node in picture.iter() if node.tag.endswith("polyline")]
     assert len(lines) > 6
+
+
+def test_nothing_of_the_last_bucket_is_hidden():
+    import overlap
+
+    medians = {"forward": 10, "backward": 30, "communication": 40, "last_bucket": 5, "update": 1}
+    found = {phase: {"median": ms} for phase, ms in medians.items()}
+    found["step"] = {"median": 70}
+    assert overlap.bound_ms(found) == 10 + 40 + 5 + 1
+    found["communication"]["median"] = 20
+    assert overlap.bound_ms(found) == 10 + 30 + 5 + 1
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_a_small_overlap_is_measured(tmp_path):
+    command = [sys.executable, str(BENCH / "overlap.py"), "--quick", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "overlap-quick.json").read_text())["cases"]
+    assert case["wrong"] == 0
+    assert case["step"]["samples"] == 3
+    assert case["bound_ms"] > case["communication"]["median"] > 0
