@@ -10,6 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
+from kolovod import _native
 from kolovod.errors import (
     InvalidArgumentError,
     RankLeftError,
@@ -17,6 +18,7 @@ from kolovod.errors import (
     ShutDownError,
     WaitTimeoutError,
 )
+from kolovod.handles import Handle
 from kolovod.ops import Max, Sum
 from kolovod.testing.loopback import loopback
 
@@ -136,6 +138,22 @@ def test_one_of_several_threads_gets_the_result():
                 assert answers.count([2, 2]) == 1
 
         world.run(work)
+
+
+def test_poll_while_another_thread_takes_the_result():
+    class Engine:
+        def poll(self, number):
+            handle.wait()  # as another thread may between two lines of Handle.poll
+            raise _native.EngineError(_native.STATUS["invalid_argument"], "handle 1 is unknown")
+
+        def wait(self, *_):
+            pass
+
+        def release(self, number):
+            return True
+
+    handle = Handle(Engine(), 1, None, "the result", None)
+    assert handle.poll()
 
 
 def test_a_short_timeout_lasts_as_long_as_it_says_while_others_wait_too():

@@ -96,11 +96,14 @@ class Handle(Generic[T]):
 
     def poll(self) -> bool:
         """Whether ``wait`` would return (or raise) at once. A used handle polls True."""
-        if self._number == 0:
+        number = self._number
+        if number == 0:
             return True
         try:
-            return self._engine.poll(self._number)
+            return self._engine.poll(number)
         except _native.EngineError as error:
+            if self._number == 0:  # another thread has taken the result meanwhile
+                return True
             raise from_engine(error) from None
 
     def wait(self, timeout_s: float | None = None) -> T:

@@ -165,5 +165,5 @@ def join(
         )
         raise BootstrapError(
             f"rank {member.rank} cannot reach the launcher's store at {address} ({error}): has the "
-            f"launcher ended?{elsewhere}"
+            f"launcher ended, or rank 0's process, if that holds it?{elsewhere}"
         ) from error
