@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <string>
@@ -24,14 +25,20 @@ struct KeyPair {
   std::shared_ptr<RecordKeys> ends[2] = {std::make_shared<RecordKeys>(), std::make_shared<RecordKeys>()};
 };
 
+inline Key KeyOf(uint8_t first) {
+  std::array<uint8_t, Key::kBytes> bytes{};
+  bytes[0] = first;
+  return Key(bytes);
+}
+
 inline KeyPair MakeKeys(Cipher cipher) {
   CHECK(Libcrypto::Get() != nullptr);  // the machine that tests are run on has OpenSSL
   KeyPair pair;
   for (uint8_t end : {0, 1}) {
     RecordKeys& keys = *pair.ends[end];
     keys.cipher = cipher;
-    keys.send.data()[0] = end + 1;
-    keys.receive.data()[0] = 2 - end;
+    keys.send = KeyOf(end == 0 ? 1 : 2);
+    keys.receive = KeyOf(end == 0 ? 2 : 1);
   }
   return pair;
 }
