@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import machine
 import torch
 from torch import nn
 
@@ -55,14 +56,16 @@ def overlap(
 ) -> dict[str, Any]:
     """Clock readings (ns) of each phase alone and of a whole distributed step, by turns.
 
-    Communication alone: all gradients at once, as the optimizer averages them. ``wrong``: elements
-    that an average got wrong, or in which the ranks' weights differ at the end.
+    Communication alone: all gradients at once, as the optimizer averages them. ``busy_ms``: what
+    the machine's cores work during it, on average. ``wrong``: elements that an average got wrong,
+    or in which the ranks' weights differ at the end.
     """
     alone = Training(width, layers, batch, distributed=False)
     ours = Training(width, layers, batch, distributed=True)
     gradients = [torch.empty_like(each) for each in reversed(list(alone.model.parameters()))]
     last = torch.empty(last_bytes // 4)
     wrong = 0
+    busy_ms = 0.0
 
     def communicate() -> None:
         handles = [kv.allreduce_async_(each, f"g.{i}") for i, each in enumerate(gradients)]
@@ -83,9 +86,12 @@ def overlap(
             tensor.fill_(number + kv.rank())
         for name, phase in phases.items():
             barrier.wait()
+            before_ms = machine.busy_ms()
             start = time.monotonic_ns()
             phase()
             end = time.monotonic_ns()
+            if number >= warmup and name == "communication":
+                busy_ms += (machine.busy_ms() - before_ms) / steps
             if number >= warmup:
                 readings[name][0].append(start)
                 readings[name][1].append(end)
@@ -94,4 +100,4 @@ def overlap(
     for parameter in ours.model.parameters():
         mine = parameter.detach()
         wrong += int((mine != kv.broadcast(mine, root_rank=0)).sum())
-    return {"readings": readings, "wrong": wrong}
+    return {"readings": readings, "busy_ms": busy_ms, "wrong": wrong}

@@ -95,9 +95,13 @@ def test_nothing_of_the_last_bucket_is_hidden():
     medians = {"forward": 10, "backward": 30, "communication": 40, "last_bucket": 5, "update": 1}
     found = {phase: {"median": ms} for phase, ms in medians.items()}
     found["step"] = {"median": 70}
+    found["busy_ms"] = 0
     assert overlap.bound_ms(found) == 10 + 40 + 5 + 1
     found["communication"]["median"] = 20
     assert overlap.bound_ms(found) == 10 + 30 + 5 + 1
+    found["busy_ms"] = 1000
+    assert overlap.bound_ms(found) == 10 + 30 + 5 + 1
+    assert overlap.cores_bound_ms(found) == (2 * 41 + 1000) / overlap.machine.cores()
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())

@@ -305,3 +305,22 @@ def test_labels_that_do_not_fit(labels, text):
     ended = launch("-np", "3", "--label-hosts", labels)
     assert ended.returncode == 2
     assert text in ended.stderr
+
+
+def submits_and_computes(rank):
+    """How many of 60 operations are complete a while after they were submitted."""
+    kolovod.init()
+    mine = np.ones(1000, np.float32)
+    complete = 0
+    for _ in range(60):
+        kolovod.barrier()
+        handle = kolovod.allreduce_async_(mine, "mine")
+        time.sleep(0.05)
+        complete += handle.poll()  # the first look: it would wake the engine's thread
+        handle.wait()
+    return complete
+
+
+def test_what_nobody_waits_for_is_not_left_lying():
+    """A fifth of it was, until the thread looked after itself again, 100 ms later."""
+    assert min(run_ranks(2, submits_and_computes, hosts=["a", "b"])) >= 55

@@ -76,6 +76,16 @@ def joining(
     return pool.submit(meet, store.address, SECRET, members, member(rank), timeout_s)
 
 
+def come_and_go(store: Store, waiting: int) -> None:
+    """Rank 1 of three joins, as the one that makes ``waiting``, and its connection breaks."""
+    address = ("127.0.0.1", int(store.address.split(":")[1]))
+    deadline = time.monotonic() + 5
+    with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
+        facts = {"members": [[0, 2]], "member": [1, *JOIN["member"][1:]], "timeout_s": TIMEOUT_S}
+        channel.send({**JOIN, **facts}, deadline)
+        wait_until_joined(store, waiting)
+
+
 def wait_until_joined(store: Store, count: int) -> None:
     deadline = time.monotonic() + 5
     while sum(len(group.joined) for group in store._groups.values()) != count:
@@ -250,15 +260,23 @@ def test_who_ends_before_all_have_come_is_named(store: Store, pool: ThreadPoolEx
     """Nobody tells the store of it: its connection breaks."""
     waiting = joining(pool, store, 0, [0, 1, 2])
     wait_until_joined(store, 1)
-    address = ("127.0.0.1", int(store.address.split(":")[1]))
-    deadline = time.monotonic() + 5
-    with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
-        channel.send({**JOIN, "members": [[0, 2]], "member": [1, *JOIN["member"][1:]]}, deadline)
-        wait_until_joined(store, 2)
+    come_and_go(store, waiting=2)
     text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
     with pytest.raises(RankLostError, match=text) as caught:
         waiting.result(10)
     assert caught.value.rank == 1
+
+
+def test_who_ends_before_the_others_come_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
+    come_and_go(store, waiting=1)
+    time.sleep(1.5 * GONE_GRACE_S)
+    text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
+    with pytest.raises(RankLostError, match=text):
+        joining(pool, store, 0, [0, 1, 2]).result(10)
+    waiting = [joining(pool, store, 1, [0, 1, 2])]  # there again: nothing is against it any more
+    wait_until_joined(store, 1)
+    waiting += [joining(pool, store, rank, [0, 1, 2]) for rank in (0, 2)]
+    assert {future.result(10).epoch for future in waiting} == {1}
 
 
 def test_all_have_formed_the_world_or_none(store: Store, pool: ThreadPoolExecutor) -> None:

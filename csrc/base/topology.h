@@ -16,7 +16,12 @@ struct Topology {
     host_of = hosts.host;
     local_ranks = hosts.ranks[static_cast<size_t>(host())];
     local_rank = hosts.local[static_cast<size_t>(rank)];
-    for (const std::vector<int>& ranks : hosts.ranks) leaders.push_back(ranks.front());
+    for (size_t h = 0; h < hosts.ranks.size(); ++h) {
+      leaders.push_back(hosts.ranks[h].front());
+      if (hosts.ranks[h].size() <= static_cast<size_t>(local_rank)) continue;
+      if (h < static_cast<size_t>(host())) ++cross_rank;
+      ++cross_size;
+    }
   }
 
   int size() const { return static_cast<int>(host_of.size()); }
@@ -32,6 +37,8 @@ struct Topology {
   std::vector<int> local_ranks;  // of this rank's host, ascending
   std::vector<int> leaders;      // by host
   int local_rank;                // index in local_ranks
+  int cross_rank = 0;            // index of this host among those that have this local rank
+  int cross_size = 0;            // how many hosts have it
 };
 
 }  // namespace kolovod

@@ -143,7 +143,9 @@ size_t PortionBytes(const LinkCost& cost, size_t most_bytes) {
 
 size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers) {
   constexpr double kMostOnTheWay = 15;
-  const double held_bytes = cost.bytes_per_us * 2 * cost.latency_us;
+  constexpr double kTurnUs = 1000, kTurnBytes = 128 << 10;
+  double held_bytes = cost.bytes_per_us * 2 * cost.latency_us;
+  if (peers == 1) held_bytes += std::min(cost.bytes_per_us * kTurnUs, kTurnBytes);
   const double step_bytes = static_cast<double>(portion_bytes) * std::max(peers, 1);
   return 1 + static_cast<size_t>(std::min(held_bytes / step_bytes, kMostOnTheWay));
 }

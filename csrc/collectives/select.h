@@ -31,7 +31,8 @@ struct LinkCost {
 size_t PortionBytes(const LinkCost& cost, size_t most_bytes);
 
 // How many such messages go to each of `peers` before the first answer: one, and what a link holds on the way
-// there and back. More would only queue up, unevenly among the peers, and links idle that others wait for.
+// there and back. More would only queue up, unevenly among the peers, and links idle that others wait for. To
+// a single peer also what the link carries while a thread waits for its turn among others that compute.
 size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers);
 
 struct SelectQuestion {

@@ -119,7 +119,10 @@ TEST(portions_suit_the_link) {
 
 TEST(ahead_of_the_answer_goes_what_the_link_holds) {
   CHECK(LeadOf(LinkCost{25, 2, 119, 8000}, 16 << 10, 2) == 1);
-  CHECK(LeadOf(LinkCost{1000, 2, 12, 8000}, 4 << 10, 1) == 1 + 5);  // 24,000 bytes there and back
+  CHECK(LeadOf(LinkCost{1000, 2, 12, 8000}, 4 << 10, 1) ==
+        1 + 8);  // 24,000 bytes there and back, 12,000 in 1 ms
+  CHECK(LeadOf(LinkCost{25, 2, 119, 8000}, 16 << 10, 1) == 1 + 7);
+  CHECK(LeadOf(LinkCost{25, 2, 2500, 8000}, 256 << 10, 1) == 1);
   CHECK(LeadOf(LinkCost{1000, 2, 12, 8000}, 4 << 10, 3) == 1 + 1);
   CHECK(LeadOf(LinkCost{1e6, 2, 1e4, 8000}, 4 << 10, 1) == 16);  // memory is bounded
   CHECK(LeadOf(LinkCost(), 4 << 10, 0) == 16 && LeadOf(LinkCost(), 256 << 10, 0) == 1);

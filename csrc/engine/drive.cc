@@ -77,8 +77,12 @@ void Engine::ReleaseLease() {
   // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread.
   const bool more = HasWork() || driven_.load() > 0;
   const bool was_background = background_;
+  // What this look has read of the uplink nobody else will be told of.
+  const bool unread = uplink_ != nullptr && uplink_->HasData();
+  // A caller comes again soon; and waking that thread at every small operation would cost more than they do.
+  if (uplink_ != nullptr && was_background) uplink_->LookAway();
   lease_.store(false, std::memory_order_seq_cst);
-  if (more && !was_background) segment_->RingIdle(topology_.local_rank);
+  if (unread || (more && !was_background)) segment_->RingIdle(topology_.local_rank);
   if (lease_wanted_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard lock(mutex_);
     changed_.notify_all();

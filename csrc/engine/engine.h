@@ -121,6 +121,7 @@ class Engine {
   ExternalBackend* external() { return external_; }
   int rank() const { return rank_; }
   int size() const { return size_; }
+  const Topology& topology() const { return topology_; }
 
  private:
   explicit Engine(EngineOptions options);

@@ -82,14 +82,14 @@ bool Libcrypto::Load(std::span<const char* const> names, Libcrypto* out, std::st
 
 const Libcrypto* Libcrypto::Get(std::string* why_not) {
   struct Loaded {
-    Loaded() : found(Load(kNames, &library, &reason)) {}
-    Libcrypto library{};
+    Loaded() : found(Load(kNames, &functions, &reason)) {}
+    Libcrypto functions{};
     std::string reason;
     bool found;
   };
   static const Loaded loaded;
   if (!loaded.found && why_not != nullptr) *why_not = loaded.reason;
-  return loaded.found ? &loaded.library : nullptr;
+  return loaded.found ? &loaded.functions : nullptr;
 }
 
 }  // namespace kolovod

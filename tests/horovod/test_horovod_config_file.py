@@ -106,6 +106,7 @@ def test_empty_files_and_sections(tmp_path):
     [
         ("parameters: {}", "unknown: parameters; known: controller, params, autotune"),
         ("logging: {hide_timestamp: true}", "logging: unknown: hide_timestamp; known: level, with"),
+        ("params: {fusion_treshold_mb: 3}", "torus_allreduce; did you mean fusion_threshold_mb?"),
         ("controller: jsrun", "No such controller supported: 'jsrun'"),
         ("params: {fusion_threshold_mb: -1}", "params: fusion_threshold_mb=-1: must be >= 0"),
         ("params: {cache_capacity: 1.5}", "cache_capacity=1.5: expected a whole number"),

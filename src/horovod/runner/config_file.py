@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import reprlib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ def _mapping(value: Any, what: str) -> dict[Any, Any]:
 def _known(given: dict[Any, Any], names: list[str], what: str) -> None:
     unknown = [reprlib.repr(name).strip("'") for name in given if name not in names]
     if unknown:
-        raise ValueError(f"{what}: unknown: {', '.join(unknown)}; known: {', '.join(names)}")
+        meant = [match for name in unknown for match in get_close_matches(name, names, 1)]
+        hint = f"; did you mean {', '.join(meant)}?" if meant else ""
+        raise ValueError(f"{what}: unknown: {', '.join(unknown)}; known: {', '.join(names)}{hint}")
 
 
 def _value(dest: str, value: Any, what: str) -> Any:

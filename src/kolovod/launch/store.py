@@ -19,8 +19,8 @@ worlds that need each other; and after ``timeout_s`` of the rank that came first
 that are missing. Every world gets a new epoch number.
 
 With the answer ranks connect to each other, and say here when they have. Until all have, a rank
-whose connection breaks has ended: the others hear its name. Before the answer it may come again
-within a second.
+whose connection breaks has ended: the others hear its name, those too that come later. Before the
+answer it may come again within a second.
 
 A rank that waits has no thread here: one watches all of them.
 """
@@ -98,6 +98,7 @@ class Store:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watched.register(self._bell, select.EPOLLIN)
         self._dead: dict[int, str] = {}
+        self._lost: dict[int, Member] = {}  # went away while a world formed, and did not come again
         self._epoch = 0
         self._closed = False
         self._servers = [
@@ -177,14 +178,18 @@ class Store:
         kept = channel.keep()
         group.joined[member.rank] = (member, kept)
         group.gone.pop(member.rank, None)
+        self._lost.pop(member.rank, None)
         if member.rank == members[0]:
             group.config = config
         self._waiting[kept.fileno()] = (group, member.rank, kept)
         # Before the answer the rank sends nothing more: its socket becomes readable when it goes.
         self._watched.register(kept.fileno(), select.EPOLLIN)
         dead = [rank for rank in self._dead if rank in members]
+        lost = [other for rank, other in self._lost.items() if rank in members]
         if dead:  # the first to have ended: the likely cause of the others
             self._fail_dead(group, dead[0])
+        elif lost:
+            self._fail_lost(group, lost[0])
         elif not self._refuse_conflict(group, member) and len(group.joined) == len(members):
             self._complete(group)
 
@@ -240,7 +245,7 @@ class Store:
             member, _ = group.joined.pop(rank)
             group.gone[rank] = member, time.monotonic() + GONE_GRACE_S
         channel.close()
-        if not group.joined:
+        if group.epoch and not group.joined:  # nobody is left to form it, or to be told
             self._forget(group)
 
     def _forget(self, group: _Group) -> None:
@@ -290,6 +295,10 @@ class Store:
         text = f"rank {rank} {self._dead[rank]}, so the world {list(group.members)} cannot form"
         self._fail(group, "rank_lost", text, rank)
 
+    def _fail_lost(self, group: _Group, member: Member) -> None:
+        text = f"{member} ended while the world was forming"
+        self._fail(group, "rank_lost", text, member.rank)
+
     def _name(self, rank: int) -> str:
         return f"{rank} (host {self.host_of[rank]})" if rank < len(self.host_of) else str(rank)
 
@@ -297,8 +306,8 @@ class Store:
         """A deadline of the group's has passed."""
         lost = [member for member, until in group.gone.values() if until <= now]
         if lost:
-            text = f"{lost[0]} ended while the world was forming"
-            self._fail(group, "rank_lost", text, lost[0].rank)
+            self._lost.update({member.rank: member for member in lost})
+            self._fail_lost(group, lost[0])
             return
         missing = ", ".join(map(self._name, group.missing()))
         limit = "KOLOVOD_START_TIMEOUT_S sets the limit"
