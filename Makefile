@@ -3,7 +3,7 @@
 # make lint      style, types, warnings as errors
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
-# make versions  the tests of the TensorFlow and JAX front ends with old and new versions, over one wheel (3 GB)
+# make matrix    the tests of each front end with old and new versions, over one wheel (8 GB, an hour)
 # make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
 #
@@ -15,10 +15,8 @@ PYTHON ?= python3
 # default package index may serve this with CUDA, gigabytes that nothing here uses: to save them point
 # pip at PyTorch's CPU index first (PIP_INDEX_URL or PIP_EXTRA_INDEX_URL; pip then prefers +cpu).
 TORCH ?= torch==2.13.0
-# What `make versions` tests one build with.
-TENSORFLOWS ?= tensorflow-cpu==2.18.1 tensorflow-cpu==2.21.0
-JAXES ?= jax==0.5.0 jax==0.10.2
 TEST_ARGS ?=
+MATRIX_ARGS ?=
 BENCH_ARGS ?=
 LAUNCHERS_ARGS ?=
 FUZZ_SECONDS ?= 20
@@ -40,7 +38,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-python test-native lint sanitize sanitize-thread sanitize-address fuzz versions launchers bench clean
+.PHONY: help demo test test-python test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix launchers bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -72,7 +70,7 @@ $(STAMPS)/examples: pyproject.toml $(STAMPS)/torch | $(STAMPS)/package
 	touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/examples
-	$(PIP) install --quiet --no-build-isolation '.[test,mpi,integrations,tensorflow,jax]'
+	$(PIP) install --quiet --no-build-isolation '.[test,test-frameworks,mpi,integrations,tensorflow,keras,jax]'
 	touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
@@ -84,10 +82,14 @@ $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
 demo: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/kolovod run -np 2 -- $(BIN)/python examples/torch_digits.py --compare
 
-test: test-native test-python
+test: test-native test-python test-mxnet
 
 test-python: $(STAMPS)/package $(STAMPS)/test
 	$(BIN)/python -m pytest --durations=25 --durations-min=1 $(TEST_ARGS)
+
+# MXNet needs an old NumPy, and so an environment of its own; it is not run where Python is too new for that.
+test-mxnet: $(STAMPS)/wheel
+	$(BIN)/python scripts/matrix.py build/wheel/kolovod-*.whl --only mxnet-1.9.1 --no-table -- $(TEST_ARGS)
 
 # $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
 comma := ,
@@ -138,20 +140,14 @@ fuzz: $(STAMPS)/package $(STAMPS)/fuzz
 	$(BIN)/cmake --build build/fuzz -- --quiet
 	$(BIN)/python scripts/fuzz.py build/fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
-# $(call with-version,REQUIREMENT,TESTS): a virtual environment with the wheel and one framework.
-define with-version
-	test -d build/versions/$(1) || $(PYTHON) -m venv build/versions/$(1)
-	build/versions/$(1)/bin/python -m pip --disable-pip-version-check install --quiet --force-reinstall --no-deps build/wheel/kolovod-*.whl
-	build/versions/$(1)/bin/python -m pip --disable-pip-version-check install --quiet build/wheel/kolovod-*.whl '$(1)' pytest pytest-timeout psutil
-	build/versions/$(1)/bin/python -m pytest $(2) $(TEST_ARGS)
-
-endef
-
-versions: $(STAMPS)/tools
+$(STAMPS)/wheel: $(STAMPS)/tools $(PACKAGE)
 	rm -rf build/wheel
 	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(foreach version,$(TENSORFLOWS),$(call with-version,$(version),tests/tensorflow))
-	$(foreach version,$(JAXES),$(call with-version,$(version),tests/jax))
+	touch $@
+
+# Each row of scripts/matrix.py has an environment of its own; --only NAME in MATRIX_ARGS.
+matrix: $(STAMPS)/wheel
+	$(BIN)/python scripts/matrix.py build/wheel/kolovod-*.whl $(MATRIX_ARGS)
 
 # Needs Debian's slurm-wlm, munge, openmpi-bin and mpich; --only NAMES in LAUNCHERS_ARGS. Ten minutes.
 launchers: $(STAMPS)/package $(STAMPS)/test

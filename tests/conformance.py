@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tensors import TENSORS
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.objects import Objects
@@ -31,55 +32,6 @@ MODES = tuple(itertools.product((False, True), (False, True)))  # in place, asyn
 # Largest relative error of one rounding; the values are small integers, exact until they are
 # divided.
 _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22, "float64": 2.0**-50}
-
-
-class NumpyTensors:
-    """How the table makes and reads NumPy arrays."""
-
-    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
-        """An array of ``values``; not dense on request."""
-        array = np.array(values, dtype=dtype)
-        if dense or array.ndim == 0:
-            return array
-        spread = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), dtype)
-        view = spread[..., ::2]
-        view[...] = array
-        return view
-
-    def read(self, tensor: Any) -> np.ndarray:
-        """Its values."""
-        assert type(tensor) is np.ndarray
-        return tensor
-
-    def name(self, tensor: Any) -> str:
-        """Its dtype."""
-        return str(tensor.dtype)
-
-
-class TorchTensors:
-    """The same for PyTorch's tensors."""
-
-    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
-        """A tensor of ``values``; not dense on request."""
-        import torch
-
-        tensor = torch.from_numpy(np.array(values, np.float64)).to(getattr(torch, dtype))
-        if dense or tensor.ndim == 0:
-            return tensor
-        return torch.stack([tensor, tensor], dim=-1)[..., 0]
-
-    def read(self, tensor: Any) -> np.ndarray:
-        """Its values, in float64 where NumPy lacks the dtype."""
-        import torch
-
-        return (tensor.double() if tensor.dtype is torch.bfloat16 else tensor).numpy()
-
-    def name(self, tensor: Any) -> str:
-        """Its dtype."""
-        return str(tensor.dtype).removeprefix("torch.")
-
-
-TENSORS: dict[str, Any] = {"numpy": NumpyTensors(), "torch": TorchTensors()}
 
 
 class Case(NamedTuple):
@@ -166,6 +118,8 @@ def check_allreduce(kv: Any, frontend: str, case: Case) -> None:
     world = kv.world()
     values = values_of(case.dtype, case.shape, world.rank)
     tensor = tensors.make(values, case.dtype, case.dense)
+    if case.in_place:
+        tensor = tensors.writable(tensor)
     verb = "allreduce" + "_async" * case.asynchronous + "_" * case.in_place
     result = getattr(kv, verb)(tensor, str(case), case.op, *case.scales)
     if case.asynchronous:
@@ -191,6 +145,8 @@ def check_grouped(
             for dtype, shape in itertools.product(dtypes, shapes)
         ]
         group = [tensors.make(values_of(c.dtype, c.shape, world.rank), c.dtype) for c in cases]
+        if in_place:
+            group = list(map(tensors.writable, group))
         verb = "grouped_allreduce" + "_async" * asynchronous + "_" * in_place
         results = getattr(kv, verb)(group, f"group.{in_place}.{asynchronous}", Sum)
         if asynchronous:
@@ -207,9 +163,11 @@ def check_broadcast(kv: Any, frontend: str, dtype: str, shapes: Any, modes: Any 
     tensors = TENSORS[frontend]
     world = kv.world()
     for shape, root, (in_place, asynchronous), dense in itertools.product(
-        shapes, range(world.size), modes, (True, False)
+        shapes, range(world.size), modes, tensors.layouts
     ):
         tensor = tensors.make(values_of(dtype, shape, world.rank), dtype, dense)
+        if in_place:
+            tensor = tensors.writable(tensor)
         verb = "broadcast" + "_async" * asynchronous + "_" * in_place
         result = getattr(kv, verb)(tensor, root, f"b.{dtype}.{shape}.{root}")
         if asynchronous:
@@ -227,7 +185,7 @@ def check_allgather(kv: Any, frontend: str, dtype: str) -> None:
     tails: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2), (0,))
     rows_of = (lambda rank: 4, lambda rank: rank, lambda rank: 3 * (rank % 2), lambda rank: 0)
     for tail, (pattern, rows), dense, asynchronous in itertools.product(
-        tails, enumerate(rows_of), (True, False), (False, True)
+        tails, enumerate(rows_of), tensors.layouts, (False, True)
     ):
         parts = [values_of(dtype, (rows(rank), *tail), rank) for rank in range(world.size)]
         mine = tensors.make(parts[world.rank], dtype, dense)
@@ -270,7 +228,7 @@ def check_alltoall(kv: Any, frontend: str, dtype: str, scale: int = 1) -> None:
         lambda source: [0] * size,
     )
     for tail, (number, splits_of), spare, dense, asynchronous in itertools.product(
-        ((), (2, 3)), enumerate(patterns), (0, 2), (True, False), (False, True)
+        ((), (2, 3)), enumerate(patterns), (0, 2), tensors.layouts, (False, True)
     ):
         inputs = [
             values_of(dtype, (sum(splits_of(source)) + spare, *tail), source)
@@ -326,7 +284,7 @@ def check_grouped_reducescatter(kv: Any, frontend: str, dtypes: tuple[str, ...])
     assert kv.grouped_reducescatter([], "empty group") == []
 
 
-def check_adasum(kv: Any, frontend: str, dtype: str) -> None:
+def check_adasum(kv: Any, frontend: str, dtype: str, in_place: bool = True) -> None:
     """One vector and a group, in place or not, scaled; refused unless there are 2^k ranks."""
     tensors = TENSORS[frontend]
     rank, size = kv.world().rank, kv.world().size
@@ -342,7 +300,11 @@ def check_adasum(kv: Any, frontend: str, dtype: str) -> None:
         for i in range(len(mine))
     ]
     alone = [kv.allreduce(vector, f"v{i}", Adasum, 0.5, 3.0) for i, vector in enumerate(mine)]
-    kv.grouped_allreduce_(mine, "group", Adasum, 0.5, 3.0)
+    if in_place:
+        mine = list(map(tensors.writable, mine))
+        kv.grouped_allreduce_(mine, "group", Adasum, 0.5, 3.0)
+    else:
+        mine = kv.grouped_allreduce(mine, "group", Adasum, 0.5, 3.0)
     tolerance = 20 * _EPSILON[dtype]
     for one, grouped, right in zip(alone, mine, wanted, strict=True):
         actual = tensors.read(one).astype("f8")

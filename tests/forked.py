@@ -32,7 +32,7 @@ from kolovod.launch.ranks import PAYLOAD_FD, RESULT_FD
 _PLAIN = ("numpy", "pytest", "kolovod.numpy", "kolovod.testing")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ANSWER_LIMIT_S = 60.0
-_servers: dict[tuple[str, ...], _Server] = {}
+_servers: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Server] = {}
 _lock = threading.Lock()
 
 
@@ -42,6 +42,7 @@ def ranks_after(*modules: str, **environment: str) -> Callable[..., list[Any]]:
     ``environment``: what the modules look at while they are imported; the ranks have it, too.
     Of ``kolovod.testing.run_ranks``'s arguments it lacks ``executable`` and ``output_dir``.
     """
+    key = modules, frozenset(environment.items())
 
     def run_ranks(
         n: int,
@@ -53,14 +54,14 @@ def ranks_after(*modules: str, **environment: str) -> Callable[..., list[Any]]:
         hosts: Sequence[str] = (),
     ) -> list[Any]:
         with _lock:
-            if modules not in _servers:
-                _servers[modules] = _Server(modules, environment)
+            if key not in _servers:
+                _servers[key] = _Server(modules, environment)
         options = function.CallOptions(
             timeout_s=timeout_s,
             environment={**environment, **(env or {})},
             keep_going=keep_going,
             hosts=hosts,
-            popen=_servers[modules].popen,
+            popen=_servers[key].popen,
         )
         return function.call_on_ranks(n, fn, args, options)
 
@@ -70,7 +71,20 @@ def ranks_after(*modules: str, **environment: str) -> Callable[..., list[Any]]:
 run_ranks = ranks_after()
 run_torch_ranks = ranks_after("kolovod.torch", "horovod.torch")
 run_tensorflow_ranks = ranks_after(
-    "tensorflow", "kolovod.tensorflow", TF_CPP_MIN_LOG_LEVEL="2", CUDA_VISIBLE_DEVICES=""
+    "tensorflow",
+    "kolovod.tensorflow",
+    "horovod.tensorflow",
+    TF_CPP_MIN_LOG_LEVEL="2",
+    CUDA_VISIBLE_DEVICES="",
+)
+run_mxnet_ranks = ranks_after("mxnet", "kolovod.mxnet", "horovod.mxnet")
+run_keras_ranks = ranks_after(
+    "tensorflow",
+    "keras",
+    "kolovod.keras.callbacks",
+    KERAS_BACKEND="tensorflow",
+    TF_CPP_MIN_LOG_LEVEL="3",
+    CUDA_VISIBLE_DEVICES="",
 )
 run_jax_ranks = ranks_after("jax", "kolovod.jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
 
@@ -155,7 +169,7 @@ def _serve(orders: socket.socket) -> int:
     while True:
         data, fds, _, _ = socket.recv_fds(orders, 1 << 20, 4)
         if not data:
-            return 0
+            return _left(0)
         read_end, write_end = os.pipe()
         middle = os.fork()
         if middle == 0:
@@ -197,8 +211,8 @@ def _become_rank(fds: list[int], env: dict[str, str], parent: int, folder: str) 
 
 
 def _left(code: int) -> int:
-    """At the end of a rank. Tearing a framework down takes a second: only exit hooks run."""
-    if sys.modules.keys() & {"torch", "tensorflow", "jax"}:
+    """At the end of a process. Tearing a framework down takes a second: only exit hooks run."""
+    if sys.modules.keys() & {"torch", "tensorflow", "jax", "mxnet"}:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()

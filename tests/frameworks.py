@@ -9,58 +9,28 @@ from typing import Any
 import conformance
 import numpy as np
 from conformance import FLOATS, INTEGERS, Case
+from tensors import TensorflowTensors
 
 import kolovod
 from kolovod.ops import Max, Sum
 
+__all__ = [
+    "TensorflowTensors", "check_eager_verbs", "check_in_graph", "is_installed",
+    "take_part_backwards",
+]  # fmt: skip
+
 _NEW = ((False, False), (False, True))  # modes that make a new tensor
-
-
-class TensorflowTensors:
-    """How the table makes and reads TensorFlow's eager tensors, always dense."""
-
-    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
-        """A tensor of ``values``."""
-        import tensorflow as tf
-
-        return tf.cast(tf.constant(np.array(values, np.float64)), dtype)
-
-    def read(self, tensor: Any) -> np.ndarray:
-        """Its values, in float64 where NumPy lacks the dtype."""
-        array = tensor.numpy()
-        return array.astype(np.float64) if tensor.dtype.name == "bfloat16" else array
-
-    def name(self, tensor: Any) -> str:
-        """Its dtype."""
-        return tensor.dtype.name
-
-
-class JaxTensors:
-    """The same for JAX's arrays, which are always dense."""
-
-    def make(self, values: np.ndarray, dtype: str, dense: bool = True) -> Any:
-        """An array of ``values``."""
-        import jax
-
-        return jax.device_put(values.astype(jax.numpy.dtype(dtype)))
-
-    def read(self, tensor: Any) -> np.ndarray:
-        """Its values, in float64 where NumPy lacks the dtype."""
-        array = np.asarray(tensor)
-        return array.astype(np.float64) if array.dtype.name == "bfloat16" else array
-
-    def name(self, tensor: Any) -> str:
-        """Its dtype."""
-        return tensor.dtype.name
-
-
-conformance.TENSORS |= {"tensorflow": TensorflowTensors(), "jax": JaxTensors()}
 
 
 def is_installed(framework: str) -> bool:
     """Whether there is such a package; a folder of tests of that name is none."""
     spec = importlib.util.find_spec(framework)
     return spec is not None and spec.origin is not None
+
+
+def keras_variable(tf: Any, value: Any) -> Any:
+    """A variable as Keras 3 has them; Keras 2 has TensorFlow's."""
+    return getattr(tf.keras, "Variable", tf.Variable)(value)
 
 
 def check_eager_verbs(kv: Any, frontend: str, dtypes: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from kolovod.collectives import Collectives
 
 @pytest.mark.parametrize("row", [row for w in worlds.WORLDS.values() for row in w.rows()], ids=str)
 def test_conformance(row):
-    why = row.world.missing() or (worlds.no_torch() if row.frontend == "torch" else "")
+    why = row.world.missing() or worlds.no_framework(row.frontend)
     if why:
         pytest.skip(why)
     row.world.run(row.world.name, row.size, row.frontend, row.lines)

@@ -5,6 +5,7 @@ Adding a world is one row of ``WORLDS``, adding a verb one of ``VERBS``, ``GROUP
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from conformance import (
     FLOATS,
+    INTEGERS,
     MODES,
     NUMPY_DTYPES,
     SHAPES,
@@ -33,7 +35,14 @@ from conformance import (
     check_reducescatter,
     reductions,
 )
-from forked import run_ranks, run_torch_ranks
+from forked import (
+    run_jax_ranks,
+    run_mxnet_ranks,
+    run_ranks,
+    run_tensorflow_ranks,
+    run_torch_ranks,
+)
+from frameworks import is_installed
 
 from kolovod.testing import loopback
 
@@ -54,13 +63,21 @@ FULL = {
     "numpy": Extent(NUMPY_DTYPES, SHAPES),
     "torch": Extent(TORCH_DTYPES, ((), (0,), (3, 5))),
 }
+_NEW = tuple(mode for mode in MODES if not mode[0])
+_ALL_DTYPES = (*INTEGERS, *FLOATS, "bool")
+_MXNET_DTYPES = ("uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bool")
+OTHERS_FULL = {
+    "tensorflow": Extent(_ALL_DTYPES, ((), (0,), (3, 5))),
+    "jax": Extent(_ALL_DTYPES, ((), (0,), (3, 5)), _NEW),
+    "mxnet": Extent(_MXNET_DTYPES, ((), (0,), (3, 5))),
+    "mxnet-np": Extent(_MXNET_DTYPES, ((), (0,), (3, 5)), _NEW),
+}
 _TWO_MODES = ((True, False), (False, True))
 _BRIEF_DTYPES = ("uint8", "int16", "uint16", "int64", "float16", "float32", "float64", "bool")
 BRIEF = {
     "numpy": Extent(_BRIEF_DTYPES, ((), (0,), (3, 5), (1025,)), _TWO_MODES, ((20_001, 5),)),
     "torch": Extent(("int32", "float32", "bfloat16"), ((3, 5),), _TWO_MODES),
 }
-FULL_NUMPY = {**BRIEF, "numpy": FULL["numpy"]}
 NOTHING_LARGE = {name: extent._replace(large=()) for name, extent in BRIEF.items()}
 SOME = {
     "numpy": Extent(("int16", "float16", "float32"), ((0,), (3, 5)), _TWO_MODES, ((7, 10_001),)),
@@ -102,20 +119,31 @@ def _mixed(extent: Extent) -> tuple[str, ...]:
     return tuple(dtype for dtype in ("int32", "float16", "float64") if dtype in extent.dtypes)
 
 
+def _works_in_place(extent: Extent) -> bool:
+    return any(in_place for in_place, _ in extent.modes)
+
+
+def _modes(extent: Extent) -> tuple[tuple[bool, bool], ...]:
+    """All modes that the front end has, of verbs that have few cases."""
+    return MODES if _works_in_place(extent) else _NEW
+
+
 Check = Callable[[Any, str, str, Extent], None]
 VERBS: dict[str, Check] = {
     "allreduce": _allreduce,
     "broadcast": lambda kv, frontend, dtype, extent: check_broadcast(
-        kv, frontend, dtype, extent.shapes[-3:]
+        kv, frontend, dtype, extent.shapes[-3:], _modes(extent)
     ),
     "allgather": lambda kv, frontend, dtype, extent: check_allgather(kv, frontend, dtype),
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
-    "adasum": lambda kv, frontend, dtype, extent: check_adasum(kv, frontend, dtype),
+    "adasum": lambda kv, frontend, dtype, extent: check_adasum(
+        kv, frontend, dtype, _works_in_place(extent)
+    ),
 }
 GROUPS: dict[str, Check] = {
     "grouped_allreduce": lambda kv, frontend, dtype, extent: check_grouped(
-        kv, frontend, _mixed(extent), extent.shapes
+        kv, frontend, _mixed(extent), extent.shapes, _modes(extent)
     ),
     "grouped_allgather": lambda kv, frontend, dtype, extent: check_grouped_allgather(
         kv, frontend, _mixed(extent)
@@ -243,21 +271,33 @@ def on_processes(host_of: Callable[[int], int] = one_host, **env: str) -> Runner
     def run(name: str, size: int, frontend: str, lines: list[Line]) -> None:
         hosts = [f"host{host_of(rank)}" for rank in range(size)]
         arguments = (name, size, frontend, lines)
-        needs_torch = frontend == "torch" or env.get("KOLOVOD_BACKEND") == "gloo"
-        start = run_torch_ranks if needs_torch else run_ranks
+        start = _STARTERS[_module(frontend)]
+        if env.get("KOLOVOD_BACKEND") == "gloo":
+            start = run_torch_ranks
         start(size, as_a_process, *arguments, timeout_s=110, env=env, hosts=hosts)
 
     return run
+
+
+_STARTERS = {
+    "numpy": run_ranks,
+    "torch": run_torch_ranks,
+    "tensorflow": run_tensorflow_ranks,
+    "jax": run_jax_ranks,
+    "mxnet": run_mxnet_ranks,
+}
+
+
+def _module(frontend: str) -> str:
+    """A front end may have several kinds of tensors."""
+    return frontend.partition("-")[0]
 
 
 def as_a_process(rank: int, name: str, size: int, frontend: str, lines: list[Line]) -> None:
     """What a rank in a process of its own does."""
     import kolovod
 
-    if frontend == "numpy":
-        from kolovod.numpy import collectives
-    else:
-        from kolovod.torch import collectives
+    collectives = importlib.import_module(f"kolovod.{_module(frontend)}").collectives
     kolovod.init()
     assert (kolovod.rank(), kolovod.size()) == (rank, size)
     for line in lines:
@@ -313,9 +353,15 @@ def no_mpi() -> str:
     return "" if mpirun() else "there is no mpirun: pip install 'kolovod[mpi]'"
 
 
+def no_framework(frontend: str) -> str:
+    """Why that front end cannot be tested here, or nothing."""
+    framework = _module(frontend)
+    return "" if is_installed(framework) else f"{framework} is not installed"
+
+
 def no_torch() -> str:
-    """Why PyTorch cannot be tested here, or nothing."""
-    return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
+    """The same for PyTorch."""
+    return no_framework("torch")
 
 
 WORLDS = {
@@ -323,10 +369,11 @@ WORLDS = {
     for world in (
         World(
             "loopback",
-            {1: FULL, 2: FULL, 3: FULL_NUMPY, 4: NOTHING_LARGE, 8: NOTHING_LARGE},
+            {1: FULL, 2: FULL, 3: FULL, 4: NOTHING_LARGE, 8: NOTHING_LARGE},
             on_threads(),
             at_once=False,
         ),
+        World("processes", dict.fromkeys((1, 2, 3), OTHERS_FULL), on_processes()),
         World("loopback-tcp", {2: SOME, 3: SOME, 5: SLICE}, on_threads(own_host)),
         World("loopback-hosts", {3: SOME, 4: SOME, 8: SLICE}, on_threads(in_pairs)),
         World("shm", {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE}, on_processes()),

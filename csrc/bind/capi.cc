@@ -25,6 +25,10 @@ struct kolovod_engine {
   kolovod_engine* next = nullptr;  // of all that were ever made
 };
 
+struct kolovod_memory {
+  kolovod::OutputMemory data;
+};
+
 namespace {
 
 std::atomic<kolovod_engine*> all_handles{nullptr};
@@ -46,6 +50,7 @@ static_assert(static_cast<int>(Verb::kJoin) == KOLOVOD_JOIN && kolovod::kVerbCou
 
 // The first version's structs: no caller has smaller ones.
 constexpr size_t kRequestBytes1 = offsetof(kolovod_request, split_count) + sizeof(size_t);
+constexpr size_t kRequestBytes2 = offsetof(kolovod_request, output_bytes) + sizeof(size_t*);
 constexpr size_t kTensorBytes1 = offsetof(kolovod_tensor, dtype) + sizeof(int32_t);
 
 Published* FindPublished(int process_set) {
@@ -68,7 +73,8 @@ Status Find(kolovod_engine* handle, std::shared_ptr<Engine>* engine) {
   return *engine != nullptr ? Status() : Status(Code::kShutDown, "the world that this handle was of is over");
 }
 
-Status ReadTensor(const kolovod_tensor& from, size_t index, bool makes_outputs, SubmittedTensor* to) {
+Status ReadTensor(const kolovod_tensor& from, size_t index, bool makes_outputs, size_t output_bytes,
+                  SubmittedTensor* to) {
   const std::string what = "tensor " + std::to_string(index) + ": ";
   if (from.dtype < 0 || from.dtype >= kolovod::kDTypeCount) {
     return Invalid(what + "dtype " + std::to_string(from.dtype) + " is unknown; see kolovod_dtype");
@@ -84,7 +90,10 @@ Status ReadTensor(const kolovod_tensor& from, size_t index, bool makes_outputs, 
     empty = empty || dim == 0;
   }
   to->in = from.input;
-  to->out = makes_outputs ? nullptr : from.output;
+  to->out = makes_outputs && output_bytes == 0 ? nullptr : from.output;
+  to->out_bytes = makes_outputs ? output_bytes : 0;
+  if (to->out_bytes > 0 && to->out == nullptr)
+    return Invalid(what + "output_bytes is given, but output is NULL");
   if (empty) return Status();
   if (to->in == nullptr) return Invalid(what + "input is NULL");
   if (to->out == nullptr && !makes_outputs) return Invalid(what + "output is NULL");
@@ -127,10 +136,13 @@ Status Read(const kolovod_request* from, Request* request, std::vector<Submitted
   if (from->split_count > 0 && from->splits == nullptr) return Invalid("splits is NULL");
   request->splits.assign(from->splits, from->splits + from->split_count);
   tensors->resize(from->tensor_count);
+  const bool makes_outputs = MakesOutputs(request->verb);
+  const size_t* output_bytes = from->struct_size >= kRequestBytes2 ? from->output_bytes : nullptr;
   const char* at = reinterpret_cast<const char*>(from->tensors);
   for (size_t t = 0; t < tensors->size(); ++t, at += from->tensor_size) {
     const auto& tensor = *reinterpret_cast<const kolovod_tensor*>(at);
-    KV_RETURN_IF_ERROR(ReadTensor(tensor, t, MakesOutputs(request->verb), &(*tensors)[t]));
+    const size_t bytes = output_bytes == nullptr ? 0 : output_bytes[t];
+    KV_RETURN_IF_ERROR(ReadTensor(tensor, t, makes_outputs, bytes, &(*tensors)[t]));
   }
   return Status();
 }
@@ -169,6 +181,17 @@ Status Completed(kolovod_engine* handle, uint64_t operation, OperationPtr* op) {
     return Invalid("operation " + std::to_string(operation) + " is unknown or still pending");
   }
   return (*op)->status;
+}
+
+// Whether output `index` is there to be taken.
+Status HasOutput(const Operation& op, size_t index) {
+  if (index >= op.buffers.size()) return Invalid("no output of this number was made");
+  return op.buffers[index].data == nullptr ? Invalid("the output was taken before") : Status();
+}
+
+int Place(kolovod_engine* handle, int (*place)(const kolovod::Topology&)) {
+  std::shared_ptr<Engine> engine;
+  return Report(Find(handle, &engine)) == KOLOVOD_OK ? place(engine->topology()) : -1;
 }
 
 }  // namespace
@@ -226,6 +249,22 @@ int kolovod_size(kolovod_engine* handle) {
   return Report(Find(handle, &engine)) == KOLOVOD_OK ? engine->size() : -1;
 }
 
+int kolovod_local_rank(kolovod_engine* handle) {
+  return Place(handle, [](const kolovod::Topology& topology) { return topology.local_rank; });
+}
+
+int kolovod_local_size(kolovod_engine* handle) {
+  return Place(handle, [](const kolovod::Topology& topology) { return topology.local_size(); });
+}
+
+int kolovod_cross_rank(kolovod_engine* handle) {
+  return Place(handle, [](const kolovod::Topology& topology) { return topology.cross_rank; });
+}
+
+int kolovod_cross_size(kolovod_engine* handle) {
+  return Place(handle, [](const kolovod::Topology& topology) { return topology.cross_size; });
+}
+
 int kolovod_submit(kolovod_engine* handle, const kolovod_request* request, kolovod_callback callback,
                    void* user_data, uint64_t* operation) {
   return Report(Submit(handle, request, callback, user_data, operation));
@@ -253,13 +292,28 @@ int kolovod_output(kolovod_engine* handle, uint64_t operation, size_t index, con
                    size_t* bytes) {
   OperationPtr op;
   Status status = Completed(handle, operation, &op);
-  if (status.ok() && index >= op->buffers.size()) status = Invalid("no output of this number was made");
+  if (status.ok()) status = HasOutput(*op, index);
   if (status.ok()) {
     *data = op->buffers[index].data.get();
     *bytes = op->buffers[index].bytes;
   }
   return Report(status);
 }
+
+int kolovod_take_output(kolovod_engine* handle, uint64_t operation, size_t index, kolovod_memory** memory,
+                        void** data, size_t* bytes) {
+  OperationPtr op;
+  Status status = Completed(handle, operation, &op);
+  if (status.ok()) status = HasOutput(*op, index);
+  if (status.ok()) {
+    *memory = new kolovod_memory{std::move(op->buffers[index].data)};
+    *data = (*memory)->data.get();
+    *bytes = op->buffers[index].bytes;
+  }
+  return Report(status);
+}
+
+void kolovod_free_memory(kolovod_memory* memory) { delete memory; }
 
 int kolovod_rows(kolovod_engine* handle, uint64_t operation, size_t index, const int64_t** rows,
                  size_t* count) {

@@ -31,6 +31,18 @@ TEST(a_c_program_on_every_world) {
   }
 }
 
+TEST(places_on_hosts_of_unequal_size) {
+  const std::vector<int> hosts = {0, 1, 0, 0, 1};
+  const int wanted[5][4] = {{0, 3, 0, 2}, {0, 2, 1, 2}, {1, 3, 0, 2}, {2, 3, 0, 1}, {1, 2, 1, 2}};
+  testing::RunHosts(hosts, [&](Rank& rank) {
+    kolovod_engine* handle = Attach(Borrow(rank));
+    const int* places = wanted[rank.rank()];
+    CHECK(kolovod_local_rank(handle) == places[0] && kolovod_local_size(handle) == places[1]);
+    CHECK(kolovod_cross_rank(handle) == places[2] && kolovod_cross_size(handle) == places[3]);
+    Detach(handle);
+  });
+}
+
 kolovod_request MakeRequest(const kolovod_tensor& tensor) {
   kolovod_request request{};
   request.struct_size = sizeof(request);
@@ -68,6 +80,7 @@ TEST(a_handle_outlives_its_world) {
     CHECK(kolovod_release(handle, operation) == KOLOVOD_SHUT_DOWN);
     CHECK(kolovod_output(handle, operation, 0, &data, &bytes) == KOLOVOD_SHUT_DOWN);
     CHECK(kolovod_rank(handle) == -1 && kolovod_size(handle) == -1);
+    CHECK(kolovod_local_rank(handle) == -1 && kolovod_cross_size(handle) == -1);
     CHECK(calls.load() == 1);
   });
 }
@@ -88,6 +101,47 @@ TEST(what_is_current_is_what_was_published) {
     Publish(0, nullptr);
     Detach(world);
     Detach(set);
+  });
+}
+
+TEST(outputs_in_memory_of_the_caller) {
+  RunRanks(3, [](Rank& rank) {
+    kolovod_engine* handle = Attach(Borrow(rank));
+    const float value = 1.0f + static_cast<float>(rank.rank());
+    const int64_t one = 1;
+    float gathered[4] = {};
+    const kolovod_tensor tensor{&value, gathered, &one, 1, KOLOVOD_FLOAT32};
+    kolovod_request request = MakeRequest(tensor);
+    request.verb = KOLOVOD_ALLGATHER;
+    size_t bytes = 3 * sizeof(float);
+    request.output_bytes = &bytes;
+    uint64_t operation = 0;
+    CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_OK);
+    CHECK(kolovod_wait(handle, operation, -1) == KOLOVOD_OK);
+    CHECK(kolovod_release(handle, operation) == KOLOVOD_OK);
+    CHECK(gathered[0] == 1.0f && gathered[1] == 2.0f && gathered[2] == 3.0f && gathered[3] == 0.0f);
+    // What does not fit is an error here and a result elsewhere, and nothing is written.
+    if (rank.rank() == 1) bytes = sizeof(gathered);
+    gathered[0] = -1.0f;
+    CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_OK);
+    const int code = kolovod_wait(handle, operation, -1);
+    CHECK(code == (rank.rank() == 1 ? KOLOVOD_INVALID_ARGUMENT : KOLOVOD_OK));
+    CHECK(gathered[0] == (rank.rank() == 1 ? -1.0f : 1.0f));
+    CHECK(kolovod_release(handle, operation) == KOLOVOD_OK);
+    // A caller that was compiled before there was this field.
+    request.struct_size = offsetof(kolovod_request, output_bytes);
+    CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_OK);
+    CHECK(kolovod_wait(handle, operation, -1) == KOLOVOD_OK);
+    const void* data = nullptr;
+    CHECK(kolovod_output(handle, operation, 0, &data, &bytes) == KOLOVOD_OK);
+    CHECK(bytes == 3 * sizeof(float) && data != gathered && static_cast<const float*>(data)[2] == 3.0f);
+    CHECK(kolovod_release(handle, operation) == KOLOVOD_OK);
+    request.struct_size = sizeof(request);
+    kolovod_tensor nowhere = tensor;
+    nowhere.output = nullptr;
+    request.tensors = &nowhere;
+    CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_INVALID_ARGUMENT);
+    Detach(handle);
   });
 }
 

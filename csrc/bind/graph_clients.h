@@ -6,12 +6,12 @@
 
 namespace kolovod {
 
-// Registers the op KolovodAllreduce with the TensorFlow that is loaded in this process; once, further calls
+// Registers our ops with the TensorFlow that is loaded in this process; once, further calls
 // do nothing. Returns what went wrong, or "".
 std::string RegisterTensorFlowOps();
 
-// The handler of allreduce for the version of XLA's FFI that the process has, on the platform "cpu"; null for
+// The handler of all verbs for the version of XLA's FFI that the process has, on the platform "cpu"; null for
 // a version whose structs nobody has compared with those here.
-void* XlaAllreduceHandler(int major, int minor);
+void* XlaCollectiveHandler(int major, int minor);
 
 }  // namespace kolovod

@@ -234,8 +234,8 @@ NB_MODULE(_native, m) {
       "process_set"_a, "engine"_a.none());
   m.def("register_tensorflow_ops", &RegisterTensorFlowOps);
   m.def(
-      "xla_allreduce_handler",
-      [](int major, int minor) { return reinterpret_cast<uintptr_t>(XlaAllreduceHandler(major, minor)); },
+      "xla_collective_handler",
+      [](int major, int minor) { return reinterpret_cast<uintptr_t>(XlaCollectiveHandler(major, minor)); },
       "major"_a, "minor"_a);
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);

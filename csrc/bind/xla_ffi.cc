@@ -1,149 +1,24 @@
-// Allreduce as an XLA custom call, over the C ABI of XLA's foreign function interface (FFI).
+// The verbs as an XLA custom call, over the C ABI of XLA's foreign function interface (FFI).
 //
 // The handler submits and returns a future, so that any number of operations are on their way while XLA goes
 // on with what does not depend on them. What does depend on them XLA runs in the thread that completes the
 // future; that must not be the engine's, so completions are handed to threads of their own.
 #include <atomic>
-#include <condition_variable>
+#include <cstdint>
 #include <cstring>
-#include <deque>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "bind/graph_clients.h"
+#include "bind/threads.h"
+#include "bind/xla_ffi_abi.h"
 #include "include/kolovod.h"
 
 namespace kolovod {
 namespace {
-
-// The part of the ABI that is used here; it has been the same since its version 0.1 (jaxlib 0.4.38 to 0.10).
-// Every struct begins with its size and a list of extensions.
-namespace xla {
-
-constexpr int kMajor = 0;
-constexpr int kOldestMinor = 1;
-constexpr int kNewestMinor = 3;
-
-struct Extension {
-  size_t struct_size;
-  int type;
-  Extension* next;
-};
-constexpr int kMetadataExtension = 1;
-
-struct Version {
-  size_t struct_size;
-  Extension* extensions;
-  int major;
-  int minor;
-};
-struct Metadata {
-  size_t struct_size;
-  Version version;
-  uint32_t traits;
-};
-struct MetadataExtension {
-  Extension base;
-  Metadata* metadata;
-};
-
-struct Error;
-struct Future;
-struct ErrorCreateArgs {
-  size_t struct_size;
-  Extension* extensions;
-  const char* message;
-  int code;
-};
-struct FutureCreateArgs {
-  size_t struct_size;
-  Extension* extensions;
-  Future* future;
-};
-struct FutureSetAvailableArgs {
-  size_t struct_size;
-  Extension* extensions;
-  Future* future;
-};
-struct FutureSetErrorArgs {
-  size_t struct_size;
-  Extension* extensions;
-  Future* future;
-  Error* error;  // XLA's from then on
-};
-
-using Unused = void*;
-struct Api {  // its struct_size said less than there was until jaxlib 0.6
-  size_t struct_size;
-  Extension* extensions;
-  Version version;
-  void* internal;
-  Error* (*error_create)(ErrorCreateArgs*);
-  Unused error_message, error_destroy, handler_register, stream, type_register, context, state_set, state_get;
-  Unused memory_allocate, memory_free, pool_schedule, pool_threads;
-  Error* (*future_create)(FutureCreateArgs*);
-  Error* (*future_set_available)(FutureSetAvailableArgs*);
-  Error* (*future_set_error)(FutureSetErrorArgs*);
-};
-
-struct Buffer {
-  size_t struct_size;
-  Extension* extensions;
-  int dtype;
-  void* data;
-  int64_t rank;
-  int64_t* dims;
-};
-struct Operands {  // arguments, and results
-  size_t struct_size;
-  Extension* extensions;
-  int64_t size;
-  int* types;
-  void** values;
-};
-constexpr int kBufferType = 1;
-
-struct Text {
-  const char* data;
-  size_t length;
-};
-struct Scalar {
-  int dtype;
-  void* value;
-};
-struct Attributes {
-  size_t struct_size;
-  Extension* extensions;
-  int64_t size;
-  int* types;
-  Text** names;
-  void** values;
-};
-constexpr int kScalarType = 3;
-constexpr int kTextType = 4;
-constexpr int kInt64 = 5;
-constexpr int kFloat64 = 12;
-
-struct CallFrame {
-  size_t struct_size;
-  Extension* extensions;
-  const Api* api;
-  void* context;
-  int stage;
-  Operands arguments;
-  Operands results;
-  Attributes attributes;
-  Future* future;  // set by an asynchronous handler
-};
-constexpr int kExecute = 3;
-
-}  // namespace xla
 
 // XLA's code, hence the beginning of the message that Python sees.
 int ToXla(int code) {
@@ -195,49 +70,47 @@ int ToDType(int xla_type) {
   }
 }
 
-// Runs tasks at once, each in a thread that runs nothing else meanwhile, and keeps idle threads for the next.
-// Never destroyed: its threads have no end before the process's.
-class Threads {
- public:
-  void Run(std::function<void()> task) {
-    std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (tasks_.size() > idle_) {
-      std::thread([this] { Work(); }).detach();
-    } else {
-      changed_.notify_one();
-    }
-  }
-
- private:
-  void Work() {
-    std::unique_lock lock(mutex_);
-    while (true) {
-      ++idle_;
-      changed_.wait(lock, [&] { return !tasks_.empty(); });
-      --idle_;
-      std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-      lock.lock();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;  // guarded by mutex_
-  size_t idle_ = 0;                          // guarded by mutex_
-};
-
+// Each task runs in a thread that runs nothing else meanwhile.
 Threads& CompletionThreads() {
-  static auto* threads = new Threads;
+  static auto* threads = new Threads(SIZE_MAX, "kv-xla-done");
   return *threads;
 }
+
+size_t BytesOf(const xla::Buffer& buffer) {
+  size_t bytes = 0;
+  switch (ToDType(buffer.dtype)) {
+    case KOLOVOD_UINT8:
+    case KOLOVOD_INT8:
+    case KOLOVOD_BOOL:
+      bytes = 1;
+      break;
+    case KOLOVOD_UINT16:
+    case KOLOVOD_INT16:
+    case KOLOVOD_FLOAT16:
+    case KOLOVOD_BFLOAT16:
+      bytes = 2;
+      break;
+    case KOLOVOD_INT32:
+    case KOLOVOD_FLOAT32:
+      bytes = 4;
+      break;
+    default:
+      bytes = 8;
+  }
+  for (int64_t d = 0; d < buffer.rank; ++d) bytes *= static_cast<size_t>(buffer.dims[d]);
+  return bytes;
+}
+
+struct Span {
+  void* data;
+  size_t bytes;
+};
 
 struct Call {
   const xla::Api* api;
   xla::Future* future;
+  int verb;
+  std::vector<Span> zeroed;  // outputs that nobody wants here, though all ranks have the same program
 };
 
 xla::Error* MakeError(const xla::Api* api, int code, const std::string& message) {
@@ -245,14 +118,18 @@ xla::Error* MakeError(const xla::Api* api, int code, const std::string& message)
   return api->error_create(&args);
 }
 
-void Complete(const Call& call, int code, const std::string& message) {
+void Complete(const Call& call, int code, std::string message) {
   if (code == KOLOVOD_OK) {
+    for (const Span& span : call.zeroed) std::memset(span.data, 0, span.bytes);
     xla::FutureSetAvailableArgs args{sizeof(args), nullptr, call.future};
     call.api->future_set_available(&args);
-  } else {
-    xla::FutureSetErrorArgs args{sizeof(args), nullptr, call.future, MakeError(call.api, code, message)};
-    call.api->future_set_error(&args);
+    return;
   }
+  if (code == KOLOVOD_INVALID_ARGUMENT && call.verb == KOLOVOD_ALLGATHER) {
+    message += "; inside jax.jit shapes are fixed, so all ranks need the same: gather others outside of it";
+  }
+  xla::FutureSetErrorArgs args{sizeof(args), nullptr, call.future, MakeError(call.api, code, message)};
+  call.api->future_set_error(&args);
 }
 
 void OnDone(void* user_data, int code, const char* message) {
@@ -262,14 +139,30 @@ void OnDone(void* user_data, int code, const char* message) {
 
 struct Arguments {
   std::string name;
+  int64_t verb = -1;
   int64_t op = -1;
+  int64_t root = 0;
   int64_t process_set = 0;
+  int64_t zeroed = 0;
+  int64_t rank = -1;  // the place that the program was compiled for; -1: it does not depend on it
+  int64_t size = -1;
   double prescale = 1.0;
   double postscale = 1.0;
 };
 
 // False if there is an attribute that does not belong here.
 bool ReadAttributes(const xla::Attributes& attributes, Arguments* out) {
+  struct Whole {
+    std::string_view name;
+    int64_t* to;
+  };
+  const Whole wholes[] = {{"verb", &out->verb},
+                          {"op", &out->op},
+                          {"root", &out->root},
+                          {"zeroed", &out->zeroed},
+                          {"rank", &out->rank},
+                          {"size", &out->size},
+                          {"process_set", &out->process_set}};
   for (int64_t i = 0; i < attributes.size; ++i) {
     const std::string_view name(attributes.names[i]->data, attributes.names[i]->length);
     const void* value = attributes.values[i];
@@ -280,23 +173,24 @@ bool ReadAttributes(const xla::Attributes& attributes, Arguments* out) {
     }
     if (attributes.types[i] != xla::kScalarType) return false;
     const auto& scalar = *static_cast<const xla::Scalar*>(value);
-    if (name == "op" && scalar.dtype == xla::kInt64) {
-      std::memcpy(&out->op, scalar.value, sizeof(out->op));
-    } else if (name == "process_set" && scalar.dtype == xla::kInt64) {
-      std::memcpy(&out->process_set, scalar.value, sizeof(out->process_set));
-    } else if (name == "prescale" && scalar.dtype == xla::kFloat64) {
-      std::memcpy(&out->prescale, scalar.value, sizeof(double));
-    } else if (name == "postscale" && scalar.dtype == xla::kFloat64) {
-      std::memcpy(&out->postscale, scalar.value, sizeof(double));
-    } else {
-      return false;
+    bool known = false;
+    for (const Whole& whole : wholes) {
+      if (name != whole.name || scalar.dtype != xla::kInt64) continue;
+      std::memcpy(whole.to, scalar.value, sizeof(int64_t));
+      known = true;
     }
+    if (scalar.dtype == xla::kFloat64 && (name == "prescale" || name == "postscale")) {
+      std::memcpy(name == "prescale" ? &out->prescale : &out->postscale, scalar.value, sizeof(double));
+      known = true;
+    }
+    if (!known) return false;
   }
   return true;
 }
 
 // What is wrong with the operands, or "".
-std::string ReadTensors(const xla::CallFrame& frame, std::vector<kolovod_tensor>* tensors) {
+std::string ReadTensors(const xla::CallFrame& frame, int64_t verb, std::vector<kolovod_tensor>* tensors,
+                        std::vector<size_t>* output_bytes) {
   if (frame.arguments.size != frame.results.size) return "needs as many results as arguments";
   for (int64_t i = 0; i < frame.arguments.size; ++i) {
     if (frame.arguments.types[i] != xla::kBufferType || frame.results.types[i] != xla::kBufferType) {
@@ -304,14 +198,30 @@ std::string ReadTensors(const xla::CallFrame& frame, std::vector<kolovod_tensor>
     }
     const auto& input = *static_cast<const xla::Buffer*>(frame.arguments.values[i]);
     const auto& output = *static_cast<const xla::Buffer*>(frame.results.values[i]);
+    if (verb == KOLOVOD_BARRIER) {  // passes them on; XLA has been told that they are the same memory
+      if (input.data != output.data) return "array " + std::to_string(i) + " is not the one it came from";
+      continue;
+    }
     const int dtype = ToDType(input.dtype);
     if (dtype < 0) {
       return "XLA's dtype number " + std::to_string(input.dtype) + " of array " + std::to_string(i) +
-             " cannot be reduced";
+             " is none that Kolovod knows";
     }
     tensors->push_back({input.data, output.data, input.dims, static_cast<int32_t>(input.rank), dtype});
+    output_bytes->push_back(BytesOf(output));
   }
   return "";
+}
+
+// What is wrong with the place that the program was compiled for, or "".
+std::string CheckPlace(const Arguments& arguments, kolovod_engine* engine) {
+  const int rank = kolovod_rank(engine);
+  const int size = kolovod_size(engine);
+  if (arguments.size < 0 || size < 0) return "";  // a world that is over is refused by name in a moment
+  if (arguments.rank == rank && arguments.size == size) return "";
+  return "was compiled for rank " + std::to_string(arguments.rank) + " of " + std::to_string(arguments.size) +
+         ", but this is rank " + std::to_string(rank) + " of " + std::to_string(size) +
+         " now: call jax.clear_caches() after kolovod.init()";
 }
 
 // XLA wants its own version to the digit, and may ask before it has told which that is.
@@ -324,51 +234,78 @@ xla::Error* Answer(xla::MetadataExtension* question) {
   return nullptr;
 }
 
-xla::Error* Allreduce(xla::CallFrame* frame) {
+// Submits what the call asks for; the callback completes it.
+int Submit(const xla::CallFrame& frame, const Arguments& arguments, Call* call, std::string* error) {
+  std::vector<kolovod_tensor> tensors;
+  std::vector<size_t> output_bytes;
+  const auto refuse = [&](const std::string& wrong) {
+    *error = "'" + arguments.name + "': " + wrong;
+    return KOLOVOD_INVALID_ARGUMENT;
+  };
+  const std::string wrong = ReadTensors(frame, arguments.verb, &tensors, &output_bytes);
+  if (!wrong.empty()) return refuse(wrong);
+  kolovod_engine* engine = kolovod_current(static_cast<int32_t>(arguments.process_set));
+  if (engine == nullptr) {
+    *error = kolovod_error_message();
+    return KOLOVOD_SHUT_DOWN;
+  }
+  if (const std::string other = CheckPlace(arguments, engine); !other.empty()) return refuse(other);
+  for (size_t t = 0; arguments.zeroed != 0 && t < tensors.size(); ++t) {
+    call->zeroed.push_back({tensors[t].output, output_bytes[t]});
+  }
+  std::vector<int64_t> splits;
+  if (arguments.verb == KOLOVOD_ALLTOALL && !tensors.empty() && tensors[0].ndim > 0) {
+    splits.assign(static_cast<size_t>(arguments.size), tensors[0].shape[0] / arguments.size);
+  }
+  kolovod_request request{};
+  request.struct_size = sizeof(request);
+  request.tensor_size = sizeof(kolovod_tensor);
+  request.verb = static_cast<int32_t>(arguments.verb);
+  request.op = static_cast<int32_t>(arguments.op);
+  request.root = static_cast<int32_t>(arguments.root);
+  request.prescale = arguments.prescale;
+  request.postscale = arguments.postscale;
+  request.name = arguments.name.c_str();
+  request.tensors = tensors.data();
+  request.tensor_count = tensors.size();
+  request.splits = splits.data();
+  request.split_count = splits.size();
+  request.output_bytes = output_bytes.data();
+  const int code = kolovod_submit(engine, &request, OnDone, call, nullptr);
+  if (code != KOLOVOD_OK) *error = kolovod_error_message();
+  return code;
+}
+
+xla::Error* Collective(xla::CallFrame* frame) {
   const xla::Api* api = frame->api;
   for (xla::Extension* e = frame->extensions; e != nullptr; e = e->next) {
     if (e->type == xla::kMetadataExtension) return Answer(reinterpret_cast<xla::MetadataExtension*>(e));
   }
   if (frame->stage != xla::kExecute) return nullptr;
   Arguments arguments;
-  std::vector<kolovod_tensor> tensors;
   if (!ReadAttributes(frame->attributes, &arguments)) {
-    return MakeError(api, KOLOVOD_INVALID_ARGUMENT, "kolovod_allreduce: an attribute is unknown");
-  }
-  if (const std::string wrong = ReadTensors(*frame, &tensors); !wrong.empty()) {
-    return MakeError(api, KOLOVOD_INVALID_ARGUMENT, "allreduce '" + arguments.name + "': " + wrong);
+    return MakeError(api, KOLOVOD_INVALID_ARGUMENT, "kolovod: an attribute of the custom call is unknown");
   }
   xla::FutureCreateArgs created{sizeof(created), nullptr, nullptr};
   if (xla::Error* error = api->future_create(&created); error != nullptr) return error;
   frame->future = created.future;
-  kolovod_request request{};
-  request.struct_size = sizeof(request);
-  request.tensor_size = sizeof(kolovod_tensor);
-  request.verb = KOLOVOD_ALLREDUCE;
-  request.op = static_cast<int32_t>(arguments.op);
-  request.prescale = arguments.prescale;
-  request.postscale = arguments.postscale;
-  request.name = arguments.name.c_str();
-  request.tensors = tensors.data();
-  request.tensor_count = tensors.size();
-  auto call = std::make_unique<Call>(Call{api, created.future});
-  kolovod_engine* engine = kolovod_current(static_cast<int32_t>(arguments.process_set));
-  const int code = engine == nullptr ? static_cast<int>(KOLOVOD_SHUT_DOWN)
-                                     : kolovod_submit(engine, &request, OnDone, call.get(), nullptr);
+  auto call = std::make_unique<Call>(Call{api, created.future, static_cast<int>(arguments.verb), {}});
+  std::string error;
+  const int code = Submit(*frame, arguments, call.get(), &error);
   if (code == KOLOVOD_OK) {
     (void)call.release();  // the callback's, which may have run already
   } else {
-    Complete(*call, code, kolovod_error_message());
+    Complete(*call, code, std::move(error));
   }
   return nullptr;
 }
 
 }  // namespace
 
-void* XlaAllreduceHandler(int major, int minor) {
+void* XlaCollectiveHandler(int major, int minor) {
   if (major != xla::kMajor || minor < xla::kOldestMinor || minor > xla::kNewestMinor) return nullptr;
   minor_version.store(minor);
-  return reinterpret_cast<void*>(&Allreduce);
+  return reinterpret_cast<void*>(&Collective);
 }
 
 }  // namespace kolovod

@@ -31,7 +31,7 @@
 extern "C" {
 #endif
 
-#define KOLOVOD_ABI_VERSION 1
+#define KOLOVOD_ABI_VERSION 2 /* 2: places on hosts, kolovod_take_output, output_bytes */
 
 /* The outcome of an operation. */
 typedef enum kolovod_code {
@@ -88,7 +88,7 @@ typedef struct kolovod_engine kolovod_engine;
 /* Dense row-major host memory, owned by the caller and left alone by it until completion. */
 typedef struct kolovod_tensor {
   const void* input;
-  void* output;         /* as large as input; may equal it. NULL for a verb that makes its own output. */
+  void* output;         /* as large as input; may equal it. Not looked at by a verb that makes its own. */
   const int64_t* shape; /* elements, `ndim` of them; not needed after kolovod_submit */
   int32_t ndim;
   int32_t dtype; /* kolovod_dtype */
@@ -109,6 +109,9 @@ typedef struct kolovod_request {
   size_t tensor_count;
   const int64_t* splits; /* alltoall only: rows for each rank */
   size_t split_count;
+  const size_t*
+      output_bytes; /* allgather, alltoall, reducescatter: for each tensor how large its output is, which
+                       must be what the result takes. NULL, or 0 for a tensor: the engine makes it. */
 } kolovod_request;
 
 /* Called exactly once for each operation that kolovod_submit accepted, by the thread that completed it,
@@ -129,6 +132,13 @@ KOLOVOD_API kolovod_engine* kolovod_current(int32_t process_set);
 /* This rank's place there, and the number of ranks; -1 when it is over. */
 KOLOVOD_API int kolovod_rank(kolovod_engine* engine);
 KOLOVOD_API int kolovod_size(kolovod_engine* engine);
+
+/* This rank's place among those of its host, and their number; the place of its host among the hosts that
+ * have a rank at that place, and the number of those hosts; -1 when it is over. */
+KOLOVOD_API int kolovod_local_rank(kolovod_engine* engine);
+KOLOVOD_API int kolovod_local_size(kolovod_engine* engine);
+KOLOVOD_API int kolovod_cross_rank(kolovod_engine* engine);
+KOLOVOD_API int kolovod_cross_size(kolovod_engine* engine);
 
 /* Announces a request and returns at once.
  *
@@ -154,6 +164,16 @@ KOLOVOD_API int kolovod_release(kolovod_engine* engine, uint64_t operation);
  */
 KOLOVOD_API int kolovod_output(kolovod_engine* engine, uint64_t operation, size_t index, const void** data,
                                size_t* bytes);
+
+/* The memory of an output that was taken. */
+typedef struct kolovod_memory kolovod_memory;
+
+/* The same, but from now on the output is the caller's, also when the world is over, until the caller gives
+ * *memory to kolovod_free_memory (once; any thread). It may be written. An output can be taken once, and
+ * kolovod_output does not find it any more. *data is aligned to 64 bytes and never NULL. */
+KOLOVOD_API int kolovod_take_output(kolovod_engine* engine, uint64_t operation, size_t index,
+                                    kolovod_memory** memory, void** data, size_t* bytes);
+KOLOVOD_API void kolovod_free_memory(kolovod_memory* memory);
 
 /* Allgather, alltoall, once done: how many rows of the output came from each rank; `count` is the number of
  * ranks. Join: one number, the rank that came last. Valid until kolovod_release. */

@@ -107,6 +107,8 @@ static void check_handles(kolovod_engine* engine) {
   kolovod_request request = make_request(KOLOVOD_ALLGATHER, "gathered", &tensor, 1);
   kolovod_request barrier = make_request(KOLOVOD_BARRIER, NULL, NULL, 0);
   const void* output = NULL;
+  kolovod_memory* memory = NULL;
+  void* data = NULL;
   const int64_t* rows = NULL;
   uint64_t operation = 0;
   size_t bytes = 0, count = 0, r;
@@ -120,11 +122,28 @@ static void check_handles(kolovod_engine* engine) {
   for (r = 0; r < count; ++r) CHECK(rows[r] == (int64_t)(r + 1));
   CHECK(bytes == count * (count + 1) / 2 * sizeof(float) && ((const float*)output)[0] == 1.0f);
   CHECK(kolovod_output(engine, operation, 1, &output, &bytes) == KOLOVOD_INVALID_ARGUMENT);
+  CHECK(kolovod_take_output(engine, operation, 1, &memory, &data, &bytes) == KOLOVOD_INVALID_ARGUMENT);
+  CHECK(kolovod_take_output(engine, operation, 0, &memory, &data, &bytes) == KOLOVOD_OK);
+  CHECK(data == output && bytes == count * (count + 1) / 2 * sizeof(float) && (uintptr_t)data % 64 == 0);
+  CHECK(kolovod_take_output(engine, operation, 0, &memory, &data, &bytes) == KOLOVOD_INVALID_ARGUMENT);
+  CHECK(strstr(kolovod_error_message(), "taken before") != NULL);
+  CHECK(kolovod_output(engine, operation, 0, &output, &bytes) == KOLOVOD_INVALID_ARGUMENT);
   CHECK(kolovod_release(engine, operation) == KOLOVOD_OK);
+  for (r = 0; r < bytes / sizeof(float); ++r) ((float*)data)[r] += 1.0f; /* still there, and ours */
+  CHECK(((float*)data)[0] == 2.0f);
+  kolovod_free_memory(memory);
   CHECK(kolovod_wait(engine, operation, -1.0) == KOLOVOD_INVALID_ARGUMENT);
   CHECK(kolovod_submit(engine, &barrier, NULL, NULL, &operation) == KOLOVOD_OK);
   CHECK(kolovod_wait(engine, operation, 30.0) == KOLOVOD_OK);
   CHECK(kolovod_release(engine, operation) == KOLOVOD_OK);
+}
+
+/* Of ranks that share one host. */
+static void check_places(kolovod_engine* engine) {
+  CHECK(kolovod_local_rank(engine) == kolovod_rank(engine));
+  CHECK(kolovod_local_size(engine) == kolovod_size(engine));
+  CHECK(kolovod_cross_rank(engine) == 0 && kolovod_cross_size(engine) == 1);
+  CHECK(kolovod_local_rank(NULL) == -1 && kolovod_cross_size(NULL) == -1);
 }
 
 static void check_refusals(kolovod_engine* engine, struct record* record) {
@@ -204,6 +223,7 @@ int kolovod_c_test(kolovod_engine* engine) {
   pthread_mutex_init(&record.mutex, NULL);
   pthread_cond_init(&record.changed, NULL);
   CHECK(kolovod_abi_version() >= KOLOVOD_ABI_VERSION);
+  check_places(engine);
   check_callbacks(engine, &record);
   check_handles(engine);
   check_refusals(engine, &record);

@@ -14,9 +14,9 @@ __version__ = "0.28.1"
 """The release of Horovod whose interface this is; scripts compare it."""
 
 NO_ELASTIC = (
-    "horovod.torch.elastic and horovod.common.elastic are not there yet: a later release of "
-    "Kolovod brings them. Until then a job that has lost a rank can go on in the same processes "
-    "with kolovod.init(comm=...) under 'kolovod run --keep-going'"
+    "horovod.common.elastic and the elastic modules of the frameworks are not there yet: a later "
+    "release of Kolovod brings them. Until then a job that has lost a rank can go on in the same "
+    "processes with kolovod.init(comm=...) under 'kolovod run --keep-going'"
 )
 
 

@@ -7,8 +7,9 @@ Start ``kolovod run -np 4 python train.py``, and in the script::
     kolovod.init()
     mean = kolovod.allreduce(array)  # the average over all ranks, on every rank
 
-This module works on NumPy arrays; ``kolovod.torch`` on PyTorch's tensors. Without the launcher a
-script runs as the only rank of a world of one.
+This module works on NumPy arrays; ``kolovod.torch``, ``tensorflow``, ``keras``, ``jax`` and
+``mxnet`` on those of the frameworks. Without the launcher a script runs as the only rank of a world
+of one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kolovod.numpy import (
     broadcast_async,
     broadcast_async_,
     broadcast_object,
+    broadcast_parameters,
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
@@ -93,6 +95,7 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_parameters",
     "cross_rank",
     "cross_size",
     "errors",

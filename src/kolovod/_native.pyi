@@ -274,7 +274,7 @@ def publish(process_set: int, engine: Engine | None) -> None:
 def register_tensorflow_ops() -> str:
     """Make the op KolovodAllreduce known to the TensorFlow in this process; "" or what is wrong."""
 
-def xla_allreduce_handler(major: int, minor: int) -> int:
+def xla_collective_handler(major: int, minor: int) -> int:
     """The address of the handler of allreduce for this version of XLA's FFI; 0: not known."""
 
 VERBS: dict[str, int]

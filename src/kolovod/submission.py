@@ -61,6 +61,8 @@ class Group(Protocol):
 class Submitter(Generic[T]):
     """Submits requests and makes their results; the verbs are in Collectives."""
 
+    _handle_type: type[Handle[Any]] = Handle
+
     def __init__(self, frontend: Frontend[T], world: Callable[[], WorldLike]) -> None:
         """``world`` is asked on every call, so that a new world needs no new Collectives."""
         self.frontend = frontend
@@ -143,7 +145,7 @@ class Submitter(Generic[T]):
                 splits,
                 out_bytes,
             )
-            return Handle(engine, number, buffers, result, finish)
+            return self._handle_type(engine, number, buffers, result, finish)
         except BaseException as error:
             self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))
 
@@ -160,7 +162,7 @@ class Submitter(Generic[T]):
         if isinstance(error, _native.EngineError):
             raise from_engine(error) from None
         if isinstance(error, TypeError | ValueError):
-            _blame(*arguments)
+            check_arguments(*arguments)
         raise error
 
     def _fresh(self, tensor: T) -> tuple[EngineTensor, T, Finish[T] | None]:
@@ -216,8 +218,10 @@ class Submitter(Generic[T]):
         return finish
 
 
-def _blame(name: object, op: object, prescale: object, postscale: object, root: object) -> None:
-    """Say which argument the engine's binding could not take."""
+def check_arguments(
+    name: object, op: object, prescale: object, postscale: object, root: object
+) -> None:
+    """Raise InvalidArgumentError for the first one that the engine's binding cannot take."""
     if not (name is None or isinstance(name, str)):
         raise InvalidArgumentError(
             f"name is {name!r}: give a str, or None for an unnamed operation"

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import kolovod
+from kolovod.errors import InvalidArgumentError
 from kolovod.launch.mpi import ranks_of
 from kolovod.process_sets import Membership
 from kolovod.process_sets import add_process_set as _add
 from kolovod.process_sets import remove_process_set as _remove
 from kolovod.world import World
 
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "group_of", "remove_process_set"]
 
 
 class ProcessSet(kolovod.ProcessSet):
@@ -88,6 +89,9 @@ class _Global(ProcessSet):
         """The world's."""
         return kolovod.global_process_set.membership()
 
+    def __repr__(self) -> str:
+        return repr(kolovod.global_process_set)
+
 
 global_process_set = _Global()
 
@@ -103,6 +107,18 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Give a set up; called by all ranks. False for the global one, and for one not registered."""
     return process_set is not global_process_set and _remove(process_set)
+
+
+def group_of(process_set: Any) -> Any:
+    """What Kolovod's verbs take for it. Raises ValueError for what is no process set."""
+    if process_set is None:
+        return None
+    try:
+        return None if process_set.process_set_id == 0 else process_set
+    except AttributeError:
+        raise InvalidArgumentError(
+            f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns it"
+        ) from None
 
 
 def _is_ranks(value: Any) -> bool:

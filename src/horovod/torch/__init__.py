@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import horovod as _horovod  # says so if the real one is installed, too
+from kolovod.extras import missing as _missing
+
+if _error := _missing("torch"):
+    raise _error
+
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.compression import Compression
 from horovod.torch.functions import (

@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 
+from horovod.common.arguments import named
 from horovod.common.basics import Adasum
+from horovod.common.process_sets import group_of
 from horovod.common.util import num_rank_is_power_2
-from horovod.torch.autograd import group_of, plain
+from horovod.torch.autograd import plain
 from kolovod.errors import InvalidArgumentError
 
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
-
-
-def named(verb: str, name: str | None) -> str | None:
-    """Different verbs may use one name at the same time."""
-    return None if name is None else f"{verb}.{name}"
 
 
 def given(

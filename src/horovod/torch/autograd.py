@@ -13,25 +13,12 @@ from typing import Any
 import torch
 
 from kolovod.collectives import Collectives
-from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Average, Sum
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.world import current
 
 plain: Collectives[torch.Tensor] = Collectives(TorchFrontend(), current)
 """The verbs on values only."""
-
-
-def group_of(process_set: Any) -> Any:
-    """What Kolovod's verbs take for it. Raises ValueError for what is no process set."""
-    if process_set is None:
-        return None
-    try:
-        return None if process_set.process_set_id == 0 else process_set
-    except AttributeError:
-        raise InvalidArgumentError(
-            f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns it"
-        ) from None
 
 
 class HorovodAllreduce(torch.autograd.Function):

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from horovod.common.process_sets import global_process_set
-from horovod.torch.autograd import group_of
+from horovod.common.process_sets import global_process_set, group_of
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch import allgather_object as _allgather_object
 from kolovod.torch import broadcast_object as _broadcast_object

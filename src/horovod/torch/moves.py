@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from horovod.common.process_sets import global_process_set
+from horovod.common.arguments import named
+from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch import handles
-from horovod.torch.arguments import Tensor, Tensors, named, several
+from horovod.torch.arguments import Tensor, Tensors, several
 from horovod.torch.autograd import (
     HorovodAllgather,
     HorovodAlltoall,
     HorovodBroadcast,
     HorovodGroupedAllgather,
-    group_of,
     plain,
 )
 from kolovod.errors import InvalidArgumentError

@@ -37,6 +37,7 @@ from horovod.common.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
+    group_of,
     remove_process_set,
 )
 from horovod.torch import handles
@@ -49,7 +50,6 @@ from horovod.torch.autograd import (
     HorovodGroupedAllreduce,
     HorovodGroupedReducescatter,
     HorovodReducescatter,
-    group_of,
     plain,
 )
 from horovod.torch.handles import poll, synchronize

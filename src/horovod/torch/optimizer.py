@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 from horovod.common.basics import Adasum, Average
-from horovod.common.process_sets import global_process_set
+from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch.arguments import check_adasum
-from horovod.torch.autograd import group_of, plain
+from horovod.torch.autograd import plain
 from horovod.torch.compression import Compression
 from kolovod.torch import DistributedOptimizer as _distributed
 from kolovod.torch.optimizer import Distributed as _DistributedOptimizer

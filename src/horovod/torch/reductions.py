@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from horovod.common.basics import Average, Sum
-from horovod.common.process_sets import global_process_set
+from horovod.common.arguments import named, op_of
+from horovod.common.basics import Average
+from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch import handles
-from horovod.torch.arguments import Tensor, Tensors, given, named, several
+from horovod.torch.arguments import Tensor, Tensors, given, several
 from horovod.torch.autograd import (
     HorovodAllreduce,
     HorovodGroupedAllreduce,
     HorovodGroupedReducescatter,
     HorovodReducescatter,
-    group_of,
     plain,
 )
 from horovod.torch.compression import Compression
-
-
-def _op(average: bool | None, op: int | None) -> int:
-    """The reduction. ``average`` is Horovod's older way to say it."""
-    if average is None:
-        return Average if op is None else op
-    if op is not None:
-        raise ValueError(f"average={average} and op={op} say the same thing: give op only")
-    warnings.warn("average is deprecated, use op instead", DeprecationWarning, stacklevel=3)
-    return Average if average else Sum
 
 
 def allreduce(
@@ -45,7 +34,7 @@ def allreduce(
 ) -> Tensor:
     """The ranks' tensors combined, as a new tensor; has a gradient."""
     scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
     small, context = compression.compress(tensor)
     result: Tensor = HorovodAllreduce.apply(small, *arguments)  # type: ignore[no-untyped-call]
     return compression.decompress(result, context)  # type: ignore[no-any-return]
@@ -62,7 +51,7 @@ def allreduce_async(
 ) -> int:
     """``allreduce`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
     return handles.number_of(plain.allreduce_async(tensor, *arguments))
 
 
@@ -77,7 +66,7 @@ def allreduce_(
 ) -> Tensor:
     """``allreduce`` in place."""
     scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
     return plain.allreduce_(tensor, *arguments)
 
 
@@ -92,7 +81,7 @@ def allreduce_async_(
 ) -> int:
     """``allreduce_`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
     return handles.number_of(plain.allreduce_async_(tensor, *arguments))
 
 
@@ -108,7 +97,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """``allreduce`` of several tensors as one operation."""
     scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
     smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
     results = HorovodGroupedAllreduce.apply(*arguments, *smalls)  # type: ignore[no-untyped-call]
     return list(map(compression.decompress, results, contexts))
@@ -125,7 +114,7 @@ def grouped_allreduce_async(
 ) -> int:
     """``grouped_allreduce`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
     return handles.number_of(plain.grouped_allreduce_async(tensors, *arguments), tuple)
 
 
@@ -140,7 +129,7 @@ def grouped_allreduce_(
 ) -> tuple[Tensor, ...]:
     """``grouped_allreduce`` in place; a tuple, as from ``synchronize``."""
     scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
     return tuple(plain.grouped_allreduce_(tensors, *arguments))
 
 
@@ -155,7 +144,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """``grouped_allreduce_`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, _op(average, op), *scales, process_set)
+    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
     return handles.number_of(plain.grouped_allreduce_async_(tensors, *arguments), tuple)
 
 

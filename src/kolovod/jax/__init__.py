@@ -1,27 +1,37 @@
-"""Kolovod on JAX's arrays, eager and under ``jax.jit``.
+"""Kolovod on JAX's arrays, eager and inside ``jax.jit``; gradients averaged for optax.
 
     import kolovod.jax as kv
 
     kv.init()
+    optimizer = kv.DistributedOptimizer(optax.adam(1e-3))
+    params = kv.broadcast_pytree(params)
 
     @jax.jit
-    def step(params, batch):
-        grads = jax.grad(loss_of)(params, batch)
-        leaves, tree = jax.tree.flatten(grads)
-        leaves = [kv.allreduce(g, name=f"grad.{i}") for i, g in enumerate(leaves)]
-        return update(params, jax.tree.unflatten(tree, leaves))
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, kv.allreduce(loss)
 
 Host memory only. JAX 0.5 or later; Kolovod itself is built without it. Arrays cannot be changed, so
-there are no verbs in place.
+there are no verbs in place. docs/jax.md has more.
 """
 
 from __future__ import annotations
 
+from kolovod.extras import missing as _missing
+
+if _error := _missing("jax"):
+    raise _error
+
+from kolovod.compression import Compression, Compressor
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
 from kolovod.jax import graph
 from kolovod.jax.frontend import JaxFrontend
+from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
+from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.verbs import JaxCollectives, collectives
+from kolovod.metrics import Metrics as _Metrics
 from kolovod.numpy import allgather_object, broadcast_object
 from kolovod.observe.spans import span
 from kolovod.observe.timeline import start_timeline, stop_timeline
@@ -35,6 +45,8 @@ from kolovod.process_sets import (
 from kolovod.world import init, is_initialized, shutdown
 
 graph.register()
+_pytrees = Pytrees(collectives)
+_metrics = _Metrics(collectives)
 
 allreduce = collectives.allreduce
 allreduce_async = collectives.allreduce_async
@@ -56,10 +68,18 @@ barrier = collectives.barrier
 join = collectives.join
 poll = collectives.poll
 synchronize = collectives.synchronize
+allreduce_pytree = _pytrees.allreduce_pytree
+broadcast_pytree = _pytrees.broadcast_pytree
+average_metrics = _metrics.average_metrics
+gather_samples = _metrics.gather_samples
 
 __all__ = [
+    "AccumulatedState",
     "Adasum",
     "Average",
+    "Compression",
+    "Compressor",
+    "DistributedOptimizer",
     "Handle",
     "JaxCollectives",
     "JaxFrontend",
@@ -75,15 +95,20 @@ __all__ = [
     "allgather_object",
     "allreduce",
     "allreduce_async",
+    "allreduce_pytree",
     "alltoall",
     "alltoall_async",
+    "average_gradients",
+    "average_metrics",
     "barrier",
     "broadcast",
     "broadcast_async",
     "broadcast_object",
+    "broadcast_pytree",
     "collectives",
     "cross_rank",
     "cross_size",
+    "gather_samples",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",

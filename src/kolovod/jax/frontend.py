@@ -28,8 +28,8 @@ class JaxFrontend:
         """See Frontend.view. Waits for the array's values."""
         if isinstance(tensor, jax.core.Tracer):
             raise InvalidArgumentError(
-                "inside jax.jit (and vmap, scan, ...) only allreduce and grouped_allreduce work; "
-                "call the other verbs outside"
+                "inside jax.jit (and grad, vmap, scan, ...) verbs that end in _async do not work, "
+                "nor are they needed: operations there do not wait for each other anyway"
             )
         if not isinstance(tensor, jax.Array):
             raise InvalidArgumentError(

@@ -1,35 +1,46 @@
-"""Allreduce as a custom call of an XLA program (csrc/bind/xla_ffi.cc).
+"""The verbs as a custom call of an XLA program (csrc/bind/xla_ffi.cc).
 
-The handler submits and returns a future: all the allreduces of a program whose inputs are ready are
-on their way together, and the engine fuses them.
+The handler submits and returns a future: all operations of a program whose inputs are ready are on
+their way together, and the engine fuses them. XLA starts them in an order of its own, which differs
+from rank to rank; so each has a name that is its own in the program, and the same on all ranks.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.interpreters import mlir
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Op
+from kolovod.jax.primitive import Call, primitive
+from kolovod.process_sets import number_of
 
-_TARGET = "kolovod_allreduce"
+_TARGET = "kolovod"
 
 
 def register() -> None:
     """Make the custom call known to XLA. Raises ImportError when it cannot be."""
     major, minor = _ffi_version()
-    handler = _native.xla_allreduce_handler(major, minor)
+    handler = _native.xla_collective_handler(major, minor)
     if not handler:
         raise ImportError(
             f"kolovod.jax with jax {jax.__version__}: its foreign function interface has version "
             f"{major}.{minor}, which this version of Kolovod does not know; look for a newer one"
         )
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+    # Lowered once for each use, though JAX would do with once for equal ones: names differ.
+    known = inspect.signature(mlir.register_lowering).parameters
+    options = {"cacheable": False} if "cacheable" in known else {}
+    mlir.register_lowering(primitive, _lowering, platform="cpu", **options)
+    mlir.register_lowering(primitive, _refusal)
 
 
 def _ffi_version() -> tuple[int, int]:
@@ -43,29 +54,105 @@ def _ffi_version() -> tuple[int, int]:
     return major, minor
 
 
-def allreduce(
-    tensors: Sequence[jax.Array],
-    name: str | None,
-    op: int,
-    scales: tuple[float, float],
-    process_set: int,
-) -> list[jax.Array]:
-    """Reduce ``tensors``, which are being traced, as one group. ``process_set``: its number."""
-    if not name:
+def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    """Write the custom call into the program."""
+    devices = getattr(context.module_context.axis_context, "num_devices", 1)
+    if devices != 1:
         raise InvalidArgumentError(
-            "inside jax.jit operations run in no fixed order, so ranks match them by name: give "
-            "each a name of its own, the same on all ranks"
+            f"{_said(call)} is part of a program for {devices} devices, but a rank computes on one "
+            "device: start as many processes, or call it outside of pmap, shard_map and jit of "
+            "arrays that are spread over devices"
         )
-    if op not in _native.OPS.values():
-        known = ", ".join(member.name for member in Op)
-        raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
-    results = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
-    call = jax.ffi.ffi_call(_TARGET, results, vmap_method="broadcast_all")
+    rank, size = (call.world.rank, call.world.size) if call.is_placed else (-1, -1)
     attributes = {
-        "name": name,
-        "op": np.int64(op),
-        "prescale": np.float64(scales[0]),
-        "postscale": np.float64(scales[1]),
-        "process_set": np.int64(process_set),
+        "name": _name(context, call),
+        "verb": np.int64(_native.VERBS[call.verb]),
+        "op": np.int64(call.op),
+        "root": np.int64(call.root),
+        "prescale": np.float64(call.scales[0]),
+        "postscale": np.float64(call.scales[1]),
+        "process_set": np.int64(number_of(call.process_set)),
+        "zeroed": np.int64(call.zeroed),
+        "rank": np.int64(rank),
+        "size": np.int64(size),
     }
-    return list(call(*tensors, **attributes))
+    options: dict[str, Any] = {"has_side_effect": True}  # XLA must not leave it out on some ranks
+    if call.verb == "barrier":  # passes its operands on
+        options["operand_output_aliases"] = {i: i for i in range(len(operands))}
+    rule = jax.ffi.ffi_lowering(_TARGET, **options)
+    return rule(context, *operands, **attributes)  # type: ignore[no-any-return]
+
+
+def _refusal(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
+    platforms = ", ".join(context.module_context.platforms)
+    raise InvalidArgumentError(
+        f"{_said(call)} is part of a program for {platforms}, but this engine works in host "
+        "memory: compute on the CPU, under jax.default_device(jax.devices('cpu')[0])"
+    )
+
+
+def _said(call: Call) -> str:
+    return call.verb if call.name is None else f"{call.verb} '{call.full_name}'"
+
+
+def _name(context: Any, call: Call) -> str:
+    """What no other operation of this program is called.
+
+    Numbers are given in the order of the program's text, which is the same on ranks that compute
+    the same; however often each of them has traced it.
+    """
+    module = context.module_context
+    taken = _taken(module)
+    name = call.full_name
+    if name is None:
+        program = module.module.operation.attributes["sym_name"].value
+        name = ".".join((program, call.verb, *call.steps))
+    taken[name] += 1
+    count = taken[name]
+    return name if count == 1 and call.name is not None else f"{name}#{count}"
+
+
+def _taken(module: Any) -> Counter[str]:
+    """How often each name occurs in the module, whose caches are replaced by ``_Unshared``."""
+    known = module.cached_primitive_lowerings
+    if isinstance(known, _Unshared):
+        return known.taken
+    # There, because it lives as long as the module, and copies of the module's context share it.
+    taken: Counter[str] = known.setdefault(_taken, Counter())
+    for cache in _CACHES:
+        if hasattr(module, cache):
+            setattr(module, cache, _Unshared(getattr(module, cache), taken))
+    return taken
+
+
+# Where JAX keeps what it has written into a module: functions, and (since 0.7) operations.
+_CACHES = ("cached_primitive_lowerings", "lowering_cache")
+
+
+class _Unshared(dict[Any, Any]):
+    """Such a cache, without what has operations of ours in it: that is written for each use.
+
+    A function under ``jax.jit``, or a body given to ``scan``, is otherwise in the module once and
+    in the program as often as it is called; with the same names each time. XLA may come to one
+    call first on this rank, and to the other on that one: they would be reduced with each other.
+    """
+
+    def __init__(self, known: dict[Any, Any], taken: Counter[str]) -> None:
+        """``known``: from before our first operation; what is being written has no entry yet."""
+        super().__init__(known)
+        self.taken = taken
+        self._missed: dict[Any, int] = {}  # how many operations there were when JAX began to write
+
+    def __missing__(self, key: Any) -> Any:
+        self._missed[key] = self.taken.total()
+        raise KeyError(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._missed.pop(key, None) == self.taken.total():
+            super().__setitem__(key, value)

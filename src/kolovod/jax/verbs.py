@@ -1,32 +1,39 @@
-"""The verbs on JAX's arrays, eager or under ``jax.jit``, with gradients.
-
-As for PyTorch, the gradient is that of the *sum of all ranks' losses* with respect to this rank's
-input: the gradient of an Average is an Average, that of a Sum a Sum.
-"""
+"""The verbs on JAX's arrays, eager or inside ``jax.jit``, with derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kolovod import _native
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
-from kolovod.jax import graph
+from kolovod.handles import Handle
 from kolovod.jax.frontend import JaxFrontend
-from kolovod.ops import Average, Op, Sum
-from kolovod.process_sets import number_of
+from kolovod.jax.primitive import Call
+from kolovod.ops import Average, Sum
 from kolovod.submission import Group, several
 from kolovod.world import current
 
+_BROADCAST = _native.VERBS["broadcast"]
+
 
 class JaxCollectives(Collectives[jax.Array]):
-    """The verbs on arrays. ``allreduce`` and ``grouped_allreduce`` work under ``jax.jit`` too.
+    """The verbs on arrays. The blocking ones work inside ``jax.jit``, too, and in what it traces.
 
-    These two can be differentiated (``jax.grad``, not ``jax.jvp``); the others see values only.
+    There, operations whose inputs are ready are on their way at the same time (XLA runs programs of
+    a few operations or of tiny arrays one by one, though; a group is one operation). As everything
+    inside ``jax.jit`` they are left out when nothing depends on them: use a result on all ranks or
+    on none. Ranks match operations by name; a ``name`` of None is made of the program's and the
+    operation's place in it. Errors of the engine are JAX's own, with the engine's text, and raised
+    when a result is waited for.
+
+    They can be differentiated, forwards and backwards; the reductions with Average and Sum only.
+    The gradient is that of the *sum of all ranks' losses* (see kolovod.jax.primitive). Under
+    ``jax.vmap`` a batch is one operation.
     """
 
     def allreduce(
@@ -38,16 +45,9 @@ class JaxCollectives(Collectives[jax.Array]):
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
     ) -> jax.Array:
-        """See Collectives.allreduce. Differentiable for Average and Sum.
-
-        Under ``jax.jit`` it needs a ``name``, and those whose inputs are ready are on their way at
-        the same time (XLA runs programs of a few operations or of tiny arrays one by one, though;
-        ``grouped_allreduce`` is one operation). As everything there it is left out when nothing
-        depends on it: use the result on all ranks or on none. Errors are JAX's own, with the
-        engine's text, and raised when the result is waited for.
-        """
+        """See Collectives.allreduce."""
         scales = (prescale_factor, postscale_factor)
-        (result,) = _Call(self, name, op, scales, process_set).differentiable([tensor])
+        (result,) = Call("allreduce", self, name, process_set, op, scales).of([tensor])
         return result
 
     def grouped_allreduce(
@@ -59,64 +59,142 @@ class JaxCollectives(Collectives[jax.Array]):
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
     ) -> list[jax.Array]:
-        """See Collectives.grouped_allreduce and, under ``jax.jit``, allreduce."""
+        """See Collectives.grouped_allreduce."""
         scales = (prescale_factor, postscale_factor)
-        return _Call(self, name, op, scales, process_set).differentiable(several(tensors))
+        return _group(Call("allreduce", self, name, process_set, op, scales), tensors)
 
+    def broadcast(
+        self,
+        tensor: jax.Array,
+        root_rank: int = 0,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> jax.Array:
+        """See Collectives.broadcast."""
+        call = Call("broadcast", self, name, process_set, root_rank=root_rank)
+        (result,) = call.of([tensor])
+        return result
 
-class _Call(NamedTuple):
-    """The arguments of an allreduce besides its arrays."""
+    def allgather(
+        self, tensor: jax.Array, name: str | None = None, process_set: Group | None = None
+    ) -> jax.Array:
+        """See Collectives.allgather. Inside ``jax.jit`` all ranks need the same shape."""
+        (result,) = Call("allgather", self, name, process_set).of([tensor])
+        return result
 
-    verbs: JaxCollectives
-    name: str | None
-    op: int
-    scales: tuple[float, float]
-    process_set: Group | None
+    def grouped_allgather(
+        self,
+        tensors: Sequence[jax.Array],
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> list[jax.Array]:
+        """See Collectives.grouped_allgather, and allgather."""
+        return _group(Call("allgather", self, name, process_set), tensors)
 
-    def differentiable(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        if _is_traced(tensors):
-            return _reduced(self, *tensors)  # type: ignore[no-any-return]
-        return self.run(tensors) if tensors else []
+    def alltoall(
+        self,
+        tensor: jax.Array,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> tuple[jax.Array, list[int]]:
+        """See Collectives.alltoall. Derivatives, and what is inside ``jax.jit``, need equal splits.
 
-    def run(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        _, name, op, scales, process_set = self
-        if _is_traced(tensors):
-            return graph.allreduce(tensors, name, op, scales, number_of(process_set))
-        # As the base class has it: here it would not end.
-        return Collectives.grouped_allreduce(self.verbs, tensors, name, op, *scales, process_set)
-
-    def backward(self) -> _Call:
-        if self.op not in (Average, Sum):
+        These are the default; other ``splits`` are for arrays with values.
+        """
+        if splits is not None and not isinstance(tensor, jax.core.Tracer):
+            return super().alltoall(tensor, splits, name, process_set)
+        if splits is not None:
             raise InvalidArgumentError(
-                f"allreduce with op {Op(self.op).name} has no gradient here; use Average or Sum"
+                f"alltoall: splits is {splits!r}, but inside jax.jit, where shapes are fixed, they "
+                "must be equal: leave it out"
             )
-        return self._replace(name=self.name and f"{self.name}.backward")
+        (result,) = Call("alltoall", self, name, process_set).of([tensor])
+        size = self.membership(process_set).size
+        return result, [result.shape[0] // size] * size
+
+    def reducescatter(
+        self,
+        tensor: jax.Array,
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Group | None = None,
+    ) -> jax.Array:
+        """See Collectives.reducescatter. Inside ``jax.jit`` rows must be divisible by the ranks."""
+        scales = (prescale_factor, postscale_factor)
+        (result,) = Call("reducescatter", self, name, process_set, op, scales).of([tensor])
+        return result
+
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[jax.Array],
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Group | None = None,
+    ) -> list[jax.Array]:
+        """See Collectives.grouped_reducescatter."""
+        scales = (prescale_factor, postscale_factor)
+        return _group(Call("reducescatter", self, name, process_set, op, scales), tensors)
+
+    def barrier(
+        self, name: str | None = None, process_set: Group | None = None, *, after: Any = None
+    ) -> Any:
+        """See Collectives.barrier. Returns ``after``, a pytree of arrays that come before.
+
+        It is passed once these have values; and what uses the result runs after the barrier, also
+        inside ``jax.jit``, where nothing else says when that is.
+        """
+        arrays, tree = jax.tree.flatten(after)
+        return jax.tree.unflatten(tree, Call("barrier", self, name, process_set).of(arrays))
+
+    def run(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """For ``call.bind`` when the arrays have values: the verb of the base class."""
+        results = self._run_verb(call, arrays)
+        return [jnp.zeros_like(each) for each in results] if call.zeroed else results
+
+    def _run_verb(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        name, group = call.name and call.full_name, call.process_set
+        one = len(arrays) == 1
+        if call.verb in ("allreduce", "reducescatter"):
+            reduction = (name, call.op, *call.scales, group)
+            if one:
+                verb = getattr(super(), call.verb)
+                return [verb(arrays[0], *reduction)]
+            return getattr(super(), f"grouped_{call.verb}")(arrays, *reduction)  # type: ignore[no-any-return]
+        if call.verb == "allgather":
+            if one:
+                return [super().allgather(arrays[0], name, group)]
+            return super().grouped_allgather(arrays, name, group)
+        if call.verb == "alltoall":
+            return [super().alltoall(arrays[0], None, name, group)[0]]
+        if call.verb == "broadcast":
+            if one:
+                return [super().broadcast(arrays[0], call.root_rank, name, group)]
+            return self._grouped_broadcast(arrays, call.root_rank, name, group)
+        jax.block_until_ready(arrays)
+        super().barrier(name, group)
+        return list(arrays)
+
+    def _grouped_broadcast(
+        self, arrays: Sequence[jax.Array], root_rank: int, name: str | None, group: Group | None
+    ) -> list[jax.Array]:
+        fresh = [self._fresh(array) for array in arrays]
+        outputs = [each[1] for each in fresh]
+        root = root_rank if group is None else group.position(root_rank)
+        entries = [each[0] for each in fresh]
+        buffers = (arrays, outputs)
+        handle: Handle[list[jax.Array]] = self._start(
+            group, _BROADCAST, name, entries, Sum, 1.0, 1.0, root, buffers, outputs, None, True
+        )
+        return handle.wait()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _reduced(call: _Call, *tensors: jax.Array) -> list[jax.Array]:
-    return call.run(tensors)
-
-
-def _forward(call: _Call, *tensors: jax.Array) -> tuple[list[jax.Array], None]:
-    return _reduced(call, *tensors), None
-
-
-def _backward(call: _Call, _: None, upstream: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    results = list(upstream)
-    # An integer's cotangent is JAX's float0, which has no values.
-    real = [i for i, u in enumerate(results) if jnp.issubdtype(u.dtype, jnp.inexact)]
-    reduced = call.backward().differentiable([results[i] for i in real])
-    for i, result in zip(real, reduced, strict=True):
-        results[i] = result
-    return tuple(results)
-
-
-_reduced.defvjp(_forward, _backward)
-
-
-def _is_traced(tensors: Sequence[jax.Array]) -> bool:
-    return any(isinstance(tensor, jax.core.Tracer) for tensor in tensors)
+def _group(call: Call, tensors: Sequence[jax.Array]) -> list[jax.Array]:
+    return call.of(several(tensors)) if tensors else []
 
 
 collectives = JaxCollectives(JaxFrontend(), current)

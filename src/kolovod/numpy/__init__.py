@@ -1,14 +1,36 @@
-"""The verbs on NumPy arrays; ``kolovod`` itself re-exports them."""
+"""Kolovod on NumPy arrays, the reference for all front ends; ``kolovod`` itself re-exports it.
+
+    import kolovod.numpy as kv
+
+    kv.init()
+    kv.broadcast_parameters(weights)  # a dict of arrays
+    gradient = kv.allreduce(gradient, name="gradient")
+
+docs/numpy.md says what arrays may be like.
+"""
 
 from __future__ import annotations
 
 from kolovod.collectives import Collectives
+from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.handles import Handle
 from kolovod.numpy.frontend import Array, NumpyFrontend
+from kolovod.numpy.functions import Functions
 from kolovod.objects import Objects
-from kolovod.world import current
+from kolovod.observe.spans import span
+from kolovod.observe.timeline import start_timeline, stop_timeline
+from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from kolovod.world import current, init, is_initialized, shutdown
 
 collectives: Collectives[Array] = Collectives(NumpyFrontend(), current)
 _objects = Objects(collectives)
+_functions = Functions(collectives)
 
 allreduce = collectives.allreduce
 allreduce_async = collectives.allreduce_async
@@ -36,12 +58,23 @@ barrier = collectives.barrier
 join = collectives.join
 poll = collectives.poll
 synchronize = collectives.synchronize
+broadcast_parameters = _functions.broadcast_parameters
 broadcast_object = _objects.broadcast_object
 allgather_object = _objects.allgather_object
 
 __all__ = [
+    "Adasum",
     "Array",
+    "Average",
+    "Handle",
+    "Max",
+    "Min",
     "NumpyFrontend",
+    "Op",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -57,7 +90,11 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_parameters",
     "collectives",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -66,9 +103,20 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
+    "init",
+    "is_initialized",
     "join",
+    "local_rank",
+    "local_size",
     "poll",
+    "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
+    "shutdown",
+    "size",
+    "span",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

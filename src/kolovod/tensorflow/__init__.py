@@ -3,24 +3,31 @@
     import kolovod.tensorflow as kv
 
     kv.init()
+    kv.broadcast_variables(model.variables)
 
     @tf.function
     def step(x, y):
-        with tf.GradientTape() as tape:
+        with kv.DistributedGradientTape(tf.GradientTape()) as tape:
             loss = loss_of(model(x), y)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        gradients = [kv.allreduce(gradient) for gradient in gradients]  # on their way together
+        gradients = tape.gradient(loss, model.trainable_variables)  # sent while backward runs
         optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
-Host memory only. Importing this registers an op with the TensorFlow that is installed (2.18 or
+Host memory only. Importing this registers ops with the TensorFlow that is installed (2.15 or
 later); Kolovod itself is built without it, and one build serves all versions.
 """
 
 from __future__ import annotations
 
+from typing import Any as _Any
+
+from kolovod.extras import missing as _missing
+
+if _error := _missing("tensorflow"):
+    raise _error
+
+from kolovod.compression import Compression, Compressor
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
-from kolovod.numpy import allgather_object, broadcast_object
 from kolovod.observe.spans import span
 from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
@@ -32,6 +39,23 @@ from kolovod.process_sets import (
 )
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.frontend import TensorflowFrontend
+from kolovod.tensorflow.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from kolovod.tensorflow.optimizer import DistributedOptimizer
+from kolovod.tensorflow.run_time import (
+    cross_rank_op,
+    cross_size_op,
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    size_op,
+)
+from kolovod.tensorflow.tape import DistributedGradientTape
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
 from kolovod.world import init, is_initialized, shutdown
 
@@ -64,9 +88,23 @@ join = collectives.join
 poll = collectives.poll
 synchronize = collectives.synchronize
 
+
+def __getattr__(name: str) -> _Any:
+    """``SyncBatchNormalization``, for which Keras is imported when it is asked for."""
+    if name == "SyncBatchNormalization":
+        from kolovod.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+        return SyncBatchNormalization
+    raise AttributeError(f"module 'kolovod.tensorflow' has no attribute {name!r}")
+
+
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
+    "Compressor",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
     "Handle",
     "Max",
     "Min",
@@ -74,6 +112,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "TensorflowCollectives",
     "TensorflowFrontend",
     "add_process_set",
@@ -92,9 +131,13 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
     "collectives",
     "cross_rank",
+    "cross_rank_op",
     "cross_size",
+    "cross_size_op",
     "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
@@ -108,14 +151,19 @@ __all__ = [
     "is_initialized",
     "join",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
     "poll",
+    "process_set_included_op",
     "rank",
+    "rank_op",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
     "shutdown",
     "size",
+    "size_op",
     "span",
     "start_timeline",
     "stop_timeline",

@@ -30,12 +30,7 @@ class TensorflowFrontend:
             raise _not_a_tensor(tensor)
         if isinstance(tensor, tf.Variable):
             owner = tf.raw_ops.DeepCopy(x=tensor.value())
-        code = DTYPES.get(owner.dtype)
-        if code is None:
-            known = ", ".join(dtype.name for dtype in DTYPES)
-            raise InvalidArgumentError(
-                f"{owner.dtype.name} is not supported; tf.cast to one of {known}"
-            )
+        code = code_of(owner.dtype)
         if ":CPU:" not in owner.device:
             raise InvalidArgumentError(
                 f"the tensor of shape {tuple(owner.shape)} is on {owner.device}, but this engine "
@@ -73,6 +68,15 @@ class TensorflowFrontend:
             return tf.convert_to_tensor(
                 data.view(_BY_CODE[dtype].as_numpy_dtype).reshape(shape), _BY_CODE[dtype]
             )
+
+
+def code_of(dtype: tf.DType) -> int:
+    """The engine's number for ``dtype``. Raises InvalidArgumentError for what it does not know."""
+    code = DTYPES.get(dtype)
+    if code is None:
+        known = ", ".join(known.name for known in DTYPES)
+        raise InvalidArgumentError(f"{dtype.name} is not supported; tf.cast to one of {known}")
+    return code
 
 
 def _address(tensor: tf.Tensor) -> int:

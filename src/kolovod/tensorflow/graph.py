@@ -1,7 +1,11 @@
-"""Allreduce as an op of a TensorFlow graph (csrc/bind/tf_ops.cc).
+"""The verbs as ops of a TensorFlow graph (csrc/bind/tf_ops.cc), without gradients.
 
-The op is made with public functions alone. Its kernel is asynchronous: all the allreduces of a
-graph whose inputs are ready are on their way together, and the engine fuses them.
+Ops are made with public functions alone. Their kernels are asynchronous: all those of a graph whose
+inputs are ready are on their way together, and the engine fuses them.
+
+What all functions take: ``name``: None names the operation after its node, so that ranks which
+build the same graph agree, however often each of them has traced it. ``process_set``: the
+number of one.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ import tensorflow as tf
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Op
+from kolovod.tensorflow.frontend import code_of
 
-OP_TYPE = "KolovodAllreduce"
 _TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are
+_JOINS = "kolovod.joins"  # a graph's collection
 
 
 def register() -> None:
-    """Make the op known to TensorFlow. Raises ImportError when it cannot be."""
+    """Make the ops known to TensorFlow. Raises ImportError when they cannot be."""
     error = _native.register_tensorflow_ops()
     if error:
         raise ImportError(f"kolovod.tensorflow with TensorFlow {tf.__version__}: {error}")
@@ -35,42 +40,162 @@ def allreduce(
     scales: tuple[float, float],
     process_set: int,
 ) -> list[tf.Tensor]:
-    """Add one op to the graph that is being built; it reduces ``tensors`` as one group.
+    """Reduce ``tensors`` as one group."""
+    inputs = _converted(tensors)
+    types = [tensor.dtype for tensor in inputs]
+    reduction = _reduction(op, scales)
+    return _group("KolovodAllreduce", inputs, types, name, process_set, **reduction)
 
-    ``process_set``: the number of one. ``name`` None: the operation is named after its node, so
-    that ranks which build the same graph agree, however often each of them has traced it.
+
+def broadcast(
+    tensors: Sequence[Any], root: int, name: str | None, process_set: int
+) -> list[tf.Tensor]:
+    """The values of ``tensors`` on the rank at the place ``root`` of the set, as one group."""
+    inputs = _converted(tensors)
+    types = [tensor.dtype for tensor in inputs]
+    return _group("KolovodBroadcast", inputs, types, name, process_set, root=_int(root))
+
+
+def allgather(
+    tensors: Sequence[Any], name: str | None, process_set: int
+) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """The gathered tensors, and of each, in an int64 vector, the first row that is this rank's."""
+    inputs = _converted(tensors)
+    types = [*(tensor.dtype for tensor in inputs), tf.int64]
+    *results, starts = _group("KolovodAllgather", inputs, types, name, process_set) or [None]
+    return results, starts
+
+
+def alltoall(
+    tensor: Any, splits: Any, name: str | None, process_set: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The rows received, and, int64, how many from each rank.
+
+    ``splits``: a tensor or a list of whole numbers, one for each rank, or None for equal parts.
     """
+    (checked,) = _converted([tensor])
+    if splits is None:
+        splits = tf.zeros([0], tf.int64)
+    elif not isinstance(splits, tf.Tensor):
+        splits = tf.convert_to_tensor(splits, tf.int64)
+    elif not splits.dtype.is_integer:
+        raise InvalidArgumentError(f"splits are of {splits.dtype.name}: give whole numbers")
+    inputs = [checked, tf.cast(splits, tf.int64)]
+    types = [checked.dtype, tf.int64]
+    attributes = {"T": tf.compat.v1.AttrValue(type=checked.dtype.as_datatype_enum)}
+    node = _node("KolovodAlltoall", inputs, types, name, process_set, attributes)
+    result, received = node.outputs
+    return result, received
+
+
+def reducescatter(
+    tensors: Sequence[Any],
+    name: str | None,
+    op: int,
+    scales: tuple[float, float],
+    process_set: int,
+) -> list[tf.Tensor]:
+    """The rows of this rank, of the sums of ``tensors``, as one group."""
+    inputs = _converted(tensors)
+    types = [tensor.dtype for tensor in inputs]
+    reduction = _reduction(op, scales)
+    return _group("KolovodReducescatter", inputs, types, name, process_set, **reduction)
+
+
+def barrier(name: str | None, process_set: int) -> None:
+    """Add an operation that is run though nothing depends on it."""
+    _node("KolovodBarrier", [], [], name, process_set, {})
+
+
+def join(process_set: int) -> tf.Tensor:
+    """An int32 scalar: the place in the set of the rank that came last.
+
+    Runs when the operations of this graph that were made before are complete, and before those that
+    are made later.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    before = [node for node in graph.get_operations() if node.type.startswith("Kolovod")]
+    with tf.control_dependencies(before):
+        node = _node("KolovodJoin", [], [tf.int32], None, process_set, {})
+    graph.add_to_collection(_JOINS, node)
+    (last,) = node.outputs
+    return last
+
+
+def fact(fact: str, process_set: int = 0, name: str | None = None) -> tf.Tensor:
+    """An int32 scalar, asked for when the op is run. ``name``: the node's.
+
+    ``fact``: ``rank``, ``size``, ``local_rank``, ``local_size``, ``cross_rank``, ``cross_size`` of
+    the set, or ``included``: 1 if this rank is in it, else 0.
+    """
+    attributes = {"fact": tf.compat.v1.AttrValue(s=fact.encode())}
+    node = _node("KolovodFact", [], [tf.int32], None, process_set, attributes, label=name)
+    (value,) = node.outputs
+    return value
+
+
+def _converted(tensors: Sequence[Any]) -> list[tf.Tensor]:
+    converted = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    for tensor in converted:
+        code_of(tensor.dtype)  # TensorFlow's own error shows the op's definition
+    return converted
+
+
+def _reduction(op: int, scales: tuple[float, float]) -> dict[str, Any]:
     if op not in _native.OPS.values():
         known = ", ".join(member.name for member in Op)
         raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
-    if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise InvalidArgumentError(
-            "graphs and sessions of TensorFlow 1 are not supported; use tf.function"
-        )
-    graph = tf.compat.v1.get_default_graph()
-    inputs = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    return {
+        "op": _int(op),
+        "prescale_bits": _int(_bits(scales[0])),
+        "postscale_bits": _int(_bits(scales[1])),
+    }
+
+
+def _group(
+    op_type: str,
+    inputs: list[tf.Tensor],
+    output_types: list[tf.DType],
+    name: str | None,
+    process_set: int,
+    **attributes: Any,
+) -> list[tf.Tensor]:
+    """The outputs of an op on several tensors; nothing for no tensors."""
     if not inputs:
         return []
     types = [tensor.dtype.as_datatype_enum for tensor in inputs]
     attribute = tf.compat.v1.AttrValue
-    attributes = {
-        "T": attribute(list=attribute.ListValue(type=types)),
-        "op": attribute(i=int(op)),
-        "prescale_bits": attribute(i=_bits(scales[0])),
-        "postscale_bits": attribute(i=_bits(scales[1])),
-        "process_set": attribute(i=process_set),
+    attributes["T"] = attribute(list=attribute.ListValue(type=types))
+    return list(_node(op_type, inputs, output_types, name, process_set, attributes).outputs)
+
+
+def _node(
+    op_type: str,
+    inputs: list[tf.Tensor],
+    output_types: list[tf.DType],
+    name: str | None,
+    process_set: int,
+    attributes: dict[str, Any],
+    label: str | None = None,
+) -> tf.Operation:
+    graph = tf.compat.v1.get_default_graph()
+    attribute = tf.compat.v1.AttrValue
+    anchor = _anchor_of_session() if is_of_session() else _anchor()
+    common = {
+        "process_set": _int(process_set),
         "tensor_name": attribute(s=(name or "").encode()),
         # Two ops of one graph that are alike but for this are two operations.
-        "unique_name": attribute(s=graph.unique_name(OP_TYPE, mark_as_used=False).encode()),
+        "unique_name": attribute(s=graph.unique_name(op_type, mark_as_used=False).encode()),
+        "_XlaCompile": attribute(b=False),  # automatic clustering leaves it out
     }
-    node = graph.create_op(
-        OP_TYPE,
-        [_anchor(), *inputs],
-        [tensor.dtype for tensor in inputs],
-        name=OP_TYPE,
-        attrs=attributes,
-    )
-    return list(node.outputs)
+    with tf.control_dependencies(graph.get_collection(_JOINS)):
+        return graph.create_op(
+            op_type,
+            [anchor, *inputs],
+            output_types,
+            name=label or op_type,
+            attrs={**common, **attributes},
+        )
 
 
 @functools.cache
@@ -82,6 +207,21 @@ def _anchor() -> tf.Tensor:
     """
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.zeros([_TOO_LARGE_TO_COPY], tf.uint8)
+
+
+def is_of_session() -> bool:
+    """Whether the graph that is being built is one of TensorFlow 1."""
+    return not tf.compat.v1.executing_eagerly_outside_functions()
+
+
+def _anchor_of_session() -> tf.Tensor:
+    """The same for a graph of TensorFlow 1, which has no arguments: something never constant."""
+    with tf.device("CPU:0"):
+        return tf.bitcast(tf.raw_ops.Timestamp(), tf.uint8)
+
+
+def _int(value: int) -> Any:
+    return tf.compat.v1.AttrValue(i=int(value))
 
 
 def _bits(value: float) -> int:

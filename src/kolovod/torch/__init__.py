@@ -10,7 +10,13 @@ kv.broadcast_optimizer_state(optimizer)
 
 from __future__ import annotations
 
+from kolovod.extras import missing as _missing
+
+if _error := _missing("torch"):
+    raise _error
+
 from kolovod.backends.torch_distributed import register as _register
+from kolovod.compression import Compression, Compressor
 from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.handles import Handle
 from kolovod.metrics import Metrics as _Metrics
@@ -25,7 +31,6 @@ from kolovod.process_sets import (
 )
 from kolovod.torch import backward_span as _backward_span  # noqa: F401  # registers itself
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.torch.functions import Functions
 from kolovod.torch.optimizer import DistributedOptimizer

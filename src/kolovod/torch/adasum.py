@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from kolovod.compression import Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe import spans
 from kolovod.ops import Adasum
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.compression import Compressor
 from kolovod.torch.frontend import DTYPES, refusal
 from kolovod.torch.wrapping import unwrapped, wrap
 

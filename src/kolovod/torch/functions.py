@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from kolovod.agreement import agree
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.numpy.frontend import NumpyFrontend
 from kolovod.objects import Objects
 from kolovod.submission import Group
-from kolovod.torch.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kolovod.compression import Compression, Compressor, check_compression
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe import spans
 from kolovod.ops import Adasum, Average, Sum
@@ -18,7 +19,6 @@ from kolovod.torch import clipping, verbs
 from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Way
-from kolovod.torch.compression import Compression, Compressor
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.wrapping import unwrapped, wrap
 
@@ -202,11 +202,7 @@ def DistributedOptimizer(
             f"gradient_predivide_factor is {gradient_predivide_factor!r}: give a number above 0, "
             "and other than 1 only with op Average"
         )
-    for method in ("compress", "decompress"):
-        if not callable(getattr(compression, method, None)):
-            raise InvalidArgumentError(
-                f"compression is {compression!r}: give Compression.none, .fp16 or .bf16"
-            )
+    check_compression(compression)
     passes = _checked_passes(backward_passes_per_step)
     names = _checked_names(optimizer, named_parameters)
     named = [

@@ -5,130 +5,43 @@ bucket submits all of it to the engine as one group [2] and returns; ``synchroni
 hook has submitted [3], waits for everything [4], and puts the results where the optimizer looks for
 them [5].
 
-Buckets keep the cost of small tensors down: a hook only counts, and 500 tensors of 4 KiB are two
-requests. They follow from the parameters' names and sizes alone, so they are the same on every
-rank, in whatever order gradients appear.
-
 Nothing is sent for parameters that the ranks have not agreed upon: a name that is missing elsewhere
 would be waited for forever. So the first ``synchronize`` in a world sends everything by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kolovod import _native
+from kolovod.agreement import agree_on_optimizer
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.observe import spans
 from kolovod.ops import Max, Sum
-from kolovod.torch import sparse
-from kolovod.torch.agreement import SAME_MODEL, agree_on_optimizer
-from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Item, Way, cut
-from kolovod.torch.countdown import Countdown
-from kolovod.torch.sender import Sender
-
-
-class _Removable(Protocol):
-    def remove(self) -> None: ...
-
+from kolovod.torch.arrangement import Arrangement
+from kolovod.torch.buckets import Bucket, Item
 
 # What a rank says of itself in every trip; each rank sees what all ranks together have said.
 _STEPS, _DROPS, _FAILED, _AGAIN = range(4)
 _MARKS = 4
 
 
-class TooManyPassesError(InvalidArgumentError, AssertionError):
-    """A backward pass more than ``backward_passes_per_step``; Horovod's is an AssertionError."""
-
-
-class GradientReducer(Sender):
+class GradientReducer(Arrangement):
     """Keeps the gradients of named parameters equal on all ranks. One per optimizer."""
 
-    def __init__(
-        self,
-        named: Iterable[tuple[str | None, torch.Tensor]],
-        way: Way,
-        passes: int,
-        verbs: TorchCollectives,
-        groups: Mapping[int, int],
-        is_member: bool = True,
-    ) -> None:
-        """``passes``: backward passes that are summed locally before a gradient is sent.
-
-        ``groups``: the number of a parameter's group, by its ``id``; groups travel whole.
-        ``is_member``: False where this rank is not one of those that ``verbs`` work among; then
-        gradients stay as they are.
-        """
-        super().__init__(way, verbs)
-        self._countdown = Countdown(passes)
-        self._groups = groups
-        self._hooks: dict[int, _Removable] = {}  # by parameter
-        self._frozen: list[tuple[str | None, torch.Tensor]] = []
-        self._buckets: list[Bucket] = []
-        self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
-        self._number = 0  # of this optimizer in that world
-        self._agreed = 0  # so many parameters
-        self.synchronized = False  # gradients were equal everywhere since the last step
-        self.skips = False  # gradients are used as they are
-        self._used = False  # there was a step, and no zero_grad since
-        self.active = is_member and verbs.world().size > 1
-        self.add(named)
-
-    def add(self, named: Iterable[tuple[str | None, torch.Tensor]]) -> None:
-        """Take more parameters; those that want no gradient are left alone until they do.
-
-        Name None: not known, which is an error as soon as the parameter wants a gradient.
-        """
-        self._frozen += named
-        self._thaw()
-
-    def _thaw(self) -> list[InvalidArgumentError]:
-        """Take the parameters that want a gradient by now. Returns what is wrong with some."""
-        if not self._frozen:
-            return []
-        named = self._frozen
-        self._frozen = [pair for pair in named if pair[0] is None or not pair[1].requires_grad]
-        wanted = [(name, p) for name, p in named if name is not None and p.requires_grad]
-        first = len(self._names)
-        self._names += [name for name, _ in wanted]
-        self._parameters += [parameter for _, parameter in wanted]
-        self._countdown.add(len(wanted))
-        for indices in cut(range(first, len(self._names)), self._parameters, self._groups):
-            bucket = Bucket(indices)
-            self._buckets.append(bucket)
-            for index in indices if self.active else ():
-                self._hook(index, bucket)
-        return [
-            InvalidArgumentError(
-                f"a parameter of shape {tuple(parameter.shape)} wants a gradient now, but "
-                "named_parameters did not name it: pass the frozen parameters' names too"
-            )
-            for _, parameter in self._frozen
-            if parameter.requires_grad
-        ]
-
-    def _hook(self, index: int, bucket: Bucket) -> None:
-        before = self._hooks.get(index)
-        if before is not None:
-            before.remove()
-        register = self._parameters[index].register_post_accumulate_grad_hook
-        self._hooks[index] = register(self._make_hook(index, bucket))  # type: ignore[no-untyped-call]
+    synchronized = False
+    """Gradients were equal everywhere since the last step."""
+    skips = False
+    """Gradients are used as they are."""
+    _used = False  # there was a step, and no zero_grad since
 
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
         self._countdown.passes = passes
         self._reset()
-
-    def remove_hooks(self) -> None:
-        """Leave the parameters alone from now on."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
 
     @property
     def pending(self) -> bool:
@@ -144,58 +57,6 @@ class GradientReducer(Sender):
     def sending(self) -> bool:
         """Whether gradients may be on their way, so that their values are not to be used."""
         return any(bucket.missing == 0 for bucket in self._buckets)
-
-    def _make_hook(self, index: int, bucket: Bucket) -> Callable[[torch.Tensor], None]:
-        """[1], with everything at hand as a local: this runs once per gradient."""
-        left = self._countdown.left
-        complete = self._complete
-        is_on_device, stream_of = self._device.is_on_device, self._device.stream_of
-        streams = bucket.streams
-
-        def hook(parameter: torch.Tensor) -> None:
-            remaining = left[index] = left[index] - 1
-            if remaining > 0:
-                return
-            if remaining < 0:
-                self._one_more(index, bucket)
-                return
-            if is_on_device(parameter):  # backward uses the streams that forward has used
-                streams.add(stream_of(parameter))
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                complete(bucket)
-
-        return hook
-
-    def _complete(self, bucket: Bucket) -> None:
-        """Backward has finished a bucket: send it, if all ranks have agreed upon it."""
-        is_known = self.verbs.world().engine is self._engine
-        if is_known and bucket.agreed:
-            self._submit(bucket)
-            return
-        if not is_known:
-            self._discard()
-        for index in bucket.indices:
-            grad = self._parameters[index].grad
-            if grad is not None:
-                bucket.items.append((index, grad, grad._version, grad, grad, None))
-
-    def _one_more(self, index: int, bucket: Bucket) -> None:
-        """One backward more than ``passes``: well if the earlier gradient was thrown away."""
-        grad = self._parameters[index].grad
-        if bucket.items:
-            is_new = all(own is not grad for i, own, *_ in bucket.items if i == index)
-        else:
-            is_new = grad is None or grad._version == 0  # accumulating in place would count
-        if not is_new:
-            passes = self._countdown.passes
-            raise TooManyPassesError(
-                f"the gradient of '{self._names[index]}' was computed {passes + 1} times "
-                f"since the last step(), but backward_passes_per_step is {passes}: call "
-                f"step() after {passes}, or pass backward_passes_per_step={passes + 1}, or let all "
-                "but the last run within optimizer.no_sync(); optimizer.zero_grad() throws a "
-                "gradient away; for layers shared under torch.utils.checkpoint, use_reentrant=False"
-            )
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -258,57 +119,6 @@ class GradientReducer(Sender):
         finally:
             self.reset(used=False)
         self._thaw()
-
-    def _meet(self) -> None:
-        """Once per world: have all ranks the same parameters? They number the optimizer, too.
-
-        Numbers keep the names of several optimizers apart, of dropped ones too.
-        """
-        engine = self.verbs.world().engine
-        if engine is self._engine:
-            return
-        self._discard()
-        details = self._details(range(len(self._names)))
-        world, dims = self.verbs.world, self._sparse_dims()
-        self._number, dims = agree_on_optimizer(world, details, SAME_MODEL, dims)
-        self._engine = engine
-        self._agreed = 0
-        self._single_out(dims)
-        self._accept(self._buckets)
-
-    def _sparse_dims(self) -> list[int]:
-        """What this rank knows; what ranks of an earlier world have agreed upon stays sparse."""
-        dims = [sparse.sparse_dim_of(p.grad, self._way) for p in self._parameters]
-        for bucket in self._buckets:
-            if bucket.sparse_dim:
-                dims[bucket.indices[0]] = bucket.sparse_dim
-        return dims
-
-    def _single_out(self, sparse_dims: list[int]) -> None:
-        """What is sparse on some rank travels alone, and as sparse, on all."""
-        left = self._countdown.numbers
-        for bucket in list(self._buckets):
-            for index in [index for index in bucket.indices if sparse_dims[index]]:
-                alone = bucket
-                if len(bucket.indices) > 1:
-                    alone = Bucket([index])
-                    alone.items = [item for item in bucket.items if item[0] == index]
-                    bucket.indices.remove(index)
-                    bucket.items = [item for item in bucket.items if item[0] != index]
-                    self._buckets.append(alone)
-                    self._hook(index, alone)
-                alone.sparse_dim = sparse_dims[index]
-                for changed in (bucket, alone):
-                    changed.missing = sum(left[i] > 0 for i in changed.indices)
-
-    def _details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        return [(self._names[index], tuple(self._parameters[index].shape)) for index in indices]
-
-    def _accept(self, buckets: list[Bucket]) -> None:
-        for bucket in buckets:
-            bucket.agreed = True
-            bucket.name = f"gradients.{self._number}.{self._names[bucket.indices[0]]}"
-            self._agreed += len(bucket.indices)
 
     def _trip(self, buckets: list[Bucket], problems: list[InvalidArgumentError]) -> None:
         """Average the gradients of ``buckets``, and then those that need a second trip."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from kolovod import _native
+from kolovod.compression import Compression
 from kolovod.errors import InvalidArgumentError, from_engine
 from kolovod.handles import keeper
 from kolovod.torch import sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Entry, Item, Way, zeros_for
-from kolovod.torch.compression import Compression
 from kolovod.torch.device import Event
 from kolovod.torch.frontend import DTYPES, TorchFrontend, code_of
 from kolovod.torch.stager import Queued, stager
@@ -147,9 +148,7 @@ class Sender:
         bucket.engine, bucket.number, bucket.items, bucket.unused = engine, number, items, unused
         self._in_flight.append(bucket)
 
-    def _prepare(
-        self, index: int, grad: torch.Tensor
-    ) -> tuple[Entry, torch.Tensor, torch.dtype | None]:
+    def _prepare(self, index: int, grad: torch.Tensor) -> tuple[Entry, torch.Tensor, Any]:
         """What the engine gets of a gradient that is compressed or not dense."""
         if grad.is_sparse and self._way.sparse_as_dense:
             grad = grad.to_dense()

@@ -1,0 +1,63 @@
+// Threads that run what the engine's thread must not: completions of the hosts of graph_clients.h.
+#pragma once
+
+#include <pthread.h>
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace kolovod {
+
+// Runs tasks in the order given. Up to `most` threads do, and idle ones are kept for the next: with one
+// thread a task waits for those before it, with no limit it waits for nothing. Never destroy one that has
+// run a task: its threads have no end before the process's.
+class Threads {
+ public:
+  // `name`: what the system calls the threads; up to 15 characters.
+  explicit Threads(size_t most, const char* name) : most_(most), name_(name) {}
+
+  void Run(std::function<void()> task) {
+    std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (tasks_.size() <= idle_) {
+      changed_.notify_one();
+    } else if (threads_ < most_) {  // else those that have been told, or are busy, come to it
+      ++threads_;
+      std::thread([this] { Work(); }).detach();
+    }
+  }
+
+ private:
+  void Work() {
+    pthread_setname_np(pthread_self(), name_);
+    std::unique_lock lock(mutex_);
+    while (true) {
+      ++idle_;
+      changed_.wait(lock, [&] { return !tasks_.empty(); });
+      --idle_;
+      while (!tasks_.empty()) {
+        std::function<void()> task = std::move(tasks_.front());
+        tasks_.pop_front();
+        lock.unlock();
+        task();
+        task = nullptr;  // what it holds is let go without the lock
+        lock.lock();
+      }
+    }
+  }
+
+  const size_t most_;
+  const char* const name_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;  // guarded by mutex_
+  size_t idle_ = 0;                          // guarded by mutex_
+  size_t threads_ = 0;                       // guarded by mutex_
+};
+
+}  // namespace kolovod

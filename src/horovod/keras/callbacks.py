@@ -1,0 +1,101 @@
+"""Horovod's callbacks for Keras: Kolovod's, with Horovod's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kolovod.keras import callbacks as _callbacks
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(_callbacks.BroadcastGlobalVariablesCallback):
+    """Start equal. ``device`` is of no use here."""
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        """See kolovod.keras.callbacks."""
+        super().__init__(root_rank, None, local_variables or ())
+
+
+class MetricAverageCallback(_callbacks.MetricAverageCallback):
+    """Metrics of all ranks, each counting the same. ``device`` is of no use here."""
+
+    def __init__(self, device: str = "") -> None:
+        """See kolovod.keras.callbacks."""
+        super().__init__()
+
+
+class LearningRateScheduleCallback(_callbacks.LearningRateScheduleCallback):
+    """The same as Kolovod's; other callbacks find the rate under Horovod's name too."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        """See kolovod.keras.callbacks."""
+        super().__init__(
+            initial_lr,
+            multiplier,
+            start_epoch,
+            end_epoch,
+            staircase,
+            momentum_correction,
+            steps_per_epoch,
+        )
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """As in Kolovod."""
+        super().on_epoch_end(epoch, logs)
+        _name_as_horovod(logs)
+
+
+class LearningRateWarmupCallback(_callbacks.LearningRateWarmupCallback):
+    """The same as Kolovod's; other callbacks find the rate under Horovod's name too."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        """See kolovod.keras.callbacks."""
+        super().__init__(initial_lr, warmup_epochs, momentum_correction, steps_per_epoch, verbose)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """As in Kolovod."""
+        super().on_epoch_end(epoch, logs)
+        _name_as_horovod(logs)
+
+
+class BestModelCheckpoint(_callbacks.BestModelCheckpoint):
+    """Keeps the best model. Horovod's users assign ``filepath`` after they have made it."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+    ) -> None:
+        """See kolovod.keras.callbacks."""
+        super().__init__(None, monitor, verbose, False, mode, save_freq)
+
+
+def _name_as_horovod(logs: dict[str, Any] | None) -> None:
+    if logs is not None:
+        logs["lr"] = logs["learning_rate"]

@@ -1,0 +1,235 @@
+"""Horovod's verbs on MXNet's arrays.
+
+``priority`` is a hint to Horovod's queue, and of no use here: what is ready is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import mxnet as mx
+import numpy as np
+
+from horovod.common.arguments import named, op_of
+from horovod.common.basics import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from horovod.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    group_of,
+    remove_process_set,
+)
+from kolovod.errors import InvalidArgumentError
+from kolovod.mxnet import collectives
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set",
+    "allgather", "allreduce", "allreduce_", "alltoall", "broadcast", "broadcast_", "ccl_built",
+    "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
+    "gloo_enabled", "grouped_allgather", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "local_rank",
+    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
+    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline",
+    "stop_timeline",
+]  # fmt: skip
+
+Array: TypeAlias = "mx.nd.NDArray"
+Arrays: TypeAlias = "Sequence[mx.nd.NDArray]"
+
+
+def allreduce(
+    tensor: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+    op: int | None = None,
+) -> Array:
+    """The ranks' arrays combined, as a new array."""
+    scales = prescale_factor, postscale_factor
+    label, group = named("allreduce", name), group_of(process_set)
+    return collectives.allreduce(tensor, label, op_of(average, op), *scales, group)
+
+
+def allreduce_(
+    tensor: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+    op: int | None = None,
+) -> Array:
+    """``allreduce`` in place."""
+    scales = prescale_factor, postscale_factor
+    label, group = named("allreduce", name), group_of(process_set)
+    return collectives.allreduce_(tensor, label, op_of(average, op), *scales, group)
+
+
+def grouped_allreduce(
+    tensors: Arrays,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+    op: int | None = None,
+) -> list[Array]:
+    """``allreduce`` of several arrays as one operation."""
+    scales = prescale_factor, postscale_factor
+    label, group = named("grouped_allreduce", name), group_of(process_set)
+    return collectives.grouped_allreduce(tensors, label, op_of(average, op), *scales, group)
+
+
+def grouped_allreduce_(
+    tensors: Arrays,
+    average: bool | None = None,
+    name: str | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: Any = global_process_set,
+    op: int | None = None,
+) -> list[Array]:
+    """``grouped_allreduce`` in place."""
+    scales = prescale_factor, postscale_factor
+    label, group = named("grouped_allreduce", name), group_of(process_set)
+    return collectives.grouped_allreduce_(tensors, label, op_of(average, op), *scales, group)
+
+
+def allgather(
+    tensor: Array, name: str | None = None, priority: int = 0, process_set: Any = global_process_set
+) -> Array:
+    """The ranks' arrays one after the other; their first dimensions may differ."""
+    return collectives.allgather(tensor, named("allgather", name), group_of(process_set))
+
+
+def grouped_allgather(
+    tensors: Arrays,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: Any = global_process_set,
+) -> list[Array]:
+    """``allgather`` of several arrays as one operation."""
+    label, group = named("grouped_allgather", name), group_of(process_set)
+    return collectives.grouped_allgather(tensors, label, group)
+
+
+def broadcast(
+    tensor: Array,
+    root_rank: int,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: Any = global_process_set,
+) -> Array:
+    """``root_rank``'s values as a new array. ``root_rank`` is one of the world."""
+    label, group = named("broadcast", name), group_of(process_set)
+    return collectives.broadcast(tensor, root_rank, label, group)
+
+
+def broadcast_(
+    tensor: Array,
+    root_rank: int,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: Any = global_process_set,
+) -> Array:
+    """``broadcast`` in place."""
+    label, group = named("broadcast", name), group_of(process_set)
+    return collectives.broadcast_(tensor, root_rank, label, group)
+
+
+def alltoall(
+    tensor: Array,
+    splits: Any = None,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: Any = global_process_set,
+) -> Any:
+    """Rows to every rank, and from every rank.
+
+    ``splits``: a list or an array of whole numbers. Returns the array, and with ``splits`` also how
+    many rows each rank sent, an int32 array.
+    """
+    label, group = named("alltoall", name), group_of(process_set)
+    result, received = collectives.alltoall(tensor, _splits(splits), label, group)
+    if splits is None:
+        return result
+    module = mx.np if isinstance(tensor, mx.np.ndarray) else mx.nd
+    return result, module.array(received, dtype="int32")
+
+
+def reducescatter(
+    tensor: Array,
+    op: int = Average,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Array:
+    """``allreduce`` of which each rank keeps a part of the rows."""
+    scales = prescale_factor, postscale_factor
+    label, group = named("reducescatter", name), group_of(process_set)
+    return collectives.reducescatter(tensor, label, op, *scales, group)
+
+
+def grouped_reducescatter(
+    tensors: Arrays,
+    op: int = Average,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: Any = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Array]:
+    """``reducescatter`` of several arrays as one operation."""
+    scales = prescale_factor, postscale_factor
+    label, group = named("grouped_reducescatter", name), group_of(process_set)
+    return collectives.grouped_reducescatter(tensors, label, op, *scales, group)
+
+
+def _splits(splits: Any) -> Any:
+    """A list, of whatever names the rows for each rank. Raises ValueError for others."""
+    if not isinstance(splits, mx.nd.NDArray):
+        return splits
+    if splits.ndim != 1 or np.dtype(splits.dtype).kind not in "iu":
+        raise InvalidArgumentError(
+            f"splits has shape {splits.shape} and dtype {np.dtype(splits.dtype).name}: give one "
+            "whole number of rows for each rank"
+        )
+    return splits.asnumpy().tolist()

@@ -1,0 +1,104 @@
+"""Horovod's DistributedOptimizer and DistributedTrainer: Kolovod's, with Horovod's arithmetic.
+
+Gradients are added up, and ``rescale_grad`` is divided by the number of ranks, where Kolovod
+averages them: scripts that look at gradients between ``allreduce_grads`` and ``update``, to clip
+them say, count on the sum.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mxnet as mx
+
+import kolovod.mxnet as kv
+from horovod.common.process_sets import global_process_set, group_of
+from horovod.mxnet.compression import Compression
+from kolovod.errors import InvalidArgumentError
+from kolovod.mxnet.gradients import Way, way_of
+from kolovod.ops import Sum
+
+__all__ = ["DistributedOptimizer", "DistributedTrainer"]
+
+
+class DistributedOptimizer(kv.DistributedOptimizer):
+    """``optimizer``, which sums each gradient over the ranks before it updates a parameter."""
+
+    def __init__(
+        self,
+        optimizer: mx.optimizer.Optimizer,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: Any = global_process_set,
+    ) -> None:
+        """Divides ``optimizer.rescale_grad`` by the number of ranks, once and for all.
+
+        ``num_groups``: gradients come as the updater gives them, so it is of no use here. Raises
+        ValueError for arguments that cannot work.
+        """
+        group = group_of(process_set)
+        way, share = _way(gradient_predivide_factor, num_groups, Compression.none, group)
+        super().__init__(optimizer, process_set=group)
+        self._kolovod_reducer.way = way
+        self.__dict__["_kolovod_share"] = share
+        optimizer.rescale_grad *= share
+
+    def _kolovod_unwrapped(self) -> mx.optimizer.Optimizer:
+        """The optimizer that it was made of, as it was."""
+        self._kolovod_optimizer.rescale_grad /= self._kolovod_share
+        return self._kolovod_optimizer
+
+    def __reduce__(self) -> Any:
+        """Wrap again when loaded, perhaps among another number of ranks."""
+        super().__reduce__()  # refuses one of a process set
+        factor = 1.0 / self._kolovod_reducer.way.prescale
+        return _loaded, (self._kolovod_optimizer, self._kolovod_share, factor)
+
+
+class DistributedTrainer(kv.DistributedTrainer):
+    """``gluon.Trainer`` that sums gradients over the ranks before it updates parameters."""
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: dict[str, Any] | None = None,
+        compression: Any = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: Any = global_process_set,
+    ) -> None:
+        """``step(batch_size)`` takes this rank's part; see kolovod.mxnet.DistributedTrainer.
+
+        Raises ValueError for arguments that cannot work.
+        """
+        group = group_of(process_set)
+        if isinstance(optimizer, DistributedOptimizer):
+            warnings.warn(
+                "DistributedTrainer needs no DistributedOptimizer; takes the one within",
+                stacklevel=2,
+            )
+            optimizer = optimizer._kolovod_unwrapped()
+        way, share = _way(gradient_predivide_factor, num_groups, compression, group)
+        super().__init__(
+            params, optimizer, optimizer_params, compression, process_set=group, prefix=prefix
+        )
+        self._kolovod_store.reducer.way = way
+        self._scale *= share
+
+
+def _way(factor: float, groups: int, compression: Any, group: Any) -> tuple[Way, float]:
+    """How gradients travel, and what their sum is to be multiplied by for an average."""
+    if not factor > 0:
+        raise InvalidArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
+    way = way_of(compression, Sum, 1.0, groups)._replace(prescale=1.0 / factor)
+    if group is not None and not group.included():
+        return way, 1.0  # steps with its own gradients
+    return way, factor / kv.collectives.membership(group).size
+
+
+def _loaded(optimizer: mx.optimizer.Optimizer, share: float, factor: float) -> DistributedOptimizer:
+    optimizer.rescale_grad /= share
+    return DistributedOptimizer(optimizer, factor)

@@ -1,0 +1,1 @@
+"""Data prepared by processes of their own."""

@@ -1,0 +1,121 @@
+"""Horovod's names for a tf.data service between jobs; see kolovod.tensorflow.data_service."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tensorflow as tf
+
+import horovod.tensorflow as hvd
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.network import endpoint, split_addresses
+from kolovod.tensorflow import data_service
+from kolovod.tensorflow.directory import DirectoryClient
+
+__all__ = ["TfDataServiceConfig", "compute_worker_fn", "send_to_data_service", "tf_data_service"]
+
+_WAIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class TfDataServiceConfig:
+    """Where a service is. ``addresses``: (ip, port) by interface; ``timeout`` in seconds."""
+
+    dispatchers: int
+    workers_per_dispatcher: int
+    dispatcher_side: str
+    addresses: Mapping[str, Sequence[tuple[str, int]]]
+    key: bytes
+    timeout: int = 60
+
+    def compute_client(self, verbose: int = 1) -> DirectoryClient:
+        """What finds its servers, and has it shut down."""
+        return self.config().client()
+
+    def config(self) -> data_service.DataServiceConfig:
+        """The same as Kolovod has it."""
+        places = [endpoint(*place) for listed in self.addresses.values() for place in listed]
+        return data_service.DataServiceConfig(
+            self.dispatchers,
+            self.workers_per_dispatcher,
+            self.dispatcher_side,
+            ",".join(places),
+            self.key.hex(),
+            self.timeout,
+        )
+
+    @staticmethod
+    def of(config: data_service.DataServiceConfig) -> TfDataServiceConfig:
+        """As Horovod has it."""
+        return TfDataServiceConfig(
+            config.dispatchers,
+            config.workers_per_dispatcher,
+            config.dispatcher_side,
+            {"all": split_addresses(config.address)},
+            bytes.fromhex(config.secret),
+            int(config.timeout_s),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What can be written as JSON."""
+        return {**asdict(self), "key": self.key.hex()}
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
+        """Of what ``to_dict`` returned."""
+        addresses = {
+            name: [(str(host), int(port)) for host, port in listed]
+            for name, listed in config["addresses"].items()
+        }
+        changed = {"addresses": addresses, "key": bytes.fromhex(config["key"])}
+        return TfDataServiceConfig(**{**config, **changed})
+
+    def write(self, filename: str) -> None:
+        """To a file that this user alone may read."""
+        data_service.write_privately(filename, self.to_dict())
+
+    @staticmethod
+    def read(filename: str, wait_for_file_creation: bool = False) -> TfDataServiceConfig:
+        """From that file; within ten minutes if it is not there yet."""
+        found = data_service.read_when_there(filename, _WAIT_S if wait_for_file_creation else 0.0)
+        try:
+            return TfDataServiceConfig.from_dict(found)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidArgumentError(
+                f"{filename} does not describe a data service: {error!r}"
+            ) from error
+
+
+@contextlib.contextmanager
+def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
+    """Yield the address of the dispatcher for this rank of those that train."""
+    with data_service.data_service(compute_config.config(), rank) as address:
+        yield address
+
+
+def send_to_data_service(
+    dataset: tf.data.Dataset,
+    compute_config: TfDataServiceConfig,
+    rank: int,
+    size: int | None = None,
+    processing_mode: str = "distributed_epoch",
+    reuse_dataset: bool = False,
+    round_robin: bool = False,
+) -> tf.data.Dataset:
+    """``dataset``, computed by the service. RuntimeError for dispatchers on the training side."""
+    config = compute_config.config()
+    return data_service.distribute(
+        dataset, config, rank, size, processing_mode, reuse_dataset, round_robin
+    )
+
+
+tf.data.Dataset.send_to_data_service = send_to_data_service  # scripts call it as a method
+
+
+def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
+    """Be this rank's worker of the service, until that shuts down."""
+    hvd.init()
+    data_service.run_worker(compute_config.config(), hvd.rank())

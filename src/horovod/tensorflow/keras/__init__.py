@@ -1,0 +1,105 @@
+"""Horovod's interface for tf.keras: ``import horovod.tensorflow.keras as hvd``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod import NO_ELASTIC
+from horovod.common.basics import (
+    Average,
+    Sum,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from horovod.common.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from horovod.keras.optimizer import PartialDistributedOptimizer as _distributed
+from horovod.keras.optimizer import groups_of, load_model
+from horovod.keras.values import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    reducescatter,
+)
+from horovod.tensorflow.keras import callbacks
+from kolovod.keras import Compression
+
+__all__ = [
+    "Average", "Compression", "DistributedOptimizer", "ProcessSet", "Sum", "add_process_set",
+    "allgather", "allreduce", "broadcast", "broadcast_global_variables", "callbacks",
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set",
+    "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "load_model",
+    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
+    "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built", "shutdown",
+    "size", "start_timeline", "stop_timeline",
+]  # fmt: skip
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """See horovod.keras.DistributedOptimizer and kolovod.keras; ValueError likewise.
+
+    ``register_local_var(variable)`` of what it returns leaves a variable to each rank.
+    """
+    return _distributed(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        groups_of(num_groups, groups),
+        process_set,
+        None,
+        scale_local_gradients,
+    )
+
+
+def __getattr__(name: str) -> object:
+    """Say of what is still missing that it is, not merely unknown."""
+    if name == "elastic":
+        raise AttributeError(NO_ELASTIC)
+    raise AttributeError(f"module 'horovod.tensorflow.keras' has no attribute {name!r}")

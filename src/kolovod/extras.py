@@ -1,0 +1,43 @@
+"""What the front ends need beside Kolovod: a framework is imported only by its own front end."""
+
+from __future__ import annotations
+
+import importlib.util
+
+_PACKAGES = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow",),
+    "keras": ("keras", "tf_keras"),
+    "jax": ("jax",),
+    "mxnet": ("mxnet",),
+}
+"""By extra, the packages of which one must be there."""
+
+_TITLES = {
+    "torch": "PyTorch",
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "jax": "JAX",
+    "mxnet": "MXNet",
+}
+
+
+def missing(extra: str) -> ImportError | None:
+    """The error to raise when what ``extra`` brings is not installed, else None.
+
+    Nothing is imported for that. A package that is there and cannot be imported says why itself.
+    """
+    packages = _PACKAGES[extra]
+    if any(map(_is_installed, packages)):
+        return None
+    return ModuleNotFoundError(
+        f"kolovod.{extra} needs {_TITLES[extra]}, which is not installed: "
+        f"pip install 'kolovod[{extra}]'",
+        name=packages[0],
+    )
+
+
+def _is_installed(package: str) -> bool:
+    """Whether there is such a package; a folder of that name without an __init__.py is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

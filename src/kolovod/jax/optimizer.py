@@ -1,0 +1,166 @@
+"""Gradients of all ranks in optax's optimizers. optax is imported when one is made."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.errors import InvalidArgumentError
+from kolovod.jax.pytrees import Pytrees
+from kolovod.jax.verbs import collectives
+from kolovod.ops import Average, Sum
+from kolovod.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    import optax
+
+_pytrees = Pytrees(collectives)
+
+
+def average_gradients(
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    *,
+    gradient_predivide_factor: float = 1.0,
+    name: str = "gradients",
+) -> optax.GradientTransformation:
+    """A transformation of optax that puts all ranks' average in the place of each gradient.
+
+    First in the chain: ``optax.chain(kv.average_gradients(), optax.adam(1e-3))``. What comes before
+    it in a chain (clipping, say) works on this rank's own gradients, what comes after on the
+    average. Within ``optax.MultiSteps`` it is right, too, but that runs what it holds on every
+    call and drops all results but every k-th; ``DistributedOptimizer`` sends only then.
+
+    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+    ``op``: Average or Sum.
+    ``process_set``: its members average among themselves, other ranks keep their own gradients.
+    ``gradient_predivide_factor``: with Average, divide gradients by it before they are added up,
+    and the sum by what is left of the number of ranks: to keep float16 within its range.
+    ``name``: see ``allreduce_pytree``; for transformations that run in threads at the same time.
+
+    ``update`` works inside and outside of ``jax.jit`` and raises what ``allreduce_pytree`` raises.
+    Raises InvalidArgumentError for arguments that cannot work.
+    """
+    optax = _optax()
+    _check(compression, op, gradient_predivide_factor)
+
+    def init(params: Any) -> Any:
+        return optax.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        if process_set is not None and not process_set.included():
+            return updates, state
+        averaged = _pytrees.allreduce_pytree(
+            updates,
+            name,
+            op,
+            1.0 / gradient_predivide_factor,
+            gradient_predivide_factor,
+            process_set,
+            compression=compression,
+        )
+        return averaged, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def DistributedOptimizer(
+    optimizer: optax.GradientTransformation,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    *,
+    gradient_predivide_factor: float = 1.0,
+    name: str = "gradients",
+) -> optax.GradientTransformationExtraArgs:
+    """``optimizer`` after ``average_gradients``: a transformation of optax like any other.
+
+    ``optimizer``: any of optax's, and what its ``update`` takes besides (a loss, say) is passed on.
+    ``backward_passes_per_step``: gradients of so many calls are summed here before they are sent;
+    the calls before the last return updates of zeros.
+
+    The other arguments, and what is raised: see ``average_gradients``.
+    """
+    optax = _optax()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise InvalidArgumentError(
+            f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation"
+        )
+    passes = backward_passes_per_step
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+    average = average_gradients(
+        compression, op, process_set,
+        gradient_predivide_factor=gradient_predivide_factor, name=name,
+    )  # fmt: skip
+    chained = optax.with_extra_args_support(optax.chain(average, optimizer))
+    return chained if passes == 1 else _every(passes, chained)
+
+
+class AccumulatedState(NamedTuple):
+    """The state of ``DistributedOptimizer(backward_passes_per_step=...)``."""
+
+    passes: jax.Array
+    """How many calls there were since the last step; int32, ()."""
+    total: Any
+    """The sum of their gradients, like the parameters."""
+    inner: Any
+    """The state of the optimizer."""
+
+
+def _every(
+    passes: int, inner: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    optax = _optax()
+
+    def init(params: Any) -> AccumulatedState:
+        total = jax.tree.map(jnp.zeros_like, params)
+        return AccumulatedState(jnp.zeros((), jnp.int32), total, inner.init(params))
+
+    def update(
+        updates: Any, state: AccumulatedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AccumulatedState]:
+        total = jax.tree.map(jnp.add, state.total, updates)
+
+        def step() -> tuple[Any, AccumulatedState]:
+            stepped, after = inner.update(total, state.inner, params, **extra)
+            nothing = jax.tree.map(jnp.zeros_like, total)
+            return stepped, AccumulatedState(jnp.zeros_like(state.passes), nothing, after)
+
+        def wait() -> tuple[Any, AccumulatedState]:
+            nothing = jax.tree.map(jnp.zeros_like, total)
+            return nothing, AccumulatedState(state.passes + 1, total, state.inner)
+
+        # The number is the same on all ranks, so all of them send or none.
+        if not isinstance(state.passes, jax.core.Tracer):
+            return step() if state.passes == passes - 1 else wait()
+        return jax.lax.cond(state.passes == passes - 1, step, wait)  # type: ignore[no-any-return]
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _optax() -> Any:
+    try:
+        return import_module("optax")
+    except ImportError as error:
+        raise ImportError(
+            f"{error}; average_gradients and DistributedOptimizer are transformations of optax: "
+            "install it, or call allreduce_pytree on the gradients"
+        ) from None
+
+
+def _check(compression: Any, op: int, factor: float) -> None:
+    if op not in (Average, Sum):
+        raise InvalidArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
+    if not factor > 0 or (factor != 1.0 and op != Average):
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor is {factor!r}: give a number above 0, and other than 1 "
+            "only with op Average"
+        )
+    check_compression(compression)

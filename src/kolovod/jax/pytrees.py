@@ -1,0 +1,210 @@
+"""Whole pytrees: gradients to be averaged, parameters and optimizer state to start equal from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kolovod.agreement import agree
+from kolovod.collectives import Collectives
+from kolovod.compression import Compression, Compressor
+from kolovod.errors import InvalidArgumentError
+from kolovod.jax.frontend import DTYPES
+from kolovod.jax.primitive import Call
+from kolovod.jax.verbs import JaxCollectives
+from kolovod.numpy.frontend import NumpyFrontend
+from kolovod.objects import Objects
+from kolovod.ops import Average
+from kolovod.process_sets import ProcessSet
+from kolovod.submission import Group
+
+Tree = TypeVar("Tree")
+
+_BUCKET_BYTES = 1 << 20
+
+
+class Pytrees:
+    """The functions over one world; ``kolovod.jax`` binds them to the process's own."""
+
+    def __init__(self, verbs: JaxCollectives) -> None:
+        """``verbs``: on arrays."""
+        self._verbs = verbs
+
+    def allreduce_pytree(
+        self,
+        tree: Tree,
+        name: str = "pytree",
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Group | None = None,
+        *,
+        compression: type[Compressor] = Compression.none,
+    ) -> Tree:
+        """``allreduce`` of every array of ``tree``: gradients, inside or outside of ``jax.jit``.
+
+        ``tree``: any pytree of arrays, equal in structure, shapes and dtypes on all ranks. Those of
+        a flax or Equinox model are pytrees as they are. Neighbours travel together, about 1 MiB at
+        a time; each bucket starts when its last array has values.
+        ``name``: what the buckets' names begin with. Trees that are on their way at the same time
+        in different programs (of other threads) need names of their own; within one program, and
+        one program after the other, nothing is needed.
+        ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+
+        Raises what ``allreduce`` raises; MismatchError when the trees differ.
+        """
+        pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+        for path, leaf in pairs:
+            if not _is_array(leaf):
+                raise InvalidArgumentError(
+                    f"leaf {jax.tree_util.keystr(path) or 'of the tree'} is a "
+                    f"{type(leaf).__name__}, which cannot be reduced: make it an array with "
+                    "jax.numpy.asarray(), or leave it out (equinox.filter does)"
+                )
+        leaves = [leaf for _, leaf in pairs]
+        results = list(leaves)
+        sent = [i for i, leaf in enumerate(leaves) if _dtype(leaf) != jax.dtypes.float0]
+        for number, bucket in enumerate(_cut(sent, leaves)):
+            small, contexts = zip(*(compression.compress(leaves[i]) for i in bucket), strict=True)
+            scales = (prescale_factor, postscale_factor)
+            reduced = self._verbs.grouped_allreduce(
+                small, f"{name}.{number}", op, *scales, process_set
+            )
+            for i, array, context in zip(bucket, reduced, contexts, strict=True):
+                results[i] = compression.decompress(array, context)
+        return jax.tree.unflatten(structure, results)  # type: ignore[no-any-return]
+
+    def broadcast_pytree(
+        self,
+        tree: Tree,
+        root_rank: int = 0,
+        name: str = "pytree",
+        process_set: ProcessSet | None = None,
+    ) -> Tree:
+        """``tree`` with the values that it has on ``root_rank``: parameters, optimizer state.
+
+        ``tree``: any pytree of JAX's or NumPy's arrays (random keys, too), numbers and strings,
+        equal in structure, shapes and dtypes on all ranks. Other leaves, such as the functions in
+        an Equinox model, stay what they are; inside ``jax.jit`` all but arrays do.
+
+        Raises MismatchError, on every rank, when the trees differ (the first leaf that does is
+        named), InvalidArgumentError for a dtype that the engine does not know.
+        """
+        pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+        keys = [jax.tree_util.keystr(path) for path, _ in pairs]
+        leaves = [leaf for _, leaf in pairs]
+        arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        if any(isinstance(leaves[i], jax.core.Tracer) for i in arrays):
+            call = Call("broadcast", self._verbs, name, process_set, root_rank=root_rank)
+            received = call.of([_sendable(leaves[i], keys[i]) for i in arrays])
+        else:
+            over = self._verbs.world if process_set is None else process_set.membership
+            root = root_rank if process_set is None else process_set.position(root_rank)
+            on_arrays = Collectives(NumpyFrontend(), over)
+            objects = Objects(on_arrays)
+            described = [(k, _describe(leaf)) for k, leaf in zip(keys, leaves, strict=True)]
+            agree(objects, described, "leaf", f"{name}.leaves")
+            sent = [_sendable(leaves[i], keys[i]) for i in arrays]
+            on_jax = JaxCollectives(self._verbs.frontend, over)
+            received = _broadcast(sent, root, name, on_arrays, on_jax)
+            others = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _BY_VALUE)]
+            values = [leaves[i] for i in others]
+            values = objects.broadcast_object(values, root, f"{name}.values")
+            for i, value in zip(others, values, strict=True):
+                leaves[i] = value
+        for i, array in zip(arrays, received, strict=True):
+            leaves[i] = _received(array, leaves[i])
+        return jax.tree.unflatten(structure, leaves)  # type: ignore[no-any-return]
+
+
+def _broadcast(
+    arrays: Sequence[Any], root: int, name: str, on_arrays: Collectives[Any], on_jax: JaxCollectives
+) -> list[Any]:
+    """NumPy's arrays, and JAX's, which come back to where they were."""
+    host = jax.local_devices(backend="cpu")[0]
+    handles = []
+    for i, array in enumerate(arrays):
+        if isinstance(array, jax.Array):
+            array = jax.device_put(array, host)
+            handles.append(on_jax.broadcast_async(array, root, f"{name}.{i}"))
+        else:
+            handles.append(on_arrays.broadcast_async(array, root, f"{name}.{i}"))
+    results = [handle.wait() for handle in handles]
+    return [
+        jax.device_put(result, array.sharding) if isinstance(array, jax.Array) else result
+        for array, result in zip(arrays, results, strict=True)
+    ]
+
+
+def _sendable(leaf: Any, key: str) -> Any:
+    """An array of a dtype that the engine knows, with the bits of ``leaf``."""
+    if _is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    same_bits = _SAME_BITS.get(leaf.dtype)
+    if same_bits is not None:
+        return _with_dtype(leaf, same_bits)
+    if leaf.dtype not in DTYPES:
+        raise InvalidArgumentError(
+            f"leaf {key} has dtype {leaf.dtype.name}, which the engine does not know; convert it, "
+            "or send it with broadcast_object"
+        )
+    return leaf
+
+
+def _received(array: Any, leaf: Any) -> Any:
+    """What was sent, as what ``leaf`` is."""
+    if _is_key(leaf):
+        data = _with_dtype(array, jax.random.key_data(leaf).dtype)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return _with_dtype(array, leaf.dtype)
+
+
+def _with_dtype(array: Any, dtype: Any) -> Any:
+    if array.dtype == dtype:
+        return array
+    if isinstance(array, jax.Array):
+        return jax.lax.bitcast_convert_type(array, dtype)
+    return array.view(dtype)
+
+
+# Dtypes that the engine does not know; random keys are of the first one.
+_SAME_BITS = {np.dtype("uint32"): np.dtype("int32"), np.dtype("uint64"): np.dtype("int64")}
+_BY_VALUE = (bool, int, float, complex, str, bytes)
+
+
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _describe(leaf: Any) -> Any:
+    """What must be equal on all ranks."""
+    return (leaf.shape, str(leaf.dtype)) if _is_array(leaf) else type(leaf).__name__
+
+
+def _cut(indices: Sequence[int], leaves: Sequence[Any]) -> list[list[int]]:
+    """What is sent together: neighbours, about so many bytes; the last ones first.
+
+    The backward pass comes to the last layers first, as far as a tree is in their order.
+    """
+    buckets: list[list[int]] = []
+    filled = _BUCKET_BYTES
+    for index in reversed(indices):
+        size = leaves[index].size * leaves[index].dtype.itemsize
+        if filled + size > _BUCKET_BYTES:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += size
+    return buckets

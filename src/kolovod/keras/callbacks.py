@@ -1,0 +1,170 @@
+"""Callbacks for ``model.fit``: starting equal, metrics of all ranks, learning rates, best models.
+
+They belong to the Keras that the process has chosen (kolovod.keras.which): Keras 3, or with
+TF_USE_LEGACY_KERAS=1 Keras 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.facts import rank, size
+from kolovod.keras.functions import broadcast_model
+from kolovod.keras.optimizer import Distributed
+from kolovod.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
+from kolovod.keras.which import InOneKeras, backend_of, chosen, is_keras_3
+from kolovod.metrics import average_metrics
+from kolovod.process_sets import ProcessSet
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+_keras: Any = chosen()
+
+
+class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """Gives all ranks the weights and the optimizer's state of one, when training begins.
+
+    Where Keras makes the variables in the first step only (a model of Keras 2 without an input
+    shape), after that step. It also turns off XLA on TensorFlow, which Keras turns on by itself
+    where there is a GPU and which cannot wait for other ranks.
+    """
+
+    def __init__(
+        self,
+        root_rank: int = 0,
+        process_set: ProcessSet | None = None,
+        local_variables: Iterable[Any] = (),
+    ) -> None:
+        """``local_variables``: those that stay as they are."""
+        super().__init__()
+        self.root_rank = root_rank
+        self.process_set = process_set
+        self.local_variables = list(local_variables)
+        self.broadcast_done = False
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave this variable as it is."""
+        self.local_variables.append(variable)
+
+    def set_model(self, model: Any) -> None:
+        """As usual."""
+        super().set_model(model)
+        is_on_tensorflow = is_keras_3(_keras) and backend_of(_keras) == "tensorflow"
+        is_distributed = isinstance(getattr(model, "optimizer", None), Distributed)
+        if is_on_tensorflow and is_distributed and size() > 1 and model.jit_compile:
+            model.jit_compile = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if there are variables."""
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if there were none."""
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self.broadcast_done:
+            return
+        self.broadcast_done = True
+        if self.process_set is None or self.process_set.included():
+            broadcast_model(self.model, self.root_rank, self.process_set, self.local_variables)
+
+
+class MetricAverageCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """Replaces the metrics of each epoch by the means over all ranks.
+
+    Put it before callbacks that look at metrics (early stopping, checkpoints, logs), so that they
+    decide alike on all ranks.
+    """
+
+    def __init__(
+        self,
+        samples: float | None = None,
+        val_samples: float | None = None,
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        """``samples``, ``val_samples``: how many this rank has in an epoch, to weight by them.
+
+        The former for metrics of training, the latter for those of validation, named "val_...".
+        None: all ranks weigh the same.
+        """
+        super().__init__()
+        self.samples = samples
+        self.val_samples = val_samples
+        self.process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average what there is. Raises MismatchError when ranks have different metrics."""
+        if logs is None or (self.process_set is not None and not self.process_set.included()):
+            return
+        for is_val, samples in ((False, self.samples), (True, self.val_samples)):
+            mine = {
+                key: value
+                for key, value in sorted(logs.items())
+                if key.startswith("val_") == is_val and _is_number(value)
+            }
+            weight = 1 if samples is None else samples
+            logs.update(
+                average_metrics(
+                    mine, weight, f"epoch.{'val' if is_val else 'train'}", self.process_set
+                )
+            )
+
+
+class BestModelCheckpoint(InOneKeras, _keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Keeps the best model so far in a file, which rank 0 writes.
+
+    Behind MetricAverageCallback, which makes the ranks agree on what is best.
+    """
+
+    filepath: Any
+
+    def __init__(
+        self,
+        filepath: Any,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+    ) -> None:
+        """See ``keras.callbacks.ModelCheckpoint``. ``filepath`` None: it will be assigned."""
+        suffix = ".weights.h5" if save_weights_only else ".keras"
+        super().__init__(
+            filepath or f"unset{suffix}",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath = filepath and self.filepath
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        if rank() != 0:
+            return
+        if not self.filepath:
+            raise InvalidArgumentError(
+                "BestModelCheckpoint does not know where to write: assign its filepath"
+            )
+        super()._save_model(*args, **kwargs)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str | bytes | None):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,152 @@
+"""Values and variables between ranks, outside of the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kolovod.agreement import agree
+from kolovod.compression import Compression, Compressor, dtype_name
+from kolovod.errors import InvalidArgumentError
+from kolovod.facts import rank
+from kolovod.keras.optimizer import build_in_keras_2
+from kolovod.keras.which import is_keras_3, keras_of
+from kolovod.numpy import collectives
+from kolovod.objects import Objects
+from kolovod.ops import Average
+from kolovod.process_sets import ProcessSet
+
+Array = npt.NDArray[Any]
+
+_objects = Objects(collectives)
+
+
+def to_numpy(value: Any) -> Array:
+    """A number, array, tensor or variable of any of the frameworks, as a dense array.
+
+    Raises InvalidArgumentError for what is none.
+    """
+    if hasattr(value, "detach"):  # PyTorch's
+        value = value.detach().cpu()
+    if hasattr(value, "numpy"):
+        value = value.numpy()
+    array = np.asarray(value)
+    if array.dtype == object or array.dtype.kind in "SU":
+        raise InvalidArgumentError(f"{value!r} is no number, array, tensor or variable")
+    return np.ascontiguousarray(array) if array.ndim else array.copy()
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    op: int = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    compression: type[Compressor] = Compression.none,
+    process_set: ProcessSet | None = None,
+) -> Array:
+    """Combine ``value`` over all ranks; an array. See ``kolovod.allreduce``.
+
+    ``value``: a number, array, tensor or variable of any framework.
+    """
+    small, context = compression.compress(to_numpy(value))
+    scales = prescale_factor, postscale_factor
+    reduced = collectives.allreduce(small, name, op, *scales, process_set)
+    result: Array = compression.decompress(reduced, context)
+    return result
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Array:
+    """The ranks' ``value`` one after the other. See ``kolovod.allgather``."""
+    return collectives.allgather(to_numpy(value), name, process_set)
+
+
+def broadcast(
+    value: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Array:
+    """The ``value`` of ``root_rank``. See ``kolovod.broadcast``."""
+    return collectives.broadcast(to_numpy(value), root_rank, name, process_set)
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: int = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Array:
+    """Of the combined ``value``, the rows of this rank. See ``kolovod.reducescatter``."""
+    scales = prescale_factor, postscale_factor
+    return collectives.reducescatter(to_numpy(value), name, op, *scales, process_set)
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet | None = None
+) -> None:
+    """Give variables the values that they have on ``root_rank``.
+
+    ``variables``: of Keras or TensorFlow, in the same order on all ranks. Raises MismatchError, on
+    every rank, when their number, shapes or dtypes differ between ranks.
+    """
+    variables = list(variables)
+    described = [(str(v.name).split("/")[-1], (tuple(v.shape), dtype_name(v))) for v in variables]
+    agree(_objects, described, "variable", "broadcast_variables", process_set)
+    values = [to_numpy(variable) for variable in variables]
+    handles = [  # as bytes, since NumPy does not know bfloat16
+        collectives.broadcast_async_(
+            value.reshape(-1).view(np.uint8), root_rank, f"variable.{i}", process_set
+        )
+        for i, value in enumerate(values)
+    ]
+    is_root = rank() == root_rank
+    for variable, value, handle in zip(variables, values, handles, strict=True):
+        handle.wait()
+        if not is_root:
+            variable.assign(value)
+
+
+def broadcast_model(
+    model: Any,
+    root_rank: int = 0,
+    process_set: ProcessSet | None = None,
+    local_variables: Iterable[Any] = (),
+) -> None:
+    """Give ``model`` the weights, and its optimizer the state, that they have on ``root_rank``.
+
+    ``model``: built; its optimizer is built here where it is not. The states of random generators
+    stay as they are. ``local_variables``: others that do. Raises InvalidArgumentError for a model
+    that is not built, and MismatchError, on every rank, when the ranks' models differ.
+    """
+    if not model.built:
+        raise InvalidArgumentError(
+            f"{model!r} has no variables yet: call model.build(), or fit with "
+            "BroadcastGlobalVariablesCallback"
+        )
+    optimizer = getattr(model, "optimizer", None)
+    variables = list(model.weights)
+    if optimizer is not None:
+        variables += optimizer_variables(optimizer, model)
+    local = {id(variable) for variable in local_variables}
+    sent = [variable for variable in variables if id(variable) not in local]
+    broadcast_variables(sent, root_rank, process_set)
+
+
+def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:
+    """All that ``optimizer`` keeps between steps; it is built for ``model`` if need be."""
+    keras = keras_of(optimizer)
+    if is_keras_3(keras):
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        return list(optimizer.variables)
+    build_in_keras_2(optimizer, model.trainable_variables)
+    variables = optimizer.variables
+    return list(
+        variables() if isinstance(optimizer, keras.optimizers.legacy.Optimizer) else variables
+    )

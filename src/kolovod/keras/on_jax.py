@@ -1,0 +1,56 @@
+"""What Keras on JAX does with gradients: custom calls of a program, or arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from kolovod.jax.verbs import collectives
+from kolovod.submission import Group
+
+varies = False
+"""Whether a variable may have a gradient in one step and none in the next."""
+
+
+def start(
+    tensors: Sequence[jax.Array],
+    name: str,
+    op: int,
+    scales: tuple[float, float],
+    process_set: Group | None,
+) -> Callable[[], list[jax.Array]]:
+    """Send ``tensors`` as one group; what waits for the results."""
+    if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
+        results = collectives.grouped_allreduce(list(tensors), name, op, *scales, process_set)
+        return lambda: results
+    return collectives.grouped_allreduce_async(list(tensors), name, op, *scales, process_set).wait
+
+
+def is_sparse(grad: Any) -> bool:
+    """Whether it is gathered; none is: what has gaps is sent without them."""
+    return False
+
+
+def dense(grad: Any) -> jax.Array:
+    """Without gaps."""
+    return grad.todense() if hasattr(grad, "todense") else grad
+
+
+def share(size: int, process_set: Group | None) -> float:
+    """One of ``size``."""
+    return 1.0 / size
+
+
+def scaled(grad: Any, factor: float) -> Any:
+    """``factor`` times ``grad``."""
+    return grad * factor
+
+
+def in_last_pass(
+    optimizer: Any, reduced: Callable[[list[Any]], list[Any]], grads: list[Any]
+) -> list[Any]:
+    """Keras computes in every pass what it uses in the last only; we communicate in that one."""
+    last = (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
+    return list(jax.lax.cond(last, reduced, lambda grads: grads, grads))

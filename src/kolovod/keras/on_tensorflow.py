@@ -1,0 +1,114 @@
+"""What Keras on TensorFlow does with gradients: ops of a graph, or eager tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.keras.reducer import Way
+from kolovod.ops import Average
+from kolovod.submission import Group
+from kolovod.tensorflow.differentiable import VerbsOfSet
+from kolovod.tensorflow.verbs import collectives
+
+varies = False
+"""Whether a variable may have a gradient in one step and none in the next."""
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def start(
+    tensors: Sequence[tf.Tensor],
+    name: str,
+    op: int,
+    scales: tuple[float, float],
+    process_set: Group | None,
+) -> Callable[[], list[tf.Tensor]]:
+    """Send ``tensors`` as one group; what waits for the results.
+
+    In a graph they are the outputs of an op, which is known by its place in the graph: the op may
+    be there several times. The scope keeps that place free of Keras's names, which count how many
+    optimizers the process has made.
+    """
+    if tf.executing_eagerly():
+        handle = collectives.grouped_allreduce_async(list(tensors), name, op, *scales, process_set)
+        return handle.wait
+    _refuse_xla()
+    with tf.name_scope(f"kolovod_{name.replace('.', '_')}/"):
+        results = collectives.grouped_allreduce(list(tensors), None, op, *scales, process_set)
+    return lambda: results
+
+
+def is_sparse(grad: Any) -> bool:
+    """Whether it has indices and values, which are gathered."""
+    return isinstance(grad, tf.IndexedSlices)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def gather(grad: tf.IndexedSlices, name: str, share: Any, way: Way) -> Callable[[], Any]:
+    """Send indices and values; a row that several ranks have is there several times."""
+    parts = [grad.values, grad.indices]
+    if tf.executing_eagerly():
+        handle = collectives.grouped_allgather_async(parts, name, way.process_set)
+    else:
+        _refuse_xla()
+        with tf.name_scope(f"kolovod_{name.replace('.', '_')}/"):
+            gathered = collectives.grouped_allgather(parts, None, way.process_set)
+
+    def together() -> tf.IndexedSlices:
+        values, indices = handle.wait() if tf.executing_eagerly() else gathered
+        factor = way.factor * (share if way.op == Average else 1.0)
+        return tf.IndexedSlices(scaled(values, factor), indices, grad.dense_shape)
+
+    return together
+
+
+def either(
+    condition: tf.Tensor, do: Callable[[], Any], otherwise: Callable[[], Any], result: tf.Variable
+) -> tf.Tensor:
+    """``result`` after one of the two."""
+
+    def after(work: Callable[[], Any]) -> tf.Tensor:
+        work()
+        return tf.identity(result)
+
+    return tf.cond(condition, lambda: after(do), lambda: after(otherwise))
+
+
+def dense(grad: Any) -> tf.Tensor:
+    """Without gaps."""
+    return tf.convert_to_tensor(grad)
+
+
+def share(size: int, process_set: Group | None) -> Any:
+    """One of ``size``; in a graph that of the world in which it is run, as float64."""
+    if tf.executing_eagerly():
+        return 1.0 / size
+    return 1.0 / tf.cast(VerbsOfSet(collectives, process_set).size(), tf.float64)
+
+
+def scaled(grad: Any, factor: Any) -> Any:
+    """``factor`` times ``grad``."""
+    return tf.math.scalar_mul(tf.cast(factor, grad.dtype), grad)
+
+
+def in_last_pass(
+    optimizer: Any, reduced: Callable[[list[Any]], list[Any]], grads: list[Any]
+) -> list[Any]:
+    """Keras asks for it in the last of several passes only."""
+    return reduced(grads)
+
+
+def _refuse_xla() -> None:
+    """XLA would say later, and less clearly, that it does not know the op."""
+    try:  # there is no public way to ask
+        from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+    except ImportError:
+        return
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise InvalidArgumentError(
+            "XLA on TensorFlow cannot wait for other ranks: give jit_compile=False to "
+            "model.compile() or tf.function()"
+        )

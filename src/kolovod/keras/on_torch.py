@@ -1,0 +1,63 @@
+"""What Keras on PyTorch does with gradients: tensors, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kolovod.submission import Group
+from kolovod.torch.verbs import collectives
+
+varies = True
+"""Whether a variable may have a gradient in one step and none in the next."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def start(
+    tensors: Sequence[torch.Tensor],
+    name: str,
+    op: int,
+    scales: tuple[float, float],
+    process_set: Group | None,
+) -> Callable[[], list[torch.Tensor]]:
+    """Send ``tensors`` as one group, to be overwritten; what waits for the results."""
+    return collectives.grouped_allreduce_async_(list(tensors), name, op, *scales, process_set).wait
+
+
+def is_sparse(grad: Any) -> bool:
+    """Whether it is gathered; none is: what has gaps is sent without them."""
+    return False
+
+
+def dense(grad: torch.Tensor) -> torch.Tensor:
+    """Without gaps."""
+    return grad.to_dense() if grad.layout is not torch.strided else grad
+
+
+def zeros(variable: Any) -> torch.Tensor:
+    """For a variable that has no gradient in this step."""
+    return torch.zeros_like(variable.value, requires_grad=False)
+
+
+def share(size: int, process_set: Group | None) -> float:
+    """One of ``size``."""
+    return 1.0 / size
+
+
+def scaled(grad: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor`` times ``grad``."""
+    return grad * factor
+
+
+def flags(present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
+    """Which gradients there are, to be added up over ranks."""
+    return torch.tensor(present, dtype=torch.float32, device=like.device)
+
+
+def in_last_pass(
+    optimizer: Any, reduced: Callable[[list[Any]], list[Any]], grads: list[Any]
+) -> list[Any]:
+    """Keras asks for it in the last of several passes only."""
+    return reduced(grads)

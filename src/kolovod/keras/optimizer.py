@@ -1,0 +1,292 @@
+"""DistributedOptimizer: any optimizer of Keras, stepping with all ranks' gradients."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+
+from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.errors import InvalidArgumentError
+from kolovod.keras.reducer import GradientReducer, Way
+from kolovod.keras.which import backend_of, is_keras_3, keras_of
+from kolovod.ops import Average, Sum
+from kolovod.process_sets import ProcessSet
+from kolovod.world import current
+
+O = TypeVar("O")  # noqa: E741
+
+_SET_BY_SCALERS = ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
+"""What Keras 3's and Keras 2's LossScaleOptimizer set in the optimizer that they are put around."""
+
+
+class Distributed:
+    """What ``DistributedOptimizer`` adds to the class of the optimizer that it is given."""
+
+    _kolovod_base: type
+    _kolovod_reducer: GradientReducer
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """A plain optimizer of the original class: what is made anew has no world."""
+        return cls._kolovod_base.from_config(config, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave this variable's gradient to each rank; before the first step, on all ranks."""
+        self._kolovod_reducer.local_sources += _checked_sources([variable])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As usual; and notice that a LossScaleOptimizer is put around this one.
+
+        It looks for infinities before it calls this one, and all ranks must see the same: so it is
+        that one which combines the gradients from then on.
+        """
+        super().__setattr__(name, value)
+        reducer = self.__dict__.get("_kolovod_reducer")
+        if name not in _SET_BY_SCALERS or reducer is None or reducer.is_idle:
+            return
+        scaler, keras = sys._getframe(1).f_locals.get("self"), keras_of(self)
+        is_scaler = isinstance(scaler, keras.mixed_precision.LossScaleOptimizer)
+        if is_scaler and not isinstance(scaler, Distributed):
+            self._kolovod_reducer = GradientReducer(reducer.way, reducer.backend, reducer._key)
+            self._kolovod_reducer.is_idle = True
+            _adopt(scaler, reducer, keras)
+
+
+class InKeras3(Distributed):
+    """For an optimizer of Keras 3."""
+
+    # Keras's own optimizer is not known to the type checker.
+    built: bool
+    gradient_accumulation_steps: int | None
+    _trainable_variables: list[Any]
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Combine the ranks' gradients, then apply them as usual."""
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        variables = (
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
+        if len(grads) == len(variables):  # else Keras says what is wrong
+            reducer = self._kolovod_reducer
+            if self.gradient_accumulation_steps:
+                grads = reducer.filled(grads, variables)
+            else:
+                grads = reducer.reduced(grads, variables)
+        super().apply(grads, trainable_variables)  # type: ignore[misc]
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
+    ) -> Any:
+        """As usual. That of a LossScaleOptimizer does not come to ``apply``."""
+        if hasattr(self, "inner_optimizer") and len(grads) == len(self._trainable_variables):
+            grads = self._kolovod_reducer.reduced(grads, self._trainable_variables)
+        return super().stateless_apply(  # type: ignore[misc]
+            optimizer_variables, grads, trainable_variables
+        )
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Sequence[Any]) -> None:
+        self._kolovod_reducer.latest = trainable_variables
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """Keras comes here with the mean over several passes: only that is sent."""
+        if self.gradient_accumulation_steps:
+            reducer = self._kolovod_reducer
+
+            def reduced(grads: list[Any]) -> list[Any]:
+                return reducer.reduced(grads, reducer.latest)
+
+            if not reducer.is_idle:
+                grads = reducer.backend.in_last_pass(self, reduced, list(grads))
+        return super()._clip_gradients(grads)  # type: ignore[misc]
+
+
+class InKeras2(Distributed):
+    """For an optimizer of Keras 2, a legacy one too."""
+
+    iterations: Any
+    _kolovod_passes: Any = None  # a LocalAggregation, where there are several
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        """Combine the ranks' gradients, then apply them as usual."""
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        reducer = self._kolovod_reducer
+        grads = [grad for grad, _ in pairs]
+
+        def applied() -> Any:
+            combined = list(zip(grads, variables, strict=True))
+            return super(InKeras2, self).apply_gradients(  # type: ignore[misc]
+                combined, *args, **kwargs
+            )
+
+        if reducer.is_idle or self._kolovod_passes is None:
+            grads = reducer.reduced(grads, variables)
+            return applied()
+        grads, is_last = self._kolovod_passes.add(grads, variables)
+        build_in_keras_2(self, variables)  # which cannot be done in a branch
+        return reducer.backend.either(
+            is_last, applied, lambda: self.iterations.assign_add(1), self.iterations
+        )
+
+
+def DistributedOptimizer(
+    optimizer: O,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    *,
+    average_aggregated_gradients: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    sparse_as_dense: bool = False,
+    local_sources: Iterable[Any] = (),
+    scale_local_gradients: bool = True,
+) -> O:
+    """Make ``optimizer`` step with the gradients averaged over all ranks, and return it.
+
+    ``optimizer``: of Keras 3 on TensorFlow, PyTorch or JAX, or of Keras 2 (tf_keras), before or
+    after it was built. The object stays what it was, an instance of its own class too, and keeps
+    its state; a model saved with it is read by any Keras. In a world of one nothing is added.
+
+    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+    ``backward_passes_per_step``: gradients of so many steps of Keras are summed locally, then sent
+    and applied; in Keras 3 this is its own ``gradient_accumulation_steps``, which an optimizer that
+    was built already must have been made with. ``average_aggregated_gradients``: their mean.
+    ``op``: Average or Sum.
+    ``process_set``: its members average among themselves, other ranks step with their own
+    gradients. None: all ranks.
+    ``gradient_predivide_factor``: with Average, divide gradients by it before they are added up,
+    and the sum by what is left of the number of ranks: to keep float16 within its range.
+    ``groups``: variables whose gradients travel together: how many groups (neighbours in the
+    model), or lists of variables; others are grouped by size. None: all by size.
+    ``sparse_as_dense``: send sparse gradients with all their zeros.
+    ``local_sources``: variables, or layers, whose gradients stay the rank's own, divided by the
+    number of ranks unless ``scale_local_gradients`` is False, so that they weigh as others do.
+
+    Raises InvalidArgumentError for arguments that cannot work, NotInitializedError before
+    ``init()``.
+    """
+    keras = keras_of(optimizer)
+    if isinstance(optimizer, Distributed):
+        raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+    if op not in (Average, Sum):
+        raise InvalidArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
+    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != Average):
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor is {gradient_predivide_factor!r}: give a number above 0, "
+            "and other than 1 only with op Average"
+        )
+    check_compression(compression)
+    passes = backward_passes_per_step
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+    is_right = isinstance(groups, list | tuple) or groups is None
+    if not is_right and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 0):
+        raise InvalidArgumentError(
+            f"groups is {groups!r}: give a number >= 0, or lists of variables"
+        )
+    current()  # raises where there is no world
+    takes_mean = average_aggregated_gradients
+    factor = _accumulating(optimizer, passes, takes_mean) if is_keras_3(keras) else 1.0
+    way = Way(
+        compression,
+        op,
+        gradient_predivide_factor,
+        factor,
+        groups,
+        process_set,
+        scale_local_gradients,
+        sparse_as_dense,
+    )
+    backend = importlib.import_module(f"kolovod.keras.on_{backend_of(keras)}")
+    key = optimizer._var_key if is_keras_3(keras) else _key_in_keras_2  # type: ignore[attr-defined]
+    reducer = GradientReducer(way, backend, key)
+    reducer.local_sources += _checked_sources(local_sources)
+    adopted = _adopt(optimizer, reducer, keras)
+    if passes > 1 and isinstance(adopted, InKeras2):
+        adopted._kolovod_passes = _summing_in_keras_2(passes, reducer, takes_mean)
+    return adopted
+
+
+def _adopt(optimizer: O, reducer: GradientReducer, keras: ModuleType) -> O:
+    base: Any = type(optimizer)
+    optimizer.__class__ = _class_for(base, keras)
+    assert isinstance(optimizer, Distributed)
+    optimizer._kolovod_reducer = reducer
+    return optimizer
+
+
+@functools.cache
+def _class_for(base: type, keras: ModuleType) -> type:
+    """``base`` with what we add, under the names by which Keras, reading a file, finds ``base``."""
+    addition = InKeras3 if is_keras_3(keras) else InKeras2
+    name = base.__name__
+    if base.__module__.split(".")[0] != keras.__name__:  # perhaps registered under another name
+        name = getattr(keras, "saving", keras.utils).get_registered_name(base)
+    fields: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_kolovod_base": base,
+    }
+    if backend_of(keras) == "tensorflow":  # AutoGraph, which rewrites functions, leaves it alone
+        keep = importlib.import_module("tensorflow").autograph.experimental.do_not_convert
+        for method in ("apply", "apply_gradients"):
+            if method in vars(addition):
+                fields[method] = keep(vars(addition)[method])
+    return type(name, (addition, base), fields)
+
+
+def _key_in_keras_2(variable: Any) -> Any:
+    return variable.ref()
+
+
+def _checked_sources(sources: Iterable[Any]) -> list[Any]:
+    found = list(sources)
+    for source in found:
+        if not (hasattr(source, "trainable_weights") or hasattr(source, "assign")):
+            raise InvalidArgumentError(
+                f"local_sources contains {source!r}: give variables, or layers of Keras"
+            )
+    return found
+
+
+def _summing_in_keras_2(passes: int, reducer: GradientReducer, takes_mean: bool) -> Any:
+    from kolovod.tensorflow.aggregation import LocalAggregation
+
+    way = reducer.way
+    return LocalAggregation(passes, reducer.reduced, takes_mean, way.sparse_as_dense)
+
+
+def build_in_keras_2(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Make what the optimizer keeps between steps, unless it is there."""
+    init_scope = importlib.import_module("tensorflow").init_scope
+    with init_scope():
+        if hasattr(optimizer, "_create_all_weights"):  # a legacy one
+            optimizer._create_all_weights(list(variables))
+        else:
+            optimizer.build(list(variables))
+
+
+def _accumulating(optimizer: Any, passes: int, takes_mean: bool) -> float:
+    """Have ``optimizer`` add up ``passes`` gradients; what their combination is multiplied with."""
+    if passes == 1:
+        return 1.0
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    own = optimizer.gradient_accumulation_steps
+    if own not in (None, passes) or (own is None and optimizer.built):
+        raise InvalidArgumentError(
+            f"backward_passes_per_step is {passes}, but the optimizer, "
+            f"{'built already' if own is None else 'made'} with gradient_accumulation_steps={own}, "
+            f"adds up otherwise: make it with gradient_accumulation_steps={passes}"
+        )
+    optimizer.gradient_accumulation_steps = passes
+    return 1.0 if takes_mean else float(passes)  # Keras takes the mean

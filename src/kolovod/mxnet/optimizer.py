@@ -1,0 +1,107 @@
+"""DistributedOptimizer: any MXNet optimizer, updating with all ranks' gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mxnet as mx
+
+from kolovod.compression import Compression, Compressor
+from kolovod.errors import InvalidArgumentError
+from kolovod.mxnet.gradients import Gradient, GradientReducer, check_process_set, way_of
+from kolovod.mxnet.verbs import collectives
+from kolovod.ops import Average
+from kolovod.process_sets import ProcessSet
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxnet is untyped
+    """``optimizer``, which averages each gradient over the ranks before it updates a parameter.
+
+    For ``mx.mod.Module`` and loops that call an updater. With Gluon use ``DistributedTrainer``,
+    which sends gradients while others are still computed; here each update waits. All attributes
+    (``rescale_grad``, ``lr_mult``, ...) are those of ``optimizer``. Averages are of the ranks'
+    gradients, so a ``rescale_grad`` of one divided by the batch of one rank is right.
+
+    Ranks must update the same parameters in the same order. It can be pickled with its optimizer,
+    as ``save_optimizer_states`` does, unless it works in a process set, which ends with the world.
+    """
+
+    def __init__(
+        self,
+        optimizer: mx.optimizer.Optimizer,
+        compression: type[Compressor] = Compression.none,
+        op: int = Average,
+        process_set: ProcessSet | None = None,
+        *,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+    ) -> None:
+        """``process_set``, ``gradient_predivide_factor``, ``prefix``: see DistributedTrainer.
+
+        Raises InvalidArgumentError for arguments that cannot work.
+        """
+        if not isinstance(optimizer, mx.optimizer.Optimizer):
+            raise InvalidArgumentError(
+                f"optimizer is {optimizer!r}: give one of mx.optimizer, such as "
+                "mx.optimizer.create('sgd')"
+            )
+        if isinstance(optimizer, DistributedOptimizer):
+            raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
+        check_process_set(process_set)
+        way = way_of(compression, op, gradient_predivide_factor, 0)
+        own = {
+            "_kolovod_optimizer": optimizer,
+            "_kolovod_options": (compression, op, gradient_predivide_factor, prefix),
+            "_kolovod_set": process_set,
+            "_kolovod_reducer": GradientReducer(
+                collectives, way, process_set, f"{prefix or ''}optimizer."
+            ),
+        }
+        self.__dict__.update(own)  # not through __setattr__, which is the optimizer's
+
+    def __getattribute__(self, name: str) -> Any:
+        """What is not of this class itself is the optimizer's, whatever mx.optimizer has for it."""
+        if name in ("update", "update_multi_precision") or name.startswith(("_kolovod", "__")):
+            return super().__getattribute__(name)
+        return getattr(self._kolovod_optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Everything that is set is the optimizer's."""
+        setattr(self._kolovod_optimizer, name, value)
+
+    def __reduce__(self) -> Any:
+        """Wrap again when loaded, so that nobody goes on alone."""
+        if self._kolovod_set is not None:
+            raise InvalidArgumentError(
+                f"this optimizer works in {self._kolovod_set}, which ends with the world: save "
+                "the states without the optimizer (dump_optimizer=False)"
+            )
+        return _loaded, (self._kolovod_optimizer, *self._kolovod_options)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average ``grad`` (an array or several), then let the optimizer update."""
+        self._kolovod_average(index, grad)
+        self._kolovod_optimizer.update(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """``update``, with a float32 copy of float16 parameters if the optimizer has one."""
+        self._kolovod_average(index, grad)
+        self._kolovod_optimizer.update_multi_precision(index, weight, grad, state)
+
+    def _kolovod_average(self, index: Any, grad: Any) -> None:
+        if not isinstance(index, list | tuple):
+            index, grad = [index], [grad]
+        pairs = zip(index, grad, strict=True)
+        self._kolovod_reducer.reduce([Gradient(str(i), [array]) for i, array in pairs])
+
+
+def _loaded(
+    optimizer: mx.optimizer.Optimizer,
+    compression: type[Compressor],
+    op: int,
+    factor: float,
+    prefix: str | None,
+) -> DistributedOptimizer:
+    return DistributedOptimizer(
+        optimizer, compression, op, gradient_predivide_factor=factor, prefix=prefix
+    )

@@ -1,0 +1,145 @@
+"""Kolovod as one of MXNet's key-value stores, for scripts that are written with those.
+
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=mx.kv.create("kolovod"))
+
+As MXNet's own distributed stores do, it adds gradients up: ``trainer.step(batch_size)`` takes the
+batch of all ranks together. ``DistributedTrainer`` averages, and overlaps with backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import mxnet as mx
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.mxnet.gradients import Gradient, GradientReducer, Way
+from kolovod.mxnet.verbs import MxnetCollectives, collectives
+from kolovod.ops import Sum
+
+Arrays: TypeAlias = "mx.nd.NDArray | Sequence[mx.nd.NDArray]"
+
+
+class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
+    """The store; all ranks of the world (or of a process set) call it alike.
+
+    There is no server: parameters are updated by each rank, so it takes no optimizer.
+    """
+
+    def __init__(
+        self,
+        process_set: Any = None,
+        way: Way | None = None,
+        prefix: str = "",
+        verbs: MxnetCollectives = collectives,
+    ) -> None:
+        """``way``: None for sums as they are."""
+        self.reducer = GradientReducer(verbs, way or Way(op=Sum), process_set, prefix or "kvstore.")
+        self._verbs = verbs
+        self._set = process_set
+        self._prefix = prefix or "kvstore."
+
+    @property
+    def type(self) -> str:
+        """Its name."""
+        return "kolovod"
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank. Raises NotInitializedError."""
+        return self._verbs.membership(self._set).rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many ranks there are. Raises NotInitializedError."""
+        return self._verbs.membership(self._set).size
+
+    def broadcast(
+        self, key: int | str, value: mx.nd.NDArray, out: Arrays, priority: int = 0
+    ) -> None:
+        """Put the first rank's ``value`` into ``out``; ``priority`` is of no use here."""
+        if self.reducer.is_member():
+            root = self._set.ranks[0] if self._set else 0
+            name = f"{self._prefix}parameter.{key}"
+            value = self._verbs.broadcast(value, root, name, self._set)
+        for array in _several(out):
+            value.copyto(array)
+
+    def pushpull(
+        self, key: int | str, value: Arrays, out: Arrays | None = None, priority: int = 0
+    ) -> None:
+        """Put the sum of all ranks' ``value`` into ``out``, None: into ``value``.
+
+        ``value``: an array, or one for each of this rank's devices. ``priority`` is of no use here.
+        """
+        values = _several(value)
+        outputs = values if out is None else _several(out)
+        if out is not None:
+            values = [values[0].copy(), *values[1:]]
+        self.reducer.reduce([Gradient(str(key), values)])
+        for array in outputs:
+            if array is not values[0]:
+                values[0].copyto(array)
+
+    @staticmethod
+    def is_capable(capability: str) -> bool:
+        """Whether the store has an optimizer: it has not. Raises ValueError for other questions."""
+        if capability.lower() == mx.kv.KVStoreBase.OPTIMIZER:
+            return False
+        raise InvalidArgumentError(f"capability is {capability!r}: only 'optimizer' is known")
+
+    def init(self, key: int | str, value: Any) -> NoReturn:
+        """Raises InvalidArgumentError: only ``mx.mod.Module`` asks a store without optimizer so."""
+        raise InvalidArgumentError(
+            "the store 'kolovod' works with gluon.Trainer: give a Module kvstore=None, "
+            "optimizer=kolovod.mxnet.DistributedOptimizer(...), and the arg_params and aux_params "
+            "that broadcast_parameters() has made equal"
+        )
+
+    def set_optimizer(self, optimizer: Any) -> NoReturn:
+        """Raises InvalidArgumentError: each rank updates its parameters."""
+        raise _no_optimizer()
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> NoReturn:
+        """Raises InvalidArgumentError: ``Trainer.save_states`` has them."""
+        raise _no_optimizer()
+
+    def load_optimizer_states(self, fname: str) -> NoReturn:
+        """Raises InvalidArgumentError: ``Trainer.load_states`` takes them."""
+        raise _no_optimizer()
+
+    def set_gradient_compression(self, compression_params: Any) -> NoReturn:
+        """Raises InvalidArgumentError: MXNet's compressions are its own stores'."""
+        raise InvalidArgumentError(
+            f"compression_params is {compression_params!r}, which only MXNet's own stores know: "
+            "use DistributedTrainer(compression=Compression.fp16)"
+        )
+
+
+def _several(arrays: Arrays) -> list[mx.nd.NDArray]:
+    return list(arrays) if isinstance(arrays, list | tuple) else [arrays]
+
+
+def _no_optimizer() -> InvalidArgumentError:
+    return InvalidArgumentError(
+        "the store 'kolovod' has no optimizer: leave update_on_kvstore at None or False"
+    )
+
+
+def register() -> None:
+    """Make ``mx.kv.create("kolovod")`` and the name itself work.
+
+    Of a name without "dist" MXNet thinks that a rank with one device needs no store, and would
+    train alone without a word; its releases have ended, so this stays as it is.
+    """
+    mx.kv.KVStoreBase.register(Kolovod)
+    for module in (mx.model, mx.gluon.trainer, mx.module.module):
+        original = module._create_kvstore
+
+        def create(kvstore: Any, *arguments: Any, original: Any = original) -> Any:
+            if isinstance(kvstore, str) and kvstore.lower() == "kolovod":
+                kvstore = mx.kv.create(kvstore)
+            return original(kvstore, *arguments)
+
+        module._create_kvstore = create

@@ -1,0 +1,79 @@
+"""DistributedTrainer: Gluon's Trainer, stepping with all ranks' gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mxnet as mx
+
+from kolovod.compression import Compression, Compressor
+from kolovod.errors import InvalidArgumentError
+from kolovod.mxnet.gradients import Gradient, check_process_set, way_of
+from kolovod.mxnet.optimizer import DistributedOptimizer
+from kolovod.mxnet.store import Kolovod
+from kolovod.ops import Average
+from kolovod.process_sets import ProcessSet
+
+
+class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is untyped
+    """``gluon.Trainer`` that averages gradients over the ranks before it updates parameters.
+
+    ``step(batch_size)`` takes this rank's part of the batch: a rank's gradient is a sum over its
+    samples, the average over the ranks is divided by ``batch_size`` (by ``rescale_grad``). So
+    ranks with equally many samples step as one process would with all of them. Between
+    ``allreduce_grads()`` and ``update(batch_size)`` gradients are averages, to be clipped.
+
+    Gradients travel in buckets, the last layer's first, while MXNet computes those before. At the
+    first step parameters become those of the first rank; ``broadcast_parameters`` makes them equal
+    before the first forward.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: dict[str, Any] | None = None,
+        compression: type[Compressor] = Compression.none,
+        op: int = Average,
+        process_set: ProcessSet | None = None,
+        *,
+        gradient_predivide_factor: float = 1.0,
+        groups: int = 0,
+        prefix: str | None = None,
+    ) -> None:
+        """``params``, ``optimizer`` and ``optimizer_params`` are Gluon's.
+
+        ``process_set``: ranks outside of it step with their own gradients.
+        ``gradient_predivide_factor``: gradients are divided by it before they are added up, and
+        multiplied after; with op Average. ``groups``: so many groups of neighbouring gradients
+        travel whole; 0: buckets of about 1 MiB. ``prefix``: begins the operations' names, for
+        trainers that ranks use in different orders.
+
+        Raises InvalidArgumentError for arguments that cannot work; a step raises it for sparse
+        gradients, and MismatchError, on every rank, when the ranks' parameters differ.
+        """
+        if isinstance(optimizer, DistributedOptimizer):
+            raise InvalidArgumentError(
+                "the optimizer is a DistributedOptimizer, which averages gradients, too: give the "
+                "one that it was made of"
+            )
+        check_process_set(process_set)
+        way = way_of(compression, op, gradient_predivide_factor, groups)
+        self._kolovod_store = Kolovod(process_set, way, f"{prefix or ''}trainer.")
+        super().__init__(
+            params,
+            optimizer,
+            optimizer_params,
+            kvstore=self._kolovod_store,
+            update_on_kvstore=False,
+        )
+
+    def _allreduce_grads(self) -> None:
+        """Gluon calls it in ``step`` and ``allreduce_grads``."""
+        self._kolovod_store.reducer.reduce_all(
+            [
+                Gradient(parameter.name, parameter.list_grad())
+                for parameter in self._params
+                if parameter.grad_req != "null"
+            ]
+        )

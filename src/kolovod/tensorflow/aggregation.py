@@ -1,0 +1,103 @@
+"""Adding up the gradients of several backward passes before they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.tensorflow.exchange import Gradient, variable_of
+
+Combine = Callable[[Sequence[Gradient], Sequence[Any]], list[Gradient]]
+
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+
+class LocalAggregation:
+    """Sums of gradients, one for each source, and a count of passes; all are tf.Variables.
+
+    So it works within a ``tf.function`` too, where every pass runs the same graph: which pass is
+    the last is decided while it runs, by a count that is the same on all ranks.
+    """
+
+    def __init__(
+        self, passes: int, combine: Combine, average: bool = False, sparse_as_dense: bool = False
+    ) -> None:
+        """``combine`` the sums of ``passes`` passes over the ranks; ``average`` divides them."""
+        self._passes = checked_passes(passes)
+        self._combine = combine
+        self._average = average
+        self._sparse_as_dense = sparse_as_dense
+        self._sums: dict[int, tf.Variable] = {}
+        self._sources: list[Any] = []  # keeps the ids above taken
+        self._count: tf.Variable | None = None
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The count of passes and the sums, as far as they have been needed yet."""
+        return [*([] if self._count is None else [self._count]), *self._sums.values()]
+
+    @_as_it_is  # type: ignore[untyped-decorator]
+    def add(
+        self, gradients: Sequence[Gradient], sources: Sequence[Any]
+    ) -> tuple[list[Gradient], tf.Tensor]:
+        """Add one pass. The gradients to step with, and whether to: a bool, scalar.
+
+        In the last pass these are the sums combined over the ranks, before it the sums so far.
+        Raises InvalidArgumentError for sparse gradients unless ``sparse_as_dense``.
+        """
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        sums = [self._sum_for(gradients[i], sources[i]) for i in present]
+        count = self._counter()
+        for i, total in zip(present, sums, strict=True):
+            total.assign_add(tf.convert_to_tensor(gradients[i]))
+        is_last = tf.equal(count.assign_add(1), self._passes)
+
+        def send() -> list[tf.Tensor]:
+            own = [total.read_value() for total in sums]
+            if self._average:
+                own = [total / tf.cast(self._passes, total.dtype) for total in own]
+            combined = self._combine(own, [sources[i] for i in present])
+            with tf.control_dependencies(own):
+                count.assign(0)
+                for total in sums:
+                    total.assign(tf.zeros_like(total))
+            return [tf.convert_to_tensor(gradient) for gradient in combined]
+
+        def wait() -> list[tf.Tensor]:
+            return [total.read_value() for total in sums]
+
+        flat = tf.cond(is_last, send, wait) if present else []
+        results: list[Gradient] = [None] * len(gradients)
+        for i, gradient in zip(present, flat, strict=True):
+            results[i] = gradient
+        return results, is_last
+
+    def _counter(self) -> tf.Variable:
+        if self._count is None:
+            with tf.init_scope():
+                self._count = tf.Variable(0, trainable=False, name="passes")
+        return self._count
+
+    def _sum_for(self, gradient: Gradient, source: Any) -> tf.Variable:
+        if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
+            raise InvalidArgumentError(
+                "backward_passes_per_step above 1 needs dense gradients, but that of a variable of "
+                f"shape {tuple(source.shape)} is sparse: give sparse_as_dense=True"
+            )
+        key = id(variable_of(source))
+        if key not in self._sums:
+            with tf.init_scope():
+                zeros = tf.zeros(source.shape, gradient.dtype)
+                self._sums[key] = tf.Variable(zeros, trainable=False, name="sum_of_gradients")
+            self._sources.append(source)
+        return self._sums[key]
+
+
+def checked_passes(passes: int) -> int:
+    """``backward_passes_per_step``, or InvalidArgumentError."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+    return passes

@@ -1,0 +1,78 @@
+"""How a verb becomes a function that TensorFlow's tapes can differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from kolovod.process_sets import number_of
+from kolovod.submission import Group
+from kolovod.tensorflow import gradients, graph
+from kolovod.tensorflow.gradients import Tensors
+
+if TYPE_CHECKING:
+    from kolovod.tensorflow.verbs import TensorflowCollectives
+
+
+class VerbsOfSet:
+    """The verbs on one process set in the mode of the moment, as gradients need them."""
+
+    def __init__(self, verbs: TensorflowCollectives, process_set: Group | None) -> None:
+        self._verbs = verbs
+        self._set = process_set
+
+    @property
+    def in_graph(self) -> bool:
+        return not tf.executing_eagerly()
+
+    def number(self) -> int:
+        """The set's. Raises InvalidArgumentError if this rank is not in it."""
+        return number_of(self._set)
+
+    def allreduce(
+        self, tensors: Tensors, name: str | None, op: int, scales: tuple[float, float]
+    ) -> list[tf.Tensor]:
+        return self._verbs.grouped_allreduce(list(tensors), name, op, *scales, self._set)
+
+    def allgather(self, tensors: Tensors, name: str | None) -> list[tf.Tensor]:
+        return self._verbs.grouped_allgather(list(tensors), name, self._set)
+
+    def alltoall(self, tensor: tf.Tensor, splits: Any, name: str | None) -> tf.Tensor:
+        return self._verbs.alltoall(tensor, splits, name, self._set)[0]
+
+    def rank(self) -> Any:
+        return (
+            graph.fact("rank", self.number())
+            if self.in_graph
+            else self._verbs.membership(self._set).rank
+        )
+
+    def size(self) -> Any:
+        return (
+            graph.fact("size", self.number())
+            if self.in_graph
+            else self._verbs.membership(self._set).size
+        )
+
+
+def differentiable(
+    run: Callable[[Tensors], list[tf.Tensor]],
+    formula: Callable[[list[int], list[tf.Tensor]], list[tf.Tensor]],
+    tensors: Sequence[Any],
+) -> list[tf.Tensor]:
+    """``run(tensors)``, whose gradients are made by ``formula`` (see gradients.of_group)."""
+    if not tensors:
+        return []
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def made(*inputs: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        outputs = run(inputs)
+
+        def gradient(*upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
+            return gradients.of_group(outputs, upstream, formula)
+
+        return outputs, gradient
+
+    return list(made(*tensors))

@@ -1,0 +1,250 @@
+"""A step's gradients, made those of all ranks: what tapes and optimizers have in common.
+
+Dense gradients travel in buckets of about 1 MiB, each an op of its own whose result nobody waits
+for but those who use it: in a ``tf.function`` a bucket is on its way while backward computes the
+next. Buckets are cut from the last source to the first, the order in which backward finishes, and
+are the same on all ranks since the sources are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.errors import InvalidArgumentError
+from kolovod.ops import Adasum, Average, Sum
+from kolovod.process_sets import ProcessSet
+from kolovod.tensorflow.differentiable import VerbsOfSet
+from kolovod.tensorflow.gradients import scaled
+from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
+
+_BUCKET_BYTES = 1 << 20
+
+Gradient = Any
+"""A tf.Tensor, tf.IndexedSlices, or None where the target does not depend on the source."""
+
+
+class SparseOpError(InvalidArgumentError, NotImplementedError):
+    """Sparse gradients can be added up and averaged, nothing else."""
+
+
+class GradientExchange:
+    """Combines gradients over the ranks: ``exchange(gradients, sources)``. See ``__init__``."""
+
+    def __init__(
+        self,
+        compression: type[Compressor] = Compression.none,
+        op: int = Average,
+        process_set: ProcessSet | None = None,
+        *,
+        gradient_predivide_factor: float = 1.0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        sparse_as_dense: bool = False,
+        local_sources: Iterable[Any] = (),
+        scale_local_gradients: bool = True,
+        verbs: TensorflowCollectives = collectives,
+    ) -> None:
+        """See ``DistributedGradientTape``. Raises InvalidArgumentError."""
+        if op not in (Average, Sum, Adasum):
+            raise InvalidArgumentError(
+                f"op is {op!r}: gradients are combined by Average, Sum or Adasum"
+            )
+        factor = gradient_predivide_factor
+        if not factor > 0 or (factor != 1.0 and op != Average):
+            raise InvalidArgumentError(
+                f"gradient_predivide_factor is {factor!r}: give a number above 0, and other than "
+                "1 only with op Average"
+            )
+        if process_set is not None and not isinstance(process_set, ProcessSet):
+            raise InvalidArgumentError(
+                f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() makes it"
+            )
+        if _is_local_source(local_sources):
+            raise InvalidArgumentError(
+                f"local_sources is a {type(local_sources).__name__}: give a list of such"
+            )
+        check_compression(compression)
+        self.op, self.process_set, self.verbs = op, process_set, verbs
+        self._compression = compression
+        self._scales = 1.0 / factor, factor
+        self._groups = checked_groups(groups)
+        self._sparse_as_dense = sparse_as_dense
+        self._scale_local = scale_local_gradients
+        self._local = list(local_sources)
+        for source in self._local:
+            _check_local(source)
+
+    def add_local(self, source: Any) -> None:
+        """Leave the gradient of ``source`` (or of a layer's weights) to this rank alone."""
+        _check_local(source)
+        self._local.append(source)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank takes part. Raises InvalidArgumentError for a set not added."""
+        process_set = self.process_set
+        if process_set is None:
+            return True
+        if process_set.process_set_id is None:
+            process_set.membership()
+        return process_set.included()
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return self.verbs.membership(self.process_set).size
+
+    def __call__(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
+        """The combined gradients, in the order given.
+
+        ``gradients``: of ``sources``, each of its source's shape. All ranks give the same sources,
+        and None for the same ones.
+        """
+        results = list(gradients)
+        if not self.is_member:
+            return results
+        if self.size == 1 and tf.executing_eagerly():  # a graph may be used in another world, too
+            return results
+        local = {id(variable_of(source)) for source in self._all_local()}
+        dense, sparse = [], []
+        for i, (gradient, source) in enumerate(zip(gradients, sources, strict=True)):
+            if gradient is None:
+                continue
+            if id(variable_of(source)) in local:
+                results[i] = self._divided(gradient) if self._scale_local else gradient
+            elif not isinstance(gradient, tf.IndexedSlices):
+                dense.append(i)
+            elif self._sparse_as_dense:
+                results[i] = tf.convert_to_tensor(gradient)
+                dense.append(i)
+            else:
+                sparse.append(i)
+        for bucket in self._buckets(dense, results, sources):
+            self._combine(bucket, results)
+        if sparse:
+            self._combine_sparse(sparse, results)
+        return results
+
+    def _all_local(self) -> Iterator[Any]:
+        for source in self._local:  # a layer has its weights only once it is built
+            yield from getattr(source, "trainable_weights", [source])
+
+    def _combine(self, bucket: list[int], results: list[Gradient]) -> None:
+        small = [self._compression.compress(results[i]) for i in bucket]
+        combined = self.verbs.grouped_allreduce(
+            [tensor for tensor, _ in small], None, self.op, *self._scales, self.process_set
+        )
+        for i, tensor, (_, context) in zip(bucket, combined, small, strict=True):
+            results[i] = self._compression.decompress(tensor, context)
+
+    def _combine_sparse(self, indices: list[int], results: list[Gradient]) -> None:
+        """Gather values and indices: a row that several ranks have is there several times."""
+        if self.op not in (Average, Sum):
+            raise SparseOpError(
+                "op Adasum cannot combine sparse gradients: give sparse_as_dense=True"
+            )
+        # Outside of graphs all are there already, so that one operation takes them.
+        for part in [indices] if tf.executing_eagerly() else [[i] for i in reversed(indices)]:
+            slices = [results[i] for i in part]
+            combined = self.verbs.grouped_allreduce(
+                slices, op=self.op, process_set=self.process_set
+            )
+            for i, together in zip(part, combined, strict=True):
+                results[i] = together
+
+    def _divided(self, gradient: Gradient) -> Gradient:
+        """By the number of ranks: in a graph by that of the time when it is run."""
+        members = VerbsOfSet(self.verbs, self.process_set)
+        if not isinstance(gradient, tf.IndexedSlices):
+            return scaled(gradient, Average, (1.0, 1.0), members)
+        values = scaled(gradient.values, Average, (1.0, 1.0), members)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+    def _buckets(
+        self, dense: list[int], gradients: list[Gradient], sources: Sequence[Any]
+    ) -> list[list[int]]:
+        """Which gradients travel together; see ``groups``."""
+        groups = self._groups
+        if isinstance(groups, int):
+            count = min(groups, len(dense))
+            if count:
+                return [
+                    dense[n * len(dense) // count : (n + 1) * len(dense) // count]
+                    for n in reversed(range(count))
+                ]
+            groups = {}
+        if not groups and tf.executing_eagerly():
+            return [dense] if dense else []
+        buckets: list[list[int]] = []
+        by_group: dict[int, list[int]] = {}
+        filled = _BUCKET_BYTES
+        for i in reversed(dense):
+            group = groups.get(id(variable_of(sources[i])))
+            if group is not None:
+                if group not in by_group:
+                    by_group[group] = []
+                    buckets.append(by_group[group])
+                by_group[group].append(i)
+                continue
+            size = _bytes(gradients[i], sources[i])
+            if filled + size > _BUCKET_BYTES:
+                neighbours: list[int] = []
+                buckets.append(neighbours)
+                filled = 0
+            neighbours.append(i)
+            filled += size
+        return buckets
+
+
+def variable_of(source: Any) -> Any:
+    """The tf.Variable within a variable of Keras 3; others are what they are."""
+    value = getattr(source, "value", None)
+    return value if isinstance(value, tf.Variable) else source
+
+
+def checked_groups(groups: int | Sequence[Sequence[Any]] | None) -> int | dict[int, int]:
+    """A number of groups, or the number of each variable's group by its ``id``."""
+    if groups is None:
+        return {}
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 0:
+            raise InvalidArgumentError(f"groups is {groups}: give a number of groups, 0 for none")
+        return groups
+    if not isinstance(groups, list | tuple) or not all(isinstance(g, list | tuple) for g in groups):
+        raise InvalidArgumentError(f"groups is {groups!r}: give a number, or lists of variables")
+    found: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for source in group:
+            variable = variable_of(source)
+            if not isinstance(variable, tf.Variable):
+                raise InvalidArgumentError(
+                    f"groups[{number}] contains a {type(source).__name__}: give tf.Variables"
+                )
+            if found.setdefault(id(variable), number) != number:
+                raise InvalidArgumentError(
+                    f"a variable of shape {tuple(variable.shape)} is in groups "
+                    f"{found[id(variable)]} and {number}: give it once"
+                )
+    return found
+
+
+def _is_local_source(value: Any) -> bool:
+    return tf.is_tensor(variable_of(value)) or hasattr(value, "trainable_weights")
+
+
+def _check_local(source: Any) -> None:
+    if not _is_local_source(source):
+        raise InvalidArgumentError(
+            f"a local source is a variable, or a Keras layer, not a {type(source).__name__}"
+        )
+
+
+def _bytes(gradient: tf.Tensor, source: Any) -> int:
+    shape = gradient.shape if gradient.shape.is_fully_defined() else tf.TensorShape(source.shape)
+    if not shape.is_fully_defined():
+        return _BUCKET_BYTES
+    count: int = shape.num_elements() * gradient.dtype.size
+    return count

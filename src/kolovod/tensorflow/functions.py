@@ -1,0 +1,100 @@
+"""Starting equal: variables and objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from kolovod.agreement import agree
+from kolovod.errors import InvalidArgumentError
+from kolovod.numpy import allgather_object, broadcast_object
+from kolovod.numpy import collectives as _on_arrays
+from kolovod.objects import Objects
+from kolovod.process_sets import ProcessSet
+from kolovod.tensorflow import graph
+from kolovod.tensorflow.errors import raising_tensorflows
+from kolovod.tensorflow.exchange import variable_of
+from kolovod.tensorflow.frontend import DTYPES
+from kolovod.tensorflow.verbs import collectives
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
+
+_SAME_BITS = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+    tf.complex128: tf.int64,
+}
+"""How dtypes travel that the engine does not know: Keras keeps random seeds in uint32."""
+
+
+@raising_tensorflows
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet | None = None
+) -> tf.Operation | None:
+    """Overwrite ``variables`` with those of ``root_rank``, in place.
+
+    ``variables``: of TensorFlow or Keras, in the same order on all ranks: ``model.variables``, and
+    ``optimizer.variables`` once it has them (after its first step, or its ``build``). Works in a
+    ``tf.function`` too, and in a graph of TensorFlow 1, where it returns the op to run. Raises
+    InvalidArgumentError for what is no variable and for dtypes that have no numbers; MismatchError,
+    on every rank, when shapes or dtypes differ between ranks.
+    """
+    given = [_checked(variable, i) for i, variable in enumerate(variables)]
+    if not tf.executing_eagerly():
+        done = [v.assign(_broadcast(v, root_rank, process_set)) for v in given]
+        return tf.group(done) if graph.is_of_session() else None
+    described = [(str(i), (tuple(v.shape), v.dtype.name)) for i, v in enumerate(given)]
+    agree(Objects(_on_arrays), described, "variable", "broadcast_variables", process_set)
+    handles = [
+        collectives.broadcast_async(_as_sent(variable), root_rank, None, process_set)
+        for variable in given
+    ]
+    for variable, handle in zip(given, handles, strict=True):
+        variable.assign(_as_kept(handle.wait(), variable))
+    return None
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
+) -> Callable[[Any], Any]:
+    """``broadcast_object`` with everything but the object given already."""
+
+    def broadcast(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, name, process_set)
+
+    return broadcast
+
+
+def _broadcast(variable: tf.Variable, root_rank: int, process_set: ProcessSet | None) -> tf.Tensor:
+    sent = _as_sent(variable)
+    return _as_kept(collectives.broadcast(sent, root_rank, None, process_set), variable)
+
+
+def _as_sent(variable: tf.Variable) -> tf.Tensor:
+    value = variable.read_value()
+    same = _SAME_BITS.get(value.dtype)
+    return value if same is None else tf.bitcast(value, same)
+
+
+def _as_kept(received: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+    kept = variable.dtype.base_dtype
+    return received if received.dtype == kept else tf.bitcast(received, kept)
+
+
+def _checked(variable: Any, position: int) -> tf.Variable:
+    found = variable_of(variable)
+    if not isinstance(found, tf.Variable):
+        raise InvalidArgumentError(
+            f"variables[{position}] is a {type(variable).__name__}, not a variable; send other "
+            "values with broadcast_object"
+        )
+    if found.dtype.base_dtype not in (*DTYPES, *_SAME_BITS):
+        known = ", ".join(dtype.name for dtype in (*DTYPES, *_SAME_BITS))
+        raise InvalidArgumentError(
+            f"variables[{position}] ('{found.name}') is {found.dtype.name}: only {known} can be "
+            "broadcast; send others with broadcast_object"
+        )
+    return found

@@ -1,0 +1,112 @@
+"""DistributedGradientTape: a tape whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kolovod.compression import Compression, Compressor
+from kolovod.errors import InvalidArgumentError
+from kolovod.ops import Average
+from kolovod.process_sets import ProcessSet
+from kolovod.tensorflow.errors import raising_tensorflows
+from kolovod.tensorflow.exchange import GradientExchange
+from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
+
+
+class Distributed(tf.GradientTape):  # type: ignore[misc]
+    """What ``DistributedGradientTape`` adds to the class of the tape that it is given."""
+
+    _kolovod_exchange: GradientExchange
+
+    @raising_tensorflows
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """As of tf.GradientTape, then combined over the ranks.
+
+        All ranks call it with the same sources. Raises MismatchError (in a ``tf.function``
+        tf.errors.FailedPreconditionError) on every rank where they do not.
+        """
+        own = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        return self.combine(own, sources)
+
+    def combine(self, gradients: Any, sources: Any) -> Any:
+        """``gradients`` of ``sources``, of this rank alone, combined over the ranks."""
+        flat = tf.nest.flatten(gradients)
+        combined = self._kolovod_exchange(flat, tf.nest.flatten(sources))
+        return tf.nest.pack_sequence_as(sources, combined)
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of ``source`` to this rank alone; see ``local_sources``."""
+        self._kolovod_exchange.add_local(source)
+
+
+@raising_tensorflows
+def DistributedGradientTape(
+    tape: tf.GradientTape,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet | None = None,
+    *,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    sparse_as_dense: bool = False,
+    local_sources: Iterable[Any] = (),
+    scale_local_gradients: bool = True,
+    verbs: TensorflowCollectives = collectives,
+) -> Distributed:
+    """Have ``tape.gradient`` return all ranks' gradients combined, and return ``tape``.
+
+    The object stays what it was; wrap it before, within or after its ``with`` block, in a
+    ``tf.function`` or outside. Its other methods (``jacobian``, ...) stay this rank's own.
+
+    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``; for dense gradients.
+    ``op``: Average, Sum, or Adasum, which combines the gradients themselves here.
+    ``process_set``: its members combine among themselves, other ranks keep their own gradients.
+    None: all ranks.
+    ``gradient_predivide_factor``: with Average, divide gradients by it before they are added up,
+    and the sum by what is left of the number of ranks: to keep float16 within its range.
+    ``groups``: gradients that travel together: how many groups (neighbours among the sources), or
+    lists of variables; others are grouped by size. None: all by size.
+    ``sparse_as_dense``: send tf.IndexedSlices with all their zeros, where many rows are touched;
+    else their values and indices are gathered.
+    ``local_sources``: variables that each rank has of its own, or Keras layers of such: their
+    gradients are not combined, but divided by the number of ranks if ``scale_local_gradients``,
+    so that they are those of the ranks' mean loss, too.
+    ``verbs``: over another world than the process's own (tests).
+
+    Raises InvalidArgumentError for arguments that cannot work.
+    """
+    if not isinstance(tape, tf.GradientTape):
+        raise InvalidArgumentError(f"tape is a {type(tape).__name__}: give a tf.GradientTape")
+    if isinstance(tape, Distributed):
+        raise InvalidArgumentError("this tape is already distributed; wrap it once")
+    exchange = GradientExchange(
+        compression,
+        op,
+        process_set,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        local_sources=local_sources,
+        scale_local_gradients=scale_local_gradients,
+        verbs=verbs,
+    )
+    adopt(tape, Distributed, exchange)
+    assert isinstance(tape, Distributed)
+    return tape
+
+
+def adopt(tape: tf.GradientTape, addition: type[Distributed], exchange: GradientExchange) -> None:
+    """Put ``addition`` before the tape's class."""
+    base = type(tape)
+    fields = {"__module__": base.__module__, "__doc__": base.__doc__}
+    tape.__class__ = type(base.__name__, (addition, base), fields)
+    tape._kolovod_exchange = exchange

@@ -1,0 +1,235 @@
+"""Two ranks train as one process with all data does, whatever Keras runs on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from keras_jobs import (
+    EAGER,
+    RUNNERS,
+    STEPS,
+    assert_close,
+    assert_same_everywhere,
+    fit,
+    new_model,
+    prepared,
+    runs,
+    weights,
+)
+
+from kolovod.world import current
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def train_both(keras, kv, make, wrapped=None, plain=None, tolerance=1e-12, **compiled):
+    """With two ranks, and as one process; the distributed model."""
+    alone = new_model(keras, (plain or make)(), **compiled)
+    fit(alone)
+    model = new_model(keras, kv.DistributedOptimizer(make(), **(wrapped or {})), **compiled)
+    fit(model, kv.rank(), kv.size())
+    assert_close(model, alone, tolerance)
+    assert_same_everywhere(kv, model)
+    return model
+
+
+def check_optimizers(keras, kv, which):
+    """Those with and without state, traced and, but on JAX, which takes seconds then, eager."""
+    optimizers = keras.optimizers
+    model = train_both(keras, kv, lambda: optimizers.Adam(0.01, clipnorm=0.01))
+    assert isinstance(model.optimizer, optimizers.Adam)
+    if which == EAGER:
+        train_both(keras, kv, lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True))
+    elif which != "jax":
+        train_both(keras, kv, lambda: optimizers.SGD(0.1, momentum=0.9), run_eagerly=True)
+    if which == "tf_keras":
+        train_both(keras, kv, lambda: optimizers.legacy.SGD(0.1, momentum=0.9))
+
+
+def check_ways(keras, kv, which):
+    """How gradients travel does not matter; that they do, and how many at once, is counted."""
+
+    def sgd():
+        return keras.optimizers.SGD(0.1)
+
+    model = train_both(keras, kv, sgd, {"gradient_predivide_factor": 4.0, "groups": 2})
+    assert operations_of(model, kv) == 2 * STEPS
+    if which != EAGER:
+        return
+    train_both(keras, kv, sgd, {"op": kv.Sum}, lambda: keras.optimizers.SGD(0.2))
+    model = train_both(keras, kv, sgd, {"compression": kv.Compression.fp16}, tolerance=1e-3)
+    alone = new_model(keras, sgd())
+    fit(alone)
+    assert any((a != b).any() for a, b in zip(weights(model), weights(alone), strict=True))
+    for groups, operations in ((None, 1), (99, 4), ("lists", 3)):
+        model = new_model(keras, sgd())
+        hidden, last = model.layers[-2:]
+        given = [[hidden.kernel, last.bias], [last.kernel]] if groups == "lists" else groups
+        model.compile(kv.DistributedOptimizer(sgd(), groups=given), "mse")
+        assert operations_of(model, kv) == operations * STEPS, groups
+
+
+def operations_of(model, kv):
+    """How many operations one epoch of ``model`` takes, once it is traced."""
+    fit(model, kv.rank(), kv.size(), 1)
+    counts = []
+    for _ in range(2):
+        weights(model)  # waits for them
+        counts.append(current().engine.stats()["operations"])
+        fit(model, kv.rank(), kv.size(), 1)
+    return counts[1] - counts[0]
+
+
+def check_passes(keras, kv, which):
+    """Several steps before one is taken, as a larger batch would be; communicating once."""
+
+    def sgd(rate=0.1):
+        return keras.optimizers.SGD(rate)
+
+    twice = new_model(keras, sgd())
+    fit(twice, batch_size=32)
+    passes = {"backward_passes_per_step": 2}
+    ways = [(passes | {"average_aggregated_gradients": True}, 0.1), (passes, 0.05)]
+    for options, rate in ways if which == EAGER else ways[which == "jax" :][:1]:
+        optimizer = kv.DistributedOptimizer(sgd(rate), **options)
+        model = new_model(keras, optimizer)
+        fit(model, kv.rank(), kv.size())
+        assert_close(model, twice)
+        assert_same_everywhere(kv, model)
+        assert operations_of(model, kv) == STEPS // 2
+    if which == EAGER:
+        own = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        model = new_model(keras, kv.DistributedOptimizer(own))
+        fit(model, kv.rank(), kv.size())
+        assert_close(model, twice)
+
+
+def check_local(keras, kv, which):
+    """A layer whose gradients stay the rank's own, and count as a share or in full."""
+    ways = [(True, 1 / kv.size()), (False, 1.0)]
+    for scales, factor in ways if which == EAGER else ways[:1]:
+        model = new_model(keras, "sgd")
+        hidden, last = model.layers[-2:]
+        start = [np.asarray(w) for w in (*hidden.get_weights(), *last.get_weights())]
+        alone = new_model(keras, keras.optimizers.SGD(0.1))
+        inputs = {"epochs": 1, "steps_per_epoch": 1}
+        fit(alone, kv.rank(), kv.size(), **inputs)  # with the rank's own batch
+        own = [w - s for w, s in zip(weights(alone), start, strict=True)]
+        both = [kv.allreduce(change) for change in own]
+        optimizer = kv.DistributedOptimizer(
+            keras.optimizers.SGD(0.1), local_sources=[hidden], scale_local_gradients=scales
+        )
+        optimizer.register_local_var(last.bias)
+        model.compile(optimizer, "mse")
+        fit(model, kv.rank(), kv.size(), **inputs)
+        wanted = [factor * own[0], factor * own[1], both[2], factor * own[3]]
+        for now, before, change in zip(weights(model), start, wanted, strict=True):
+            np.testing.assert_allclose(now - before, change, rtol=1e-9, atol=1e-15)
+
+
+def check_process_sets(keras, kv, which):
+    """Members average among themselves; others step alone."""
+    alone = new_model(keras, keras.optimizers.SGD(0.1))
+    fit(alone, kv.rank(), kv.size())
+    members = kv.add_process_set([1])
+    optimizer = kv.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=members)
+    model = new_model(keras, optimizer)
+    fit(model, kv.rank(), kv.size())
+    assert_close(model, alone)
+    kv.remove_process_set(members)
+
+
+def check_changes_in_place(keras, kv, which):
+    """The object stays, with what it knows."""
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    alone = new_model(keras, optimizer)
+    fit(alone)
+    state = [np.asarray(v).copy() for v in optimizer.variables]
+    assert kv.DistributedOptimizer(optimizer) is optimizer
+    assert type(optimizer).__name__ == "SGD"
+    for before, now in zip(state, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(before, np.asarray(now))
+    again = type(optimizer).from_config(optimizer.get_config())
+    assert not hasattr(again, "_kolovod_reducer")
+
+
+def check_sparse(keras, kv):
+    """An embedding, of which ranks use some of the same rows."""
+    rows = np.array([[0, 1], [1, 2], [3, 3], [4, 0]], np.int32)
+
+    def build(optimizer):
+        keras.utils.set_random_seed(5)
+        layers = keras.layers
+        model = keras.Sequential(
+            [layers.Input((2,), dtype="int32"), layers.Embedding(6, 3), layers.Flatten()]
+        )
+        model.compile(optimizer, "mse")
+        return model
+
+    alone = build(keras.optimizers.SGD(0.5))
+    alone.fit(rows, np.ones((4, 6)), batch_size=4, epochs=2, verbose=0)
+    for as_dense in (False, True):
+        sgd = keras.optimizers.SGD(0.5)
+        model = build(kv.DistributedOptimizer(sgd, sparse_as_dense=as_dense))
+        own = rows[2 * kv.rank() :][:2]
+        model.fit(own, np.ones((2, 6)), batch_size=2, epochs=2, verbose=0)
+        assert_close(model, alone)
+        assert_same_everywhere(kv, model)
+        rank = kv.rank()
+        kv.shutdown()
+        kv.init(comm=[rank])  # for a program that was traced among two
+        again = keras.models.clone_model(alone)
+        again.set_weights(alone.get_weights())
+        again.compile(keras.optimizers.SGD(0.5), "mse")
+        for each in (again, model):
+            each.fit(own, np.ones((2, 6)), batch_size=2, verbose=0)
+        assert_close(model, again)
+        kv.shutdown()
+        kv.init()
+
+
+def check_xla(keras, kv):
+    """Refused with the way out, which the broadcasting callback takes by itself."""
+    optimizer = kv.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model = new_model(keras, optimizer, jit_compile=True)
+    with pytest.raises(Exception, match="give jit_compile=False"):
+        fit(model, kv.rank(), kv.size(), 1)
+    model = new_model(keras, optimizer, jit_compile=True)
+    start_equal = kv.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(model, kv.rank(), kv.size(), 1, callbacks=[start_equal])
+    assert_same_everywhere(kv, model)
+
+
+def check_unused(keras, kv):
+    """A layer that one rank uses in one step, and none in the next."""
+    import torch
+
+    used = keras.layers.Dense(1)
+    used.build((None, 2))
+    optimizer = kv.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5))
+    for step, wanted in enumerate((-0.5, 0.0)):
+        start = used.get_weights()[0]
+        own = torch.ones((2, 1), dtype=torch.float64) if kv.rank() == 1 and step == 0 else None
+        optimizer.apply([own, torch.zeros(1, dtype=torch.float64)], [used.kernel, used.bias])
+        np.testing.assert_allclose(used.get_weights()[0] - start, wanted)
+
+
+@pytest.mark.parametrize("which", RUNNERS)
+def test_as_one_process_would(which):
+    def work(rank):
+        keras, kv = prepared(which)
+        check_optimizers(keras, kv, which)
+        check_ways(keras, kv, which)
+        check_passes(keras, kv, which)
+        check_local(keras, kv, which)
+        check_process_sets(keras, kv, which)
+        check_changes_in_place(keras, kv, which)
+        if which in ("tensorflow", "tf_keras"):
+            check_sparse(keras, kv)
+        if which == "tensorflow":
+            check_xla(keras, kv)
+        if which == "torch":
+            check_unused(keras, kv)
+        return True
+
+    assert all(runs(which)(work))

@@ -1,0 +1,91 @@
+"""Buckets follow the first backward of the first rank, on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from optimizing import wrapped  # noqa: E402
+from torch_loopback import run  # noqa: E402
+
+LAYERS = 12  # in the order of names the tenth comes second
+HALF_A_BUCKET = 1 << 17  # elements
+
+
+class Chain(torch.nn.Module):
+    """Layers that are used one after the other, in any order, and one that is not used."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.layers = torch.nn.ParameterList(torch.ones(HALF_A_BUCKET) for _ in range(LAYERS))
+
+    def forward(self, value, order):
+        for layer in order:
+            value = value * self.layers[layer]
+        return value.sum()
+
+
+def step(net, optimizer, rank, order):
+    optimizer.zero_grad()
+    net(torch.full((HALF_A_BUCKET,), rank + 1.0), order).backward()
+    optimizer.step()
+
+
+def contents(optimizer):
+    reducer = optimizer._kolovod_reducer
+    return [[reducer._names[index] for index in bucket.indices] for bucket in reducer._buckets]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_bucket_has_what_backward_makes_together(passes):
+    def work(kv, rank):
+        net = Chain()
+        optimizer = wrapped(net, kv, lr=0.0, backward_passes_per_step=passes)
+        order = range(LAYERS) if rank == 0 else [*range(1, LAYERS, 2), *range(0, LAYERS, 2)]
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                net(torch.full((HALF_A_BUCKET,), rank + 1.0), order).backward()
+            optimizer.step()
+            assert (net.layers[7].grad == 1.5 * passes).all()
+            assert net.unused.grad is None
+        made = [f"layers.{layer}" for layer in reversed(range(LAYERS))]
+        pairs = [made[first : first + 2] for first in range(0, LAYERS, 2)]
+        assert contents(optimizer) == [*pairs, ["unused"]]
+
+    run(2, work)
+
+
+def test_all_but_the_last_are_on_their_way_when_backward_ends():
+    def work(kv, rank):
+        order = [*range(0, LAYERS, 2), *range(1, LAYERS, 2)]  # no neighbours by name
+        net = Chain()
+        optimizer = wrapped(net, kv, lr=0.0)
+        step(net, optimizer, rank, order)
+        sent = []
+        reducer = optimizer._kolovod_reducer
+        handles = [  # called after the optimizer's own
+            layer.register_post_accumulate_grad_hook(lambda _: sent.append(len(reducer._in_flight)))
+            for layer in net.layers
+        ]
+        step(net, optimizer, rank, order)
+        for handle in handles:
+            handle.remove()
+        assert sent == [number // 2 for number in range(1, LAYERS + 1)]
+
+    run(2, work)
+
+
+def test_a_group_of_the_users_leaves_when_its_last_gradient_is_there():
+    def work(kv, rank):
+        net = Chain()
+        groups = [[net.layers[11], net.layers[0]]]
+        optimizer = wrapped(net, kv, lr=0.0, groups=groups)
+        step(net, optimizer, rank, range(LAYERS))
+        found = contents(optimizer)
+        assert found[0] == ["layers.11", "layers.0"]
+        assert found[1] == ["layers.10", "layers.9"]
+
+    run(2, work)

@@ -1,0 +1,55 @@
+"""The examples, shortened, as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+KOLOVOD = [sys.executable, "-m", "kolovod", "run", "-np", "2", "--"]
+TINY_TEXT = ["--steps", "40", "--report-every", "20", "--width", "32", "--layers", "1"]
+
+
+def run(launcher, script, *arguments):
+    """The output of an example that must end well."""
+    done = subprocess.run(
+        [*launcher, sys.executable, str(EXAMPLES / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--accumulate", "3"], ["--bf16", "--compression", "bf16"]],
+    ids=["plain", "accumulate", "bf16"],
+)
+def test_text_learns(options):
+    output = run(KOLOVOD, "torch_text.py", *TINY_TEXT, *options, "--lr", "0.01", "--sample", "20")
+    bits = [float(found) for found in re.findall(r"(\d\.\d+) bits per character", output)]
+    assert len(bits) == 2  # rank 0 alone reports
+    assert bits[1] < bits[0] < 6.6  # 96 characters: log2 is 6.58
+    assert bits[1] < 4.53  # what is possible without looking at the characters before
+
+
+def test_text_alone():
+    output = run([], "torch_text.py", *TINY_TEXT)
+    assert "1 process(es)" in output
+
+
+def test_digits():
+    output = run(KOLOVOD, "torch_digits.py", "--epochs", "2", "--warmup-epochs", "0")
+    accuracy = re.search(r"2 processes: accuracy (\d+\.\d+)%", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 60

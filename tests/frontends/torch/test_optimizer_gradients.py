@@ -1,0 +1,315 @@
+"""DistributedOptimizer and what scripts do to gradients between backward and step."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from optimizing import Net, inputs, wrapped  # noqa: E402
+from torch_loopback import run  # noqa: E402
+
+import kolovod.torch as kvt  # noqa: E402
+from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
+from kolovod.ops import Sum  # noqa: E402
+from kolovod.torch import Compression, DistributedOptimizer  # noqa: E402
+
+CHANGES = {
+    "clip by hand": lambda net: net.a.grad.clamp_(max=0.1),
+    "multiply": lambda net: net.a.grad.mul_(2),
+    "replace": lambda net: setattr(net.a, "grad", net.a.grad * 2),
+    "zero": lambda net: net.zero_grad(set_to_none=False),
+}
+
+
+def one_step(net, optimizer, rank):
+    optimizer.zero_grad()
+    net(inputs(rank)).backward()
+    optimizer.step()
+
+
+def put_right(recover, optimizer, text):
+    """By ``zero_grad``; or by ``step``, which once more says what is wrong."""
+    if recover == optimizer.zero_grad:
+        recover()
+    else:
+        with pytest.raises(InvalidArgumentError, match=text):
+            recover()
+
+
+def misuse(body, size=2, steps_before=1, **kwargs):
+    """``body(net, optimizer, rank)`` on each rank: after it, steps are right again."""
+
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv, **kwargs)
+        for _ in range(steps_before):
+            one_step(net, optimizer, rank)
+        body(net, optimizer, rank)
+        kv.barrier()
+        one_step(net, optimizer, rank)
+        assert net.a.grad.tolist() == [(size + 1) / 2] * 3
+
+    run(size, work)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_changed_on_its_way_is_an_error_on_every_rank(change, steps_before, compression):
+    def body(net, optimizer, rank):
+        optimizer.zero_grad()
+        net(inputs(rank)).backward()
+        if rank == 1:
+            CHANGES[change](net)
+        text = "'[ab]' was changed while.*synchronize" if rank == 1 else "another rank has"
+        with pytest.raises(InvalidArgumentError, match=text):
+            optimizer.step()
+
+    misuse(body, 3, steps_before, lr=0.0, compression=compression)
+
+
+def test_a_local_step_while_gradients_are_on_their_way_is_an_error():
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        for _ in range(2):
+            net(inputs(rank)).backward()
+            with optimizer.skip_synchronize():
+                with pytest.raises(InvalidArgumentError, match="synchronize"):
+                    optimizer.step()
+                with pytest.raises(InvalidArgumentError, match="synchronize"):
+                    optimizer.step(lambda: 0.0)
+            optimizer.zero_grad()
+            one_step(net, optimizer, rank)
+            optimizer.zero_grad()
+
+    run(2, work)
+
+
+# torch.amp.GradScaler -----------------------------------------------------------------------------
+
+
+def amp_loop(how, optimizer, net, scaler, loss):
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    if how == "recipe":
+        optimizer.synchronize()
+    if how in ("recipe", "unscale"):
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 3.0)
+    if how == "recipe":
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+    else:
+        scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["plain", "unscale", "recipe"])
+def test_grad_scaler(how, fused):
+    """The same as with one process and the mean loss, also when one rank's loss overflows."""
+
+    def work(kv, rank):
+        distributed, plain = Net(), Net()
+        optimizer = torch.optim.SGD(distributed.parameters(), lr=0.1, fused=fused)
+        optimizer = DistributedOptimizer(
+            optimizer, distributed.named_parameters(), collectives=kv, op=Sum
+        )
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1, fused=fused)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        for step in range(4):
+            losses = [plain(inputs(r), use_b=r == 0) for r in range(2)]
+            own = distributed(inputs(rank), use_b=rank == 0)
+            if step == 2:  # only there
+                losses[1] = losses[1] * float("inf")
+                own = own * float("inf") if rank == 1 else own
+            reference.synchronize = lambda: None
+            reference.skip_synchronize = optimizer.skip_synchronize
+            amp_loop(how, optimizer, distributed, scalers[0], own)
+            amp_loop(how, reference, plain, scalers[1], sum(losses))
+            assert distributed.a.tolist() == plain.a.tolist()
+            assert distributed.b.tolist() == plain.b.tolist()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert scalers[0].get_scale() == 4.0
+
+    run(2, work)
+
+
+def test_reading_parameter_groups_averages_nothing():
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        one_step(net, optimizer, rank)
+        operations = kv.world().engine.stats()["operations"]
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        optimizer.param_groups = [*optimizer.param_groups]
+        assert kv.world().engine.stats()["operations"] == operations
+
+    run(2, work)
+
+
+# gradients that are thrown away -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+def test_a_backward_thrown_away_by_the_model(compression, passes):
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(
+            net, kv, op=Sum, compression=compression, backward_passes_per_step=passes
+        )
+        for use_b in (True, False, True):
+            for factor in (100, 7, 1):  # of which the last counts
+                net.zero_grad()
+                for _ in range(passes):
+                    (net(inputs(rank), use_b or factor > 1) * factor).backward()
+            optimizer.step()
+            assert net.a.grad.tolist() == [passes * 3.0] * 3
+            assert use_b == (net.b.grad is not None)
+        before = net.a.tolist()
+        net.zero_grad()
+        for _ in range(passes):
+            net(inputs(rank)).backward()
+        net.zero_grad()
+        optimizer.step()  # nothing left to step with
+        assert net.a.grad is None
+        assert net.a.tolist() == before
+
+    run(2, work)
+
+
+def test_a_backward_thrown_away_that_used_other_parameters_on_each_rank():
+    """So that some ranks have sent what was thrown away, and others have not."""
+
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv, op=Sum)
+        for use_b in (True, False):
+            for factor in (100, 1):
+                net.zero_grad()
+                (net(inputs(rank), use_b=(rank == 0) == use_b) * factor).backward()
+            optimizer.step()
+            assert net.a.grad.tolist() == [3.0] * 3
+            assert net.b.grad.tolist() == ([1.0] if use_b else [2.0]) * 3
+
+    run(2, work)
+
+
+def test_only_some_gradients_thrown_away():
+    def body(net, optimizer, rank):
+        net.zero_grad()
+        net(inputs(rank)).backward()
+        net.b.grad = None
+        with pytest.raises(InvalidArgumentError, match=r"not that of 'a'.*optimizer.zero_grad"):
+            optimizer.step()
+
+    misuse(body)
+
+
+def test_a_backward_thrown_away_on_some_ranks_only():
+    def body(net, optimizer, rank):
+        net.zero_grad()
+        net(inputs(rank)).backward()
+        if rank == 1:
+            net.zero_grad()
+            net(inputs(rank)).backward()
+        with pytest.raises(MismatchError, match="rank 0 has none, rank 1 has 'gradients' thrown"):
+            optimizer.step()
+
+    misuse(body)
+
+
+def test_zeroing_in_place_is_told_of_the_optimizers_way_and_recovers():
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        for recover in (optimizer.zero_grad, optimizer.step):
+            one_step(net, optimizer, rank)
+            net.zero_grad(set_to_none=False)
+            net(inputs(rank)).backward()
+            net.zero_grad(set_to_none=False)
+            with pytest.raises(InvalidArgumentError, match=r"optimizer.zero_grad\(\)"):
+                net(inputs(rank)).backward()
+            put_right(recover, optimizer, "was changed")
+            net.zero_grad(set_to_none=False)
+            net(inputs(rank)).backward()
+            optimizer.step()
+            assert net.a.grad.tolist() == [1.5] * 3
+
+    run(2, work)
+
+
+def test_zero_grad_here_and_step_there_is_an_error_there():
+    def body(net, optimizer, rank):
+        net(inputs(rank)).backward()
+        if rank == 0:
+            optimizer.zero_grad()
+        else:
+            with pytest.raises(MismatchError, match=r"another rank called optimizer.zero_grad"):
+                optimizer.step()
+
+    misuse(body)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+def test_a_gradient_that_becomes_sparse_is_refused_by_name_and_can_be_zeroed(compression):
+    def work(kv, rank):
+        net = torch.nn.Embedding(5, 2, sparse=True)
+        optimizer = wrapped(net, kv, compression=compression)
+        net.weight.sum().backward()  # dense, and the ranks have agreed upon that
+        optimizer.step()
+        optimizer.zero_grad()
+        text = r"gradient of 'weight'.*sparse=True"
+        for recover in (optimizer.zero_grad, optimizer.step):
+            with pytest.raises(InvalidArgumentError, match=text):
+                net(torch.tensor([1])).sum().backward()
+            put_right(recover, optimizer, text)
+            optimizer.zero_grad()
+            (net.weight.sum() * (rank + 1)).backward()
+            optimizer.step()
+            assert net.weight.grad.tolist() == [[1.5] * 2] * 5
+            optimizer.zero_grad()
+
+    run(2, work)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_gradients(sparse_as_dense):
+    """Sparse on rank 0 first; then on both, dense on one, on one only, and thrown away."""
+
+    def work(kv, rank):
+        net = torch.nn.Embedding(4, 2, sparse=True)
+        torch.nn.init.ones_(net.weight)
+        extra = torch.nn.Parameter(torch.ones(3))
+        optimizer = kvt.DistributedOptimizer(
+            torch.optim.SGD([net.weight, extra], lr=1.0),
+            [("table", net.weight), ("extra", extra)],
+            sparse_as_dense=sparse_as_dense,
+            collectives=kv,
+        )
+        rows = ([0, 0], [0, 1], None, [2, rank], [3, 3])
+        wanted = torch.ones(4, 2)
+        for step, own in enumerate(rows):
+            optimizer.zero_grad()
+            used = own is not None and (rank == 0 or step not in (0, 3))
+            if step == 4:
+                net(torch.tensor([0])).sum().backward()
+                optimizer.zero_grad()
+            if used:
+                loss = net(torch.tensor(own)).sum()
+                if step == 1 and rank == 1:
+                    loss = (net.weight * torch.tensor([[1.0], [1], [0], [0]])).sum()
+                loss.backward()
+            extra.sum().backward()
+            optimizer.step()
+            assert net.weight.grad is None or net.weight.grad.is_sparse or sparse_as_dense
+            if own is not None:
+                for row in [0, 0] if step == 0 else [2, 0] if step == 3 else own:
+                    wanted[row] -= 0.5 if step in (0, 3) else 1.0
+            torch.testing.assert_close(net.weight.detach(), wanted)
+        assert extra.tolist() == [-4.0] * 3
+
+    run(2, work)

@@ -1,0 +1,60 @@
+"""scripts/matrix.py does not take for passed what did not run to its end."""
+
+from __future__ import annotations
+
+import matrix
+import pytest
+
+REPORT = '<testsuites><testsuite tests="3" skipped="1" failures="0" errors="0"/></testsuites>'
+ALL_WELL = {"passed": 2, "skipped": 1, "failed": 0}
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Makes an interpreter whose pytest writes a report and then does what it is told."""
+    monkeypatch.setattr(matrix, "FOLDER", tmp_path)
+    (tmp_path / "row").mkdir()
+
+    def make(then, report=REPORT):
+        path = tmp_path / "python"
+        to = '"${3#--junitxml=}"'
+        path.write_text(f"#!/bin/sh\n{f'echo {report!r} > {to}' if report else ''}\n{then}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("then", "report", "wanted"),
+    [
+        ("exit 0", REPORT, ALL_WELL),
+        ("exit 5", REPORT, {"passed": 0, "skipped": 0, "failed": 0}),
+        ("kill -SEGV $$", REPORT, ALL_WELL | {"failed": 1}),
+        ("exit 3", "", {"passed": 0, "skipped": 0, "failed": 1}),
+    ],
+)
+def test_a_run_counts_as_it_ended(fake, then, report, wanted):
+    assert matrix.counted(fake(then, report), "row", 0, []) == wanted
+
+
+def test_a_run_that_does_not_end_fails(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(matrix, "TIMEOUT_S", 0.3)
+    assert matrix.counted(fake("exec sleep 30", ""), "row", 0, [])["failed"] == 1
+    assert "ended after 0.3 s" in (tmp_path / "row" / "log0.txt").read_text()
+
+
+def test_a_row_without_a_test_fails_and_the_users_choice_is_the_last(fake, monkeypatch):
+    given = []
+
+    def counted(python, name, number, arguments):
+        given.append(arguments)
+        return dict.fromkeys(("passed", "skipped", "failed"), 0)
+
+    name = "mxnet-1.9.1"
+    monkeypatch.setitem(matrix.ROWS, name, matrix.ROWS[name]._replace(newest_python=(99, 0)))
+    monkeypatch.setattr(matrix, "installed", lambda name, wheel: fake("exit 0", ""))
+    monkeypatch.setattr(matrix, "counted", counted)
+    outcome = matrix.run(name, None, ["-k", "trainer"])
+    assert outcome["failed"] == 1
+    assert all(arguments[-2:] == ["-k", "trainer"] for arguments in given)
