@@ -18,6 +18,7 @@ from kolovod.agreement import SAME_MODEL, agree_on_optimizer
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.numpy.frontend import NumpyFrontend
+from kolovod.process_sets import ProcessSet
 from kolovod.torch import sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Way, cut
@@ -43,13 +44,12 @@ class Arrangement(Sender):
         passes: int,
         verbs: TorchCollectives,
         groups: Mapping[int, int],
-        is_member: bool = True,
+        process_set: ProcessSet | None = None,
     ) -> None:
         """``passes``: backward passes that are summed locally before a gradient is sent.
 
         ``groups``: the number of a parameter's group, by its ``id``; groups travel whole.
-        ``is_member``: False where this rank is not one of those that ``verbs`` work among; then
-        gradients stay as they are.
+        ``process_set``: those that ``verbs`` work among; other ranks' gradients stay as they are.
         """
         super().__init__(way, verbs)
         self._countdown = Countdown(passes)
@@ -61,6 +61,8 @@ class Arrangement(Sender):
         self._number = 0  # of this optimizer in that world
         self._agreed = 0  # so many parameters
         self._first: dict[int, None] = {}  # those that backward has finished so far, in that order
+        self._process_set = process_set
+        is_member = process_set is None or process_set.included()
         self.active = is_member and verbs.world().size > 1
         self.add(named)
 
@@ -183,14 +185,20 @@ class Arrangement(Sender):
         if engine is self._engine:
             return
         self._discard()
-        details = self._details(range(len(self._names)))
-        world, dims = self.verbs.world, self._sparse_dims()
-        self._number, dims = agree_on_optimizer(world, details, SAME_MODEL, dims)
+        self._number, dims = self._compared(range(len(self._names)), [], SAME_MODEL)
         self._engine = engine
         self._agreed = 0
         self._arrange()
         self._single_out(dims)
         self._accept(self._buckets)
+
+    def _compared(
+        self, indices: Iterable[int], further: list[tuple[str, Any]], advice: str
+    ) -> tuple[int, list[int]]:
+        """What ``agree_on_optimizer`` says of these parameters, behind ``further``."""
+        mine = [*further, *self._details(indices)]
+        dims, among = self._sparse_dims(), self._process_set
+        return agree_on_optimizer(self.verbs.world, mine, advice, dims, among)
 
     def _arrange(self) -> None:
         """Cut the buckets in the order in which backward makes gradients on the first rank.

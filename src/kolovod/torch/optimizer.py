@@ -216,13 +216,13 @@ def DistributedOptimizer(
         collectives = verbs.collectives
     if process_set is not None:
         collectives = TorchCollectives(collectives.frontend, process_set.membership)
-    is_member = process_set is None or process_set.included()
     if op == Adasum:
+        is_member = process_set is None or process_set.included()
         return by_adasum(optimizer, named, compression, collectives, is_member)
     factor = gradient_predivide_factor
     way = Way(compression, op, 1.0 / factor, factor, sparse_as_dense)
     grouped = _checked_groups(named, groups)
-    reducer = GradientReducer(named, way, passes, collectives, grouped, is_member)
+    reducer = GradientReducer(named, way, passes, collectives, grouped, process_set)
     return _adopt(optimizer, reducer, names)
 
 

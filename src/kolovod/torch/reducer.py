@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from kolovod.agreement import agree_on_optimizer
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.observe import spans
 from kolovod.ops import Max, Sum
@@ -139,11 +138,10 @@ class GradientReducer(Arrangement):
         if not marks[_AGAIN]:
             return
         fresh = [bucket for bucket in self._buckets if not bucket.agreed]
-        mine: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
-        mine += self._details(index for bucket in fresh for index in bucket.indices)
+        again: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
+        new = {index: None for bucket in fresh for index in bucket.indices}
         advice = "every rank must add, thaw and zero the same parameters"
-        _, dims = agree_on_optimizer(self.verbs.world, mine, advice, self._sparse_dims())
-        new = {index for bucket in fresh for index in bucket.indices}
+        _, dims = self._compared(new, again, advice)
         self._single_out([dim if index in new else 0 for index, dim in enumerate(dims)])
         fresh = [bucket for bucket in self._buckets if not bucket.agreed]
         self._accept(fresh)

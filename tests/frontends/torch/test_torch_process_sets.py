@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 
 import kolovod.torch as kv  # noqa: E402
+from kolovod.errors import MismatchError  # noqa: E402
 
 
 def of_halves(rank):
@@ -46,6 +47,30 @@ def test_an_optimizer_averages_within_its_set():
     for rank, inputs in ((0, [1.0, 3.0]), (1, [2.0]), (2, [1.0, 3.0])):
         assert weights[rank] == pytest.approx(alone(inputs), abs=1e-6)
     assert (weights[0] == weights[2]).all()
+
+
+def another_model_in_a_set(rank):
+    kv.init()
+    group = kv.add_process_set([1, 2])
+    model = torch.nn.Linear(3 if rank == 2 else 4, 1)
+    optimizer = kv.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        process_set=group,
+    )
+    model(torch.ones(1, model.in_features)).sum().backward()
+    if not group.included():
+        optimizer.step()
+        return ""
+    with pytest.raises(MismatchError) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_who_has_another_model_is_named_by_its_rank_in_the_world():
+    texts = run_ranks(3, another_model_in_a_set)
+    for text in texts[1:]:
+        assert "rank 1 has 'weight' (1, 4), rank 2 has 'weight' (1, 3)" in text
 
 
 def gradients_in_a_set(rank):
