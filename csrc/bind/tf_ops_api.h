@@ -58,6 +58,7 @@ namespace kolovod::tensorflow {
   F(OpKernelConstruction_Failure, void, (TF_OpKernelConstruction*, TF_Status*))                              \
   F(OpKernelContext_Failure, void, (TF_OpKernelContext*, TF_Status*))                                        \
   F(RunAsyncOpKernelDoneCallback, void, (TF_AsyncOpKernelDoneCallback*))                                     \
+  F(GetFrameId, int64_t, (TF_OpKernelContext*))                                                              \
   F(GetIterId, int64_t, (TF_OpKernelContext*))                                                               \
   F(NumInputs, int, (TF_OpKernelContext*))                                                                   \
   F(GetInput, void, (TF_OpKernelContext*, int, TF_Tensor**, TF_Status*))                                     \

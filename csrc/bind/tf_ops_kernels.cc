@@ -1,16 +1,21 @@
 // The kernels are asynchronous: each submits, returns, and the engine's callback completes the node, so that
 // any number may be on their way. Completing a node means work for TensorFlow (it looks for the nodes that
-// are ready now and wakes its threads), so the engine's thread, which drives transfers, leaves it to another.
+// are ready now and wakes its threads), so the engine's thread, which drives transfers, leaves it to another,
+// unless it is a call by itself.
 //
 // A result whose size is known only when the ranks have agreed stays in the memory that the engine has put
 // it into: TensorFlow is given that memory.
 #include "bind/tf_ops_kernels.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -57,6 +62,7 @@ struct Kernel {
   kolovod_verb verb = KOLOVOD_ALLREDUCE;
   std::string name;
   bool is_named_by_place = false;
+  bool is_in_inner_loop = false;  // its frame is one of several of the same place
   int op = KOLOVOD_SUM;
   double prescale = 1.0;
   double postscale = 1.0;
@@ -68,6 +74,14 @@ struct Kernel {
   }
   bool reduces() const { return verb == KOLOVOD_ALLREDUCE || verb == KOLOVOD_REDUCESCATTER; }
 };
+
+// Of a node, by what TensorFlow calls it when it puts a loop's body in the loop's place.
+int LoopsAround(const std::string& node) {
+  constexpr std::string_view kBody = "/body/_";
+  int loops = 0;
+  for (size_t at = node.find(kBody); at != std::string::npos; at = node.find(kBody, at + 1)) ++loops;
+  return loops;
+}
 
 template <kolovod_verb verb>
 void* CreateKernel(TF_OpKernelConstruction* construction) {
@@ -89,6 +103,7 @@ void* CreateKernel(TF_OpKernelConstruction* construction) {
     const TF_StringView node = tf.OpKernelConstruction_GetName(construction);
     kernel->name = "tf." + std::string(node.data, node.len);
     kernel->is_named_by_place = true;
+    kernel->is_in_inner_loop = LoopsAround(kernel->name) > 1;
   }
   return kernel.release();
 }
@@ -113,6 +128,8 @@ struct Call {
   std::vector<std::vector<int64_t>> shapes = {};
   std::vector<kolovod_tensor> tensors = {};
   std::vector<int64_t> splits = {};
+  int64_t start_ns = 0;
+  bool is_apart = false;  // from the call before it
   int code = KOLOVOD_OK;
   std::string message = {};
 };
@@ -260,10 +277,15 @@ void Finish(Call* call) {
 
 // In a loop the same place is there once for each iteration, several of which may be on their way. The
 // numbers start anew, so that names come again and the ranks need not tell each other what they mean.
+// Of a loop within a loop the frame's id, too: TensorFlow makes it of the loops' names and the outer
+// iterations, so that it is the same on all ranks, and two outer iterations never meet.
 std::string NameOf(const Kernel& kernel, TF_OpKernelContext* context) {
+  if (!kernel.is_named_by_place) return kernel.name;
   const int64_t iteration = tf.GetIterId(context) % kIterationsAtOnce;
-  if (!kernel.is_named_by_place || iteration == 0) return kernel.name;
-  return kernel.name + "#" + std::to_string(iteration);
+  std::string name = kernel.name;
+  if (iteration != 0) name.append("#").append(std::to_string(iteration));
+  if (kernel.is_in_inner_loop) name.append("@").append(std::to_string(tf.GetFrameId(context)));
+  return name;
 }
 
 void Refuse(Call* call, int code, const char* message) {
@@ -278,10 +300,26 @@ Threads& CompletionThread() {
   return *threads;
 }
 
+// A call that comes this long after the one before is not of a burst.
+constexpr int64_t kApartNs = 20'000;
+std::atomic<int64_t> last_call_ns{0};
+
+void NoteTime(Call* call) {
+  call->start_ns = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  call->is_apart = call->start_ns - last_call_ns.load(std::memory_order_relaxed) > kApartNs;
+  last_call_ns.store(call->start_ns, std::memory_order_relaxed);
+}
+
+bool IsAlone(const Call& call) {
+  return call.is_apart && last_call_ns.load(std::memory_order_relaxed) == call.start_ns;
+}
+
 void OnDone(void* user_data, int code, const char* message) {
   auto* call = static_cast<Call*>(user_data);
   call->code = code;
   call->message = message;
+  // Who drives has nothing else to do then, and waking another thread would take longer than the completion.
+  if (IsAlone(*call)) return Finish(call);
   CompletionThread().Run([call] { Finish(call); });
 }
 
@@ -320,6 +358,7 @@ void Compute(void* kernel_pointer, TF_OpKernelContext* context, TF_AsyncOpKernel
   request.split_count = call->splits.size();
   const bool asks_later = kernel.makes_outputs() || kernel.verb == KOLOVOD_JOIN;
   uint64_t* operation = asks_later ? &call->operation : nullptr;
+  NoteTime(call);
   const int code = kolovod_submit(call->engine, &request, OnDone, call, operation);
   // From here on the call may be gone, unless it was refused.
   if (code != KOLOVOD_OK) Refuse(call, code, kolovod_error_message());

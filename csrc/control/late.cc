@@ -199,6 +199,13 @@ std::string Names(const std::vector<LateOperation>& operations, size_t max_names
   return text;
 }
 
+// TensorFlow prunes what no result of a graph depends on, and the user sees only that a rank does not come.
+std::string Pruned(const std::vector<LateOperation>& operations) {
+  const auto in_graph = [](const LateOperation& operation) { return operation.name.starts_with("tf."); };
+  if (std::none_of(operations.begin(), operations.end(), in_graph)) return "";
+  return "; a TensorFlow graph leaves out operations whose results it does not use: use them on all ranks";
+}
+
 std::string Ranks(const std::vector<int>& ranks, const std::vector<int>& numbers) {
   std::vector<int> called;  // a view's own order begins with the ranks of its host
   for (int rank : ranks) called.push_back(numbers[static_cast<size_t>(rank)]);
@@ -227,7 +234,7 @@ std::string LateText(const LateFinding& finding, const RankNames& names, size_t 
   const std::string wait = finding.waiting.empty() ? "" : "; " + Ranks(finding.waiting, names.numbers);
   switch (finding.cause) {
     case LateCause::kNotSubmitted:
-      return who + " has not submitted " + operations + wait;
+      return who + " has not submitted " + operations + wait + Pruned(finding.operations);
     case LateCause::kNotStarted:
       return who + " has submitted " + operations + ", but takes no part in it" + wait;
     case LateCause::kNoData:

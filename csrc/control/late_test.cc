@@ -72,6 +72,14 @@ TEST(who_has_not_submitted_what_and_who_waits) {
         "rank 1 has not submitted 'layer2.weight' (allreduce, 60 s); rank 0 waits");
 }
 
+TEST(operations_known_by_their_place_in_a_graph_may_have_been_pruned) {
+  World w(2);
+  w.Add(0, "tf.kolovod_3", 10);
+  CHECK(World::Text(w.Judge().findings[0]) ==
+        "rank 1 has not submitted 'tf.kolovod_3' (allreduce, 90 s); rank 0 waits; a TensorFlow graph leaves "
+        "out operations whose results it does not use: use them on all ranks");
+}
+
 TEST(different_tensors_missing_on_different_ranks) {
   World w(3);
   for (int r : {0, 2}) w.Add(r, "x", 10);

@@ -8,6 +8,7 @@ are the same on all ranks since the sources are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -52,12 +53,7 @@ class GradientExchange:
             raise InvalidArgumentError(
                 f"op is {op!r}: gradients are combined by Average, Sum or Adasum"
             )
-        factor = gradient_predivide_factor
-        if not factor > 0 or (factor != 1.0 and op != Average):
-            raise InvalidArgumentError(
-                f"gradient_predivide_factor is {factor!r}: give a number above 0, and other than "
-                "1 only with op Average"
-            )
+        factor = checked_factor(gradient_predivide_factor, op)
         if process_set is not None and not isinstance(process_set, ProcessSet):
             raise InvalidArgumentError(
                 f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() makes it"
@@ -197,6 +193,20 @@ class GradientExchange:
             neighbours.append(i)
             filled += size
         return buckets
+
+
+def checked_factor(factor: float, op: int) -> float:
+    """``gradient_predivide_factor``, or InvalidArgumentError."""
+    try:
+        fits = math.isfinite(factor) and factor > 0 and (factor == 1.0 or op == Average)
+    except TypeError:
+        fits = False
+    if not fits:
+        raise InvalidArgumentError(
+            f"gradient_predivide_factor is {factor!r}: give a number above 0, and other than 1 "
+            "only with op Average"
+        )
+    return factor
 
 
 def variable_of(source: Any) -> Any:

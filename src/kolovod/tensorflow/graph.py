@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Op
+from kolovod.ops import Sum
+from kolovod.submission import check_arguments
 from kolovod.tensorflow.frontend import code_of
 
 _TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are
@@ -53,6 +54,7 @@ def broadcast(
     """The values of ``tensors`` on the rank at the place ``root`` of the set, as one group."""
     inputs = _converted(tensors)
     types = [tensor.dtype for tensor in inputs]
+    check_arguments(None, Sum, 1.0, 1.0, root)
     return _group("KolovodBroadcast", inputs, types, name, process_set, root=_int(root))
 
 
@@ -142,14 +144,14 @@ def _converted(tensors: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _reduction(op: int, scales: tuple[float, float]) -> dict[str, Any]:
+    try:
+        bits = [_bits(scale) for scale in scales]
+    except (struct.error, OverflowError):
+        check_arguments(None, op, *scales, 0)
+        raise
     if op not in _native.OPS.values():
-        known = ", ".join(member.name for member in Op)
-        raise InvalidArgumentError(f"op is {op!r}: give one of {known}")
-    return {
-        "op": _int(op),
-        "prescale_bits": _int(_bits(scales[0])),
-        "postscale_bits": _int(_bits(scales[1])),
-    }
+        check_arguments(None, op, *scales, 0)
+    return {"op": _int(op), "prescale_bits": _int(bits[0]), "postscale_bits": _int(bits[1])}
 
 
 def _group(
@@ -178,14 +180,16 @@ def _node(
     attributes: dict[str, Any],
     label: str | None = None,
 ) -> tf.Operation:
+    check_arguments(name, Sum, 1.0, 1.0, 0)
     graph = tf.compat.v1.get_default_graph()
     attribute = tf.compat.v1.AttrValue
+    label = label or (op_type if name else _place(process_set))
     anchor = _anchor_of_session() if is_of_session() else _anchor()
     common = {
         "process_set": _int(process_set),
         "tensor_name": attribute(s=(name or "").encode()),
         # Two ops of one graph that are alike but for this are two operations.
-        "unique_name": attribute(s=graph.unique_name(op_type, mark_as_used=False).encode()),
+        "unique_name": attribute(s=graph.unique_name(label, mark_as_used=False).encode()),
         "_XlaCompile": attribute(b=False),  # automatic clustering leaves it out
     }
     with tf.control_dependencies(graph.get_collection(_JOINS)):
@@ -193,9 +197,19 @@ def _node(
             op_type,
             [anchor, *inputs],
             output_types,
-            name=label or op_type,
+            name=label,
             attrs={**common, **attributes},
         )
+
+
+def _place(process_set: int) -> str:
+    """What the node of an unnamed operation is called, but for the number that TensorFlow appends.
+
+    The same for all verbs: ranks that ask for different ones at one place of a graph meet there,
+    and each hears what the others asked for. Of its own for each set: a rank that is not in one
+    leaves those operations out. Named operations are not counted, since ranks may differ in them.
+    """
+    return f"kolovod_set{process_set}" if process_set else "kolovod"
 
 
 @functools.cache

@@ -32,6 +32,8 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         Other arguments are those of tf.keras.layers.BatchNormalization.
         """
         super().__init__(axis=axis, **options)
+        if process_set is not None and not isinstance(process_set, ProcessSet):
+            raise InvalidArgumentError(f"process_set is {process_set!r}: give a kolovod.ProcessSet")
         self.process_set = process_set
 
     @_as_it_is  # type: ignore[untyped-decorator]

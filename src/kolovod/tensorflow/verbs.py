@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from kolovod import _native
 from kolovod.collectives import Collectives
-from kolovod.errors import InvalidArgumentError, KolovodError
-from kolovod.handles import Handle
 from kolovod.ops import Average, Sum
 from kolovod.process_sets import number_of
 from kolovod.submission import Group, several
 from kolovod.tensorflow import gradients, graph
+from kolovod.tensorflow.asynchronous import TensorflowHandle, eager
 from kolovod.tensorflow.differentiable import VerbsOfSet, differentiable
-from kolovod.tensorflow.errors import as_tensorflow, raising_tensorflows
+from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.tensorflow.gradients import Tensors
 from kolovod.tensorflow.sparse import summed
 from kolovod.world import current
 
-F = TypeVar("F", bound=Callable[..., Any])
 _ALLGATHER = _native.VERBS["allgather"]
-
-
-def _eager(method: F) -> F:
-    """An asynchronous verb, which cannot be part of a graph."""
-
-    @functools.wraps(method)
-    def run(*arguments: Any, **keywords: Any) -> Any:
-        if not tf.executing_eagerly():
-            raise InvalidArgumentError(
-                "inside tf.function all verbs are asynchronous and have no handles: leave '_async' "
-                "out"
-            )
-        return method(*arguments, **keywords)
-
-    return raising_tensorflows(run)  # type: ignore[return-value]
-
-
-class TensorflowHandle(Handle[Any]):
-    """A Handle whose errors are TensorFlow's, too."""
-
-    __slots__ = ()
-
-    def _drive(self, timeout_s: float, *, drives: bool = True) -> Any:
-        try:
-            return super()._drive(timeout_s, drives=drives)
-        except KolovodError as error:
-            raise as_tensorflow(error) from None
 
 
 class TensorflowCollectives(Collectives[tf.Tensor]):
@@ -71,17 +41,17 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
 
     _handle_type = TensorflowHandle
 
-    allreduce_async = _eager(Collectives.allreduce_async)
-    allreduce_async_ = _eager(Collectives.allreduce_async_)
-    grouped_allreduce_async = _eager(Collectives.grouped_allreduce_async)
-    grouped_allreduce_async_ = _eager(Collectives.grouped_allreduce_async_)
-    broadcast_async = _eager(Collectives.broadcast_async)
-    broadcast_async_ = _eager(Collectives.broadcast_async_)
-    allgather_async = _eager(Collectives.allgather_async)
-    grouped_allgather_async = _eager(Collectives.grouped_allgather_async)
-    alltoall_async = _eager(Collectives.alltoall_async)
-    reducescatter_async = _eager(Collectives.reducescatter_async)
-    grouped_reducescatter_async = _eager(Collectives.grouped_reducescatter_async)
+    allreduce_async = eager(Collectives.allreduce_async)
+    allreduce_async_ = eager(Collectives.allreduce_async_)
+    grouped_allreduce_async = eager(Collectives.grouped_allreduce_async)
+    grouped_allreduce_async_ = eager(Collectives.grouped_allreduce_async_)
+    broadcast_async = eager(Collectives.broadcast_async)
+    broadcast_async_ = eager(Collectives.broadcast_async_)
+    allgather_async = eager(Collectives.allgather_async)
+    grouped_allgather_async = eager(Collectives.grouped_allgather_async)
+    alltoall_async = eager(Collectives.alltoall_async)
+    reducescatter_async = eager(Collectives.reducescatter_async)
+    grouped_reducescatter_async = eager(Collectives.grouped_reducescatter_async)
 
     @raising_tensorflows
     def allreduce(

@@ -76,6 +76,32 @@ def check_errors(tf, kv, rank):
         with pytest.raises(tf.errors.InvalidArgumentError) as caught:
             call()
         assert isinstance(caught.value, InvalidArgumentError)
+    check_arguments(tf, kv)
+
+
+def check_arguments(tf, kv):
+    """What was given is in the message, and the way out."""
+    x, variable = tf.ones([2]), tf.Variable([1.0])
+    verbs = (kv.allreduce, kv.broadcast, kv.allgather, kv.alltoall, kv.reducescatter)
+    verbs += (kv.allreduce_async, kv.broadcast_async, lambda x, **set: kv.barrier(**set))
+    verbs += (lambda x, **set: kv.join(**set), lambda x, **set: kv.broadcast_(variable, **set))
+    for verb in verbs:
+        for call in (verb, tf.function(verb))[: 1 if "async" in verb.__name__ else 2]:
+            with pytest.raises(InvalidArgumentError, match=r"is 7: give a kolovod\.ProcessSet"):
+                call(x, process_set=7)
+    for factor in ("2", None, [2.0], 0, float("nan"), float("inf")):
+        with pytest.raises(InvalidArgumentError, match=r"predivide_factor is .*above 0"):
+            kv.DistributedGradientTape(tf.GradientTape(), gradient_predivide_factor=factor)
+    with pytest.raises(InvalidArgumentError, match=r"give a kolovod\.ProcessSet"):
+        kv.SyncBatchNormalization(process_set=[0])
+    for call, text in (
+        (lambda x: kv.allreduce(x, prescale_factor="a"), "prescale_factor is 'a'"),
+        (lambda x: kv.broadcast(x, "a"), "root_rank is 'a'"),
+        (lambda x: kv.allgather(x, 7), "name is 7"),
+    ):
+        for way in (call, tf.function(call)):
+            with pytest.raises(InvalidArgumentError, match=text):
+                way(x)
 
 
 def test_a_world_of_another_size():

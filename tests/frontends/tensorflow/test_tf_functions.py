@@ -141,6 +141,30 @@ def check_without_samples(tf, kv, rank):
     assert np.array(layer.moving_mean).tolist() == [2, 7]
 
 
+def check_traced_without_samples(tf, kv, rank):
+    """The same where the graph knows that there are none, so that TensorFlow prunes what it can."""
+    layer = kv.SyncBatchNormalization(momentum=0.0)
+    layer.build([None, 2])
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(layer(x, training=True) ** 3)
+        return tape.gradient(loss, [x, layer.gamma, layer.beta])
+
+    rows = tf.constant([[1.0, 5.0], [3.0, 8.0], [5.0, 2.0]][: 3 * rank], shape=[3 * rank, 2])
+    for _ in range(2):
+        of_x, of_gamma, of_beta = step(rows)
+        kv.barrier()
+    assert np.array(layer.moving_mean).tolist() == [3, 5]
+    assert of_x.shape == (3 * rank, 2)
+    if rank == 1:
+        assert np.abs(of_beta).max() > 0
+        return
+    assert of_gamma.numpy().tolist() == of_beta.numpy().tolist() == [0, 0]
+
+
 def check_layer(tf, kv, rank):
     """It is one of Keras: saved and read again, fused into no other, and for some ranks only."""
     model = tf.keras.Sequential([tf.keras.Input((2,)), kv.SyncBatchNormalization(name="sync")])
@@ -167,6 +191,7 @@ def test_starting_equal_and_normalising_together():
         check_objects(tf, kv, rank)
         check_sync_batch_norm(tf, kv, rank)
         check_without_samples(tf, kv, rank)
+        check_traced_without_samples(tf, kv, rank)
         check_layer(tf, kv, rank)
 
     run_tensorflow_ranks(2, work, timeout_s=150)

@@ -1,0 +1,42 @@
+"""Asynchronous verbs: outside of graphs only, with handles whose errors are TensorFlow's, too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from kolovod.errors import InvalidArgumentError, KolovodError
+from kolovod.handles import Handle
+from kolovod.tensorflow.errors import as_tensorflow, raising_tensorflows
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(method: F) -> F:
+    """An asynchronous verb, which cannot be part of a graph."""
+
+    @functools.wraps(method)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if not tf.executing_eagerly():
+            raise InvalidArgumentError(
+                "inside tf.function all verbs are asynchronous and have no handles: leave '_async' "
+                "out"
+            )
+        return method(*arguments, **keywords)
+
+    return raising_tensorflows(run)  # type: ignore[return-value]
+
+
+class TensorflowHandle(Handle[Any]):
+    """A Handle whose errors are TensorFlow's, too."""
+
+    __slots__ = ()
+
+    def _drive(self, timeout_s: float, *, drives: bool = True) -> Any:
+        try:
+            return super()._drive(timeout_s, drives=drives)
+        except KolovodError as error:
+            raise as_tensorflow(error) from None
