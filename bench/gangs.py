@@ -153,17 +153,20 @@ class Gang:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(environment["BENCH_SOCKET"])
             listener.listen(self.np)
-            with self._log.open("wb") as log:
-                for command, extra in self._how or _commands(self.peer, self.np):
-                    self._processes.append(
-                        subprocess.Popen(command, env={**environment, **extra}, stdout=log,
-                                         stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                         start_new_session=True)
-                    )  # fmt: skip
+            self._launch(self._how or _commands(self.peer, self.np), environment)
             self._accept(listener)
         hellos = self._collect(START_TIMEOUT_S)
         if sorted(hello["rank"] for hello in hellos) != list(range(self.np)):
             raise GangError(f"{self.peer} did not make a world of {self.np}: {hellos}")
+
+    def _launch(self, commands: Commands, environment: dict[str, str]) -> None:
+        with self._log.open("wb") as log:
+            for command, extra in commands:
+                self._processes.append(
+                    subprocess.Popen(command, env={**environment, **extra}, stdout=log,
+                                     stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                                     start_new_session=True)
+                )  # fmt: skip
 
     def _accept(self, listener: socket.socket) -> None:
         listener.settimeout(0.2)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import forked
 import psutil
@@ -17,17 +19,33 @@ _KEPT_PROCESSES = ("resource_tracker", "forkserver")
 _KEPT_THREADS = ("pytest_timeout", "tqdm", "pin_memory")
 
 
+def _below(pid: int) -> Iterator[int]:
+    """Children of a process, theirs, and so on: from files that say it without looking at all."""
+    with contextlib.suppress(OSError):  # it, or the thread, ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                yield child
+                yield from _below(child)
+
+
+def _descendants() -> Iterator[int]:
+    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return _below(os.getpid())
+    return (process.pid for process in psutil.Process().children(recursive=True))
+
+
 def _children() -> set[str]:
     found, servers = set(), forked.servers()
-    for process in psutil.Process().children(recursive=True):
-        if process.pid in servers:
+    for pid in _descendants():
+        if pid in servers:
             continue
         try:
+            process = psutil.Process(pid)
             command = " ".join(process.cmdline())
+            if not any(word in command for word in _KEPT_PROCESSES):
+                found.add(f"process {pid}: {command or process.name()}")
         except psutil.Error:
             continue  # it ended meanwhile
-        if not any(word in command for word in _KEPT_PROCESSES):
-            found.add(f"process {process.pid}: {command or process.name()}")
     return found
 
 

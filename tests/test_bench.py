@@ -3,6 +3,7 @@
 Sizes are tiny and nothing here looks at a speed.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -15,9 +16,13 @@ import pytest
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
 
+import collectives  # noqa: E402
 import gangs  # noqa: E402
 import goals  # noqa: E402
+import machine  # noqa: E402
+import overhead  # noqa: E402
 import report  # noqa: E402
+import training  # noqa: E402
 from peers import Peer  # noqa: E402
 from worker import SLOT, Barrier, Data, Layout, Measurer  # noqa: E402
 
@@ -208,13 +213,75 @@ def test_a_peer_that_cannot_start_says_why(tmp_path, monkeypatch):
         gangs.Gang("gloo", 2, tmp_path)
 
 
-def test_collectives_write_verified_results(tmp_path):
+def test_overhead_goals():
+    rows = goals.overhead_rows(2.0, 3.5, -0.02)
+    assert [row[3] for row in rows] == [True, False, True]
+    assert [row[3] for row in goals.overhead_rows(3.1, None, 0.011)] == [False, False]
+
+
+def test_worlds_of_many_ranks_are_simulated(tmp_path):
+    """What is counted has a bound (docs/decisions/0017): 3 messages for each of 5 connections."""
+    ended = run_bench("scale.py", "--sizes", "2", "64", "--steps", "10", "--output", str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    small, large = json.loads((tmp_path / "scale.json").read_text())["worlds"]
+    assert (small["ranks"], small["connections"]) == (2, 1)
+    assert abs(small["messages"] - 3) <= 0.3
+    assert large["ranks"] == 64
+    assert large["messages"] <= 15 * 1.1  # some of the step before or after
+    assert abs(large["mean_messages"] - 6 * 63 / 64) <= 0.6
+    assert 1 <= large["connections"] <= 8
+    assert "| 64 |" in (tmp_path / "scale.md").read_text()
+    assert "<polyline" in (tmp_path / "scale.svg").read_text()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Ranks of every peer, for all benchmarks: importing PyTorch takes longer than measuring."""
+    folder, made = tmp_path_factory.mktemp("gangs"), {}
+    try:
+        for peer in ("local", "gloo", "kolovod", "kolovod-tcp", "kolovod-under-torch"):
+            made[peer] = gangs.Gang(peer, 2, folder)
+        yield made
+    finally:
+        for gang in made.values():
+            gang.close()
+
+
+class Lent:
+    """A gang that is kept when a benchmark has no more questions."""
+
+    def __init__(self, gang):
+        self.ask = gang.ask
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def lent(kept, monkeypatch):
+    """Benchmarks find the ranks that are there already, and look at the mode once."""
+
+    def gang(peer, np, scratch):
+        return Lent(kept[peer]) if np == 2 else gangs.Gang(peer, np, scratch)
+
+    for script in (collectives, overhead, training):
+        monkeypatch.setattr(script, "Gang", gang)
+    monkeypatch.setattr(machine, "one_way_ns", functools.cache(machine.one_way_ns))
+
+
+@pytest.mark.parametrize("script", ["collectives.py", "overhead.py", "training.py"])
+def test_each_is_a_command(script):
+    done = run_bench(script, "--help")
+    assert (done.returncode, done.stdout[:6]) == (0, "usage:"), done.stderr
+
+
+def test_collectives_write_verified_results(tmp_path, lent):
     names = ["kolovod", "kolovod-torch", "kolovod-tcp", "gloo", "memcpy", "inplace"]
-    done = run_bench(
-        "collectives.py", "--np", "2", "--sizes", "8,65536", "--many", "8", "--rounds", "1",
+    code = collectives.main([
+        "--np", "2", "--sizes", "8,65536", "--many", "8", "--rounds", "1",
         "--budget-s", "0.01", "--peers", ",".join(names), "--output", str(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    ])  # fmt: skip
+    assert code == 0
     result = json.loads((tmp_path / "collectives.json").read_text())
     assert result["wrong"] == dict.fromkeys(names[:4], 0)
     assert min(result["checked"].values()) > 0
@@ -244,11 +311,9 @@ def test_collectives_write_verified_results(tmp_path):
     assert result["rounds"][0]["mode"] in text
 
 
-def test_training_runs_and_equals_ddp(tmp_path):
-    done = run_bench(
-        "training.py", "--models", "mlp", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_training_runs_and_equals_ddp(tmp_path, lent):
+    arguments = ["--models", "mlp", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)]
+    assert training.main(arguments) == 0
     result = json.loads((tmp_path / "training.json").read_text())
     assert set(result["models"]["mlp"]["ms"]) == {
         "single",
@@ -260,33 +325,10 @@ def test_training_runs_and_equals_ddp(tmp_path):
     assert result["digests"]["mlp/kolovod"] == result["digests"]["mlp/ddp"]
 
 
-def test_overhead_finds_no_hook_in_a_world_of_one(tmp_path):
-    arguments = ("--rounds", "1", "--steps", "2", "--output", str(tmp_path))
-    done = run_bench("overhead.py", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_overhead_finds_no_hook_in_a_world_of_one(tmp_path, lent):
+    assert overhead.main(["--rounds", "1", "--steps", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "overhead.json").read_text())
     assert set(result["step_ms"]) == {"alone", "ddp", "kolovod"}
     assert result["hook_us"]["samples"] == 4
     assert result["alone"]["ours"]["samples"] == 16
     assert "a gradient's hook" in (tmp_path / "overhead.md").read_text()
-
-
-def test_overhead_goals():
-    rows = goals.overhead_rows(2.0, 3.5, -0.02)
-    assert [row[3] for row in rows] == [True, False, True]
-    assert [row[3] for row in goals.overhead_rows(3.1, None, 0.011)] == [False, False]
-
-
-def test_worlds_of_many_ranks_are_simulated(tmp_path):
-    """What is counted has a bound (docs/decisions/0017): 3 messages for each of 5 connections."""
-    ended = run_bench("scale.py", "--sizes", "2", "64", "--steps", "10", "--output", str(tmp_path))
-    assert ended.returncode == 0, ended.stderr
-    small, large = json.loads((tmp_path / "scale.json").read_text())["worlds"]
-    assert (small["ranks"], small["connections"]) == (2, 1)
-    assert abs(small["messages"] - 3) <= 0.3
-    assert large["ranks"] == 64
-    assert large["messages"] <= 15 * 1.1  # some of the step before or after
-    assert abs(large["mean_messages"] - 6 * 63 / 64) <= 0.6
-    assert 1 <= large["connections"] <= 8
-    assert "| 64 |" in (tmp_path / "scale.md").read_text()
-    assert "<polyline" in (tmp_path / "scale.svg").read_text()

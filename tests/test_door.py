@@ -14,6 +14,7 @@ from contextlib import closing
 import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.launch import door
 from kolovod.launch.auth import connect
 from kolovod.launch.door import ask, ask_once, tcp_door, unix_door
 
@@ -85,6 +86,13 @@ def test_two_rank_0_of_one_job():
         unix_door(name, FACTS, 2)
 
 
+@pytest.fixture
+def soon_refused(monkeypatch):
+    """Who breaks the handshake off is tried again for a moment, not for three seconds."""
+    monkeypatch.setattr(door, "_REFUSED_S", 0.3)
+
+
+@pytest.mark.usefixtures("soon_refused")
 def test_between_hosts_the_secret_is_proved():
     port = free_port()
     with closing(tcp_door(["127.0.0.1"], port, "ours", FACTS, 2)):
@@ -109,6 +117,7 @@ def test_nobody_opens():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can become somebody else")
+@pytest.mark.usefixtures("soon_refused")
 def test_a_door_of_another_user_is_not_believed():
     name = new_name()
     script = (

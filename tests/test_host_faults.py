@@ -204,19 +204,22 @@ def test_a_rank_with_another_secret_stays_outside():
 
 GARBAGE = """
 import os, socket, sys
+from concurrent.futures import ThreadPoolExecutor
 held = []
 texts = [b"", b"GET / HTTP/1.1\\r\\n\\r\\n", os.urandom(5000), b"KOLOVOD\\x01" + bytes(64),
          b"KOLOVOD\\x01" + os.urandom(1 << 16), b"\\xff" * 300]
-for line in sys.stdin:
-    host, port = line.split()
-    for text in texts:
-        try:
-            connection = socket.create_connection((host, int(port)), timeout=5)
-            connection.sendall(text)
-            held.append(connection)
-        except OSError:
-            pass
-    print(len(held), flush=True)
+def send(text):
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=5)
+        connection.sendall(text)
+        held.append(connection)
+    except OSError:
+        pass
+with ThreadPoolExecutor(len(texts)) as pool:  # each has to wait for the delay
+    for line in sys.stdin:
+        host, port = line.split()
+        list(pool.map(send, texts))
+        print(len(held), flush=True)
 """
 
 
@@ -276,7 +279,14 @@ SILENT = """
 import resource, socket, sys, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
 host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-held = [socket.create_connection((host, port), timeout=20) for _ in range(count)]
+held = []
+for number in range(1, count + 1):
+    held.append(socket.create_connection((host, port), timeout=20))
+    if number % 50 == 0:  # else TCP waits for seconds until it knocks at a full queue again
+        try:
+            held[-1].recv(1)
+        except ConnectionResetError:
+            pass
 print("there", flush=True)
 sys.stdin.read()
 """

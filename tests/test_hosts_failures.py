@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,26 +23,41 @@ from kolovod.ops import Sum
 from kolovod.testing import RankFailed
 
 
-def victim(rank, which, how):
+def note(folder, what, rank):
+    Path(folder, f"{what}{rank}").touch()
+
+
+def until_noted(folder, what, ranks):
+    """Wait for these ranks to note it."""
+    deadline = time.monotonic() + 30
+    while not all(Path(folder, f"{what}{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, f"not all of {ranks} have noted {what!r}"
+        time.sleep(0.005)
+
+
+def victim(rank, which, how, folder):
     kolovod.init()
+    others = [other for other in range(kolovod.size()) if other != which]
     kolovod.allreduce(np.ones(10_000), "t")
+    note(folder, "result", rank)
     if rank == which:
-        time.sleep(0.5)  # until the others have their result, too
+        until_noted(folder, "result", others)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raise":
             raise RuntimeError("out of data")
         kolovod.shutdown()
-        time.sleep(2)  # so that the others' end is not what they hear of
+        until_noted(folder, "error", others)  # so that the others' end is not what they hear of
         return None
     begin = time.monotonic()
     try:
         while True:
             kolovod.allreduce(np.ones(10_000), "t")
     except kolovod.errors.CollectiveAbortedError as error:
+        note(folder, "error", rank)
         return type(error), error.rank, time.monotonic() - begin
     finally:
-        time.sleep(1)
+        until_noted(folder, "error", others)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -49,8 +65,9 @@ def victim(rank, which, how):
     ("how", "error"),
     [("kill", RankLostError), ("raise", InterruptedByRankError), ("leave", RankLeftError)],
 )
-def test_a_lost_rank_is_named_on_every_host(which, how, error):
-    results = run_ranks(3, victim, which, how, hosts=["a", "a", "b"], keep_going=True)
+def test_a_lost_rank_is_named_on_every_host(which, how, error, tmp_path):
+    arguments = (which, how, str(tmp_path))
+    results = run_ranks(3, victim, *arguments, hosts=["a", "a", "b"], keep_going=True)
     for rank, result in enumerate(results):
         if rank == which:
             assert how == "leave" or isinstance(result, RankFailed)
@@ -61,10 +78,10 @@ def test_a_lost_rank_is_named_on_every_host(which, how, error):
 
 
 @pytest.mark.parametrize(("how", "error"), [("kill", RankLostError), ("leave", RankLeftError)])
-def test_a_lost_leader_between_others_is_named_on_every_host(how, error):
+def test_a_lost_leader_between_others_is_named_on_every_host(how, error, tmp_path):
     """Hosts 5 and 6 hear from the others by way of host 1 only."""
     hosts = [f"host{rank}" for rank in range(7)]
-    results = run_ranks(7, victim, 1, how, hosts=hosts, keep_going=True)
+    results = run_ranks(7, victim, 1, how, str(tmp_path), hosts=hosts, keep_going=True)
     for kind, culprit, elapsed_s in results[:1] + results[2:]:
         assert (kind, culprit) == (error, 1)
         assert elapsed_s < 10
@@ -118,11 +135,12 @@ def test_init_and_shutdown_leave_nothing_behind():
         assert before == after
 
 
-def smaller_world(rank):
+def smaller_world(rank, folder):
     kolovod.init()
     kolovod.allreduce(np.ones(3))
+    note(folder, "result", rank)
     if rank == 1:
-        time.sleep(0.5)  # until the others have their result, too
+        until_noted(folder, "result", (0, 2, 3))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankLostError):
         kolovod.allreduce(np.ones(3))
@@ -131,8 +149,9 @@ def smaller_world(rank):
     return kolovod.allreduce(np.full(3, float(rank)), op=Sum)[0], kolovod.local_size()
 
 
-def test_survivors_form_a_smaller_world():
-    results = run_ranks(4, smaller_world, hosts=["a", "b", "b", "a"], keep_going=True)
+def test_survivors_form_a_smaller_world(tmp_path):
+    hosts = ["a", "b", "b", "a"]
+    results = run_ranks(4, smaller_world, str(tmp_path), hosts=hosts, keep_going=True)
     assert [results[rank] for rank in (0, 2, 3)] == [(5, 2), (5, 1), (5, 2)]
 
 

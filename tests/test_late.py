@@ -367,9 +367,11 @@ def test_a_host_whose_leader_is_stopped(
 
 
 @pytest.mark.parametrize("report_s", ["0", "1"])
-def test_after_the_second_limit_every_rank_fails(report_s: str) -> None:
+def test_after_the_second_limit_every_rank_fails(report_s: str, tmp_path: Path) -> None:
     def lag_behind() -> None:
-        time.sleep(5)
+        deadline = time.monotonic() + PATIENCE_S
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def work(rank: int) -> tuple[int | None, str, float]:
         kv.init()
@@ -379,6 +381,7 @@ def test_after_the_second_limit_every_rank_fails(report_s: str) -> None:
             lag_behind()
         with pytest.raises(LateRankError) as caught:
             kv.allreduce(ones(), name="t")
+        (tmp_path / f"failed {rank}").touch()
         return caught.value.rank, str(caught.value), time.monotonic() - started
 
     limits = {"KOLOVOD_LATE_REPORT_S": report_s, "KOLOVOD_LATE_FAILURE_S": "1.5"}

@@ -9,88 +9,32 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from meeting import (  # noqa: F401
+    JOIN,
+    SECRET,
+    TIMEOUT_S,
+    joining,
+    made_pool,
+    made_store,
+    meet,
+    member,
+    wait_until_joined,
+)
 
-import kolovod.launch.store as store_module
 from kolovod.errors import (
     AuthenticationError,
     BootstrapError,
     InvalidArgumentError,
-    RankLostError,
-    StartTimeoutError,
 )
 from kolovod.launch.auth import connect, encode, new_secret
 from kolovod.launch.formation import Formation, Member, encode_members, parse_answer
-from kolovod.launch.joining import Joined, join
+from kolovod.launch.joining import join
 from kolovod.launch.messages import MAX_RANKS
-from kolovod.launch.store import GONE_GRACE_S, LABEL, Store
-
-SECRET = new_secret()
-TIMEOUT_S = 20.0
-JOIN = {
-    "members": [[0, 1]],
-    "member": [0, "h", 1, "", "", 0, "", False],
-    "config": {},
-    "timeout_s": 1,
-}
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with contextlib.closing(Store(SECRET, 8)) as made:
-        made.start()
-        yield made
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(16) as made:
-        yield made
-
-
-def member(rank: int, pid: int | None = None) -> Member:
-    return Member(rank, "localhost", 1000 + rank if pid is None else pid, "", f"socket-{rank}", 0)
-
-
-def meet(*arguments: Any) -> Formation:
-    """Only until the answer."""
-    with join(*arguments) as joined:
-        return joined.formation
-
-
-def all_join(pool: ThreadPoolExecutor, store: Store, ranks: list[int]) -> list[Joined]:
-    waiting = [
-        pool.submit(join, store.address, SECRET, ranks, member(rank), TIMEOUT_S) for rank in ranks
-    ]
-    return [future.result(10) for future in waiting]
-
-
-def joining(
-    pool: ThreadPoolExecutor, store: Store, rank: int, members: list[int], timeout_s: float = 20.0
-) -> Future[Formation]:
-    return pool.submit(meet, store.address, SECRET, members, member(rank), timeout_s)
-
-
-def come_and_go(store: Store, waiting: int) -> None:
-    """Rank 1 of three joins, as the one that makes ``waiting``, and its connection breaks."""
-    address = ("127.0.0.1", int(store.address.split(":")[1]))
-    deadline = time.monotonic() + 5
-    with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
-        facts = {"members": [[0, 2]], "member": [1, *JOIN["member"][1:]], "timeout_s": TIMEOUT_S}
-        channel.send({**JOIN, **facts}, deadline)
-        wait_until_joined(store, waiting)
-
-
-def wait_until_joined(store: Store, count: int) -> None:
-    deadline = time.monotonic() + 5
-    while sum(len(group.joined) for group in store._groups.values()) != count:
-        assert time.monotonic() < deadline, "the ranks did not join"
-        time.sleep(0.005)
+from kolovod.launch.store import LABEL, Store
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
@@ -196,32 +140,6 @@ def test_disjoint_worlds_form_side_by_side(store: Store, pool: ThreadPoolExecuto
     assert len({f.result(10).epoch for f in first}) == 1
 
 
-def test_a_rank_known_to_be_dead_is_named_at_once(store: Store, pool: ThreadPoolExecutor) -> None:
-    store.mark_dead(2, "was killed by signal 9 (SIGKILL)")
-    store.mark_dead(1, "ended with exit code 1")
-    with pytest.raises(RankLostError, match=r"rank 2 was killed by signal 9") as caught:
-        joining(pool, store, 0, [0, 1, 2]).result(10)
-    assert caught.value.rank == 2
-    survivors = [joining(pool, store, rank, [0, 3]) for rank in (0, 3)]
-    assert [f.result(10).epoch for f in survivors] == [1, 1]
-
-
-def test_a_death_ends_the_wait_of_the_others(store: Store, pool: ThreadPoolExecutor) -> None:
-    waiting = [joining(pool, store, rank, [0, 1, 2]) for rank in (0, 1)]
-    wait_until_joined(store, 2)
-    store.mark_dead(2, "ended with exit code 0")
-    for future in waiting:
-        with pytest.raises(RankLostError, match="rank 2 ended with exit code 0"):
-            future.result(10)
-
-
-def test_missing_ranks_are_named_at_the_deadline(store: Store, pool: ThreadPoolExecutor) -> None:
-    waiting = [joining(pool, store, rank, [0, 1, 2, 3], timeout_s=0.3) for rank in (0, 2)]
-    for future in waiting:
-        with pytest.raises(StartTimeoutError, match=r"rank 1, 3 did not .* 0.3 s .*there: 0, 2"):
-            future.result(10)
-
-
 def test_different_worlds_that_wait_for_each_other_are_refused(
     store: Store, pool: ThreadPoolExecutor
 ) -> None:
@@ -231,121 +149,6 @@ def test_different_worlds_that_wait_for_each_other_are_refused(
     for future in (first, second):
         with pytest.raises(InvalidArgumentError, match=r"\[1, 2\], but rank 1 for \[0, 1, 2\]"):
             future.result(10)
-
-
-def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
-    store: Store, pool: ThreadPoolExecutor
-) -> None:
-    channel = connect(
-        socket.AF_INET,
-        ("127.0.0.1", int(store.address.split(":")[1])),
-        SECRET,
-        LABEL,
-        time.monotonic() + 5,
-    )
-    facts = [1, "h", 5, "", "", 0, "", False]
-    request = {"members": [[0, 1]], "timeout_s": TIMEOUT_S, "member": facts, "config": {}}
-    channel.send(request, time.monotonic() + 5)
-    wait_until_joined(store, 1)
-    channel.close()
-    wait_until_joined(store, 0)
-    waiting = joining(pool, store, 0, [0, 1])
-    wait_until_joined(store, 1)
-    assert not waiting.done()
-    joining(pool, store, 1, [0, 1]).result(10)
-    assert waiting.result(10).epoch == 1
-
-
-def test_who_ends_before_all_have_come_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
-    """Nobody tells the store of it: its connection breaks."""
-    waiting = joining(pool, store, 0, [0, 1, 2])
-    wait_until_joined(store, 1)
-    come_and_go(store, waiting=2)
-    text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
-    with pytest.raises(RankLostError, match=text) as caught:
-        waiting.result(10)
-    assert caught.value.rank == 1
-
-
-def test_who_ends_before_the_others_come_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
-    come_and_go(store, waiting=1)
-    time.sleep(1.5 * GONE_GRACE_S)
-    text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
-    with pytest.raises(RankLostError, match=text):
-        joining(pool, store, 0, [0, 1, 2]).result(10)
-    waiting = [joining(pool, store, 1, [0, 1, 2])]  # there again: nothing is against it any more
-    wait_until_joined(store, 1)
-    waiting += [joining(pool, store, rank, [0, 1, 2]) for rank in (0, 2)]
-    assert {future.result(10).epoch for future in waiting} == {1}
-
-
-def test_all_have_formed_the_world_or_none(store: Store, pool: ThreadPoolExecutor) -> None:
-    joined = all_join(pool, store, [0, 1, 2])
-    waiting = [pool.submit(one.formed, time.monotonic() + TIMEOUT_S) for one in joined[1:]]
-    time.sleep(0.05)
-    assert not any(future.done() for future in waiting)
-    joined[0].formed(time.monotonic() + TIMEOUT_S)
-    for future in waiting:
-        future.result(10)
-    joined[2].close()  # what becomes of it now is the engine's business
-    joined[1].check(GONE_GRACE_S + 0.5)
-    store.close()
-    joined[1].check(5)
-
-
-def test_who_ends_after_the_answer_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
-    joined = all_join(pool, store, [0, 1, 2])
-    waiting = pool.submit(joined[0].formed, time.monotonic() + TIMEOUT_S)
-    joined[2].close()
-    for hear in (lambda: waiting.result(10), lambda: joined[1].check(10)):
-        with pytest.raises(RankLostError, match=r"rank 2 on host .* ended while the world") as told:
-            hear()
-        assert told.value.rank == 2
-
-
-def test_the_launchers_word_comes_first(store: Store, pool: ThreadPoolExecutor) -> None:
-    joined = all_join(pool, store, [0, 1])
-    joined[1].close()
-    store.mark_dead(1, "was killed by signal 9 (SIGKILL)")
-    with pytest.raises(RankLostError, match="rank 1 was killed by signal 9"):
-        joined[0].formed(time.monotonic() + TIMEOUT_S)
-
-
-@pytest.mark.parametrize(
-    ("error", "told", "text"),
-    [
-        (OSError("no room"), BootstrapError, r"rank 1 on .* could not form .*: OSError: no room"),
-        (BootstrapError("no way"), BootstrapError, r"rank 1 on .* could not form .*: no way"),
-        (RankLostError("rank 7 is gone", 7), RankLostError, "^rank 7 is gone$"),
-    ],
-)
-def test_why_one_gives_up_is_told_to_all(
-    store: Store,
-    pool: ThreadPoolExecutor,
-    error: Exception,
-    told: type[Exception],
-    text: str,
-) -> None:
-    joined = all_join(pool, store, [0, 1])
-    with pytest.raises(type(error)), joined[1]:
-        raise error
-    with pytest.raises(told, match=text):
-        joined[0].formed(time.monotonic() + TIMEOUT_S)
-
-
-def test_who_does_not_form_the_world_is_named(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "_FORMING_S", 0.2)
-    with contextlib.closing(Store(SECRET, 3)) as made:
-        made.start()
-        waiting = [
-            pool.submit(join, made.address, SECRET, [0, 1, 2], member(rank), 0.5)
-            for rank in range(3)
-        ]
-        joined = [future.result(10) for future in waiting]
-        with pytest.raises(StartTimeoutError, match="rank 1, 2 joined, but did not form the world"):
-            joined[0].formed(time.monotonic() + TIMEOUT_S)
 
 
 def test_two_processes_of_one_rank_are_told_apart(store: Store, pool: ThreadPoolExecutor) -> None:
@@ -399,19 +202,6 @@ def test_a_malformed_request_is_answered(store: Store, message: object) -> None:
         channel.send(message, deadline)
         assert channel.receive(deadline)["error"] == "malformed"
     assert store._groups == {}
-
-
-def test_closing_the_store_ends_the_wait(pool: ThreadPoolExecutor) -> None:
-    made = Store(SECRET, 2)
-    made.start()
-    waiting = joining(pool, made, 0, [0, 1])
-    wait_until_joined(made, 1)
-    made.close()
-    with pytest.raises(BootstrapError, match="launcher is going away"):
-        waiting.result(10)
-    with pytest.raises(BootstrapError, match="has the launcher ended"):
-        join(made.address, SECRET, [0, 1], member(0), TIMEOUT_S)
-    made.close()
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:port", ":1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from forked import run_torch_ranks
 
 from kolovod.observe.summary import read, summarize
 
@@ -36,33 +37,34 @@ for _ in range(8):
 if len(sys.argv) > 1:
     hvd.barrier()
     hvd.stop_timeline()
-print(hasattr(torch.autograd.backward, "_kolovod_original"))
+patched = hasattr(torch.autograd.backward, "_kolovod_original")
 """
 
 
-def train(*options: str, script_arguments: tuple[str, ...] = (), **variables: str) -> str:
+def horovodrun(*options: str) -> None:
     launcher = "from horovod.runner.launch import main; main()"
     command = [sys.executable, "-c", launcher, "-np", "2", *options]
-    command += [sys.executable, "-c", TRAINING, *script_arguments]
-    return subprocess.run(
-        command,
-        check=True,
-        timeout=120,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    ).stdout
+    subprocess.run([*command, sys.executable, "-c", TRAINING], check=True, timeout=110)
+
+
+def as_a_rank(rank: int, *arguments: str) -> object:
+    """Whether ``backward`` is not PyTorch's own in the end."""
+    sys.argv = ["-c", *arguments]
+    scope: dict[str, object] = {}
+    exec(TRAINING, scope)
+    return scope["patched"]
 
 
 @pytest.mark.parametrize("how", ["flag", "variable", "dynamic"])
 def test_a_training(how: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     if how == "flag":
-        train("--timeline-filename", str(path), "--timeline-mark-cycles")
+        horovodrun("--timeline-filename", str(path), "--timeline-mark-cycles")
     elif how == "variable":
-        train(HOROVOD_TIMELINE=str(path), HOROVOD_TIMELINE_MARK_CYCLES="1")
+        variables = {"HOROVOD_TIMELINE": str(path), "HOROVOD_TIMELINE_MARK_CYCLES": "1"}
+        run_torch_ranks(2, as_a_rank, env=variables)
     else:
-        train(script_arguments=(str(path),), HOROVOD_TIMELINE="DYNAMIC")
+        run_torch_ranks(2, as_a_rank, str(path), env={"HOROVOD_TIMELINE": "DYNAMIC"})
     events = read(path)
     names = {event["name"] for event in events}
     assert names >= {"ALLREDUCE", "NEGOTIATE_ALLREDUCE", "CYCLE_START"}
@@ -80,4 +82,4 @@ def test_a_training(how: str, tmp_path: Path) -> None:
 
 
 def test_without_a_timeline_backward_is_pytorchs_own() -> None:
-    assert train().count("False") == 2
+    assert run_torch_ranks(2, as_a_rank) == [False, False]

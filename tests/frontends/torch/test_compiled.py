@@ -10,11 +10,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 import horovod.torch as hvd  # noqa: E402
 import kolovod.torch as kvt  # noqa: E402
-from kolovod.testing import run_ranks  # noqa: E402
 
 STEPS = 3
 
@@ -89,5 +89,5 @@ def compiled(rank, backend):
 
 
 def test_trains_as_one_process_would():
-    for names in run_ranks(2, both_backends, timeout_s=100):
+    for names in run_torch_ranks(2, both_backends, timeout_s=100):
         assert names == ["_orig_mod.0.weight"] * 4

@@ -1,0 +1,79 @@
+"""Ranks that meet at a store: what its tests share."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kolovod.launch.auth import connect, new_secret
+from kolovod.launch.formation import Formation, Member
+from kolovod.launch.joining import Joined, join
+from kolovod.launch.store import LABEL, Store
+
+SECRET = new_secret()
+TIMEOUT_S = 20.0
+JOIN = {
+    "members": [[0, 1]],
+    "member": [0, "h", 1, "", "", 0, "", False],
+    "config": {},
+    "timeout_s": 1,
+}
+
+
+@pytest.fixture(name="store")
+def made_store() -> Iterator[Store]:
+    with contextlib.closing(Store(SECRET, 8)) as made:
+        made.start()
+        yield made
+
+
+@pytest.fixture(name="pool")
+def made_pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as made:
+        yield made
+
+
+def member(rank: int, pid: int | None = None) -> Member:
+    return Member(rank, "localhost", 1000 + rank if pid is None else pid, "", f"socket-{rank}", 0)
+
+
+def meet(*arguments: Any) -> Formation:
+    """Only until the answer."""
+    with join(*arguments) as joined:
+        return joined.formation
+
+
+def all_join(pool: ThreadPoolExecutor, store: Store, ranks: list[int]) -> list[Joined]:
+    waiting = [
+        pool.submit(join, store.address, SECRET, ranks, member(rank), TIMEOUT_S) for rank in ranks
+    ]
+    return [future.result(10) for future in waiting]
+
+
+def joining(
+    pool: ThreadPoolExecutor, store: Store, rank: int, members: list[int], timeout_s: float = 20.0
+) -> Future[Formation]:
+    return pool.submit(meet, store.address, SECRET, members, member(rank), timeout_s)
+
+
+def come_and_go(store: Store, waiting: int) -> None:
+    """Rank 1 of three joins, as the one that makes ``waiting``, and its connection breaks."""
+    address = ("127.0.0.1", int(store.address.split(":")[1]))
+    deadline = time.monotonic() + 5
+    with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
+        facts = {"members": [[0, 2]], "member": [1, *JOIN["member"][1:]], "timeout_s": TIMEOUT_S}
+        channel.send({**JOIN, **facts}, deadline)
+        wait_until_joined(store, waiting)
+
+
+def wait_until_joined(store: Store, count: int) -> None:
+    deadline = time.monotonic() + 5
+    while sum(len(group.joined) for group in store._groups.values()) != count:
+        assert time.monotonic() < deadline, "the ranks did not join"
+        time.sleep(0.005)
