@@ -29,7 +29,7 @@ from kolovod.keras.functions import (
 from kolovod.keras.optimizer import DistributedOptimizer
 from kolovod.keras.saving import load_model
 from kolovod.metrics import average_metrics
-from kolovod.numpy import allgather_object, barrier, broadcast_object
+from kolovod.numpy import allgather_object, barrier, broadcast_object, join
 from kolovod.observe.spans import span
 from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
@@ -72,6 +72,7 @@ __all__ = [
     "global_process_set",
     "init",
     "is_initialized",
+    "join",
     "load_model",
     "local_rank",
     "local_size",

@@ -22,10 +22,15 @@ def start(
     process_set: Group | None,
 ) -> Callable[[], list[jax.Array]]:
     """Send ``tensors`` as one group; what waits for the results."""
-    if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
+    if is_traced(tensors):
         results = collectives.grouped_allreduce(list(tensors), name, op, *scales, process_set)
         return lambda: results
     return collectives.grouped_allreduce_async(list(tensors), name, op, *scales, process_set).wait
+
+
+def is_traced(grads: Sequence[Any]) -> bool:
+    """Whether they stand for those of a program that is being made."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads))
 
 
 def is_sparse(grad: Any) -> bool:

@@ -41,6 +41,11 @@ def start(
     return lambda: results
 
 
+def is_traced(grads: Sequence[Any]) -> bool:
+    """Whether they stand for those of a program that is being made."""
+    return not tf.executing_eagerly()
+
+
 def is_sparse(grad: Any) -> bool:
     """Whether it has indices and values, which are gathered."""
     return isinstance(grad, tf.IndexedSlices)

@@ -26,6 +26,11 @@ def start(
     return collectives.grouped_allreduce_async_(list(tensors), name, op, *scales, process_set).wait
 
 
+def is_traced(grads: Sequence[Any]) -> bool:
+    """Whether they stand for those of a program that is being made; none does."""
+    return False
+
+
 def is_sparse(grad: Any) -> bool:
     """Whether it is gathered; none is: what has gaps is sent without them."""
     return False

@@ -42,18 +42,23 @@ class Distributed:
         """As usual; and notice that a LossScaleOptimizer is put around this one.
 
         It looks for infinities before it calls this one, and all ranks must see the same: so it is
-        that one which combines the gradients from then on.
+        that one which combines the gradients from then on, or, where this one adds up the
+        gradients of several passes, agrees on them.
         """
         super().__setattr__(name, value)
         reducer = self.__dict__.get("_kolovod_reducer")
         if name not in _SET_BY_SCALERS or reducer is None or reducer.is_idle:
             return
-        scaler, keras = sys._getframe(1).f_locals.get("self"), keras_of(self)
+        scaler: Any = sys._getframe(1).f_locals.get("self")
+        keras = keras_of(self)
         is_scaler = isinstance(scaler, keras.mixed_precision.LossScaleOptimizer)
         if is_scaler and not isinstance(scaler, Distributed):
-            self._kolovod_reducer = GradientReducer(reducer.way, reducer.backend, reducer._key)
-            self._kolovod_reducer.is_idle = True
+            if not getattr(self, "gradient_accumulation_steps", None):
+                self._kolovod_reducer = GradientReducer(reducer.way, reducer.backend, reducer._key)
+                self._kolovod_reducer.is_idle = True
             _adopt(scaler, reducer, keras)
+            if isinstance(self, InKeras2):
+                scaler._kolovod_passes, self._kolovod_passes = self._kolovod_passes, None
 
 
 class InKeras3(Distributed):
@@ -73,22 +78,15 @@ class InKeras3(Distributed):
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         if len(grads) == len(variables):  # else Keras says what is wrong
-            reducer = self._kolovod_reducer
-            if self.gradient_accumulation_steps:
-                grads = reducer.filled(grads, variables)
-            else:
-                grads = reducer.reduced(grads, variables)
+            grads = self._sent(grads, variables)
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
-    ) -> Any:
-        """As usual. That of a LossScaleOptimizer does not come to ``apply``."""
-        if hasattr(self, "inner_optimizer") and len(grads) == len(self._trainable_variables):
-            grads = self._kolovod_reducer.reduced(grads, self._trainable_variables)
-        return super().stateless_apply(  # type: ignore[misc]
-            optimizer_variables, grads, trainable_variables
-        )
+    def _sent(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Combined, unless they are to be added up first."""
+        reducer = self._kolovod_reducer
+        if self.gradient_accumulation_steps:
+            return reducer.filled(grads, variables)
+        return reducer.reduced(grads, variables)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Sequence[Any]) -> None:
         self._kolovod_reducer.latest = trainable_variables
@@ -105,6 +103,47 @@ class InKeras3(Distributed):
             if not reducer.is_idle:
                 grads = reducer.backend.in_last_pass(self, reduced, list(grads))
         return super()._clip_gradients(grads)  # type: ignore[misc]
+
+
+class ScalerInKeras3(InKeras3):
+    """For Keras 3's LossScaleOptimizer.
+
+    The optimizer within may add up the gradients of several passes. Then that one combines them,
+    in the last pass; in the others too, all ranks must leave out the same gradients, or they would
+    not count the same passes: so they agree on whether these are finite.
+    """
+
+    inner_optimizer: Any
+
+    @property
+    def _adds_up_first(self) -> bool:
+        return bool(self.inner_optimizer.gradient_accumulation_steps)
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
+    ) -> Any:
+        """As usual. It does not come to ``apply``."""
+        if len(grads) == len(self._trainable_variables):
+            grads = self._sent(grads, self._trainable_variables)
+        return super().stateless_apply(  # type: ignore[misc]
+            optimizer_variables, grads, trainable_variables
+        )
+
+    def _sent(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        if not self._adds_up_first:
+            return self._kolovod_reducer.reduced(grads, variables)
+        self._kolovod_reducer.latest = variables
+        return self._kolovod_reducer.filled(grads, variables)
+
+    def check_finite(self, grads: Sequence[Any]) -> Any:
+        """Whether they are, on all ranks."""
+        is_finite = super().check_finite(grads)  # type: ignore[misc]
+        if not self._adds_up_first:
+            return is_finite
+        ops, reducer = keras_of(self).ops, self._kolovod_reducer
+        # Added up, so that a rank that has joined, and sends zeros, does not object.
+        objects = ops.cast(ops.logical_not(is_finite), "float32")
+        return ops.less(reducer.total(objects, grads, reducer.latest), 0.5)
 
 
 class InKeras2(Distributed):
@@ -211,6 +250,8 @@ def DistributedOptimizer(
     reducer = GradientReducer(way, backend, key)
     reducer.local_sources += _checked_sources(local_sources)
     adopted = _adopt(optimizer, reducer, keras)
+    if isinstance(adopted, ScalerInKeras3) and adopted._adds_up_first:
+        _adopt(adopted.inner_optimizer, reducer, keras)
     if passes > 1 and isinstance(adopted, InKeras2):
         adopted._kolovod_passes = _summing_in_keras_2(passes, reducer, takes_mean)
     return adopted
@@ -227,7 +268,9 @@ def _adopt(optimizer: O, reducer: GradientReducer, keras: ModuleType) -> O:
 @functools.cache
 def _class_for(base: type, keras: ModuleType) -> type:
     """``base`` with what we add, under the names by which Keras, reading a file, finds ``base``."""
-    addition = InKeras3 if is_keras_3(keras) else InKeras2
+    addition: type = InKeras3 if is_keras_3(keras) else InKeras2
+    if addition is InKeras3 and issubclass(base, keras.mixed_precision.LossScaleOptimizer):
+        addition = ScalerInKeras3
     name = base.__name__
     if base.__module__.split(".")[0] != keras.__name__:  # perhaps registered under another name
         name = getattr(keras, "saving", keras.utils).get_registered_name(base)
@@ -240,8 +283,8 @@ def _class_for(base: type, keras: ModuleType) -> type:
     if backend_of(keras) == "tensorflow":  # AutoGraph, which rewrites functions, leaves it alone
         keep = importlib.import_module("tensorflow").autograph.experimental.do_not_convert
         for method in ("apply", "apply_gradients"):
-            if method in vars(addition):
-                fields[method] = keep(vars(addition)[method])
+            if hasattr(addition, method):
+                fields[method] = keep(getattr(addition, method))
     return type(name, (addition, base), fields)
 
 

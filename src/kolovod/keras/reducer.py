@@ -15,7 +15,7 @@ from kolovod import _native
 from kolovod.agreement import SAME_MODEL, agree_on_optimizer
 from kolovod.compression import Compression, Compressor, dtype_name
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average
+from kolovod.ops import Average, Sum
 from kolovod.process_sets import ProcessSet
 from kolovod.submission import WorldLike
 from kolovod.world import current
@@ -52,6 +52,8 @@ class GradientReducer:
         self._key = key
         self._number = 0
         self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
+        self._agreed: list[tuple[frozenset[tuple[str, int]], int]] = []
+        """Processes that have agreed, and on which number, the last at the end."""
         self._plans: dict[tuple[int, ...], list[list[int]]] = {}
 
     def reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -71,7 +73,7 @@ class GradientReducer:
         local = self._local()
         is_local = [self._key(variable) in local for variable in variables]
         if self._engine is not world.engine:
-            self._agree(world, grads, variables, is_local)
+            self._meet(world, grads, variables, is_local)
         results = list(grads)
         for i, grad in enumerate(grads):
             if is_local[i] and grad is not None:
@@ -90,6 +92,17 @@ class GradientReducer:
         for i, wait in waits:
             results[i] = wait()
         return results
+
+    def total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
+        """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""
+        world = None if self.is_idle else self._members()
+        if world is None or world.size == 1:
+            return value
+        if self._engine is not world.engine:
+            local = self._local()
+            self._meet(world, grads, variables, [self._key(v) in local for v in variables])
+        name, process_set = f"keras.{self._number}.about", self.way.process_set
+        return self.backend.start([value], name, Sum, (1.0, 1.0), process_set)()[0]
 
     def filled(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """``grads`` with zeros for None where that varies, to be added up over passes."""
@@ -151,13 +164,39 @@ class GradientReducer:
             for variable in getattr(source, "trainable_weights", [source])
         }
 
-    def _agree(
+    def _meet(
         self,
         world: WorldLike,
         grads: Sequence[Any],
         variables: Sequence[Any],
         is_local: Sequence[bool],
     ) -> None:
+        """Once per world: have all ranks the same variables? They number the optimizer, too.
+
+        Ranks that have agreed in a world before may go on with the program that was traced there.
+        So one of them that traces anew must not wait for the others; the number stays the same.
+        """
+        self._plans.clear()
+        members = self._processes()
+        known = [number for processes, number in self._agreed if members <= processes]
+        if known and self.backend.is_traced(grads):
+            self._number = known[-1]
+            return
+        number = self._agree(grads, variables, is_local)
+        if not known:
+            self._agreed.append((members, number))
+        self._number = known[-1] if known else number
+        self._engine = world.engine
+
+    def _processes(self) -> frozenset[tuple[str, int]]:
+        """Those that communicate, as they are known in every world: by the launcher's ranks."""
+        world, process_set = current(), self.way.process_set
+        ranks = range(world.size) if process_set is None else process_set.ranks
+        return frozenset((world.place.store, world.members[rank]) for rank in ranks)
+
+    def _agree(
+        self, grads: Sequence[Any], variables: Sequence[Any], is_local: Sequence[bool]
+    ) -> int:
         mine = []
         for grad, variable, local in zip(grads, variables, is_local, strict=True):
             # Without the layer's name, which counts how many the process has made.
@@ -165,10 +204,7 @@ class GradientReducer:
             lacks = grad is None and not self.backend.varies
             detail = [tuple(variable.shape), dtype_name(variable)]
             mine.append((name, (*detail, *["local"] * local, *["without gradient"] * lacks)))
-        process_set = self.way.process_set
-        self._number, _ = agree_on_optimizer(current, mine, SAME_MODEL, [], process_set)
-        self._engine = world.engine
-        self._plans.clear()
+        return agree_on_optimizer(current, mine, SAME_MODEL, [], self.way.process_set)[0]
 
     def _plan(self, variables: Sequence[Any], sent: list[int]) -> list[list[int]]:
         places = tuple(sent)

@@ -7,19 +7,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from keras_jobs import (
+    BATCH,
     EAGER,
     RUNNERS,
     STEPS,
+    ByHand,
     assert_close,
     assert_same_everywhere,
     fit,
     new_model,
     prepared,
+    quick,
     runs,
     weights,
 )
 
 from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.world import current
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,12 +35,10 @@ def sgd(keras, rate=0.1, momentum=0.0):
 def check_broadcast(keras, kv, which):
     """Rank 1 has other weights and no optimizer state; afterwards both are where rank 0 was."""
     broadcast = kv.callbacks.BroadcastGlobalVariablesCallback
-    alone = new_model(keras, sgd(keras, momentum=0.9))
-    fit(alone, epochs=1)
-    fit(alone, epochs=1)
-    model = new_model(keras, sgd(keras, momentum=0.9), seed=3 + kv.rank())
+    alone = ByHand(new_model(keras, sgd(keras)), momentum=0.875).fit(epochs=2)
+    model = new_model(keras, sgd(keras, momentum=0.875), seed=3 + kv.rank())
     if kv.rank() == 0:
-        fit(model, epochs=1)
+        fit(quick(model, which), epochs=1)
     kv.DistributedOptimizer(model.optimizer)
     model.compile(model.optimizer, "mse")
     local = model.layers[-1].bias if which == "tensorflow" else None
@@ -45,12 +47,12 @@ def check_broadcast(keras, kv, which):
     assert_close(model, alone)
     assert_same_everywhere(kv, model)
     if local is not None:
-        local.assign([kv.rank()] * 3)
+        local.assign([kv.rank()] * 4)
         callback = broadcast(0)
         callback.register_local_var(local)
         kv.broadcast_model(model, 0, None, [local])
-        assert np.asarray(local).tolist() == [kv.rank()] * 3
-    unbuilt = keras.Sequential([keras.layers.Dense(3)])
+        assert np.asarray(local).tolist() == [kv.rank()] * 4
+    unbuilt = keras.Sequential([keras.layers.Dense(4)])
     with pytest.raises(InvalidArgumentError, match="no variables yet"):
         kv.broadcast_model(unbuilt)
     unbuilt.compile(kv.DistributedOptimizer(sgd(keras)), "mse")
@@ -71,6 +73,11 @@ def check_metrics(keras, kv, which):
         def on_epoch_end(self, epoch, logs=None):
             self.logs = dict(logs)
 
+    if which != EAGER:
+        logs = {"loss": 1.0 + rank, "val_loss": 5.0 * rank, "text": "x"}
+        callbacks.MetricAverageCallback(samples=1 + 2 * rank).on_epoch_end(0, logs)
+        assert logs == {"loss": 1.75, "val_loss": 2.5, "text": "x"}
+        return
     for options, wanted in (
         ({}, {"loss": 1.5, "val_loss": 2.5, "text": "x"}),
         ({"samples": 1 + 2 * rank, "val_samples": 4}, {"loss": 1.75, "val_loss": 2.5, "text": "x"}),
@@ -82,6 +89,19 @@ def check_metrics(keras, kv, which):
         assert seen.logs == wanted
     with pytest.raises(MismatchError, match="rank 1 has 'b', rank 0 not"):
         callbacks.MetricAverageCallback().on_epoch_end(0, {"ab"[rank]: 1.0})
+
+
+def keep_time(callbacks, epochs):
+    """Call ``callbacks`` as training does."""
+    callbacks.set_params({"steps": STEPS})
+    callbacks.on_train_begin()
+    for epoch in range(epochs):
+        callbacks.on_epoch_begin(epoch)
+        for step in range(STEPS):
+            callbacks.on_train_batch_begin(step)
+            callbacks.on_train_batch_end(step)
+        callbacks.on_epoch_end(epoch, {})
+    callbacks.on_train_end()
 
 
 def check_rates(keras, kv, which):
@@ -101,15 +121,16 @@ def check_rates(keras, kv, which):
     def rates(callback, epochs=3):
         seen = Rates()
         model = new_model(keras, sgd(keras, 0.8, 0.9))
-        fit(model, epochs=epochs, callbacks=[callback, seen])
+        if which == EAGER:
+            fit(model, epochs=epochs, callbacks=[callback, seen])
+        else:  # which would make a program for each model
+            keep_time(keras.callbacks.CallbackList([callback, seen], model=model), epochs)
         return seen
 
     warmup = rates(callbacks.LearningRateWarmupCallback(0.8, 2))
     wanted = [0.4 + 0.4 * (step + 1) / 8 for step in range(2 * STEPS)] + [0.8] * STEPS
     np.testing.assert_allclose(warmup.rates, wanted, rtol=1e-6)
     np.testing.assert_allclose(warmup.logs, [0.6, 0.8, 0.8], rtol=1e-6)
-    if which == "jax":  # which compiles each model anew
-        return
     power = rates(callbacks.LearningRateScheduleCallback(0.8, 0.1, start_epoch=1))
     np.testing.assert_allclose(power.rates, [0.8] * 8 + [0.08] * 4, rtol=1e-6)
     schedule = callbacks.LearningRateScheduleCallback(
@@ -133,16 +154,15 @@ def check_momentum_correction(keras, kv, which):
     schedule = kv.callbacks.LearningRateScheduleCallback
     finals = {}
     for corrects in (True, False):
-        model = new_model(keras, sgd(keras, 0.1, 0.9))
+        model = new_model(keras, sgd(keras, 0.1, 0.875))
         halves = schedule(0.1, 0.5, momentum_correction=corrects)
+        by_hand = ByHand(model, 0.875).fit(epochs=1)
         fit(model, callbacks=[halves])
-        by_hand = new_model(keras, sgd(keras, 0.1, 0.9))
-        fit(by_hand, epochs=1)
-        by_hand.optimizer.learning_rate = 0.05
         if corrects:
-            for velocity in by_hand.optimizer.momentums:
-                velocity.assign(velocity * 0.5)
-        fit(by_hand, epochs=1)
+            for velocity in by_hand.velocities:
+                velocity *= 0.05 / by_hand.rate
+        by_hand.rate = float(np.asarray(model.optimizer.learning_rate))
+        by_hand.fit(epochs=1)
         assert_close(model, by_hand)
         finals[corrects] = weights(model)[0]
         if which != EAGER:
@@ -168,16 +188,14 @@ def check_momentum_correction(keras, kv, which):
 def check_saving(keras, kv, which, folder):
     """Read by Keras alone and by us; written by rank 0 where it is the best."""
     callbacks, rank = kv.callbacks, kv.rank()
-    whole = new_model(keras, sgd(keras, momentum=0.9))
-    fit(whole)
-    fit(whole)
-    model = new_model(keras, kv.DistributedOptimizer(sgd(keras, momentum=0.9)))
-    fit(model, rank, kv.size())
+    model = new_model(keras, kv.DistributedOptimizer(sgd(keras, momentum=0.875)))
+    whole = ByHand(model, momentum=0.875).fit(epochs=4)
+    fit(quick(model, which), rank, kv.size())
     path = f"{folder}/{which}{rank}.keras"
     model.save(path)
     plain = keras.models.load_model(path)
     assert not hasattr(plain.optimizer, "_kolovod_reducer")
-    fit(plain)
+    fit(quick(plain, which))
     assert_close(plain, whole)
     again = kv.load_model(path, compression=kv.Compression.none)
     assert hasattr(again.optimizer, "_kolovod_reducer")
@@ -221,29 +239,77 @@ def check_custom_optimizer(keras, kv, which, folder):
         model.save(path)
         loaded = kv.load_model(path, **options)
         assert isinstance(loaded.optimizer, cls)
-        fit(loaded, kv.rank(), kv.size(), 1)
-        assert_same_everywhere(kv, loaded)
+        assert hasattr(loaded.optimizer, "_kolovod_reducer")
+        if which != "jax":  # which makes a program of every model
+            fit(quick(loaded, which), kv.rank(), kv.size(), 1)
+            assert_same_everywhere(kv, loaded)
 
 
 def check_scaled_loss(keras, kv, which):
     """All ranks skip a step in which one has an infinity, and go on together."""
-    scaler = keras.mixed_precision.LossScaleOptimizer
     for outside in (True, False):
-        if outside:
-            optimizer = kv.DistributedOptimizer(scaler(sgd(keras)))
-        else:  # as model.compile does it with mixed_float16
-            optimizer = scaler(kv.DistributedOptimizer(sgd(keras)))
-        assert isinstance(optimizer, kv.keras_optimizer.Distributed)
+        optimizer = scaled(keras, kv, outside)
         model = new_model(keras, optimizer)
         start = weights(model)
-        inputs = np.ones((8, 5)) * (np.inf if kv.rank() == 1 else 1.0)
-        model.fit(inputs, np.ones((8, 3)), batch_size=8, verbose=0)
+        skipped(keras, kv, model, 8)
         for now, before in zip(weights(model), start, strict=True):
             np.testing.assert_array_equal(now, before)
+        alone = ByHand(model).fit()
         fit(model, kv.rank(), kv.size())
-        alone = new_model(keras, sgd(keras))
-        fit(alone)
         assert_close(model, alone, 1e-6)
+        assert_same_everywhere(kv, model)
+
+
+def scaled(keras, kv, outside, **options):
+    """An optimizer with its loss scaled, whose gradients are combined outside of that or inside."""
+    scaler = keras.mixed_precision.LossScaleOptimizer
+    if outside:
+        optimizer = kv.DistributedOptimizer(scaler(sgd(keras)), **options)
+    else:  # as model.compile does it with mixed_float16
+        optimizer = scaler(kv.DistributedOptimizer(sgd(keras), **options))
+    assert isinstance(optimizer, kv.keras_optimizer.Distributed)
+    return optimizer
+
+
+def skipped(keras, kv, model, batch_size):
+    """Train with one batch that has infinities on rank 1."""
+    inputs = np.ones((batch_size, 5)) * (np.inf if kv.rank() == 1 else 1.0)
+    model.fit(inputs, np.ones((batch_size, 4)), batch_size=batch_size, verbose=0)
+
+
+def check_scaled_passes(keras, kv, which):
+    """Gradients travel in the last of several passes; a pass that one rank cannot use, nobody does.
+
+    Keras 3 leaves that pass out, Keras 2 the whole step.
+    """
+    options = {"backward_passes_per_step": 2, "average_aggregated_gradients": True}
+
+    def bytes_of_pass():
+        weights(model)  # waits for them
+        before = current().engine.stats()["bytes"]
+        fit(model, kv.rank(), kv.size(), 1, steps_per_epoch=1)
+        weights(model)
+        return current().engine.stats()["bytes"] - before
+
+    for outside in (True, False):
+        model = new_model(keras, scaled(keras, kv, outside, **options))
+        alone = ByHand(model).fit(batch_size=32)
+        fit(model, kv.rank(), kv.size())
+        assert_close(model, alone, 1e-6)
+        assert_same_everywhere(kv, model)
+        start, iterations = weights(model), int(np.asarray(model.optimizer.iterations))
+        skipped(keras, kv, model, BATCH // 2)
+        for now, before in zip(weights(model), start, strict=True):
+            np.testing.assert_array_equal(now, before)
+        if which == "tf_keras":
+            fit(model, kv.rank(), kv.size(), 1, steps_per_epoch=1)
+        else:
+            assert int(np.asarray(model.optimizer.iterations)) == iterations
+            alone.fit(epochs=1, batch_size=32)
+            fit(model, kv.rank(), kv.size(), 1)
+            assert_close(model, alone, 1e-6)
+        between, last = bytes_of_pass(), bytes_of_pass()
+        assert between <= 100 < 8 * sum(weight.size for weight in start) <= last
         assert_same_everywhere(kv, model)
 
 
@@ -297,9 +363,9 @@ def check_errors(keras, kv, which):
                 kv.DistributedOptimizer(optimizer, backward_passes_per_step=2)
     other = new_model(keras, "sgd").layers[-1].bias
     with pytest.raises(Exception, match="does not change"):
-        fit(new_model(keras, wrap(groups=[[other]])), epochs=1)
-    model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(3 + kv.rank())])
-    model.compile(wrap(), lambda true, out: (out[:, :3] - true) ** 2)
+        fit(quick(new_model(keras, wrap(groups=[[other]])), which), epochs=1)
+    model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4 + kv.rank())])
+    model.compile(wrap(), lambda true, out: (out[:, :4] - true) ** 2)
     with pytest.raises(Exception, match=r"optimizer parameter 0 differs: rank 0 has 'kernel'"):
         fit(model, epochs=1)
     if which == "tf_keras":  # a model of Keras 3, with callbacks of Keras 2
@@ -327,6 +393,7 @@ def test_callbacks_and_all_else(which, tmp_path):
         check_saving(keras, kv, which, str(tmp_path))
         check_custom_optimizer(keras, kv, which, str(tmp_path))
         check_scaled_loss(keras, kv, which)
+        check_scaled_passes(keras, kv, which)
         check_values(keras, kv, which)
         check_errors(keras, kv, which)
         return True

@@ -1,33 +1,73 @@
-"""The example, shortened, as a user starts it."""
+"""The examples, shortened, as a user starts them; and in float64, beside one process."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from frameworks import is_installed
+from keras_jobs import prepared, runs, weights
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "keras_digits.py"
+pytestmark = pytest.mark.timeout(150)
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SHORT = ["--layers", "1", "--width", "32", "--context", "16", "--characters", "50000"]
 
 
-@pytest.mark.parametrize("backend", ["torch"])  # others are alike; each takes ten seconds
-def test_digits(backend):
-    for module in ("keras", "sklearn", backend):
+def run(script, *options, backend="torch"):  # others are alike; each takes ten seconds
+    """What two processes print."""
+    for module in ("keras", backend):
         if not is_installed(module):
             pytest.skip(f"{module} is not installed")
     launcher = [sys.executable, "-m", "kolovod", "run", "-np", "2", "--", sys.executable]
     done = subprocess.run(
-        [*launcher, str(EXAMPLE), "--epochs", "2", "--warmup-epochs", "1"],
+        [*launcher, str(EXAMPLES / script), *options],
         capture_output=True,
         text=True,
         timeout=100,
         env={**os.environ, "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "3"},
     )
     assert done.returncode == 0, done.stderr
-    accuracy = re.search(rf"2 processes, Keras on {backend}: accuracy (\d+\.\d+)%", done.stdout)
+    return done.stdout
+
+
+@pytest.mark.skipif(not is_installed("sklearn"), reason="scikit-learn is not installed")
+def test_digits():
+    output = run("keras_digits.py", "--epochs", "1", "--warmup-epochs", "1", "--batch-size", "32")
+    accuracy = re.search(r"2 processes, Keras on torch: accuracy (\d+\.\d+)%", output)
     assert accuracy is not None
-    assert float(accuracy[1]) > 50
+    assert float(accuracy[1]) > 30
+
+
+def text_in_float64(rank):
+    """The weights that the example comes to, and on rank 0 those of it alone."""
+    _, kv = prepared("tensorflow")  # others compute parts of it in float32, whatever is set
+    sys.path.insert(0, str(EXAMPLES))
+    text = importlib.import_module("keras_text")
+    steps = ["--steps", "30", "--report-every", "15", "--lr", "0.01", "--warmup", "5"]
+    sys.argv = ["keras_text.py", *SHORT, *steps, "--batch-size", "8"]
+    together = weights(text.train(text.parse_arguments(), 2))
+    kv.shutdown()
+    if rank == 1:
+        return (together,)
+    kv.init(comm=[0])
+    return together, weights(text.train(text.parse_arguments(), 2))
+
+
+def test_text_is_that_of_one_process(capfd):
+    (together, alone), (on_rank_1,) = runs("tensorflow")(text_in_float64)
+    for mine, theirs, whole in zip(together, on_rank_1, alone, strict=True):
+        assert mine.dtype == np.float64
+        assert (mine == theirs).all()
+        np.testing.assert_allclose(mine, whole, rtol=1e-8, atol=1e-8)
+    output = capfd.readouterr().out
+    assert "2 process(es), Keras on tensorflow" in output
+    bits = [float(found) for found in re.findall(r"([\d.]+) bits per character", output)]
+    assert len(bits) == 4  # rank 0 alone reports
+    assert bits[1] < bits[0] < 6.6  # 96 characters: log2 is 6.58

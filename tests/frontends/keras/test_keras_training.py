@@ -8,11 +8,13 @@ from keras_jobs import (
     EAGER,
     RUNNERS,
     STEPS,
+    ByHand,
     assert_close,
     assert_same_everywhere,
     fit,
     new_model,
     prepared,
+    quick,
     runs,
     weights,
 )
@@ -22,11 +24,11 @@ from kolovod.world import current
 pytestmark = pytest.mark.timeout(300)
 
 
-def train_both(keras, kv, make, wrapped=None, plain=None, tolerance=1e-12, **compiled):
-    """With two ranks, and as one process; the distributed model."""
-    alone = new_model(keras, (plain or make)(), **compiled)
-    fit(alone)
-    model = new_model(keras, kv.DistributedOptimizer(make(), **(wrapped or {})), **compiled)
+def train_both(keras, kv, optimizer, alone, wrapped=None, tolerance=1e-12, **compiled):
+    """With two ranks; ``alone``, to be trained as one process, is to come to the same."""
+    model = new_model(keras, kv.DistributedOptimizer(optimizer, **(wrapped or {})), **compiled)
+    alone = ByHand(model, momentum=alone) if isinstance(alone, float) else alone
+    alone.fit() if isinstance(alone, ByHand) else fit(alone)
     fit(model, kv.rank(), kv.size())
     assert_close(model, alone, tolerance)
     assert_same_everywhere(kv, model)
@@ -36,37 +38,53 @@ def train_both(keras, kv, make, wrapped=None, plain=None, tolerance=1e-12, **com
 def check_optimizers(keras, kv, which):
     """Those with and without state, traced and, but on JAX, which takes seconds then, eager."""
     optimizers = keras.optimizers
-    model = train_both(keras, kv, lambda: optimizers.Adam(0.01, clipnorm=0.01))
+    alone = quick(new_model(keras, optimizers.Adam(0.01, clipnorm=0.01)), which)
+    model = train_both(keras, kv, optimizers.Adam(0.01, clipnorm=0.01), alone)
     assert isinstance(model.optimizer, optimizers.Adam)
     if which == EAGER:
-        train_both(keras, kv, lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True))
+        alone = new_model(keras, optimizers.SGD(0.1, momentum=0.875, nesterov=True))
+        train_both(keras, kv, optimizers.SGD(0.1, momentum=0.875, nesterov=True), alone)
     elif which != "jax":
-        train_both(keras, kv, lambda: optimizers.SGD(0.1, momentum=0.9), run_eagerly=True)
+        train_both(keras, kv, optimizers.SGD(0.1, momentum=0.875), 0.875, run_eagerly=True)
     if which == "tf_keras":
-        train_both(keras, kv, lambda: optimizers.legacy.SGD(0.1, momentum=0.9))
+        train_both(keras, kv, optimizers.legacy.SGD(0.1, momentum=0.875), 0.875)
 
 
 def check_ways(keras, kv, which):
     """How gradients travel does not matter; that they do, and how many at once, is counted."""
 
-    def sgd():
-        return keras.optimizers.SGD(0.1)
+    def sgd(rate=0.1):
+        return keras.optimizers.SGD(rate)
 
-    model = train_both(keras, kv, sgd, {"gradient_predivide_factor": 4.0, "groups": 2})
+    options = {"gradient_predivide_factor": 4.0, "groups": 2}
+    model = train_both(keras, kv, sgd(), 0.0, options)
     assert operations_of(model, kv) == 2 * STEPS
+    check_another_world(kv, model)
     if which != EAGER:
         return
-    train_both(keras, kv, sgd, {"op": kv.Sum}, lambda: keras.optimizers.SGD(0.2))
-    model = train_both(keras, kv, sgd, {"compression": kv.Compression.fp16}, tolerance=1e-3)
-    alone = new_model(keras, sgd())
-    fit(alone)
-    assert any((a != b).any() for a, b in zip(weights(model), weights(alone), strict=True))
+    twice = ByHand(new_model(keras, sgd(0.2)))
+    train_both(keras, kv, sgd(), twice, {"op": kv.Sum})
+    alone = ByHand(new_model(keras, sgd()))
+    model = train_both(keras, kv, sgd(), alone, {"compression": kv.Compression.fp16}, 1e-3)
+    assert any((a != b).any() for a, b in zip(weights(model), alone.weights, strict=True))
     for groups, operations in ((None, 1), (99, 4), ("lists", 3)):
         model = new_model(keras, sgd())
         hidden, last = model.layers[-2:]
         given = [[hidden.kernel, last.bias], [last.kernel]] if groups == "lists" else groups
         model.compile(kv.DistributedOptimizer(sgd(), groups=given), "mse")
         assert operations_of(model, kv) == operations * STEPS, groups
+
+
+def check_another_world(kv, model):
+    """Of ranks that have agreed before one makes its program anew, and does not wait for it."""
+    kv.shutdown()
+    kv.init()
+    if kv.rank() == 1:
+        model.make_train_function(force=True)
+    alone = ByHand(model).fit(epochs=1)
+    fit(model, kv.rank(), kv.size(), 1)
+    assert_close(model, alone)
+    assert_same_everywhere(kv, model)
 
 
 def operations_of(model, kv):
@@ -86,8 +104,7 @@ def check_passes(keras, kv, which):
     def sgd(rate=0.1):
         return keras.optimizers.SGD(rate)
 
-    twice = new_model(keras, sgd())
-    fit(twice, batch_size=32)
+    twice = ByHand(new_model(keras, sgd())).fit(batch_size=32)
     passes = {"backward_passes_per_step": 2}
     ways = [(passes | {"average_aggregated_gradients": True}, 0.1), (passes, 0.05)]
     for options, rate in ways if which == EAGER else ways[which == "jax" :][:1]:
@@ -111,9 +128,8 @@ def check_local(keras, kv, which):
         model = new_model(keras, "sgd")
         hidden, last = model.layers[-2:]
         start = [np.asarray(w) for w in (*hidden.get_weights(), *last.get_weights())]
-        alone = new_model(keras, keras.optimizers.SGD(0.1))
-        inputs = {"epochs": 1, "steps_per_epoch": 1}
-        fit(alone, kv.rank(), kv.size(), **inputs)  # with the rank's own batch
+        alone = ByHand(new_model(keras, keras.optimizers.SGD(0.1)))
+        alone.fit(kv.rank(), kv.size(), epochs=1, steps=1)  # with the rank's own batch
         own = [w - s for w, s in zip(weights(alone), start, strict=True)]
         both = [kv.allreduce(change) for change in own]
         optimizer = kv.DistributedOptimizer(
@@ -121,19 +137,19 @@ def check_local(keras, kv, which):
         )
         optimizer.register_local_var(last.bias)
         model.compile(optimizer, "mse")
-        fit(model, kv.rank(), kv.size(), **inputs)
+        fit(model, kv.rank(), kv.size(), epochs=1, steps_per_epoch=1)
         wanted = [factor * own[0], factor * own[1], both[2], factor * own[3]]
         for now, before, change in zip(weights(model), start, wanted, strict=True):
-            np.testing.assert_allclose(now - before, change, rtol=1e-9, atol=1e-15)
+            atol = max(1e-15, ByHand.tolerance)
+            np.testing.assert_allclose(now - before, change, rtol=1e-9, atol=atol)
 
 
 def check_process_sets(keras, kv, which):
     """Members average among themselves; others step alone."""
-    alone = new_model(keras, keras.optimizers.SGD(0.1))
-    fit(alone, kv.rank(), kv.size())
     members = kv.add_process_set([1])
     optimizer = kv.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=members)
     model = new_model(keras, optimizer)
+    alone = ByHand(model).fit(kv.rank(), kv.size())
     fit(model, kv.rank(), kv.size())
     assert_close(model, alone)
     kv.remove_process_set(members)
@@ -141,9 +157,8 @@ def check_process_sets(keras, kv, which):
 
 def check_changes_in_place(keras, kv, which):
     """The object stays, with what it knows."""
-    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-    alone = new_model(keras, optimizer)
-    fit(alone)
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.875)
+    fit(quick(new_model(keras, optimizer), which), epochs=1)
     state = [np.asarray(v).copy() for v in optimizer.variables]
     assert kv.DistributedOptimizer(optimizer) is optimizer
     assert type(optimizer).__name__ == "SGD"
@@ -153,7 +168,7 @@ def check_changes_in_place(keras, kv, which):
     assert not hasattr(again, "_kolovod_reducer")
 
 
-def check_sparse(keras, kv):
+def check_sparse(keras, kv, which):
     """An embedding, of which ranks use some of the same rows."""
     rows = np.array([[0, 1], [1, 2], [3, 3], [4, 0]], np.int32)
 
@@ -166,7 +181,7 @@ def check_sparse(keras, kv):
         model.compile(optimizer, "mse")
         return model
 
-    alone = build(keras.optimizers.SGD(0.5))
+    alone = quick(build(keras.optimizers.SGD(0.5)), which)
     alone.fit(rows, np.ones((4, 6)), batch_size=4, epochs=2, verbose=0)
     for as_dense in (False, True):
         sgd = keras.optimizers.SGD(0.5)
@@ -180,7 +195,7 @@ def check_sparse(keras, kv):
         kv.init(comm=[rank])  # for a program that was traced among two
         again = keras.models.clone_model(alone)
         again.set_weights(alone.get_weights())
-        again.compile(keras.optimizers.SGD(0.5), "mse")
+        again.compile(keras.optimizers.SGD(0.5), "mse", run_eagerly=True)
         for each in (again, model):
             each.fit(own, np.ones((2, 6)), batch_size=2, verbose=0)
         assert_close(model, again)
@@ -197,6 +212,17 @@ def check_xla(keras, kv):
     model = new_model(keras, optimizer, jit_compile=True)
     start_equal = kv.callbacks.BroadcastGlobalVariablesCallback(0)
     fit(model, kv.rank(), kv.size(), 1, callbacks=[start_equal])
+    assert_same_everywhere(kv, model)
+
+
+def check_join(keras, kv):
+    """Rank 1 has a step less, and does not keep rank 0 waiting."""
+    model = new_model(keras, kv.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    fit(model, kv.rank(), kv.size(), 1, steps_per_epoch=STEPS - kv.rank())
+    assert kv.join() == 0
+    steps = int(np.asarray(model.optimizer.iterations))
+    assert kv.allgather([steps]).tolist() == [STEPS, STEPS - 1]
+    kv.broadcast_model(model)
     assert_same_everywhere(kv, model)
 
 
@@ -225,11 +251,12 @@ def test_as_one_process_would(which):
         check_process_sets(keras, kv, which)
         check_changes_in_place(keras, kv, which)
         if which in ("tensorflow", "tf_keras"):
-            check_sparse(keras, kv)
+            check_sparse(keras, kv, which)
         if which == "tensorflow":
             check_xla(keras, kv)
         if which == "torch":
             check_unused(keras, kv)
+            check_join(keras, kv)
         return True
 
     assert all(runs(which)(work))
