@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[1] / "bench" / "front_ends.py"
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("framework", ["jax", "tensorflow"])
+@pytest.mark.parametrize("framework", ["jax", "tensorflow", "torch"])
 def test_a_short_run(tmp_path, framework):
     """Each way is measured, and Kolovod and the framework's own come to the same weights."""
     if not is_installed(framework):
