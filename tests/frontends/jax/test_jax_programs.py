@@ -95,12 +95,10 @@ def test_32_gradients_are_in_flight():
         alone = [gradients_of(fresh(), jnp.full((4, 30), 0.1 + r)) for r in (0, 1)]
         means = [(a + b) / 2 for a, b in zip(*alone, strict=True)]
         steps = [w - 0.5 * g for w, g in zip(fresh(), means, strict=True)]
-        for function, donated, wanted in (
-            (averaged, (), means),
-            (updated, (), steps),
-            (updated_tree, (), steps),
-            (updated_tree, (0,), steps),
-        ):
+        cases = [(averaged, (), means), (updated_tree, (), steps), (updated_tree, (0,), steps)]
+        if jax.__version_info__ >= (0, 10):  # before, XLA orders a program to need little memory
+            cases.append((updated, (), steps))
+        for function, donated, wanted in cases:
             program = jax.jit(function, donate_argnums=donated)
             got = while_the_other_is_late(kv, rank, program, (fresh(), x), 32)
             for mine, right in zip(got, wanted, strict=True):
