@@ -1,12 +1,14 @@
-"""A training step in JAX and TensorFlow: Kolovod, the framework's own way, no communication.
+"""A training step in JAX, TensorFlow, PyTorch: Kolovod, the framework's own way, no communication.
 
-Two processes with the threads that the framework takes by default, the same batches in all ways of
-running. A step is forward, backward, average, SGD with momentum, as one compiled function
-(``jax.jit`` that donates, ``tf.function``), and waited for; its time is max(end) - min(start) over
+Two processes with the threads that the framework takes by default (PyTorch: one, as in
+bench/training.py, which has models of other kinds), the same batches in all ways of running. A step
+is forward, backward, average, SGD with momentum, as one compiled function (``jax.jit`` that
+donates, ``tf.function``; PyTorch: eager), and waited for; its time is max(end) - min(start) over
 the ranks. The ways take turns in every round. After every round all ranks of a way must hold
 bitwise equal weights, and those of Kolovod be those of the framework's own way to rounding.
 
-Own ways: ``jax.distributed`` with gloo and ``pmean``; ``MultiWorkerMirroredStrategy``.
+Own ways: ``jax.distributed`` with gloo and ``pmean``; ``MultiWorkerMirroredStrategy``;
+``DistributedDataParallel`` over gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ NP = 2
 ASK_TIMEOUT_S = 300.0
 STEPS = {"mlp": 30, "mid": 40, "wide": 20}
 WAYS = {"alone": "2, no communication", "own": "its own way", "kolovod": "Kolovod"}
-FRAMEWORKS = {"jax": "jax_rank.py", "tensorflow": "tf_rank.py"}
+FRAMEWORKS = {"jax": "jax_rank.py", "tensorflow": "tf_rank.py", "torch": "torch_rank.py"}
+OWN = {
+    "jax": "jax.distributed, gloo",
+    "tensorflow": "MultiWorkerMirroredStrategy",
+    "torch": "DDP, gloo",
+}
 ROUNDING = 1e-3  # of what the weights have changed by
 
 
@@ -113,7 +120,7 @@ def make(records: dict[str, Record], facts: dict[str, Any]) -> tuple[dict[str, A
         for model, (parameters, tensors) in record.shapes.items():
             medians = {way: found[model, way]["median"] for way in WAYS}
             rows.append(
-                [framework, model, f"{parameters / 1e6:.1f} M, {tensors}"]
+                [f"{framework}: {OWN[framework]}", model, f"{parameters / 1e6:.1f} M, {tensors}"]
                 + [f"{number(medians[way])} ({number(found[model, way]['p90'])})" for way in WAYS]
                 + [times(medians["own"] / medians["kolovod"])]
             )
@@ -123,13 +130,19 @@ def make(records: dict[str, Record], facts: dict[str, Any]) -> tuple[dict[str, A
                    for m, way in found},
             "distance": {f"{m}/{way}": record.distance(m, way) for m, way in found},
         }  # fmt: skip
-    head = ["framework", "model", "parameters, tensors", *WAYS.values(), "Kolovod over its own way"]
+    head = [
+        "framework: its own way",
+        "model",
+        "parameters, tensors",
+        *WAYS.values(),
+        "Kolovod over its own way",
+    ]
     modes = ", ".join(dict.fromkeys(mode for r in records.values() for mode in r.modes))
     markdown = "\n".join([
-        "# Training step in JAX and TensorFlow\n",
+        "# Training step in JAX, TensorFlow and PyTorch\n",
         f"`{machine.command_line()}`: {report.machine_line(facts)}, mode {modes}. 2 processes; "
         "milliseconds per step, median (p90). How it was measured, and what was checked: the head "
-        "of bench/front_ends.py.\n",
+        "of bench/front_ends.py. Other models in PyTorch, against DDP: training.md.\n",
         table(head, rows),
     ])  # fmt: skip
     return result, markdown

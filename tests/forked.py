@@ -86,7 +86,11 @@ run_keras_ranks = ranks_after(
     TF_CPP_MIN_LOG_LEVEL="3",
     CUDA_VISIBLE_DEVICES="",
 )
-run_jax_ranks = ranks_after("jax", "kolovod.jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
+# Tests compile many programs and run each a few times.
+QUICKLY_COMPILED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+run_jax_ranks = ranks_after(
+    "jax", "kolovod.jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1", **QUICKLY_COMPILED
+)
 
 
 def servers() -> set[int]:

@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forked import run_keras_ranks
+from forked import run_keras_ranks, run_torch_ranks
 from frameworks import is_installed
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -23,7 +24,7 @@ import gangs  # noqa: E402
 
 
 def be_rank(rank, commands, environment):
-    """What the command of this rank would do, in a process that has imported TensorFlow."""
+    """What the command of this rank would do, in a process that has imported the framework."""
     (_, script, way), extra = commands[rank]
     os.environ.update({**environment, **extra})
     sys.path.insert(0, str(BENCH))
@@ -32,7 +33,9 @@ def be_rank(rank, commands, environment):
 
 
 class Forked(gangs.Gang):
-    """Ranks that are forked, which saves six imports of TensorFlow."""
+    """Ranks that are forked, which saves six imports of the framework."""
+
+    run_ranks: Callable[..., list[object]]
 
     def _launch(self, commands, environment):
         if len(commands) == 1:  # by the launcher
@@ -40,7 +43,7 @@ class Forked(gangs.Gang):
             commands = [(command[command.index("--") + 1 :], extra)] * self.np
         told = {name: value for name, value in environment.items() if name.startswith("BENCH_")}
         arguments = (self.np, be_rank, commands, told)
-        self._thread = threading.Thread(target=run_keras_ranks, args=arguments)
+        self._thread = threading.Thread(target=type(self).run_ranks, args=arguments)
         self._thread.start()
 
     def close(self):
@@ -77,9 +80,13 @@ def test_a_short_run_with_jax(tmp_path):
     check("jax", tmp_path)
 
 
-def test_a_short_run_with_tensorflow(tmp_path, monkeypatch):
-    if not is_installed("tensorflow"):
-        pytest.skip("tensorflow is not installed")
+@pytest.mark.parametrize(
+    ("framework", "run_ranks"), [("tensorflow", run_keras_ranks), ("torch", run_torch_ranks)]
+)
+def test_a_short_run(tmp_path, monkeypatch, framework, run_ranks):
+    if not is_installed(framework):
+        pytest.skip(f"{framework} is not installed")
+    monkeypatch.setattr(Forked, "run_ranks", staticmethod(run_ranks), raising=False)
     monkeypatch.setattr(front_ends, "Gang", Forked)
-    assert front_ends.main(options("tensorflow", tmp_path)) == 0
-    check("tensorflow", tmp_path)
+    assert front_ends.main(options(framework, tmp_path)) == 0
+    check(framework, tmp_path)

@@ -44,7 +44,7 @@ class Request(ctypes.Structure):
         ("verb", ctypes.c_int32),
         ("op", ctypes.c_int32),
         ("root", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("drive_us", ctypes.c_int32),
         ("prescale", ctypes.c_double),
         ("postscale", ctypes.c_double),
         ("name", ctypes.c_char_p),

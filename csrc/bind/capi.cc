@@ -162,7 +162,7 @@ Status Submit(kolovod_engine* handle, const kolovod_request* from, kolovod_callb
     };
   }
   return engine->Submit(std::move(request), std::move(tensors), /*blocking=*/false, operation,
-                        std::move(on_done));
+                        std::move(on_done), int64_t{1000} * from->drive_us);
 }
 
 Status Release(kolovod_engine* handle, uint64_t operation) {

@@ -24,25 +24,36 @@ class Threads {
   void Run(std::function<void()> task) {
     std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
-    if (tasks_.size() <= idle_) {
+    WakeOne();
+  }
+
+ private:
+  // Under mutex_. One at a time is on its way, and it sends for the next before it runs what it finds: so no
+  // task waits behind another that takes long, yet short ones do not wake a thread each.
+  void WakeOne() {
+    if (is_waking_) return;
+    if (idle_ > 0) {
+      is_waking_ = true;
       changed_.notify_one();
-    } else if (threads_ < most_) {  // else those that have been told, or are busy, come to it
+    } else if (threads_ < most_) {  // else one that is busy comes to it
+      is_waking_ = true;
       ++threads_;
       std::thread([this] { Work(); }).detach();
     }
   }
 
- private:
   void Work() {
     pthread_setname_np(pthread_self(), name_);
     std::unique_lock lock(mutex_);
     while (true) {
       ++idle_;
-      changed_.wait(lock, [&] { return !tasks_.empty(); });
+      changed_.wait(lock, [&] { return is_waking_; });
       --idle_;
+      is_waking_ = false;
       while (!tasks_.empty()) {
         std::function<void()> task = std::move(tasks_.front());
         tasks_.pop_front();
+        if (!tasks_.empty()) WakeOne();
         lock.unlock();
         task();
         task = nullptr;  // what it holds is let go without the lock
@@ -57,6 +68,7 @@ class Threads {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;  // guarded by mutex_
   size_t idle_ = 0;                          // guarded by mutex_
+  bool is_waking_ = false;                   // guarded by mutex_; a thread has been told, and is not here yet
   size_t threads_ = 0;                       // guarded by mutex_
 };
 

@@ -3,6 +3,11 @@
 // The handler submits and returns a future, so that any number of operations are on their way while XLA goes
 // on with what does not depend on them. What does depend on them XLA runs in the thread that completes the
 // future; that must not be the engine's, so completions are handed to threads of their own.
+//
+// Two hand-overs for each operation cost several times what a small one takes, and XLA comes to the
+// operations of a short program one by one. So a small one that finds the engine idle is first tried in XLA's
+// own thread (see Patience).
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -106,12 +111,45 @@ struct Span {
   size_t bytes;
 };
 
+enum class Stage { kSubmitting, kReturned, kDone };
+
 struct Call {
   const xla::Api* api;
   xla::Future* future;
   int verb;
   std::vector<Span> zeroed;  // outputs that nobody wants here, though all ranks have the same program
+  // Whoever of the handler and the callback comes second completes it.
+  std::atomic<Stage> stage{Stage::kSubmitting};
+  int code = KOLOVOD_OK;  // and the message: written before kDone
+  std::string message{};
 };
+
+// How long the handler itself works on an operation before it leaves it to the engine's thread. Where the
+// ranks come at the same time that is the fastest way; where they do not, each try in vain halves the number
+// of tries, since XLA has something else to do meanwhile.
+class Patience {
+ public:
+  int32_t DriveUs(size_t bytes) {
+    if (bytes > kMostBytes) return 0;
+    int left = skips_.load(std::memory_order_relaxed);
+    if (left == 0) return kDriveUs;
+    skips_.store(left - 1, std::memory_order_relaxed);
+    return 0;
+  }
+  void Note(bool done) {
+    const int misses = done ? 0 : std::min(misses_.load(std::memory_order_relaxed) + 1, kMostMisses);
+    misses_.store(misses, std::memory_order_relaxed);
+    skips_.store(misses < 2 ? 0 : (1 << (misses - 1)) - 1, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr size_t kMostBytes = 64 << 10;  // what takes 20 us; more overlaps with XLA's work
+  static constexpr int32_t kDriveUs = 40;
+  static constexpr int kMostMisses = 7;
+  // Threads may overwrite each other's counts: it is a guess anyway.
+  std::atomic<int> skips_{0}, misses_{0};
+};
+Patience patience;
 
 xla::Error* MakeError(const xla::Api* api, int code, const std::string& message) {
   xla::ErrorCreateArgs args{sizeof(args), nullptr, message.c_str(), ToXla(code)};
@@ -133,8 +171,14 @@ void Complete(const Call& call, int code, std::string message) {
 }
 
 void OnDone(void* user_data, int code, const char* message) {
-  const std::unique_ptr<Call> call(static_cast<Call*>(user_data));
-  CompletionThreads().Run([call = *call, code, text = std::string(message)] { Complete(call, code, text); });
+  auto* call = static_cast<Call*>(user_data);
+  call->code = code;
+  call->message = message;
+  if (call->stage.exchange(Stage::kDone) == Stage::kSubmitting) return;
+  CompletionThreads().Run([call] {
+    const std::unique_ptr<Call> owned(call);
+    Complete(*owned, owned->code, owned->message);
+  });
 }
 
 struct Arguments {
@@ -144,7 +188,8 @@ struct Arguments {
   int64_t root = 0;
   int64_t process_set = 0;
   int64_t zeroed = 0;
-  int64_t rank = -1;  // the place that the program was compiled for; -1: it does not depend on it
+  int64_t together = 0;  // no operation: the arrays stay where they are (XLA was told that it is one memory)
+  int64_t rank = -1;     // the place that the program was compiled for; -1: it does not depend on it
   int64_t size = -1;
   double prescale = 1.0;
   double postscale = 1.0;
@@ -156,13 +201,10 @@ bool ReadAttributes(const xla::Attributes& attributes, Arguments* out) {
     std::string_view name;
     int64_t* to;
   };
-  const Whole wholes[] = {{"verb", &out->verb},
-                          {"op", &out->op},
-                          {"root", &out->root},
-                          {"zeroed", &out->zeroed},
-                          {"rank", &out->rank},
-                          {"size", &out->size},
-                          {"process_set", &out->process_set}};
+  const Whole wholes[] = {{"verb", &out->verb},         {"op", &out->op},
+                          {"root", &out->root},         {"zeroed", &out->zeroed},
+                          {"together", &out->together}, {"rank", &out->rank},
+                          {"size", &out->size},         {"process_set", &out->process_set}};
   for (int64_t i = 0; i < attributes.size; ++i) {
     const std::string_view name(attributes.names[i]->data, attributes.names[i]->length);
     const void* value = attributes.values[i];
@@ -234,8 +276,9 @@ xla::Error* Answer(xla::MetadataExtension* question) {
   return nullptr;
 }
 
-// Submits what the call asks for; the callback completes it.
-int Submit(const xla::CallFrame& frame, const Arguments& arguments, Call* call, std::string* error) {
+// Submits what the call asks for. `is_tried`: this thread may have worked on it.
+int Submit(const xla::CallFrame& frame, const Arguments& arguments, Call* call, bool* is_tried,
+           std::string* error) {
   std::vector<kolovod_tensor> tensors;
   std::vector<size_t> output_bytes;
   const auto refuse = [&](const std::string& wrong) {
@@ -271,6 +314,10 @@ int Submit(const xla::CallFrame& frame, const Arguments& arguments, Call* call, 
   request.splits = splits.data();
   request.split_count = splits.size();
   request.output_bytes = output_bytes.data();
+  size_t bytes = 0;
+  for (const size_t each : output_bytes) bytes += each;
+  request.drive_us = patience.DriveUs(bytes);
+  *is_tried = request.drive_us > 0;
   const int code = kolovod_submit(engine, &request, OnDone, call, nullptr);
   if (code != KOLOVOD_OK) *error = kolovod_error_message();
   return code;
@@ -286,16 +333,25 @@ xla::Error* Collective(xla::CallFrame* frame) {
   if (!ReadAttributes(frame->attributes, &arguments)) {
     return MakeError(api, KOLOVOD_INVALID_ARGUMENT, "kolovod: an attribute of the custom call is unknown");
   }
+  if (arguments.together != 0) return nullptr;
   xla::FutureCreateArgs created{sizeof(created), nullptr, nullptr};
   if (xla::Error* error = api->future_create(&created); error != nullptr) return error;
   frame->future = created.future;
-  auto call = std::make_unique<Call>(Call{api, created.future, static_cast<int>(arguments.verb), {}});
+  auto* call = new Call{api, created.future, static_cast<int>(arguments.verb), {}};
+  std::unique_ptr<Call> owned(call);
   std::string error;
-  const int code = Submit(*frame, arguments, call.get(), &error);
-  if (code == KOLOVOD_OK) {
-    (void)call.release();  // the callback's, which may have run already
-  } else {
+  bool is_tried = false;
+  const int code = Submit(*frame, arguments, call, &is_tried, &error);
+  if (code != KOLOVOD_OK) {
     Complete(*call, code, std::move(error));
+    return nullptr;
+  }
+  const bool done = call->stage.exchange(Stage::kReturned) == Stage::kDone;
+  if (is_tried) patience.Note(done);
+  if (done) {
+    Complete(*call, call->code, std::move(call->message));
+  } else {
+    (void)owned.release();  // the callback's, which may have run already
   }
   return nullptr;
 }

@@ -38,14 +38,15 @@ class Record {
 };
 
 Status Submit(Rank& rank, const std::string& name, std::vector<float>& data, Engine::Callback on_done,
-              uint64_t* handle = nullptr) {
+              uint64_t* handle = nullptr, int64_t drive_ns = 0) {
   Request request;
   request.name = name;
   request.op = Op::kSum;
   std::vector<SubmittedTensor> tensors(1);
   tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
   tensors[0].in = tensors[0].out = data.data();
-  return rank.engine().Submit(std::move(request), std::move(tensors), false, handle, std::move(on_done));
+  return rank.engine().Submit(std::move(request), std::move(tensors), false, handle, std::move(on_done),
+                              drive_ns);
 }
 
 // kick_bytes as on a machine with no core to spare: nothing starts the engine thread but the callbacks.
@@ -77,6 +78,52 @@ TEST(callbacks_come_once_though_nobody_waits) {
         },
         NeverKick());
   }
+}
+
+TEST(a_submission_that_may_drive_is_done_when_it_returns) {
+  RunRanks(
+      2,
+      [](Rank& rank) {
+        Record record;
+        std::atomic<int> here{0};
+        const std::thread::id me = std::this_thread::get_id();
+        for (size_t i = 0; i < 50; ++i) {
+          std::vector<float> data(10, 1.0f);
+          const Engine::Callback count = [&](const Operation& op) {
+            if (std::this_thread::get_id() == me) ++here;
+            record.Add(op.status);
+          };
+          CHECK_OK(Submit(rank, "t", data, count, nullptr, 30'000'000'000));
+          CHECK_OK(record.Await(i + 1).back());
+          CHECK(data[0] == 2.0f);
+        }
+        CHECK(here > 40);  // unless the engine thread just looked
+      },
+      NeverKick());
+}
+
+TEST(a_submission_drives_for_a_while_only) {
+  RunRanks(
+      2,
+      [](Rank& rank) {
+        Record record;
+        std::vector<float> late(10, 1.0f), other(10, 1.0f), go(10, 1.0f);
+        if (rank.rank() == 0) {
+          CHECK_OK(Submit(rank, "late", late, record.Callback(), nullptr, 2'000'000));
+          CHECK(late[0] == 1.0f);
+          // Another is on its way, so this one is not worked on here, however long it may be.
+          CHECK_OK(Submit(rank, "other", other, record.Callback(), nullptr, 30'000'000'000));
+          CHECK(other[0] == 1.0f);
+        }
+        CHECK_OK(rank.Allreduce("go", go));
+        if (rank.rank() == 1) {
+          CHECK_OK(Submit(rank, "other", other, record.Callback(), nullptr, 2'000'000));
+          CHECK_OK(Submit(rank, "late", late, record.Callback(), nullptr, 2'000'000));
+        }
+        for (const Status& status : record.Await(2)) CHECK_OK(status);
+        CHECK(late[0] == 2.0f && other[0] == 2.0f);
+      },
+      NeverKick());
 }
 
 TEST(blocking_calls_go_on_while_a_callback_is_due) {

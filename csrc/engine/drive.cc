@@ -62,7 +62,8 @@ bool Engine::HasWork() {
              segment_->header().left_count.load(std::memory_order_seq_cst);
 }
 
-Status Engine::Drive(const Operation* until) {
+Status Engine::Drive(const Operation* until, int64_t deadline_ns) {
+  const auto is_late = [&] { return deadline_ns != 0 && NowNs() >= deadline_ns; };
   const auto done = [&] { return until != nullptr && until->done.load(std::memory_order_acquire); };
   const auto lets_go = [&] { return background_ && lease_wanted_.load(std::memory_order_seq_cst) > 0; };
   while (!done()) {
@@ -70,7 +71,7 @@ Status Engine::Drive(const Operation* until) {
     Status status = Step(&progressed);
     if (status.ok() && !progressed) {
       if (until == nullptr && driven_.load() == 0) return Status();
-      status = waiter_->Wait([&] { return done() || HasWork() || lets_go(); },
+      status = waiter_->Wait([&] { return done() || HasWork() || lets_go() || is_late(); },
                              [&] { control_->RingLagging(); }, /*in_bucket=*/false);
     }
     if (!status.ok()) {
@@ -81,7 +82,7 @@ Status Engine::Drive(const Operation* until) {
       Break(status);
       return BrokenStatus();
     }
-    if (lets_go()) return Status();
+    if (lets_go() || is_late()) return Status();
   }
   return Status();
 }

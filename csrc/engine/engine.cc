@@ -29,7 +29,7 @@ Engine::~Engine() {
 }
 
 Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
-                      Callback on_done) {
+                      Callback on_done, int64_t drive_ns) {
   if (forgotten_.load()) return Status(Code::kShutDown, "this process was forked from a rank");
   if (request.name.starts_with(kUnnamed)) {
     return Status(Code::kInvalidArgument, "the name '" + request.name +
@@ -63,6 +63,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   op->request = std::move(request);
   op->on_done = std::move(on_done);
   const bool driven = op->on_done != nullptr;
+  const bool drives = driven && drive_ns > 0 && driven_.load() == 0;
   bool appended;
   const auto r = static_cast<size_t>(rank_);
   {
@@ -88,7 +89,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     if (driven) driven_.fetch_add(1);
     // The caller will drive at once, so that nobody wakes the engine thread, which would take the lease from
     // it. If it is interrupted before, the engine thread's next look sets this right.
-    if (blocking) self().driving.store(1, std::memory_order_seq_cst);
+    if (blocking || drives) self().driving.store(1, std::memory_order_seq_cst);
     joined_ = is_join;
     // The time before, the rest after: others need not wait for it.
     const int64_t now_ns = RecordNs(op->bytes, ExactTimes());
@@ -100,7 +101,9 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     }
     KeepRecord(*op, now_ns);
   }
-  if (driven) {
+  if (drives) {
+    DriveFor(*op, drive_ns);
+  } else if (driven) {
     segment_->RingIdle(topology_.local_rank);
   } else if (!blocking && appended && ready_bytes_.fetch_add(op->bytes) + op->bytes >= kick_bytes_) {
     ready_bytes_.store(0);
@@ -174,6 +177,12 @@ Status Engine::WaitDriving(uint64_t handle, double timeout_s, const std::functio
   if (!is_late || status.code() != Code::kInterrupted || segment_->revoked()) return status;
   const OperationPtr op = Find(handle);
   return op == nullptr ? status : NotComplete(*op, timeout_s);
+}
+
+void Engine::DriveFor(const Operation& op, int64_t drive_ns) {
+  if (!TryLease(/*background=*/false, nullptr)) return segment_->RingIdle(topology_.local_rank);
+  (void)Drive(&op, NowNs() + drive_ns);  // an error of it is that of every pending operation
+  ReleaseLease();
 }
 
 // Leaves the driving to the engine thread: a driver cannot give up in the middle of a bucket. Also

@@ -86,9 +86,11 @@ class Engine {
 
   // `request.name` empty: unnamed, matched by order of submission. Buffers must live until completion.
   // `on_done` (see Operation) is called exactly once if this returns OK, else never; with it `handle` may be
-  // null, and is written before the callback can run.
+  // null, and is written before the callback can run. With it and drive_ns > 0 this thread drives for so long
+  // (until the operation has started; then till its end), if it finds nothing else with a callback on its
+  // way.
   Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
-                Callback on_done = nullptr);
+                Callback on_done = nullptr, int64_t drive_ns = 0);
   // timeout_s < 0: no limit. `interrupted` is called about every 100 ms on this thread; true gives up.
   Status Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted);
   // Drives like a wait without a limit, and gives up after timeout_s: before the operation has started that
@@ -145,9 +147,9 @@ class Engine {
   bool ExactTimes() const { return exact_times_.load(std::memory_order_relaxed); }
   bool TryLease(bool background, std::function<bool()> interrupted);
   void ReleaseLease();
-  // Lease. Progresses until `until` is done, or an error. Null: until there is nothing to do and no
-  // operation with a callback is pending.
-  Status Drive(const Operation* until);
+  // Lease. Progresses until `until` is done, `deadline_ns` (0: none) is over, or an error. Null: until there
+  // is nothing to do and no operation with a callback is pending.
+  Status Drive(const Operation* until, int64_t deadline_ns = 0);
   Status Step(bool* progressed);
   Status ExecuteBucket(bool* progressed);
   Status Execute(const std::vector<OperationPtr>& ops);
@@ -159,6 +161,8 @@ class Engine {
   // world is aborted, since peers wait for this rank.
   Status OutputFor(Operation& op, size_t t, size_t bytes, char** out);
   void Complete(const std::vector<OperationPtr>& ops);
+  // Drives for what this thread has just submitted; what is left after that is the engine thread's.
+  void DriveFor(const Operation& op, int64_t drive_ns);
   bool HasWork();
   // The next bucket has its end, or this rank may decide it.
   bool CanExecute();

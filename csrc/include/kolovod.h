@@ -31,7 +31,7 @@
 extern "C" {
 #endif
 
-#define KOLOVOD_ABI_VERSION 2 /* 2: places on hosts, kolovod_take_output, output_bytes */
+#define KOLOVOD_ABI_VERSION 3 /* 2: places on hosts, kolovod_take_output, output_bytes; 3: drive_us */
 
 /* The outcome of an operation. */
 typedef enum kolovod_code {
@@ -101,8 +101,9 @@ typedef struct kolovod_request {
   int32_t verb;       /* kolovod_verb */
   int32_t op;         /* kolovod_op; reductions only */
   int32_t root;       /* rank; broadcast only */
-  int32_t reserved;
-  double prescale; /* reductions: result = postscale * op(prescale * input); write 1.0 for no factor */
+  int32_t drive_us;   /* with a callback: for how long kolovod_submit may wait for the others itself, if it
+                         finds the engine idle; 0: not at all */
+  double prescale;    /* reductions: result = postscale * op(prescale * input); write 1.0 for no factor */
   double postscale;
   const char* name;              /* UTF-8; NULL or "": unnamed */
   const kolovod_tensor* tensors; /* several make a group: ready when every rank has submitted it */
@@ -140,7 +141,7 @@ KOLOVOD_API int kolovod_local_size(kolovod_engine* engine);
 KOLOVOD_API int kolovod_cross_rank(kolovod_engine* engine);
 KOLOVOD_API int kolovod_cross_size(kolovod_engine* engine);
 
-/* Announces a request and returns at once.
+/* Announces a request and returns at once; with drive_us > 0 maybe when it is done.
  *
  * With a callback nobody needs to wait: the engine's own thread works until the operation is done. Without
  * one, work may lie until kolovod_wait or kolovod_poll is called (it then costs the least on busy cores).

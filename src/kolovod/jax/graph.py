@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from jax.interpreters import mlir
 
 from kolovod import _native
 from kolovod.errors import InvalidArgumentError
-from kolovod.jax.primitive import Call, primitive
+from kolovod.jax.primitive import TOGETHER, Call, primitive
 from kolovod.process_sets import number_of
 
 _TARGET = "kolovod"
@@ -37,10 +38,14 @@ def register() -> None:
         )
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
     # Lowered once for each use, though JAX would do with once for equal ones: names differ.
-    known = inspect.signature(mlir.register_lowering).parameters
-    options = {"cacheable": False} if "cacheable" in known else {}
+    options = {"cacheable": False} if _keeps_operations() else {}
     mlir.register_lowering(primitive, _lowering, platform="cpu", **options)
     mlir.register_lowering(primitive, _refusal)
+
+
+def _keeps_operations() -> bool:
+    """Whether this JAX writes equal operations once (since 0.7)."""
+    return "cacheable" in inspect.signature(mlir.register_lowering).parameters
 
 
 def _ffi_version() -> tuple[int, int]:
@@ -63,6 +68,10 @@ def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
             "device: start as many processes, or call it outside of pmap, shard_map and jit of "
             "arrays that are spread over devices"
         )
+    if call.verb == TOGETHER:
+        aliases = {i: i for i in range(len(operands))}
+        together = jax.ffi.ffi_lowering(_TARGET, operand_output_aliases=aliases)
+        return together(context, *operands, together=np.int64(1))  # type: ignore[no-any-return]
     rank, size = (call.world.rank, call.world.size) if call.is_placed else (-1, -1)
     attributes = {
         "name": _name(context, call),
@@ -77,10 +86,23 @@ def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
         "size": np.int64(size),
     }
     options: dict[str, Any] = {"has_side_effect": True}  # XLA must not leave it out on some ranks
-    if call.verb == "barrier":  # passes its operands on
-        options["operand_output_aliases"] = {i: i for i in range(len(operands))}
+    options["operand_output_aliases"] = {i: i for i in _in_place(call, operands)}
     rule = jax.ffi.ffi_lowering(_TARGET, **options)
     return rule(context, *operands, **attributes)  # type: ignore[no-any-return]
+
+
+def _in_place(call: Call, operands: Sequence[Any]) -> list[int]:
+    """The operands whose memory is that of the result, too.
+
+    A barrier passes them on. A gradient in memory of its own would have its place taken by one that
+    is computed later, which would then wait until this one has been sent. What comes from outside
+    of the function would have to be copied.
+    """
+    if call.verb == "barrier":
+        return list(range(len(operands)))
+    if call.verb not in ("allreduce", "broadcast"):
+        return []
+    return [i for i, each in enumerate(operands) if not isinstance(each.owner, mlir.ir.Block)]
 
 
 def _refusal(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
@@ -102,7 +124,7 @@ def _name(context: Any, call: Call) -> str:
     the same; however often each of them has traced it.
     """
     module = context.module_context
-    taken = _taken(module)
+    taken = _taken(module) if _has_caches(module) else _taken_in_main(module, call)
     name = call.full_name
     if name is None:
         program = module.module.operation.attributes["sym_name"].value
@@ -125,8 +147,35 @@ def _taken(module: Any) -> Counter[str]:
     return taken
 
 
-# Where JAX keeps what it has written into a module: functions, and (since 0.7) operations.
+# Where JAX keeps what it has written into a module: functions, and (since 0.7) operations. No
+# public interface says what is shared, or keeps a function from being so.
 _CACHES = ("cached_primitive_lowerings", "lowering_cache")
+
+
+def _has_caches(module: Any) -> bool:
+    """Whether they are where all versions of JAX had them that Kolovod was tried with."""
+    needed = _CACHES if _keeps_operations() else _CACHES[:1]
+    return all(isinstance(getattr(module, cache, None), dict) for cache in needed)
+
+
+_in_main: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+
+def _taken_in_main(module: Any, call: Call) -> Counter[str]:
+    """``_taken`` for a JAX whose caches cannot be found: where none can share, or an error."""
+    block = mlir.ir.InsertionPoint.current.block
+    operation = block.owner.operation
+    while operation is not None and operation.name != "func.func":
+        operation = operation.parent
+    if operation is None or mlir.ir.StringAttr(operation.attributes["sym_name"]).value != "main":
+        raise InvalidArgumentError(
+            f"{_said(call)} is in a function that jax {jax.__version__} may write once and run "
+            "several times, in an order that differs between ranks, and this version of Kolovod "
+            "cannot tell those calls apart there: call it in the outermost jax.jit itself, not in "
+            "a jax.jit, loop, cond, checkpoint or custom_jvp inside of it; or use a JAX that "
+            "docs/jax.md names"
+        )
+    return _in_main.setdefault(module.module, Counter())
 
 
 class _Unshared(dict[Any, Any]):

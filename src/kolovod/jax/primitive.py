@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from kolovod.jax.verbs import JaxCollectives
 
 # Verbs that join arrays along their first dimension, or cut them there.
+TOGETHER = "together"
+"""No verb, but what gives arrays when all of them have values: see ``Pytrees.allreduce_pytree``."""
 _BY_ROWS = ("allgather", "alltoall", "reducescatter")
 
 
@@ -156,7 +158,7 @@ def _jvp(
     arrays: Sequence[Any], tangents: Sequence[Any], *, call: Call
 ) -> tuple[list[Any], list[Any]]:
     results = call.bind(arrays)
-    if call.verb == "barrier":
+    if call.verb in ("barrier", TOGETHER):
         return results, list(tangents)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     outgoing: list[Any] = [_zero(result) for result in results]

@@ -14,7 +14,7 @@ from kolovod.collectives import Collectives
 from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax.frontend import DTYPES
-from kolovod.jax.primitive import Call
+from kolovod.jax.primitive import TOGETHER, Call
 from kolovod.jax.verbs import JaxCollectives
 from kolovod.numpy.frontend import NumpyFrontend
 from kolovod.objects import Objects
@@ -68,7 +68,8 @@ class Pytrees:
         leaves = [leaf for _, leaf in pairs]
         results = list(leaves)
         sent = [i for i, leaf in enumerate(leaves) if _dtype(leaf) != jax.dtypes.float0]
-        for number, bucket in enumerate(_cut(sent, leaves)):
+        buckets = _cut(sent, leaves)
+        for number, bucket in enumerate(buckets):
             small, contexts = zip(*(compression.compress(leaves[i]) for i in bucket), strict=True)
             scales = (prescale_factor, postscale_factor)
             reduced = self._verbs.grouped_allreduce(
@@ -76,6 +77,14 @@ class Pytrees:
             )
             for i, array, context in zip(bucket, reduced, contexts, strict=True):
                 results[i] = compression.decompress(array, context)
+        if len(buckets) > 1 and any(isinstance(leaves[i], jax.core.Tracer) for i in sent):
+            # XLA would use the memory of what is over for what comes next, and backward would wait
+            # for each bucket (where the step donates its parameters, say).
+            together = Call(TOGETHER, self._verbs, None, process_set).bind(
+                [results[i] for i in sent]
+            )
+            for i, array in zip(sent, together, strict=True):
+                results[i] = array
         return jax.tree.unflatten(structure, results)  # type: ignore[no-any-return]
 
     def broadcast_pytree(

@@ -13,7 +13,7 @@ from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.handles import Handle
 from kolovod.jax.frontend import JaxFrontend
-from kolovod.jax.primitive import Call
+from kolovod.jax.primitive import TOGETHER, Call
 from kolovod.ops import Average, Sum
 from kolovod.submission import Group, several
 from kolovod.world import current
@@ -157,6 +157,8 @@ class JaxCollectives(Collectives[jax.Array]):
         return [jnp.zeros_like(each) for each in results] if call.zeroed else results
 
     def _run_verb(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        if call.verb == TOGETHER:
+            return list(arrays)
         name, group = call.name and call.full_name, call.process_set
         one = len(arrays) == 1
         if call.verb in ("allreduce", "reducescatter"):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import QUICKLY_COMPILED
 from frameworks import is_installed
 
 pytestmark = [
@@ -26,7 +27,7 @@ def run(launcher, script, *options):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **QUICKLY_COMPILED},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

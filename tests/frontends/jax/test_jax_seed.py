@@ -150,26 +150,30 @@ def twice_custom(verb, arrays):
     return [one(array) for array in arrays]
 
 
-@pytest.mark.parametrize(
-    "twice",
-    [twice_jitted, twice_nested, twice_scanned, twice_unrolled, twice_remade, twice_custom],
+TWICE = (
+    twice_jitted,
+    twice_nested,
+    twice_scanned,
+    twice_unrolled,
+    twice_remade,
+    twice_custom,
 )
-def test_what_a_program_calls_twice_is_two_operations(twice):
+
+
+def test_what_a_program_calls_twice_is_two_operations():
     """Each has a name of its own, whichever XLA comes to first, so ranks cannot mix them up."""
 
-    def work(rank):
-        kolovod.init()
-        if rank == 1:
-            unnamed = "jit_program.allreduce"
-            tens = {"n#2": 20, f"{unnamed}#2": 40, "n": 10, f"{unnamed}#1": 30}
-            handles = [
-                kolovod.allreduce_async(np.full(3000, ten, np.float32), name, kolovod.Sum)
-                for name, ten in tens.items()
-            ]
-            for handle in handles:
-                handle.wait(timeout_s=20)
-            kolovod.shutdown()
-            return None
+    def take_part():
+        unnamed = "jit_program.allreduce"
+        tens = {"n#2": 20, f"{unnamed}#2": 40, "n": 10, f"{unnamed}#1": 30}
+        handles = [
+            kolovod.allreduce_async(np.full(3000, ten, np.float32), name, kolovod.Sum)
+            for name, ten in tens.items()
+        ]
+        for handle in handles:
+            handle.wait(timeout_s=20)
+
+    def compute(twice):
         import jax
         import jax.numpy as jnp
 
@@ -184,10 +188,16 @@ def test_what_a_program_calls_twice_is_two_operations(twice):
 
         results = program([jnp.full(3000, float(i), jnp.float32) for i in range(1, 5)])
         jax.block_until_ready(results)
-        kolovod.shutdown()
         return [float(result[-1]) for result in results[:4]]
 
-    assert run_two(work)[0] == [11, 22, 33, 44]
+    def work(rank):
+        kolovod.init()
+        results = [compute(twice) if rank == 0 else take_part() for twice in TWICE]
+        kolovod.shutdown()
+        return results
+
+    for twice, result in zip(TWICE, run_two(work)[0], strict=True):
+        assert result == [11, 22, 33, 44], twice.__name__
 
 
 def test_calls_that_are_not_waited_for_keep_their_order():

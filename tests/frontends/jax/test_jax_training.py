@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from forked import ranks_after
+from forked import QUICKLY_COMPILED, ranks_after
 from frameworks import is_installed
 
 from kolovod.errors import InvalidArgumentError, MismatchError
@@ -17,7 +17,10 @@ pytestmark = [
     pytest.mark.skipif(not is_installed("optax"), reason="optax is not installed"),
     pytest.mark.timeout(170),
 ]
-run_ranks = ranks_after("optax", "kolovod.jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1")
+MODELS = [name for name in ("flax.linen", "equinox") if is_installed(name.split(".")[0])]
+run_ranks = ranks_after(
+    "optax", *MODELS, "kolovod.jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1", **QUICKLY_COMPILED
+)
 LIMIT_S = 150
 STEPS, BATCH = 8, 12
 
@@ -124,12 +127,13 @@ def test_passes():
 
         sgd = optax.sgd(0.05, momentum=0.9)
         doubled = optax.chain(optax.scale(2.0), sgd)  # a sum of two, where MultiSteps has the mean
-        wanted = train(dense_loss, dense_net(), optax.MultiSteps(doubled, 2), batches(0, 1))
+        alone = optax.MultiSteps(doubled, 2)
         ours = kv.DistributedOptimizer(sgd, backward_passes_per_step=2)
-        for inside in (True, False):
+        for inside, steps in ((False, 4), (True, STEPS)):
+            wanted = train(dense_loss, dense_net(), alone, batches(0, 1, steps))
             before = operations()
-            mine = train(dense_loss, dense_net(), ours, batches(rank, 2), inside)
-            assert operations() - before == STEPS / 2
+            mine = train(dense_loss, dense_net(), ours, batches(rank, 2, steps), inside)
+            assert operations() - before == steps / 2
             assert_same(mine, wanted, kv, 1e-6)  # MultiSteps adds up in float32
         averaged = optax.MultiSteps(optax.chain(kv.average_gradients(), doubled), 2)
         assert_same(train(dense_loss, dense_net(), averaged, batches(rank, 2)), wanted, kv, 1e-6)
@@ -289,7 +293,7 @@ def test_flax():
             return optax.softmax_cross_entropy_with_integer_labels(scores, batch[1]).mean()
 
         def start(seed):
-            return Net().init(jax.random.key(seed), jnp.ones((1, 20)))
+            return jax.jit(Net().init)(jax.random.key(seed), jnp.ones((1, 20)))
 
         kv.init()
         wanted = train(loss_of, start(0), optax.adam(1e-2), batches(0, 1))
