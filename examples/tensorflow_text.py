@@ -10,83 +10,35 @@ from __future__ import annotations
 
 import argparse
 import math
-import sysconfig
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+import text_data
 
 import kolovod.tensorflow as kv
 
-ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # anything else becomes a question mark
-HELD_OUT = 0.05  # of the text
-
-Windows = Callable[[int], tuple[Any, Any]]
+HELD_OUT_WINDOWS = 128  # of each process
 
 
-def positive(text: str) -> int:
-    """A number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a positive number")
-    return number
+class Positions(tf.keras.layers.Layer):
+    """Adds what is learned about each place in a window."""
 
+    def build(self, shape: Any) -> None:
+        """Make the table."""
+        self.table = self.add_weight(shape=shape[1:], initializer="uniform", name="table")
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=positive, default=300, help="of the optimizer")
-    parser.add_argument("--batch-size", type=positive, default=16, help="windows per process")
-    parser.add_argument("--context", type=positive, default=64, help="characters in a window")
-    parser.add_argument("--layers", type=positive, default=2)
-    parser.add_argument("--width", type=positive, default=128, help="a multiple of 32")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate for one process")
-    parser.add_argument("--warmup", type=positive, default=50, help="steps to the full rate")
-    parser.add_argument("--characters", type=positive, default=2_000_000, help="of text to read")
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--compression", choices=["none", "fp16", "bf16"], default="none")
-    parser.add_argument("--report-every", type=positive, default=50, help="steps")
-    return parser.parse_args()
-
-
-def load_text(characters: int) -> Any:
-    """The sources in alphabetical order as numbers of ALPHABET, the same on every rank."""
-    parts, left = [], characters
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        part = path.read_text(encoding="utf-8", errors="replace")[:left]
-        parts.append(part)
-        left -= len(part)
-        if left == 0:
-            break
-    numbers = {character: number for number, character in enumerate(ALPHABET)}
-    unknown = numbers["?"]
-    return np.array([numbers.get(character, unknown) for character in "".join(parts)], np.int32)
-
-
-def windows_of(text: Any, context: int, seed: int) -> Windows:
-    """What draws random windows (count, context), and the same one character further on.
-
-    [2] Shard the data: every rank draws windows of its own, from its own ``seed``.
-    """
-    generator = np.random.default_rng(seed)
-
-    def draw(count: int) -> tuple[Any, Any]:
-        starts = generator.integers(len(text) - context, size=(count, 1))
-        found = text[starts + np.arange(context + 1)]
-        return tf.constant(found[:, :-1]), tf.constant(found[:, 1:])
-
-    return draw
+    def call(self, hidden: Any) -> Any:
+        """As usual."""
+        return hidden + self.table
 
 
 def build_net(context: int, depth: int, width: int) -> Any:
     """Predicts every next character of a window from those before it; a head for each 32."""
     layers = tf.keras.layers
     inputs = tf.keras.Input((context,), dtype="int32")
-    places = layers.Embedding(context, width)(tf.range(context))
-    hidden = layers.Embedding(len(ALPHABET), width)(inputs) + places
+    hidden = Positions()(layers.Embedding(len(text_data.ALPHABET), width)(inputs))
     for _ in range(depth):
         normal = layers.LayerNormalization()(hidden)
         attention = layers.MultiHeadAttention(width // 32, 32)
@@ -94,40 +46,41 @@ def build_net(context: int, depth: int, width: int) -> Any:
         normal = layers.LayerNormalization()(hidden)
         wide = layers.Dense(4 * width, activation="relu")(normal)
         hidden = hidden + layers.Dense(width)(wide)
-    logits = layers.Dense(len(ALPHABET))(layers.LayerNormalization()(hidden))
+    logits = layers.Dense(len(text_data.ALPHABET))(layers.LayerNormalization()(hidden))
     return tf.keras.Model(inputs, logits)
 
 
-def loss_of(net: Any, windows: tf.Tensor, following: tf.Tensor) -> tf.Tensor:
-    """Mean cross entropy, in nats."""
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(following, net(windows))
+def loss_of(net: Any, windows: tf.Tensor) -> tf.Tensor:
+    """Mean cross entropy, in nats, of each character given those before it in its window."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(windows[:, 1:], net(windows[:, :-1]))
     return tf.reduce_mean(losses)
 
 
-def training_step(net: Any, optimizer: Any, compression: Any) -> Callable[..., tf.Tensor]:
+def training_step(net: Any, optimizer: Any, compression: Any) -> Callable[[Any], None]:
     """One step as a graph."""
 
     @tf.function
-    def step(windows: tf.Tensor, following: tf.Tensor) -> tf.Tensor:
+    def step(windows: tf.Tensor) -> None:
         # [4] Average the gradients: each one travels while backward computes the next.
         with kv.DistributedGradientTape(tf.GradientTape(), compression) as tape:
-            loss = loss_of(net, windows, following)
+            loss = loss_of(net, windows)
         gradients = tape.gradient(loss, net.trainable_variables)
         optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
-        return loss
 
     return step
 
 
-def train(arguments: argparse.Namespace) -> None:
-    """Train, reporting on rank 0."""
-    rank, workers = kv.rank(), kv.size()
-    text = load_text(arguments.characters)
-    cut = int(len(text) * (1 - HELD_OUT))
-    training = windows_of(text[:cut], arguments.context, arguments.seed + rank)
-    held_out = windows_of(text[cut:], arguments.context, arguments.seed + 1000 + rank)
-    tf.keras.utils.set_random_seed(arguments.seed + rank)
-    net = build_net(arguments.context, arguments.layers, arguments.width)
+def train(arguments: argparse.Namespace, workers: int) -> Any:
+    """Train as ``workers`` processes do; this world may have as many ranks, or be a single one."""
+    training, held_out = text_data.load_text(arguments.characters)
+    context, seed = arguments.context, arguments.seed
+    shape = (arguments.steps, arguments.batch_size * workers)
+    # [2] Shard the data: all ranks draw alike, and each takes its own part.
+    own = slice(kv.rank(), None, kv.size())
+    windows = text_data.draw(training, shape, context, seed)[:, own]
+    test = text_data.draw(held_out, (HELD_OUT_WINDOWS * workers,), context, seed)[own]
+    tf.keras.utils.set_random_seed(seed + kv.rank())
+    net = build_net(context, arguments.layers, arguments.width)
     # [3] Scale the learning rate: Adam's steps bear the square root of the workers.
     rate = arguments.lr * math.sqrt(workers)
     optimizer = tf.keras.optimizers.AdamW(rate)
@@ -135,24 +88,34 @@ def train(arguments: argparse.Namespace) -> None:
     # [5] Start equal: rank 0's values everywhere.
     kv.broadcast_variables([*net.variables, *optimizer.variables])
     step = training_step(net, optimizer, getattr(kv.Compression, arguments.compression))
-    evaluate = tf.function(lambda windows, following: loss_of(net, windows, following))
-    if rank == 0:
-        print(f"{net.count_params():,} parameters, {cut:,} characters, {workers} process(es)")
+    evaluate = tf.function(lambda windows: kv.allreduce(loss_of(net, windows), "held out"))
+    if kv.rank() == 0:
+        print(
+            f"{net.count_params():,} parameters, {len(training):,} characters, "
+            f"{kv.size()} process(es)",
+            flush=True,
+        )
     started = time.perf_counter()
-    for number in range(1, arguments.steps + 1):
+    for number, batch in enumerate(windows, start=1):
         optimizer.learning_rate = rate * min(1.0, number / arguments.warmup)
-        step(*training(arguments.batch_size))
+        step(tf.constant(batch))
         if number % arguments.report_every == 0 or number == arguments.steps:
-            losses = [evaluate(*held_out(arguments.batch_size)) for _ in range(8)]
-            bits = float(kv.allreduce(tf.reduce_mean(losses), "held out")) / math.log(2)
-            seen = number * workers * arguments.batch_size * arguments.context
-            speed = seen / (time.perf_counter() - started)
-            if rank == 0:
+            bits = float(evaluate(tf.constant(test))) / math.log(2)
+            pace = number * shape[1] * context / (time.perf_counter() - started)
+            if kv.rank() == 0:
                 print(
                     f"step {number:4}/{arguments.steps}  {bits:5.3f} bits per character held out"
-                    f"  {speed:9,.0f} characters/s",
+                    f"  {pace:9,.0f} characters/s",
                     flush=True,
                 )
+    return net
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = text_data.options(__doc__.splitlines()[0])
+    parser.add_argument("--compression", choices=["none", "fp16", "bf16"], default="none")
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -160,7 +123,7 @@ def main() -> None:
     arguments = parse_arguments()
     # [1] Join the other processes; without the launcher this is a world of one.
     kv.init()
-    train(arguments)
+    train(arguments, kv.size())
     kv.shutdown()
 
 

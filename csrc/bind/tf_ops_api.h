@@ -69,6 +69,7 @@ namespace kolovod::tensorflow {
   F(NumDims, int, (const TF_Tensor*))                                                                        \
   F(Dim, int64_t, (const TF_Tensor*, int))                                                                   \
   F(TensorData, void*, (const TF_Tensor*))                                                                   \
+  F(TensorByteSize, size_t, (const TF_Tensor*))                                                              \
   F(NewTensor, TF_Tensor*, (int, const int64_t*, int, void*, size_t, void (*)(void*, size_t, void*), void*)) \
   F(SetOutput, void, (TF_OpKernelContext*, int, const TF_Tensor*, TF_Status*))                               \
   F(AllocateOutput, TF_Tensor*, (TF_OpKernelContext*, int, int, const int64_t*, int, size_t, TF_Status*))    \

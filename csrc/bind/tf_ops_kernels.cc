@@ -1,7 +1,7 @@
 // The kernels are asynchronous: each submits, returns, and the engine's callback completes the node, so that
 // any number may be on their way. Completing a node means work for TensorFlow (it looks for the nodes that
-// are ready now and wakes its threads), so the engine's thread, which drives transfers, leaves it to another,
-// unless it is a call by itself.
+// are ready now and wakes its threads), so the engine's thread, which drives transfers, leaves it to another.
+// A small call by itself is first tried in TensorFlow's thread (bind/patience.h), which then completes it.
 //
 // A result whose size is known only when the ranks have agreed stays in the memory that the engine has put
 // it into: TensorFlow is given that memory.
@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/patience.h"
 #include "bind/threads.h"
 #include "include/kolovod.h"
 
@@ -128,9 +129,9 @@ struct Call {
   std::vector<std::vector<int64_t>> shapes = {};
   std::vector<kolovod_tensor> tensors = {};
   std::vector<int64_t> splits = {};
-  int64_t start_ns = 0;
-  bool is_apart = false;  // from the call before it
-  int code = KOLOVOD_OK;
+  size_t bytes = 0;
+  std::atomic<Stage> stage{Stage::kSubmitting};
+  int code = KOLOVOD_OK;  // and the message: written before kDone
   std::string message = {};
 };
 
@@ -167,7 +168,9 @@ void Prepare(Call* call, int i, const StatusPtr& status) {
     target = tf.TensorData(output.get());
     call->outputs.push_back(std::move(output));
   }
-  const void* source = input == nullptr ? target : tf.TensorData(input.get());
+  const TF_Tensor* given = input == nullptr ? call->outputs.back().get() : input.get();
+  const void* source = tf.TensorData(given);
+  call->bytes += tf.TensorByteSize(given);
   call->types.push_back(type);
   call->shapes.push_back(std::move(shape));
   call->tensors.push_back({source, target, call->shapes.back().data(), ndim, ToDType(type)});
@@ -303,23 +306,20 @@ Threads& CompletionThread() {
 // A call that comes this long after the one before is not of a burst.
 constexpr int64_t kApartNs = 20'000;
 std::atomic<int64_t> last_call_ns{0};
+Patience patience;
 
-void NoteTime(Call* call) {
-  call->start_ns = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
-  call->is_apart = call->start_ns - last_call_ns.load(std::memory_order_relaxed) > kApartNs;
-  last_call_ns.store(call->start_ns, std::memory_order_relaxed);
-}
-
-bool IsAlone(const Call& call) {
-  return call.is_apart && last_call_ns.load(std::memory_order_relaxed) == call.start_ns;
+// The first of a burst may be tried, too; then the others have gathered meanwhile.
+int32_t DriveUs(size_t bytes) {
+  const int64_t now = std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  const bool is_apart = now - last_call_ns.exchange(now, std::memory_order_relaxed) > kApartNs;
+  return is_apart ? patience.DriveUs(bytes) : 0;
 }
 
 void OnDone(void* user_data, int code, const char* message) {
   auto* call = static_cast<Call*>(user_data);
   call->code = code;
   call->message = message;
-  // Who drives has nothing else to do then, and waking another thread would take longer than the completion.
-  if (IsAlone(*call)) return Finish(call);
+  if (call->stage.exchange(Stage::kDone) == Stage::kSubmitting) return;  // Compute completes it
   CompletionThread().Run([call] { Finish(call); });
 }
 
@@ -358,10 +358,13 @@ void Compute(void* kernel_pointer, TF_OpKernelContext* context, TF_AsyncOpKernel
   request.split_count = call->splits.size();
   const bool asks_later = kernel.makes_outputs() || kernel.verb == KOLOVOD_JOIN;
   uint64_t* operation = asks_later ? &call->operation : nullptr;
-  NoteTime(call);
+  const int32_t drive_us = DriveUs(call->bytes);
+  request.drive_us = drive_us;
   const int code = kolovod_submit(call->engine, &request, OnDone, call, operation);
-  // From here on the call may be gone, unless it was refused.
-  if (code != KOLOVOD_OK) Refuse(call, code, kolovod_error_message());
+  if (code != KOLOVOD_OK) return Refuse(call, code, kolovod_error_message());
+  const bool is_done = call->stage.exchange(Stage::kReturned) == Stage::kDone;
+  if (drive_us > 0) patience.Note(is_done);
+  if (is_done) Finish(call);  // else the callback has it done, which may have happened already
 }
 
 void Register(const char* type, TF_KernelBuilder* builder, TF_Status* status) {

@@ -7,7 +7,6 @@
 // Two hand-overs for each operation cost several times what a small one takes, and XLA comes to the
 // operations of a short program one by one. So a small one that finds the engine idle is first tried in XLA's
 // own thread (see Patience).
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -18,6 +17,7 @@
 #include <vector>
 
 #include "bind/graph_clients.h"
+#include "bind/patience.h"
 #include "bind/threads.h"
 #include "bind/xla_ffi_abi.h"
 #include "include/kolovod.h"
@@ -111,8 +111,6 @@ struct Span {
   size_t bytes;
 };
 
-enum class Stage { kSubmitting, kReturned, kDone };
-
 struct Call {
   const xla::Api* api;
   xla::Future* future;
@@ -124,31 +122,6 @@ struct Call {
   std::string message{};
 };
 
-// How long the handler itself works on an operation before it leaves it to the engine's thread. Where the
-// ranks come at the same time that is the fastest way; where they do not, each try in vain halves the number
-// of tries, since XLA has something else to do meanwhile.
-class Patience {
- public:
-  int32_t DriveUs(size_t bytes) {
-    if (bytes > kMostBytes) return 0;
-    int left = skips_.load(std::memory_order_relaxed);
-    if (left == 0) return kDriveUs;
-    skips_.store(left - 1, std::memory_order_relaxed);
-    return 0;
-  }
-  void Note(bool done) {
-    const int misses = done ? 0 : std::min(misses_.load(std::memory_order_relaxed) + 1, kMostMisses);
-    misses_.store(misses, std::memory_order_relaxed);
-    skips_.store(misses < 2 ? 0 : (1 << (misses - 1)) - 1, std::memory_order_relaxed);
-  }
-
- private:
-  static constexpr size_t kMostBytes = 64 << 10;  // what takes 20 us; more overlaps with XLA's work
-  static constexpr int32_t kDriveUs = 40;
-  static constexpr int kMostMisses = 7;
-  // Threads may overwrite each other's counts: it is a guess anyway.
-  std::atomic<int> skips_{0}, misses_{0};
-};
 Patience patience;
 
 xla::Error* MakeError(const xla::Api* api, int code, const std::string& message) {
