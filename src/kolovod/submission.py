@@ -71,8 +71,17 @@ class Submitter(Generic[T]):
         self._empty_like = frontend.empty_like
 
     def membership(self, process_set: Group | None) -> WorldLike:
-        """The engine to use, and this rank's place in it."""
-        return self.world() if process_set is None else process_set.membership()
+        """The engine to use, and this rank's place in it. InvalidArgumentError for no set."""
+        if process_set is None:
+            return self.world()
+        try:
+            membership = process_set.membership
+        except AttributeError:
+            raise InvalidArgumentError(
+                f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns "
+                "it, or None for all ranks"
+            ) from None
+        return membership()
 
     def _run(
         self,

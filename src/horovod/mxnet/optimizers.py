@@ -93,7 +93,7 @@ def _way(factor: float, groups: int, compression: Any, group: Any) -> tuple[Way,
     """How gradients travel, and what their sum is to be multiplied by for an average."""
     if not factor > 0:
         raise InvalidArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
-    way = way_of(compression, Sum, 1.0, groups)._replace(prescale=1.0 / factor)
+    way = way_of(compression, Sum, 1.0, groups, group)._replace(prescale=1.0 / factor)
     if group is not None and not group.included():
         return way, 1.0  # steps with its own gradients
     return way, factor / kv.collectives.membership(group).size

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.checks import check_averaging, checked_passes
+from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.verbs import collectives
@@ -47,7 +48,7 @@ def average_gradients(
     Raises InvalidArgumentError for arguments that cannot work.
     """
     optax = _optax()
-    _check(compression, op, gradient_predivide_factor)
+    check_averaging(compression, op, gradient_predivide_factor, process_set, (Average, Sum))
 
     def init(params: Any) -> Any:
         return optax.EmptyState()
@@ -92,9 +93,7 @@ def DistributedOptimizer(
         raise InvalidArgumentError(
             f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation"
         )
-    passes = backward_passes_per_step
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+    passes = checked_passes(backward_passes_per_step)
     average = average_gradients(
         compression, op, process_set,
         gradient_predivide_factor=gradient_predivide_factor, name=name,
@@ -153,14 +152,3 @@ def _optax() -> Any:
             f"{error}; average_gradients and DistributedOptimizer are transformations of optax: "
             "install it, or call allreduce_pytree on the gradients"
         ) from None
-
-
-def _check(compression: Any, op: int, factor: float) -> None:
-    if op not in (Average, Sum):
-        raise InvalidArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
-    if not factor > 0 or (factor != 1.0 and op != Average):
-        raise InvalidArgumentError(
-            f"gradient_predivide_factor is {factor!r}: give a number above 0, and other than 1 "
-            "only with op Average"
-        )
-    check_compression(compression)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.checks import check_averaging, checked_passes
+from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.keras.reducer import GradientReducer, Way
 from kolovod.keras.which import backend_of, is_keras_3, keras_of
@@ -216,17 +217,8 @@ def DistributedOptimizer(
     keras = keras_of(optimizer)
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
-    if op not in (Average, Sum):
-        raise InvalidArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
-    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != Average):
-        raise InvalidArgumentError(
-            f"gradient_predivide_factor is {gradient_predivide_factor!r}: give a number above 0, "
-            "and other than 1 only with op Average"
-        )
-    check_compression(compression)
-    passes = backward_passes_per_step
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+    check_averaging(compression, op, gradient_predivide_factor, process_set, (Average, Sum))
+    passes = checked_passes(backward_passes_per_step)
     is_right = isinstance(groups, list | tuple) or groups is None
     if not is_right and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 0):
         raise InvalidArgumentError(

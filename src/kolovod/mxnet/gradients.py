@@ -10,11 +10,12 @@ import numpy as np
 
 from kolovod import _native
 from kolovod.agreement import SAME_MODEL, agree_on_optimizer
-from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.checks import check_averaging
+from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.handles import Handle
 from kolovod.mxnet.verbs import MxnetCollectives
-from kolovod.ops import Average
+from kolovod.ops import Average, Sum
 from kolovod.process_sets import ProcessSet
 
 _BUCKET_BYTES = 1 << 20
@@ -149,29 +150,19 @@ def _add_up(arrays: list[mx.nd.NDArray]) -> None:
 
 
 def way_of(
-    compression: type[Compressor], op: int, gradient_predivide_factor: float, groups: int
+    compression: type[Compressor],
+    op: int,
+    gradient_predivide_factor: float,
+    groups: int,
+    process_set: ProcessSet | None,
 ) -> Way:
     """Check what an optimizer was given. Raises InvalidArgumentError for what cannot work."""
     factor = gradient_predivide_factor
-    if factor != 1.0 and op != Average:
-        raise InvalidArgumentError(
-            f"gradient_predivide_factor is {factor}, which only op Average can have"
-        )
-    if not factor > 0:
-        raise InvalidArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
+    check_averaging(compression, op, factor, process_set, (Average, Sum))
     if not isinstance(groups, int) or groups < 0:
         raise InvalidArgumentError(
             f"groups is {groups!r}: give how many, or 0 for buckets of a fixed size"
         )
-    check_compression(compression)
     if compression is Compression.bf16:
         raise InvalidArgumentError("MXNet has no bfloat16: give Compression.none or .fp16")
     return Way(compression, op, 1.0 / factor, factor, groups)
-
-
-def check_process_set(process_set: Any) -> None:
-    """Raises InvalidArgumentError for what is no process set."""
-    if process_set is not None and not isinstance(process_set, ProcessSet):
-        raise InvalidArgumentError(
-            f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns it"
-        )

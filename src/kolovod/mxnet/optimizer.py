@@ -8,7 +8,7 @@ import mxnet as mx
 
 from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
-from kolovod.mxnet.gradients import Gradient, GradientReducer, check_process_set, way_of
+from kolovod.mxnet.gradients import Gradient, GradientReducer, way_of
 from kolovod.mxnet.verbs import collectives
 from kolovod.ops import Average
 from kolovod.process_sets import ProcessSet
@@ -47,8 +47,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
-        check_process_set(process_set)
-        way = way_of(compression, op, gradient_predivide_factor, 0)
+        way = way_of(compression, op, gradient_predivide_factor, 0, process_set)
         own = {
             "_kolovod_optimizer": optimizer,
             "_kolovod_options": (compression, op, gradient_predivide_factor, prefix),

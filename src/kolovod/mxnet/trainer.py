@@ -8,7 +8,7 @@ import mxnet as mx
 
 from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
-from kolovod.mxnet.gradients import Gradient, check_process_set, way_of
+from kolovod.mxnet.gradients import Gradient, way_of
 from kolovod.mxnet.optimizer import DistributedOptimizer
 from kolovod.mxnet.store import Kolovod
 from kolovod.ops import Average
@@ -57,8 +57,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
                 "the optimizer is a DistributedOptimizer, which averages gradients, too: give the "
                 "one that it was made of"
             )
-        check_process_set(process_set)
-        way = way_of(compression, op, gradient_predivide_factor, groups)
+        way = way_of(compression, op, gradient_predivide_factor, groups, process_set)
         self._kolovod_store = Kolovod(process_set, way, f"{prefix or ''}trainer.")
         super().__init__(
             params,

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kolovod.checks import checked_passes
 from kolovod.errors import InvalidArgumentError
 from kolovod.tensorflow.exchange import Gradient, variable_of
 
@@ -94,10 +95,3 @@ class LocalAggregation:
                 self._sums[key] = tf.Variable(zeros, trainable=False, name="sum_of_gradients")
             self._sources.append(source)
         return self._sums[key]
-
-
-def checked_passes(passes: int) -> int:
-    """``backward_passes_per_step``, or InvalidArgumentError."""
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
-    return passes

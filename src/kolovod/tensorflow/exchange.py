@@ -8,13 +8,13 @@ are the same on all ranks since the sources are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.checks import check_averaging
+from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Adasum, Average, Sum
 from kolovod.process_sets import ProcessSet
@@ -49,20 +49,12 @@ class GradientExchange:
         verbs: TensorflowCollectives = collectives,
     ) -> None:
         """See ``DistributedGradientTape``. Raises InvalidArgumentError."""
-        if op not in (Average, Sum, Adasum):
-            raise InvalidArgumentError(
-                f"op is {op!r}: gradients are combined by Average, Sum or Adasum"
-            )
-        factor = checked_factor(gradient_predivide_factor, op)
-        if process_set is not None and not isinstance(process_set, ProcessSet):
-            raise InvalidArgumentError(
-                f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() makes it"
-            )
+        factor = gradient_predivide_factor
+        check_averaging(compression, op, factor, process_set, (Average, Sum, Adasum))
         if _is_local_source(local_sources):
             raise InvalidArgumentError(
                 f"local_sources is a {type(local_sources).__name__}: give a list of such"
             )
-        check_compression(compression)
         self.op, self.process_set, self.verbs = op, process_set, verbs
         self._compression = compression
         self._scales = 1.0 / factor, factor
@@ -193,20 +185,6 @@ class GradientExchange:
             neighbours.append(i)
             filled += size
         return buckets
-
-
-def checked_factor(factor: float, op: int) -> float:
-    """``gradient_predivide_factor``, or InvalidArgumentError."""
-    try:
-        fits = math.isfinite(factor) and factor > 0 and (factor == 1.0 or op == Average)
-    except TypeError:
-        fits = False
-    if not fits:
-        raise InvalidArgumentError(
-            f"gradient_predivide_factor is {factor!r}: give a number above 0, and other than 1 "
-            "only with op Average"
-        )
-    return factor
 
 
 def variable_of(source: Any) -> Any:

@@ -7,12 +7,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from kolovod.checks import checked_passes
 from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Adasum, Average
 from kolovod.process_sets import ProcessSet
 from kolovod.tensorflow import graph
-from kolovod.tensorflow.aggregation import LocalAggregation, checked_passes
+from kolovod.tensorflow.aggregation import LocalAggregation
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.exchange import GradientExchange
 

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from kolovod.compression import Compression, Compressor, check_compression
+from kolovod.checks import check_averaging, checked_passes
+from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe import spans
 from kolovod.ops import Adasum, Average, Sum
@@ -98,7 +99,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make one step; between steps, the same on all ranks."""
-        self._kolovod_reducer.set_passes(_checked_passes(passes))
+        self._kolovod_reducer.set_passes(checked_passes(passes))
 
     def step(self, closure: Closure | None = None) -> Any:
         """Synchronize, then step. A ``closure``'s loss is averaged, so that ranks decide alike."""
@@ -193,17 +194,9 @@ def DistributedOptimizer(
         )
     if isinstance(optimizer, Distributed | ByAdasum):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
-    if op not in (Average, Sum, Adasum):
-        raise InvalidArgumentError(
-            f"op is {op!r}: gradients are combined by Average, Sum or Adasum"
-        )
-    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != Average):
-        raise InvalidArgumentError(
-            f"gradient_predivide_factor is {gradient_predivide_factor!r}: give a number above 0, "
-            "and other than 1 only with op Average"
-        )
-    check_compression(compression)
-    passes = _checked_passes(backward_passes_per_step)
+    known = (Average, Sum, Adasum)
+    check_averaging(compression, op, gradient_predivide_factor, process_set, known)
+    passes = checked_passes(backward_passes_per_step)
     names = _checked_names(optimizer, named_parameters)
     named = [
         pair
@@ -236,12 +229,6 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str]) -> O:
     # The hooks know the reducer only, so dropping the optimizer frees the parameters of them.
     weakref.finalize(optimizer, reducer.remove_hooks)
     return optimizer
-
-
-def _checked_passes(passes: int) -> int:
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
-    return passes
 
 
 def _checked_names(

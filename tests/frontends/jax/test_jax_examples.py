@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from forked import QUICKLY_COMPILED
+from forked import QUICKLY_COMPILED, run_jax_ranks
 from frameworks import is_installed
 
 pytestmark = [
@@ -55,3 +57,59 @@ def test_text(launcher):
     assert f"{2 if launcher else 1} process(es)" in output
     first, last = (float(bits) for bits in re.findall(r"([\d.]+) bits per character", output))
     assert last < first < 6.5  # bits of a choice among all characters: 6.6
+
+
+def text_in_float64(rank):
+    """The weights that the example comes to, and on rank 0 those of it alone."""
+    import jax
+
+    import kolovod.jax as kv
+
+    sys.path.insert(0, str(EXAMPLES))
+    text = importlib.import_module("jax_text")
+    sys.argv = ["jax_text.py", "--steps", "15", "--lr", "0.01", "--warmup", "5", "--layers", "1",
+                "--width", "32", "--context", "16", "--batch-size", "8", "--accumulate", "2",
+                "--characters", "50000"]  # fmt: skip
+    arguments = text.parse_arguments()
+    kv.init()
+    params = [text.train(arguments, 2)]
+    kv.shutdown()
+    if rank == 0:
+        kv.init(comm=[0])
+        params.append(text.train(arguments, 2))
+    return [list(map(np.asarray, jax.tree.leaves(each))) for each in params]
+
+
+def digits_in_float64(rank):
+    """The same of the other example."""
+    import jax
+
+    import kolovod.jax as kv
+
+    sys.path.insert(0, str(EXAMPLES))
+    digits = importlib.import_module("jax_digits")
+    sys.argv = ["jax_digits.py", "--epochs", "1", "--warmup-epochs", "0", "--lr", "0.01"]
+    arguments, params, evaluate = digits.parse_arguments(), [], digits.evaluate
+    data, test = (
+        part._replace(images=part.images[:320].astype(np.float64), labels=part.labels[:320])
+        for part in digits.load_data(arguments.seed)
+    )
+    digits.evaluate = lambda last, images: params.append(last) or evaluate(last, images)
+    kv.init()
+    digits.train(arguments, 2, data, test)
+    kv.shutdown()
+    if rank == 0:
+        kv.init(comm=[0])
+        digits.train(arguments, 2, data, test)
+    return [list(map(np.asarray, jax.tree.leaves(each))) for each in params]
+
+
+@pytest.mark.parametrize("work", [text_in_float64, digits_in_float64])
+def test_two_processes_learn_what_one_does(work):
+    if work is digits_in_float64 and not is_installed("sklearn"):
+        pytest.skip("scikit-learn, whose digits they are, is not installed")
+    (together, alone), (on_rank_1,) = run_jax_ranks(2, work)
+    for mine, theirs, whole in zip(together, on_rank_1, alone, strict=True):
+        assert mine.dtype == np.float64
+        assert (mine == theirs).all()
+        np.testing.assert_allclose(mine, whole, rtol=1e-8, atol=1e-8)

@@ -355,7 +355,7 @@ def test_what_cannot_work():
                 "optimizer": kv.DistributedOptimizer(sgd)
             },
             "process_set is 3": {"process_set": 3},
-            "only op Average can have": {"op": kv.Sum, "gradient_predivide_factor": 2.0},
+            "only with op Average": {"op": kv.Sum, "gradient_predivide_factor": 2.0},
             "gradient_predivide_factor is -1": {"gradient_predivide_factor": -1},
             "groups is -2": {"groups": -2},
             "compression is 'fp16'": {"compression": "fp16"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -67,10 +67,38 @@ def test_text_learns():
 
 
 def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def text_in_float64(rank):
+    """The weights that the example comes to, and on rank 0 those of it alone."""
+    import tensorflow as tf
+
+    import kolovod.tensorflow as kv
+
+    tf.keras.backend.set_floatx("float64")
+    text = example("tensorflow_text")
+    sys.argv = ["tensorflow_text.py", "--steps", "20", "--lr", "0.01", "--warmup", "5",
+                "--layers", "1", "--width", "32", "--context", "16", "--batch-size", "8",
+                "--characters", "50000"]  # fmt: skip
+    arguments = text.parse_arguments()
+    kv.init()
+    nets = [text.train(arguments, 2)]
+    kv.shutdown()
+    if rank == 0:
+        kv.init(comm=[0])
+        nets.append(text.train(arguments, 2))
+    return [[np.array(v) for v in net.trainable_variables] for net in nets]
+
+
+def test_text_is_that_of_one_process():
+    (together, alone), (on_rank_1,) = run_tensorflow_ranks(2, text_in_float64, timeout_s=100)
+    assert any(weights.shape == (16, 32) for weights in alone)  # positions are learnt, too
+    for mine, theirs, whole in zip(together, on_rank_1, alone, strict=True):
+        assert mine.dtype == np.float64
+        assert (mine == theirs).all()
+        np.testing.assert_allclose(mine, whole, rtol=1e-8, atol=1e-8)
 
 
 def digits_in_float64(rank):

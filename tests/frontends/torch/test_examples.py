@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from forked import run_torch_ranks
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -41,6 +44,38 @@ def test_text_learns(options):
     assert len(bits) == 2  # rank 0 alone reports
     assert bits[1] < bits[0] < 6.6  # 96 characters: log2 is 6.58
     assert bits[1] < 4.53  # what is possible without looking at the characters before
+
+
+def text_in_float64(rank):
+    """The weights that the example comes to, and on rank 0 those of it alone."""
+    import torch
+    from rich.console import Console
+
+    import kolovod.torch as kv
+
+    torch.set_default_dtype(torch.float64)
+    sys.path.insert(0, str(EXAMPLES))
+    text = importlib.import_module("torch_text")
+    sys.argv = ["torch_text.py", "--steps", "20", "--lr", "0.01", "--warmup", "5",
+                "--layers", "1", "--width", "32", "--context", "16", "--batch-size", "8",
+                "--accumulate", "2", "--characters", "50000"]  # fmt: skip
+    arguments = text.parse_arguments()
+    console = Console(quiet=True)
+    kv.init()
+    nets = [text.train(arguments, 2, console)]
+    kv.shutdown()
+    if rank == 0:
+        kv.init(comm=[0])
+        nets.append(text.train(arguments, 2, console))
+    return [[parameter.detach().numpy() for parameter in net.parameters()] for net in nets]
+
+
+def test_text_is_that_of_one_process():
+    (together, alone), (on_rank_1,) = run_torch_ranks(2, text_in_float64)
+    for mine, theirs, whole in zip(together, on_rank_1, alone, strict=True):
+        assert mine.dtype == np.float64
+        assert (mine == theirs).all()
+        np.testing.assert_allclose(mine, whole, rtol=1e-8, atol=1e-8)
 
 
 def test_text_alone():
