@@ -40,8 +40,9 @@ class Objects:
         cannot be pickled; and what broadcast raises.
         """
         verbs = self._collectives
+        place = verbs.membership(process_set)
         root = root_rank if process_set is None else process_set.position(root_rank)
-        is_root = verbs.membership(process_set).rank == root
+        is_root = place.rank == root
         header = np.zeros(2, np.int64)
         payload = np.empty(0, np.uint8)
         if is_root:

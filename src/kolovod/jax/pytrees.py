@@ -14,7 +14,7 @@ from kolovod.collectives import Collectives
 from kolovod.compression import Compression, Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax.frontend import DTYPES
-from kolovod.jax.primitive import TOGETHER, Call
+from kolovod.jax.primitive import Call
 from kolovod.jax.verbs import JaxCollectives
 from kolovod.numpy.frontend import NumpyFrontend
 from kolovod.objects import Objects
@@ -77,12 +77,8 @@ class Pytrees:
             )
             for i, array, context in zip(bucket, reduced, contexts, strict=True):
                 results[i] = compression.decompress(array, context)
-        if len(buckets) > 1 and any(isinstance(leaves[i], jax.core.Tracer) for i in sent):
-            # XLA would use the memory of what is over for what comes next, and backward would wait
-            # for each bucket (where the step donates its parameters, say).
-            together = Call(TOGETHER, self._verbs, None, process_set).bind(
-                [results[i] for i in sent]
-            )
+        if len(buckets) > 1:
+            together = self._verbs.together([results[i] for i in sent], process_set)
             for i, array in zip(sent, together, strict=True):
                 results[i] = array
         return jax.tree.unflatten(structure, results)  # type: ignore[no-any-return]

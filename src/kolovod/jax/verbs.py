@@ -151,6 +151,18 @@ class JaxCollectives(Collectives[jax.Array]):
         arrays, tree = jax.tree.flatten(after)
         return jax.tree.unflatten(tree, Call("barrier", self, name, process_set).of(arrays))
 
+    def together(
+        self, arrays: Sequence[jax.Array], process_set: Group | None = None
+    ) -> list[jax.Array]:
+        """``arrays``, inside ``jax.jit`` not before all of them are there.
+
+        XLA would use the memory of those that are over for what comes next, and backward would
+        wait for each (where the step donates its parameters, say).
+        """
+        if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+            return list(arrays)
+        return Call(TOGETHER, self, None, process_set).bind(arrays)
+
     def run(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """For ``call.bind`` when the arrays have values: the verb of the base class."""
         results = self._run_verb(call, arrays)

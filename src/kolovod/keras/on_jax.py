@@ -28,6 +28,11 @@ def start(
     return collectives.grouped_allreduce_async(list(tensors), name, op, *scales, process_set).wait
 
 
+def together(tensors: Sequence[jax.Array], process_set: Group | None) -> list[jax.Array]:
+    """``tensors`` of several groups, not before all are there."""
+    return collectives.together(tensors, process_set)
+
+
 def is_traced(grads: Sequence[Any]) -> bool:
     """Whether they stand for those of a program that is being made."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads))

@@ -41,6 +41,11 @@ def start(
     return lambda: results
 
 
+def together(tensors: Sequence[Any], process_set: Group | None) -> list[Any]:
+    """``tensors`` of several groups."""
+    return list(tensors)
+
+
 def is_traced(grads: Sequence[Any]) -> bool:
     """Whether they stand for those of a program that is being made."""
     return not tf.executing_eagerly()

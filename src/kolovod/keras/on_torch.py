@@ -26,6 +26,11 @@ def start(
     return collectives.grouped_allreduce_async_(list(tensors), name, op, *scales, process_set).wait
 
 
+def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list[torch.Tensor]:
+    """``tensors`` of several groups."""
+    return list(tensors)
+
+
 def is_traced(grads: Sequence[Any]) -> bool:
     """Whether they stand for those of a program that is being made; none does."""
     return False
