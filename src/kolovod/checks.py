@@ -8,7 +8,7 @@ from typing import Any
 from kolovod.compression import check_compression
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Average
-from kolovod.process_sets import ProcessSet
+from kolovod.submission import no_process_set
 
 
 def check_averaging(
@@ -32,10 +32,8 @@ def check_averaging(
             f"gradient_predivide_factor is {factor!r}: give a number above 0, and other than 1 "
             "only with op Average"
         )
-    if process_set is not None and not isinstance(process_set, ProcessSet):
-        raise InvalidArgumentError(
-            f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns it"
-        )
+    if process_set is not None and not hasattr(process_set, "membership"):
+        raise no_process_set(process_set)
     check_compression(compression)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kolovod import _native
 from kolovod.errors import BootstrapError, InvalidArgumentError, KolovodError, MismatchError
-from kolovod.submission import Group
+from kolovod.submission import Group, no_process_set
 from kolovod.world import World, current, is_initialized, native_part
 
 __all__ = [
@@ -246,7 +246,7 @@ def number_of(process_set: Group | None) -> int:
     if process_set is None:
         return 0
     if not isinstance(process_set, ProcessSet):
-        raise InvalidArgumentError(f"process_set is {process_set!r}: give a kolovod.ProcessSet")
+        raise no_process_set(process_set)
     process_set.membership()
     return process_set.process_set_id or 0
 

@@ -77,10 +77,7 @@ class Submitter(Generic[T]):
         try:
             membership = process_set.membership
         except AttributeError:
-            raise InvalidArgumentError(
-                f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns "
-                "it, or None for all ranks"
-            ) from None
+            raise no_process_set(process_set) from None
         return membership()
 
     def _run(
@@ -225,6 +222,14 @@ class Submitter(Generic[T]):
             return result
 
         return finish
+
+
+def no_process_set(given: object) -> InvalidArgumentError:
+    """The error for what was given as one."""
+    return InvalidArgumentError(
+        f"process_set is {given!r}: give a ProcessSet, as add_process_set() returns it, or None "
+        "for all ranks"
+    )
 
 
 def check_arguments(

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import kolovod
-from kolovod.errors import InvalidArgumentError
 from kolovod.launch.mpi import ranks_of
 from kolovod.process_sets import Membership
 from kolovod.process_sets import add_process_set as _add
 from kolovod.process_sets import remove_process_set as _remove
+from kolovod.submission import no_process_set
 from kolovod.world import World
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "group_of", "remove_process_set"]
@@ -116,9 +116,7 @@ def group_of(process_set: Any) -> Any:
     try:
         return None if process_set.process_set_id == 0 else process_set
     except AttributeError:
-        raise InvalidArgumentError(
-            f"process_set is {process_set!r}: give a ProcessSet, as add_process_set() returns it"
-        ) from None
+        raise no_process_set(process_set) from None
 
 
 def _is_ranks(value: Any) -> bool:

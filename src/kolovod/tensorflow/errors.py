@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -41,11 +41,6 @@ def raising_tensorflows(function: F) -> F:
             return function(*arguments, **keywords)
         except KolovodError as error:
             raise as_tensorflow(error) from None
-        except AttributeError:
-            refused = _no_process_set(signature.bind(*arguments, **keywords).arguments)
-            if refused is None:
-                raise
-            raise as_tensorflow(refused) from None
 
     signature = inspect.signature(function)
     made: Any = tf.autograph.experimental.do_not_convert(run)
@@ -53,14 +48,6 @@ def raising_tensorflows(function: F) -> F:
     vars(made).pop("__wrapped__", None)
     made.__signature__ = signature
     return made  # type: ignore[no-any-return]
-
-
-def _no_process_set(arguments: Mapping[str, Any]) -> KolovodError | None:
-    """What is wrong with the one that was given, if anything; asked once a verb has failed."""
-    given = arguments.get("process_set")
-    if given is None or hasattr(given, "membership"):
-        return None
-    return errors.InvalidArgumentError(f"process_set is {given!r}: give a kolovod.ProcessSet")
 
 
 _made_before: dict[type[KolovodError], Any] = {}

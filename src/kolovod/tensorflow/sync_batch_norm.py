@@ -13,6 +13,7 @@ import tensorflow as tf
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Sum
 from kolovod.process_sets import ProcessSet
+from kolovod.submission import no_process_set
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
 
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -33,7 +34,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         """
         super().__init__(axis=axis, **options)
         if process_set is not None and not isinstance(process_set, ProcessSet):
-            raise InvalidArgumentError(f"process_set is {process_set!r}: give a kolovod.ProcessSet")
+            raise no_process_set(process_set)
         self.process_set = process_set
 
     @_as_it_is  # type: ignore[untyped-decorator]

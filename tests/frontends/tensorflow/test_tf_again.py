@@ -87,7 +87,7 @@ def check_arguments(tf, kv):
     verbs += (lambda x, **set: kv.join(**set), lambda x, **set: kv.broadcast_(variable, **set))
     for verb in verbs:
         for call in (verb, tf.function(verb))[: 1 if "async" in verb.__name__ else 2]:
-            with pytest.raises(InvalidArgumentError, match=r"is 7: give a kolovod\.ProcessSet"):
+            with pytest.raises(InvalidArgumentError, match="process_set is 7: give a ProcessSet"):
                 call(x, process_set=7)
     for factor in ("2", None, [2.0], 0, float("nan"), float("inf")):
         with pytest.raises(InvalidArgumentError, match=r"predivide_factor is .*above 0"):
