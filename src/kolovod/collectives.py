@@ -25,7 +25,7 @@ from kolovod import _native
 from kolovod.gathering import Gathering
 from kolovod.handles import Handle
 from kolovod.ops import Average, Sum
-from kolovod.submission import Finish, Group, several
+from kolovod.submission import Finish, Group, position_of, several
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ class Collectives(Gathering[T]):
     ) -> T:
         """A new tensor with the values that ``tensor`` has on ``root_rank``; shapes must agree."""
         entry, output, finish = self._fresh(tensor)
-        root = root_rank if process_set is None else process_set.position(root_rank)
+        root = position_of(root_rank, process_set)
         buffers = (tensor, output)
         result: T | None = self._run(
             process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, finish
@@ -216,7 +216,7 @@ class Collectives(Gathering[T]):
     ) -> Handle[T]:
         """``broadcast`` that returns at once."""
         entry, output, finish = self._fresh(tensor)
-        root = root_rank if process_set is None else process_set.position(root_rank)
+        root = position_of(root_rank, process_set)
         buffers = (tensor, output)
         return self._start(
             process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, output, finish
@@ -231,7 +231,7 @@ class Collectives(Gathering[T]):
     ) -> T:
         """``broadcast`` in place: ``tensor`` is overwritten on all ranks but ``root_rank``."""
         entry, owner = self._own(tensor)
-        root = root_rank if process_set is None else process_set.position(root_rank)
+        root = position_of(root_rank, process_set)
         self._run(process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, owner)
         if owner is not tensor:
             self.frontend.copy_back(owner, tensor)
@@ -246,7 +246,7 @@ class Collectives(Gathering[T]):
     ) -> Handle[T]:
         """``broadcast_`` that returns at once."""
         entry, owner = self._own(tensor)
-        root = root_rank if process_set is None else process_set.position(root_rank)
+        root = position_of(root_rank, process_set)
         finish = None if owner is tensor else self._copying_back([owner], [tensor], tensor)
         return self._start(
             process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, owner, tensor, finish

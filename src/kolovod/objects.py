@@ -15,7 +15,7 @@ import numpy as np
 
 from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
-from kolovod.submission import Group
+from kolovod.submission import Group, position_of
 
 _HEADER = np.dtype([("failed", np.int64), ("bytes", np.int64)])
 
@@ -41,7 +41,7 @@ class Objects:
         """
         verbs = self._collectives
         place = verbs.membership(process_set)
-        root = root_rank if process_set is None else process_set.position(root_rank)
+        root = position_of(root_rank, process_set)
         is_root = place.rank == root
         header = np.zeros(2, np.int64)
         payload = np.empty(0, np.uint8)

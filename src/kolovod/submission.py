@@ -232,6 +232,17 @@ def no_process_set(given: object) -> InvalidArgumentError:
     )
 
 
+def position_of(rank: int, process_set: Group | None) -> int:
+    """Where world rank ``rank`` stands. InvalidArgumentError if nowhere, or for no set."""
+    if process_set is None:
+        return rank
+    try:
+        position = process_set.position
+    except AttributeError:
+        raise no_process_set(process_set) from None
+    return position(rank)
+
+
 def check_arguments(
     name: object, op: object, prescale: object, postscale: object, root: object
 ) -> None:

@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Adasum, Average, Op, Sum
-from kolovod.submission import Group, WorldLike, check_arguments
+from kolovod.submission import Group, WorldLike, check_arguments, position_of
 
 if TYPE_CHECKING:
     from kolovod.jax.verbs import JaxCollectives
@@ -74,10 +74,8 @@ class Call(NamedTuple):
     @property
     def root(self) -> int:
         """Where the root of a broadcast stands among those that take part."""
-        group = self.process_set
-        if group is None or self.verb != "broadcast":
-            return self.root_rank
-        return group.position(self.root_rank)
+        is_root = self.verb == "broadcast"
+        return position_of(self.root_rank, self.process_set) if is_root else self.root_rank
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
         """``bind`` for what the user gives. Raises InvalidArgumentError for other than arrays."""

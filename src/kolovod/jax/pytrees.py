@@ -20,7 +20,7 @@ from kolovod.numpy.frontend import NumpyFrontend
 from kolovod.objects import Objects
 from kolovod.ops import Average
 from kolovod.process_sets import ProcessSet
-from kolovod.submission import Group
+from kolovod.submission import Group, position_of
 
 Tree = TypeVar("Tree")
 
@@ -108,7 +108,7 @@ class Pytrees:
             received = call.of([_sendable(leaves[i], keys[i]) for i in arrays])
         else:
             over = self._verbs.world if process_set is None else process_set.membership
-            root = root_rank if process_set is None else process_set.position(root_rank)
+            root = position_of(root_rank, process_set)
             on_arrays = Collectives(NumpyFrontend(), over)
             objects = Objects(on_arrays)
             described = [(k, _describe(leaf)) for k, leaf in zip(keys, leaves, strict=True)]

@@ -15,7 +15,7 @@ from kolovod.handles import Handle
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.primitive import TOGETHER, Call
 from kolovod.ops import Average, Sum
-from kolovod.submission import Group, several
+from kolovod.submission import Group, position_of, several
 from kolovod.world import current
 
 _BROADCAST = _native.VERBS["broadcast"]
@@ -198,7 +198,7 @@ class JaxCollectives(Collectives[jax.Array]):
     ) -> list[jax.Array]:
         fresh = [self._fresh(array) for array in arrays]
         outputs = [each[1] for each in fresh]
-        root = root_rank if group is None else group.position(root_rank)
+        root = position_of(root_rank, group)
         entries = [each[0] for each in fresh]
         buffers = (arrays, outputs)
         handle: Handle[list[jax.Array]] = self._start(

@@ -11,7 +11,7 @@ from kolovod import _native
 from kolovod.collectives import Collectives
 from kolovod.ops import Average, Sum
 from kolovod.process_sets import number_of
-from kolovod.submission import Group, several
+from kolovod.submission import Group, position_of, several
 from kolovod.tensorflow import gradients, graph
 from kolovod.tensorflow.asynchronous import TensorflowHandle, eager
 from kolovod.tensorflow.differentiable import VerbsOfSet, differentiable
@@ -131,7 +131,7 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         process_set: Group | None = None,
     ) -> tf.Tensor:
         """See Collectives.broadcast. Differentiable."""
-        root = root_rank if process_set is None else process_set.position(root_rank)
+        root = position_of(root_rank, process_set)
         verbs = VerbsOfSet(self, process_set)
 
         def run(inputs: Tensors) -> list[tf.Tensor]:
