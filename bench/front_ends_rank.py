@@ -113,6 +113,11 @@ def timed(
     }
 
 
+# Not freed before the process ends: PyTorch 2.13 holds the GIL while it joins gloo's threads, which
+# may wait for that.
+_trainings: dict[str, Training] = {}
+
+
 def serve(peers: Mapping[str, Callable[[], Any]], training: Callable[[Any, str], Training]) -> None:
     """Join the world of the peer that is named, say hello to the driver, serve it until it ends."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -126,15 +131,14 @@ def serve(peers: Mapping[str, Callable[[], Any]], training: Callable[[Any, str],
     try:
         peer: Peer = peers[sys.argv[1]]()
         barrier = Barrier(Path(os.environ["BENCH_BARRIER"]), peer.rank, peer.size)
-        trainings: dict[str, Training] = {}
         say({"rank": peer.rank, "size": peer.size})
         for line in stream:
             command = json.loads(line)
             model = command["model"]
-            if model not in trainings:
-                trainings[model] = training(peer, model)
+            if model not in _trainings:
+                _trainings[model] = training(peer, model)
             count, warmup = command["steps"], command["warmup"]
-            say(timed(trainings[model], model, count, warmup, barrier))
+            say(timed(_trainings[model], model, count, warmup, barrier))
         peer.close()
     except BaseException:
         say({"error": traceback.format_exc()})

@@ -133,6 +133,9 @@ def test_averaging_after_the_update_diverges():
     assert (updates - right["adam"]).abs().max() > 1e-2, "averaged updates are not Adam's"
 
 
+_kept: list[object] = []
+
+
 def train_beside_ddp(rank, store, momentum):
     """30 steps of a net with batch norm in float32, by PyTorch's DDP over gloo and by us."""
     import torch.distributed as dist
@@ -157,6 +160,8 @@ def train_beside_ddp(rank, store, momentum):
             optimizer.step()
         equal.append(torch.equal(flat(by_ddp), flat(ours)))
     dist.destroy_process_group()
+    # Freeing it, PyTorch 2.13 holds the GIL while it joins gloo's threads, which may wait for that.
+    _kept.append(ddp)
     return equal, flat(ours)
 
 
