@@ -11,7 +11,6 @@ test failed.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
@@ -84,14 +83,14 @@ def main() -> int:
     options = parser.parse_args(arguments)
     wheel = options.wheel.resolve(strict=True)
     failed = False
+    outcomes = {}
     for name in options.only or ROWS:
         outcome = run(name, wheel, further)
         print(line(name, outcome), flush=True)
         failed |= outcome["failed"] != 0
+        outcomes[name] = outcome
         if not options.no_table:
-            (FOLDER / name / "outcome.json").write_text(json.dumps(outcome))
-    if not options.no_table:
-        TABLE.write_text(table())
+            TABLE.write_text(table(outcomes))
     return failed
 
 
@@ -210,13 +209,12 @@ def line(name: str, outcome: dict[str, Any]) -> str:
 COLUMNS = ("versions", "passed", "skipped", "failed", "seconds", "commit", "date")
 
 
-def table() -> str:
-    """All rows that have been run, and how."""
-    lines = []
-    for name in ROWS:
-        kept = FOLDER / name / "outcome.json"
-        if kept.exists():
-            lines.append(line(name, json.loads(kept.read_text())))
+def table(outcomes: dict[str, dict[str, Any]]) -> str:
+    """All rows that have been run now, or were before."""
+    before = TABLE.read_text().splitlines() if TABLE.exists() else []
+    rows = {name: row for name in ROWS for row in before if row.startswith(f"| {name} |")}
+    rows |= {name: line(name, outcome) for name, outcome in outcomes.items()}
+    lines = [rows[name] for name in ROWS if name in rows]
     head = [
         "# Versions of the frameworks\n",
         "By `make matrix` (`scripts/matrix.py`): one wheel, compiled against no framework, in an",

@@ -58,3 +58,16 @@ def test_a_row_without_a_test_fails_and_the_users_choice_is_the_last(fake, monke
     outcome = matrix.run(name, None, ["-k", "trainer"])
     assert outcome["failed"] == 1
     assert all(arguments[-2:] == ["-k", "trainer"] for arguments in given)
+
+
+def test_rows_that_are_not_run_keep_what_they_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "TABLE", tmp_path / "matrix.md")
+    first, second, third = list(matrix.ROWS)[:3]
+    matrix.TABLE.write_text(matrix.table({first: {"passed": 11}, third: {"passed": 13}}))
+    matrix.TABLE.write_text(matrix.table({second: {"passed": 12}, third: {"passed": 23}}))
+    found = [row.split(" | ") for row in matrix.TABLE.read_text().splitlines()]
+    assert [(row[0], row[2]) for row in found[-3:]] == [
+        (f"| {first}", "11"),
+        (f"| {second}", "12"),
+        (f"| {third}", "23"),
+    ]
