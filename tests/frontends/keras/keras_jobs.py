@@ -94,8 +94,6 @@ def quick(model, which):
 class ByHand:
     """The same model trained in NumPy, from where ``model`` is and with its optimizer's numbers."""
 
-    tolerance = 1e-7 if os.environ.get("KERAS_BACKEND") == "jax" else 0.0  # parts are in float32
-
     def __init__(self, model, momentum=0.0):
         self.weights = [weight.copy() for weight in weights(model)]
         self.velocities = [np.zeros_like(weight) for weight in self.weights]
@@ -103,6 +101,12 @@ class ByHand:
 
     def get_weights(self):
         return self.weights
+
+    def slow_down(self, rate):
+        """Go on with another rate, and velocities that are to it what they were to the last."""
+        for velocity in self.velocities:
+            velocity *= rate / self.rate
+        self.rate = rate
 
     def fit(self, rank=0, size=1, epochs=EPOCHS, batch_size=None, steps=None):
         """As ``fit`` of a model; of each epoch the first ``steps`` only, if they are given."""
@@ -128,6 +132,48 @@ class ByHand:
         return inputs.T @ before, before.sum(0), hidden.T @ error, error.sum(0)
 
 
+class InKeras:
+    """The same by Keras alone: on JAX it rounds parts to float32, which NumPy would not."""
+
+    def __init__(self, model, momentum=0.0):
+        keras = importlib.import_module("keras")
+        self.model = keras.models.clone_model(model)
+        self.model.set_weights(weights(model))
+        rate = float(np.asarray(model.optimizer.learning_rate))
+        self.model.compile(keras.optimizers.SGD(rate, momentum=momentum), "mse")
+
+    @property
+    def rate(self):
+        return float(np.asarray(self.model.optimizer.learning_rate))
+
+    @rate.setter
+    def rate(self, rate):
+        self.model.optimizer.learning_rate = rate
+
+    @property
+    def weights(self):
+        return weights(self.model)
+
+    def get_weights(self):
+        return self.weights
+
+    def slow_down(self, rate):
+        for velocity in self.model.optimizer.momentums:
+            velocity.assign(velocity * (rate / self.rate))
+        self.rate = rate
+
+    def fit(self, rank=0, size=1, epochs=EPOCHS, batch_size=None, steps=None):
+        options = {"batch_size": batch_size} if batch_size else {}
+        fit(self.model, rank, size, epochs, steps_per_epoch=steps, **options)
+        return self
+
+
+def alone_from(model, momentum=0.0):
+    """What trains as one process would, from where ``model`` is."""
+    kind = InKeras if os.environ.get("KERAS_BACKEND") == "jax" else ByHand
+    return kind(model, momentum)
+
+
 def weights(model):
     """Every weight as an array."""
     return [np.asarray(weight) for weight in model.get_weights()]
@@ -135,7 +181,6 @@ def weights(model):
 
 def assert_close(model, other, tolerance=1e-12):
     """Equal weights, to rounding."""
-    tolerance = max(tolerance, getattr(other, "tolerance", 0.0))
     for mine, theirs in zip(weights(model), weights(other), strict=True):
         assert mine.dtype == np.float64
         np.testing.assert_allclose(mine, theirs, rtol=tolerance, atol=tolerance)
