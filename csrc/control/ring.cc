@@ -24,16 +24,22 @@ void RingWriter::Push(const std::string& payload) {
   backlog_.push_back(std::move(frame));
 }
 
-int RingWriter::Flush() {
+size_t RingWriter::Room(uint64_t head) const {
+  uint64_t oldest = head;
+  for (const auto* tail : tails_) oldest = std::min(oldest, tail->load(std::memory_order_seq_cst));
+  return capacity_ - static_cast<size_t>(head - oldest);
+}
+
+bool RingWriter::HasRoom() const { return Room(head_->load(std::memory_order_relaxed)) >= capacity_ / 2; }
+
+int RingWriter::Flush(bool* moved) {
   int completed = 0;
   uint64_t head = head_->load(std::memory_order_relaxed);
   while (!backlog_.empty()) {
-    uint64_t oldest = head;
-    for (const auto* tail : tails_) oldest = std::min(oldest, tail->load(std::memory_order_acquire));
     const std::string& frame = backlog_.front();
-    const size_t room = capacity_ - static_cast<size_t>(head - oldest);
-    const size_t n = std::min(room, frame.size() - front_written_);
+    const size_t n = std::min(Room(head), frame.size() - front_written_);
     if (n == 0) break;
+    *moved = true;
     for (size_t copied = 0; copied < n;) {
       const size_t at = static_cast<size_t>(head + copied) % capacity_;
       const size_t piece = std::min(n - copied, capacity_ - at);
@@ -56,10 +62,11 @@ RingReader::RingReader(const char* data, size_t capacity, std::atomic<uint64_t>*
                        std::atomic<uint64_t>* tail, uint32_t epoch)
     : data_(data), capacity_(capacity), head_(head), tail_(tail), epoch_(epoch) {}
 
-Status RingReader::Next(std::optional<std::string>* payload) {
+Status RingReader::Next(std::optional<std::string>* payload, bool* freed) {
   payload->reset();
   const uint64_t head = head_->load(std::memory_order_seq_cst);
-  uint64_t tail = tail_->load(std::memory_order_relaxed);
+  const uint64_t before = tail_->load(std::memory_order_relaxed);
+  uint64_t tail = before;
   if (head - tail > capacity_) return Status(Code::kInternal, "control ring: head is out of range");
   const auto take = [&](size_t wanted) {
     while (partial_.size() < wanted && tail < head) {
@@ -85,7 +92,10 @@ Status RingReader::Next(std::optional<std::string>* payload) {
       partial_.clear();
     }
   }
-  tail_->store(tail, std::memory_order_release);
+  tail_->store(tail, std::memory_order_seq_cst);
+  // A writer that waits has filled the ring and has not seen this tail: then this head is its last one.
+  const uint64_t written = head_->load(std::memory_order_seq_cst);
+  if (written - before > capacity_ / 2 && written - tail <= capacity_ / 2) *freed = true;
   return status;
 }
 

@@ -20,12 +20,19 @@ class RingWriter {
              std::vector<std::atomic<uint64_t>*> tails, uint32_t epoch);
 
   void Push(const std::string& payload);
-  // Moves what fits. Returns how many frames have become complete in the ring by this call.
-  int Flush();
+  // Moves what fits. Returns how many frames have become complete in the ring by this call. `moved`: whether
+  // any byte was moved; readers may wait for the next piece of a frame that is longer than the ring.
+  int Flush(bool* moved);
   bool empty() const { return backlog_.empty(); }
+  // Whether a Flush is worth while if there is something to move: half of the ring is free, of which the
+  // reader tells (RingReader::Next). May be asked while another thread pushes.
+  bool HasRoom() const;
   uint64_t bytes_pushed() const { return bytes_pushed_; }
 
  private:
+  // Bytes that every reader has read.
+  size_t Room(uint64_t head) const;
+
   char* const data_;
   const size_t capacity_;
   std::atomic<uint64_t>* const head_;
@@ -45,8 +52,8 @@ class RingReader {
     return head_->load(std::memory_order_seq_cst) != tail_->load(std::memory_order_relaxed);
   }
   // Takes what has arrived. A complete frame, or nullopt and an OK status, or an error for bytes that
-  // no rank of this world can have written.
-  Status Next(std::optional<std::string>* payload);
+  // no rank of this world can have written. `freed` is set if this made room for which the writer may wait.
+  Status Next(std::optional<std::string>* payload, bool* freed);
 
  private:
   const char* const data_;

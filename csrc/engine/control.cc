@@ -108,7 +108,8 @@ void Control::Tell(Note note) {
     const uint64_t before = to_leader_->bytes_pushed();
     to_leader_->Push(EncodeNote(note));
     stats_.message_bytes += to_leader_->bytes_pushed() - before;
-    to_leader_->Flush();
+    bool moved = false;
+    to_leader_->Flush(&moved);
     outgoing_.store(!to_leader_->empty(), std::memory_order_seq_cst);
   }
   segment_.RingSleepers();
@@ -119,8 +120,8 @@ void Control::Tell(Note note) {
 }
 
 bool Control::HasInput() {
-  if (log_.Read(position_).has_value() || outgoing_.load(std::memory_order_relaxed) ||
-      responses_in_.HasData() || (uplink_ != nullptr && uplink_->Look())) {
+  if (log_.Read(position_).has_value() || CanSend() || (!arrived_ && responses_in_.HasData()) ||
+      (uplink_ != nullptr && uplink_->Look())) {
     return true;
   }
   for (const RingReader& reader : from_ranks_) {
@@ -129,23 +130,34 @@ bool Control::HasInput() {
   return false;
 }
 
+// What waits for room in a ring can be sent once its readers have read: they wake this rank then.
+bool Control::CanSend() {
+  if (!topology_.leads()) return outgoing_.load(std::memory_order_seq_cst) && to_leader_->HasRoom();
+  return outgoing_.load(std::memory_order_seq_cst) ||
+         (!responses_out_->empty() && responses_out_->HasRoom());
+}
+
 Status Control::Pump() {
   if (topology_.leads()) {
     KV_RETURN_IF_ERROR(Lead());
-  } else if (outgoing_.load(std::memory_order_relaxed)) {
-    std::lock_guard lock(mutex_);
-    to_leader_->Flush();
-    outgoing_.store(!to_leader_->empty(), std::memory_order_relaxed);
+  } else if (CanSend()) {
+    bool moved = false;
+    {
+      std::lock_guard lock(mutex_);
+      to_leader_->Flush(&moved);
+      outgoing_.store(!to_leader_->empty(), std::memory_order_relaxed);
+    }
+    if (moved) Wake(0);
   }
-  return DrainResponses();
+  return TakeResponse();
 }
 
-Status Control::DrainResponses() {
-  while (responses_in_.HasData()) {
-    std::optional<std::string> payload;
-    KV_RETURN_IF_ERROR(responses_in_.Next(&payload));
-    if (payload) arrived_.push_back(std::move(*payload));
-  }
+// One at most, however many have come: what this rank has not executed stays in the ring, whose room thereby
+// bounds how far the log runs ahead of the slowest rank.
+Status Control::TakeResponse() {
+  bool freed = false;
+  while (!arrived_ && responses_in_.HasData()) KV_RETURN_IF_ERROR(responses_in_.Next(&arrived_, &freed));
+  if (freed) Wake(0);
   return Status();
 }
 
@@ -163,11 +175,10 @@ Status Control::ReadLog(std::deque<OperationPtr>* ready) {
       ready->push_back(std::move(op));
     } else {
       // Rank 0 appends the entry after the whole message is in the ring.
-      if (arrived_.empty()) KV_RETURN_IF_ERROR(DrainResponses());
-      const std::optional<Response> response =
-          arrived_.empty() ? std::nullopt : DecodeResponse(arrived_.front());
+      KV_RETURN_IF_ERROR(TakeResponse());
+      const std::optional<Response> response = arrived_ ? DecodeResponse(*arrived_) : std::nullopt;
       if (!response) return Status(Code::kInternal, "rank 0 sent a malformed response, or none");
-      arrived_.pop_front();
+      arrived_.reset();
       std::lock_guard lock(mutex_);
       KV_RETURN_IF_ERROR(Apply(*response, ready));
     }

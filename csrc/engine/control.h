@@ -115,7 +115,12 @@ class Control {
   // Appends what is complete, in the order that holds on all hosts.
   void AppendInOrder();
   void RingIdleRanks();
-  Status DrainResponses();
+  // What a rank of this host waits for has changed; its driver, or else its engine thread, looks.
+  void Wake(int local_rank);
+  // Does something wait to be sent, for which there is room?
+  bool CanSend();
+  // Reads the next response, or the part of it that has come.
+  Status TakeResponse();
   Status Apply(const Response& response, std::deque<OperationPtr>* ready);
   void Forget(const OperationPtr& op);
   // What this rank contributes while it has joined: zeros. Null for a response that is malformed.
@@ -153,7 +158,7 @@ class Control {
   std::unique_ptr<Negotiator> negotiator_;
 
   RingReader responses_in_;
-  std::deque<std::string> arrived_;  // responses whose log entry was not read yet
+  std::optional<std::string> arrived_;  // the next response, whose log entry was not read yet
   uint64_t position_ = 0;
 };
 

@@ -38,25 +38,21 @@ Status Control::Lead() {
   }
   KV_RETURN_IF_ERROR(ReadLocalRings());
   if (uplink_ != nullptr && uplink_->HasData()) KV_RETURN_IF_ERROR(ReadUplink());
-  complete_ += responses_out_->Flush();
+  bool moved = false;
+  complete_ += responses_out_->Flush(&moved);
   AppendInOrder();
+  if (moved && !responses_out_->empty()) segment_.RingSleepers();  // a piece: no entry tells of it
   return Status();
 }
 
 Status Control::ReadLocalRings() {
   for (size_t r = 1; r < from_ranks_.size(); ++r) {
     const int rank = topology_.local_ranks[r];
+    bool freed = false;
     while (from_ranks_[r].HasData()) {
       std::optional<std::string> payload;
-      KV_RETURN_IF_ERROR(from_ranks_[r].Next(&payload));
-      if (!payload) {
-        // A message longer than the ring: its writer must move the next piece.
-        if (segment_.rank(static_cast<int>(r)).driving.load(std::memory_order_seq_cst) == 0) {
-          segment_.RingIdle(static_cast<int>(r));
-        }
-        segment_.RingSleepers();
-        break;
-      }
+      KV_RETURN_IF_ERROR(from_ranks_[r].Next(&payload, &freed));
+      if (!payload) break;  // a message longer than the ring: its writer moves the next piece
       std::optional<Note> note = DecodeNote(*payload);
       if (!note || note->rank != rank) {
         return Status(Code::kInternal, "rank " + std::to_string(rank) + " sent a malformed announcement of " +
@@ -64,6 +60,7 @@ Status Control::ReadLocalRings() {
       }
       KV_RETURN_IF_ERROR(PassOn(*note));
     }
+    if (freed) Wake(static_cast<int>(r));
   }
   return Status();
 }
@@ -202,6 +199,11 @@ void Control::RingIdleRanks() {
       segment_.RingIdle(r);
     }
   }
+}
+
+void Control::Wake(int local_rank) {
+  if (segment_.rank(local_rank).driving.load(std::memory_order_seq_cst) == 0) segment_.RingIdle(local_rank);
+  segment_.RingSleepers();
 }
 
 void Control::RingLagging() {

@@ -25,8 +25,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     at += n;
     head.store(begin + n);
     std::optional<std::string> frame;
+    bool freed = false;
     const size_t before = fuzz::AllocatedBytes();
-    const Status status = reader.Next(&frame);
+    const Status status = reader.Next(&frame, &freed);
     fuzz::Require(fuzz::AllocatedBytes() - before <= 8 * at + 4096, "a length takes no memory by itself");
     if (!status.ok()) return 0;
     if (frame) {
