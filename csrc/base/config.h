@@ -2,6 +2,7 @@
 // user's names and texts, and a test keeps both tables equal.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <string_view>
@@ -27,7 +28,7 @@ struct Config {
 
 // Calls visit(name, member) for every field, in declaration order.
 template <class ConfigType, class Visit>
-void VisitConfig(ConfigType& config, Visit visit) {
+constexpr void VisitConfig(ConfigType& config, Visit visit) {
   visit(std::string_view("chunk_bytes"), config.chunk_bytes);
   visit(std::string_view("chunk_slots"), config.chunk_slots);
   visit(std::string_view("one_shot_bytes"), config.one_shot_bytes);
@@ -43,5 +44,13 @@ void VisitConfig(ConfigType& config, Visit visit) {
   visit(std::string_view("late_report_ms"), config.late_report_ms);
   visit(std::string_view("late_failure_ms"), config.late_failure_ms);
 }
+
+inline constexpr size_t kConfigFields = [] {
+  size_t fields = 0;
+  Config config;
+  VisitConfig(config, [&](std::string_view, int64_t) { ++fields; });
+  return fields;
+}();
+static_assert(sizeof(Config) == kConfigFields * sizeof(int64_t), "VisitConfig leaves a field out");
 
 }  // namespace kolovod

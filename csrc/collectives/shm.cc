@@ -9,7 +9,7 @@
 namespace kolovod {
 
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-                       const std::atomic<int>* delay_us, bool streaming, std::unique_ptr<PeerMemory> peers)
+                       std::function<void()> before_post, bool streaming, std::unique_ptr<PeerMemory> peers)
     : segment_(segment),
       rank_(rank),
       size_(segment.layout().size),
@@ -21,7 +21,7 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       crowded_(config.cores < size_),
       peer_read_bytes_(ReadFloor(config, crowded_)),
       peers_(std::move(peers)),
-      delay_us_(delay_us),
+      before_post_(std::move(before_post)),
       kernels_(ActiveKernels()),
       chooser_(streaming) {}
 
@@ -43,35 +43,26 @@ size_t ShmBackend::ReadFloor(const Config& config, bool crowded) {
 }
 
 void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {
-  if (delay_us_ != nullptr && delay_us_->load() > 0) {
-    std::this_thread::sleep_for(std::chrono::microseconds(delay_us_->load()));
-  }
+  if (before_post_) before_post_();
   RankBlock& self = segment_.rank(rank_);
   for (const auto& [flag, value] : flags) (self.*flag).store(value, std::memory_order_seq_cst);
-  segment_.RingSleepers();
+  segment_.RingDataWaiting();
 }
 
 Status ShmBackend::WaitFor(int peer, Flag flag, uint64_t value) {
-  RankBlock& block = segment_.rank(peer);
-  const auto ready = [&] { return (block.*flag).load(std::memory_order_acquire) >= value; };
-  bool noted = false;
+  const DataWait wait{peer, flag == &RankBlock::done, value};
+  const auto ready = [&] { return segment_.Reached(rank_, wait); };
+  // Peers have announced this operation, but no thread of theirs may be driving.
   const auto wake = [&] {
-    // The peer has announced this operation, but no thread of it may be driving.
-    if (block.driving.load(std::memory_order_seq_cst) == 0) segment_.RingIdle(peer);
-    if (!noted) segment_.NoteWait(rank_, peer, flag == &RankBlock::done, value);
-    noted = true;
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_ || (peer != r && peer != DataWait::kAll)) continue;
+      if (!segment_.Reached(rank_, {r, wait.done, value})) segment_.RingUndriven(r);
+    }
   };
-  const Status status = waiter_.Wait(ready, wake, /*in_bucket=*/true);
-  if (noted) segment_.NoteWait(rank_, -1, false, 0);
-  return status;
+  return waiter_.Wait(ready, wake, /*in_bucket=*/true, wait);
 }
 
-Status ShmBackend::WaitForAll(Flag flag, uint64_t value) {
-  for (int step = 1; step < size_; ++step) {
-    KV_RETURN_IF_ERROR(WaitFor((rank_ + step) % size_, flag, value));
-  }
-  return Status();
-}
+Status ShmBackend::WaitForAll(Flag flag, uint64_t value) { return WaitFor(DataWait::kAll, flag, value); }
 
 Status ShmBackend::WaitForSlot(uint64_t chunk) {
   return chunk > slots_ ? WaitForAll(&RankBlock::done, chunk - slots_) : Status();

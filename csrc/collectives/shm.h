@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <utility>
@@ -33,11 +34,12 @@ namespace kolovod {
 
 class ShmBackend : public Backend {
  public:
-  // `rank`: among those of the segment. `delay_us`: before data flags, in a loopback world, else null.
+  // `rank`: among those of the segment. `before_post`: called before data flags are set, in a loopback world;
+  // else null.
   // `streaming`: the first guess whether stores into staging should bypass the cache.
   // `peers`: null, or how to read the others' memory.
   ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-             const std::atomic<int>* delay_us, bool streaming, std::unique_ptr<PeerMemory> peers);
+             std::function<void()> before_post, bool streaming, std::unique_ptr<PeerMemory> peers);
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -107,7 +109,7 @@ class ShmBackend : public Backend {
   const bool crowded_;  // fewer cores than ranks: every point of synchronisation is a switch of processes
   const size_t peer_read_bytes_;
   const std::unique_ptr<PeerMemory> peers_;
-  const std::atomic<int>* const delay_us_;
+  const std::function<void()> before_post_;
   const Kernels& kernels_;
   StreamingChooser chooser_;
   uint64_t chunk_ = 0;  // number of the last chunk begun, the same on every rank

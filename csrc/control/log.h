@@ -77,7 +77,7 @@ class Log {
     const uint64_t position = segment_.header().log_tail.fetch_add(1, std::memory_order_seq_cst);
     segment_.log()[position & mask_].store((static_cast<uint64_t>(value) << 32) | Tag(position),
                                            std::memory_order_seq_cst);
-    segment_.RingSleepers();
+    segment_.RingWaiting();
   }
 
   Segment& segment_;

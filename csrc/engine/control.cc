@@ -54,13 +54,11 @@ ControlStats Control::stats() const {
 }
 
 bool Control::Announce(const OperationPtr& op) {
-  pending_[op->request.name] = op;
+  Register(op);
   bool lost = false;
   if (faults_ != nullptr) {
     const auto r = static_cast<size_t>(rank_);
-    if (const int us = faults_->delay_us[r].load(); us > 0) {
-      std::this_thread::sleep_for(std::chrono::microseconds(us));
-    }
+    faults_->Pause(rank_);
     lost = faults_->drop[r].load() > 0 && faults_->drop[r].fetch_sub(1) > 0;
   }
   std::string body = EncodeRequest(op->request);
@@ -71,6 +69,7 @@ bool Control::Announce(const OperationPtr& op) {
     by_id_[id] = op;
     ++stats_.bit_announcements;
     if (lost || !log_.AnnounceId(id)) return false;
+    if (faults_ != nullptr) faults_->Shuffle();
     if (topology_.hosts() > 1) {
       Tell(Note{Note::Kind::kId, rank_, id, 0, {}});
       return false;
@@ -82,14 +81,26 @@ bool Control::Announce(const OperationPtr& op) {
   return false;
 }
 
-void Control::Join(const OperationPtr& op) {
+// Before it is announced: who waits for this rank looks whether there is something to wake it for.
+void Control::Register(const OperationPtr& op) {
   pending_[op->request.name] = op;
+  CountPending();
+}
+
+void Control::CountPending() {
+  segment_.rank(topology_.local_rank)
+      .pending.store(static_cast<uint32_t>(pending_.size()), std::memory_order_seq_cst);
+}
+
+void Control::Join(const OperationPtr& op) {
+  Register(op);
   join_ = op;
   Erase("");
 }
 
 void Control::Erase(const std::string& name) {
   pending_.erase(name);
+  CountPending();
   if (join_ != nullptr && pending_.size() == 1) Announce(std::exchange(join_, nullptr));
 }
 
@@ -112,11 +123,9 @@ void Control::Tell(Note note) {
     to_leader_->Flush(&moved);
     outgoing_.store(!to_leader_->empty(), std::memory_order_seq_cst);
   }
-  segment_.RingSleepers();
+  segment_.RingWaiting();
   // Ranks of other hosts may wait for this, and cannot wake our leader.
-  if (topology_.hosts() > 1 && segment_.rank(0).driving.load(std::memory_order_seq_cst) == 0) {
-    segment_.RingIdle(0);
-  }
+  if (topology_.hosts() > 1) segment_.RingUndriven(0);
 }
 
 bool Control::HasInput() {

@@ -92,6 +92,8 @@ class Control {
     std::vector<std::vector<int64_t>> rows;
   };
 
+  void Register(const OperationPtr& op);
+  void CountPending();
   void SendInFull(const OperationPtr& op, std::string body);
   // To the leader of this host. Under the mutex.
   void Tell(Note note);
@@ -114,7 +116,7 @@ class Control {
   void PushResponse(const std::string& body);
   // Appends what is complete, in the order that holds on all hosts.
   void AppendInOrder();
-  void RingIdleRanks();
+  void RingUndriven();
   // What a rank of this host waits for has changed; its driver, or else its engine thread, looks.
   void Wake(int local_rank);
   // Does something wait to be sent, for which there is room?

@@ -37,15 +37,21 @@ bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
 
 void Engine::ReleaseLease() {
   self().driving.store(0, std::memory_order_seq_cst);
-  // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread.
-  const bool more = HasWork() || driven_.load() > 0;
+  const uint32_t bell = self().idle_bell.load(std::memory_order_seq_cst);
+  // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread. With nothing
+  // pending here no operation of others can go on, and what they have announced waits for the next.
+  const bool more =
+      driven_.load() > 0 || SeesLeavers() || (self().pending.load(std::memory_order_seq_cst) != 0 && HasWork());
   const bool was_background = background_;
   // What this look has read of the uplink nobody else will be told of.
   const bool unread = uplink_ != nullptr && uplink_->HasData();
   // A caller comes again soon; and waking that thread at every small operation would cost more than they do.
   if (uplink_ != nullptr && was_background) uplink_->LookAway();
+  if (faults_ != nullptr) faults_->Shuffle();
   lease_.store(false, std::memory_order_seq_cst);
-  if (unread || (more && !was_background)) segment_->RingIdle(topology_.local_rank);
+  // Who rang after that look found the lease taken.
+  const bool rung = self().idle_bell.load(std::memory_order_seq_cst) != bell;
+  if (unread || ((more || rung) && !was_background)) segment_->RingIdle(topology_.local_rank);
   if (lease_wanted_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard lock(mutex_);
     changed_.notify_all();
@@ -56,11 +62,12 @@ bool Engine::CanExecute() {
   return !ready_.empty() && (control_->MaySeal() || control_->SealedEnd(bucket_, executed_).has_value());
 }
 
-bool Engine::HasWork() {
-  return CanExecute() || control_->HasInput() ||
-         leavers_seen_.load(std::memory_order_relaxed) !=
-             segment_->header().left_count.load(std::memory_order_seq_cst);
+bool Engine::SeesLeavers() {
+  return leavers_seen_.load(std::memory_order_relaxed) !=
+         segment_->header().left_count.load(std::memory_order_seq_cst);
 }
+
+bool Engine::HasWork() { return CanExecute() || control_->HasInput() || SeesLeavers(); }
 
 Status Engine::Drive(const Operation* until, int64_t deadline_ns) {
   const auto is_late = [&] { return deadline_ns != 0 && NowNs() >= deadline_ns; };
@@ -93,8 +100,7 @@ Status Engine::Step(bool* progressed) {
     KV_RETURN_IF_ERROR(control_->Pump());
     KV_RETURN_IF_ERROR(control_->ReadLog(&ready_));
   }
-  if (leavers_seen_.load(std::memory_order_relaxed) !=
-      segment_->header().left_count.load(std::memory_order_seq_cst)) {
+  if (SeesLeavers()) {
     NoticeLeavers();
     *progressed = true;
   }

@@ -164,6 +164,7 @@ class Engine {
   // Drives for what this thread has just submitted; what is left after that is the engine thread's.
   void DriveFor(const Operation& op, int64_t drive_ns);
   bool HasWork();
+  bool SeesLeavers();
   // The next bucket has its end, or this rank may decide it.
   bool CanExecute();
   // Lease. Fails what can never complete because a rank left.

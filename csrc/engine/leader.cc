@@ -41,7 +41,7 @@ Status Control::Lead() {
   bool moved = false;
   complete_ += responses_out_->Flush(&moved);
   AppendInOrder();
-  if (moved && !responses_out_->empty()) segment_.RingSleepers();  // a piece: no entry tells of it
+  if (moved && !responses_out_->empty()) segment_.RingWaiting();  // a piece: no entry tells of it
   return Status();
 }
 
@@ -130,8 +130,8 @@ Status Control::Obey(int host, const Note& note) {
       return Status();
     case Note::Kind::kSeal:
       log_.Seal(note.number, 0, note.end);
-      segment_.RingSleepers();
-      RingIdleRanks();
+      segment_.RingWaiting();
+      RingUndriven();
       return Status();
     case Note::Kind::kLeft:
       if (note.rank < 0 || note.rank >= topology_.size()) break;
@@ -187,35 +187,28 @@ uint64_t Control::Seal(uint64_t bucket, uint64_t begin, uint64_t end) {
   const uint64_t sealed = log_.Seal(bucket, begin, end);
   if (uplink_ == nullptr) return sealed;
   SendDown(EncodeNote(Note{Note::Kind::kSeal, 0, bucket, sealed, {}}));
-  segment_.RingSleepers();
-  RingIdleRanks();
+  segment_.RingWaiting();
+  RingUndriven();
   return sealed;
 }
 
 // Ranks of other hosts wait for the data of those of this host that nobody drives.
-void Control::RingIdleRanks() {
+void Control::RingUndriven() {
   for (int r = 0; r < topology_.local_size(); ++r) {
-    if (r != topology_.local_rank && segment_.rank(r).driving.load(std::memory_order_seq_cst) == 0) {
-      segment_.RingIdle(r);
-    }
+    if (r != topology_.local_rank) segment_.RingUndriven(r);
   }
 }
 
 void Control::Wake(int local_rank) {
-  if (segment_.rank(local_rank).driving.load(std::memory_order_seq_cst) == 0) segment_.RingIdle(local_rank);
-  segment_.RingSleepers();
+  segment_.RingUndriven(local_rank);
+  segment_.RingWaiting();
 }
 
 void Control::RingLagging() {
-  const auto ring = [&](int r) {
-    if (r != topology_.local_rank && segment_.rank(r).driving.load(std::memory_order_seq_cst) == 0) {
-      segment_.RingIdle(r);
-    }
-  };
   if (!topology_.leads()) {
-    ring(0);
+    segment_.RingUndriven(0);
   } else if (!responses_out_->empty()) {
-    for (int r = 1; r < topology_.local_size(); ++r) ring(r);
+    RingUndriven();
   }
 }
 
@@ -224,7 +217,7 @@ void Control::MarkLeft(int rank) {
   if (topology_.on_this_host(rank)) return;
   if (segment_.left(rank).exchange(1, std::memory_order_seq_cst) != 0) return;
   segment_.header().left_count.fetch_add(1, std::memory_order_seq_cst);
-  segment_.RingSleepers();
+  segment_.RingWaiting();
 }
 
 }  // namespace kolovod

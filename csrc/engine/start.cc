@@ -139,10 +139,11 @@ Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
 }
 
 Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory, HierarchicalBackend** hierarchical) {
-  const std::atomic<int>* delay_us =
-      faults_ == nullptr ? nullptr : &faults_->delay_us[static_cast<size_t>(rank_)];
-  backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, delay_us,
-                                          stats_.line_latency_ns > kFarLineNs, std::move(peer_memory));
+  std::function<void()> before_post;
+  if (faults_ != nullptr) before_post = [this] { faults_->Pause(rank_); };
+  backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_,
+                                          std::move(before_post), stats_.line_latency_ns > kFarLineNs,
+                                          std::move(peer_memory));
   if (topology_.hosts() > 1) {
     KV_RETURN_IF_ERROR(MakeMesh());
     TcpOptions tcp;

@@ -2,11 +2,12 @@
 // because a forked child of the dead rank may hold that open.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "transport/faults.h"
 
 namespace kolovod {
 
@@ -33,14 +34,6 @@ class PidfdLiveness : public Liveness {
   const int self_;
   std::vector<int> fds_;
   std::vector<std::string> descriptions_;
-};
-
-// Faults that the loopback world injects, shared by its ranks.
-struct LoopbackFaults {
-  explicit LoopbackFaults(int size) : killed(size), delay_us(size), drop(size) {}
-  std::vector<std::atomic<bool>> killed;
-  std::vector<std::atomic<int>> delay_us;  // before every announcement and every data flag
-  std::vector<std::atomic<int>> drop;      // announcements still to be lost
 };
 
 class LoopbackLiveness : public Liveness {

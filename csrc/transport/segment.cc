@@ -74,7 +74,7 @@ void Segment::WriteHeader(uint32_t epoch, const Config& config) {
   h.size = static_cast<uint32_t>(layout_.size);
   h.epoch = epoch;
   h.segment_bytes = layout_.total_bytes;
-  int field = 0;
+  size_t field = 0;
   VisitConfig(config, [&](std::string_view, int64_t value) { h.config[field++] = value; });
   h.magic.store(kSegmentMagic, std::memory_order_seq_cst);
 }
@@ -90,7 +90,7 @@ Status Segment::CheckHeader(uint32_t epoch, Config* config) {
                       std::to_string(epoch) + ", " + std::to_string(layout_.total_bytes) +
                       " bytes (do all ranks have the same KOLOVOD_* settings?)");
   }
-  int field = 0;
+  size_t field = 0;
   VisitConfig(*config, [&](std::string_view, int64_t& value) { value = h.config[field++]; });
   return Status();
 }
@@ -123,20 +123,17 @@ Status Segment::RevokedStatus() {
   return Status(static_cast<Code>(h.revoke_code), h.revoke_text);
 }
 
-void Segment::NoteWait(int r, int peer, bool for_done, uint64_t value) {
-  RankBlock& block = rank(r);
-  block.waits_value.store(value, std::memory_order_release);
-  block.waits_for.store(static_cast<uint64_t>(peer + 1) | static_cast<uint64_t>(for_done) << 32,
-                        std::memory_order_release);
-}
-
-int Segment::WaitsFor(int r) {
-  const uint64_t word = rank(r).waits_for.load(std::memory_order_acquire);
-  const int peer = static_cast<int>(word & UINT32_MAX) - 1;
-  if (peer < 0) return -1;
-  const RankBlock& block = rank(peer);
-  const uint64_t reached = (word >> 32 != 0 ? block.done : block.packed).load(std::memory_order_acquire);
-  return reached < rank(r).waits_value.load(std::memory_order_acquire) ? peer : -1;
+int Segment::Lacking(int r, const DataWait& wait) {
+  if (wait.peer < 0) return -1;
+  const auto lacks = [&](int peer) {
+    const RankBlock& block = rank(peer);
+    return (wait.done ? block.done : block.packed).load(std::memory_order_seq_cst) < wait.value;
+  };
+  if (wait.peer != DataWait::kAll) return lacks(wait.peer) ? wait.peer : -1;
+  for (int step = 1; step < layout_.size; ++step) {
+    if (const int peer = (r + step) % layout_.size; lacks(peer)) return peer;
+  }
+  return -1;
 }
 
 void Segment::RingDriver(int r) {
@@ -151,9 +148,15 @@ void Segment::RingIdle(int r) {
   if (block.idle_sleeping.load(std::memory_order_seq_cst) != 0) FutexWakeAll(&block.idle_bell);
 }
 
-void Segment::RingAllSleepers() {
+// Of ranks that wait for data only those whose wait is over: every other one would look, and sleep again.
+void Segment::RingSleepers(bool for_data) {
   for (int r = 0; r < layout_.size; ++r) {
-    if (rank(r).driver_sleeping.load(std::memory_order_seq_cst) != 0) RingDriver(r);
+    RankBlock& block = rank(r);
+    if (block.driver_sleeping.load(std::memory_order_seq_cst) == 0) continue;
+    const DataWait wait = DataWait::Of(block.waits_for.load(std::memory_order_acquire));
+    if ((wait.peer >= 0) != for_data || !Reached(r, wait)) continue;
+    // Once, however many find its wait over; and who looks for ranks that could run sees that it can.
+    if (block.driver_sleeping.exchange(0, std::memory_order_seq_cst) != 0) RingDriver(r);
   }
 }
 

@@ -28,7 +28,7 @@ struct SegmentHeader {
   uint32_t size;
   uint32_t epoch;
   uint64_t segment_bytes;
-  int64_t config[16];  // rank 0's Config, in VisitConfig order: every rank works with it
+  int64_t config[kConfigFields];  // rank 0's Config, in VisitConfig order: every rank works with it
   alignas(kLine) std::atomic<uint32_t> attached;  // many writers: ranks that have mapped the segment
   std::atomic<uint32_t> left_count;               // many writers: ranks that left cleanly
   std::atomic<uint32_t> line_latency_ns;          // rank 0: measured one way, 0 unknown, +1 offset
@@ -52,9 +52,10 @@ struct RankBlock {
   // its results are in there.
   alignas(kLine) std::atomic<uint64_t> done;
   alignas(kLine) std::atomic<uint32_t> driver_bell;  // many writers; futex
-  std::atomic<uint32_t> driver_sleeping;
+  std::atomic<uint32_t> driver_sleeping;             // set by this rank, cleared by who wakes it
   std::atomic<uint32_t> driving;                   // some thread of this rank drives its engine
   std::atomic<uint32_t> core;                      // where that thread ran last, + 1
+  std::atomic<uint32_t> pending;                   // operations submitted here that are not complete
   alignas(kLine) std::atomic<uint32_t> idle_bell;  // many writers; futex
   std::atomic<uint32_t> idle_sleeping;
   alignas(kLine) std::atomic<uint32_t> attached;
@@ -66,17 +67,30 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> control_head;    // this rank: bytes ever written
   alignas(kLine) std::atomic<uint64_t> control_tail;    // rank 0: bytes ever read
   alignas(kLine) std::atomic<uint64_t> broadcast_tail;  // this rank: bytes ever read
-  // Whose data this rank waits for in a bucket, noted once a wait is not short: the peer + 1 in the low half,
-  // 1 in the high one if for `done`, 0 for `packed`; 0 nobody.
-  alignas(kLine) std::atomic<uint64_t> waits_for;
-  std::atomic<uint64_t> waits_value;              // what that flag must reach
-  std::atomic<uint64_t> offered;                  // where others may read this rank's input; 0: nowhere
+  alignas(kLine) std::atomic<uint64_t> waits_for;       // a DataWait, once a wait is not short
+  std::atomic<uint64_t> offered;                        // where others may read this rank's input; 0: nowhere
   std::atomic<uint32_t> unrecorded;               // pending operations beyond what `records` can hold
   alignas(kLine) std::atomic<uint32_t> asked;     // many writers: how often others asked where it is
   alignas(kLine) std::atomic<uint32_t> answered;  // the `asked` that the text answers
   uint32_t stack_bytes;
   char stack[kStackBytes];
   alignas(kLine) char control_ring[kControlRingBytes];
+};
+
+// What a rank waits for in a bucket: that a flag of one peer, or of all others, reaches a value. One word, so
+// that who posts a flag reads it whole and wakes those whose wait that ends. 0 in the segment: nothing.
+struct DataWait {
+  static constexpr int kAll = (1 << 15) - 2;
+  int peer = -1;  // -1: for nothing
+  bool done = false;
+  uint64_t value = 0;
+
+  uint64_t Word() const {
+    return static_cast<uint64_t>(peer + 1) | static_cast<uint64_t>(done) << 15 | value << 16;
+  }
+  static DataWait Of(uint64_t word) {
+    return {static_cast<int>(word & 0x7fff) - 1, (word >> 15 & 1) != 0, word >> 16};
+  }
 };
 
 // Where everything lies, from the number of ranks and the configuration alone.
@@ -144,15 +158,29 @@ class Segment {
   // Wakes rank r's driver, respectively its engine thread.
   void RingDriver(int r);
   void RingIdle(int r);
-  // After a change that a sleeping driver may be waiting for (it must be a seq_cst store).
-  void RingSleepers() {
-    if (header().sleepers.load(std::memory_order_seq_cst) != 0) RingAllSleepers();
+  // The engine thread of a rank that has something to bring forward, and whose driver nobody is.
+  void RingUndriven(int r) {
+    RankBlock& block = rank(r);
+    if (block.driving.load(std::memory_order_seq_cst) == 0 &&
+        block.pending.load(std::memory_order_seq_cst) != 0) {
+      RingIdle(r);
+    }
+  }
+  // After a seq_cst store to what sleeping drivers may wait for: the log, rings and counts, respectively data
+  // flags.
+  void RingWaiting() {
+    if (header().sleepers.load(std::memory_order_seq_cst) != 0) RingSleepers(/*for_data=*/false);
+  }
+  void RingDataWaiting() {
+    if (header().sleepers.load(std::memory_order_seq_cst) != 0) RingSleepers(/*for_data=*/true);
   }
 
-  // Rank r waits for a flag of `peer` to reach `value`; peer -1: no more.
-  void NoteWait(int r, int peer, bool for_done, uint64_t value);
-  // Whom rank r still waits for, or -1.
-  int WaitsFor(int r);
+  // Whether what rank r waits for has come.
+  bool Reached(int r, const DataWait& wait) { return Lacking(r, wait) < 0; }
+  // Whose data rank r still waits for, or -1.
+  int WaitsFor(int r) {
+    return Lacking(r, DataWait::Of(rank(r).waits_for.load(std::memory_order_acquire)));
+  }
 
   // In a forked child: the parent's mapping is not there (MADV_DONTFORK), so never unmap.
   void Forget() { base_ = nullptr; }
@@ -162,7 +190,9 @@ class Segment {
   friend struct SegmentLayout;
 
   Segment(char* base, const SegmentLayout& layout) : base_(base), layout_(layout) {}
-  void RingAllSleepers();
+  void RingSleepers(bool for_data);
+  // The first whose flag has not reached the value, or -1.
+  int Lacking(int r, const DataWait& wait);
   template <class T>
   T* At(size_t offset) {
     return reinterpret_cast<T*>(base_ + offset);

@@ -49,6 +49,19 @@ void Waiter::SpreadOverCores(int64_t now_ns) {
   if (LeaveSharedCore(local_, cores)) NoteCore();
 }
 
+bool Waiter::HoldsUpAnother() {
+  NoteCore();
+  const uint32_t own = segment_.rank(local_).core.load(std::memory_order_relaxed);
+  for (int r = 0; r < segment_.layout().size; ++r) {
+    const RankBlock& peer = segment_.rank(r);
+    if (r != local_ && peer.core.load(std::memory_order_relaxed) == own &&
+        peer.driver_sleeping.load(std::memory_order_relaxed) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
 Status Waiter::Periodic(bool in_bucket) {
   const int64_t now_ns = NowNs();
   if (watch_) watch_();

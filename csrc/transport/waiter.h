@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -39,6 +40,16 @@ inline void CpuRelax() {
 #endif
 }
 
+// Loads after it see what others had stored before theirs, if those do not see what was stored before it here.
+inline void FullFence() {
+#if defined(__SANITIZE_THREAD__)
+  static std::atomic<int> word;  // ThreadSanitizer knows no fences
+  word.fetch_add(1, std::memory_order_seq_cst);
+#else
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+}
+
 struct WaitBudget {
   int64_t spin_ns = 0;
   int64_t yield_ns = 0;
@@ -69,10 +80,34 @@ class SpinGauge {
     return now_ns;
   }
 
+  // A yield that takes longer has let another run.
+  static constexpr int64_t kOthersRanNs = 2000;
+
  private:
-  static constexpr int64_t kOthersRanNs = 3000;
   static constexpr int kSkips = 64;
   int skips_ = 0;
+};
+
+// How long to yield to ranks of the same core that do not get it. On some kernels a yield does not leave the
+// scheduling group of the yielding process, and ranks have groups of their own: those of sessions (autogroups)
+// or containers. Whoever waits by yielding then works against whom it waits for, until its turn of
+// milliseconds is over; a futex is right. Where yields reach the others they are the cheaper way.
+class YieldGauge {
+ public:
+  // Of the next wait.
+  int64_t Allowed() {
+    if (failures_ < kFailures) return kInVainNs;
+    return ++waits_ % kRetry == 0 ? kInVainNs : 0;
+  }
+  void OthersRan() { failures_ = 0; }
+  void InVain() { failures_ = std::min(failures_ + 1, kFailures); }
+
+ private:
+  static constexpr int64_t kInVainNs = 10'000;
+  static constexpr int kFailures = 4;  // in a row
+  static constexpr unsigned kRetry = 64;
+  int failures_ = 0;
+  unsigned waits_ = 0;
 };
 
 class Waiter {
@@ -106,9 +141,10 @@ class Waiter {
 
   // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,
   // and again after every sleep: it wakes the ranks that this one waits for. Both may be called many times.
-  // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world.
+  // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world. `data`: what ready()
+  // asks, if that is a data flag.
   template <class Ready, class Lag>
-  Status Wait(Ready ready, Lag ring_lagging, bool in_bucket) {
+  Status Wait(Ready ready, Lag ring_lagging, bool in_bucket, DataWait data = {}) {
     if (ready()) return Status();
     const int64_t start_ns = NowNs();
     int64_t now_ns = start_ns;
@@ -124,6 +160,7 @@ class Waiter {
     if (background_ && spin_ns > 0) spin_gauge_.InVain();
     SpreadOverCores(now_ns);
     const int64_t yield_end_ns = now_ns + budget_.yield_ns;
+    int64_t left_in_vain_ns = yield_gauge_.Allowed();
     bool rung = false;
     while (now_ns < yield_end_ns) {
       if (!rung && now_ns - start_ns >= budget_.patience_ns) {
@@ -131,11 +168,22 @@ class Waiter {
         rung = true;
       }
       if (background_) background_();
+      const int64_t before_ns = now_ns;
       now_ns = spin_gauge_.Yield();
       if (ready()) return Status();
       if (MustStop()) return Stopped();
+      if (now_ns - before_ns > SpinGauge::kOthersRanNs) {
+        yield_gauge_.OthersRan();
+        continue;
+      }
+      left_in_vain_ns -= now_ns - before_ns;
+      if (left_in_vain_ns < 0 && HoldsUpAnother()) {
+        yield_gauge_.InVain();
+        break;
+      }
     }
     ring_lagging();
+    const Noted noted(segment_.rank(local_), data);
     while (true) {
       if (SleepUnless(ready)) return Status();
       if (MustStop()) return Stopped();
@@ -167,6 +215,25 @@ class Waiter {
   static constexpr int64_t kBusySleepNs = 200'000;  // while there is something to do in the background
   static constexpr int64_t kSpreadPeriodNs = 2'000'000;
 
+  // For those that post flags, and for reports on late ranks: what this rank waits for.
+  class Noted {
+   public:
+    Noted(RankBlock& self, const DataWait& data) : self_(self), noted_(data.peer >= 0) {
+      if (noted_) self_.waits_for.store(data.Word(), std::memory_order_release);
+    }
+    ~Noted() {
+      if (noted_) self_.waits_for.store(0, std::memory_order_release);
+    }
+    Noted(const Noted&) = delete;
+    Noted& operator=(const Noted&) = delete;
+
+   private:
+    RankBlock& self_;
+    const bool noted_;
+  };
+
+  // Another rank could work on the core of this one if it had it.
+  bool HoldsUpAnother();
   // Steps off a core that it shares with other drivers, if another has fewer (transport/cores.h).
   void SpreadOverCores(int64_t now_ns);
 
@@ -179,6 +246,7 @@ class Waiter {
     const uint32_t bell = self.driver_bell.load(std::memory_order_seq_cst);
     self.driver_sleeping.store(1, std::memory_order_seq_cst);
     segment_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
+    FullFence();  // what ready() reads it may read relaxed
     const bool is_ready = ready();
     if (!is_ready && !MustStop()) {
       if (before_sleep_) before_sleep_();
@@ -197,6 +265,7 @@ class Waiter {
   const std::atomic<bool>* const killed_;
   WaitBudget budget_;
   SpinGauge spin_gauge_;
+  YieldGauge yield_gauge_;
   std::function<bool()> interrupted_;
   std::function<bool()> background_;
   std::function<void()> watch_;
