@@ -10,7 +10,7 @@
 namespace kolovod {
 
 struct Config {
-  int64_t chunk_bytes = 64 << 10;           // staged bytes per rank and pipeline step
+  int64_t chunk_bytes = 0;                  // staged bytes per rank and pipeline step; 0: chosen by cores
   int64_t chunk_slots = 3;                  // pipeline depth, in chunks
   int64_t one_shot_bytes = 0;               // up to this size every rank reduces all; 0: chosen by size
   int64_t fusion_bytes = 64 << 20;          // a bucket takes no further tensor beyond this

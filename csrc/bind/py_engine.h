@@ -284,6 +284,7 @@ class PyEngine {
             {"control_messages_sent", stats.control.messages_sent},
             {"control_messages_received", stats.control.messages_received},
             {"operations", stats.operations},
+            {"staged_operations", stats.staged},
             {"buckets", stats.buckets},
             {"bytes", stats.bytes},
             {"buckets_by_caller", stats.drives_caller},

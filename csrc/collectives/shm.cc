@@ -13,17 +13,24 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
     : segment_(segment),
       rank_(rank),
       size_(segment.layout().size),
-      chunk_bytes_(segment.layout().chunk_bytes),
+      crowded_(config.cores < size_),
+      chunk_bytes_(ChunkBytes(segment, config, crowded_)),
       one_shot_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/false)),
       one_shot_narrow_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/true)),
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
-      crowded_(config.cores < size_),
       peer_read_bytes_(ReadFloor(config, crowded_)),
       peers_(std::move(peers)),
       before_post_(std::move(before_post)),
       kernels_(ActiveKernels()),
       chooser_(streaming) {}
+
+// With a core for every rank the second-level caches decide, else the switches of processes that every chunk
+// costs (docs/decisions/0004-allreduce-on-one-host.md).
+size_t ShmBackend::ChunkBytes(const Segment& segment, const Config& config, bool crowded) {
+  const size_t most = segment.layout().chunk_bytes;
+  return config.chunk_bytes > 0 || crowded ? most : std::min<size_t>(most, 64 << 10);
+}
 
 size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow) {
   // One exchange moves (size-1)*bytes to each rank, two exchanges 2*(size-1)/size*bytes; measured

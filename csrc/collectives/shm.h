@@ -49,6 +49,7 @@ class ShmBackend : public Backend {
 
   // Bytes from which on parts are read from the peers' memory.
   static size_t ReadFloor(const Config& config, bool crowded);
+  static size_t ChunkBytes(const Segment& segment, const Config& config, bool crowded);
   // Bytes up to which every rank reduces everything itself (one exchange instead of two).
   static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow);
 
@@ -101,12 +102,12 @@ class ShmBackend : public Backend {
   Segment& segment_;
   const int rank_;
   const int size_;
+  const bool crowded_;  // fewer cores than ranks: every point of synchronisation is a switch of processes
   const size_t chunk_bytes_;
   const size_t one_shot_bytes_;
   const size_t one_shot_narrow_bytes_;  // of float16 and bfloat16
   const uint64_t slots_;
   Waiter& waiter_;
-  const bool crowded_;  // fewer cores than ranks: every point of synchronisation is a switch of processes
   const size_t peer_read_bytes_;
   const std::unique_ptr<PeerMemory> peers_;
   const std::function<void()> before_post_;

@@ -7,6 +7,12 @@
 #include "engine/validate.h"
 
 namespace kolovod {
+namespace {
+
+// Of the n-th announcement by a bit that was given out at `position`; the same on all ranks.
+uint64_t TagOf(uint64_t position, uint32_t n) { return ((position + 1) & INT32_MAX) << 32 | n; }
+
+}  // namespace
 
 Control::Control(Segment& segment, const Topology& topology, std::vector<int> ranks, uint32_t epoch,
                  const Config& config, std::mutex& mutex, LoopbackFaults* faults, Uplink* uplink)
@@ -66,6 +72,8 @@ bool Control::Announce(const OperationPtr& op) {
   if (cached != cache_.end() && cached->second.body == body) {
     const auto id = static_cast<uint32_t>(cached->second.id);
     op->announced_id = cached->second.id;
+    op->tag = TagOf(cached->second.position, cached->second.announced++);
+    if (stage_) stage_(*op);
     by_id_[id] = op;
     ++stats_.bit_announcements;
     if (lost || !log_.AnnounceId(id)) return false;
@@ -77,6 +85,7 @@ bool Control::Announce(const OperationPtr& op) {
     log_.AppendId(id);
     return true;
   }
+  if (stage_ && op->tag != 0) stage_(*op);
   if (!lost) SendInFull(op, std::move(body));
   return false;
 }
@@ -142,8 +151,7 @@ bool Control::HasInput() {
 // What waits for room in a ring can be sent once its readers have read: they wake this rank then.
 bool Control::CanSend() {
   if (!topology_.leads()) return outgoing_.load(std::memory_order_seq_cst) && to_leader_->HasRoom();
-  return outgoing_.load(std::memory_order_seq_cst) ||
-         (!responses_out_->empty() && responses_out_->HasRoom());
+  return outgoing_.load(std::memory_order_seq_cst) || (!responses_out_->empty() && responses_out_->HasRoom());
 }
 
 Status Control::Pump() {
@@ -230,7 +238,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
       return Status(Code::kInternal, "rank 0 assigned bit " + std::to_string(response.id) +
                                          ", but there are " + std::to_string(by_id_.size()));
     }
-    cache_[response.name] = Cached{response.id, EncodeRequest(op->request), response.rows};
+    cache_[response.name] = Cached{response.id, EncodeRequest(op->request), response.rows, position_};
   }
   ready->push_back(std::move(op));
   return Status();
@@ -240,6 +248,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
 void Control::Forget(const OperationPtr& op) {
   if (op->announced_id == kNoId || op->in_log) return;
   by_id_[static_cast<size_t>(op->announced_id)] = nullptr;
+  op->tag = 0;  // not all ranks have one
   SendInFull(op, EncodeRequest(op->request));
 }
 

@@ -77,6 +77,8 @@ class Control {
   void TellLeft(int rank);
   void TellLeaders(const Note& note);
   void TellRevoked(const Status& status);
+  // Called under the mutex before an operation with a tag is announced.
+  void set_stage(std::function<void(Operation&)> stage) { stage_ = std::move(stage); }
   // Called by whoever reads the uplink with what leaders tell each other about late ranks. Before it is
   // started.
   void set_on_late(std::function<void(const Note&)> on_late) { on_late_ = std::move(on_late); }
@@ -90,6 +92,8 @@ class Control {
     int32_t id;
     std::string body;  // the request it stands for, encoded
     std::vector<std::vector<int64_t>> rows;
+    uint64_t position;      // in the log, where it was given out
+    uint32_t announced{0};  // by this bit since then
   };
 
   void Register(const OperationPtr& op);
@@ -146,6 +150,7 @@ class Control {
   std::atomic<bool> outgoing_{false};                      // something waits in to_leader_ or inbox_
   ControlStats stats_;                                     // guarded by mutex_
 
+  std::function<void(Operation&)> stage_;
   std::function<void(const Note&)> on_late_;
   std::vector<std::atomic<bool>> leaving_;  // by host: its leader has said that it leaves
   std::atomic<bool> told_revoked_{false};   // the other hosts know that the world is over

@@ -40,8 +40,8 @@ void Engine::ReleaseLease() {
   const uint32_t bell = self().idle_bell.load(std::memory_order_seq_cst);
   // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread. With nothing
   // pending here no operation of others can go on, and what they have announced waits for the next.
-  const bool more =
-      driven_.load() > 0 || SeesLeavers() || (self().pending.load(std::memory_order_seq_cst) != 0 && HasWork());
+  const bool more = driven_.load() > 0 || SeesLeavers() ||
+                    (self().pending.load(std::memory_order_seq_cst) != 0 && HasWork());
   const bool was_background = background_;
   // What this look has read of the uplink nobody else will be told of.
   const bool unread = uplink_ != nullptr && uplink_->HasData();
@@ -113,13 +113,16 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
     bool data = false;
     KeepEnd(ops);
     for (const OperationPtr& op : ops) {
+      if (op->staged) eager_->Release(op->tag, executed_);
       if (op->request.verb == Verb::kJoin) {
         joined_ = false;
+        joins_.fetch_add(1);
         next_unnamed_.store(1);  // nothing is pending anywhere, and the ranks have numbered unequally many
       }
       control_->Erase(op->request.name);
       if (op->status.ok()) {
         ++stats_.operations;
+        if (op->was_staged) ++stats_.staged;
         stats_.bytes += op->bytes;
         data = data || op->bytes > 0;
       }

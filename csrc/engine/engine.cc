@@ -10,6 +10,7 @@ namespace kolovod {
 namespace {
 
 constexpr const char* kUnnamed = "unnamed.";
+constexpr uint64_t kUnnamedTag = uint64_t{1} << 63;
 constexpr const char* kJoin = "unnamed.join";  // one name: ranks that join have submitted unequally much
 constexpr int kFarewellMs = 500;               // for the last words to other hosts
 constexpr int64_t kIdlePeriodNs = 100'000'000;
@@ -37,16 +38,18 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
                                               std::string(kUnnamed) + "' are the engine's own");
   }
   const bool is_join = request.verb == Verb::kJoin;
+  auto op = std::make_shared<Operation>();
   if (is_join) {
     request.name = kJoin;
     request.cacheable = false;
   } else if (request.name.empty()) {
     // Before anything is refused, so that the ranks' numbers stay level.
-    request.name = kUnnamed + std::to_string(next_unnamed_.fetch_add(1));
+    const uint64_t number = next_unnamed_.fetch_add(1);
+    request.name = kUnnamed + std::to_string(number);
     request.cacheable = false;
+    op->tag = kUnnamedTag | (joins_.load() & 0x7fffff) << 40 | (number & 0xff'ffff'ffff);
   }
   KV_RETURN_IF_ERROR(Validate(request, tensors, ranks_));
-  auto op = std::make_shared<Operation>();
   for (SubmittedTensor& tensor : tensors) {
     const size_t count = ElementsOf(tensor.meta);
     op->counts.push_back(count);

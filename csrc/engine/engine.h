@@ -21,6 +21,7 @@
 #include "base/config.h"
 #include "base/topology.h"
 #include "collectives/backend.h"
+#include "collectives/eager.h"
 #include "collectives/external.h"
 #include "collectives/hierarchical.h"
 #include "collectives/shm.h"
@@ -63,6 +64,7 @@ struct EngineOptions {
 struct EngineStats {
   ControlStats control;
   uint64_t operations = 0;     // completed without error
+  uint64_t staged = 0;         // of them, those whose data came with their announcement
   uint64_t buckets = 0;        // with data
   uint64_t bytes = 0;          // of tensors in completed operations
   uint64_t drives_caller = 0;  // leases taken by blocking callers
@@ -152,11 +154,17 @@ class Engine {
   Status Drive(const Operation* until, int64_t deadline_ns = 0);
   Status Step(bool* progressed);
   Status ExecuteBucket(bool* progressed);
-  Status Execute(const std::vector<OperationPtr>& ops);
+  Status Execute(const std::vector<OperationPtr>& all);
   Status ExecuteReductions(const std::vector<OperationPtr>& ops);
-  Status ExecuteAllgather(Operation& op);
-  Status ExecuteAlltoall(Operation& op);
-  Status ExecuteReducescatter(Operation& op);
+  // Under mutex_, before it is announced: what this rank gives goes into the segment, if it is little.
+  void Stage(Operation& op);
+  // From there, if all that is needed is there; the same on all ranks. Else *done stays false.
+  Status ExecuteStaged(Operation& op, bool* done);
+  // What is no allreduce.
+  Status ExecuteMove(Operation& op, Backend& by);
+  Status ExecuteAllgather(Operation& op, Backend& by);
+  Status ExecuteAlltoall(Operation& op, Backend& by);
+  Status ExecuteReducescatter(Operation& op, Backend& by);
   // Where the output of tensor t goes: to the caller's memory if that was given and fits. Without memory the
   // world is aborted, since peers wait for this rank.
   Status OutputFor(Operation& op, size_t t, size_t bytes, char** out);
@@ -224,6 +232,7 @@ class Engine {
 
   std::atomic<bool> exact_times_{false};
   std::atomic<uint64_t> next_unnamed_{1};
+  std::atomic<uint64_t> joins_{0};  // that are over
   std::atomic<bool> lease_{false};
   std::atomic<int> lease_wanted_{0};
   std::atomic<int> driven_{0};  // operations with a callback that are not done
@@ -240,7 +249,8 @@ class Engine {
   std::shared_ptr<StackSource> stacks_;
   std::unique_ptr<LateWatch> late_;  // any thread; constant after Attach
   std::unique_ptr<Waiter> waiter_;
-  std::unique_ptr<Control> control_;  // Announce: under mutex_
+  std::unique_ptr<Control> control_;   // Announce: under mutex_
+  std::unique_ptr<EagerSlots> eager_;  // Claim to Release: under mutex_; null: between hosts, or not ours
   std::unique_ptr<Mesh> mesh_;
   std::unique_ptr<Backend> backend_;
   ExternalBackend* external_ = nullptr;

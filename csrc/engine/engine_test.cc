@@ -258,6 +258,54 @@ TEST(the_result_is_the_same_on_every_rank_and_in_every_bucket) {
   }
 }
 
+// A name that comes for the third time has a bit, and little data then comes with its announcement.
+TEST(small_operations_have_the_same_bits_either_way) {
+  for (const int size : {2, 3, 5}) {
+    RunRanks(size, [](Rank& rank) {
+      std::mt19937 random(static_cast<unsigned>(rank.rank()));
+      for (const size_t count : {1, 13, 500, 1024, 1025}) {
+        std::vector<float> data(count);
+        for (float& v : data) v = std::uniform_real_distribution<float>(-1e4f, 1e4f)(random);
+        std::vector<std::vector<float>> results(4, data);
+        const uint64_t before = rank.engine().Stats().staged;
+        for (std::vector<float>& result : results) {
+          CHECK_OK(rank.Allreduce("t" + std::to_string(count), result, Op::kAverage));
+          CHECK(result == results[0]);
+        }
+        std::vector<float> unnamed = data;
+        CHECK_OK(rank.Allreduce("", unnamed, Op::kAverage));
+        CHECK(unnamed == results[0]);
+        CHECK(rank.engine().Stats().staged - before == (count <= 1024 ? 3 : 0));
+      }
+    });
+  }
+}
+
+// More at a time than there are slots, of ranks that run far ahead of a slow one.
+TEST(small_operations_of_ranks_that_are_ahead) {
+  RunRanks(3, [](Rank& rank) {
+    if (rank.rank() == 2) rank.world().Delay(2, 20);
+    std::mt19937 random(static_cast<unsigned>(rank.rank()));
+    for (int round = 0; round < 60; ++round) {
+      std::vector<std::vector<float>> data;
+      std::vector<uint64_t> handles(80);
+      for (int t = 0; t < 80; ++t) data.push_back(Values(1 + static_cast<size_t>(t), rank.rank(), t + round));
+      for (size_t t = 0; t < 80; ++t) {
+        const std::string name = t % 2 == 0 ? "" : "t" + std::to_string(t);
+        CHECK_OK(rank.Submit(name, data[t], false, &handles[t]));
+      }
+      for (size_t t = 0; t < 80; ++t) {
+        CHECK_OK(rank.Wait(handles[t]));
+        CHECK(data[t] == Expected(1 + t, 3, static_cast<int>(t) + round));
+      }
+      std::vector<float> scalar(1, static_cast<float>(round));
+      CHECK_OK(rank.Allreduce("", scalar));
+      CHECK(scalar[0] == static_cast<float>(3 * round));
+    }
+    CHECK(rank.engine().Stats().staged > 60 * 10);
+  });
+}
+
 // Rank r has 3 (r + 1) steps, with names that come again, so that bits are in use when ranks join.
 TEST(ranks_with_uneven_data_join) {
   for (int size : {1, 2, 3, 4}) {

@@ -82,25 +82,35 @@ Status Engine::ExecuteBucket(bool* progressed) {
     RunCallbacks();
     return status;
   }
+  if (eager_ != nullptr) eager_->Executed(executed_);
   Complete(ops);
   return Status();
 }
 
-Status Engine::Execute(const std::vector<OperationPtr>& ops) {
+Status Engine::Execute(const std::vector<OperationPtr>& all) {
+  std::vector<OperationPtr> ops;  // those whose data are not there yet
+  ops.reserve(all.size());
+  for (const OperationPtr& op : all) {
+    bool done = !op->status.ok();
+    if (!done && op->tag != 0 && eager_ != nullptr) KV_RETURN_IF_ERROR(ExecuteStaged(*op, &done));
+    if (!done) ops.push_back(op);
+  }
   KV_RETURN_IF_ERROR(ExecuteReductions(ops));
-  for (const OperationPtr& op : ops) {
-    if (!op->status.ok()) continue;
-    if (MakesOutputs(op->request.verb)) op->buffers.resize(op->inputs.size());
-    if (op->request.verb == Verb::kAllgather) KV_RETURN_IF_ERROR(ExecuteAllgather(*op));
-    if (op->request.verb == Verb::kAlltoall) KV_RETURN_IF_ERROR(ExecuteAlltoall(*op));
-    if (op->request.verb == Verb::kReducescatter) KV_RETURN_IF_ERROR(ExecuteReducescatter(*op));
-    if (MakesOutputs(op->request.verb)) NoteMisfits(op.get());
-    if (op->request.verb != Verb::kBroadcast) continue;
-    for (size_t t = 0; t < op->inputs.size(); ++t) {
-      KV_RETURN_IF_ERROR(backend_->Broadcast(Piece{op->inputs[t], op->outputs[t], op->counts[t]},
-                                             op->request.tensors[t].dtype, op->request.root,
-                                             op->request.name));
-    }
+  for (const OperationPtr& op : ops) KV_RETURN_IF_ERROR(ExecuteMove(*op, *backend_));
+  return Status();
+}
+
+Status Engine::ExecuteMove(Operation& op, Backend& by) {
+  const Request& request = op.request;
+  if (MakesOutputs(request.verb)) op.buffers.resize(op.inputs.size());
+  if (request.verb == Verb::kAllgather) KV_RETURN_IF_ERROR(ExecuteAllgather(op, by));
+  if (request.verb == Verb::kAlltoall) KV_RETURN_IF_ERROR(ExecuteAlltoall(op, by));
+  if (request.verb == Verb::kReducescatter) KV_RETURN_IF_ERROR(ExecuteReducescatter(op, by));
+  if (MakesOutputs(request.verb)) NoteMisfits(&op);
+  if (request.verb != Verb::kBroadcast) return Status();
+  for (size_t t = 0; t < op.inputs.size(); ++t) {
+    KV_RETURN_IF_ERROR(by.Broadcast(Piece{op.inputs[t], op.outputs[t], op.counts[t]},
+                                    request.tensors[t].dtype, request.root, request.name));
   }
   return Status();
 }
@@ -111,7 +121,7 @@ Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
   std::vector<const std::string*> names;
   for (const OperationPtr& op : ops) {
     const Request& request = op->request;
-    if (request.verb != Verb::kAllreduce || !op->status.ok()) continue;
+    if (request.verb != Verb::kAllreduce) continue;
     for (size_t t = 0; t < op->inputs.size(); ++t) {
       if (op->counts[t] == 0) continue;
       keys.push_back({request.tensors[t].dtype, request.op, request.prescale, request.postscale});
@@ -152,7 +162,7 @@ Status Engine::OutputFor(Operation& op, size_t t, size_t bytes, char** out) {
   return status;
 }
 
-Status Engine::ExecuteAllgather(Operation& op) {
+Status Engine::ExecuteAllgather(Operation& op, Backend& by) {
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     const size_t row_bytes = RowBytes(op.request.tensors[t]);
     std::vector<size_t> bytes;
@@ -163,12 +173,12 @@ Status Engine::ExecuteAllgather(Operation& op) {
     }
     char* out = nullptr;
     KV_RETURN_IF_ERROR(OutputFor(op, t, total, &out));
-    KV_RETURN_IF_ERROR(backend_->Allgather(op.inputs[t], out, bytes));
+    KV_RETURN_IF_ERROR(by.Allgather(op.inputs[t], out, bytes));
   }
   return Status();
 }
 
-Status Engine::ExecuteAlltoall(Operation& op) {
+Status Engine::ExecuteAlltoall(Operation& op, Backend& by) {
   const size_t row_bytes = RowBytes(op.request.tensors[0]);
   const auto size = static_cast<size_t>(size_);
   std::vector<size_t> bytes;
@@ -182,12 +192,12 @@ Status Engine::ExecuteAlltoall(Operation& op) {
   }
   char* out = nullptr;
   KV_RETURN_IF_ERROR(OutputFor(op, 0, total, &out));
-  KV_RETURN_IF_ERROR(backend_->Alltoall(static_cast<const char*>(op.inputs[0]), out, bytes));
+  KV_RETURN_IF_ERROR(by.Alltoall(static_cast<const char*>(op.inputs[0]), out, bytes));
   op.rows = {std::move(received)};
   return Status();
 }
 
-Status Engine::ExecuteReducescatter(Operation& op) {
+Status Engine::ExecuteReducescatter(Operation& op, Backend& by) {
   const Request& request = op.request;
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     const TensorMeta& meta = request.tensors[t];
@@ -204,7 +214,7 @@ Status Engine::ExecuteReducescatter(Operation& op) {
                            request.postscale,
                            {Piece{op.inputs[t], out, op.counts[t]}},
                            &request.name};
-    KV_RETURN_IF_ERROR(backend_->Reducescatter(range, counts));
+    KV_RETURN_IF_ERROR(by.Reducescatter(range, counts));
   }
   return Status();
 }

@@ -141,9 +141,9 @@ Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
 Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory, HierarchicalBackend** hierarchical) {
   std::function<void()> before_post;
   if (faults_ != nullptr) before_post = [this] { faults_->Pause(rank_); };
-  backend_ = std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_,
-                                          std::move(before_post), stats_.line_latency_ns > kFarLineNs,
-                                          std::move(peer_memory));
+  backend_ =
+      std::make_unique<ShmBackend>(*segment_, topology_.local_rank, config_, *waiter_, std::move(before_post),
+                                   stats_.line_latency_ns > kFarLineNs, std::move(peer_memory));
   if (topology_.hosts() > 1) {
     KV_RETURN_IF_ERROR(MakeMesh());
     TcpOptions tcp;
@@ -153,6 +153,10 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory, Hierarchical
     waiter_->set_background([this] { return mesh_->Background(); });
     *hierarchical = between.get();
     backend_ = std::move(between);
+  }
+  if (topology_.hosts() == 1 && !use_external_) {
+    eager_ = std::make_unique<EagerSlots>(*segment_, topology_.local_rank);
+    control_->set_stage([this](Operation& op) { Stage(op); });
   }
   if (use_external_) {
     auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);

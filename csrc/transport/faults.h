@@ -30,7 +30,8 @@ struct LoopbackFaults {
     const uint32_t seed = shuffle.load(std::memory_order_relaxed);
     if (seed == 0) return;
     thread_local uint64_t state = 0;
-    if (state == 0) state = seed * 0x9e3779b97f4a7c15ULL ^ std::hash<std::thread::id>()(std::this_thread::get_id());
+    if (state == 0)
+      state = seed * 0x9e3779b97f4a7c15ULL ^ std::hash<std::thread::id>()(std::this_thread::get_id());
     state = state * 6364136223846793005ULL + 1442695040888963407ULL;
     const auto drawn = static_cast<uint32_t>(state >> 40);
     if (drawn % 64 == 0) {

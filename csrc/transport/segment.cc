@@ -30,7 +30,8 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   log_slots = std::bit_ceil(cache_capacity * 2 + kBroadcastRingBytes / 16);
   // Every rank's slice of a chunk is at least one cache line.
   const int64_t least = std::max<int64_t>(4096, static_cast<int64_t>(kLine) * ranks);
-  chunk_bytes = RoundUp(static_cast<size_t>(std::max(config.chunk_bytes, least)), kPage);
+  const int64_t wanted = config.chunk_bytes > 0 ? config.chunk_bytes : kMostChunkBytes;
+  chunk_bytes = RoundUp(static_cast<size_t>(std::max(wanted, least)), kPage);
   chunk_slots = static_cast<size_t>(std::max<int64_t>(config.chunk_slots, 3));
   // A load that follows a store to the same offset in another page waits for it.
   slot_bytes = chunk_bytes + 17 * kLine;
@@ -47,6 +48,7 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   counters_at = take(cache_capacity * sizeof(uint32_t));
   broadcast_at = take(kBroadcastRingBytes);
   records_at = take(static_cast<size_t>(size) * kRecordSlots * sizeof(RecordSlot));
+  eager_at = take(static_cast<size_t>(size) * kEagerSlots * sizeof(EagerSlot));
   staging_at = take(static_cast<size_t>(size) * chunk_slots * slot_bytes);
   total_bytes = at;
 }

@@ -22,6 +22,9 @@ inline constexpr uint64_t kSegmentMagic = 0x31444f564f4c4f4bULL;  // "KOLOVOD1"
 inline constexpr size_t kControlRingBytes = 64 << 10;
 inline constexpr size_t kBroadcastRingBytes = 256 << 10;
 inline constexpr size_t kStackBytes = 4096;
+inline constexpr size_t kEagerSlots = 32;              // of a rank
+inline constexpr size_t kEagerBytes = 4 << 10;         // what each holds
+inline constexpr int64_t kMostChunkBytes = 256 << 10;  // where the number of cores decides
 
 struct SegmentHeader {
   std::atomic<uint64_t> magic;  // written last by rank 0
@@ -53,10 +56,10 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> done;
   alignas(kLine) std::atomic<uint32_t> driver_bell;  // many writers; futex
   std::atomic<uint32_t> driver_sleeping;             // set by this rank, cleared by who wakes it
-  std::atomic<uint32_t> driving;                   // some thread of this rank drives its engine
-  std::atomic<uint32_t> core;                      // where that thread ran last, + 1
-  std::atomic<uint32_t> pending;                   // operations submitted here that are not complete
-  alignas(kLine) std::atomic<uint32_t> idle_bell;  // many writers; futex
+  std::atomic<uint32_t> driving;                     // some thread of this rank drives its engine
+  std::atomic<uint32_t> core;                        // where that thread ran last, + 1
+  std::atomic<uint32_t> pending;                     // operations submitted here that are not complete
+  alignas(kLine) std::atomic<uint32_t> idle_bell;    // many writers; futex
   std::atomic<uint32_t> idle_sleeping;
   alignas(kLine) std::atomic<uint32_t> attached;
   std::atomic<uint32_t> ping;
@@ -68,13 +71,21 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> control_tail;    // rank 0: bytes ever read
   alignas(kLine) std::atomic<uint64_t> broadcast_tail;  // this rank: bytes ever read
   alignas(kLine) std::atomic<uint64_t> waits_for;       // a DataWait, once a wait is not short
+  alignas(kLine) std::atomic<uint64_t> executed;        // the log's entries before this one are over here
   std::atomic<uint64_t> offered;                        // where others may read this rank's input; 0: nowhere
-  std::atomic<uint32_t> unrecorded;               // pending operations beyond what `records` can hold
-  alignas(kLine) std::atomic<uint32_t> asked;     // many writers: how often others asked where it is
-  alignas(kLine) std::atomic<uint32_t> answered;  // the `asked` that the text answers
+  std::atomic<uint32_t> unrecorded;                     // pending operations beyond what `records` can hold
+  alignas(kLine) std::atomic<uint32_t> asked;           // many writers: how often others asked where it is
+  alignas(kLine) std::atomic<uint32_t> answered;        // the `asked` that the text answers
   uint32_t stack_bytes;
   char stack[kStackBytes];
   alignas(kLine) char control_ring[kControlRingBytes];
+};
+
+// What its rank gives to one small operation (collectives/eager.h).
+struct alignas(kLine) EagerSlot {
+  std::atomic<uint64_t> tag;  // which; 0 none
+  uint64_t reserved;
+  char data[kEagerBytes];  // begins in the line of the tag: a scalar is one line
 };
 
 // What a rank waits for in a bucket: that a flag of one peer, or of all others, reaches a value. One word, so
@@ -102,10 +113,10 @@ struct SegmentLayout {
   int world_size;
   size_t log_slots;  // power of two
   size_t cache_capacity;
-  size_t chunk_bytes;  // multiple of the page size
+  size_t chunk_bytes;  // at most; a multiple of the page size
   size_t chunk_slots;
   size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
-  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, records_at, staging_at;
+  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, records_at, eager_at, staging_at;
   size_t total_bytes;
 };
 
@@ -134,6 +145,8 @@ class Segment {
   RecordSlot* records(int r) {
     return At<RecordSlot>(layout_.records_at) + static_cast<size_t>(r) * kRecordSlots;
   }
+  // kEagerSlots of them; written by rank r alone.
+  EagerSlot* eager(int r) { return At<EagerSlot>(layout_.eager_at) + static_cast<size_t>(r) * kEagerSlots; }
   char* staging(int r, uint64_t chunk) {
     return base_ + layout_.staging_at +
            (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.slot_bytes;
@@ -178,9 +191,7 @@ class Segment {
   // Whether what rank r waits for has come.
   bool Reached(int r, const DataWait& wait) { return Lacking(r, wait) < 0; }
   // Whose data rank r still waits for, or -1.
-  int WaitsFor(int r) {
-    return Lacking(r, DataWait::Of(rank(r).waits_for.load(std::memory_order_acquire)));
-  }
+  int WaitsFor(int r) { return Lacking(r, DataWait::Of(rank(r).waits_for.load(std::memory_order_acquire))); }
 
   // In a forked child: the parent's mapping is not there (MADV_DONTFORK), so never unmap.
   void Forget() { base_ = nullptr; }

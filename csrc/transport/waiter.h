@@ -40,7 +40,8 @@ inline void CpuRelax() {
 #endif
 }
 
-// Loads after it see what others had stored before theirs, if those do not see what was stored before it here.
+// Loads after it see what others had stored before theirs, if those do not see what was stored before it
+// here.
 inline void FullFence() {
 #if defined(__SANITIZE_THREAD__)
   static std::atomic<int> word;  // ThreadSanitizer knows no fences
@@ -89,9 +90,9 @@ class SpinGauge {
 };
 
 // How long to yield to ranks of the same core that do not get it. On some kernels a yield does not leave the
-// scheduling group of the yielding process, and ranks have groups of their own: those of sessions (autogroups)
-// or containers. Whoever waits by yielding then works against whom it waits for, until its turn of
-// milliseconds is over; a futex is right. Where yields reach the others they are the cheaper way.
+// scheduling group of the yielding process, and ranks have groups of their own: those of sessions
+// (autogroups) or containers. Whoever waits by yielding then works against whom it waits for, until its turn
+// of milliseconds is over; a futex is right. Where yields reach the others they are the cheaper way.
 class YieldGauge {
  public:
   // Of the next wait.
@@ -141,8 +142,8 @@ class Waiter {
 
   // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,
   // and again after every sleep: it wakes the ranks that this one waits for. Both may be called many times.
-  // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world. `data`: what ready()
-  // asks, if that is a data flag.
+  // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world. `data`: what
+  // ready() asks, if that is a data flag.
   template <class Ready, class Lag>
   Status Wait(Ready ready, Lag ring_lagging, bool in_bucket, DataWait data = {}) {
     if (ready()) return Status();

@@ -237,15 +237,17 @@ class Settings:
         maximum=_MEBI,
     )
     chunk_bytes: int = _knob(
-        _MEBI // 16,
-        "Bytes that a rank stages in shared memory per pipeline step.",
+        0,
+        "Bytes that a rank stages in shared memory per pipeline step, 4096 at least. 0: 64 KiB with "
+        "a core for every rank of the host, else 256 KiB.",
         unit="bytes",
-        minimum=4096,
+        minimum=0,
         maximum=1 << 30,
     )
     chunk_slots: int = _knob(
         3,
-        "Depth of the pipeline. A rank takes chunk_bytes times chunk_slots of shared memory.",
+        "Depth of the pipeline. A rank takes chunk_bytes (256 KiB if that is 0) times chunk_slots "
+        "of shared memory.",
         unit="chunks",
         minimum=3,
         maximum=64,

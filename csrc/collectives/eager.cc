@@ -1,0 +1,117 @@
+#include "collectives/eager.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "collectives/reduce.h"
+
+namespace kolovod {
+
+char* EagerSlots::Claim(uint64_t tag) {
+  uint64_t& until = in_use_until_[IndexOf(tag)];
+  if (until == kPending) return nullptr;
+  if (executed_by_all_ < until) {
+    executed_by_all_ = UINT64_MAX;
+    for (int r = 0; r < segment_.layout().size; ++r) {
+      executed_by_all_ =
+          std::min(executed_by_all_, segment_.rank(r).executed.load(std::memory_order_acquire));
+    }
+    if (executed_by_all_ < until) return nullptr;
+  }
+  until = kPending;
+  return At(rank_, tag).data;
+}
+
+std::optional<StagedBackend> EagerSlots::Find(uint64_t tag, int root) const {
+  std::vector<const char*> given(static_cast<size_t>(segment_.layout().size), nullptr);
+  for (int r = 0; r < segment_.layout().size; ++r) {
+    if (root >= 0 && r != root) continue;
+    EagerSlot& slot = At(r, tag);
+    if (slot.tag.load(std::memory_order_acquire) != tag) return std::nullopt;
+    given[static_cast<size_t>(r)] = slot.data;
+  }
+  return StagedBackend(rank_, std::move(given));
+}
+
+char* StagedBackend::Stage(const void* in, size_t count, DType dtype, double prescale, char* to) {
+  const size_t bytes = count * SizeOf(dtype);
+  if (bytes > 0 && prescale == 1.0) std::memcpy(to, in, bytes);
+  if (bytes > 0 && prescale != 1.0) {
+    Exchange x;
+    x.reduce.dtype = dtype;
+    x.reduce.prescale = prescale;
+    x.pack_from = static_cast<const char*>(in);
+    x.pack_to = to;
+    x.pack_bytes = bytes;
+    ActiveKernels().exchange(x);
+  }
+  return to + PlaceBytes(bytes);
+}
+
+void StagedBackend::Reduce(const FusedRange& range, size_t begin, size_t count, void* out) const {
+  if (count == 0) return;
+  const auto size = static_cast<int>(given_.size());
+  std::vector<const void*> sources;
+  for (const char* from : given_) sources.push_back(from + begin * SizeOf(range.dtype));
+  Exchange x;
+  x.reduce.dtype = range.dtype;
+  x.reduce.op = range.op;
+  x.reduce.scale = range.postscale;
+  x.reduce.divisor = range.op == Op::kAverage ? size : 1;
+  x.reduce.sources = sources.data();
+  x.reduce.source_count = size;
+  x.reduce.out = out;
+  x.reduce.count = count;
+  ActiveKernels().exchange(x);
+}
+
+Status StagedBackend::Allreduce(const FusedRange& range) {
+  for (const Piece& piece : range.pieces) {
+    Reduce(range, 0, piece.count, piece.out);
+    for (const char*& from : given_) from += PlaceBytes(piece.count * SizeOf(range.dtype));
+  }
+  return Status();
+}
+
+Status StagedBackend::Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) {
+  const auto self = counts.begin() + rank_;
+  const Piece& piece = range.pieces.front();
+  Reduce(range, std::accumulate(counts.begin(), self, size_t{0}), *self, piece.out);
+  for (const char*& from : given_) from += PlaceBytes(piece.count * SizeOf(range.dtype));
+  return Status();
+}
+
+Status StagedBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string&) {
+  const char*& from = given_[static_cast<size_t>(root)];
+  const size_t bytes = piece.count * SizeOf(dtype);
+  const bool there = rank_ == root && piece.in == piece.out;
+  if (bytes > 0 && !there) std::memcpy(piece.out, from, bytes);
+  from += PlaceBytes(bytes);
+  return Status();
+}
+
+Status StagedBackend::Allgather(const void*, char* out, const std::vector<size_t>& bytes) {
+  for (size_t r = 0; r < bytes.size(); ++r) {
+    if (bytes[r] > 0) std::memcpy(out, given_[r], bytes[r]);
+    out += bytes[r];
+    given_[r] += PlaceBytes(bytes[r]);
+  }
+  return Status();
+}
+
+// There is one tensor, so nothing follows.
+Status StagedBackend::Alltoall(const char*, char* out, const std::vector<size_t>& bytes) {
+  const size_t size = given_.size();
+  const auto self = static_cast<size_t>(rank_);
+  for (size_t r = 0; r < size; ++r) {
+    const auto row = bytes.begin() + static_cast<std::ptrdiff_t>(r * size);
+    const size_t before = std::accumulate(row, row + rank_, size_t{0});
+    const size_t n = bytes[r * size + self];
+    if (n > 0) std::memcpy(out, given_[r] + before, n);
+    out += n;
+  }
+  return Status();
+}
+
+}  // namespace kolovod

@@ -1,0 +1,112 @@
+#include "collectives/eager.h"
+
+#include "testing/verbs.h"
+
+namespace kolovod {
+namespace {
+
+constexpr int kSize = 3;
+
+struct World {
+  World() {
+    CHECK_OK(Segment::Map(-1, SegmentLayout(kSize, kSize, Config()), &segment));
+    for (int r = 0; r < kSize; ++r) ranks.emplace_back(*segment, r);
+  }
+  void Publish(int rank, uint64_t tag, char value) {
+    char* const slot = ranks[static_cast<size_t>(rank)].Claim(tag);
+    CHECK(slot != nullptr);
+    slot[0] = value;
+    ranks[static_cast<size_t>(rank)].Publish(tag);
+  }
+  void Execute(int rank, uint64_t tag, uint64_t position) {
+    ranks[static_cast<size_t>(rank)].Executed(position);
+    ranks[static_cast<size_t>(rank)].Release(tag, position);
+  }
+
+  std::shared_ptr<Segment> segment;
+  std::vector<EagerSlots> ranks;
+};
+
+TEST(what_one_rank_has_not_published_nobody_finds) {
+  World world;
+  world.Publish(0, 5, 'a');
+  world.Publish(2, 5, 'c');
+  for (int r = 0; r < kSize; ++r) {
+    CHECK(!world.ranks[static_cast<size_t>(r)].Find(5, -1).has_value());
+    CHECK(world.ranks[static_cast<size_t>(r)].Find(5, 2).has_value());  // a broadcast wants its root's only
+    CHECK(!world.ranks[static_cast<size_t>(r)].Find(5, 1).has_value());
+  }
+  world.Publish(1, 5, 'b');
+  for (const EagerSlots& rank : world.ranks) CHECK(rank.Find(5, -1).has_value());
+}
+
+// A rank that is ahead must not write over what a slow one still reads.
+TEST(a_slot_is_used_again_when_all_have_executed_what_was_in_it) {
+  World world;
+  const uint64_t first = 7, second = first + kEagerSlots;  // share a slot
+  for (int r = 0; r < kSize; ++r) world.Publish(r, first, 'x');
+  CHECK(world.ranks[0].Claim(second) == nullptr);  // it is pending here
+  world.Execute(0, first, 1);
+  world.Execute(1, first, 1);
+  CHECK(world.ranks[0].Claim(second) == nullptr);  // rank 2 may be reading
+  std::optional<StagedBackend> slow = world.ranks[2].Find(first, -1);
+  CHECK(slow.has_value());
+  testing::Bytes got(kSize);
+  CHECK_OK(slow->Allgather(nullptr, got.data(), {1, 1, 1}));
+  CHECK(got == testing::Bytes(kSize, 'x'));
+  world.Execute(2, first, 1);
+  CHECK(world.ranks[0].Claim(second) != nullptr);
+  CHECK(world.ranks[0].Claim(second + 1) != nullptr);  // others were free all the time
+}
+
+// Every verb, on every rank, against the reduction of all data in one place: bit by bit.
+TEST(the_verbs_over_staged_data) {
+  const testing::Reference reference = testing::Combined;
+  for (int d = 0; d < kDTypeCount; ++d) {
+    const auto dtype = static_cast<DType>(d);
+    for (const Op op : {Op::kAverage, Op::kSum, Op::kMin, Op::kMax, Op::kProduct}) {
+      if (dtype == DType::kBool && op == Op::kAverage) continue;
+      const double prescale = dtype == DType::kBool ? 1.0 : 0.5;
+      const testing::Factors factors{prescale, dtype == DType::kBool ? 1.0 : 3.0,
+                                     op == Op::kAverage ? kSize : 1};
+      std::vector<std::vector<char>> slots(kSize, std::vector<char>(kEagerBytes));
+      std::vector<testing::Bytes> wanted;
+      const std::vector<size_t> counts = {7, 0, 33};
+      std::vector<char*> ends;
+      for (auto& slot : slots) ends.push_back(slot.data());
+      for (unsigned t = 0; t < counts.size(); ++t) {
+        std::vector<testing::Bytes> all;
+        for (int r = 0; r < kSize; ++r) {
+          all.push_back(testing::ValuesOf(dtype, counts[t], r, t));
+          char*& end = ends[static_cast<size_t>(r)];
+          end = StagedBackend::Stage(all.back().data(), counts[t], dtype, prescale, end);
+        }
+        wanted.push_back(reference(dtype, op, factors, std::move(all)));
+      }
+      for (int r = 0; r < kSize; ++r) {
+        StagedBackend backend(r, {slots[0].data(), slots[1].data(), slots[2].data()});
+        const std::string name = "t";
+        for (size_t t = 0; t < counts.size(); ++t) {
+          testing::Bytes out(wanted[t].size());
+          CHECK_OK(backend.Allreduce(
+              {dtype, op, prescale, factors.postscale, {Piece{nullptr, out.data(), counts[t]}}, &name}));
+          CHECK(out == wanted[t]);
+        }
+        // The first tensor again, of which each rank keeps a part.
+        StagedBackend scattering(r, {slots[0].data(), slots[1].data(), slots[2].data()});
+        const std::vector<size_t> parts = {3, 0, 4};
+        const size_t item = SizeOf(dtype);
+        const size_t begin = r == 2 ? 3 * item : 0;
+        testing::Bytes part(parts[static_cast<size_t>(r)] * item);
+        CHECK_OK(scattering.Reducescatter(
+            {dtype, op, prescale, factors.postscale, {Piece{nullptr, part.data(), 7}}, &name}, parts));
+        CHECK(std::equal(part.begin(), part.end(), wanted[0].begin() + static_cast<long>(begin)));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

@@ -1,0 +1,52 @@
+// Small operations by collectives/eager.h: which ones, and what a rank gives. What goes into the slots, and
+// the order of addition, are those of ShmBackend's one exchange: the bits of a result do not depend on the
+// way.
+#include "engine/engine.h"
+
+namespace kolovod {
+
+void Engine::Stage(Operation& op) {
+  const Request& request = op.request;
+  if (size_ == 1 || request.tensors.empty()) return;
+  if (request.verb == Verb::kBroadcast && request.root != rank_) return;
+  size_t limit = kEagerBytes;
+  size_t bytes = 0;
+  for (size_t t = 0; t < op.counts.size(); ++t) {
+    const DType dtype = request.tensors[t].dtype;
+    bytes += StagedBackend::PlaceBytes(op.counts[t] * SizeOf(dtype));
+    if (!IsReduction(request.verb)) continue;
+    if (request.op == Op::kAdasum) return;
+    const bool narrow = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+    limit = std::min(limit, ShmBackend::OneShotLimit(config_, size_, kEagerBytes, narrow));
+  }
+  if (bytes > limit) return;
+  char* slot = eager_->Claim(op.tag);
+  if (slot == nullptr) return;
+  for (size_t t = 0; t < op.counts.size(); ++t) {
+    slot = StagedBackend::Stage(op.inputs[t], op.counts[t], request.tensors[t].dtype, request.prescale, slot);
+  }
+  eager_->Publish(op.tag);
+  op.staged = true;
+}
+
+Status Engine::ExecuteStaged(Operation& op, bool* done) {
+  const Request& request = op.request;
+  const int root = request.verb == Verb::kBroadcast ? request.root : -1;
+  std::optional<StagedBackend> by = eager_->Find(op.tag, root);
+  if (!by) return Status();
+  *done = true;
+  op.was_staged = true;
+  if (request.verb != Verb::kAllreduce) return ExecuteMove(op, *by);
+  for (size_t t = 0; t < op.inputs.size(); ++t) {
+    const FusedRange range{request.tensors[t].dtype,
+                           request.op,
+                           1.0,
+                           request.postscale,
+                           {Piece{op.inputs[t], op.outputs[t], op.counts[t]}},
+                           &request.name};
+    KV_RETURN_IF_ERROR(by->Allreduce(range));
+  }
+  return Status();
+}
+
+}  // namespace kolovod
