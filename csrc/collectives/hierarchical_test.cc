@@ -3,8 +3,8 @@
 #include <chrono>
 #include <mutex>
 
-#include "collectives/shm.h"
 #include "testing/mesh_world.h"
+#include "testing/shm_world.h"
 #include "testing/verbs.h"
 #include "testing/world.h"
 
@@ -13,40 +13,9 @@ namespace {
 
 using testing::Bytes;
 using testing::Factors;
+using testing::Member;
+using testing::TestHost;
 using testing::Wire;
-
-// What the ranks of one test host share.
-struct TestHost {
-  explicit TestHost(int size, const Config& config) : faults(std::make_shared<LoopbackFaults>(size)) {
-    CHECK_OK(Segment::Map(-1, SegmentLayout(size, size, config), &segment));
-  }
-  std::shared_ptr<LoopbackFaults> faults;
-  std::shared_ptr<Segment> segment;
-};
-
-// One rank of one host: shared memory inside, the mesh kept moving while it waits there.
-struct Member {
-  Member(TestHost& host, int place, Mesh& mesh, const Config& config)
-      : liveness(host.faults, Numbers(*host.segment)),
-        waiter(*host.segment,
-               Topology(place, std::vector<int>(static_cast<size_t>(host.segment->layout().size))), liveness,
-               stop, nullptr),
-        shm(std::make_unique<ShmBackend>(*host.segment, place, config, waiter, nullptr, false, nullptr)) {
-    WaitBudget budget;
-    budget.yield_ns = 200'000;
-    waiter.Configure(budget, nullptr);
-    waiter.set_background([&mesh] { return mesh.Background(); });
-  }
-  static std::vector<int> Numbers(Segment& segment) {
-    std::vector<int> numbers(static_cast<size_t>(segment.layout().size));
-    std::iota(numbers.begin(), numbers.end(), 0);
-    return numbers;
-  }
-  LoopbackLiveness liveness;
-  std::atomic<bool> stop{false};
-  Waiter waiter;
-  std::unique_ptr<ShmBackend> shm;
-};
 
 TcpOptions SmallOptions() {
   TcpOptions options;
@@ -64,7 +33,8 @@ void RunHosts(const std::vector<int>& host_of, const TcpOptions& options,
   }
   testing::RunMesh(static_cast<int>(host_of.size()), Wire::kSocketPair, [&](Mesh& mesh) {
     const auto self = static_cast<size_t>(mesh.rank());
-    Member member(*machines[static_cast<size_t>(hosts.host[self])], hosts.local[self], mesh, config);
+    Member member(*machines[static_cast<size_t>(hosts.host[self])], hosts.local[self], config);
+    member.waiter.set_background([&mesh] { return mesh.Background(); });  // kept moving while it waits here
     HierarchicalBackend backend(std::move(member.shm), mesh, host_of, options);
     body(backend, mesh);
   });
@@ -234,7 +204,7 @@ TEST(a_lost_host_fails_the_others) {
   const auto start = std::chrono::steady_clock::now();
   testing::RunMesh(3, Wire::kSocketPair, [&](Mesh& mesh) {
     if (mesh.rank() == 2) return;
-    Member member(machine, mesh.rank(), mesh, config);
+    Member member(machine, mesh.rank(), config);
     HierarchicalBackend backend(std::move(member.shm), mesh, host_of, TcpOptions());
     std::vector<float> data(1 << 20, 1.0f);
     const std::string name = "t";

@@ -55,8 +55,10 @@ struct Exchange {
 
 struct Kernels {
   void (*exchange)(const Exchange& exchange);
-  // memcpy whose stores bypass the cache; the caller fences before publishing (StreamingFence).
+  // memcpy whose stores bypass the cache; the caller fences before publishing.
   void (*copy_streaming)(void* dst, const void* src, size_t bytes);
+  // Stores that bypassed the cache are visible to whoever sees a later one.
+  void (*fence)();
   const char* name;
 };
 

@@ -324,6 +324,6 @@ void ExchangeAny(const Exchange& x) {
 
 namespace KV_ISA {
 extern const Kernels kKernels;
-const Kernels kKernels = {ExchangeAny, CopyStreaming, KV_ISA_NAME};
+const Kernels kKernels = {ExchangeAny, CopyStreaming, StreamingFence, KV_ISA_NAME};
 }  // namespace KV_ISA
 }  // namespace kolovod

@@ -9,7 +9,8 @@
 namespace kolovod {
 
 ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-                       std::function<void()> before_post, bool streaming, std::unique_ptr<PeerMemory> peers)
+                       std::function<void()> before_post, bool streaming, std::unique_ptr<PeerMemory> peers,
+                       const Kernels& kernels)
     : segment_(segment),
       rank_(rank),
       size_(segment.layout().size),
@@ -22,8 +23,9 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       peer_read_bytes_(ReadFloor(config, crowded_)),
       peers_(std::move(peers)),
       before_post_(std::move(before_post)),
-      kernels_(ActiveKernels()),
-      chooser_(streaming) {}
+      kernels_(kernels),
+      allreduce_(streaming),
+      reducescatter_(!crowded_) {}
 
 // With a core for every rank the second-level caches decide, else the switches of processes that every chunk
 // costs (docs/decisions/0004-allreduce-on-one-host.md).
@@ -279,9 +281,9 @@ Status ShmBackend::OneShot(const View& view) {
   // One slice, which is everybody's own: all of the range.
   const Walk all(view, chunk, 0, view.total, /*size=*/1, /*rank=*/0, /*others=*/false);
   Tasks pack{.pack = all, .publish = false};
-  pack.pack_streaming = chooser_.streaming() && view.total >= kStreamingFloor;
+  pack.pack_streaming = allreduce_.streaming() && view.total >= kStreamingFloor;
   Run(*view.range, pack);
-  if (pack.pack_streaming) StreamingFence();
+  if (pack.pack_streaming) kernels_.fence();
   Post({{&RankBlock::packed, chunk}});
   KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk));
   Tasks reduce{.reduce = all, .publish = false};
@@ -293,17 +295,18 @@ Status ShmBackend::OneShot(const View& view) {
 Status ShmBackend::Sliced(const View& view, const ChunkPlan& plan, bool gathers) {
   const uint64_t first = chunk_ + 1;
   chunk_ += plan.count;
-  chooser_.BeginRange(plan.count);
-  int64_t begin_ns = chooser_.trial() ? NowNs() : 0;
+  StreamingChooser& chooser = gathers ? allreduce_ : reducescatter_;
+  chooser.BeginRange(plan.count);
+  int64_t begin_ns = chooser.trial() ? NowNs() : 0;
   for (size_t step = 0; step < plan.count + (gathers ? 2 : 1); ++step) {
     KV_RETURN_IF_ERROR(Step(view, plan, gathers, first, step));
-    if (chooser_.trial() && step < plan.count) {
+    if (chooser.trial() && step < plan.count) {
       const int64_t now_ns = NowNs();
-      chooser_.Record(step, now_ns - begin_ns);
+      chooser.Record(step, now_ns - begin_ns);
       begin_ns = now_ns;
     }
   }
-  chooser_.EndRange();
+  chooser.EndRange();
   return Status();
 }
 
@@ -324,11 +327,12 @@ Status ShmBackend::Step(const View& view, const ChunkPlan& plan, bool gathers, u
   if (packs) KV_RETURN_IF_ERROR(WaitForSlot(chunk));
   if (reduces) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk - 1));
   if (copies) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::done, chunk - 2));
-  tasks.pack_streaming = packs && chooser_.Use(step);
-  tasks.reduce_streaming = reduces && chooser_.Use(step - 1);
-  tasks.out_streaming = copies && chooser_.Use(step - 2);
+  const StreamingChooser& chooser = gathers ? allreduce_ : reducescatter_;
+  tasks.pack_streaming = packs && chooser.Use(step);
+  tasks.reduce_streaming = reduces && chooser.Use(step - 1);
+  tasks.out_streaming = copies && chooser.Use(step - 2);
   Run(*view.range, tasks);
-  if (tasks.pack_streaming || tasks.reduce_streaming) StreamingFence();
+  if (tasks.pack_streaming || tasks.reduce_streaming) kernels_.fence();
   if (packs) Post({{&RankBlock::packed, chunk}});
   if (reduces) Post({{&RankBlock::done, chunk - 1}});
   return Status();

@@ -36,10 +36,11 @@ class ShmBackend : public Backend {
  public:
   // `rank`: among those of the segment. `before_post`: called before data flags are set, in a loopback world;
   // else null.
-  // `streaming`: the first guess whether stores into staging should bypass the cache.
-  // `peers`: null, or how to read the others' memory.
+  // `streaming`: the first guess whether the stores of an allreduce into staging should bypass the cache.
+  // `peers`: null, or how to read the others' memory. `kernels`: as tests have them.
   ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
-             std::function<void()> before_post, bool streaming, std::unique_ptr<PeerMemory> peers);
+             std::function<void()> before_post, bool streaming, std::unique_ptr<PeerMemory> peers,
+             const Kernels& kernels = ActiveKernels());
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -98,6 +99,7 @@ class ShmBackend : public Backend {
 
   // Below this, stores that bypass the cache cost more than the line transfers they save.
   static constexpr size_t kStreamingFloor = 32 << 10;
+  static constexpr size_t kStreamedMove = 8 << 10;
 
   Segment& segment_;
   const int rank_;
@@ -112,7 +114,8 @@ class ShmBackend : public Backend {
   const std::unique_ptr<PeerMemory> peers_;
   const std::function<void()> before_post_;
   const Kernels& kernels_;
-  StreamingChooser chooser_;
+  StreamingChooser allreduce_;
+  StreamingChooser reducescatter_;
   uint64_t chunk_ = 0;  // number of the last chunk begun, the same on every rank
 };
 

@@ -18,10 +18,12 @@ constexpr int kDeathPatienceMs = 1000;
 
 }  // namespace
 
+// Whoever reads it does so from another core, and nobody writes it there: bypassing the cache never lost
+// where cores share one, and takes a quarter of the time where they do not.
 void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
-  if (chooser_.streaming() && bytes >= kStreamingFloor) {
+  if (bytes >= kStreamedMove) {
     kernels_.copy_streaming(slot, src, bytes);
-    StreamingFence();
+    kernels_.fence();
   } else {
     std::memcpy(slot, src, bytes);
   }

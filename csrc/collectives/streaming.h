@@ -1,7 +1,7 @@
-// Should stores into staging bypass the cache? Between cores that share a cache, no; between cores that
-// do not, ordinary stores bounce every line and cost up to five times more. Nobody can ask a virtual
-// machine which it is, and it may change under way, so it is measured on the data itself. PURE: times
-// are arguments.
+// Should the stores of a reduction into staging bypass the cache? Between cores that share a cache an
+// allreduce is better off without; between cores that do not, ordinary stores bounce every line and cost up
+// to five times more. Nobody can ask a virtual machine which it is, and it may change under way, so it is
+// measured on the data itself, for each kind of reduction. PURE: times are arguments.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,12 @@ class StreamingChooser {
  public:
   explicit StreamingChooser(bool initially) : streaming_(initially) {}
 
-  // A range of `chunks` pipeline steps begins. Some long ranges are trials: their chunks alternate in
-  // groups between both ways. Which ones depends only on how many long ranges came before, and the group
+  // A range of `chunks` pipeline steps begins. While a trial is on, the chunks of long ranges alternate in
+  // groups between both ways. Which ones depends only on the chunks that came before, and the group
   // only on the chunk's index, so all ranks try the same way at the same time.
   void BeginRange(uint64_t chunks) {
-    trial_ = chunks >= kLong && (long_ranges_ < kFirstTrials || long_ranges_ % kEvery < 2);
-    first_of_pair_ = long_ranges_ % 2 == 0;
-    if (chunks >= kLong) ++long_ranges_;
-    for (std::vector<int64_t>& steps : step_ns_) steps.clear();
+    trial_ = chunks >= kLong && (trials_ < kFirstTrials || chunks_since_ >= kEvery);
+    if (!trial_ && trials_ >= kFirstTrials) chunks_since_ += chunks;
   }
 
   bool Use(uint64_t index) const { return trial_ ? (index / kGroup) % 2 == 1 : streaming_; }
@@ -36,10 +34,15 @@ class StreamingChooser {
   void EndRange() {
     if (!trial_) return;
     trial_ = false;
+    if (std::min(step_ns_[0].size(), step_ns_[1].size()) < kSamples)
+      return;  // the next range goes on with it
     const auto cached = static_cast<double>(Median(step_ns_[0]));
     const auto bypassed = static_cast<double>(Median(step_ns_[1]));
+    for (std::vector<int64_t>& steps : step_ns_) steps.clear();
     const int verdict = bypassed < 0.85 * cached ? 1 : cached < 0.85 * bypassed ? -1 : 0;
-    if (!first_of_pair_ && verdict != 0 && verdict == verdict_) streaming_ = verdict > 0;
+    const bool second = ++trials_ % 2 == 0;
+    if (second && verdict != 0 && verdict == verdict_) streaming_ = verdict > 0;
+    if (second && trials_ >= kFirstTrials) chunks_since_ = 0;
     verdict_ = verdict;
   }
 
@@ -47,23 +50,24 @@ class StreamingChooser {
   bool streaming() const { return streaming_; }
 
  private:
-  static constexpr uint64_t kGroup = 8;        // chunks
-  static constexpr uint64_t kLong = 64;        // chunks: several groups of each way
-  static constexpr uint64_t kFirstTrials = 4;  // long ranges, two pairs
-  static constexpr uint64_t kEvery = 64;       // long ranges between later pairs
+  static constexpr uint64_t kGroup = 8;         // chunks
+  static constexpr uint64_t kLong = 16;         // chunks: a group of each way
+  static constexpr size_t kSamples = 18;        // of each way, in a trial: three ranges of 16 chunks
+  static constexpr uint64_t kFirstTrials = 4;   // two pairs
+  static constexpr uint64_t kEvery = 64 * 256;  // chunks between later pairs
 
   static int64_t Median(std::vector<int64_t>& values) {
     const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);
     std::nth_element(values.begin(), middle, values.end());
-    return values.empty() ? 0 : *middle;
+    return *middle;
   }
 
   bool streaming_;
-  bool trial_ = false;
-  bool first_of_pair_ = false;
-  int verdict_ = 0;  // of the trial before: 1 bypassing is better, -1 worse, 0 alike
-  uint64_t long_ranges_ = 0;
-  std::vector<int64_t> step_ns_[2];  // ordinary, bypassing
+  bool trial_ = false;               // this range takes part in one
+  uint64_t trials_ = 0;              // that are over
+  uint64_t chunks_since_ = 0;        // the last pair
+  int verdict_ = 0;                  // of the trial before: 1 bypassing is better, -1 worse, 0 alike
+  std::vector<int64_t> step_ns_[2];  // of the trial that is on: ordinary, bypassing
 };
 
 }  // namespace kolovod

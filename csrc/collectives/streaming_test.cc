@@ -12,21 +12,33 @@ void Run(StreamingChooser& chooser, uint64_t chunks, int64_t cached_ns, int64_t 
   chooser.EndRange();
 }
 
+// Ranges of `chunks` until the choice is `wanted`, at most `most`.
+int Until(StreamingChooser& chooser, bool wanted, uint64_t chunks, int64_t cached_ns, int64_t bypassed_ns,
+          int most) {
+  int ranges = 0;
+  while (chooser.streaming() != wanted && ranges < most) {
+    Run(chooser, chunks, cached_ns, bypassed_ns);
+    ++ranges;
+  }
+  return ranges;
+}
+
 TEST(short_ranges_keep_the_first_guess) {
   for (bool guess : {false, true}) {
     StreamingChooser chooser(guess);
-    for (int i = 0; i < 100; ++i) Run(chooser, 63, guess ? 1 : 100, guess ? 100 : 1);
+    for (int i = 0; i < 100; ++i) Run(chooser, 15, guess ? 1 : 100, guess ? 100 : 1);
     CHECK(chooser.streaming() == guess);
   }
 }
 
-TEST(a_clear_difference_decides_when_it_is_seen_twice) {
-  StreamingChooser chooser(false);
-  Run(chooser, 64, 500, 100);
-  CHECK(!chooser.streaming());
-  Run(chooser, 64, 500, 100);
-  CHECK(chooser.streaming());
-  CHECK(!chooser.trial());
+// 16 chunks are an allreduce of 1 MiB, the size of a bucket of gradients.
+TEST(a_clear_difference_decides_when_two_trials_have_seen_it) {
+  StreamingChooser small(false);
+  CHECK(Until(small, true, 16, 500, 100, 100) == 6);
+  StreamingChooser large(false);
+  CHECK(Until(large, true, 64, 500, 100, 100) == 2);
+  for (int i = 0; i < 2; ++i) Run(large, 64, 500, 100);
+  CHECK(!large.trial());
 }
 
 TEST(one_disturbed_trial_or_preempted_steps_do_not) {
@@ -53,19 +65,33 @@ TEST(a_machine_that_changes_is_noticed) {
   StreamingChooser chooser(false);
   for (int i = 0; i < 10; ++i) Run(chooser, 64, 100, 200);
   CHECK(!chooser.streaming());
-  int ranges = 0;
-  for (; ranges < 200 && !chooser.streaming(); ++ranges) Run(chooser, 64, 500, 100);
+  CHECK(Until(chooser, true, 64, 500, 100, 1000) <= 260);
   CHECK(chooser.streaming());
-  CHECK(ranges <= 66);
+  CHECK(Until(chooser, false, 16, 100, 500, 5000) <= 1040);
+  CHECK(!chooser.streaming());
 }
 
+// Also when they differ in what they have chosen, and in ranges of all lengths.
 TEST(ranks_try_the_same_way_at_the_same_time) {
   StreamingChooser a(false);
   StreamingChooser b(true);
-  a.BeginRange(80);
-  b.BeginRange(80);
-  CHECK(a.trial() && b.trial());
-  for (uint64_t i = 0; i < 80; ++i) CHECK(a.Use(i) == b.Use(i));
+  int trials = 0;
+  for (uint64_t range = 0; range < 3000; ++range) {
+    const uint64_t chunks = 1 + range * 37 % 90;
+    a.BeginRange(chunks);
+    b.BeginRange(chunks);
+    CHECK(a.trial() == b.trial());
+    trials += a.trial() ? 1 : 0;
+    for (uint64_t i = 0; i < chunks; ++i) {
+      if (a.trial()) CHECK(a.Use(i) == b.Use(i));
+      a.Record(i, a.Use(i) ? 100 : 300);
+      b.Record(i, b.Use(i) ? 300 : 100);
+    }
+    a.EndRange();
+    b.EndRange();
+  }
+  CHECK(a.streaming() && !b.streaming());
+  CHECK(trials > 8 && trials < 200);
 }
 
 }  // namespace
