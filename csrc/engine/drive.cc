@@ -73,13 +73,14 @@ Status Engine::Drive(const Operation* until, int64_t deadline_ns) {
   const auto is_late = [&] { return deadline_ns != 0 && NowNs() >= deadline_ns; };
   const auto done = [&] { return until != nullptr && until->done.load(std::memory_order_acquire); };
   const auto lets_go = [&] { return background_ && lease_wanted_.load(std::memory_order_seq_cst) > 0; };
+  const auto idle = [&] { return until == nullptr && driven_.load(std::memory_order_seq_cst) == 0; };
   while (!done()) {
     bool progressed = false;
     Status status = Step(&progressed);
     if (status.ok() && !progressed) {
-      if (until == nullptr && driven_.load() == 0) return Status();
-      status = waiter_->Wait([&] { return done() || HasWork() || lets_go() || is_late(); },
-                             [&] { control_->RingLagging(); }, /*in_bucket=*/false);
+      if (idle()) return Status();
+      status = waiter_->Wait([&] { return done() || HasWork() || lets_go() || is_late() || idle(); },
+                             [&] { control_->RingLagging(); }, /*in_bucket=*/false, {}, deadline_ns);
     }
     if (!status.ok()) {
       // Interrupted before anything had started: only the caller gives up.

@@ -13,7 +13,7 @@ constexpr const char* kUnnamed = "unnamed.";
 constexpr uint64_t kUnnamedTag = uint64_t{1} << 63;
 constexpr const char* kJoin = "unnamed.join";  // one name: ranks that join have submitted unequally much
 constexpr int kFarewellMs = 500;               // for the last words to other hosts
-constexpr int64_t kIdlePeriodNs = 100'000'000;
+constexpr std::chrono::milliseconds kSignalPeriod(100);
 
 Status NotComplete(const Operation& op, double after_s) {
   return Status(Code::kTimeout, std::string(NameOf(op.request.verb)) + " '" + op.request.name +
@@ -146,8 +146,11 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
                                               "that runs callbacks is the one that works");
   }
   if (timeout_s >= 0) {
-    KV_RETURN_IF_ERROR(WaitAsleep(op, timeout_s, /*wants_lease=*/false, interrupted));
-    return op->status;
+    driven_.fetch_add(1);  // the engine thread drives as if the operation had a callback
+    NudgeForAsync();
+    const Status status = WaitAsleep(op, timeout_s, /*wants_lease=*/false, interrupted);
+    if (driven_.fetch_sub(1) == 1) segment_->RingDriver(topology_.local_rank);  // it may stop
+    return status.ok() ? op->status : status;
   }
   while (!op->done.load(std::memory_order_acquire)) {
     if (TryLease(/*background=*/false, interrupted)) {
@@ -196,13 +199,10 @@ Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_l
   const Clock::time_point deadline =
       Clock::now() + std::chrono::nanoseconds(static_cast<int64_t>(std::min(timeout_s, 1e8) * 1e9));
   while (!op->done.load(std::memory_order_acquire)) {
-    if (!wants_lease) NudgeForAsync();
     {
       std::unique_lock lock(mutex_);
       ++sleeping_callers_;
-      const Clock::time_point wake =
-          std::min(deadline, Clock::now() + std::chrono::milliseconds(wants_lease ? 100 : 20));
-      changed_.wait_until(lock, wake, [&] {
+      changed_.wait_until(lock, std::min(deadline, Clock::now() + kSignalPeriod), [&] {
         return op->done.load(std::memory_order_acquire) || (wants_lease && !lease_.load());
       });
       --sleeping_callers_;
@@ -264,7 +264,7 @@ void Engine::EngineThread() {
     late_->Tick();
     if (stop_.load()) break;
     self().idle_sleeping.store(1, std::memory_order_seq_cst);
-    FutexWait(&self().idle_bell, bell, kIdlePeriodNs);
+    FutexWait(&self().idle_bell, bell, idle_sleep_ns_);
     self().idle_sleeping.store(0, std::memory_order_seq_cst);
   }
 }

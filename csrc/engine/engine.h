@@ -59,6 +59,10 @@ struct EngineOptions {
   std::shared_ptr<StackSource> stacks;  // null: nobody can say where the main thread is
   // What the names of files with last operations begin with, folder included; empty: none are written.
   std::string last_operations_prefix;
+  // How long threads sleep at most before they look by themselves for what no rank tells them: deaths, signals,
+  // who is late. Operations depend on neither; tests make them long, so that a lost wake-up hangs.
+  int64_t driver_sleep_ns = 10'000'000;
+  int64_t idle_sleep_ns = 100'000'000;
 };
 
 struct EngineStats {
@@ -212,6 +216,8 @@ class Engine {
   const std::shared_ptr<LoopbackFaults> faults_;
   const std::shared_ptr<Switchboard> switchboard_;
   const bool use_external_;
+  const int64_t driver_sleep_ns_;
+  const int64_t idle_sleep_ns_;
   std::atomic<bool> stop_{false};
   std::atomic<bool> forgotten_{false};
   bool shut_down_ = false;  // guarded by shutdown_mutex_

@@ -42,6 +42,8 @@ Engine::Engine(EngineOptions options)
       faults_(std::move(options.faults)),
       switchboard_(std::move(options.switchboard)),
       use_external_(options.external),
+      driver_sleep_ns_(options.driver_sleep_ns),
+      idle_sleep_ns_(options.idle_sleep_ns),
       last_operations_prefix_(std::move(options.last_operations_prefix)),
       stacks_(std::move(options.stacks)) {
   told_left_.resize(static_cast<size_t>(topology_.local_size()));
@@ -87,6 +89,7 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   waiter_ =
       std::make_unique<Waiter>(*segment_, topology_, *liveness_, stop_,
                                faults_ == nullptr ? nullptr : &faults_->killed[static_cast<size_t>(rank_)]);
+  waiter_->set_sleep_ns(driver_sleep_ns_);
   waiter_->Configure(WaitBudget{}, interrupted);
   while (true) {
     if (!attached && header.magic.load(std::memory_order_seq_cst) == kSegmentMagic) {

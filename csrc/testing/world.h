@@ -1,6 +1,7 @@
 // Threads as ranks over the real segment code, for the engine's tests.
 #pragma once
 
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -29,7 +30,13 @@ class Rank {
     // As with processes, only those of the same host are seen to die; of others one hears.
     options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks,
                                                           Topology(rank, world_->hosts).local_ranks);
+    if (std::getenv("KOLOVOD_TEST_LONG_SLEEPS") != nullptr) {
+      options.driver_sleep_ns = options.idle_sleep_ns = 3'600'000'000'000;
+    }
     CHECK_OK(Engine::Create(std::move(options), &engine_));
+    if (const char* seed = std::getenv("KOLOVOD_TEST_SHUFFLE"); seed != nullptr) {
+      world_->faults->shuffle = static_cast<uint32_t>(std::atoi(seed));
+    }
   }
 
   int rank() const { return rank_; }

@@ -134,6 +134,10 @@ class Waiter {
   // and sleeps are short.
   void set_background(std::function<bool()> background) { background_ = std::move(background); }
 
+  // At most so long a driver sleeps before it looks by itself for dead peers and signals. Before the first
+  // wait.
+  void set_sleep_ns(int64_t sleep_ns) { sleep_ns_ = sleep_ns; }
+
   // Called while a wait is asleep, every 10 ms or so. Once, before the first wait.
   void SetWatch(std::function<void()> watch) { watch_ = std::move(watch); }
 
@@ -143,9 +147,9 @@ class Waiter {
   // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,
   // and again after every sleep: it wakes the ranks that this one waits for. Both may be called many times.
   // `in_bucket`: an interrupt now leaves peers with half a result, so it aborts the world. `data`: what
-  // ready() asks, if that is a data flag.
+  // ready() asks, if that is a data flag. `deadline_ns`: when ready() holds whatever happens; 0: never.
   template <class Ready, class Lag>
-  Status Wait(Ready ready, Lag ring_lagging, bool in_bucket, DataWait data = {}) {
+  Status Wait(Ready ready, Lag ring_lagging, bool in_bucket, DataWait data = {}, int64_t deadline_ns = 0) {
     if (ready()) return Status();
     const int64_t start_ns = NowNs();
     int64_t now_ns = start_ns;
@@ -186,7 +190,7 @@ class Waiter {
     ring_lagging();
     const Noted noted(segment_.rank(local_), data);
     while (true) {
-      if (SleepUnless(ready)) return Status();
+      if (SleepUnless(ready, deadline_ns)) return Status();
       if (MustStop()) return Stopped();
       KV_RETURN_IF_ERROR(Periodic(in_bucket));
       if (ready()) return Status();
@@ -212,7 +216,6 @@ class Waiter {
  private:
   static constexpr int64_t kSignalPeriodNs = 100'000'000;
   static constexpr int64_t kLivenessPeriodNs = 10'000'000;
-  static constexpr int64_t kSleepNs = 10'000'000;
   static constexpr int64_t kBusySleepNs = 200'000;  // while there is something to do in the background
   static constexpr int64_t kSpreadPeriodNs = 2'000'000;
 
@@ -241,8 +244,9 @@ class Waiter {
   // True: ready before going to sleep. The order of stores makes a lost wake-up impossible: the waker
   // changes the state, then reads `sleepers`; we write `sleepers`, then read the state.
   template <class Ready>
-  bool SleepUnless(Ready ready) {
-    const int64_t sleep_ns = background_ && background_() ? kBusySleepNs : kSleepNs;
+  bool SleepUnless(Ready ready, int64_t deadline_ns) {
+    int64_t sleep_ns = background_ && background_() ? kBusySleepNs : sleep_ns_;
+    if (deadline_ns != 0) sleep_ns = std::clamp<int64_t>(deadline_ns - NowNs(), 0, sleep_ns);
     RankBlock& self = segment_.rank(local_);
     const uint32_t bell = self.driver_bell.load(std::memory_order_seq_cst);
     self.driver_sleeping.store(1, std::memory_order_seq_cst);
@@ -271,6 +275,7 @@ class Waiter {
   std::function<bool()> background_;
   std::function<void()> watch_;
   std::function<void()> before_sleep_;
+  int64_t sleep_ns_ = 10'000'000;
   int64_t next_signal_check_ns_ = 0;
   int64_t next_liveness_check_ns_ = 0;
   int64_t next_spread_ns_ = 0;
