@@ -238,8 +238,8 @@ class Settings:
     )
     chunk_bytes: int = _knob(
         0,
-        "Bytes that a rank stages in shared memory per pipeline step, 4096 at least. 0: 64 KiB with "
-        "a core for every rank of the host, else 256 KiB.",
+        "Bytes that a rank stages in shared memory per pipeline step, 4096 at least. 0: 64 KiB "
+        "with a core for every rank of the host, else 256 KiB.",
         unit="bytes",
         minimum=0,
         maximum=1 << 30,
