@@ -291,7 +291,9 @@ class PyEngine {
             {"buckets_by_thread", stats.drives_thread},
             {"late_reports", stats.late_reports},
             {"data_connections", stats.connections},
-            {"line_latency_ns", stats.line_latency_ns}};
+            {"line_latency_ns", stats.line_latency_ns},
+            {"link_bytes_per_us", stats.link_bytes_per_us},
+            {"link_revisions", stats.link_revisions}};
   }
 
   nb::list LastOperations(uint64_t after) {

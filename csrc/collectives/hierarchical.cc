@@ -34,7 +34,8 @@ HierarchicalBackend::HierarchicalBackend(std::unique_ptr<Backend> local, Mesh& m
       host_(hosts_.host[static_cast<size_t>(rank_)]),
       place_(hosts_.local[static_cast<size_t>(rank_)]),
       options_(options),
-      flat_(mesh, Everybody(host_of.size()), mesh.rank(), options) {
+      flat_(mesh, Everybody(host_of.size()), mesh.rank(), options),
+      watch_(options.cost) {
   if (static_cast<size_t>(place_) >= hosts_.fewest) return;
   std::vector<int> members;
   for (const std::vector<int>& there : hosts_.ranks) members.push_back(there[static_cast<size_t>(place_)]);
@@ -56,11 +57,18 @@ Status HierarchicalBackend::MeasureLinks() {
   const std::string name = "link cost";
   double told[] = {cost.latency_us, cost.bytes_per_us};
   KV_RETURN_IF_ERROR(Broadcast(Piece{told, told, 2}, DType::kFloat64, 0, name));
-  options_.cost.latency_us = told[0];
-  options_.cost.bytes_per_us = told[1];
-  flat_.set_cost(options_.cost);
-  if (lane_ != nullptr) lane_->set_cost(options_.cost);
+  cost.latency_us = told[0];
+  cost.bytes_per_us = told[1];
+  cost.confirmed = false;
+  set_cost(cost);
+  Watch(cost);
   return Status();
+}
+
+void HierarchicalBackend::set_cost(const LinkCost& cost) {
+  options_.cost = cost;
+  flat_.set_cost(cost);
+  if (lane_ != nullptr) lane_->set_cost(cost);
 }
 
 bool HierarchicalBackend::GoesFlat(DType dtype, Op op) const {
@@ -171,9 +179,19 @@ size_t HierarchicalBackend::OverlappingBytes() const {
   return RoundUp(std::min(each * static_cast<size_t>(hosts), options_.portion_bytes), kLine);
 }
 
+// What an allreduce brings comes as fast as the links carry it, since all but its beginning is sent only
+// when this rank has answered.
 Status HierarchicalBackend::Allreduce(const FusedRange& range) {
+  if (hosts_.ranks.size() == 1) return local_->Allreduce(range);
+  mesh_.BeginSpan();
+  KV_RETURN_IF_ERROR(AllreduceBetween(range));
+  const Mesh::Span span = mesh_.EndSpan();
+  watch_.Delivered(span.bytes, span.ns);
+  return Status();
+}
+
+Status HierarchicalBackend::AllreduceBetween(const FusedRange& range) {
   const size_t hosts = hosts_.ranks.size();
-  if (hosts == 1) return local_->Allreduce(range);
   if (GoesFlat(range.dtype, range.op)) return flat_.Allreduce(range);
   const PackedRange view(range);
   if (view.total() == 0) return Status();

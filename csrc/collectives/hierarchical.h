@@ -13,11 +13,13 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/hosts.h"
 #include "collectives/backend.h"
+#include "collectives/link_watch.h"
 #include "collectives/tcp.h"
 
 namespace kolovod {
@@ -42,6 +44,12 @@ class HierarchicalBackend : public Backend {
   // that for the cost of all links.
   Status MeasureLinks();
   const LinkCost& cost() const { return options_.cost; }
+  // From now on; between two verbs, the same on every rank.
+  void set_cost(const LinkCost& cost);
+  // What they are taken to cost is compared from now on with what operations take.
+  void Watch(const LinkCost& cost) { watch_ = LinkWatch(cost); }
+  // What this rank has learnt of the links since: what all should be told, if anything.
+  std::optional<LinkCost> Revise() { return watch_.Revise(); }
 
   const Hosts& hosts() const { return hosts_; }
   // How often an algorithm ran between hosts; may be read by any thread.
@@ -54,6 +62,8 @@ class HierarchicalBackend : public Backend {
 
  private:
   class Block;
+
+  Status AllreduceBetween(const FusedRange& range);
 
   // Of one lane, in a block of an allreduce whose blocks overlap.
   size_t OverlappingBytes() const;
@@ -76,6 +86,7 @@ class HierarchicalBackend : public Backend {
   TcpBackend flat_;
   std::unique_ptr<TcpBackend> lane_;  // null: this rank is in none
   Scratch scratch_;
+  LinkWatch watch_;
 };
 
 }  // namespace kolovod

@@ -39,7 +39,9 @@ class Link {
     KV_RETURN_IF_ERROR(RoundTrip(burst, &again_ns));
     const int64_t carried_ns = std::max<int64_t>(std::min(elapsed_ns, again_ns) - best_ns, 1000);
     cost->latency_us = std::max(1.0, static_cast<double>(best_ns) / 2000);
-    cost->bytes_per_us = std::max(0.01, static_cast<double>(burst) * 1000 / static_cast<double>(carried_ns));
+    cost->bytes_per_us = std::clamp(static_cast<double>(burst) * 1000 / static_cast<double>(carried_ns),
+                                    kSlowestBytesPerUs, kFastestBytesPerUs);
+    cost->confirmed = false;
     next_ = 0;
     group_.Send(1, &next_, sizeof(next_));
     return group_.mesh().WaitAll();

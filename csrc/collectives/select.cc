@@ -136,9 +136,11 @@ Status ParseAlgorithm(const std::string& name, Algorithm* out) {
 
 size_t PortionBytes(const LinkCost& cost, size_t most_bytes) {
   constexpr double kPortionUs = 125;
-  constexpr size_t kLeastBytes = 4 << 10;
+  constexpr double kFastBytesPerUs = 250;
+  constexpr size_t kLeastBytes = 4 << 10, kLeastFastBytes = 64 << 10;
   const auto bytes = static_cast<size_t>(std::clamp(cost.bytes_per_us * kPortionUs, 1.0, 1e12));
-  return std::min(std::max(std::bit_ceil(bytes), kLeastBytes), most_bytes);
+  const bool slow = cost.confirmed && cost.bytes_per_us < kFastBytesPerUs;
+  return std::min(std::max(std::bit_ceil(bytes), slow ? kLeastBytes : kLeastFastBytes), most_bytes);
 }
 
 size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers) {

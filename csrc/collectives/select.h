@@ -23,11 +23,16 @@ struct LinkCost {
   double overhead_us = 2;
   double bytes_per_us = 2500;
   double reduced_bytes_per_us = 8000;
+  bool confirmed = true;  // bytes_per_us: by operations (link_watch.h); else it may be wrong by any factor
 };
+
+inline constexpr double kSlowestBytesPerUs = 0.01;
+inline constexpr double kFastestBytesPerUs = 50'000;  // 400 Gbit/s
 
 // Of a message whose reception is followed by work: what the link carries in an eighth of a millisecond,
 // within [4 KiB, most_bytes]. Large messages leave a slow link idle at the end of every step; on a fast one
-// each is a hand-over between cores.
+// each is a hand-over between cores, and costs far more. So it is 64 KiB at least from 2 Gbit/s on, and as
+// long as nobody knows better.
 size_t PortionBytes(const LinkCost& cost, size_t most_bytes);
 
 // How many such messages go to each of `peers` before the first answer: one, and what a link holds on the way

@@ -115,6 +115,9 @@ TEST(portions_suit_the_link) {
   CHECK(PortionBytes(LinkCost{25, 2, 119, 8000}, kMost) == 16 << 10);  // 1 Gbit/s
   CHECK(PortionBytes(LinkCost{25, 2, 2500, 8000}, kMost) == kMost);
   CHECK(PortionBytes(LinkCost{25, 2, 1e300, 8000}, 4096) == 4096);
+  CHECK(PortionBytes(LinkCost{25, 2, 250, 8000}, kMost) == 64 << 10);        // 2 Gbit/s
+  CHECK(PortionBytes(LinkCost{25, 2, 12, 8000, false}, kMost) == 64 << 10);  // or so somebody thinks
+  CHECK(PortionBytes(LinkCost{25, 2, 2500, 8000, false}, kMost) == kMost);
 }
 
 TEST(ahead_of_the_answer_goes_what_the_link_holds) {

@@ -37,8 +37,9 @@ inline constexpr int32_t kNoId = -1;
 // The sequencer's answer, the same on every rank.
 struct Response {
   // kForgetAll: a rank has joined and announces nothing more by bit, so nobody does until all have.
-  enum class Kind : uint8_t { kExecute = 0, kError = 1, kForget = 2, kForgetAll = 3 };
-  static constexpr int kKindCount = 4;
+  // kLinks: what the links between hosts cost, from the bucket on in which this is.
+  enum class Kind : uint8_t { kExecute = 0, kError = 1, kForget = 2, kForgetAll = 3, kLinks = 4 };
+  static constexpr int kKindCount = 5;
   Kind kind = Kind::kExecute;
   std::string name;
   int32_t id = kNoId;  // kExecute: announce by this bit next time; kForget: no longer valid
@@ -46,7 +47,8 @@ struct Response {
   // While ranks have joined: the encoded request, from which those make an operation that contributes zeros.
   std::string request;
   // What a rank cannot know by itself: for each tensor of an allgather dimension 0 by rank; for an alltoall
-  // the rows that rank s sends to rank d, at s * size + d; for a join who came last.
+  // the rows that rank s sends to rank d, at s * size + d; for a join who came last. kLinks: the latency in
+  // nanoseconds, and bytes per millisecond.
   std::vector<std::vector<int64_t>> rows;
 };
 

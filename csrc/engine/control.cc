@@ -218,6 +218,17 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
     ready->push_back(nullptr);
     return Status();
   }
+  if (response.kind == Response::Kind::kLinks) {
+    if (response.rows.size() != 1 || response.rows[0].size() != 2) {
+      return Status(Code::kInternal, "rank 0 sent a malformed cost of links");
+    }
+    auto told = std::make_shared<Operation>();
+    told->links = LinkCost{};
+    told->links->latency_us = static_cast<double>(response.rows[0][0]) / 1000;
+    told->links->bytes_per_us = static_cast<double>(response.rows[0][1]) / 1000;
+    ready->push_back(std::move(told));
+    return Status();
+  }
   if (found == pending_.end()) {
     OperationPtr zeros = response.request.empty() ? nullptr : MakeZeros(response);
     if (zeros == nullptr && response.kind != Response::Kind::kError) {

@@ -72,6 +72,8 @@ class Control {
   bool MaySeal() const { return topology_.hosts() == 1 || topology_.is_root(); }
   // Lease. Proposes `end`; returns the one that holds.
   uint64_t Seal(uint64_t bucket, uint64_t begin, uint64_t end);
+  // Lease, root. All ranks are to estimate with this from the bucket on in whose place it comes.
+  void TellLinks(const LinkCost& cost);
   // A leader tells the other hosts that a rank of its own has left, or something about late ranks, or (the
   // first time only) that the world is over. Any thread.
   void TellLeft(int rank);

@@ -344,6 +344,10 @@ EngineStats Engine::Stats() {
   stats.control = control_->stats();
   stats.late_reports = late_->reports();
   stats.connections = mesh_ == nullptr ? 0 : static_cast<uint64_t>(mesh_->connections());
+  if (hierarchical_ != nullptr) {
+    stats.link_bytes_per_us = static_cast<uint64_t>(link_bytes_per_us_.load());
+    stats.link_revisions = link_revisions_.load();
+  }
   return stats;
 }
 

@@ -59,10 +59,13 @@ struct EngineOptions {
   std::shared_ptr<StackSource> stacks;  // null: nobody can say where the main thread is
   // What the names of files with last operations begin with, folder included; empty: none are written.
   std::string last_operations_prefix;
-  // How long threads sleep at most before they look by themselves for what no rank tells them: deaths, signals,
-  // who is late. Operations depend on neither; tests make them long, so that a lost wake-up hangs.
+  // How long threads sleep at most before they look by themselves for what no rank tells them: deaths,
+  // signals, who is late. Operations depend on neither; tests make them long, so that a lost wake-up hangs.
   int64_t driver_sleep_ns = 10'000'000;
   int64_t idle_sleep_ns = 100'000'000;
+  // What all ranks of a world of several hosts believe their links to carry when they begin; 0: what they
+  // measure. For tests of what follows from a wrong belief.
+  double believed_bytes_per_us = 0;
 };
 
 struct EngineStats {
@@ -76,6 +79,8 @@ struct EngineStats {
   uint64_t late_reports = 0;   // written by this rank
   uint64_t connections = 0;    // for data, to ranks of other hosts
   uint32_t line_latency_ns = 0;
+  uint64_t link_bytes_per_us = 0;  // between hosts, as all ranks estimate with
+  uint64_t link_revisions = 0;     // how often they were told so since the world has formed
 };
 
 class Engine {
@@ -138,9 +143,10 @@ class Engine {
   Status Attach(const std::function<bool()>& interrupted);
   // Finds out whether the ranks of this host can read each other's memory.
   Status ProbePeers(PeerMemory& peers, int64_t deadline_ns);
-  Status MakeBackend(std::unique_ptr<PeerMemory> peers, HierarchicalBackend** hierarchical);
+  Status MakeBackend(std::unique_ptr<PeerMemory> peers);
   Status MakeMesh();
-  Status MeasureLinks(HierarchicalBackend& between);
+  Status MeasureLinks();
+  void UseLinks(const LinkCost& cost);
   // A leader's connection to the others.
   void StartUplink();
   void SpreadRevocation();
@@ -218,6 +224,7 @@ class Engine {
   const bool use_external_;
   const int64_t driver_sleep_ns_;
   const int64_t idle_sleep_ns_;
+  const double believed_bytes_per_us_;
   std::atomic<bool> stop_{false};
   std::atomic<bool> forgotten_{false};
   bool shut_down_ = false;  // guarded by shutdown_mutex_
@@ -259,6 +266,9 @@ class Engine {
   std::unique_ptr<EagerSlots> eager_;  // Claim to Release: under mutex_; null: between hosts, or not ours
   std::unique_ptr<Mesh> mesh_;
   std::unique_ptr<Backend> backend_;
+  HierarchicalBackend* hierarchical_ = nullptr;  // of several hosts
+  std::atomic<uint64_t> link_revisions_{0};
+  std::atomic<double> link_bytes_per_us_{0};
   ExternalBackend* external_ = nullptr;
   bool background_ = false;
   std::deque<OperationPtr> ready_;

@@ -63,7 +63,12 @@ Status Engine::ExecuteBucket(bool* progressed) {
   }
   std::vector<OperationPtr> ops;
   while (executed_ < *end) {
-    if (ready_.front() != nullptr) ops.push_back(std::move(ready_.front()));
+    if (ready_.front() != nullptr && ready_.front()->links) {
+      UseLinks(*ready_.front()->links);
+      link_revisions_.fetch_add(1, std::memory_order_relaxed);
+    } else if (ready_.front() != nullptr) {
+      ops.push_back(std::move(ready_.front()));
+    }
     ready_.pop_front();
     ++executed_;
   }
@@ -83,6 +88,9 @@ Status Engine::ExecuteBucket(bool* progressed) {
     return status;
   }
   if (eager_ != nullptr) eager_->Executed(executed_);
+  if (hierarchical_ != nullptr && topology_.is_root()) {
+    if (const std::optional<LinkCost> cost = hierarchical_->Revise()) control_->TellLinks(*cost);
+  }
   Complete(ops);
   return Status();
 }

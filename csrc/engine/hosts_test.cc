@@ -225,6 +225,41 @@ TEST(links_are_measured_for_no_longer_than_a_start_may_take) {
   }
 }
 
+// What was measured when the world formed may be wrong by any factor; all ranks get to know better, alike.
+TEST(a_wrong_belief_about_links_is_revised_on_all_ranks) {
+  for (const double believed : {0.05, 50'000.0}) {
+    for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1}, {0, 1, 2}}) {
+      std::shared_ptr<LoopbackWorld> world;
+      CHECK_OK(LoopbackWorld::Create(hosts, testing::SmallConfig(), &world));
+      world->believed_bytes_per_us = believed;
+      const size_t size = hosts.size();
+      std::vector<uint64_t> rates(size), revisions(size);
+      std::vector<std::thread> threads;
+      for (int r = 0; r < world->size(); ++r) {
+        threads.emplace_back([&, r] {
+          Rank rank(r, world);
+          for (int i = 0; i < 24; ++i) {
+            std::vector<float> data(1 << 20, 1.0f);
+            CHECK_OK(rank.Allreduce("t", data));
+            CHECK(data == std::vector<float>(1 << 20, static_cast<float>(size)));
+          }
+          std::vector<float> last(1);  // by then all have read what was told
+          CHECK_OK(rank.Allreduce("last", last));
+          const EngineStats stats = rank.engine().Stats();
+          rates[static_cast<size_t>(r)] = stats.link_bytes_per_us;
+          revisions[static_cast<size_t>(r)] = stats.link_revisions;
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      for (size_t r = 0; r < size; ++r) {
+        CHECK(rates[r] == rates[0] && revisions[r] == revisions[0]);
+        CHECK(rates[r] >= 10 && rates[r] < 50'000);
+      }
+      CHECK(revisions[0] >= 1);
+    }
+  }
+}
+
 TEST(a_rank_that_leaves_is_named_on_every_host) {
   ForVictims([](const std::vector<int>& hosts, int victim) {
     CheckOthersFail(hosts, victim, Code::kRankLeft, [](Rank& rank) { rank.engine().Shutdown(); });

@@ -158,6 +158,14 @@ void Control::Publish(const std::vector<Response>& responses) {
   }
 }
 
+void Control::TellLinks(const LinkCost& cost) {
+  Response links;
+  links.kind = Response::Kind::kLinks;
+  links.rows = {
+      {static_cast<int64_t>(cost.latency_us * 1000), static_cast<int64_t>(cost.bytes_per_us * 1000)}};
+  Publish({links});
+}
+
 void Control::PushResponse(const std::string& body) {
   const uint64_t before = responses_out_->bytes_pushed();
   responses_out_->Push(body);

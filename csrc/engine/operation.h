@@ -4,10 +4,12 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
+#include "collectives/select.h"
 #include "control/message.h"
 #include "engine/output_memory.h"
 #include "transport/record.h"
@@ -47,6 +49,8 @@ struct Operation {
   // rank.
   std::vector<std::vector<int64_t>> rows;
   std::vector<OutputBuffer> buffers;  // filled by the driver before `done`, unless outputs were given
+
+  std::optional<LinkCost> links;  // what is in the log to say this, and nothing else
 
   uint32_t record = kNoRecord;  // where its rank notes it; guarded by the engine's mutex
 

@@ -44,6 +44,7 @@ Engine::Engine(EngineOptions options)
       use_external_(options.external),
       driver_sleep_ns_(options.driver_sleep_ns),
       idle_sleep_ns_(options.idle_sleep_ns),
+      believed_bytes_per_us_(options.believed_bytes_per_us),
       last_operations_prefix_(std::move(options.last_operations_prefix)),
       stacks_(std::move(options.stacks)) {
   told_left_.resize(static_cast<size_t>(topology_.local_size()));
@@ -121,10 +122,9 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   control_ = std::make_unique<Control>(*segment_, topology_, ranks_, epoch_, config_, mutex_, faults_.get(),
                                        uplink_.get());
   ProbeLatency();
-  HierarchicalBackend* between = nullptr;
-  KV_RETURN_IF_ERROR(MakeBackend(std::move(peers), &between));
+  KV_RETURN_IF_ERROR(MakeBackend(std::move(peers)));
   if (uplink_ != nullptr) StartUplink();
-  return between == nullptr ? Status() : MeasureLinks(*between);
+  return hierarchical_ == nullptr ? Status() : MeasureLinks();
 }
 
 Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
@@ -141,7 +141,7 @@ Status Engine::ProbePeers(PeerMemory& peers, int64_t deadline_ns) {
   return Status();
 }
 
-Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory, HierarchicalBackend** hierarchical) {
+Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
   std::function<void()> before_post;
   if (faults_ != nullptr) before_post = [this] { faults_->Pause(rank_); };
   backend_ =
@@ -154,7 +154,7 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory, Hierarchical
         static_cast<Algorithm>(std::clamp<int64_t>(config_.tcp_algorithm, 0, kAlgorithmCount - 1));
     auto between = std::make_unique<HierarchicalBackend>(std::move(backend_), *mesh_, topology_.host_of, tcp);
     waiter_->set_background([this] { return mesh_->Background(); });
-    *hierarchical = between.get();
+    hierarchical_ = between.get();
     backend_ = std::move(between);
   }
   if (topology_.hosts() == 1 && !use_external_) {
@@ -170,15 +170,26 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory, Hierarchical
 }
 
 // When leaders listen to each other already: of a rank that fails here all are to hear.
-Status Engine::MeasureLinks(HierarchicalBackend& between) {
+Status Engine::MeasureLinks() {
   // A host that stops now is waited for no longer than for one that never came.
   forming_until_ns_ = NowNs() + config_.start_timeout_ms * 1'000'000;
-  const Status measured = between.MeasureLinks();
+  const Status measured = hierarchical_->MeasureLinks();
   forming_until_ns_ = 0;
-  if (measured.ok()) return measured;
+  if (measured.ok()) {
+    LinkCost cost = hierarchical_->cost();
+    if (believed_bytes_per_us_ > 0) cost.bytes_per_us = believed_bytes_per_us_;
+    hierarchical_->Watch(cost);
+    UseLinks(cost);
+    return measured;
+  }
   segment_->Revoke(measured.code(), measured.message());
   SpreadRevocation();
   return segment_->RevokedStatus();
+}
+
+void Engine::UseLinks(const LinkCost& cost) {
+  hierarchical_->set_cost(cost);
+  link_bytes_per_us_.store(cost.bytes_per_us, std::memory_order_relaxed);
 }
 
 Status Engine::MakeMesh() {

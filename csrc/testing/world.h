@@ -30,6 +30,7 @@ class Rank {
     // As with processes, only those of the same host are seen to die; of others one hears.
     options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks,
                                                           Topology(rank, world_->hosts).local_ranks);
+    options.believed_bytes_per_us = world_->believed_bytes_per_us;
     if (std::getenv("KOLOVOD_TEST_LONG_SLEEPS") != nullptr) {
       options.driver_sleep_ns = options.idle_sleep_ns = 3'600'000'000'000;
     }

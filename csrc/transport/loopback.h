@@ -85,6 +85,7 @@ class LoopbackWorld {
   std::vector<int> hosts;
   std::map<int, std::shared_ptr<Segment>> segments;  // by host label
   std::shared_ptr<LoopbackFaults> faults;
+  double believed_bytes_per_us = 0;  // of the links between hosts, when the world begins; 0: as measured
 
  private:
   static Status Create(std::vector<int> ranks, std::vector<int> hosts, const Config& config,

@@ -129,12 +129,38 @@ Status Mesh::Break(Status status) {
   return broken_;
 }
 
+void Mesh::BeginSpan() {
+  in_span_ = true;
+  span_bytes_ = 0;
+  span_first_ns_ = span_last_ns_ = 0;
+}
+
+Mesh::Span Mesh::EndSpan() {
+  in_span_ = false;
+  return Span{span_bytes_, span_last_ns_ - span_first_ns_};
+}
+
+// What came first had waited for somebody to look: it begins the time, and does not count.
+Status Mesh::Pull(Stream& peer, bool* moved) {
+  const uint64_t before = peer.received();
+  KV_RETURN_IF_ERROR(peer.Pull(moved));
+  const auto came = static_cast<size_t>(peer.received() - before);
+  if (!in_span_ || came == 0) return Status();
+  span_last_ns_ = NowNs();
+  if (span_first_ns_ == 0) {
+    span_first_ns_ = span_last_ns_;
+  } else {
+    span_bytes_ += came;
+  }
+  return Status();
+}
+
 Status Mesh::Progress(bool* moved) {
   if (unconnected_ > 0 && options_.switchboard->HasNews()) KV_RETURN_IF_ERROR(TakeNews());
   for (size_t i = 0; i < active_.size();) {
     Stream& peer = stream(active_[i]);
     if (peer.sending()) KV_RETURN_IF_ERROR(peer.Push(moved));
-    if (peer.receiving()) KV_RETURN_IF_ERROR(peer.Pull(moved));
+    if (peer.receiving()) KV_RETURN_IF_ERROR(Pull(peer, moved));
     if (peer.sending() || peer.receiving()) {
       ++i;
     } else {

@@ -83,6 +83,15 @@ class Mesh {
   // wait will say. For waits on something else that must not hold the peers up.
   bool Background();
 
+  // What has come between the two calls, from all peers: bytes, headers included, and the time from when the
+  // first were here until the last were.
+  struct Span {
+    size_t bytes;
+    int64_t ns;
+  };
+  void BeginSpan();
+  Span EndSpan();
+
   // After an error streams may have stopped within a message: every later call fails alike.
   bool broken() const { return !broken_.ok(); }
 
@@ -122,6 +131,7 @@ class Mesh {
   template <class Done>
   Status Until(Done done);
   Status Progress(bool* moved);
+  Status Pull(Stream& peer, bool* moved);
   // Nothing moved: spins on, yields, or sleeps until a socket is ready. Calls check() when it is time.
   Status Rest(int64_t idle_since_ns, int64_t now_ns, int64_t spin_ns);
   // Peers on this machine that share this core with this rank wait for each other: one of them goes.
@@ -138,6 +148,9 @@ class Mesh {
   int unconnected_ = 0;                        // of them
   std::atomic<int> connections_{0};
   uint32_t operation_ = 0;
+  bool in_span_ = false;
+  size_t span_bytes_ = 0;  // after the first that came
+  int64_t span_first_ns_ = 0, span_last_ns_ = 0;
   std::vector<int> active_;      // peers with something pending
   std::vector<char> is_active_;  // by peer
   SpinGauge spin_gauge_;
