@@ -9,19 +9,9 @@ import sys
 
 import numpy as np
 import pytest
-from forked import ranks_after, run_keras_ranks
+from forked import KERAS_RUNNERS as RUNNERS
 from frameworks import is_installed
 
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-OURS = "kolovod.keras.callbacks"
-RUNNERS = {
-    "tensorflow": run_keras_ranks,
-    "torch": ranks_after("torch", "keras", OURS, KERAS_BACKEND="torch", **QUIET),
-    "jax": ranks_after(
-        "jax", "keras", OURS, KERAS_BACKEND="jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1", **QUIET
-    ),
-    "tf_keras": ranks_after("tensorflow", "tf_keras", OURS, TF_USE_LEGACY_KERAS="1", **QUIET),
-}
 EAGER = "torch"  # which needs no second for each model, and so is asked all that all have alike
 STEPS, BATCH, EPOCHS = 4, 16, 2
 
