@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from horovod.common.process_sets import global_process_set
+from horovod.tensorflow.gradient_aggregation import Reduce, _Helper
 
 
-class LocalGradientAggregationHelperEager(LocalGradientAggregationHelper):
+class LocalGradientAggregationHelperEager(_Helper):
     """Works in graphs, too, as the other does here."""
 
     def __init__(
         self,
         backward_passes_per_step: int,
-        allreduce_func: Callable[..., Any],
+        allreduce_func: Reduce,
         sparse_as_dense: bool,
         average_aggregated_gradients: bool,
-        local_gradients_scaling_factor: float = 1.0,
+        process_set: Any = global_process_set,
+        scale_local_gradients: bool = True,
     ) -> None:
         """See LocalGradientAggregationHelper."""
         super().__init__(
@@ -25,5 +26,6 @@ class LocalGradientAggregationHelperEager(LocalGradientAggregationHelper):
             allreduce_func,
             sparse_as_dense,
             average_aggregated_gradients,
-            local_gradients_scaling_factor=local_gradients_scaling_factor,
+            process_set,
+            scale_local_gradients,
         )
