@@ -211,6 +211,21 @@ def check_gradients(tf, hvd, rank, run):
     assert gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), 2) == [2, 4]
     assert gradient(hvd.reducescatter, 2) == [1, 2]
 
+    def looped(verb):
+        def call(x):
+            x = tf.identity(x)
+            for i in tf.range(2):
+                for _ in tf.range(i + 1):
+                    x = verb(x)
+            return x
+
+        return call
+
+    assert gradient(looped(lambda x: hvd.allreduce(x, op=hvd.Max)), 2) == [2, 2]
+    share = (1.5 * 0.25) * (1 - rank)  # the mean with a rank that has none, twice
+    assert gradient(looped(lambda x: hvd.broadcast(x, 0)), 2) == [share] * 2
+    assert gradient(looped(lambda x: tf.ensure_shape(hvd.allgather(x)[:2], [2])), 2) == [share] * 2
+
 
 def check_errors(tf, hvd, rank, run):
     """Of TensorFlow's classes; outside of graphs of Horovod's, too."""
