@@ -60,6 +60,7 @@ METHODS = {
     "gradient": "self, target, sources, output_gradients=None, use_generic_names=False",
     "register_local_source": "self, source",
 }
+HELPER = "backward_passes_per_step, allreduce_func, sparse_as_dense, average_aggregated_gradients"
 METHODS["get_local_and_global_gradients"] = METHODS["gradient"]
 NAMES = (
     "Adasum Average Max Min Product Sum Compression ProcessSet global_process_set cross_rank "
@@ -115,6 +116,15 @@ def check_names(tf, hvd):
     assert written(hvd, service.TfDataServiceConfig) == (
         "dispatchers, workers_per_dispatcher, dispatcher_side, addresses, key, timeout=60"
     )
+    helpers = [
+        getattr(importlib.import_module(module), names)
+        for module, names in MODULES.items()
+        if module.startswith("horovod.tensorflow.gradient_aggregation")
+    ]
+    assert [written(hvd, helper) for helper in helpers] == [
+        f"{HELPER}, rank=0, optimizer_type=None, {GPS}, scale_local_gradients=True, name=''",
+        f"{HELPER}, {GPS}, scale_local_gradients=True",
+    ]
     for name in (*NAMES.split(), *hvd.__all__):
         assert hasattr(hvd, name), name
     for module, names in MODULES.items():

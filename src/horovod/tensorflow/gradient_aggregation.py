@@ -84,17 +84,25 @@ class Aggregation:
         return tf.cond(is_last, apply, count)
 
 
-class _Helper(Aggregation):
+class Helper(Aggregation):
     """A helper that somebody makes for gradients that Kolovod's optimizers do not see."""
 
     def __init__(
-        self, passes: int, reduce: Reduce, sparse_as_dense: bool, average: bool, *rest: Any
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Reduce,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        process_set: Any = global_process_set,
+        scale_local_gradients: bool = True,
     ) -> None:
-        """``reduce(gradients, variables)`` returns the combined ones. Raises ValueError."""
-        self._reduce = reduce
+        """``allreduce_func(gradients, variables)`` returns the combined ones. Raises ValueError."""
+        self._reduce = allreduce_func
         self._local: set[int] = set()
-        self.process_set, self.scale_local_gradients = rest
-        aggregation = LocalAggregation(passes, self._combine, average, sparse_as_dense)
+        self.process_set, self.scale_local_gradients = process_set, scale_local_gradients
+        aggregation = LocalAggregation(
+            backward_passes_per_step, self._combine, average_aggregated_gradients, sparse_as_dense
+        )
         super().__init__(aggregation, lambda var: self._local.add(id(variable_of(var))))
 
     def _combine(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
@@ -110,7 +118,7 @@ class _Helper(Aggregation):
         return results
 
 
-class LocalGradientAggregationHelper(_Helper):
+class LocalGradientAggregationHelper(Helper):
     """Sums gradients; every ``backward_passes_per_step``-th time ``allreduce_func`` gets them."""
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
@@ -128,10 +136,7 @@ class LocalGradientAggregationHelper(_Helper):
         scale_local_gradients: bool = True,
         name: str = "",
     ) -> None:
-        """``allreduce_func(gradients, variables)`` returns the combined ones.
-
-        ``rank``, ``optimizer_type`` and ``name`` are of no use here. Raises ValueError.
-        """
+        """``rank``, ``optimizer_type`` and ``name`` are of no use here. Raises ValueError."""
         super().__init__(
             backward_passes_per_step,
             allreduce_func,
