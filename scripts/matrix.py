@@ -46,7 +46,10 @@ _EXAMPLES = ("scikit-learn", "rich")
 _ON_JAX = ("optax", "flax", "equinox", *_EXAMPLES)
 ROWS = {
     "tensorflow-2.15.1": Row(
-        ("tensorflow-cpu==2.15.1", *_EXAMPLES), _TENSORFLOW, ("tensorflow",), newest_python=(3, 11)
+        ("tensorflow-cpu==2.15.1", *_EXAMPLES),
+        (*_TENSORFLOW, *_KERAS),
+        ("tensorflow",),
+        newest_python=(3, 11),
     ),
     "tensorflow-2.18.1": Row(
         ("tensorflow-cpu==2.18.1", *_EXAMPLES), _TENSORFLOW, ("tensorflow",), newest_python=(3, 12)

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import IO, Any
 
 from kolovod.launch import function
@@ -78,14 +79,30 @@ run_tensorflow_ranks = ranks_after(
     CUDA_VISIBLE_DEVICES="",
 )
 run_mxnet_ranks = ranks_after("mxnet", "kolovod.mxnet", "horovod.mxnet")
-run_keras_ranks = ranks_after(
-    "tensorflow",
-    "keras",
-    "kolovod.keras.callbacks",
-    KERAS_BACKEND="tensorflow",
-    TF_CPP_MIN_LOG_LEVEL="3",
-    CUDA_VISIBLE_DEVICES="",
-)
+
+
+def _keras_2() -> str:
+    try:
+        return "keras" if metadata.version("keras").startswith("2.") else "tf_keras"
+    except metadata.PackageNotFoundError:
+        return "tf_keras"
+
+
+KERAS_2 = _keras_2()
+"""The module of Keras 2: Keras itself beside a TensorFlow before 2.16."""
+_KERAS = "kolovod.keras.callbacks"
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+run_keras_ranks = ranks_after("tensorflow", "keras", _KERAS, KERAS_BACKEND="tensorflow", **_QUIET)
+# Each way of having Keras.
+KERAS_RUNNERS = {
+    "tensorflow": run_keras_ranks,
+    "torch": ranks_after("torch", "keras", _KERAS, KERAS_BACKEND="torch", **_QUIET),
+    "jax": ranks_after(
+        "jax", "keras", _KERAS, KERAS_BACKEND="jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1",
+        **_QUIET,
+    ),
+    "tf_keras": ranks_after("tensorflow", KERAS_2, _KERAS, TF_USE_LEGACY_KERAS="1", **_QUIET),
+}  # fmt: skip
 # Tests compile many programs and run each a few times.
 QUICKLY_COMPILED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 run_jax_ranks = ranks_after(

@@ -57,6 +57,7 @@ def test_without_a_launcher_the_size_is_one() -> None:
     try:
         kv.init()  # again: nothing happens
         kv.init(comm=[0])
+        kv.init(comm=iter({0}))
         world = current()
         assert (kv.rank(), kv.size(), kv.local_rank(), kv.local_size()) == (0, 1, 0, 1)
         assert (kv.cross_rank(), kv.cross_size()) == (0, 1)
@@ -144,7 +145,9 @@ def test_a_smaller_world_numbers_its_ranks_anew() -> None:
             with pytest.raises(InvalidArgumentError) as caught:
                 kv.init(comm=[2, 0, 3])
             return str(caught.value)
-        kv.init(comm=[3, 2, 0])
+        kv.init(comm=(member for member in (3, 2, 0)))  # whatever can be iterated, even once only
+        with pytest.raises(InvalidArgumentError, match=r"comm=\[1, 0\]"):
+            kv.init(comm=reversed(range(2)))
         return kv.rank(), kv.size(), current().members, ranks_sum(rank)
 
     results = run_ranks(4, work)

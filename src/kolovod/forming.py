@@ -16,19 +16,14 @@ from kolovod.launch.place import usable_cores
 from kolovod.launch.sharing import Ready
 from kolovod.observe import stacks
 
-__all__ = ["make_engine", "members_of"]
+__all__ = ["listed", "make_engine", "members_of"]
 
 
 def members_of(comm: Any, rank: int, size: int | None = None) -> tuple[int, ...]:
     """``comm`` as a sorted tuple; None: all. InvalidArgumentError."""
     if comm is None and size is not None:
         return tuple(range(size))
-    try:
-        members = tuple(sorted(index(member) for member in comm))
-    except TypeError:
-        raise InvalidArgumentError(
-            f"comm={comm!r}: expected launcher ranks (whole numbers)"
-        ) from None
+    members = tuple(sorted(listed(comm)))
     if size is not None and (not members or members[0] < 0 or members[-1] >= size):
         raise InvalidArgumentError(
             f"comm={list(members)}: expected launcher ranks from 0 to {size - 1}, at least one"
@@ -41,6 +36,16 @@ def members_of(comm: Any, rank: int, size: int | None = None) -> tuple[int, ...]
             f"rank {rank}: only the ranks of the new world call init(comm)"
         )
     return members
+
+
+def listed(comm: Any) -> list[int]:
+    """The numbers in ``comm``, whatever can be iterated, maybe once only. InvalidArgumentError."""
+    try:
+        return [index(member) for member in comm]
+    except TypeError:
+        raise InvalidArgumentError(
+            f"comm={comm!r}: expected launcher ranks (whole numbers)"
+        ) from None
 
 
 def make_engine(

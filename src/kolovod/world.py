@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from kolovod.errors import (
     InvalidArgumentError,
     NotInitializedError,
 )
-from kolovod.forming import make_engine, members_of
+from kolovod.forming import listed, make_engine, members_of
 from kolovod.launch import mpi
 from kolovod.launch.bootstrap import bootstrap
 from kolovod.launch.formation import Member
@@ -37,6 +37,7 @@ __all__ = [
     "is_initialized",
     "leave",
     "shutdown",
+    "word_with",
 ]
 
 
@@ -147,6 +148,9 @@ _process = _Process()
 _world: World | None = None
 
 
+_wording: Callable[[str], str] = str  # what is said of a missing world
+
+
 def current() -> World:
     """The world of this process. Raises NotInitializedError if there is none."""
     world = _world
@@ -178,9 +182,10 @@ def init(
     """Form a world with the other ranks of the job; does nothing if this process is in one.
 
     Without a launcher the world has size 1; docs/launchers.md lists those that are recognised.
-    ``comm``: the launcher ranks that form it, the same on each of them (in any order); new ranks
-    are positions in the sorted list. Or an mpi4py communicator with ascending members. After a
-    failure the survivors call ``shutdown()`` and then ``init(comm=...)``, in the same processes.
+    ``comm``: the launcher ranks that form it, any iterable of whole numbers, the same on each of
+    them (in any order); new ranks are positions in the sorted list. Or an mpi4py communicator with
+    ascending members. After a failure the survivors call ``shutdown()`` and then
+    ``init(comm=...)``, in the same processes.
     ``process_sets``: sets to add at once, the same on all ranks (see ``add_process_set``); if that
     fails, so does ``init``. An empty list makes sure that the others give none either.
 
@@ -190,6 +195,8 @@ def init(
     forked from a rank, AuthenticationError, BootstrapError.
     """
     global _world
+    if comm is not None and not mpi.is_communicator(comm):
+        comm = listed(comm)
     with _process.lock:
         if _world is not None:
             asked = mpi.ranks_of(comm) if mpi.is_communicator(comm) else comm
@@ -280,6 +287,12 @@ def has_place() -> bool:
     return read_place(os.environ) is not None or (found is not None and found.launcher.is_mpi)
 
 
+def word_with(wording: Callable[[str], str]) -> None:
+    """Have ``wording`` say what is said of a missing world: for an interface with other names."""
+    global _wording
+    _wording = wording
+
+
 def init_at(place: Place) -> None:
     """``init`` in a process that has no launcher of ours but knows its place, as the others do."""
     with _process.lock:
@@ -353,9 +366,8 @@ def _make_world(ready: Ready, place: Place, settings: Settings) -> World:
 
 
 def _not_initialized() -> NotInitializedError:
-    return NotInitializedError(
-        _process.forked_from or "there is no world in this process: call init() first"
-    )
+    text = _process.forked_from or "there is no world in this process: call init() first"
+    return NotInitializedError(_wording(text))
 
 
 def leave_at_exit() -> None:

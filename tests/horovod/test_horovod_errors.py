@@ -98,6 +98,7 @@ def test_before_init(label):
     for found in all_outcomes():
         kinds, message, _ = found[f"before init: {label}"]
         assert ("ValueError" if label in FACTS else "HorovodInternalError") in kinds.split()
+        assert message.startswith("Horovod has not been initialized")
         assert "init()" in message
 
 

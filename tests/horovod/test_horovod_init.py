@@ -58,10 +58,15 @@ def test_process_sets_of_init_are_the_same_on_all_ranks():
     assert all(run_ranks(3, init_with_sets))
 
 
+ITERABLES = (reversed, iter, set, np.array, dict.fromkeys, lambda ranks: range(2, -1, -1))
+
+
 def init_with_some(rank):
     refused("expected launcher ranks from 0 to 2", [0, 9])
     refused("a rank is named twice", [0, 0, 1])
     refused("expected a list of ranks or an mpi4py communicator, not 5", 5)
+    refused("whole numbers", "012")
+    refused("whole numbers", np.array([0.0, 1.0]))
     if rank == 1:
         refused("does not contain this process", [0, 2])
     hvd.init([2, 0] if rank != 1 else [1])
@@ -70,6 +75,11 @@ def init_with_some(rank):
     hvd.shutdown()
     hvd.init([])  # Horovod's older default: all ranks
     assert hvd.size() == 3
+    hvd.shutdown()
+    for comm in ITERABLES:
+        hvd.init(comm(range(3)))
+        assert (hvd.rank(), hvd.size()) == (rank, 3)
+        hvd.shutdown()
     return facts
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import run_keras_ranks
-from frameworks import is_installed
+from forked import KERAS_2, KERAS_RUNNERS, run_keras_ranks
+from frameworks import is_installed, keras_variable
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("keras"), reason="Keras is not installed"),
@@ -103,15 +103,55 @@ def check_values(rank):
     assert hvd.allreduce(rank + 1.0) == tf_hvd.allreduce(rank + 1.0) == 1.5
     assert hvd.allreduce(rank + 1.0, average=None, op=hvd.Sum) == 3
     assert tf_hvd.allreduce(rank + 1.0, op=hvd.Sum) == 3
+    assert tf_hvd.allreduce(rank + 1.0, None, None, 2.0, 3.0, hvd.Sum, hvd.Compression.fp16) == 18
     with pytest.raises(ValueError, match="give op only"):
         hvd.allreduce(1.0, op=hvd.Sum)
     with pytest.warns(DeprecationWarning, match="average is deprecated"):
         assert tf_hvd.allreduce(rank + 1.0, average=False) == 3
-    assert hvd.allgather([rank]).tolist() == [0, 1]
-    assert hvd.broadcast([rank], 1, "b").tolist() == [1]
-    assert hvd.reducescatter([1.0, 2.0], op=hvd.Sum).tolist() == [2.0 * (rank + 1)]
+    assert hvd.allgather([rank]).numpy().tolist() == [0, 1]
+    assert hvd.broadcast([rank], 1, "b").numpy().tolist() == [1]
+    assert hvd.reducescatter([1.0, 2.0], op=hvd.Sum).numpy().tolist() == [2.0 * (rank + 1)]
     with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
         hvd.broadcast_global_variables(0)
+
+
+def calls(hvd, value):
+    """Each verb, by name."""
+    return {
+        "allreduce": hvd.allreduce(value),
+        "allgather": hvd.allgather(value),
+        "broadcast": hvd.broadcast(value, 1),
+        "reducescatter": hvd.reducescatter(value),
+    }
+
+
+def check_tensors(rank):
+    """What comes back is TensorFlow's, also within a function; in TensorFlow 1's graph an array."""
+    import tensorflow as tf
+
+    values = np.array([1.0, 2.0]) + rank
+    expected = {
+        "allreduce": [1.5, 2.5],
+        "allgather": [1.0, 2.0, 2.0, 3.0],
+        "broadcast": [2.0, 3.0],
+        "reducescatter": [1.5 + rank],
+    }
+    for name in SIGNATURES:
+        hvd = importlib.import_module(name)
+        for given in (values, tf.constant(values), tf.Variable(values), keras_variable(tf, values)):
+            for verb, found in calls(hvd, given).items():
+                assert isinstance(found, tf.Tensor)
+                assert found.dtype == tf.convert_to_tensor(given).dtype
+                assert found.numpy().tolist() == expected[verb]
+        for verb, found in tf.function(lambda hvd=hvd: calls(hvd, tf.constant(values)))().items():
+            assert found.numpy().tolist() == expected[verb]
+        with tf.Graph().as_default():
+            for verb, found in calls(hvd, values).items():
+                assert isinstance(found, np.ndarray)
+                assert found.tolist() == expected[verb]
+        assert hvd.allreduce(1.5).dtype == tf.float32  # as TensorFlow takes a plain number
+        with pytest.raises(ValueError, match="string is not supported"):
+            hvd.allreduce("1.5")
 
 
 def check_arguments(keras, rank):
@@ -145,7 +185,7 @@ def check_arguments(keras, rank):
         np.testing.assert_allclose(layer.get_weights()[0], -0.1 * share * (rank + 1), rtol=1e-6)
     members = hvd.add_process_set([0, 1][:1])
     optimizer = tf_hvd.DistributedOptimizer(sgd(), process_set=members, backward_passes_per_step=2)
-    assert optimizer.gradient_accumulation_steps == 2
+    assert KERAS_2 == "keras" or optimizer.gradient_accumulation_steps == 2
     assert optimizer._kolovod_reducer.way.process_set is members
     hvd.remove_process_set(members)
 
@@ -183,7 +223,7 @@ def check_script(keras, rank, folder):
             best,
         ],
     )
-    weights = hvd.allgather(model.get_weights()[0].reshape(1, -1))
+    weights = hvd.allgather(model.get_weights()[0].reshape(1, -1)).numpy()
     assert (weights[0] == weights[1]).all()
     assert seen["lr"] == pytest.approx(0.1)
     losses = hvd.allgather([seen["loss"]])
@@ -202,9 +242,31 @@ def test_names_and_a_script(tmp_path):
         hvd.init()
         check_surface()
         check_values(rank)
+        check_tensors(rank)
         check_arguments(keras, rank)
         check_script(keras, rank, str(tmp_path))
         hvd.shutdown()
         return True
 
     assert all(run_keras_ranks(2, work, timeout_s=100))
+
+
+@pytest.mark.parametrize("which", ["torch", "jax"])
+def test_tensors_of_what_keras_runs_on(which):
+    if not is_installed(which) or KERAS_2 == "keras":
+        pytest.skip(f"{which} is not installed, or Keras is Keras 2, which runs on TensorFlow only")
+
+    def work(rank):
+        import keras
+
+        for name in SIGNATURES:
+            hvd = importlib.import_module(name)
+            hvd.init()
+            given = keras.ops.convert_to_tensor(np.array([1.0, 2.0]) + rank)
+            for verb, found in calls(hvd, given).items():
+                assert keras.ops.is_tensor(found), verb
+                assert found.dtype == given.dtype
+            assert np.asarray(hvd.allgather(given)).tolist() == [1.0, 2.0, 2.0, 3.0]
+        return True
+
+    assert all(KERAS_RUNNERS[which](2, work))

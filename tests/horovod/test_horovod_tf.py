@@ -60,6 +60,7 @@ METHODS = {
     "gradient": "self, target, sources, output_gradients=None, use_generic_names=False",
     "register_local_source": "self, source",
 }
+HELPER = "backward_passes_per_step, allreduce_func, sparse_as_dense, average_aggregated_gradients"
 METHODS["get_local_and_global_gradients"] = METHODS["gradient"]
 NAMES = (
     "Adasum Average Max Min Product Sum Compression ProcessSet global_process_set cross_rank "
@@ -115,6 +116,15 @@ def check_names(tf, hvd):
     assert written(hvd, service.TfDataServiceConfig) == (
         "dispatchers, workers_per_dispatcher, dispatcher_side, addresses, key, timeout=60"
     )
+    helpers = [
+        getattr(importlib.import_module(module), names)
+        for module, names in MODULES.items()
+        if module.startswith("horovod.tensorflow.gradient_aggregation")
+    ]
+    assert [written(hvd, helper) for helper in helpers] == [
+        f"{HELPER}, rank=0, optimizer_type=None, {GPS}, scale_local_gradients=True, name=''",
+        f"{HELPER}, {GPS}, scale_local_gradients=True",
+    ]
     for name in (*NAMES.split(), *hvd.__all__):
         assert hasattr(hvd, name), name
     for module, names in MODULES.items():
@@ -210,6 +220,21 @@ def check_gradients(tf, hvd, rank, run):
     assert gradient(hvd.alltoall, 2) == [1, 2]
     assert gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), 2) == [2, 4]
     assert gradient(hvd.reducescatter, 2) == [1, 2]
+
+    def looped(verb):
+        def call(x):
+            x = tf.identity(x)
+            for i in tf.range(2):
+                for _ in tf.range(i + 1):
+                    x = verb(x)
+            return x
+
+        return call
+
+    assert gradient(looped(lambda x: hvd.allreduce(x, op=hvd.Max)), 2) == [2, 2]
+    share = (1.5 * 0.25) * (1 - rank)  # the mean with a rank that has none, twice
+    assert gradient(looped(lambda x: hvd.broadcast(x, 0)), 2) == [share] * 2
+    assert gradient(looped(lambda x: tf.ensure_shape(hvd.allgather(x)[:2], [2])), 2) == [share] * 2
 
 
 def check_errors(tf, hvd, rank, run):

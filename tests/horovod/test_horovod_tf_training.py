@@ -114,23 +114,43 @@ def check_keras(tf, hvd, rank):
 
 
 def check_helpers(tf, hvd, rank):
-    """The classes that Horovod's own optimizers are made of."""
+    """The classes that Horovod's own optimizers are made of, eager and within a function."""
     from horovod.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 
-    class Optimizer:
-        iterations = tf.Variable(0)
+    def reduce(grads, _):
+        return [hvd.allreduce(g, op=hvd.Sum) for g in grads]
 
-    x, y = tf.Variable(0.0), tf.Variable(0.0)
-    helper = LocalGradientAggregationHelperEager(
-        2, lambda grads, _: [hvd.allreduce(g, op=hvd.Sum) for g in grads], True, True, 4.0
-    )
-    helper.register_local_var(y)
-    applied = []
-    for _ in range(2):
-        grads = helper.compute_gradients([tf.constant(rank + 1.0), tf.constant(8.0)], [x, y])
-        helper.apply_gradients(lambda: applied.append(1), Optimizer())
-    assert [g.numpy() for g in grads] == [3.0, 2.0]
-    assert (len(applied), Optimizer.iterations.numpy()) == (1, 1)
+    of_graphs = hvd.LocalGradientAggregationHelper
+    kind = of_graphs._OPTIMIZER_TYPE_KERAS
+    for to_pass, make, options, share in (
+        (lambda f: f, LocalGradientAggregationHelperEager, {}, 2.0),
+        (tf.function, LocalGradientAggregationHelperEager, {"scale_local_gradients": False}, 1.0),
+        (tf.function, of_graphs, {"rank": rank, "optimizer_type": kind, "name": "x"}, 2.0),
+    ):
+
+        class Optimizer:
+            iterations = tf.Variable(0)
+
+        x, y, applied = tf.Variable(0.0), tf.Variable(0.0), tf.Variable(0)
+        helper = make(2, reduce, True, True, **options)
+        helper.register_local_var(y)
+
+        def run(grads, helper=helper, variables=(x, y), applied=applied, kind=Optimizer):
+            grads = helper.compute_gradients(grads, variables)
+            helper.apply_gradients(lambda: applied.assign_add(1), kind)
+            return grads
+
+        run = to_pass(run)
+        for step in range(1, 5):
+            grads = run([tf.constant(rank + 1.0), tf.constant(8.0)])
+            assert helper.counter.numpy() == step % 2
+            wanted = [rank + 1.0, 8.0] if step % 2 else [3.0, 8.0 / share]
+            assert [g.numpy() for g in grads] == wanted
+            assert (applied.numpy(), Optimizer.iterations.numpy()) == (step // 2, (step + 1) // 2)
+        assert [total.numpy() for total in helper.locally_aggregated_grads] == [0.0, 0.0]
+        assert helper.backward_passes_per_step == 2
+        assert helper.average_aggregated_gradients
+        assert helper.sparse_as_dense
     with pytest.raises(ValueError, match="sparse_as_dense"):
         hvd.LocalGradientAggregationHelper(2, None, False, False).compute_gradients(
             [tf.IndexedSlices(tf.ones([1]), tf.constant([0]))], [x]

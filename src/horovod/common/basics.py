@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import kolovod
 from horovod.common.process_sets import ProcessSet
+from horovod.common.uninitialized import through_horovod
 from kolovod.errors import MismatchError
+from kolovod.forming import listed
 from kolovod.launch.mpi import ranks_of
 from kolovod.world import current
 
@@ -21,23 +23,23 @@ Product = int(kolovod.Product)
 
 shutdown = kolovod.shutdown
 is_initialized = kolovod.is_initialized
-rank = kolovod.rank
-size = kolovod.size
-local_rank = kolovod.local_rank
-local_size = kolovod.local_size
-cross_rank = kolovod.cross_rank
-cross_size = kolovod.cross_size
-start_timeline = kolovod.start_timeline
-stop_timeline = kolovod.stop_timeline
+rank = through_horovod(kolovod.rank)
+size = through_horovod(kolovod.size)
+local_rank = through_horovod(kolovod.local_rank)
+local_size = through_horovod(kolovod.local_size)
+cross_rank = through_horovod(kolovod.cross_rank)
+cross_size = through_horovod(kolovod.cross_size)
+start_timeline = through_horovod(kolovod.start_timeline)
+stop_timeline = through_horovod(kolovod.stop_timeline)
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Form a world with the other ranks; does nothing in one.
 
-    ``comm``: None (or an empty list) for all ranks, a list of launcher ranks, or an mpi4py
+    ``comm``: None (or nothing in it) for all ranks, an iterable of launcher ranks, or an mpi4py
     communicator. ``process_sets``: sets to register at once, the same on all ranks, or "dynamic",
     which is always possible here. Raises ValueError for others, and for sets that are not the same
-    on all ranks; NotImplementedError for a list of ranks with a set made of a communicator.
+    on all ranks; NotImplementedError for ranks with a set made of a communicator.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
@@ -45,15 +47,17 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets = None
     sets = list(process_sets or ())
     by_comm = [ps for ps in sets if getattr(ps, "mpi_comm", None) is not None]
-    if comm is not None and not isinstance(comm, list | tuple | range):
+    if isinstance(comm, Iterable):
+        comm = listed(comm)
+        if comm and by_comm:
+            raise NotImplementedError(
+                f"{by_comm[0]} is made of a communicator, but comm is the list {comm}: give a "
+                "communicator or ranks for both"
+            )
+    elif comm is not None:
         members = ranks_of(comm)
         for process_set in by_comm:
             process_set.renumber(members)
-    elif comm and by_comm:
-        raise NotImplementedError(
-            f"{by_comm[0]} is made of a communicator, but comm is the list {list(comm)}: give a "
-            "communicator or ranks for both"
-        )
     try:
         kolovod.init(comm or None, sets)  # a list also if empty: Horovod compares the ranks' sets
     except MismatchError as error:

@@ -69,7 +69,7 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Combine ``value`` over all ranks; an array.
+    """Combine ``value`` over all ranks; a tensor.
 
     Horovod's default of ``average`` makes an error of ``op`` alone: give ``average=None`` with it.
     """

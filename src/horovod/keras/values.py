@@ -1,7 +1,13 @@
-"""Horovod's functions on values, for both of its modules for Keras."""
+"""Horovod's functions on values, for both of its modules for Keras.
+
+They return tensors of what Keras runs on; in a graph of TensorFlow 1, where a tensor would be none
+yet, arrays, as a session does.
+"""
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import Any, NoReturn
 
 import kolovod.keras as kv
@@ -9,6 +15,8 @@ from horovod.common import basics
 from horovod.common.basics import Average
 from horovod.common.util import get_average_backwards_compatibility_fun
 from kolovod.keras import Compression
+from kolovod.keras.functions import to_numpy
+from kolovod.keras.which import backend_of, chosen
 
 _op_of = get_average_backwards_compatibility_fun(basics)
 
@@ -24,7 +32,12 @@ def reduced(
 ) -> Any:
     """What both modules' ``allreduce`` does. ValueError for ``average`` and ``op`` together."""
     op = _op_of(op, average)
-    return kv.allreduce(value, name, op, prescale_factor, postscale_factor, compression)
+    scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
+    options = {"name": name, "op": op, "compression": compression, **scales}
+    verbs = _on_tensors()
+    if verbs is not None:
+        return verbs.allreduce(_tensor(value), **options)
+    return _made(kv.allreduce(value, **options))
 
 
 def allreduce(
@@ -36,23 +49,32 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """Combine ``value`` over all ranks; an array. ``average`` is deprecated, ``op`` says it."""
+    """Combine ``value`` over all ranks; a tensor. ``average`` is deprecated, ``op`` says it."""
     return reduced(value, name, average, prescale_factor, postscale_factor, op, compression)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """The ranks' values one after the other; an array."""
-    return kv.allgather(value, name)
+    """The ranks' values one after the other; a tensor."""
+    verbs = _on_tensors()
+    if verbs is not None:
+        return verbs.allgather(_tensor(value), name)
+    return _made(kv.allgather(value, name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The root's value; an array."""
-    return kv.broadcast(value, root_rank, name)
+    """The root's value; a tensor."""
+    verbs = _on_tensors()
+    if verbs is not None:
+        return verbs.broadcast(_tensor(value), root_rank, name)
+    return _made(kv.broadcast(value, root_rank, name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Of the combined value, the rows of this rank; an array."""
-    return kv.reducescatter(value, name, op)
+    """Of the combined value, the rows of this rank; a tensor."""
+    verbs = _on_tensors()
+    if verbs is not None:
+        return verbs.reducescatter(_tensor(value), name=name, op=op)
+    return _made(kv.reducescatter(value, name, op))
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
@@ -62,3 +84,24 @@ def broadcast_global_variables(root_rank: int) -> NoReturn:
         f"hvd.callbacks.BroadcastGlobalVariablesCallback({root_rank}), or "
         f"kolovod.keras.broadcast_model(model, {root_rank})"
     )
+
+
+def _on_tensors() -> ModuleType | None:
+    """The verbs on TensorFlow's tensors, if Keras runs on these and they have values."""
+    if backend_of(chosen()) != "tensorflow":
+        return None
+    has_values = importlib.import_module("tensorflow").compat.v1.executing_eagerly_outside_functions
+    return importlib.import_module("horovod.tensorflow") if has_values() else None
+
+
+def _tensor(value: Any) -> Any:
+    """TensorFlow's tensor of ``value``, of the dtype that TensorFlow gives plain numbers."""
+    if hasattr(value, "detach"):  # PyTorch's
+        value = to_numpy(value)
+    return importlib.import_module("tensorflow").convert_to_tensor(value)
+
+
+def _made(array: Any) -> Any:
+    """A tensor of what Keras runs on."""
+    keras = chosen()
+    return array if backend_of(keras) == "tensorflow" else keras.ops.convert_to_tensor(array)

@@ -7,38 +7,56 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.process_sets import global_process_set, group_of
+from kolovod.ops import Average
 from kolovod.tensorflow.aggregation import LocalAggregation
+from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.exchange import variable_of
+from kolovod.tensorflow.gradients import scaled
+from kolovod.tensorflow.verbs import collectives
+
+Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
-class LocalGradientAggregationHelper:
-    """Sums gradients; every ``backward_passes_per_step``-th time ``allreduce_func`` gets them."""
+class Aggregation:
+    """What Horovod's helpers for graphs and for eager code have in common; here, everything."""
 
     def __init__(
-        self,
-        backward_passes_per_step: int,
-        allreduce_func: Callable[..., Any],
-        sparse_as_dense: bool,
-        average_aggregated_gradients: bool,
-        rank: int = 0,
-        optimizer_type: Any = None,
-        local_gradients_scaling_factor: float = 1.0,
+        self, aggregation: LocalAggregation, register_local_var: Callable[[Any], None]
     ) -> None:
-        """``allreduce_func(gradients, variables)`` returns the combined ones.
+        """``aggregation``: what counts the passes and has the sums.
 
-        ``rank`` and ``optimizer_type`` are of no use here. Raises ValueError.
+        ``register_local_var(var)``: keep the gradient of ``var`` from the others; it counts as a
+        share of the ranks' mean.
         """
-        self._allreduce = allreduce_func
-        self._factor = local_gradients_scaling_factor
-        self._local: set[int] = set()
-        self._is_last: Any = None
-        self._aggregation = LocalAggregation(
-            backward_passes_per_step, self._combine, average_aggregated_gradients, sparse_as_dense
-        )
+        self._aggregation = aggregation
+        self.register_local_var = register_local_var
+        self._is_last: tf.Tensor | None = None
 
-    def register_local_var(self, var: Any) -> None:
-        """Keep the gradient of ``var`` from the others; it is divided by the scaling factor."""
-        self._local.add(id(variable_of(var)))
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many passes make one step."""
+        return self._aggregation.passes
+
+    @property
+    def average_aggregated_gradients(self) -> bool:
+        """Whether sums are divided by that."""
+        return self._aggregation.average
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are taken; they are summed with all their zeros."""
+        return self._aggregation.sparse_as_dense
+
+    @property
+    def counter(self) -> tf.Variable:
+        """The passes since the last step, an int32 scalar; 0 when it is time to step."""
+        return self._aggregation.count
+
+    @property
+    def locally_aggregated_grads(self) -> list[tf.Variable]:
+        """The sums so far, of the variables that have had a gradient, in that order."""
+        return self._aggregation.sums
 
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """The combined gradients in the last pass, the sums so far before it."""
@@ -61,16 +79,69 @@ class LocalGradientAggregationHelper:
             apply_grads_closure()
             return tf.constant(True)
 
-        return tf.cond(self._is_last, apply, count)
+        is_last = tf.equal(self.counter, 0) if self._is_last is None else self._is_last
+        self._is_last = None
+        return tf.cond(is_last, apply, count)
+
+
+class Helper(Aggregation):
+    """A helper that somebody makes for gradients that Kolovod's optimizers do not see."""
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Reduce,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        process_set: Any = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        """``allreduce_func(gradients, variables)`` returns the combined ones. Raises ValueError."""
+        self._reduce = allreduce_func
+        self._local: set[int] = set()
+        self.process_set, self.scale_local_gradients = process_set, scale_local_gradients
+        aggregation = LocalAggregation(
+            backward_passes_per_step, self._combine, average_aggregated_gradients, sparse_as_dense
+        )
+        super().__init__(aggregation, lambda var: self._local.add(id(variable_of(var))))
 
     def _combine(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         results = list(grads)
         shared = [i for i, v in enumerate(vars) if id(variable_of(v)) not in self._local]
-        combined: Sequence[Any] = self._allreduce(
-            [grads[i] for i in shared], [vars[i] for i in shared]
-        )
+        combined = self._reduce([grads[i] for i in shared], [vars[i] for i in shared])
         for i, gradient in zip(shared, combined, strict=True):
             results[i] = gradient
-        for i in set(range(len(results))) - set(shared):
-            results[i] = results[i] / self._factor
+        if self.scale_local_gradients:
+            members = VerbsOfSet(collectives, group_of(self.process_set))
+            for i in set(range(len(results))) - set(shared):
+                results[i] = scaled(results[i], Average, (1.0, 1.0), members)
         return results
+
+
+class LocalGradientAggregationHelper(Helper):
+    """Sums gradients; every ``backward_passes_per_step``-th time ``allreduce_func`` gets them."""
+
+    _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
+    _OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Reduce,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        rank: int = 0,
+        optimizer_type: Any = None,
+        process_set: Any = global_process_set,
+        scale_local_gradients: bool = True,
+        name: str = "",
+    ) -> None:
+        """``rank``, ``optimizer_type`` and ``name`` are of no use here. Raises ValueError."""
+        super().__init__(
+            backward_passes_per_step,
+            allreduce_func,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            process_set,
+            scale_local_gradients,
+        )

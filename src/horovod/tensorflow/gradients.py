@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from kolovod.ops import Average, Sum
-from kolovod.tensorflow.differentiable import VerbsOfSet
+from kolovod.tensorflow.differentiable import VerbsOfSet, backward
 from kolovod.tensorflow.gradients import scaled
 from kolovod.tensorflow.verbs import collectives
 
@@ -28,10 +28,11 @@ def allreduce(tensors: Tensors, name: str | None, *arguments: Any) -> list[Tenso
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def reduced(*inputs: Tensor) -> Any:
-        def backward(*grads: Tensor) -> list[Tensor]:
+        def gradient(*grads: Tensor) -> list[Tensor]:
             return collectives.grouped_allreduce(list(grads), None, *arguments)
 
-        return collectives.grouped_allreduce(list(inputs), name, *arguments), backward
+        results = collectives.grouped_allreduce(list(inputs), name, *arguments)
+        return results, backward(gradient)
 
     return list(reduced(*tensors))
 
@@ -64,6 +65,6 @@ def _changed(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> list[Tenso
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def unchanged(tensor: Tensor) -> Any:
-        return tf.identity(tensor), change
+        return tf.identity(tensor), backward(change)
 
     return [unchanged(tensor) for tensor in tensors]

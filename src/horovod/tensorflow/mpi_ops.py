@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kolovod.tensorflow as kv
 from horovod.common.basics import (
     Adasum,
     Average,
@@ -38,6 +39,7 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from horovod.common.uninitialized import through_horovod
 from horovod.tensorflow.functions import broadcast_
 from horovod.tensorflow.moves import allgather, alltoall, broadcast, grouped_allgather, join
 from horovod.tensorflow.reductions import (
@@ -46,13 +48,6 @@ from horovod.tensorflow.reductions import (
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
-)
-from kolovod.tensorflow import (
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    size_op,
 )
 
 __all__ = [
@@ -66,3 +61,9 @@ __all__ = [
     "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "size_op",
     "start_timeline", "stop_timeline",
 ]  # fmt: skip
+
+rank_op = through_horovod(kv.rank_op)
+size_op = through_horovod(kv.size_op)
+local_rank_op = through_horovod(kv.local_rank_op)
+local_size_op = through_horovod(kv.local_size_op)
+process_set_included_op = through_horovod(kv.process_set_included_op)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from horovod.common.process_sets import global_process_set, group_of
 from kolovod.errors import InvalidArgumentError
@@ -37,13 +39,57 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Give ``optimizer`` the root's state and options; no step is taken, ``model`` is not needed.
+    """Give ``optimizer`` the root's state and options; no step is taken.
 
+    Where there was no state, parameters that want a gradient and have none get one of zeros. That
+    of an embedding with ``sparse=True`` is sparse, if the ``model`` is given where it can be found.
     Raises ValueError for LBFGS, whose state is not one of tensors alone.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgumentError("the state of torch.optim.LBFGS cannot be broadcast")
+    is_new = not optimizer.state
     _broadcast_optimizer_state(optimizer, root_rank)
+    if is_new:
+        _leave_zeros(optimizer, model)
+
+
+def _leave_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    """Horovod makes state by a step with zeros, and scripts look at gradients before backward.
+
+    The first backward finds them gone, unless they have been changed: added to dense zeros the
+    gradient of an embedding that nobody told us of would not be sparse.
+    """
+    sparse = {
+        id(module.weight)
+        for module in ([] if model is None else model.modules())
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    }
+    takes_sparse_only = isinstance(optimizer, torch.optim.SparseAdam)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter)
+            if takes_sparse_only or id(parameter) in sparse:
+                zeros = zeros.to_sparse(1)
+            parameter.grad = zeros
+            _have_make_way(parameter)
+
+
+def _have_make_way(parameter: torch.Tensor) -> None:
+    """Before ``parameter`` gets its next gradient the one of now goes, if it is as it was."""
+    assert parameter.grad is not None
+    parameter.grad._horovod_version = parameter.grad._version  # type: ignore[attr-defined]
+    own = weakref.ref(parameter)
+
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def make_way(_: torch.Tensor) -> None:
+        handle.remove()
+        parameter = own()
+        grad = None if parameter is None else parameter.grad
+        if grad is not None and getattr(grad, "_horovod_version", -1) == grad._version:
+            assert parameter is not None
+            parameter.grad = None
+
+    handle = parameter.register_hook(make_way)  # type: ignore[no-untyped-call]
 
 
 def broadcast_object(

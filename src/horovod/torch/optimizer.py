@@ -47,9 +47,10 @@ def DistributedOptimizer(
         raise NotImplementedError("op Adasum is possible among all ranks only, not a process set")
     if op == Adasum:
         check_adasum(plain.membership(None).size)
-    return _distributed(
+    named = None if named_parameters is None else list(named_parameters)
+    distributed = _distributed(
         optimizer,
-        named_parameters,
+        named,
         compression,
         backward_passes_per_step,
         op,
@@ -58,3 +59,19 @@ def DistributedOptimizer(
         groups=groups,
         sparse_as_dense=sparse_as_dense,
     )
+    # Kept beside what Kolovod knows: extensions of Horovod look up here what a parameter is called.
+    distributed._parameter_names = _names(distributed, named)  # type: ignore[attr-defined]
+    return distributed
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """The name of each parameter, in the order of names; places stand for names not given."""
+    if named is None:
+        named = [
+            (f"allreduce.noname.{group}.{i}", parameter)
+            for group, options in enumerate(optimizer.param_groups)
+            for i, parameter in enumerate(options["params"])
+        ]
+    return {parameter: name for name, parameter in sorted(named, key=lambda pair: pair[0])}

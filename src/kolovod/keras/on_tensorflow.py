@@ -75,6 +75,19 @@ def gather(grad: tf.IndexedSlices, name: str, share: Any, way: Way) -> Callable[
     return together
 
 
+def place() -> tf.Graph | None:
+    """The graph that is being built, or None outside of graphs."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
+def is_within(outer: tf.Graph | None) -> bool:
+    """Whether tensors of the place ``outer`` can be used here: in its branches, too."""
+    here = place()
+    while here is not outer and here is not None and outer is not None:
+        here = getattr(here, "outer_graph", None)
+    return here is outer
+
+
 def either(
     condition: tf.Tensor, do: Callable[[], Any], otherwise: Callable[[], Any], result: tf.Variable
 ) -> tf.Tensor:

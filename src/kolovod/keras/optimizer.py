@@ -24,6 +24,12 @@ _SET_BY_SCALERS = ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
 """What Keras 3's and Keras 2's LossScaleOptimizer set in the optimizer that they are put around."""
 
 
+_METHODS = (
+    "apply", "apply_gradients", "compute_gradients", "_compute_gradients", "get_gradients",
+)  # fmt: skip
+"""Of the classes below, those that a script or Keras calls while a function is traced."""
+
+
 class Distributed:
     """What ``DistributedOptimizer`` adds to the class of the optimizer that it is given."""
 
@@ -148,32 +154,81 @@ class ScalerInKeras3(InKeras3):
 
 
 class InKeras2(Distributed):
-    """For an optimizer of Keras 2, a legacy one too."""
+    """For an optimizer of Keras 2.
+
+    Gradients are combined where it computes them, so that what a subclass or a script does with
+    these is done with all ranks'; those that were computed elsewhere, before they are applied.
+    """
 
     iterations: Any
     _kolovod_passes: Any = None  # a LocalAggregation, where there are several
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """Combine the ranks' gradients, then apply them as usual."""
+        """Combine the ranks' gradients unless that is done, then apply them as usual."""
         pairs = list(grads_and_vars)
-        variables = [variable for _, variable in pairs]
         reducer = self._kolovod_reducer
-        grads = [grad for grad, _ in pairs]
+        variables = [variable for _, variable in pairs]
+        found = reducer.take_back(variables)
+        if found is None:
+            pairs, is_last = self._kolovod_combined(pairs)
+        else:
+            (is_last,) = found
 
         def applied() -> Any:
-            combined = list(zip(grads, variables, strict=True))
-            return super(InKeras2, self).apply_gradients(  # type: ignore[misc]
-                combined, *args, **kwargs
-            )
+            return super(InKeras2, self).apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
 
-        if reducer.is_idle or self._kolovod_passes is None:
-            grads = reducer.reduced(grads, variables)
+        if is_last is None:
             return applied()
-        grads, is_last = self._kolovod_passes.add(grads, variables)
         build_in_keras_2(self, variables)  # which cannot be done in a branch
         return reducer.backend.either(
             is_last, applied, lambda: self.iterations.assign_add(1), self.iterations
         )
+
+    def _kolovod_combined(self, pairs: Sequence[tuple[Any, Any]]) -> tuple[list[Any], Any]:
+        """The pairs with the ranks' gradients, or sums so far; and whether to step now, or None."""
+        reducer, passes = self._kolovod_reducer, self._kolovod_passes
+        grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
+        is_last = None
+        if reducer.is_idle or passes is None:
+            grads = reducer.reduced(grads, variables)
+        else:
+            grads, is_last = passes.add(grads, variables)
+        return list(zip(grads, variables, strict=True)), is_last
+
+    def _kolovod_handed_out(self, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """The same, which ``apply_gradients`` will take as they are, or as they have become."""
+        combined, is_last = self._kolovod_combined(pairs)
+        self._kolovod_reducer.hand_out([variable for _, variable in combined], is_last)
+        return combined
+
+
+class InNewKeras2(InKeras2):
+    """For one of those that Keras 2.11 brought."""
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[Any]:
+        """As usual, then combined over the ranks; several passes: this rank's sums so far."""
+        return self._kolovod_handed_out(
+            super().compute_gradients(loss, var_list, tape)  # type: ignore[misc]
+        )
+
+
+class InLegacyKeras2(InKeras2):
+    """For one of those that Keras 2.11 calls legacy."""
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[Any]:
+        """As usual, then combined over the ranks; several passes: this rank's sums so far."""
+        return self._kolovod_handed_out(
+            super()._compute_gradients(loss, var_list, grad_loss, tape)  # type: ignore[misc]
+        )
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """The same in a graph of TensorFlow 1."""
+        tensorflow = importlib.import_module("tensorflow")
+        grads = super().get_gradients(loss, params)  # type: ignore[misc]
+        pairs = list(zip(grads, tensorflow.nest.flatten(params), strict=True))
+        return [grad for grad, _ in self._kolovod_handed_out(pairs)]
 
 
 def DistributedOptimizer(
@@ -260,9 +315,7 @@ def _adopt(optimizer: O, reducer: GradientReducer, keras: ModuleType) -> O:
 @functools.cache
 def _class_for(base: type, keras: ModuleType) -> type:
     """``base`` with what we add, under the names by which Keras, reading a file, finds ``base``."""
-    addition: type = InKeras3 if is_keras_3(keras) else InKeras2
-    if addition is InKeras3 and issubclass(base, keras.mixed_precision.LossScaleOptimizer):
-        addition = ScalerInKeras3
+    addition = _addition(base, keras)
     name = base.__name__
     if base.__module__.split(".")[0] != keras.__name__:  # perhaps registered under another name
         name = getattr(keras, "saving", keras.utils).get_registered_name(base)
@@ -274,10 +327,17 @@ def _class_for(base: type, keras: ModuleType) -> type:
     }
     if backend_of(keras) == "tensorflow":  # AutoGraph, which rewrites functions, leaves it alone
         keep = importlib.import_module("tensorflow").autograph.experimental.do_not_convert
-        for method in ("apply", "apply_gradients"):
+        for method in _METHODS:
             if hasattr(addition, method):
                 fields[method] = keep(getattr(addition, method))
     return type(name, (addition, base), fields)
+
+
+def _addition(base: type, keras: ModuleType) -> type:
+    if is_keras_3(keras):
+        is_scaler = issubclass(base, keras.mixed_precision.LossScaleOptimizer)
+        return ScalerInKeras3 if is_scaler else InKeras3
+    return InLegacyKeras2 if issubclass(base, keras.optimizers.legacy.Optimizer) else InNewKeras2
 
 
 def _key_in_keras_2(variable: Any) -> Any:

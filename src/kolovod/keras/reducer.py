@@ -37,6 +37,16 @@ class Way(NamedTuple):
     sparse_as_dense: bool = False
 
 
+class HandedOut(NamedTuple):
+    """Combined gradients that have not been applied yet."""
+
+    place: Any
+    """Where they are of use: see the backend's ``place``."""
+    keys: set[Hashable]
+    """Of their variables."""
+    note: Any
+
+
 class GradientReducer:
     """Combines the gradients of one optimizer. ``is_idle``: hands them through instead."""
 
@@ -49,6 +59,7 @@ class GradientReducer:
         """Variables, and layers, that may have no variables yet."""
         self.latest: Sequence[Any] = ()
         """The variables whose gradients are being applied."""
+        self._handed_out: HandedOut | None = None
         self._key = key
         self._number = 0
         self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
@@ -92,6 +103,21 @@ class GradientReducer:
         for i, wait in waits:
             results[i] = wait()
         return results
+
+    def hand_out(self, variables: Sequence[Any], note: Any) -> None:
+        """Whoever computes gradients and applies them has got those of ``variables``, combined."""
+        keys = {self._key(variable) for variable in variables}
+        self._handed_out = HandedOut(self.backend.place(), keys, note)
+
+    def take_back(self, variables: Sequence[Any]) -> tuple[Any] | None:
+        """The note, if what is now applied to ``variables`` is what was handed out; else None."""
+        out, self._handed_out = self._handed_out, None
+        keys = {self._key(variable) for variable in variables}
+        if out is None or not keys <= out.keys or not self.backend.is_within(out.place):
+            return None
+        if keys < out.keys:  # the others' turn may come
+            self._handed_out = out._replace(keys=out.keys - keys)
+        return (out.note,)
 
     def total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""

@@ -27,18 +27,26 @@ class LocalAggregation:
         self, passes: int, combine: Combine, average: bool = False, sparse_as_dense: bool = False
     ) -> None:
         """``combine`` the sums of ``passes`` passes over the ranks; ``average`` divides them."""
-        self._passes = checked_passes(passes)
+        self.passes = checked_passes(passes)
         self._combine = combine
-        self._average = average
-        self._sparse_as_dense = sparse_as_dense
+        self.average = average
+        self.sparse_as_dense = sparse_as_dense
         self._sums: dict[int, tf.Variable] = {}
         self._sources: list[Any] = []  # keeps the ids above taken
         self._count: tf.Variable | None = None
 
     @property
-    def variables(self) -> list[tf.Variable]:
-        """The count of passes and the sums, as far as they have been needed yet."""
-        return [*([] if self._count is None else [self._count]), *self._sums.values()]
+    def count(self) -> tf.Variable:
+        """How many passes have been added since those that were sent: int32, a scalar."""
+        if self._count is None:
+            with tf.init_scope():
+                self._count = tf.Variable(0, trainable=False, name="passes")
+        return self._count
+
+    @property
+    def sums(self) -> list[tf.Variable]:
+        """One for each source that has had a gradient, in the order of their first."""
+        return list(self._sums.values())
 
     @_as_it_is  # type: ignore[untyped-decorator]
     def add(
@@ -51,15 +59,15 @@ class LocalAggregation:
         """
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         sums = [self._sum_for(gradients[i], sources[i]) for i in present]
-        count = self._counter()
+        count = self.count
         for i, total in zip(present, sums, strict=True):
             total.assign_add(tf.convert_to_tensor(gradients[i]))
-        is_last = tf.equal(count.assign_add(1), self._passes)
+        is_last = tf.equal(count.assign_add(1), self.passes)
 
         def send() -> list[tf.Tensor]:
             own = [total.read_value() for total in sums]
-            if self._average:
-                own = [total / tf.cast(self._passes, total.dtype) for total in own]
+            if self.average:
+                own = [total / tf.cast(self.passes, total.dtype) for total in own]
             combined = self._combine(own, [sources[i] for i in present])
             with tf.control_dependencies(own):
                 count.assign(0)
@@ -76,14 +84,8 @@ class LocalAggregation:
             results[i] = gradient
         return results, is_last
 
-    def _counter(self) -> tf.Variable:
-        if self._count is None:
-            with tf.init_scope():
-                self._count = tf.Variable(0, trainable=False, name="passes")
-        return self._count
-
     def _sum_for(self, gradient: Gradient, source: Any) -> tf.Variable:
-        if isinstance(gradient, tf.IndexedSlices) and not self._sparse_as_dense:
+        if isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
             raise InvalidArgumentError(
                 "backward_passes_per_step above 1 needs dense gradients, but that of a variable of "
                 f"shape {tuple(source.shape)} is sparse: give sparse_as_dense=True"

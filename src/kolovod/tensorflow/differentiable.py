@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
 
@@ -14,6 +15,9 @@ from kolovod.tensorflow.gradients import Tensors
 
 if TYPE_CHECKING:
     from kolovod.tensorflow.verbs import TensorflowCollectives
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class VerbsOfSet:
@@ -73,6 +77,18 @@ def differentiable(
         def gradient(*upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
             return gradients.of_group(outputs, upstream, formula)
 
-        return outputs, gradient
+        return outputs, backward(gradient)
 
     return list(made(*tensors))
+
+
+def backward(gradient: F) -> F:
+    """``gradient``, of what is made now, which contains verbs: see ``graph.anchored``."""
+    anchor = graph.own_anchor()
+
+    @functools.wraps(gradient)
+    def run(*upstream: Any) -> Any:
+        with graph.anchored(anchor):
+            return gradient(*upstream)
+
+    return run  # type: ignore[return-value]

@@ -21,6 +21,7 @@ from kolovod.ops import Average, Op, Sum
 from kolovod.tensorflow import graph
 
 Tensors = Sequence[tf.Tensor]
+Gradient = Callable[..., list[tf.Tensor | None]]
 
 
 class Verbs(Protocol):
@@ -190,7 +191,21 @@ def _tensors(node: tf.Operation) -> Tensors:
     return list(node.inputs)[1:]  # without the anchor
 
 
-@tf.RegisterGradient("KolovodAllreduce")  # type: ignore[untyped-decorator]
+def _registered(op_type: str) -> Callable[[Gradient], Gradient]:
+    """For a function of a node and what reaches its outputs."""
+
+    def register(gradient: Gradient) -> Gradient:
+        def run(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
+            with graph.anchored(None if graph.is_of_session() else node.inputs[0]):
+                return gradient(node, *upstream)
+
+        tf.RegisterGradient(op_type)(run)
+        return gradient
+
+    return register
+
+
+@_registered("KolovodAllreduce")
 def _allreduce(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
     def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
         op = node.get_attr("op")
@@ -199,7 +214,7 @@ def _allreduce(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tenso
     return [None, *of_group(node.outputs, upstream, formula)]
 
 
-@tf.RegisterGradient("KolovodBroadcast")  # type: ignore[untyped-decorator]
+@_registered("KolovodBroadcast")
 def _broadcast(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
     def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
         return of_broadcast(_GraphVerbs(node), _name(node), node.get_attr("root"), given)
@@ -207,7 +222,7 @@ def _broadcast(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tenso
     return [None, *of_group(node.outputs, upstream, formula)]
 
 
-@tf.RegisterGradient("KolovodAllgather")  # type: ignore[untyped-decorator]
+@_registered("KolovodAllgather")
 def _allgather(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
     def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
         rows = [rows_of(_tensors(node)[i]) for i in places]
@@ -217,7 +232,7 @@ def _allgather(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tenso
     return [None, *of_group(node.outputs[:-1], upstream[:-1], formula)]
 
 
-@tf.RegisterGradient("KolovodAlltoall")  # type: ignore[untyped-decorator]
+@_registered("KolovodAlltoall")
 def _alltoall(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
     def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
         rows, received = rows_of(_tensors(node)[0]), node.outputs[1]
@@ -226,7 +241,7 @@ def _alltoall(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor
     return [None, *of_group(node.outputs[:1], upstream[:1], formula), None]
 
 
-@tf.RegisterGradient("KolovodReducescatter")  # type: ignore[untyped-decorator]
+@_registered("KolovodReducescatter")
 def _reducescatter(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
     def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
         op = node.get_attr("op")

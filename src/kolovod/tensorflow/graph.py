@@ -10,9 +10,11 @@ number of one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
@@ -24,7 +26,8 @@ from kolovod.submission import check_arguments
 from kolovod.tensorflow.frontend import code_of
 
 _TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are
-_JOINS = "kolovod.joins"  # a graph's collection
+_JOINS, _ANCHORS = "kolovod.joins", "kolovod.anchors"  # a graph's collections
+_of_the_forward_op: ContextVar[tf.Tensor | None] = ContextVar("kolovod.anchor", default=None)
 
 
 def register() -> None:
@@ -184,7 +187,7 @@ def _node(
     graph = tf.compat.v1.get_default_graph()
     attribute = tf.compat.v1.AttrValue
     label = label or (op_type if name else _place(process_set))
-    anchor = _anchor_of_session() if is_of_session() else _anchor()
+    anchor = _anchor_of_session() if is_of_session() else _anchor_in(graph)
     common = {
         "process_set": _int(process_set),
         "tensor_name": attribute(s=(name or "").encode()),
@@ -212,13 +215,57 @@ def _place(process_set: int) -> str:
     return f"kolovod_set{process_set}" if process_set else "kolovod"
 
 
-@functools.cache
-def _anchor() -> tf.Tensor:
+@contextlib.contextmanager
+def anchored(anchor: tf.Tensor | None) -> Iterator[None]:
+    """Within this context the ops of a gradient have the ``anchor`` of what they are that of."""
+    token = _of_the_forward_op.set(anchor)
+    try:
+        yield
+    finally:
+        _of_the_forward_op.reset(token)
+
+
+def own_anchor() -> tf.Tensor | None:
+    """The anchor for ``anchored``, of ops that are made now; None where they need none."""
+    if tf.executing_eagerly() or is_of_session():
+        return None
+    return _copied(tf.compat.v1.get_default_graph())
+
+
+def _anchor_in(graph: tf.Graph) -> tf.Tensor:
     """An input that makes no graph's op one of constants only.
 
     Such an op TensorFlow runs once, while it optimizes the graph, and keeps the result. A tensor
     from outside becomes an argument of the function, unless it is so small that it is copied in.
+
+    The gradient of a loop or of a branch has no place for a tensor from outside: it takes what the
+    loop has, and what the graph around has. So a gradient's ops have the anchor of the ops that it
+    is that of, and those in a loop or a branch one of the graph around it.
     """
+    given = _of_the_forward_op.get()
+    if given is not None:
+        return given
+    if getattr(graph, "is_control_flow_graph", False):
+        return _copied(graph.outer_graph)
+    return _anchor()
+
+
+def _copied(graph: tf.Graph) -> tf.Tensor:
+    """The anchor as a tensor of ``graph``."""
+    given = _of_the_forward_op.get()
+    # Collections are inherited by functions within, to which the tensors of this one mean nothing.
+    known = [anchor for anchor in graph.get_collection(_ANCHORS) if anchor.graph is graph]
+    if given is None and known:
+        return known[0]
+    with graph.as_default(), tf.control_dependencies(None), tf.device("CPU:0"):
+        anchor = tf.identity(_anchor_in(graph), name="kolovod_anchor")
+    if given is None:
+        graph.add_to_collection(_ANCHORS, anchor)
+    return anchor
+
+
+@functools.cache
+def _anchor() -> tf.Tensor:
     with tf.init_scope(), tf.device("CPU:0"):
         return tf.zeros([_TOO_LARGE_TO_COPY], tf.uint8)
 

@@ -9,26 +9,19 @@ import sys
 
 import numpy as np
 import pytest
-from forked import ranks_after, run_keras_ranks
+from forked import KERAS_2
+from forked import KERAS_RUNNERS as RUNNERS
 from frameworks import is_installed
 
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-OURS = "kolovod.keras.callbacks"
-RUNNERS = {
-    "tensorflow": run_keras_ranks,
-    "torch": ranks_after("torch", "keras", OURS, KERAS_BACKEND="torch", **QUIET),
-    "jax": ranks_after(
-        "jax", "keras", OURS, KERAS_BACKEND="jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1", **QUIET
-    ),
-    "tf_keras": ranks_after("tensorflow", "tf_keras", OURS, TF_USE_LEGACY_KERAS="1", **QUIET),
-}
 EAGER = "torch"  # which needs no second for each model, and so is asked all that all have alike
 STEPS, BATCH, EPOCHS = 4, 16, 2
 
 
 def runs(which):
     """Skip what is not installed; else ``run_ranks`` for it."""
-    for module in {"tf_keras": ("tf_keras",), "jax": ("keras", "jax")}.get(which, ("keras", which)):
+    if which != "tf_keras" and KERAS_2 == "keras":
+        pytest.skip("Keras is Keras 2 here")
+    for module in {"tf_keras": (KERAS_2,), "jax": ("keras", "jax")}.get(which, ("keras", which)):
         if not is_installed(module):
             pytest.skip(f"{module} is not installed")
     return functools.partial(RUNNERS[which], 2, timeout_s=60)
@@ -38,7 +31,7 @@ def prepared(which):
     """In a rank: its Keras, in float64, and kolovod.keras, with a world."""
     if which in ("torch", "jax"):  # as if it were not installed: Keras imports it to save a model
         sys.modules["tensorflow"] = None
-    keras = importlib.import_module("tf_keras" if which == "tf_keras" else "keras")
+    keras = importlib.import_module(KERAS_2 if which == "tf_keras" else "keras")
     keras.backend.set_floatx("float64")
     kv = importlib.import_module("kolovod.keras")
     kv.init()

@@ -9,6 +9,7 @@ import pytest
 from keras_jobs import (
     BATCH,
     EAGER,
+    KERAS_2,
     RUNNERS,
     STEPS,
     alone_from,
@@ -367,7 +368,7 @@ def check_errors(keras, kv, which):
     model.compile(wrap(), lambda true, out: (out[:, :4] - true) ** 2)
     with pytest.raises(Exception, match=r"optimizer parameter 0 differs: rank 0 has 'kernel'"):
         fit(model, epochs=1)
-    if which == "tf_keras":  # a model of Keras 3, with callbacks of Keras 2
+    if which == KERAS_2:  # a model of Keras 3, with callbacks of Keras 2
         import keras as keras_3
 
         for callback in (

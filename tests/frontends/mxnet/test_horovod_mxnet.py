@@ -62,6 +62,33 @@ def test_signatures_and_names():
     run_mxnet_ranks(1, work)
 
 
+def test_before_init_the_words_are_those_of_horovod():
+    def work(rank):
+        import mxnet as mx
+
+        import horovod.mxnet as hvd
+        import kolovod
+
+        x = mx.nd.ones(2)
+        calls = (
+            hvd.rank,
+            hvd.size,
+            lambda: hvd.allreduce(x),
+            lambda: hvd.broadcast_(x, 0),
+            lambda: hvd.allgather_object(3),
+            lambda: hvd.broadcast_parameters({"x": x}),
+        )
+        for call in calls:
+            with pytest.raises(ValueError, match="Horovod has not been initialized") as caught:
+                call()
+            assert isinstance(caught.value, hvd.HorovodInternalError)
+        with pytest.raises(ValueError, match=r"^there is no world"):
+            kolovod.rank()
+        return True
+
+    assert all(run_mxnet_ranks(1, work))
+
+
 def test_verbs():
     def work(rank):
         import mxnet as mx

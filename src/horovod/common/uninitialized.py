@@ -1,0 +1,50 @@
+"""What Horovod's names say before ``init``: scripts, and others' tests, look for Horovod's words.
+
+They are said where the call came through ``horovod``, which the stack shows; ``kolovod``'s own
+names keep theirs, in the same process, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+from kolovod import world
+
+__all__ = ["through_horovod"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def through_horovod(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of ``kolovod`` under Horovod's name, so that the stack shows it."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _worded(text: str) -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_horovods(frame):
+            return f"Horovod has not been initialized: {text}"
+        frame = frame.f_back
+    return text
+
+
+def _is_horovods(frame: FrameType) -> bool:
+    """Whether it is of our code, or of a method that a class of ours has inherited."""
+    owner = type(frame.f_locals.get("self")).__module__
+    names = str(frame.f_globals.get("__name__", "")), str(owner)
+    # The runner's frames are below a function that it calls, whatever that uses.
+    return any(n.startswith("horovod.") and not n.startswith("horovod.runner") for n in names)
+
+
+world.word_with(_worded)
