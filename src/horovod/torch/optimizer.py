@@ -13,6 +13,7 @@ from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch.arguments import check_adasum
 from horovod.torch.autograd import plain
 from horovod.torch.compression import Compression
+from horovod.torch.gradient_sender import add_gradient_sender
 from kolovod.torch import DistributedOptimizer as _distributed
 from kolovod.torch.optimizer import Distributed as _DistributedOptimizer
 
@@ -47,7 +48,7 @@ def DistributedOptimizer(
         raise NotImplementedError("op Adasum is possible among all ranks only, not a process set")
     if op == Adasum:
         check_adasum(plain.membership(None).size)
-    return _distributed(
+    distributed = _distributed(
         optimizer,
         named_parameters,
         compression,
@@ -58,3 +59,7 @@ def DistributedOptimizer(
         groups=groups,
         sparse_as_dense=sparse_as_dense,
     )
+    if isinstance(distributed, _DistributedOptimizer):
+        factor = gradient_predivide_factor
+        add_gradient_sender(distributed, compression, op, factor, sparse_as_dense, process_set)
+    return distributed
