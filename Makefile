@@ -4,6 +4,7 @@
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
 # make matrix    the tests of each front end with old and new versions, over one wheel (8 GB, an hour)
+# make clients   train by Lightning, DeepSpeed, RETURNN and others over one wheel, compared with gloo (12 GB, 40 minutes)
 # make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
 #
@@ -17,6 +18,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TEST_ARGS ?=
 MATRIX_ARGS ?=
+CLIENTS_ARGS ?=
 BENCH_ARGS ?=
 LAUNCHERS_ARGS ?=
 FUZZ_SECONDS ?= 20
@@ -38,7 +40,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-python test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix launchers bench clean
+.PHONY: help demo test test-python test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix clients launchers bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -148,6 +150,10 @@ $(STAMPS)/wheel: $(STAMPS)/tools $(PACKAGE)
 # Each row of scripts/matrix.py has an environment of its own; --only NAME in MATRIX_ARGS.
 matrix: $(STAMPS)/wheel
 	$(BIN)/python scripts/matrix.py build/wheel/kolovod-*.whl $(MATRIX_ARGS)
+
+# Each row of scripts/client_rows.py trains by a client that nobody here wrote; --only NAME in CLIENTS_ARGS.
+clients: $(STAMPS)/wheel $(STAMPS)/package
+	$(BIN)/python scripts/clients.py build/wheel/kolovod-*.whl $(CLIENTS_ARGS)
 
 # Needs Debian's slurm-wlm, munge, openmpi-bin and mpich; --only NAMES in LAUNCHERS_ARGS. Ten minutes.
 launchers: $(STAMPS)/package $(STAMPS)/test

@@ -11,21 +11,18 @@ test failed.
 from __future__ import annotations
 
 import argparse
-import os
 import platform
-import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+import environments
+from environments import ROOT
+
 FOLDER = ROOT / "build" / "matrix"
 TABLE = ROOT / "bench" / "results" / "matrix.md"
 TIMEOUT_S = 1500
-NO_TESTS, TIMED_OUT = 5, 124  # pytest's exit code, and that of timeout(1)
 
 
 class Row(NamedTuple):
@@ -89,7 +86,7 @@ def main() -> int:
     outcomes = {}
     for name in options.only or ROWS:
         outcome = run(name, wheel, further)
-        print(line(name, outcome), flush=True)
+        print(environments.line(name, outcome, COLUMNS), flush=True)
         failed |= outcome["failed"] != 0
         outcomes[name] = outcome
         if not options.no_table:
@@ -105,7 +102,7 @@ def run(name: str, wheel: Path, further: list[str]) -> dict[str, Any]:
         newest = ".".join(map(str, row.newest_python))
         reason = f"not run: needs Python {newest} or older, this is {platform.python_version()}"
         return {"versions": reason, "passed": 0, "skipped": 0, "failed": 0}
-    python = installed(name, wheel)
+    python = environments.installed(FOLDER / name, wheel, row.requirements, extras="[test]")
     started = time.monotonic()
     counts = [
         counted(python, name, number, [*given, *further])  # the last -k is the one that counts
@@ -116,24 +113,11 @@ def run(name: str, wheel: Path, further: list[str]) -> dict[str, Any]:
         print(f"{name}: no test was run, which proves nothing: see {FOLDER / name}")
         totals["failed"] = 1
     return {
-        "versions": versions(python),
+        "versions": environments.versions(python, PACKAGES),
         **totals,
         "seconds": round(time.monotonic() - started),
-        "commit": output("git", "-C", str(ROOT), "describe", "--always").strip(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        **environments.commit_and_date(),
     }
-
-
-def installed(name: str, wheel: Path) -> str:
-    """The interpreter of an environment with the wheel and what the row needs."""
-    venv = FOLDER / name / "venv"
-    python = str(venv / "bin" / "python")
-    if not venv.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, f"{wheel}[test]", *ROWS[name].requirements], check=True)
-    subprocess.run([*pip, "--force-reinstall", "--no-deps", str(wheel)], check=True)
-    return python
 
 
 def runs_of(row: Row) -> list[list[str]]:
@@ -147,66 +131,8 @@ def runs_of(row: Row) -> list[list[str]]:
 
 
 def counted(python: str, name: str, number: int, arguments: list[str]) -> dict[str, int]:
-    """Run pytest, and say how many tests passed, were skipped, and failed."""
-    report = FOLDER / name / f"report{number}.xml"
-    report.unlink(missing_ok=True)
-    log = FOLDER / name / f"log{number}.txt"
-    command = [python, "-m", "pytest", f"--junitxml={report}", "-rs", *arguments]
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    with log.open("w") as file:
-        try:
-            code = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=TIMEOUT_S,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:  # the other rows are run all the same
-            code = TIMED_OUT
-            file.write(f"\nended after {TIMEOUT_S} s\n")
-    if code == NO_TESTS:
-        return {"passed": 0, "skipped": 0, "failed": 0}
-    if code != 0:
-        print(log.read_text()[-6000:])
-    if not report.exists():
-        return {"passed": 0, "skipped": 0, "failed": 1}
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
-    totals = [
-        {key: int(suite.get(key, 0)) for key in ("tests", "skipped", "failures", "errors")}
-        for suite in suites
-    ]
-    tests, skipped, failures, errors = (sum(t[key] for t in totals) for key in totals[0])
-    failed = failures + errors
-    passed = tests - skipped - failed
-    if code != 0:  # a crash at the end, say, which the report does not have
-        failed = max(failed, 1)
-    return {"passed": passed, "skipped": skipped, "failed": failed}
-
-
-def versions(python: str) -> str:
-    """Of the interpreter, and of the packages that are there."""
-    code = (
-        "import importlib.metadata as m, platform, sys\n"
-        "said = ['Python ' + platform.python_version()]\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: said.append(f'{name} {m.version(name)}')\n"
-        "    except m.PackageNotFoundError: pass\n"
-        "print(', '.join(said))"
-    )
-    return output(python, "-c", code, *PACKAGES).strip()
-
-
-def output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-
-
-def line(name: str, outcome: dict[str, Any]) -> str:
-    """A row of the table."""
-    cells = [name, *(str(outcome.get(key, "")) for key in COLUMNS)]
-    return f"| {' | '.join(cells)} |"
+    """Run pytest for a row, and say how many tests passed, were skipped, and failed."""
+    return environments.counted(python, FOLDER / name, number, arguments, timeout_s=TIMEOUT_S)
 
 
 COLUMNS = ("versions", "passed", "skipped", "failed", "seconds", "commit", "date")
@@ -214,10 +140,6 @@ COLUMNS = ("versions", "passed", "skipped", "failed", "seconds", "commit", "date
 
 def table(outcomes: dict[str, dict[str, Any]]) -> str:
     """All rows that have been run now, or were before."""
-    before = TABLE.read_text().splitlines() if TABLE.exists() else []
-    rows = {name: row for name in ROWS for row in before if row.startswith(f"| {name} |")}
-    rows |= {name: line(name, outcome) for name, outcome in outcomes.items()}
-    lines = [rows[name] for name in ROWS if name in rows]
     head = [
         "# Versions of the frameworks\n",
         "By `make matrix` (`scripts/matrix.py`): one wheel, compiled against no framework, in an",
@@ -225,11 +147,9 @@ def table(outcomes: dict[str, dict[str, Any]]) -> str:
         "again. Run are the tests of the front end, and its part of the conformance table",
         "(`tests/test_conformance.py`) with 1, 2 and 3 ranks. What is skipped says why in its",
         "test: a framework that is not in that environment, or what a version lacks.\n",
-        f"{platform.system()} {platform.release().split('-')[0]}, {os.cpu_count()} cores.\n",
-        f"| environment | {' | '.join(COLUMNS)} |",
-        f"|---|{'---|' * len(COLUMNS)}",
+        f"{environments.machine()}\n",
     ]
-    return "\n".join([*head, *lines]) + "\n"
+    return environments.table(TABLE, head, "environment", COLUMNS, ROWS, outcomes)
 
 
 if __name__ == "__main__":

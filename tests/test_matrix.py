@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import environments
 import matrix
 import pytest
 
@@ -53,7 +54,7 @@ def test_a_row_without_a_test_fails_and_the_users_choice_is_the_last(fake, monke
 
     name = "mxnet-1.9.1"
     monkeypatch.setitem(matrix.ROWS, name, matrix.ROWS[name]._replace(newest_python=(99, 0)))
-    monkeypatch.setattr(matrix, "installed", lambda name, wheel: fake("exit 0", ""))
+    monkeypatch.setattr(environments, "installed", lambda *_, **__: fake("exit 0", ""))
     monkeypatch.setattr(matrix, "counted", counted)
     outcome = matrix.run(name, None, ["-k", "trainer"])
     assert outcome["failed"] == 1

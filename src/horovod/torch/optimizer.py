@@ -13,6 +13,7 @@ from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch.arguments import check_adasum
 from horovod.torch.autograd import plain
 from horovod.torch.compression import Compression
+from horovod.torch.gradient_sender import add_gradient_sender
 from kolovod.torch import DistributedOptimizer as _distributed
 from kolovod.torch.optimizer import Distributed as _DistributedOptimizer
 
@@ -61,6 +62,9 @@ def DistributedOptimizer(
     )
     # Kept beside what Kolovod knows: extensions of Horovod look up here what a parameter is called.
     distributed._parameter_names = _names(distributed, named)  # type: ignore[attr-defined]
+    if isinstance(distributed, _DistributedOptimizer):
+        factor = gradient_predivide_factor
+        add_gradient_sender(distributed, compression, op, factor, sparse_as_dense, process_set)
     return distributed
 
 

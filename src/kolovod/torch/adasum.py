@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kolovod.checks import checked_passes
 from kolovod.compression import Compressor
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe import spans
@@ -32,6 +33,7 @@ class ByAdasum(torch.optim.Optimizer):
     _kolovod_verbs: TorchCollectives
     _kolovod_compression: type[Compressor]
     _kolovod_active: bool
+    _kolovod_passes: int
 
     def synchronize(self) -> None:
         """Nothing: gradients stay the rank's own; it is steps that are combined."""
@@ -49,8 +51,14 @@ class ByAdasum(torch.optim.Optimizer):
         """Nothing to hold back: gradients add up until ``step``, and are not sent at all."""
         yield
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """As it was given; gradients add up until ``step``, however many passes there are."""
+        return self._kolovod_passes
+
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Nothing to change: gradients add up until ``step``, however many passes there are."""
+        """Changes nothing but ``backward_passes_per_step``."""
+        self._kolovod_passes = checked_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, combine the ranks' steps, and take that from where the parameters were."""
@@ -104,6 +112,7 @@ def by_adasum(
     compression: type[Compressor],
     verbs: TorchCollectives,
     is_member: bool,
+    passes: int,
 ) -> O:
     """Make ``optimizer`` one of these, and return it. Raises InvalidArgumentError."""
     size = verbs.world().size
@@ -115,4 +124,5 @@ def by_adasum(
     optimizer._kolovod_verbs = verbs
     optimizer._kolovod_compression = compression
     optimizer._kolovod_active = is_member and size > 1
+    optimizer._kolovod_passes = passes
     return optimizer

@@ -97,6 +97,11 @@ class Distributed(torch.optim.Optimizer):
         with self._kolovod_reducer.hold():
             yield
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes make one step."""
+        return self._kolovod_reducer.passes
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make one step; between steps, the same on all ranks."""
         self._kolovod_reducer.set_passes(checked_passes(passes))
@@ -141,7 +146,7 @@ class Distributed(torch.optim.Optimizer):
         """As usual; the new parameters' gradients are averaged too."""
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
-        self._kolovod_reducer.add(_names_of_group(self, group, self._kolovod_names))
+        self._kolovod_reducer.add(names_of_group(self, group, self._kolovod_names))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""
@@ -201,7 +206,7 @@ def DistributedOptimizer(
     named = [
         pair
         for group in range(len(optimizer.param_groups))
-        for pair in _names_of_group(optimizer, group, names)
+        for pair in names_of_group(optimizer, group, names)
     ]
     # By name, so that the order of parameter groups may differ between ranks.
     named.sort(key=lambda pair: pair[0] or "")
@@ -211,7 +216,7 @@ def DistributedOptimizer(
         collectives = TorchCollectives(collectives.frontend, process_set.membership)
     if op == Adasum:
         is_member = process_set is None or process_set.included()
-        return by_adasum(optimizer, named, compression, collectives, is_member)
+        return by_adasum(optimizer, named, compression, collectives, is_member, passes)
     factor = gradient_predivide_factor
     way = Way(compression, op, 1.0 / factor, factor, sparse_as_dense)
     grouped = _checked_groups(named, groups)
@@ -303,7 +308,7 @@ def _checked_groups(
     return found
 
 
-def _names_of_group(
+def names_of_group(
     optimizer: torch.optim.Optimizer, group: int, names: dict[int, str]
 ) -> list[tuple[str | None, torch.Tensor]]:
     """None is the name of a frozen parameter that ``named_parameters`` left out."""

@@ -37,6 +37,11 @@ class GradientReducer(Arrangement):
     """Gradients are used as they are."""
     _used = False  # there was a step, and no zero_grad since
 
+    @property
+    def passes(self) -> int:
+        """Backward passes that are summed before a gradient is sent."""
+        return self._countdown.passes
+
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
         self._countdown.passes = passes

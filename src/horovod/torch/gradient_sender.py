@@ -1,0 +1,82 @@
+"""``optimizer._allreduce_grad_async``: one gradient, sent by itself.
+
+Horovod's hooks call it, and code knows a Horovod optimizer by it. Kolovod's hooks send buckets of
+gradients instead, so to replace it changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from horovod.torch.reductions import allreduce_async_
+from kolovod.errors import InvalidArgumentError
+from kolovod.process_sets import ProcessSet
+from kolovod.torch.optimizer import Distributed, names_of_group
+
+__all__ = ["add_gradient_sender"]
+
+
+def add_gradient_sender(
+    optimizer: Distributed,
+    compression: Any,
+    op: int,
+    predivide: float,
+    sparse_as_dense: bool,
+    process_set: ProcessSet | None,
+) -> None:
+    """Give ``optimizer`` the method, with the options that it has itself."""
+    own = weakref.ref(optimizer)  # or it would keep itself alive
+    send = functools.partial(_send, own, compression, op, predivide, sparse_as_dense, process_set)
+    optimizer._allreduce_grad_async = send  # type: ignore[attr-defined]
+
+
+def _send(
+    own: weakref.ref[Distributed],
+    compression: Any,
+    op: int,
+    predivide: float,
+    sparse_as_dense: bool,
+    process_set: ProcessSet | None,
+    parameter: torch.Tensor,
+) -> tuple[int, Any]:
+    """Start to average the gradient of ``parameter``, in place if it is not compressed.
+
+    Returns a handle for ``hvd.synchronize``, and what ``compression.decompress`` takes beside the
+    result. No gradient counts as zeros. Raises ValueError for a parameter that is not one of the
+    optimizer's, or has a sparse gradient that is not to become dense.
+    """
+    optimizer = own()
+    assert optimizer is not None  # whoever calls this has it
+    groups = range(len(optimizer.param_groups))
+    named = (
+        pair for g in groups for pair in names_of_group(optimizer, g, optimizer._kolovod_names)
+    )
+    name = next((name for name, known in named if known is parameter), None)
+    if name is None:
+        raise InvalidArgumentError(
+            f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer, or one "
+            "that it does not average"
+        )
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.is_sparse:
+        if not sparse_as_dense:
+            raise InvalidArgumentError(
+                f"the gradient of '{name}' is sparse: call optimizer.synchronize(), or make the "
+                "optimizer with sparse_as_dense=True"
+            )
+        parameter.grad = parameter.grad.to_dense()
+    small, context = compression.compress(parameter.grad)
+    handle = allreduce_async_(
+        small,
+        name=f"allreduce.{name}",
+        op=op,
+        prescale_factor=1.0 / predivide,
+        postscale_factor=predivide,
+        process_set=process_set,
+    )
+    return handle, context
