@@ -39,6 +39,7 @@ from kolovod.launch.store import Store
 __all__ = ["Job", "JobOptions", "Outcome", "report_to_stderr"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
+_LAST_WORDS_S = 0.5  # from a failure to SIGTERM: for the others to say what they have met
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Job:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._kill_at: float | None = None
         self._failed: list[int] = []  # by themselves, in the order of their ends
-        self._unnamed_since: float | None = None
+        self._name_at: float | None = None  # at the latest
+        self._stop_at: float | None = None
         limits = load({**os.environ, **options.environment})
         self._standstill = Standstill(limits.late_report_s, limits.late_failure_s)
         self._looked_at = 0.0
@@ -258,6 +260,8 @@ class Job:
             self._look_at_stopped()
             self._obey_signals()
             now = time.monotonic()
+            if self._stop_at is not None and now >= self._stop_at and self._running():
+                self._stop(signal.SIGTERM)
             if deadline is not None and now >= deadline and self._running():
                 deadline = None
                 self.outcome.late = tuple(sorted(self._running()))
@@ -273,8 +277,8 @@ class Job:
         groups = self._groups()
         for fd in (self._bell, *itertools.chain.from_iterable(group.fds() for group in groups)):
             poll.register(fd, select.POLLIN)
-        name_at = None if self._unnamed_since is None else self._unnamed_since + GRACE_S
-        times = [t - time.monotonic() for t in (deadline, self._kill_at, name_at) if t is not None]
+        moments = deadline, self._name_at, self._stop_at, self._kill_at
+        times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self.outcome.ended:
             times.append(LOOK_S)
         if any(group.needs_polling() for group in groups):
@@ -349,14 +353,13 @@ class Job:
             self.outcome.first_failure = ends[first]
             return
         now = time.monotonic()
-        self._unnamed_since = self._unnamed_since or now
-        if may_tell_more and now - self._unnamed_since < GRACE_S:
+        self._name_at = self._name_at or now + GRACE_S
+        if may_tell_more and now < self._name_at:
             return
-        self._unnamed_since = None
+        self._name_at, self._stop_at = None, now + _LAST_WORDS_S
         self.outcome.first_failure = ends[first]
         left = f"; ending the other {len(running)}" if running else ""
         self.options.report(f"{ends[first].name} {ends[first].cause}{left}")
-        self._stop(signal.SIGTERM)
 
     def _look_at_stopped(self) -> None:
         """Ranks that are stopped, and nobody is left to wait for them."""
@@ -395,6 +398,7 @@ class Job:
                 self._stop(signal.SIGKILL)
 
     def _stop(self, signum: int) -> None:
+        self._stop_at = None
         self._send(signum)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S
