@@ -1,5 +1,6 @@
 # make demo      train on real data with two processes, from nothing
-# make test      all tests, Python and C++
+# make test      tests, Python and C++: all but the slow ones
+# make test-all  these, and the slow ones
 # make lint      style, types, warnings as errors
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
@@ -40,7 +41,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-python test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix clients launchers bench clean
+.PHONY: help demo test test-all test-python test-slow test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix clients launchers bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -86,8 +87,15 @@ demo: $(STAMPS)/package $(STAMPS)/examples
 
 test: test-native test-python test-mxnet
 
+test-all: test test-slow
+
+pytest = $(BIN)/python -m pytest --durations=25 --durations-min=1 -m '$(1)' $(TEST_ARGS)
+
 test-python: $(STAMPS)/package $(STAMPS)/test
-	$(BIN)/python -m pytest --durations=25 --durations-min=1 $(TEST_ARGS)
+	$(call pytest,not slow)
+
+test-slow: $(STAMPS)/package $(STAMPS)/test
+	$(call pytest,slow)
 
 # MXNet needs an old NumPy, and so an environment of its own; it is not run where Python is too new for that.
 test-mxnet: $(STAMPS)/wheel

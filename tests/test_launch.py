@@ -2,81 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from launched import DEADLINE_S, launcher, read_pids, run, run_code, wait_until_gone
 
 from kolovod.launch import spawn
 from kolovod.launch.spawn import Job, JobOptions
-
-KOLOVOD = [sys.executable, "-m", "kolovod"]
-DEADLINE_S = 30
-
-
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """``kolovod`` with these arguments, to its end."""
-    return subprocess.run(
-        [*KOLOVOD, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **variables},
-    )
-
-
-def run_code(
-    size: int, code: str, *flags: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """``code`` as each of ``size`` ranks; ``rank`` is its number there."""
-    code = f"import os, sys, time, signal; rank = int(os.environ['KOLOVOD_RANK'])\n{code}"
-    return run("run", "-np", str(size), *flags, "--", sys.executable, "-c", code, **variables)
-
-
-@contextlib.contextmanager
-def launcher(size: int, code: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """A running launcher; killed at the end if it is still there."""
-    code = f"import os, sys, time, signal; rank = int(os.environ['KOLOVOD_RANK'])\n{code}"
-    process = subprocess.Popen(
-        [*KOLOVOD, "run", "-np", str(size), *flags, "--", sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=DEADLINE_S)
-
-
-def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
-    """The numbers after "pid" in the next lines of the launcher's output."""
-    assert process.stdout is not None
-    pids: list[int] = []
-    while len(pids) < count:
-        line = process.stdout.readline()
-        assert line, "the launcher ended"
-        pids += [int(found) for found in re.findall(r"pid (\d+)", line)]
-    return pids
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
-    while alive := [
-        p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"
-    ]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.02)
-
 
 # --- the command line ---
 

@@ -131,6 +131,9 @@ nb::dict StatusNames() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // What a framework keeps for good, a thread of autograd say, may hold an engine at the interpreter's end:
+  // twenty lines about that would hide the traceback which the user looks for.
+  nb::set_leak_warnings(false);
   static PyObject* engine_error = PyErr_NewException("kolovod._native.EngineError", nullptr, nullptr);
   m.attr("EngineError") = nb::borrow(engine_error);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {

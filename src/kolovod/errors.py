@@ -28,6 +28,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from kolovod.launch import blame
+
 __all__ = [
     "AuthenticationError",
     "BootstrapError",
@@ -164,4 +166,7 @@ def from_engine(exc: BaseException) -> KolovodError:
     kind = _by_code().get(code) if isinstance(code, int) else None
     if kind is None:
         return InternalError(f"the engine failed with the unknown code {code!r}: {message}")
-    return kind(str(message))
+    error = kind(str(message))
+    if isinstance(error, CollectiveAbortedError) and kind is not LateRankError:
+        blame.note_member(error.rank)  # who may catch this, and end by sys.exit
+    return error

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kolovod import _native, affinity, backends
+from kolovod import _native, affinity, backends, uncaught
 from kolovod.config import Settings, load
 from kolovod.errors import (
+    CollectiveAbortedError,
     InvalidArgumentError,
     NotInitializedError,
 )
 from kolovod.forming import listed, make_engine, members_of
-from kolovod.launch import mpi
+from kolovod.launch import blame, mpi
 from kolovod.launch.bootstrap import bootstrap
 from kolovod.launch.formation import Member
 from kolovod.launch.place import Place, local_and_cross, read_place
@@ -142,6 +142,7 @@ class _Process:
         self.forked_from = ""  # not empty: a forked child, and of whom
         self.may_init = True
         self.has_exit_hook = False
+        self.watch: uncaught.Watch | None = None
 
 
 _process = _Process()
@@ -213,7 +214,12 @@ def init(
             raise NotInitializedError(_process.forked_from)
         settings = load(os.environ)
         place, members = _place(comm, settings.start_timeout_s)
-        _world = _make_world(_ready(place, members, settings), place, settings)
+        try:
+            _world = _make_world(_ready(place, members, settings), place, settings)
+        except CollectiveAbortedError as error:
+            blame.note(error.rank)
+            raise
+        _watch(_world)
         _native.publish(0, native_part(_world.engine))
         if not _process.has_exit_hook:
             atexit.register(leave_at_exit)
@@ -244,6 +250,8 @@ def shutdown() -> None:
         world, _world = _world, None
         if world is None:
             return
+        if _process.watch is not None:
+            _process.watch.end()
         for engine in reversed(world.sets.engines):
             engine.shutdown()
         world.engine.shutdown()
@@ -252,6 +260,13 @@ def shutdown() -> None:
             process_set._forget()
         if world.driver is not None:
             world.driver.stop()
+
+
+def _watch(world: World) -> None:
+    """From now on the others hear of an exception that ends this process."""
+    blame.formed(world.rank, world.members)
+    blame.note(None)
+    _process.watch = uncaught.Watch(world.engine.abort) if world.size > 1 else None
 
 
 def _unpublish(world: World) -> None:
@@ -370,17 +385,22 @@ def _not_initialized() -> NotInitializedError:
     return NotInitializedError(_wording(text))
 
 
-def leave_at_exit() -> None:
-    """Leave the world, or end it for all if this process is about to die of an exception.
+def end_by(error: BaseException) -> None:
+    """End the world, if there is one, for all ranks: ``error`` ends this one."""
+    if _process.watch is not None:
+        _process.watch.tell(error)
 
-    Without that the others would only learn that this rank left, not why.
-    """
+
+def leave_at_exit() -> None:
+    """Leave the world, with no thread in it any more, as the interpreter ends."""
     world = _world
-    error = getattr(sys, "last_value", None)  # set by the interpreter for an uncaught exception
-    if world is not None and world.size > 1 and error is not None and not hasattr(sys, "ps1"):
-        text = f"{type(error).__name__}: {error}"
-        world.engine.abort(text if len(text) <= 400 else f"{text[:400]}...")
+    if world is None:
+        return
+    if _process.watch is not None:
+        engines = (world.engine, *world.sets.engines)
+        _process.watch.tell_at_exit(sum(engine.pending() for engine in engines))
     shutdown()
+    uncaught.let_threads_out()
 
 
 def _after_fork_in_child() -> None:
@@ -388,6 +408,9 @@ def _after_fork_in_child() -> None:
     global _world, _process
     world, _world = _world, None
     before, _process = _process, _Process()  # a new lock: the old one may be held by a lost thread
+    if before.watch is not None:
+        before.watch.end()
+        blame.formed(-1, ())
     _process.epochs_alone = before.epochs_alone
     _process.has_exit_hook = before.has_exit_hook
     _process.forked_from, _process.may_init = before.forked_from, before.may_init

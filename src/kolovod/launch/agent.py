@@ -8,7 +8,8 @@ Takes orders from standard input and reports on standard output, in frames (``fr
              {"close": true}      end what is left, say "bye" and end
              {"alive": true}
     report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection"}}
-             {"started": {rank: pid}}, {"ended": [rank, pid, code]}, {"alive": true}, {"bye": true}
+             {"started": {rank: pid}}, {"ended": [rank, pid, code, whom it blames or null]},
+             {"stopped": [rank]} when that has changed, {"alive": true}, {"bye": true}
 
 When its standard input ends, or nothing is heard for half a minute, the launcher is gone: it ends
 its ranks, and then itself. If it is killed, ``guard`` does that.
@@ -48,6 +49,7 @@ class _Agent:
         self._payload = bytearray()
         self._heard = time.monotonic()
         self._said = 0.0
+        self._stopped: set[int] = set()
         self._closing = False
 
     def run(self) -> int:
@@ -97,6 +99,7 @@ class _Agent:
         if time.monotonic() - self._said >= ALIVE_S / 2:
             self._said = time.monotonic()
             self._writer.json({"alive": True})
+            self._tell_stopped()
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "start" in order:
@@ -116,7 +119,12 @@ class _Agent:
     def _tell_ended(self) -> None:
         for end in self._ranks.collect():
             self._writer.result(end.rank, end.result)
-            self._writer.json({"ended": [end.rank, end.pid, end.code]})
+            self._writer.json({"ended": [end.rank, end.pid, end.code, end.blames]})
+
+    def _tell_stopped(self) -> None:
+        before, self._stopped = self._stopped, self._ranks.stopped()
+        if self._stopped != before:
+            self._writer.json({"stopped": sorted(self._stopped)})
 
     def _watch_launcher(self) -> None:
         """Also when a report that nobody takes blocks the other thread."""

@@ -177,17 +177,18 @@ def main_of_rank() -> int:
     stream = io.BytesIO(read_memory_file(source))
     sys.path[:] = pickle.load(stream)
     record: dict[str, Any]
-    code = 0
     try:
         fn, args = pickle.load(stream)
         record = {"result": fn(int(os.environ["KOLOVOD_RANK"]), *args)}
         packed = cloudpickle.dumps({**record, "time": time.time()})
     except Exception as error:
-        sys.last_value = error  # so that leaving the world says why
         record = {"traceback": traceback.format_exc(), "time": time.time()}
         with contextlib.suppress(Exception):
             record["exception"] = cloudpickle.dumps(error)
-        packed = pickle.dumps(record)
-        code = 1
+        write_memory_file(result, pickle.dumps(record))
+        worlds = sys.modules.get("kolovod.world")
+        if worlds is not None:  # without it there is no world
+            worlds.end_by(error)
+        return 1
     write_memory_file(result, packed)
-    return code
+    return 0

@@ -21,7 +21,14 @@ import sys
 import time
 from collections.abc import Iterable
 
-__all__ = ["MARK_NAME", "exec_command", "job_processes", "kill_job", "watch_command"]
+__all__ = [
+    "MARK_NAME",
+    "exec_command",
+    "is_stopped",
+    "job_processes",
+    "kill_job",
+    "watch_command",
+]
 
 MARK_NAME = "KOLOVOD_JOB"
 _PR_SET_PDEATHSIG = 1
@@ -53,9 +60,7 @@ def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
         if not entry.isdecimal() or int(entry) == os.getpid():
             continue
         try:
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
-                state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            state, _, _, session = _status(int(entry))
             if state in (b"Z", b"X"):
                 continue
             if int(session) in wanted:
@@ -69,6 +74,21 @@ def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
         except (OSError, ValueError):
             continue  # it ended meanwhile, or belongs to another user
     return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process, which nobody has continued."""
+    try:
+        return _status(pid)[0] == b"T"
+    except (OSError, ValueError):
+        return False  # it ended meanwhile
+
+
+def _status(pid: int) -> list[bytes]:
+    """State, parent, group and session of a process."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
+        return file.read().rpartition(b")")[2].split()[:4]
 
 
 def kill_job(

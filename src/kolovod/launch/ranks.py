@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from kolovod.launch import guard
+from kolovod.launch import blame, guard
 from kolovod.launch.output import OutputPump
 from kolovod.launch.place import thread_limits, usable_cores
 
@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_HEARD_WHEN_CONTINUED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT)
 _SWEEP_GRACE_S = 1.0  # the same, for what the ranks have left behind
 PAYLOAD_FD, RESULT_FD = "KOLOVOD_PAYLOAD_FD", "KOLOVOD_RESULT_FD"
 
@@ -60,8 +61,12 @@ class Ended:
     """Where it ran; "" where all run on one host."""
     lost: str = ""
     """Not empty: nobody saw it end, because the launcher lost its host; why."""
+    given_up: str = ""
+    """Not empty: the launcher has killed it; why."""
     result: bytes = b""
     """What it has left in the file that a job with a payload gives it."""
+    blames: int | None = None
+    """The rank whose failure it says was the cause of its own (``blame``)."""
     time: float = 0.0
     """``time.monotonic()`` of the launcher; of a lost one, of its host's last sign of life."""
 
@@ -80,6 +85,8 @@ class Ended:
         """What completes "rank 3 ..."."""
         if self.lost:
             return f"is lost: {self.lost}"
+        if self.given_up:
+            return f"was killed by the launcher: {self.given_up}"
         if self.code >= 0:
             return f"ended with exit code {self.code}"
         hint = ": kill -9, or the system was out of memory" if -self.code == signal.SIGKILL else ""
@@ -110,6 +117,7 @@ class HostRanks:
         self._pidfds: dict[int, int] = {}
         self._payload = -1
         self._results: dict[int, int] = {}
+        self._blame: dict[int, int] = {}
         self._untold: list[Ended] = []
 
     @property
@@ -140,6 +148,7 @@ class HostRanks:
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, **order.environment}
         environment.update(thread_limits(environment, ranks, usable_cores()))
         environment[guard.MARK_NAME] = self._marks
+        self._blame[order.rank], environment[blame.VARIABLE] = blame.new_file()
         given: list[int] = []
         if self._payload >= 0:
             result = self._results[order.rank] = memory_file(b"")
@@ -177,6 +186,10 @@ class HostRanks:
         """Readable when ``collect`` has something to tell; of ranks that run."""
         return [fd for rank, fd in self._pidfds.items() if rank in self._running]
 
+    def stopped(self) -> set[int]:
+        """Those that run, but whose process is stopped (SIGSTOP)."""
+        return {rank for rank in self._running if guard.is_stopped(self._processes[rank].pid)}
+
     def needs_polling(self) -> bool:
         """Whether the system has no pidfds, so that ``collect`` must be called by and by."""
         return len(self._pidfds) < len(self._processes)
@@ -194,14 +207,20 @@ class HostRanks:
                 killed = result.si_code != os.CLD_EXITED
                 code = -result.si_status if killed else result.si_status
                 found = read_memory_file(self._results[rank]) if rank in self._results else b""
+                blames = blame.read(self._blame[rank])
                 now = time.monotonic()
-                ended.append(Ended(rank, process.pid, code, result=found, time=now))
+                ended.append(Ended(rank, process.pid, code, result=found, blames=blames, time=now))
         self._running -= {end.rank for end in ended}
         return sorted(ended, key=lambda end: (end.code >= 0, end.rank))
 
     def send(self, signum: int) -> None:
-        """Send a signal to every process of these ranks, also to what they have started."""
+        """Send a signal to every process of these ranks, also to what they have started.
+
+        One that is stopped goes on, so that it can end by the signal.
+        """
         guard.kill_job(self._mark, self._sessions(), signum)
+        if signum in _HEARD_WHEN_CONTINUED:
+            guard.kill_job(self._mark, self._sessions(), signal.SIGCONT)
 
     def close(self) -> None:
         """End whatever is left, and release everything. Idempotent."""
@@ -224,7 +243,8 @@ class HostRanks:
         if self._watcher is not None and self._watcher.stdin is not None:
             self._watcher.stdin.close()
             self._watcher.wait()
-        for fd in (*self._pidfds.values(), *self._results.values(), self._payload):
+        files = *self._results.values(), *self._blame.values(), self._payload
+        for fd in (*self._pidfds.values(), *files):
             if fd >= 0:
                 os.close(fd)
 

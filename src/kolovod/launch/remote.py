@@ -101,6 +101,7 @@ class RemoteRanks:
         self._hello: dict[str, Any] = {}
         self._pids: dict[int, int] = {}
         self._running: set[int] = set()
+        self._stopped: set[int] = set()
         self._events: deque[Ended] = deque()
         self._results: dict[int, bytearray] = {}
         self._errors = b""
@@ -185,6 +186,11 @@ class RemoteRanks:
     def fds(self) -> list[int]:
         """Readable when ``collect`` has something to tell."""
         return [self._bell]
+
+    def stopped(self) -> set[int]:
+        """Those that run, but whose process is stopped (SIGSTOP)."""
+        with self._lock:
+            return self._stopped & self._running
 
     def needs_polling(self) -> bool:
         """Whether ``collect`` must be called by and by."""
@@ -326,10 +332,15 @@ class RemoteRanks:
             elif "started" in report:
                 self._pids = {int(rank): int(pid) for rank, pid in report["started"].items()}
             elif "ended" in report:
-                rank, pid, code = (int(number) for number in report["ended"])
+                *numbers, blamed = report["ended"]
+                rank, pid, code = (int(number) for number in numbers)
                 result = bytes(self._results.pop(rank, b""))
+                blames = None if blamed is None else int(blamed)
                 now = time.monotonic()
-                self._events.append(Ended(rank, pid, code, self.host, result=result, time=now))
+                end = Ended(rank, pid, code, self.host, result=result, blames=blames, time=now)
+                self._events.append(end)
+            elif "stopped" in report:
+                self._stopped = {int(rank) for rank in report["stopped"]}
             elif "bye" in report:
                 self._finished = True
             self._changed.notify_all()

@@ -24,6 +24,7 @@ from typing import TextIO
 
 from kolovod.config import load
 from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch import blame
 from kolovod.launch.auth import new_secret
 from kolovod.launch.hosts import is_this_host
 from kolovod.launch.launchers import asked_store
@@ -32,11 +33,13 @@ from kolovod.launch.output import Output
 from kolovod.launch.place import Place, local_and_cross
 from kolovod.launch.ranks import GRACE_S, Ended, HostRanks, Order, signal_name
 from kolovod.launch.remote import RemoteRanks, SshOptions, forwarded
+from kolovod.launch.standstill import LOOK_S, Standstill
 from kolovod.launch.store import Store
 
 __all__ = ["Job", "JobOptions", "Outcome", "report_to_stderr"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
+_LAST_WORDS_S = 0.5  # from a failure to SIGTERM: for the others to say what they have met
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Outcome:
     ended: list[Ended] = field(default_factory=list)
     """In the order of their ends."""
     first_failure: Ended | None = None
-    """The first rank that failed by itself, not because it was told to end."""
+    """The rank that failed first by itself: not told to end, nor because another one had failed."""
     stopped_by: int | None = None
     """The signal that the launcher was sent."""
     late: tuple[int, ...] = ()
@@ -103,6 +106,13 @@ class Job:
         self._signals: list[int] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._kill_at: float | None = None
+        self._failed: list[int] = []  # by themselves, in the order of their ends
+        self._name_at: float | None = None  # at the latest
+        self._stop_at: float | None = None
+        limits = load({**os.environ, **options.environment})
+        self._standstill = Standstill(limits.late_report_s, limits.late_failure_s)
+        self._looked_at = 0.0
+        self._given_up: set[int] = set()
         self.outcome = Outcome()
 
     def __enter__(self) -> Job:
@@ -246,8 +256,12 @@ class Job:
             self._sleep(deadline)
             for group in self._groups():
                 self._note(group.collect())
+            self._name_first()
+            self._look_at_stopped()
             self._obey_signals()
             now = time.monotonic()
+            if self._stop_at is not None and now >= self._stop_at and self._running():
+                self._stop(signal.SIGTERM)
             if deadline is not None and now >= deadline and self._running():
                 deadline = None
                 self.outcome.late = tuple(sorted(self._running()))
@@ -263,7 +277,10 @@ class Job:
         groups = self._groups()
         for fd in (self._bell, *itertools.chain.from_iterable(group.fds() for group in groups)):
             poll.register(fd, select.POLLIN)
-        times = [t - time.monotonic() for t in (deadline, self._kill_at) if t is not None]
+        moments = deadline, self._name_at, self._stop_at, self._kill_at
+        times = [moment - time.monotonic() for moment in moments if moment is not None]
+        if self.outcome.ended:
+            times.append(LOOK_S)
         if any(group.needs_polling() for group in groups):
             times.append(_POLL_WITHOUT_PIDFD_S)
         poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
@@ -306,6 +323,8 @@ class Job:
         for end in ended:
             if several and not end.host:
                 end = replace(end, host=self._hosts[end.rank])
+            if end.rank in self._given_up:
+                end = replace(end, given_up=self._standstill.why)
             self.outcome.ended.append(end)
             if self._store is not None:
                 self._store.mark_dead(end.rank, end.cause)
@@ -313,20 +332,57 @@ class Job:
             if end.lost and first is not None and end.time < first.time:
                 self.outcome.first_failure = end  # silent before the others failed: their cause
                 self.options.report(f"{end.name} {end.cause}")
-            elif end.code != 0 and self._kill_at is None:
-                self._note_failure(end)
+            elif end.rank in self._given_up or (end.code != 0 and self._kill_at is None):
+                self._failed.append(end.rank)
+                if self.options.keep_going:
+                    self.options.report(f"{end.name} {end.cause}; the others go on")
 
-    def _note_failure(self, end: Ended) -> None:
-        if self.outcome.first_failure is None:
-            self.outcome.first_failure = end
-        text = f"{end.name} {end.cause}"
-        if self.options.keep_going:
-            self.options.report(f"{text}; the others go on")
+    def _name_first(self) -> None:
+        """Decide who failed first, and end the others.
+
+        A rank that blames one which still runs is not named at once: that one is about to end, too.
+        """
+        if not self._failed or (self.outcome.first_failure and not self.options.keep_going):
             return
+        ends = {end.rank: end for end in self.outcome.ended}
+        blames = {end.rank: end.blames for end in ends.values()}
+        well = {end.rank for end in ends.values() if end.code == 0}
         running = self._running()
+        first, may_tell_more = blame.first_cause(self._failed[0], blames, running, well)
+        if self.options.keep_going:
+            self.outcome.first_failure = ends[first]
+            return
+        now = time.monotonic()
+        self._name_at = self._name_at or now + GRACE_S
+        if may_tell_more and now < self._name_at:
+            return
+        self._name_at, self._stop_at = None, now + _LAST_WORDS_S
+        self.outcome.first_failure = ends[first]
         left = f"; ending the other {len(running)}" if running else ""
-        self.options.report(text + left)
-        self._stop(signal.SIGTERM)
+        self.options.report(f"{ends[first].name} {ends[first].cause}{left}")
+
+    def _look_at_stopped(self) -> None:
+        """Ranks that are stopped, and nobody is left to wait for them."""
+        now = time.monotonic()
+        if not self.outcome.ended or self._kill_at is not None or now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
+        stopped = {rank for group in self._groups() for rank in group.stopped()}
+        running = self._running()
+        due = self._standstill.look(now, running, stopped)
+        names = ", ".join(self._name(rank) for rank in sorted(running))
+        if due == "report":
+            self.options.report(
+                f"{names} is stopped (SIGSTOP), and all other ranks have ended: waiting for it "
+                "('kill -CONT PID' lets it go on; KOLOVOD_LATE_FAILURE_S sets a limit)"
+            )
+        elif due == "failure":
+            self._given_up = running
+            self._stop(signal.SIGKILL)
+
+    def _name(self, rank: int) -> str:
+        host = self._hosts[rank] if len(set(self._hosts)) > 1 else ""
+        return Ended(rank, self.pid(rank), 0, host).name
 
     def _obey_signals(self) -> None:
         while self._signals:
@@ -342,6 +398,7 @@ class Job:
                 self._stop(signal.SIGKILL)
 
     def _stop(self, signum: int) -> None:
+        self._stop_at = None
         self._send(signum)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S

@@ -1,0 +1,99 @@
+"""Whom a failing rank blames, so that the launcher names the cause and not an effect of it.
+
+A rank that fails because of another one may end before that one, whose interpreter can take a
+second to go away. So a rank that meets another's failure writes that one's number into a small
+memory file of whoever started it, which reads it when the rank has ended::
+
+    KOLOVOD_BLAME   the file's name, a colon, and its path: /proc/PID/fd/N of the process that has
+                    it, by which also a rank finds it that was started through a command of the
+                    user's, with other descriptors
+    the file        a rank in decimal digits, padded with spaces; blank: nobody is blamed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+
+__all__ = ["VARIABLE", "first_cause", "formed", "new_file", "note", "note_member", "parse", "read"]
+
+VARIABLE = "KOLOVOD_BLAME"
+_BYTES = 8
+_BLANK = b" " * _BYTES
+_PREFIX = "kolovod-blame-"
+
+_own = -1
+_members: Sequence[int] = ()
+
+
+def new_file() -> tuple[int, str]:
+    """A file for one rank, nobody being blamed: its descriptor, and the variable's value."""
+    name = f"{_PREFIX}{secrets.token_hex(8)}"
+    fd = os.memfd_create(name)
+    os.pwrite(fd, _BLANK, 0)
+    return fd, f"{name}:/proc/{os.getpid()}/fd/{fd}"
+
+
+def note(rank: int | None) -> None:
+    """Blame ``rank``, a number of the launcher's, for what happens to this process. None: nobody.
+
+    Does nothing where no launcher of ours has made a file, or it cannot be reached. Never raises.
+    """
+    name, _, path = os.environ.get(VARIABLE, "").partition(":")
+    with contextlib.suppress(OSError):
+        # In another namespace of processes the path may be somebody else's.
+        if not name.startswith(_PREFIX) or os.readlink(path) != f"/memfd:{name} (deleted)":
+            return
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(fd, _BLANK if rank is None else str(rank).encode().ljust(_BYTES), 0)
+        finally:
+            os.close(fd)
+
+
+def formed(own: int, members: Sequence[int]) -> None:
+    """From now on this process is rank ``own``; ``members``: the launcher's number of each."""
+    global _own, _members
+    _own, _members = own, members
+
+
+def note_member(rank: int | None) -> None:
+    """``note`` for a rank of this world; does nothing for this rank itself."""
+    if rank is not None and rank != _own and 0 <= rank < len(_members):
+        note(_members[rank])
+
+
+def read(fd: int) -> int | None:
+    """Whom the rank blames that has this file; None: nobody, or what is there is no number."""
+    return parse(os.pread(fd, _BYTES + 1, 0))
+
+
+def parse(content: bytes) -> int | None:
+    """The rank that a file's ``content`` names, else None."""
+    digits = content.rstrip(b" ")
+    return int(digits) if len(content) == _BYTES and digits.isdigit() else None
+
+
+def first_cause(
+    rank: int, blamed: Mapping[int, int | None], running: Collection[int], well: Collection[int]
+) -> tuple[int, bool]:
+    """Who is to be named for the failure of ``rank``, by following who blames whom.
+
+    ``blamed``: of the ranks that have ended, whom each blames; ``running``: those that have not;
+    ``well``: those that ended without a failure, who are no cause. Returns the last rank on that
+    way which has failed, and whether it blames one that still runs: then the end of that one tells
+    more.
+    """
+    seen = {rank}
+    while True:
+        cause = blamed.get(rank)
+        if cause is None or cause in seen or cause in well:
+            return rank, False
+        if cause in running:
+            return rank, True
+        if cause not in blamed:  # a number that is no rank's
+            return rank, False
+        seen.add(cause)
+        rank = cause

@@ -1,0 +1,104 @@
+"""An exception on one rank while another is inside a compiled function: TensorFlow's and JAX's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from forked import run_jax_ranks, run_tensorflow_ranks
+from frameworks import is_installed
+
+import kolovod
+from kolovod.testing import RankFailed
+
+
+def hear(wait, raises, folder):
+    """Rank 1 raises what ``raises`` does; the others write down what they hear in ``wait``."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which then wants all to end
+    kolovod.init()
+    pids = kolovod.allgather_object(os.getpid())
+    if kolovod.rank() == 1:
+        deadline = time.monotonic() + 60
+        while len(list(folder.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)  # so that they are in the operation, most likely
+        raises()
+    (folder / str(kolovod.rank())).touch()
+    try:
+        wait()
+    except Exception as error:
+        (folder / str(kolovod.rank())).write_text(str(error).replace(str(pids[1]), "PID"))
+        raise
+
+
+def check(run_ranks, work, folder, text):
+    with pytest.raises(RankFailed, match="loss is nan") as caught:
+        run_ranks(3, work, timeout_s=100)
+    assert caught.value.rank == 1
+    for rank in (0, 2):
+        said = (folder / str(rank)).read_text()
+        assert f"rank 1 on host localhost (pid PID) aborted: {text}" in said
+
+
+@pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
+@pytest.mark.parametrize("where", ["in Python", "in an op"])
+def test_others_are_inside_a_tf_function(where, tmp_path):
+    def work(rank):
+        import tensorflow as tf
+
+        import kolovod.tensorflow as kv
+
+        @tf.function
+        def step(x):
+            return kv.allreduce(x, name="gradient")
+
+        @tf.function
+        def checked(x):
+            with tf.control_dependencies([tf.debugging.assert_near(x, x, message="loss is nan")]):
+                return kv.allreduce(x, name="gradient")
+
+        def raises():
+            if where == "in Python":
+                raise ValueError("loss is nan")
+            checked(tf.fill(3, np.nan))
+
+        hear(lambda: step(tf.ones(3)), raises, tmp_path)
+
+    error = "ValueError: loss is nan" if where == "in Python" else "tensorflow.python."
+    check(run_tensorflow_ranks, work, tmp_path, error)
+
+
+@pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed")
+@pytest.mark.parametrize("where", ["in Python", "in a callback"])
+def test_others_are_inside_a_jitted_function(where, tmp_path):
+    def work(rank):
+        import jax
+        import jax.numpy as jnp
+
+        import kolovod.jax as kv
+
+        @jax.jit
+        def step(x):
+            return kv.allreduce(x, name="gradient")
+
+        def failing(x):
+            raise ValueError("loss is nan")
+
+        @jax.jit
+        def checked(x):
+            return kv.allreduce(jax.pure_callback(failing, x, x), name="gradient")
+
+        def raises():
+            if where == "in Python":
+                raise ValueError("loss is nan")
+            jax.block_until_ready(checked(jnp.ones(3)))
+
+        hear(lambda: jax.block_until_ready(step(jnp.ones(3))), raises, tmp_path)
+
+    check(
+        run_jax_ranks, work, tmp_path, "ValueError: loss is nan" if where == "in Python" else "jax"
+    )

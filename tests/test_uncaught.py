@@ -1,0 +1,409 @@
+"""kolovod.uncaught: an exception on one rank is named on all others, and nobody hangs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+
+import pytest
+from launched import run_code
+
+from kolovod.uncaught import Watch, first_line
+
+# --- the line ---
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("loss is nan"), "ValueError: loss is nan"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (ValueError("\n\n  first  \n"), "ValueError: first"),
+        (ValueError("   "), "ValueError"),
+        (ValueError("a\tb\x00c\x1b[31md\x7f"), r"ValueError: a\tb\x00c\x1b[31md\x7f"),
+        (ValueError("a \udcff b \u202e c"), r"ValueError: a \udcff b \u202e c"),
+        (ValueError("žetva"), "ValueError: žetva"),
+        (Unprintable(), f"{__name__}.Unprintable"),
+    ],
+)
+def test_an_exception_in_one_line(error, line):
+    assert first_line(error) == line
+
+
+def test_the_line_is_short():
+    assert first_line(ValueError("x" * 10**6)) == "ValueError: " + "x" * 288 + "..."
+    assert len(first_line(ValueError("€" * 10**6)).encode()) <= 500
+    assert len(first_line(ValueError("\udc80" * 10**6)).encode()) <= 500
+    assert first_line(ValueError("€" * 10**6)).startswith("ValueError: €€€")
+
+
+# --- the hooks ---
+
+
+@pytest.fixture
+def hooks():
+    before = sys.excepthook, threading.excepthook
+    yield before
+    assert (sys.excepthook, threading.excepthook) == before
+
+
+class Seen(list):
+    """A hook that keeps what it was called with."""
+
+    def __call__(self, *arguments):
+        self.append(arguments)
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Hooks of somebody else, in place before ours."""
+    of_main, of_thread = Seen(), Seen()
+    monkeypatch.setattr(sys, "excepthook", of_main)
+    monkeypatch.setattr(threading, "excepthook", of_thread)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    return of_main, of_thread
+
+
+def raised(error):
+    """What the interpreter does with an exception that nobody caught."""
+    sys.last_value = error
+    sys.excepthook(type(error), error, None)
+
+
+def raised_in_thread(error, name="loader"):
+    def work():
+        raise error
+
+    thread = threading.Thread(target=work, name=name)
+    thread.start()
+    thread.join()
+
+
+def test_ours_call_the_former_ones_and_go_away(shown):
+    told = []
+    watch = Watch(told.append)
+    error = ValueError("x")
+    raised(error)
+    assert told == ["ValueError: x"]
+    assert shown[0] == [(ValueError, error, None)]
+    watch.end()
+    assert (sys.excepthook, threading.excepthook) == shown
+    raised(ValueError("y"))
+    assert told == ["ValueError: x"]
+
+
+def test_a_hook_that_came_after_ours_stays_and_ours_do_nothing(shown):
+    told, theirs = [], Seen()
+    first = Watch(told.append)
+    ours = sys.excepthook
+    sys.excepthook = lambda *args: (theirs(*args), ours(*args))
+    first.end()
+    raised(ValueError("between worlds"))
+    assert (told, len(theirs), len(shown[0])) == ([], 1, 1)
+    second = Watch(told.append)  # on top of theirs, which calls the first one's
+    raised(ValueError("x"))
+    assert (told, len(theirs), len(shown[0])) == (["ValueError: x"], 2, 2)
+    second.end()
+
+
+def test_a_hook_that_does_not_call_ours_is_no_loss(shown):
+    told = []
+    watch = Watch(told.append)
+    sys.excepthook = Seen()
+    raised(ValueError("x"))
+    assert told == []
+    watch.tell_at_exit(pending=0)
+    assert told == ["ValueError: x"]
+    watch.end()
+
+
+def test_what_was_raised_before_the_world_does_not_end_it(shown):
+    told = []
+    sys.last_value = ValueError("old")
+    watch = Watch(told.append)
+    sys.excepthook = Seen()
+    watch.tell_at_exit(pending=0)
+    assert told == []
+    watch.end()
+
+
+@pytest.mark.parametrize("mark", ["ps1", "tests of somebody"])
+def test_where_the_interpreter_goes_on_nobody_is_told(mark, shown, monkeypatch):
+    told = []
+    watch = Watch(told.append)
+    if mark == "ps1":
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        raised(ValueError("x"))
+    else:  # pytest keeps an error there that it has caught
+        sys.last_value = ValueError("x")
+    watch.tell_at_exit(pending=1)
+    assert told == []
+    watch.end()
+
+
+def test_a_former_hook_that_waits_delays_the_others_little():
+    told, told_at = [], []
+
+    def debugger(*_):
+        deadline = time.monotonic() + 30
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told_at.append(list(told))
+
+    before, sys.excepthook = sys.excepthook, debugger
+    watch = Watch(told.append)
+    raised(ValueError("x"))
+    watch.end()
+    assert sys.excepthook is debugger
+    sys.excepthook = before
+    del sys.last_value
+    assert told_at == [["ValueError: x"]]  # while the hook still ran
+    assert told == ["ValueError: x"]
+
+
+def test_a_former_hook_that_raises_keeps_nobody_from_being_told(shown):
+    def broken(*_):
+        raise RuntimeError("of the hook")
+
+    told = []
+    sys.excepthook = broken
+    watch = Watch(told.append)
+    with pytest.raises(RuntimeError, match="of the hook"):
+        raised(ValueError("x"))
+    assert told == ["ValueError: x"]
+    watch.end()
+
+
+def test_a_thread_that_is_not_the_worlds_matters_only_if_it_left_operations(shown):
+    told = []
+    watch = Watch(told.append)
+    raised_in_thread(ValueError("x"))
+    assert len(shown[1]) == 1
+    watch.tell_at_exit(pending=0)
+    assert told == []
+    watch.tell_at_exit(pending=2)
+    assert told == ["ValueError: x in its thread 'loader'"]
+    watch.end()
+
+
+def test_the_thread_that_formed_the_world_ends_it(shown):
+    told, watches = [], []
+
+    def train():
+        watches.append(Watch(told.append))
+        raise ValueError("loss is nan")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert told == ["ValueError: loss is nan"]
+    assert len(shown[1]) == 1
+    watches[0].end()
+
+
+def test_a_thread_that_exits_is_no_failure(shown):
+    told, watches = [], []
+
+    def train():
+        watches.append(Watch(told.append))
+        sys.exit(3)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert told == []
+    watches[0].end()
+
+
+# --- real ranks ---
+
+WORK = """
+import threading
+import numpy as np, kolovod as kv
+def told(name, **options):
+    try:
+        kv.allreduce(np.ones(4), name=name, **options)
+    except kv.errors.KolovodError as error:
+        print('told', type(error).__name__, error.rank, error, flush=True)
+kv.init()
+kv.allreduce(np.ones(4), name='first')
+"""
+TOLD = r"\[{}\]<stdout>:told InterruptedByRankError 1 rank 1 on host \w+ \(pid \d+\) aborted: {}"
+
+
+def check_told(done, text, ranks=(0,)):
+    for rank in ranks:
+        assert re.search(TOLD.format(rank, re.escape(text)), done.stdout), done.stdout
+    assert re.search(r"the first to fail was rank 1 (on host \w+ )?\(pid \d+\)", done.stderr)
+
+
+@pytest.mark.parametrize("hosts", ["a:3", "a:2,b:1", "a:1,b:2"])
+def test_all_others_hear_the_first_line_of_an_exception(hosts):
+    """Whatever they wait for: an operation of all, of a set, or none until later."""
+    code = f"""{WORK}
+pair = kv.add_process_set([0, 2])
+if rank == 1:
+    raise ValueError('loss is nan\\nat step 17')
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 0:
+    told('x')
+else:
+    time.sleep(1)  # so it hears of it later, and in another engine
+    told('y', process_set=pair)
+told('z')
+sys.exit(4)
+"""
+    done = run_code(3, code, "--label-hosts", hosts)
+    assert done.returncode == 1
+    check_told(done, "ValueError: loss is nan; ", ranks=(0, 2))
+    assert len(re.findall(TOLD.format(r"\d", "ValueError: loss is nan"), done.stdout)) == 4
+    assert "[1]<stderr>:at step 17" in done.stderr
+    assert "[1]<stderr>:Traceback (most recent call last):" in done.stderr
+    assert done.stderr.rstrip().endswith("at step 17")  # the launcher's own last lines
+
+
+@pytest.mark.parametrize(
+    ("raises", "text"),
+    [
+        ("raise ValueError('\\x1b[2J' + 'x' * 100_000)", "ValueError: \\x1b[2Jxxx"),
+        ("raise ValueError(b'\\xff\\xfe'.decode(errors='surrogateescape'))", "\\udcff\\udcfe"),
+        ("raise ValueError('ne valja: žica')", "ValueError: ne valja: žica"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("import json; json.loads('{')", "json.decoder.JSONDecodeError: Expecting property"),
+    ],
+)
+def test_the_text_of_an_exception_does_not_break_the_others_message(raises, text):
+    code = f"{WORK}\nif rank == 1:\n    {raises}\nsignal.signal(15, signal.SIG_IGN)\ntold('x')"
+    done = run_code(2, code)
+    assert done.returncode == (130 if "Keyboard" in raises else 1)
+    (line,) = (line for line in done.stdout.splitlines() if "told" in line)
+    assert text in line
+    assert "\x1b" not in line
+    assert len(line) < 1000
+
+
+def test_an_exception_that_is_caught_is_nobodys_business():
+    code = f"""{WORK}
+if rank == 1:
+    try:
+        raise ValueError('caught')
+    except ValueError:
+        pass
+    threading.Thread(target=lambda: 1 / 0).start()
+    def work():
+        raise ValueError('in a thread')
+    thread = threading.Thread(target=work); thread.start(); thread.join()
+told('x')
+"""
+    done = run_code(2, code)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+HOOKS = {
+    "chained": "before = sys.excepthook; sys.excepthook = lambda *a: (print('mine'), before(*a))",
+    "replaced": "sys.excepthook = lambda *a: print('mine', flush=True)",
+    "before": "",
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_hooks_of_others(how):
+    early = "import sys; sys.excepthook = lambda *a: print('mine', flush=True)"
+    code = f"{early if how == 'before' else ''}\n{WORK}\n{HOOKS[how]}\n"
+    code += "if rank == 1:\n    raise ValueError('x')\n"
+    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntold('x')"
+    done = run_code(2, code)
+    assert done.returncode == 1
+    assert "[1]<stdout>:mine" in done.stdout
+    assert ("ValueError: x" in done.stderr) == (how == "chained")
+    check_told(done, "ValueError: x")
+
+
+def test_a_message_of_sys_exit_is_the_ranks_last_line_and_it_has_left():
+    code = f"{WORK}\nif rank == 1:\n    sys.exit('no more data')\n"
+    code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntold('x')\nsys.exit(4)"
+    done = run_code(2, code)
+    assert done.returncode == 1
+    assert re.search(r"told RankLeftError 1 rank 1 .* has left the world", done.stdout)
+    assert done.stderr.rstrip().endswith("its stderr:\n  no more data")
+
+
+# --- the end of the interpreter ---
+
+HOW = {
+    "raises": ("raise ValueError('loss is nan')", 1, "InterruptedByRankError 1"),
+    "exits": ("sys.exit(7)", 7, "RankLeftError 1"),
+    "ends": ("", 0, "RankLeftError 1"),
+}
+WAITS = {
+    "blocking": "kv.allreduce(np.ones(4), name='t')",
+    "asynchronous": "kv.allreduce_async(np.ones(4), name='t').wait()",
+    "limited": "kv.allreduce_async(np.ones(4), name='t').wait(100)",
+    "polling": "h = kv.allreduce_async(np.ones(4), name='t')\n    while not h.poll(): pass",
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("how", HOW)
+def test_threads_in_an_operation_do_not_keep_a_rank_from_ending(how, wait):
+    """One that comes back from it when the interpreter is gone would abort the process."""
+    line, exit_code, error = HOW[how]
+    code = f"""{WORK}
+def work():
+    {WAITS[wait]}
+if rank == 1:
+    threading.Thread(target=work, daemon=True).start()
+    while not kv.last_operations()[-1]['name'] == 't':
+        time.sleep(0.001)
+    pending = [kv.allreduce_async(np.ones(4), name=str(n)) for n in range(5)]
+    {line}
+else:
+    told('x')
+"""
+    done = run_code(2, code, "--keep-going")
+    assert f"told {error}" in done.stdout
+    assert "terminate called" not in done.stderr
+    said = re.findall(r"rank 1 \(pid \d+\) (.*); the others go on", done.stderr)
+    assert said == ([f"ended with exit code {exit_code}"] if exit_code else [])
+
+
+def test_an_exception_ends_a_rank_whose_other_thread_waits():
+    """The interpreter waits for a thread, which waits for the other ranks."""
+    code = f"""{WORK}
+if rank == 1:
+    threading.Thread(target=told, args=['t']).start()
+    while not kv.last_operations()[-1]['name'] == 't':
+        time.sleep(0.001)
+    raise ValueError('loss is nan')
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+told('x')
+"""
+    done = run_code(2, code)
+    assert done.returncode == 1
+    check_told(done, "ValueError: loss is nan", ranks=(0, 1))
+
+
+def test_a_thread_that_dies_and_leaves_operations_is_named_at_the_end():
+    code = f"""{WORK}
+def work():
+    global handle
+    handle = kv.allreduce_async(np.ones(4), name='t')
+    raise ValueError('in the middle')
+if rank == 1:
+    thread = threading.Thread(target=work, name='trainer'); thread.start(); thread.join()
+else:
+    told('x')
+"""
+    done = run_code(2, code, "--keep-going")
+    assert done.returncode == 0  # both end well by themselves
+    text = "ValueError: in the middle in its thread 'trainer'"
+    assert re.search(TOLD.format(0, re.escape(text)), done.stdout)
