@@ -226,7 +226,7 @@ def test_a_thread_that_exits_is_no_failure(shown):
 
 # --- real ranks ---
 
-WORK = """
+WORK = '''
 import threading
 import numpy as np, kolovod as kv
 def told(name, **options):
@@ -234,10 +234,22 @@ def told(name, **options):
         kv.allreduce(np.ones(4), name=name, **options)
     except kv.errors.KolovodError as error:
         print('told', type(error).__name__, error.rank, error, flush=True)
+def go_on():
+    """When all are through with what they have begun: one that ends before may keep others from it."""
+    open(f"{os.environ['READY']}/{rank}", "w").close()
+    while len(os.listdir(os.environ['READY'])) < kv.size():
+        time.sleep(0.01)
 kv.init()
 kv.allreduce(np.ones(4), name='first')
-"""
+'''
 TOLD = r"\[{}\]<stdout>:told InterruptedByRankError 1 rank 1 on host \w+ \(pid \d+\) aborted: {}"
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """The beginning of a script whose ranks have done something together."""
+    monkeypatch.setenv("READY", str(tmp_path))
+    return WORK
 
 
 def check_told(done, text, ranks=(0,)):
@@ -247,10 +259,11 @@ def check_told(done, text, ranks=(0,)):
 
 
 @pytest.mark.parametrize("hosts", ["a:3", "a:2,b:1", "a:1,b:2"])
-def test_all_others_hear_the_first_line_of_an_exception(hosts):
+def test_all_others_hear_the_first_line_of_an_exception(hosts, work):
     """Whatever they wait for: an operation of all, of a set, or none until later."""
-    code = f"""{WORK}
+    code = f"""{work}
 pair = kv.add_process_set([0, 2])
+go_on()
 if rank == 1:
     raise ValueError('loss is nan\\nat step 17')
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -281,8 +294,8 @@ sys.exit(4)
         ("import json; json.loads('{')", "json.decoder.JSONDecodeError: Expecting property"),
     ],
 )
-def test_the_text_of_an_exception_does_not_break_the_others_message(raises, text):
-    code = f"{WORK}\nif rank == 1:\n    {raises}\nsignal.signal(15, signal.SIG_IGN)\ntold('x')"
+def test_the_text_of_an_exception_does_not_break_the_others_message(raises, text, work):
+    code = f"{work}\ngo_on()\nif rank == 1:\n    {raises}\nsignal.signal(15, signal.SIG_IGN)\ntold('x')"
     done = run_code(2, code)
     assert done.returncode == (130 if "Keyboard" in raises else 1)
     (line,) = (line for line in done.stdout.splitlines() if "told" in line)
@@ -291,8 +304,9 @@ def test_the_text_of_an_exception_does_not_break_the_others_message(raises, text
     assert len(line) < 1000
 
 
-def test_an_exception_that_is_caught_is_nobodys_business():
-    code = f"""{WORK}
+def test_an_exception_that_is_caught_is_nobodys_business(work):
+    code = f"""{work}
+go_on()
 if rank == 1:
     try:
         raise ValueError('caught')
@@ -316,9 +330,9 @@ HOOKS = {
 
 
 @pytest.mark.parametrize("how", HOOKS)
-def test_hooks_of_others(how):
+def test_hooks_of_others(how, work):
     early = "import sys; sys.excepthook = lambda *a: print('mine', flush=True)"
-    code = f"{early if how == 'before' else ''}\n{WORK}\n{HOOKS[how]}\n"
+    code = f"{early if how == 'before' else ''}\n{work}\ngo_on()\n{HOOKS[how]}\n"
     code += "if rank == 1:\n    raise ValueError('x')\n"
     code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntold('x')"
     done = run_code(2, code)
@@ -328,8 +342,8 @@ def test_hooks_of_others(how):
     check_told(done, "ValueError: x")
 
 
-def test_a_message_of_sys_exit_is_the_ranks_last_line_and_it_has_left():
-    code = f"{WORK}\nif rank == 1:\n    sys.exit('no more data')\n"
+def test_a_message_of_sys_exit_is_the_ranks_last_line_and_it_has_left(work):
+    code = f"{work}\ngo_on()\nif rank == 1:\n    sys.exit('no more data')\n"
     code += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntold('x')\nsys.exit(4)"
     done = run_code(2, code)
     assert done.returncode == 1
@@ -354,10 +368,11 @@ WAITS = {
 
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("how", HOW)
-def test_threads_in_an_operation_do_not_keep_a_rank_from_ending(how, wait):
+def test_threads_in_an_operation_do_not_keep_a_rank_from_ending(how, wait, work):
     """One that comes back from it when the interpreter is gone would abort the process."""
     line, exit_code, error = HOW[how]
-    code = f"""{WORK}
+    code = f"""{work}
+go_on()
 def work():
     {WAITS[wait]}
 if rank == 1:
@@ -376,9 +391,10 @@ else:
     assert said == ([f"ended with exit code {exit_code}"] if exit_code else [])
 
 
-def test_an_exception_ends_a_rank_whose_other_thread_waits():
+def test_an_exception_ends_a_rank_whose_other_thread_waits(work):
     """The interpreter waits for a thread, which waits for the other ranks."""
-    code = f"""{WORK}
+    code = f"""{work}
+go_on()
 if rank == 1:
     threading.Thread(target=told, args=['t']).start()
     while not kv.last_operations()[-1]['name'] == 't':
@@ -392,8 +408,9 @@ told('x')
     check_told(done, "ValueError: loss is nan", ranks=(0, 1))
 
 
-def test_a_thread_that_dies_and_leaves_operations_is_named_at_the_end():
-    code = f"""{WORK}
+def test_a_thread_that_dies_and_leaves_operations_is_named_at_the_end(work):
+    code = f"""{work}
+go_on()
 def work():
     global handle
     handle = kv.allreduce_async(np.ones(4), name='t')

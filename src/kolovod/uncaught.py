@@ -57,7 +57,7 @@ class Watch:
 
     def __init__(self, abort: Callable[[str], None]) -> None:
         """Put the hooks in place. Without the thread that calls this nothing is to go on."""
-        self._abort = abort
+        self._abort: Callable[[str], None] | None = abort  # until the end: it holds an engine
         self._thread = threading.current_thread()
         self._before = getattr(sys, "last_value", None)
         self._lost_thread = ""
@@ -73,6 +73,7 @@ class Watch:
             sys.excepthook = self._former[0]
         if threading.excepthook is self._hooks[1]:
             threading.excepthook = self._former[1]
+        self._abort, self._hooks = None, (None, None)
 
     def tell(self, error: BaseException) -> None:
         """End the world: ``error`` ends this rank. Never raises."""
@@ -97,8 +98,10 @@ class Watch:
             self._tell(self._lost_thread)
 
     def _tell(self, text: str) -> None:
+        abort = self._abort
         with contextlib.suppress(_native.EngineError):  # of a forked child
-            self._abort(text)
+            if abort is not None:
+                abort(text)
 
     def _make_hooks(self) -> tuple[Any, Any]:
         former = self._former = sys.excepthook, threading.excepthook
