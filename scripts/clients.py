@@ -55,16 +55,20 @@ def main() -> int:
     options = parser.parse_args()
     wheel = options.wheel.resolve(strict=True)
     outcomes: dict[str, dict[str, Any]] = {}
+    pythons: dict[str, str] = {}
     for name in options.only or ROWS:
-        outcomes[name] = run(name, wheel)
+        outcomes[name] = run(name, wheel, pythons)
         print(environments.line(name, outcomes[name], COLUMNS), flush=True)
         if not options.no_table:
             TABLE.write_text(table(outcomes))
     return int(any(outcome["failed"] for outcome in outcomes.values()))
 
 
-def run(name: str, wheel: Path) -> dict[str, Any]:
-    """Make the environment of a row, if it is not there, and do what the row says."""
+def run(name: str, wheel: Path, pythons: dict[str, str]) -> dict[str, Any]:
+    """Make the environment of a row, and do what the row says.
+
+    ``pythons`` are the interpreters of the environments that were made in this run.
+    """
     row = ROWS[name]
     environment = ENVIRONMENTS[row.environment]
     if sys.version_info[:2] > environment.newest_python:
@@ -76,13 +80,15 @@ def run(name: str, wheel: Path) -> dict[str, Any]:
     outcome: dict[str, Any] = {"what ran": row.what, "failed": False}
     started = time.monotonic()
     try:
-        python = environments.installed(
-            FOLDER / row.environment,
-            wheel,
-            environment.requirements,
-            pip=environment.pip,
-            without_dependencies=environment.without_dependencies,
-        )
+        if row.environment not in pythons:
+            pythons[row.environment] = environments.installed(
+                FOLDER / row.environment,
+                wheel,
+                environment.requirements,
+                pip=environment.pip,
+                without_dependencies=environment.without_dependencies,
+            )
+        python = pythons[row.environment]
         outcome["versions"] = environments.versions(python, (row.client, *environment.told))
         started = time.monotonic()
         if isinstance(row, Tests):
