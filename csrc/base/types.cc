@@ -21,7 +21,8 @@ const char* NameOf(Op op) {
 
 const char* NameOf(Verb verb) {
   static constexpr const char* kNames[kVerbCount] = {"allreduce", "broadcast",     "allgather", "barrier",
-                                                     "alltoall",  "reducescatter", "join"};
+                                                     "alltoall",  "reducescatter", "join",      "send",
+                                                     "recv"};
   return kNames[static_cast<int>(verb)];
 }
 

@@ -33,8 +33,12 @@ enum class Verb : uint8_t {
   kAlltoall = 4,
   kReducescatter = 5,
   kJoin = 6,
+  kSend = 7,
+  kRecv = 8,
 };
-inline constexpr int kVerbCount = 7;
+inline constexpr int kVerbCount = 9;
+// Between two ranks, which need nobody else for it.
+inline constexpr bool IsTransfer(Verb verb) { return verb == Verb::kSend || verb == Verb::kRecv; }
 // The engine allocates the outputs: only it knows how large they are.
 inline constexpr bool MakesOutputs(Verb verb) {
   return verb == Verb::kAllgather || verb == Verb::kAlltoall || verb == Verb::kReducescatter;

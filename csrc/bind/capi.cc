@@ -46,7 +46,7 @@ static_assert(static_cast<int>(Code::kLate) == KOLOVOD_LATE);
 static_assert(static_cast<int>(DType::kBFloat16) == KOLOVOD_BFLOAT16 &&
               kolovod::kDTypeCount == KOLOVOD_BFLOAT16 + 1);
 static_assert(static_cast<int>(Op::kProduct) == KOLOVOD_PRODUCT && kolovod::kOpCount == KOLOVOD_PRODUCT + 1);
-static_assert(static_cast<int>(Verb::kJoin) == KOLOVOD_JOIN && kolovod::kVerbCount == KOLOVOD_JOIN + 1);
+static_assert(static_cast<int>(Verb::kRecv) == KOLOVOD_RECV && kolovod::kVerbCount == KOLOVOD_RECV + 1);
 
 // The first version's structs: no caller has smaller ones.
 constexpr size_t kRequestBytes1 = offsetof(kolovod_request, split_count) + sizeof(size_t);
@@ -140,7 +140,9 @@ Status Read(const kolovod_request* from, Request* request, std::vector<Submitted
   const size_t* output_bytes = from->struct_size >= kRequestBytes2 ? from->output_bytes : nullptr;
   const char* at = reinterpret_cast<const char*>(from->tensors);
   for (size_t t = 0; t < tensors->size(); ++t, at += from->tensor_size) {
-    const auto& tensor = *reinterpret_cast<const kolovod_tensor*>(at);
+    kolovod_tensor tensor = *reinterpret_cast<const kolovod_tensor*>(at);
+    if (request->verb == Verb::kSend) tensor.output = const_cast<void*>(tensor.input);
+    if (request->verb == Verb::kRecv) tensor.input = tensor.output;
     const size_t bytes = output_bytes == nullptr ? 0 : output_bytes[t];
     KV_RETURN_IF_ERROR(ReadTensor(tensor, t, makes_outputs, bytes, &(*tensors)[t]));
   }
@@ -319,7 +321,7 @@ int kolovod_rows(kolovod_engine* handle, uint64_t operation, size_t index, const
                  size_t* count) {
   OperationPtr op;
   Status status = Completed(handle, operation, &op);
-  if (status.ok() && index >= op->rows.size()) status = Invalid("not an allgather or alltoall");
+  if (status.ok() && index >= op->rows.size()) status = Invalid("not an allgather, an alltoall or a recv");
   if (status.ok()) {
     *rows = op->rows[index].data();
     *count = op->rows[index].size();

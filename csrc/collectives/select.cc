@@ -29,6 +29,8 @@ bool Serves(Algorithm algorithm, const SelectQuestion& question) {
       return algorithm == Algorithm::kPairwise;
     case Verb::kBarrier:
     case Verb::kJoin:
+    case Verb::kSend:
+    case Verb::kRecv:
       return false;
   }
   return false;

@@ -48,6 +48,10 @@ class Judge {
         if (!record.pending()) continue;
         const Wait wait{static_cast<int>(r), &record, SinceNs(record)};
         if (view_.now_ns - wait.since_ns < least_ns) continue;
+        if (IsTransfer(record.verb)) {
+          JudgeTransfer(wait);
+          continue;
+        }
         if (!(HasStarted(record) ? JudgeStarted(wait) : JudgeSubmitted(wait))) unclear_.push_back(wait);
       }
     }
@@ -99,6 +103,12 @@ class Judge {
       Add(static_cast<int>(r), LateCause::kNotSubmitted, wait);
     }
     return missing;
+  }
+
+  void JudgeTransfer(const Wait& wait) {
+    const auto partner = std::find(view_.numbers.begin(), view_.numbers.end(), wait.record->peer);
+    const bool known = wait.record->peer >= 0 && partner != view_.numbers.end();
+    Add(known ? static_cast<int>(partner - view_.numbers.begin()) : -1, LateCause::kNoPartner, wait);
   }
 
   bool JudgeStarted(const Wait& wait) {
@@ -241,6 +251,9 @@ std::string LateText(const LateFinding& finding, const RankNames& names, size_t 
       return who + " does not deliver its data of " + operations + wait;
     case LateCause::kSilentHost:
       return finding.silent + ", which leads its host, does not answer; here every rank has submitted " +
+             operations + wait;
+    case LateCause::kNoPartner:
+      return (who.empty() ? "nobody has" : who + " has not") + " sent or received what is waited for by " +
              operations + wait;
     case LateCause::kNoProgress:
       break;

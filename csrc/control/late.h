@@ -28,6 +28,7 @@ struct LateView {
   // By rank: it has more operations than its records say, and is not accused.
   std::vector<bool> incomplete;
   std::vector<int> waits_for;  // by rank: whose data it waits for in a bucket, or -1
+  std::vector<int> numbers;    // by rank: what records of transfers call it
 };
 
 enum class LateCause {
@@ -36,6 +37,7 @@ enum class LateCause {
   kNoData,        // it is in the bucket, and others wait for its data
   kNoProgress,    // nobody in particular: all have submitted it, and nothing happens
   kSilentHost,    // the same, and the leader of another host does not answer
+  kNoPartner,     // the rank has not sent or received what another waits for; -1: it is on another host
 };
 
 struct LateOperation {
@@ -46,7 +48,7 @@ struct LateOperation {
 };
 
 struct LateFinding {
-  int rank;  // who is late; -1: kNoProgress, kSilentHost
+  int rank;  // who is late; -1: kNoProgress, kSilentHost, kNoPartner
   LateCause cause;
   std::vector<LateOperation> operations;  // longest wait first
   std::vector<int> waiting;               // who waits, ascending

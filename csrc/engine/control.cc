@@ -98,7 +98,12 @@ void Control::Register(const OperationPtr& op) {
 
 void Control::CountPending() {
   segment_.rank(topology_.local_rank)
-      .pending.store(static_cast<uint32_t>(pending_.size()), std::memory_order_seq_cst);
+      .pending.store(static_cast<uint32_t>(pending_.size() + beside_), std::memory_order_seq_cst);
+}
+
+void Control::CountBeside(size_t count) {
+  beside_ = count;
+  CountPending();
 }
 
 void Control::Join(const OperationPtr& op) {

@@ -45,6 +45,8 @@ class Control {
   // Under the mutex. Registers the operation as pending and tells the world; true if it went into the
   // log at once (this rank was the last to announce it).
   bool Announce(const OperationPtr& op);
+  // Under the mutex. So many operations are pending of which it does not know.
+  void CountBeside(size_t count);
   // Under the mutex. Registers a join as pending; it is announced once nothing else is.
   void Join(const OperationPtr& op);
   // Under the mutex.
@@ -144,6 +146,7 @@ class Control {
   Log log_;
 
   std::unordered_map<std::string, OperationPtr> pending_;  // guarded by mutex_
+  size_t beside_ = 0;                                      // guarded by mutex_
   std::unordered_map<std::string, Cached> cache_;          // guarded by mutex_
   std::vector<OperationPtr> by_id_;                        // guarded by mutex_
   OperationPtr join_;                                      // guarded by mutex_; not announced yet

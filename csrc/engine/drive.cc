@@ -1,4 +1,5 @@
 // The driving half of the engine: everything here runs under the lease.
+#include <chrono>
 #include <thread>
 
 #include "engine/engine.h"
@@ -10,6 +11,9 @@ constexpr int64_t kCallerYieldNs = 200'000;
 constexpr int64_t kCrowdedYieldNs = 1'000'000;
 constexpr int64_t kThreadYieldNs = 20'000;
 constexpr int64_t kCrowdedPatienceNs = 200'000;
+constexpr int64_t kNewsNs = 300'000'000;
+
+std::string HasLeft(const std::string& who) { return who + " has left the world (it shut down)"; }
 }  // namespace
 
 bool Engine::TryLease(bool background, std::function<bool()> interrupted) {
@@ -40,7 +44,7 @@ void Engine::ReleaseLease() {
   const uint32_t bell = self().idle_bell.load(std::memory_order_seq_cst);
   // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread. With nothing
   // pending here no operation of others can go on, and what they have announced waits for the next.
-  const bool more = driven_.load() > 0 || SeesLeavers() ||
+  const bool more = MustDrive() || SeesLeavers() ||
                     (self().pending.load(std::memory_order_seq_cst) != 0 && HasWork());
   const bool was_background = background_;
   // What this look has read of the uplink nobody else will be told of.
@@ -67,13 +71,19 @@ bool Engine::SeesLeavers() {
          segment_->header().left_count.load(std::memory_order_seq_cst);
 }
 
-bool Engine::HasWork() { return CanExecute() || control_->HasInput() || SeesLeavers(); }
+bool Engine::HasWork() {
+  return CanExecute() || control_->HasInput() || transfers_->HasWork() || SeesLeavers();
+}
+
+bool Engine::MustDrive() {
+  return driven_.load(std::memory_order_seq_cst) > 0 || transfers_->WaitsElsewhere();
+}
 
 Status Engine::Drive(const Operation* until, int64_t deadline_ns) {
   const auto is_late = [&] { return deadline_ns != 0 && NowNs() >= deadline_ns; };
   const auto done = [&] { return until != nullptr && until->done.load(std::memory_order_acquire); };
   const auto lets_go = [&] { return background_ && lease_wanted_.load(std::memory_order_seq_cst) > 0; };
-  const auto idle = [&] { return until == nullptr && driven_.load(std::memory_order_seq_cst) == 0; };
+  const auto idle = [&] { return until == nullptr && !MustDrive(); };
   while (!done()) {
     bool progressed = false;
     Status status = Step(&progressed);
@@ -85,10 +95,7 @@ Status Engine::Drive(const Operation* until, int64_t deadline_ns) {
     if (!status.ok()) {
       // Interrupted before anything had started: only the caller gives up.
       if (status.code() == Code::kInterrupted && !segment_->revoked()) return status;
-      // A defect here is the end for all: the others would wait for this rank.
-      if (status.code() == Code::kInternal) segment_->Revoke(status.code(), status.message());
-      Break(status);
-      return BrokenStatus();
+      return EndBy(status);
     }
     if (lets_go() || is_late()) return Status();
   }
@@ -105,6 +112,7 @@ Status Engine::Step(bool* progressed) {
     NoticeLeavers();
     *progressed = true;
   }
+  KV_RETURN_IF_ERROR(StepTransfers(progressed));
   return ExecuteBucket(progressed);
 }
 
@@ -134,6 +142,12 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
     if (sleeping_callers_ > 0) changed_.notify_all();
   }
   RunCallbacks();
+}
+
+void Engine::Forget(const Operation& op) {
+  if (!IsTransfer(op.request.verb)) return control_->Erase(op.request.name);
+  transfers_->Erase(op);
+  control_->CountBeside(transfers_->pending().size());
 }
 
 void Engine::FinishLocked(const OperationPtr& op) {
@@ -166,6 +180,10 @@ void Engine::NoticeLeavers() {
   for (int r = 0; r < size_ && who.empty(); ++r) {
     if (r != rank_ && segment_->left(r).load(std::memory_order_seq_cst) != 0) who = liveness_->Describe(r);
   }
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || segment_->left(r).load(std::memory_order_seq_cst) == 0) continue;
+    transfers_->Left(r, Status(Code::kRankLeft, HasLeft(liveness_->Describe(r))));
+  }
   for (int r = 1; r < topology_.local_size() && topology_.leads(); ++r) {
     const int rank = topology_.local_ranks[static_cast<size_t>(r)];
     if (told_left_[static_cast<size_t>(r)] || segment_->left(rank).load() == 0) continue;
@@ -175,7 +193,7 @@ void Engine::NoticeLeavers() {
   if (who.empty()) return;
   // The leaver had nothing pending, so all it ever announced is in the log by now.
   if (Status status = control_->ReadLog(&ready_); !status.ok()) return;
-  const Status status(Code::kRankLeft, who + " has left the world (it shut down)");
+  const Status status(Code::kRankLeft, HasLeft(who));
   {
     std::lock_guard lock(mutex_);
     std::vector<OperationPtr> lost;
@@ -194,11 +212,31 @@ void Engine::Break(const Status& status) {
     if (broken_.ok()) broken_ = status.code() == Code::kShutDown ? status : WithLastOperations(status);
     std::vector<OperationPtr> lost;
     for (const auto& [name, op] : control_->pending()) lost.push_back(op);
+    for (const auto& [number, op] : transfers_->pending()) lost.push_back(op);
     for (const OperationPtr& op : lost) FailLocked(op, broken_);
     ready_.clear();
     changed_.notify_all();
   }
+  transfers_->Drop();
   RunCallbacks();
+}
+
+Status Engine::EndBy(const Status& status) {
+  // A defect here is the end for all: the others would wait for this rank.
+  if (status.code() == Code::kInternal) segment_->Revoke(status.code(), status.message());
+  Break(status);
+  return BrokenStatus();
+}
+
+// The others of this host wait for what the connection should have brought. The other end may have closed it
+// because of what it was told; that comes here within moments, too, and names the first cause.
+Status Engine::EndForAll(const Status& broken) {
+  const int64_t end_ns = NowNs() + kNewsNs;
+  while (!segment_->revoked() && !stop_.load() && NowNs() < end_ns) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  segment_->Revoke(broken.code(), broken.message());
+  return segment_->RevokedStatus();
 }
 
 Status Engine::BrokenStatus() {
@@ -211,7 +249,7 @@ void Engine::FailLocked(const OperationPtr& op, const Status& status) {
   op->status = Status(status.code(), status.message() + "; pending here: " + NameOf(op->request.verb) + " '" +
                                          op->request.name + "'");
   if (status.code() == Code::kShutDown) abandoned_.push_back(op->request.name);
-  control_->Erase(op->request.name);
+  Forget(*op);
   KeepEnd({op});
   FinishLocked(op);
 }

@@ -15,6 +15,12 @@ constexpr const char* kJoin = "unnamed.join";  // one name: ranks that join have
 constexpr int kFarewellMs = 500;               // for the last words to other hosts
 constexpr std::chrono::milliseconds kSignalPeriod(100);
 
+std::string NameOfTransfer(const Request& request, const std::vector<int>& ranks) {
+  const std::string peer =
+      request.root < 0 ? "any rank" : "rank " + std::to_string(ranks[static_cast<size_t>(request.root)]);
+  return peer + ", tag " + std::to_string(request.splits.front());
+}
+
 Status NotComplete(const Operation& op, double after_s) {
   return Status(Code::kTimeout, std::string(NameOf(op.request.verb)) + " '" + op.request.name +
                                     "' is not complete after " + std::to_string(after_s) +
@@ -38,9 +44,12 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
                                               std::string(kUnnamed) + "' are the engine's own");
   }
   const bool is_join = request.verb == Verb::kJoin;
+  const bool is_transfer = IsTransfer(request.verb);
   auto op = std::make_shared<Operation>();
   if (is_join) {
     request.name = kJoin;
+    request.cacheable = false;
+  } else if (is_transfer) {
     request.cacheable = false;
   } else if (request.name.empty()) {
     // Before anything is refused, so that the ranks' numbers stay level.
@@ -50,6 +59,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     op->tag = kUnnamedTag | (joins_.load() & 0x7fffff) << 40 | (number & 0xff'ffff'ffff);
   }
   KV_RETURN_IF_ERROR(Validate(request, tensors, ranks_));
+  if (is_transfer) request.name = NameOfTransfer(request, ranks_);
   for (SubmittedTensor& tensor : tensors) {
     const size_t count = ElementsOf(tensor.meta);
     op->counts.push_back(count);
@@ -72,7 +82,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   {
     std::lock_guard lock(mutex_);
     if (!broken_.ok()) return broken_;
-    if (Status status = WorldStatus(); !status.ok()) {
+    if (Status status = WorldStatus(is_transfer); !status.ok()) {
       return segment_->revoked() ? WithLastOperations(status) : status;
     }
     if (joined_) {
@@ -80,7 +90,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
                                                 "': rank " + std::to_string(ranks_[r]) +
                                                 " has joined and has no data until join returns");
     }
-    if (control_->pending().contains(op->request.name)) {
+    if (!is_transfer && control_->pending().contains(op->request.name)) {
       return Status(Code::kDuplicateName, "'" + op->request.name + "' is already pending on rank " +
                                               std::to_string(ranks_[r]) +
                                               ": wait for it before submitting the same name again");
@@ -99,11 +109,16 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     if (is_join) {
       control_->Join(op);
       appended = false;
+    } else if (is_transfer) {
+      transfers_->Submit(op);
+      control_->CountBeside(transfers_->pending().size());
+      appended = false;
     } else {
       appended = control_->Announce(op);
     }
     KeepRecord(*op, now_ns);
   }
+  if (is_transfer && !blocking) StartTransfer();
   if (drives) {
     DriveFor(*op, drive_ns);
   } else if (driven) {
@@ -115,10 +130,11 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   return Status();
 }
 
-// A rank that leaves with work behind revokes first, so that reason is looked at last.
-Status Engine::WorldStatus() {
+// A rank that leaves with work behind revokes first, so that reason is looked at last. What it has sent can
+// still be received.
+Status Engine::WorldStatus(bool for_transfer) {
   int leaver = -1;
-  if (segment_->header().left_count.load(std::memory_order_seq_cst) != 0) {
+  if (!for_transfer && segment_->header().left_count.load(std::memory_order_seq_cst) != 0) {
     for (int r = 0; r < size_; ++r) {
       if (r != rank_ && segment_->left(r).load(std::memory_order_seq_cst) != 0) leaver = r;
     }
@@ -248,7 +264,7 @@ Status Engine::Release(uint64_t handle, bool* done) {
 
 size_t Engine::Pending() {
   std::lock_guard lock(mutex_);
-  return control_->pending().size();
+  return control_->pending().size() + transfers_->pending().size();
 }
 
 void Engine::EngineThread() {
@@ -290,6 +306,7 @@ void Engine::Shutdown() {
   }
   if (switchboard_ != nullptr) switchboard_->Close();
   while (lease_.exchange(true)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  if (mesh_ != nullptr && !killed) mesh_->Farewell(kFarewellMs);
   Break(Status(Code::kShutDown, "this rank was shut down"));
   lease_.store(false);
 }
@@ -299,10 +316,12 @@ void Engine::AnnounceLeave() {
   {
     // The driving thread may have seen `stop_` first, and failed them already.
     std::lock_guard lock(mutex_);
-    const size_t count = control_->pending().size() + abandoned_.size();
+    const size_t count = control_->pending().size() + transfers_->pending().size() + abandoned_.size();
     if (count > 0) {
-      pending = std::to_string(count) + " operation(s) pending there, among them '" +
-                (abandoned_.empty() ? control_->pending().begin()->first : abandoned_.front()) + "'";
+      const std::string& one = !abandoned_.empty()            ? abandoned_.front()
+                               : !control_->pending().empty() ? control_->pending().begin()->first
+                                                              : transfers_->pending().begin()->second->request.name;
+      pending = std::to_string(count) + " operation(s) pending there, among them '" + one + "'";
     }
   }
   if (!pending.empty() && size_ > 1) {

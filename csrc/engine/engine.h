@@ -29,6 +29,7 @@
 #include "engine/late.h"
 #include "engine/operation.h"
 #include "engine/stack.h"
+#include "p2p/point_to_point.h"
 #include "transport/liveness.h"
 #include "transport/mesh.h"
 #include "transport/segment.h"
@@ -155,7 +156,7 @@ class Engine {
   void ProbeLatency();
 
   // Why a new operation could never complete, or OK.
-  Status WorldStatus();
+  Status WorldStatus(bool for_transfer);
   bool ExactTimes() const { return exact_times_.load(std::memory_order_relaxed); }
   bool TryLease(bool background, std::function<bool()> interrupted);
   void ReleaseLease();
@@ -182,14 +183,25 @@ class Engine {
   // Drives for what this thread has just submitted; what is left after that is the engine thread's.
   void DriveFor(const Operation& op, int64_t drive_ns);
   bool HasWork();
+  // For some operations this rank looks by itself, whoever waits: they have a callback, or another host.
+  bool MustDrive();
   bool SeesLeavers();
   // The next bucket has its end, or this rank may decide it.
   bool CanExecute();
+  // Lease. Messages between two ranks: moves them, and completes those that are through.
+  Status StepTransfers(bool* progressed);
+  void CompleteTransfers(const std::vector<OperationPtr>& ops);
+  // Does what can be done for one at once.
+  void StartTransfer();
   // Lease. Fails what can never complete because a rank left.
   void NoticeLeavers();
   // Lease. After this every pending and later operation fails with `status`.
   void Break(const Status& status);
   Status BrokenStatus();
+  // Lease. Break, and for all ranks if this one's engine is at fault. Returns why the world is over.
+  Status EndBy(const Status& status);
+  // A connection for data broke: the world is over.
+  Status EndForAll(const Status& broken);
   // Under mutex_. Opens the record of what has just been submitted.
   void KeepRecord(Operation& op, int64_t submitted_ns);
   // Lease.
@@ -202,6 +214,8 @@ class Engine {
   std::string WriteLastOperations(int rank, const std::string& suffix, const Status& status);
   void FailLocked(const OperationPtr& op, const Status& status);
   void FinishLocked(const OperationPtr& op);
+  // Under mutex_. It is pending no more.
+  void Forget(const Operation& op);
   // Without the mutex, after whatever may have finished operations.
   void RunCallbacks();
   void NudgeForAsync();
@@ -265,6 +279,7 @@ class Engine {
   std::unique_ptr<Control> control_;   // Announce: under mutex_
   std::unique_ptr<EagerSlots> eager_;  // Claim to Release: under mutex_; null: between hosts, or not ours
   std::unique_ptr<Mesh> mesh_;
+  std::unique_ptr<PointToPoint> transfers_;  // Submit to Erase: under mutex_
   std::unique_ptr<Backend> backend_;
   HierarchicalBackend* hierarchical_ = nullptr;  // of several hosts
   std::atomic<uint64_t> link_revisions_{0};

@@ -1,7 +1,4 @@
 // Buckets of operations that all ranks have agreed on, carried out by the backend. Runs under the lease.
-#include <chrono>
-#include <thread>
-
 #include "collectives/adasum.h"
 #include "control/fusion.h"
 #include "engine/engine.h"
@@ -9,8 +6,6 @@
 namespace kolovod {
 
 namespace {
-constexpr int64_t kNewsNs = 300'000'000;
-
 // The other ranks' outputs may fit, so the data has moved; this rank's result is an error.
 void NoteMisfits(Operation* op) {
   for (size_t t = 0; t < op->buffers.size(); ++t) {
@@ -21,18 +16,6 @@ void NoteMisfits(Operation* op) {
                             " bytes, but the result has " + std::to_string(op->buffers[t].bytes));
     return;
   }
-}
-
-// A connection for data broke: the world is over, since the others of this host wait for what it should have
-// brought. The other end may have closed it because of what it was told; that comes here within moments, too,
-// and names the first cause.
-Status EndForAll(Segment& segment, const std::atomic<bool>& stop, const Status& broken) {
-  const int64_t end_ns = NowNs() + kNewsNs;
-  while (!segment.revoked() && !stop.load() && NowNs() < end_ns) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  segment.Revoke(broken.code(), broken.message());
-  return segment.RevokedStatus();
 }
 
 // One index of the first dimension.
@@ -79,7 +62,7 @@ Status Engine::ExecuteBucket(bool* progressed) {
   KeepStart(ops);
   Status status = Execute(ops);
   if (!status.ok()) {
-    if (status.code() == Code::kRankLost) status = EndForAll(*segment_, stop_, status);
+    if (status.code() == Code::kRankLost) status = EndForAll(status);
     {
       std::lock_guard lock(mutex_);
       for (const OperationPtr& op : ops) FailLocked(op, status);

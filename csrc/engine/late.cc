@@ -140,6 +140,7 @@ LateView LateWatch::View(int64_t now_ns, int64_t last_report_ns) {
   view.now_ns = now_ns;
   view.last_report_ns = last_report_ns;
   shown_ = options_.topology.local_ranks;
+  view.numbers = shown_;
   for (int r = 0; r < size_; ++r) {
     RankBlock& block = segment_.rank(r);
     view.records.push_back(ReadRecords(segment_.records(r)));
@@ -198,7 +199,10 @@ void LateWatch::Hear(const Note& note) {
 }
 
 void LateWatch::LeaveToOthers(LateVerdict* verdict, int64_t now_ns) {
-  if (verdict->findings.empty() || verdict->findings.front().rank >= 0) return;
+  if (verdict->findings.empty() || verdict->findings.front().rank >= 0 ||
+      verdict->findings.front().cause == LateCause::kNoPartner) {
+    return;
+  }
   LateFinding& finding = verdict->findings.front();
   int silent = -1;
   const bool waits_here =

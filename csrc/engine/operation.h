@@ -40,13 +40,14 @@ struct Operation {
   std::vector<size_t> counts;     // elements
   size_t bytes = 0;               // all tensors of this rank
 
+  uint64_t transfer = 0;         // of send and recv: its number here; request.root is the peer, or -1 for any
   uint64_t tag = 0;              // in EagerSlots, of what may go that way; guarded by the engine's mutex
   bool staged = false;           // this rank has published there what it gives; the same
   bool was_staged = false;       // it was carried out by that
   int32_t announced_id = kNoId;  // guarded by the engine's mutex
   bool in_log = false;           // guarded by the engine's mutex
   // As in Response, set when the entry is read from the log. Once an alltoall is done: the rows received, by
-  // rank.
+  // rank; once a recv is done: who has sent it.
   std::vector<std::vector<int64_t>> rows;
   std::vector<OutputBuffer> buffers;  // filled by the driver before `done`, unless outputs were given
 

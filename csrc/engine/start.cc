@@ -110,6 +110,7 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   }
   if (config_.peer_read_bytes == 0) peers = nullptr;
   if (peers != nullptr) KV_RETURN_IF_ERROR(ProbePeers(*peers, deadline_ns));
+  const bool reads_peers = peers != nullptr && peers->usable();
   // With a core for every engine thread beside every computing one, communication overlaps the backward
   // pass. Without, it would take the core that computes, and pay for the switching: then it waits until
   // somebody waits (docs/decisions/0003).
@@ -123,6 +124,10 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
                                        uplink_.get());
   ProbeLatency();
   KV_RETURN_IF_ERROR(MakeBackend(std::move(peers)));
+  transfers_ = std::make_unique<PointToPoint>(
+      *segment_, mutex_,
+      PointToPointOptions{topology_, ranks_, reads_peers, mesh_.get(),
+                          [this] { return waiter_->CheckPeers() || segment_->revoked(); }});
   if (uplink_ != nullptr) StartUplink();
   return hierarchical_ == nullptr ? Status() : MeasureLinks();
 }

@@ -91,11 +91,32 @@ Status ValidateSplits(const std::string& what, const Request& request,
   return Status();
 }
 
+Status ValidateTransfer(const Request& request, const std::vector<SubmittedTensor>& tensors, int size) {
+  const std::string what = std::string(NameOf(request.verb)) + ": ";
+  const bool receives = request.verb == Verb::kRecv;
+  if (request.root < (receives ? -1 : 0) || request.root >= size) {
+    return Status(Code::kInvalidArgument, what + "rank " + std::to_string(request.root) + " is not in 0.." +
+                                              std::to_string(size - 1) +
+                                              (receives ? "; -1 stands for any" : ""));
+  }
+  if (tensors.size() != 1 || request.splits.size() != 1) {
+    return Status(Code::kInvalidArgument, what + std::to_string(tensors.size()) + " tensors and " +
+                                              std::to_string(request.splits.size()) +
+                                              " tags; give one of each");
+  }
+  if (request.splits.front() < 0) {
+    return Status(Code::kInvalidArgument,
+                  what + "tag " + std::to_string(request.splits.front()) + " is negative; tags count from 0");
+  }
+  return Status();
+}
+
 }  // namespace
 
 Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors,
                 const std::vector<int>& ranks) {
   const auto size = static_cast<int>(ranks.size());
+  if (IsTransfer(request.verb)) return ValidateTransfer(request, tensors, size);
   const std::string what = std::string(NameOf(request.verb)) + " '" + request.name + "': ";
   if (request.root < 0 || request.root >= size) {
     return Status(Code::kInvalidArgument, what + "root rank " + std::to_string(request.root) +
@@ -130,7 +151,7 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
 }
 
 bool IsSound(const Request& request, int size) {
-  if (request.root < 0 || request.root >= size) return false;
+  if (IsTransfer(request.verb) || request.root < 0 || request.root >= size) return false;
   for (const TensorMeta& tensor : request.tensors) {
     if (MakesOutputs(request.verb) && tensor.shape.empty()) return false;
   }

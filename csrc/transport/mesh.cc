@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "transport/cores.h"
@@ -34,8 +36,10 @@ Status Mesh::Create(int self, std::vector<MeshPeer> peers, MeshOptions options, 
 
 Stream& Mesh::Make(int peer) {
   const auto p = static_cast<size_t>(peer);
-  made_.push_back(std::make_unique<Stream>(descriptions_[p], options_.epoch));
+  made_.push_back(std::make_unique<Stream>(descriptions_[p], options_.epoch, peer));
   made_.back()->BeginOperation(operation_);
+  made_.back()->set_receiver(receiver_);
+  made_.back()->Listen(listening_);
   streams_[p].store(made_.back().get(), std::memory_order_release);
   ++unconnected_;
   return *made_.back();
@@ -64,9 +68,22 @@ Status Mesh::TakeNews() {
   return Status();
 }
 
+void Mesh::Listen(bool listening) {
+  if (std::exchange(listening_, listening) == listening) return;
+  for (const std::unique_ptr<Stream>& stream : made_) stream->Listen(listening);
+}
+
 void Mesh::BeginOperation(uint32_t number) {
   operation_ = number;
   for (const std::unique_ptr<Stream>& stream : made_) stream->BeginOperation(number);
+}
+
+void Mesh::Farewell(int64_t limit_ms) {
+  const int64_t end_ns = NowNs() + limit_ms * 1'000'000;
+  while (std::any_of(made_.begin(), made_.end(), [](const auto& stream) { return stream->Lingers(); }) &&
+         NowNs() < end_ns) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 void Mesh::Close() {
@@ -113,6 +130,15 @@ uint64_t Mesh::PostSend(int peer, std::span<const iovec> parts) {
   return position;
 }
 
+uint64_t Mesh::PostEnveloped(int peer, const Envelope& envelope, std::span<const iovec> parts) {
+  if (!Usable(peer)) return 0;
+  const uint64_t position = stream(peer).SendEnveloped(envelope, parts);
+  Activate(peer);
+  bool moved = false;
+  (void)Break(stream(peer).Push(&moved));
+  return position;
+}
+
 uint64_t Mesh::PostReceive(int peer, std::span<const iovec> parts) {
   if (!Usable(peer)) return 0;
   const uint64_t position = stream(peer).Receive(parts);
@@ -156,7 +182,10 @@ Status Mesh::Pull(Stream& peer, bool* moved) {
 }
 
 Status Mesh::Progress(bool* moved) {
-  if (unconnected_ > 0 && options_.switchboard->HasNews()) KV_RETURN_IF_ERROR(TakeNews());
+  if ((unconnected_ > 0 || (listening_ && options_.switchboard != nullptr)) &&
+      options_.switchboard->HasNews()) {
+    KV_RETURN_IF_ERROR(TakeNews());
+  }
   for (size_t i = 0; i < active_.size();) {
     Stream& peer = stream(active_[i]);
     if (peer.sending()) KV_RETURN_IF_ERROR(peer.Push(moved));
@@ -167,6 +196,10 @@ Status Mesh::Progress(bool* moved) {
       is_active_[static_cast<size_t>(active_[i])] = 0;
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
     }
+  }
+  if (!listening_) return Status();
+  for (size_t i = 0; i < made_.size(); ++i) {
+    if (made_[i]->listening() && !made_[i]->receiving()) KV_RETURN_IF_ERROR(made_[i]->Pull(moved));
   }
   return Status();
 }
@@ -275,7 +308,7 @@ Status Mesh::Transfer(std::span<const SendPart> sends, std::span<const ReceivePa
 
 bool Mesh::Background() {
   bool moved = false;
-  return Break(Progress(&moved)).ok() && !active_.empty();
+  return Break(Progress(&moved)).ok() && (!active_.empty() || listening_);
 }
 
 }  // namespace kolovod

@@ -73,14 +73,22 @@ class Mesh {
   // until the position that is returned is through, or until a call has failed.
   uint64_t PostSend(int peer, std::span<const iovec> parts);
   uint64_t PostReceive(int peer, std::span<const iovec> parts);
+  // The same for a message in an envelope (send, recv), which the peer's receiver takes whenever it comes.
+  uint64_t PostEnveloped(int peer, const Envelope& envelope, std::span<const iovec> parts);
+  // Who takes those that come; before the first is posted or heard.
+  void set_receiver(Receiver* receiver) { receiver_ = receiver; }
+  // `peer` may send some: there is to be a connection to it.
+  void Reach(int peer) { (void)Usable(peer); }
+  // Whether whoever moves bytes here looks for them on all connections.
+  void Listen(bool listening);
   bool Sent(int peer, uint64_t position) const { return stream(peer).sent() >= position; }
   bool Received(int peer, uint64_t position) const { return stream(peer).received() >= position; }
   Status WaitSent(int peer, uint64_t position);
   Status WaitReceived(int peer, uint64_t position);
   Status WaitAll();
 
-  // Moves what can be moved without waiting. False: nothing is pending, or the mesh is broken, as the next
-  // wait will say. For waits on something else that must not hold the peers up.
+  // Moves what can be moved without waiting. False: nothing is pending or listened to, or the mesh is broken,
+  // as the next wait will say. For waits on something else that must not hold the peers up.
   bool Background();
 
   // What has come between the two calls, from all peers: bytes, headers included, and the time from when the
@@ -94,6 +102,7 @@ class Mesh {
 
   // After an error streams may have stopped within a message: every later call fails alike.
   bool broken() const { return !broken_.ok(); }
+  Status status() const { return broken_; }
 
   uint64_t sent_bytes(int peer) const { return Count(peer, &StreamCounters::sent_bytes); }
   uint64_t sent_messages(int peer) const { return Count(peer, &StreamCounters::sent_messages); }
@@ -102,6 +111,9 @@ class Mesh {
 
   // Any thread: how many peers there are connections to.
   int connections() const { return connections_.load(std::memory_order_relaxed); }
+  // This rank leaves: waits until what it has sent in envelopes is with the peers' systems, at most so long.
+  // What they have sent is thrown away: a connection that is closed with that unread takes back what was sent.
+  void Farewell(int64_t limit_ms);
   // In a forked child: closes the descriptors, says nothing to the peers.
   void Close();
 
@@ -148,6 +160,8 @@ class Mesh {
   int unconnected_ = 0;                        // of them
   std::atomic<int> connections_{0};
   uint32_t operation_ = 0;
+  Receiver* receiver_ = nullptr;
+  bool listening_ = false;
   bool in_span_ = false;
   size_t span_bytes_ = 0;  // after the first that came
   int64_t span_first_ns_ = 0, span_last_ns_ = 0;

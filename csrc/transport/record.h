@@ -31,6 +31,7 @@ struct OperationRecord {
   Verb verb = Verb::kAllreduce;
   DType dtype = DType::kFloat32;  // of the first tensor
   uint32_t tensors = 0;
+  int32_t peer = -1;  // of a transfer: the other rank, by the engine's numbers; -1: any
   uint64_t bytes = 0;
   uint64_t bucket = 0;  // in which it was executed, numbered from 1 alike on all ranks; 0 none so far
   int64_t submitted_ns = 0;
@@ -62,7 +63,7 @@ class RecordRing {
   // `unrecorded` counts pending operations that found all slots pending.
   RecordRing(RecordSlot* slots, std::atomic<uint32_t>* unrecorded) : slots_(slots), unrecorded_(unrecorded) {}
 
-  // The slot, or kUnrecorded.
+  // The slot, or kUnrecorded. `tensors`: of a transfer the peer, + 1.
   uint32_t Open(std::string_view name, Verb verb, DType dtype, size_t tensors, size_t bytes, int64_t now_ns);
   void Started(uint32_t slot, uint64_t bucket, int64_t now_ns);
   void Ended(uint32_t slot, bool ok, int64_t now_ns);

@@ -49,6 +49,7 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   broadcast_at = take(kBroadcastRingBytes);
   records_at = take(static_cast<size_t>(size) * kRecordSlots * sizeof(RecordSlot));
   eager_at = take(static_cast<size_t>(size) * kEagerSlots * sizeof(EagerSlot));
+  inbox_at = take(static_cast<size_t>(size) * kMailSlots * sizeof(InboxSlot));
   staging_at = take(static_cast<size_t>(size) * chunk_slots * slot_bytes);
   total_bytes = at;
 }
@@ -148,6 +149,16 @@ void Segment::RingIdle(int r) {
   RankBlock& block = rank(r);
   block.idle_bell.fetch_add(1, std::memory_order_seq_cst);
   if (block.idle_sleeping.load(std::memory_order_seq_cst) != 0) FutexWakeAll(&block.idle_bell);
+}
+
+// One that waits within a bucket looks when that is over.
+void Segment::RingReceiver(int r) {
+  RankBlock& block = rank(r);
+  if (block.driver_sleeping.load(std::memory_order_seq_cst) != 0) {
+    const DataWait wait = DataWait::Of(block.waits_for.load(std::memory_order_acquire));
+    if (wait.peer < 0 && block.driver_sleeping.exchange(0, std::memory_order_seq_cst) != 0) RingDriver(r);
+  }
+  RingUndriven(r);
 }
 
 // Of ranks that wait for data only those whose wait is over: every other one would look, and sleep again.

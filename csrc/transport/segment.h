@@ -14,6 +14,7 @@
 #include "base/config.h"
 #include "base/status.h"
 #include "base/types.h"
+#include "transport/envelope.h"
 #include "transport/record.h"
 
 namespace kolovod {
@@ -24,6 +25,8 @@ inline constexpr size_t kBroadcastRingBytes = 256 << 10;
 inline constexpr size_t kStackBytes = 4096;
 inline constexpr size_t kEagerSlots = 32;              // of a rank
 inline constexpr size_t kEagerBytes = 4 << 10;         // what each holds
+inline constexpr size_t kMailSlots = 64;               // of a rank
+inline constexpr size_t kMailBytes = 4 << 10;          // what each holds
 inline constexpr int64_t kMostChunkBytes = 256 << 10;  // where the number of cores decides
 
 struct SegmentHeader {
@@ -74,6 +77,8 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> executed;        // the log's entries before this one are over here
   std::atomic<uint64_t> offered;                        // where others may read this rank's input; 0: nowhere
   std::atomic<uint32_t> unrecorded;                     // pending operations beyond what `records` can hold
+  alignas(kLine) std::atomic<uint64_t> inbox_head;      // many writers: messages for this rank, ever
+  std::atomic<uint32_t> inbox_wanted;                   // many writers: some wait for room in it
   alignas(kLine) std::atomic<uint32_t> asked;           // many writers: how often others asked where it is
   alignas(kLine) std::atomic<uint32_t> answered;        // the `asked` that the text answers
   uint32_t stack_bytes;
@@ -86,6 +91,15 @@ struct alignas(kLine) EagerSlot {
   std::atomic<uint64_t> tag;  // which; 0 none
   uint64_t reserved;
   char data[kEagerBytes];  // begins in the line of the tag: a scalar is one line
+};
+
+// A message for one rank (transport/inbox.h). `turn` is 2n while the slot is free for the n-th message in it,
+// 2n + 1 while it holds that.
+struct alignas(kLine) InboxSlot {
+  std::atomic<uint64_t> turn;
+  Envelope envelope;
+  uint64_t bytes;  // of data
+  char data[kMailBytes];
 };
 
 // What a rank waits for in a bucket: that a flag of one peer, or of all others, reaches a value. One word, so
@@ -116,7 +130,8 @@ struct SegmentLayout {
   size_t chunk_bytes;  // at most; a multiple of the page size
   size_t chunk_slots;
   size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
-  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, records_at, eager_at, staging_at;
+  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, records_at, eager_at, inbox_at,
+      staging_at;
   size_t total_bytes;
 };
 
@@ -147,6 +162,10 @@ class Segment {
   }
   // kEagerSlots of them; written by rank r alone.
   EagerSlot* eager(int r) { return At<EagerSlot>(layout_.eager_at) + static_cast<size_t>(r) * kEagerSlots; }
+  // kMailSlots of them; written by all others.
+  InboxSlot* inbox(int r) {
+    return At<InboxSlot>(layout_.inbox_at) + static_cast<size_t>(r) * kMailSlots;
+  }
   char* staging(int r, uint64_t chunk) {
     return base_ + layout_.staging_at +
            (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.slot_bytes;
@@ -179,6 +198,8 @@ class Segment {
       RingIdle(r);
     }
   }
+  // After a message for rank r, who may wait for it.
+  void RingReceiver(int r);
   // After a seq_cst store to what sleeping drivers may wait for: the log, rings and counts, respectively data
   // flags.
   void RingWaiting() {

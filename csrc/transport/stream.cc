@@ -2,7 +2,9 @@
 
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <linux/sockios.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -29,6 +31,12 @@ bool SameAddress(const sockaddr_storage& a, const sockaddr_storage& b) {
                      &reinterpret_cast<const sockaddr_in6&>(b).sin6_addr, sizeof(in6_addr)) == 0;
 }
 
+uint64_t BytesOf(std::span<const iovec> parts) {
+  uint64_t bytes = 0;
+  for (const iovec& part : parts) bytes += part.iov_len;
+  return bytes;
+}
+
 std::string Text(uint32_t sequence) {
   return "message " + std::to_string(sequence & 0xffff) + " of operation " + std::to_string(sequence >> 16);
 }
@@ -48,6 +56,15 @@ size_t Stream::Advance(std::vector<iovec>& parts, size_t* next, size_t bytes) {
     if (part.iov_len == 0) ++*next;
   }
   return bytes - left;
+}
+
+bool Stream::Lingers() const {
+  if (!tcp_ || !sent_enveloped_ || !connected()) return false;
+  char unread[4096];
+  while (recv(fd_, unread, sizeof(unread), MSG_DONTWAIT) > 0) {
+  }
+  int unacknowledged = 0;
+  return ioctl(fd_, SIOCOUTQ, &unacknowledged) == 0 && unacknowledged > 0;
 }
 
 void Stream::Close() {
@@ -90,24 +107,33 @@ void Stream::TuneTcp() {
 void Stream::BeginOperation(uint32_t number) { send_sequence_ = receive_sequence_ = number << 16; }
 
 uint64_t Stream::Send(std::span<const iovec> parts) {
-  uint64_t bytes = 0;
-  for (const iovec& part : parts) bytes += part.iov_len;
+  const uint64_t bytes = BytesOf(parts);
   if (bytes == 0) return send_end_;
+  return Queue(MessageHeader{epoch_, send_sequence_++, bytes}, sizeof(MessageHeader), parts, Envelope{});
+}
+
+uint64_t Stream::SendEnveloped(const Envelope& envelope, std::span<const iovec> parts) {
+  sent_enveloped_ = true;
+  return Queue(MessageHeader{epoch_, 0, BytesOf(parts) | kEnveloped}, kEnvelopedBytes, parts, envelope);
+}
+
+uint64_t Stream::Queue(const MessageHeader& header, size_t front_bytes, std::span<const iovec> parts,
+                       const Envelope& envelope) {
   Outgoing& message = outgoing_.emplace_back();
-  message.header = MessageHeader{epoch_, send_sequence_++, bytes};
+  message.front = {header, envelope};
   message.parts.reserve(parts.size() + 1);
-  message.parts.push_back({&message.header, sizeof(MessageHeader)});  // a deque's elements stay in place
+  message.parts.push_back({&message.front, front_bytes});  // a deque's elements stay in place
   for (const iovec& part : parts) {
     if (part.iov_len > 0) message.parts.push_back(part);
   }
+  const uint64_t bytes = header.bytes & ~kEnveloped;
   counters_.sent_bytes.fetch_add(bytes, std::memory_order_relaxed);
   counters_.sent_messages.fetch_add(1, std::memory_order_relaxed);
-  return send_end_ += sizeof(MessageHeader) + bytes;
+  return send_end_ += front_bytes + bytes;
 }
 
 uint64_t Stream::Receive(std::span<const iovec> parts) {
-  uint64_t bytes = 0;
-  for (const iovec& part : parts) bytes += part.iov_len;
+  const uint64_t bytes = BytesOf(parts);
   if (bytes == 0) return receive_end_;
   Incoming& message = incoming_.emplace_back();
   message.expected = MessageHeader{epoch_, receive_sequence_++, bytes};
@@ -180,8 +206,9 @@ Status Stream::Push(bool* moved) {
   iovec parts[kMaxParts];
   size_t bytes = 0;
   const size_t count = Gather(parts, SIZE_MAX, &bytes);
-  KV_RETURN_IF_ERROR(Write({parts, count}, &bytes));
+  KV_RETURN_IF_ERROR(Undeliverable(Write({parts, count}, &bytes)));
   *moved |= bytes > 0;
+  if (outgoing_.empty()) return Status();
   sent_ += bytes;
   Taken(bytes);
   return Status();
@@ -206,21 +233,53 @@ Status Stream::CheckHeader(const MessageHeader& header) const {
   return Status();
 }
 
-void Stream::Finished() {
-  counters_.received_bytes.fetch_add(incoming_.front().expected.bytes, std::memory_order_relaxed);
+Status Stream::Finished() {
+  counters_.received_bytes.fetch_add(Front().expected.bytes, std::memory_order_relaxed);
   counters_.received_messages.fetch_add(1, std::memory_order_relaxed);
-  incoming_.pop_front();
   in_payload_ = false;
+  if (!enveloped_) {
+    incoming_.pop_front();
+    return Status();
+  }
+  enveloped_.reset();
+  return receiver_->End(number_);
+}
+
+Status Stream::TakeEnvelope(const MessageHeader& header, bool* taken) {
+  if (header.epoch != epoch_ || header.sequence != 0 || receiver_ == nullptr) {
+    return Status(Code::kMismatch, peer_ + " sent a message of world " + std::to_string(header.epoch) +
+                                       (receiver_ == nullptr ? " that nobody expects" : "") +
+                                       "; this rank is in world " + std::to_string(epoch_));
+  }
+  if (inbox_end_ - inbox_begin_ < kEnvelopedBytes) return Status();
+  Envelope envelope;
+  std::memcpy(&envelope, inbox_ + inbox_begin_ + sizeof(header), sizeof(envelope));
+  inbox_begin_ += kEnvelopedBytes;
+  Incoming message;
+  message.expected = {epoch_, 0, header.bytes & ~kEnveloped};
+  message.left = message.expected.bytes;
+  KV_RETURN_IF_ERROR(receiver_->Begin(number_, envelope, message.left, &message.parts));
+  enveloped_ = std::move(message);
+  in_payload_ = true;
+  *taken = true;
+  return enveloped_->left == 0 ? Finished() : Status();
 }
 
 Status Stream::TakeFromInbox(bool* moved) {
-  while (!incoming_.empty()) {
-    Incoming& front = incoming_.front();
+  while (reads()) {
     const size_t held = inbox_end_ - inbox_begin_;
     if (!in_payload_) {
       if (held < sizeof(MessageHeader)) return Status();
       MessageHeader header;
       std::memcpy(&header, inbox_ + inbox_begin_, sizeof(header));
+      if ((header.bytes & kEnveloped) != 0) {
+        bool taken = false;
+        KV_RETURN_IF_ERROR(TakeEnvelope(header, &taken));
+        if (!taken) return Status();
+        *moved = true;
+        continue;
+      }
+      if (IsAhead()) return Status();
       KV_RETURN_IF_ERROR(CheckHeader(header));
       inbox_begin_ += sizeof(header);
       received_ += sizeof(header);
@@ -228,9 +287,10 @@ Status Stream::TakeFromInbox(bool* moved) {
       *moved = true;
       continue;
     }
+    Incoming& front = Front();
     size_t bytes = static_cast<size_t>(std::min<uint64_t>(held, front.left));
     if (bytes == 0) return Status();
-    received_ += bytes;
+    if (!enveloped_) received_ += bytes;
     front.left -= bytes;
     while (bytes > 0) {
       const size_t step = std::min(bytes, front.parts[front.next].iov_len);
@@ -240,7 +300,7 @@ Status Stream::TakeFromInbox(bool* moved) {
       bytes -= step;
     }
     *moved = true;
-    if (front.left == 0) Finished();
+    if (front.left == 0) KV_RETURN_IF_ERROR(Finished());
   }
   return Status();
 }
@@ -251,13 +311,13 @@ Status Stream::ReadFromSocket(bool* moved) {
   size_t count = 0;
   uint64_t direct = 0;
   if (in_payload_) {
-    const Incoming& front = incoming_.front();
+    const Incoming& front = Front();
     for (size_t i = front.next; i < front.parts.size() && count < kMaxParts; ++i) {
       direct += front.parts[i].iov_len;
       parts[count++] = front.parts[i];
     }
   }
-  const bool whole = !in_payload_ || direct == incoming_.front().left;
+  const bool whole = !in_payload_ || direct == Front().left;
   if (inbox_begin_ == inbox_end_) inbox_begin_ = inbox_end_ = 0;
   if (inbox_begin_ > 0) {  // part of a header
     std::memmove(inbox_, inbox_ + inbox_begin_, inbox_end_ - inbox_begin_);
@@ -265,25 +325,51 @@ Status Stream::ReadFromSocket(bool* moved) {
     inbox_begin_ = 0;
   }
   if (whole) parts[count++] = {inbox_ + inbox_end_, kInboxBytes - inbox_end_};
+  if (direct == 0 && inbox_end_ == kInboxBytes) return Status();  // no room: the peer is ahead
   size_t bytes = 0;
-  KV_RETURN_IF_ERROR(Read({parts, count}, &bytes));
+  KV_RETURN_IF_ERROR(Missed(Read({parts, count}, &bytes)));
   *moved |= bytes > 0;
   const uint64_t placed = std::min<uint64_t>(bytes, direct);
   inbox_end_ += bytes - placed;
-  if (placed > 0) {
-    Incoming& front = incoming_.front();
-    Advance(front.parts, &front.next, placed);
-    front.left -= placed;
-    received_ += placed;
-    if (front.left == 0) Finished();
+  if (placed == 0) return Status();
+  Incoming& front = Front();
+  Advance(front.parts, &front.next, placed);
+  front.left -= placed;
+  if (!enveloped_) received_ += placed;
+  return front.left == 0 ? Finished() : Status();
+}
+
+bool Stream::IsAhead() const {
+  if (in_payload_ || !incoming_.empty() || inbox_end_ - inbox_begin_ < sizeof(MessageHeader)) return false;
+  MessageHeader header;
+  std::memcpy(&header, inbox_ + inbox_begin_, sizeof(header));
+  return (header.bytes & kEnveloped) == 0;
+}
+
+Status Stream::Undeliverable(const Status& status) {
+  const auto enveloped = [](const Outgoing& m) { return (m.front.header.bytes & kEnveloped) != 0; };
+  if (status.code() != Code::kRankLost || receiving() || enveloped_ ||
+      !std::all_of(outgoing_.begin(), outgoing_.end(), enveloped)) {
+    return status;
   }
+  outgoing_.clear();
+  sent_ = send_end_;
+  if (sealed_ != nullptr) sealed_->begin = sealed_->end = 0;
+  receiver_->Closed(number_, status);
+  return Status();
+}
+
+Status Stream::Missed(const Status& status) {
+  if (status.code() != Code::kRankLost || receiving() || enveloped_ || sending()) return status;
+  listening_ = false;
+  if (receiver_ != nullptr) receiver_->Closed(number_, status);
   return Status();
 }
 
 Status Stream::Pull(bool* moved) {
   if (sealed_ != nullptr) return PullSealed(moved);
   KV_RETURN_IF_ERROR(TakeFromInbox(moved));
-  if (incoming_.empty() || !connected()) return Status();
+  if (!reads() || !connected()) return Status();
   KV_RETURN_IF_ERROR(ReadFromSocket(moved));
   return TakeFromInbox(moved);
 }
@@ -327,6 +413,8 @@ int Stream::PeerCore() const {
 void Stream::Drop() {
   outgoing_.clear();
   incoming_.clear();
+  enveloped_.reset();
+  listening_ = false;
   in_payload_ = false;
   if (sealed_ != nullptr) sealed_->begin = sealed_->end = 0;
   sent_ = send_end_;

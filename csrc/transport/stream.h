@@ -8,12 +8,14 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/status.h"
+#include "transport/envelope.h"
 #include "transport/sealer.h"
 
 namespace kolovod {
@@ -21,6 +23,10 @@ namespace kolovod {
 // In front of every message, little-endian. `sequence` is the operation's number in the upper 16 bits and the
 // message's within it, on this connection and in this direction, in the lower: both ends count alike, so what
 // differs has diverged.
+//
+// With kEnveloped in `bytes` it is a message of one rank to the other, which no operation of all expects: an
+// envelope and `bytes` without that bit follow, and `sequence` is 0.
+inline constexpr uint64_t kEnveloped = uint64_t{1} << 63;
 struct MessageHeader {
   uint32_t epoch;
   uint32_t sequence;
@@ -39,8 +45,9 @@ struct StreamCounters {
 // Not thread-safe: whoever drives the engine uses it.
 class Stream {
  public:
-  // `peer` is for messages: "rank 1 on a".
-  Stream(std::string peer, uint32_t epoch) : peer_(std::move(peer)), epoch_(epoch) {}
+  // `peer` is for messages: "rank 1 on a"; `number` is its rank.
+  Stream(std::string peer, uint32_t epoch, int number = 0)
+      : peer_(std::move(peer)), epoch_(epoch), number_(number) {}
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -57,12 +64,22 @@ class Stream {
   // must stay until the position that is returned has been reached.
   uint64_t Send(std::span<const iovec> parts);
   uint64_t Receive(std::span<const iovec> parts);
+  // Queues one message in an envelope; its memory must stay as that of others.
+  uint64_t SendEnveloped(const Envelope& envelope, std::span<const iovec> parts);
+  // Who takes those that come. Null: they are an error.
+  void set_receiver(Receiver* receiver) { receiver_ = receiver; }
+  // Whether Pull reads although nothing is expected, for envelopes. Ends when the peer closes.
+  void Listen(bool listening) { listening_ = listening; }
+
+  // What was sent in envelopes is not all with the peer's system yet. Throws away what has come.
+  bool Lingers() const;
 
   // Positions of the streams: everything queued up to there is through.
   uint64_t sent() const { return sent_; }
   uint64_t received() const { return received_; }
   bool sending() const { return sent_ != send_end_; }
   bool receiving() const { return received_ != receive_end_; }
+  bool listening() const { return listening_ && !IsAhead(); }
 
   // A system call each (a few where records are sealed), so that sending and receiving take turns; `moved` is
   // set when bytes moved. A message is written only after its header was what this end expects.
@@ -88,8 +105,11 @@ class Stream {
 
  private:
   struct Outgoing {
-    MessageHeader header;
-    std::vector<iovec> parts;  // what is left of header and payload
+    struct {
+      MessageHeader header;
+      Envelope envelope;
+    } front;                   // with the envelope, or without
+    std::vector<iovec> parts;  // what is left of it and of the payload
     size_t next = 0;
   };
   struct Incoming {
@@ -98,6 +118,7 @@ class Stream {
     size_t next = 0;
     uint64_t left = 0;  // payload bytes
   };
+  static constexpr size_t kEnvelopedBytes = sizeof(MessageHeader) + sizeof(Envelope);
   // What a connection has besides if it is encrypted.
   struct Sealed {
     explicit Sealed(const RecordKeys& keys) : sealer(keys.cipher, keys.send), reader(keys) {}
@@ -112,6 +133,20 @@ class Stream {
   // how much it went on.
   static size_t Advance(std::vector<iovec>& parts, size_t* next, size_t bytes);
   void TuneTcp();
+  uint64_t Queue(const MessageHeader& header, size_t front_bytes, std::span<const iovec> parts,
+                 const Envelope& envelope);
+  // The message that is being read, or will be next.
+  Incoming& Front() { return enveloped_ ? *enveloped_ : incoming_.front(); }
+  bool reads() const { return enveloped_ || listening_ || !incoming_.empty(); }
+  // The inbox has the header of one, and perhaps all of its envelope.
+  Status TakeEnvelope(const MessageHeader& header, bool* taken);
+  // What comes next is of an operation that this rank has not come to.
+  bool IsAhead() const;
+  // The peer may close its connection while nothing but messages in envelopes is on its way to it: those are
+  // dropped. For the engine says that it has left, or died.
+  Status Undeliverable(const Status& status);
+  // The same while nothing is expected from it.
+  Status Missed(const Status& status);
   // Of what is queued, as much as one call may take; whole headers only if `room` is limited.
   size_t Gather(std::span<iovec> parts, size_t room, size_t* bytes) const;
   // The front of the queue has been taken.
@@ -129,7 +164,7 @@ class Stream {
   Status CheckHeader(const MessageHeader& header) const;
   Status Lost(const char* doing, int error) const;
   Status ReadFromSocket(bool* moved);
-  void Finished();
+  Status Finished();
 
   // Headers are read through here together with the beginning of their payload: one system call for a small
   // message. Larger would mean copying more of what could go straight to its place.
@@ -140,6 +175,10 @@ class Stream {
   int fd_ = -1;
   const std::string peer_;
   const uint32_t epoch_;
+  const int number_;
+  Receiver* receiver_ = nullptr;
+  bool sent_enveloped_ = false;
+  bool listening_ = false;
   bool tcp_ = false;
   bool same_machine_ = false;
   uint32_t send_sequence_ = 0;
@@ -148,7 +187,8 @@ class Stream {
   uint64_t received_ = 0, receive_end_ = 0;
   std::deque<Outgoing> outgoing_;
   std::deque<Incoming> incoming_;
-  bool in_payload_ = false;  // of incoming_.front()
+  std::optional<Incoming> enveloped_;  // in the middle of such a message
+  bool in_payload_ = false;            // of Front()
   size_t inbox_begin_ = 0, inbox_end_ = 0;
   char own_inbox_[kInboxBytes];
   char* inbox_ = own_inbox_;  // if records are sealed, the one that was opened last

@@ -29,7 +29,8 @@ Status Stream::PushSealed(bool* moved) {
     if (sealed_->begin == sealed_->end) KV_RETURN_IF_ERROR(SealNext());
     iovec part{sealed_->record.get() + sealed_->begin, sealed_->end - sealed_->begin};
     size_t bytes = 0;
-    KV_RETURN_IF_ERROR(Write({&part, 1}, &bytes));
+    KV_RETURN_IF_ERROR(Undeliverable(Write({&part, 1}, &bytes)));
+    if (sealed_->begin == sealed_->end) return Status();
     *moved |= bytes > 0;
     sealed_->begin += bytes;
     if (sealed_->begin < sealed_->end) return Status();
@@ -44,15 +45,15 @@ Status Stream::PushSealed(bool* moved) {
 Status Stream::OpenArrived(bool* moved) {
   for (;;) {
     KV_RETURN_IF_ERROR(TakeFromInbox(moved));
-    if (incoming_.empty()) return Status();
+    if (!reads()) return Status();
+    if (IsAhead()) return Status();
     if (inbox_begin_ != inbox_end_) {
       return Status(Code::kMismatch, peer_ + " sent a record that ends within a header");
     }
     size_t bytes = 0;
     KV_RETURN_IF_ERROR(Refuse(sealed_->reader.Next(&bytes)));
     if (bytes == 0) return Status();
-    Incoming& front = incoming_.front();
-    if (!in_payload_ || bytes > front.left) {
+    if (!in_payload_ || bytes > Front().left) {
       std::span<char> plain;
       KV_RETURN_IF_ERROR(Refuse(sealed_->reader.Open(&plain)));
       inbox_ = plain.data();
@@ -60,22 +61,23 @@ Status Stream::OpenArrived(bool* moved) {
       inbox_end_ = plain.size();
       continue;
     }
+    Incoming& front = Front();
     KV_RETURN_IF_ERROR(Refuse(sealed_->reader.Open(std::span(front.parts).subspan(front.next))));
     Advance(front.parts, &front.next, bytes);
-    received_ += bytes;
+    if (!enveloped_) received_ += bytes;
     front.left -= bytes;
     *moved = true;
-    if (front.left == 0) Finished();
+    if (front.left == 0) KV_RETURN_IF_ERROR(Finished());
   }
 }
 
 Status Stream::PullSealed(bool* moved) {
   KV_RETURN_IF_ERROR(OpenArrived(moved));
-  if (incoming_.empty() || !connected()) return Status();
+  if (!reads() || !connected()) return Status();
   const std::span<char> room = sealed_->reader.Room();
   iovec part{room.data(), room.size()};
   size_t bytes = 0;
-  KV_RETURN_IF_ERROR(Read({&part, 1}, &bytes));
+  KV_RETURN_IF_ERROR(Missed(Read({&part, 1}, &bytes)));
   sealed_->reader.Arrived(bytes);
   return OpenArrived(moved);
 }
