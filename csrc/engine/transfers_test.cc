@@ -395,17 +395,19 @@ TEST(a_rank_that_dies_is_named) {
   for (const std::vector<int>& hosts : kHosts) {
     std::shared_ptr<LoopbackWorld> world;
     CHECK_OK(LoopbackWorld::Create(hosts, SmallConfig(), &world));
+    std::atomic<int> waiting = 0;
     std::vector<std::thread> threads;
     for (int r = 0; r < world->size(); ++r) {
       threads.emplace_back([&, r] {
         Rank rank(r, world);
-        Barrier(rank);
         if (r == 1) {
+          while (waiting.load() < world->size() - 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
           world->Kill(1);
           return;
         }
-        std::vector<float> got(1);
-        const Status status = r == 0 ? Recv(rank, 1, &got) : Recv(rank, -1, &got);
+        auto got = Begin(rank, Verb::kRecv, r == 0 ? 1 : -1, {0.0f});
+        ++waiting;
+        const Status status = rank.Wait(got->handle);
         CHECK(status.code() == Code::kRankLost);
         CHECK(status.message().find("rank 1") != std::string::npos);
         CHECK(status.message().find(r == 0 ? "recv 'rank 1, tag 0'" : "recv 'any rank, tag 0'") !=

@@ -26,11 +26,13 @@ from kolovod.process_sets import (
     global_process_set,
     remove_process_set,
 )
+from kolovod.transfers import Transfers
 from kolovod.world import current, init, is_initialized, shutdown
 
 collectives: Collectives[Array] = Collectives(NumpyFrontend(), current)
 _objects = Objects(collectives)
 _functions = Functions(collectives)
+_transfers = Transfers(collectives)
 
 allreduce = collectives.allreduce
 allreduce_async = collectives.allreduce_async
@@ -54,6 +56,10 @@ reducescatter = collectives.reducescatter
 reducescatter_async = collectives.reducescatter_async
 grouped_reducescatter = collectives.grouped_reducescatter
 grouped_reducescatter_async = collectives.grouped_reducescatter_async
+send = _transfers.send
+recv = _transfers.recv
+isend = _transfers.isend
+irecv = _transfers.irecv
 barrier = collectives.barrier
 join = collectives.join
 poll = collectives.poll
@@ -104,15 +110,19 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "irecv",
     "is_initialized",
+    "isend",
     "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "recv",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "send",
     "shutdown",
     "size",
     "span",

@@ -36,10 +36,12 @@ from kolovod.torch.functions import Functions
 from kolovod.torch.optimizer import DistributedOptimizer
 from kolovod.torch.sync_batch_norm import SyncBatchNorm
 from kolovod.torch.verbs import collectives
+from kolovod.transfers import Transfers
 from kolovod.world import init, is_initialized, shutdown
 
 _register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)
+_transfers = Transfers(collectives)
 _metrics = _Metrics(collectives)
 
 allreduce = collectives.allreduce
@@ -66,6 +68,10 @@ grouped_reducescatter = collectives.grouped_reducescatter
 grouped_reducescatter_async = collectives.grouped_reducescatter_async
 barrier = collectives.barrier
 join = collectives.join
+send = _transfers.send
+recv = _transfers.recv
+isend = _transfers.isend
+irecv = _transfers.irecv
 poll = collectives.poll
 synchronize = collectives.synchronize
 broadcast_parameters = _functions.broadcast_parameters
@@ -124,15 +130,19 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "irecv",
     "is_initialized",
+    "isend",
     "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "recv",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "send",
     "shutdown",
     "size",
     "span",
