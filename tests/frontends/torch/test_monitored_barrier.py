@@ -20,7 +20,7 @@ from kolovod.errors import InvalidArgumentError, WaitTimeoutError  # noqa: E402
 LONG_S = 30.0
 
 
-def outcomes(store, members, ranks, size, timeout_s=LONG_S, wait_all_ranks=False):
+def outcomes(members, ranks, size, timeout_s=LONG_S, wait_all_ranks=False):
     """What each of ``ranks`` meets in a barrier of ``size``: None, or the error's text."""
 
     def call(rank):
@@ -42,7 +42,7 @@ def test_all_pass_again_and_again_and_leave_one_key():
     store = dist.HashStore()
     members = members_of(store, 4)
     for _ in range(5):
-        assert outcomes(store, members, range(4), 4) == dict.fromkeys(range(4))
+        assert outcomes(members, range(4), 4) == dict.fromkeys(range(4))
     assert store.num_keys() == 1, "the last verdict"
 
 
@@ -63,7 +63,7 @@ def test_nobody_passes_before_all_have_come():
 )
 def test_rank_0_names_who_is_missing(wait_all_ranks, who):
     store = dist.HashStore()
-    said = outcomes(store, members_of(store, 4), [0, 2], 4, 0.2, wait_all_ranks)
+    said = outcomes(members_of(store, 4), [0, 2], 4, 0.2, wait_all_ranks)
     assert said[0].startswith(f"{who} to pass monitoredBarrier in 200 ms")
     assert "Rank 2 successfully reached monitoredBarrier, but received errors" in said[2]
 
@@ -71,15 +71,15 @@ def test_rank_0_names_who_is_missing(wait_all_ranks, who):
 def test_a_rank_that_comes_too_late_learns_why_nobody_waits():
     store = dist.HashStore()
     members = members_of(store, 3)
-    assert "Ranks 1, 2 failed" in outcomes(store, members, [0], 3, 0.0, wait_all_ranks=True)[0]
-    assert "Ranks 1, 2 failed" in outcomes(store, members, [1], 3)[1]
-    assert "Ranks 1, 2 failed" in outcomes(store, members, [2], 3)[2]
-    assert outcomes(store, members, range(3), 3) == dict.fromkeys(range(3)), "the next one passes"
+    assert "Ranks 1, 2 failed" in outcomes(members, [0], 3, 0.0, wait_all_ranks=True)[0]
+    assert "Ranks 1, 2 failed" in outcomes(members, [1], 3)[1]
+    assert "Ranks 1, 2 failed" in outcomes(members, [2], 3)[2]
+    assert outcomes(members, range(3), 3) == dict.fromkeys(range(3)), "the next one passes"
 
 
 def test_without_rank_0():
     store = dist.HashStore()
-    said = outcomes(store, members_of(store, 2), [1], 2, 0.1)
+    said = outcomes(members_of(store, 2), [1], 2, 0.1)
     assert "rank 0 has not answered within 100 ms" in said[1]
 
 
