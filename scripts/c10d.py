@@ -70,13 +70,14 @@ def main() -> int:
     for size in options.sizes:
         names = chosen(options.only, size, options.limit_s)
         for backend in options.backends:
+            of_now = environments.commit_and_date()
             started = time.monotonic()
             outcomes = found[backend, size] = ran(backend, size, names, options.limit_s)
             facts[title((backend, size))] = {
                 **Counter(outcome.verdict for outcome in outcomes.values()),
                 "versions": environments.versions(sys.executable, ("torch",)),
                 "seconds": round(time.monotonic() - started),
-                **environments.commit_and_date(),
+                **of_now,
             }
             print(environments.line(title((backend, size)), facts[title((backend, size))], COLUMNS))
             sys.stdout.flush()
