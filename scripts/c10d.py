@@ -81,7 +81,9 @@ def main() -> int:
             }
             print(environments.line(title((backend, size)), facts[title((backend, size))], COLUMNS))
             sys.stdout.flush()
-    if options.only is None and len(found) == len(SIZES) * len(BACKENDS):
+    if options.only is None and list(found) == [
+        (each, size) for size in SIZES for each in BACKENDS
+    ]:
         TABLE.write_text(table(found, facts))
     else:
         print("\n".join(tests_table(found)))

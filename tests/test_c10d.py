@@ -81,6 +81,7 @@ def test_some_are_printed_and_leave_the_table(run):
     assert code == 1, "what runs over gloo is not to be skipped"
     assert "| `test_a` | passed | skipped: why |" in said
     assert "test_c" not in said
+    run("--sizes", "2,3,8")
     assert not c10d.TABLE.exists()
     assert run("--sizes", "2", "--backends", "kolovod", kolovod_2_test_c="failed")[0] == 1
     with pytest.raises(SystemExit, match="no test has 'nothing'"):
