@@ -74,7 +74,7 @@ def main() -> int:
             started = time.monotonic()
             outcomes = found[backend, size] = ran(backend, size, names, options.limit_s)
             facts[title((backend, size))] = {
-                **Counter(outcome.verdict for outcome in outcomes.values()),
+                **counts(outcomes),
                 "versions": environments.versions(sys.executable, ("torch",)),
                 "seconds": round(time.monotonic() - started),
                 **of_now,
@@ -158,15 +158,21 @@ def outcomes_of(lines: Iterable[str], names: Sequence[str], ended: str) -> Outco
     return outcomes
 
 
-def behind(found: Mapping[Run, Outcomes]) -> list[str]:
-    """The tests that pass over gloo but not over Kolovod, each with its number of ranks."""
-    return [
-        f"{name}, {size} ranks"
-        for (backend, size), outcomes in found.items()
-        if backend == "kolovod"
-        for name, outcome in outcomes.items()
-        if _falls_behind(outcome, found.get(("gloo", size), {}).get(name))
-    ]
+def counts(outcomes: Outcomes) -> dict[str, int]:
+    """How many tests passed, failed and were skipped."""
+    verdicts = Counter(outcome.verdict for outcome in outcomes.values())
+    return {verdict: verdicts[verdict] for verdict in COLUMNS[:3]}
+
+
+def behind(found: Mapping[Run, Outcomes]) -> dict[str, list[int]]:
+    """The tests that pass over gloo but not over Kolovod, each with the numbers of ranks."""
+    late: dict[str, list[int]] = {}
+    for (backend, size), outcomes in found.items():
+        if backend == "kolovod":
+            for name, outcome in outcomes.items():
+                if _falls_behind(outcome, found.get(("gloo", size), {}).get(name)):
+                    late.setdefault(name, []).append(size)
+    return late
 
 
 def _falls_behind(ours: Outcome, gloo: Outcome | None) -> bool:
@@ -195,10 +201,10 @@ def title(run: Run) -> str:
 
 def table(found: Mapping[Run, Outcomes], facts: Mapping[str, Mapping[str, object]]) -> str:
     """The whole file."""
-    late = behind(found)
-    verdict = f"Pass over gloo only: {'; '.join(late)}." if late else (
-        "Every test that passes over gloo passes over Kolovod."
-    )  # fmt: skip
+    late = [f"`{name}` ({', '.join(map(str, sizes))})" for name, sizes in behind(found).items()]
+    verdict = "Every test that passes over gloo passes over Kolovod."
+    if late:
+        verdict = f"Over gloo only pass (with so many ranks): {', '.join(late)}."
     head = [
         "# PyTorch's own tests of torch.distributed\n",
         "By `make c10d` (`scripts/c10d.py`): the tests in `torch.testing._internal.distributed.",

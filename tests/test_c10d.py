@@ -64,15 +64,16 @@ def test_all_of_it_fills_the_table(run):
     assert code == 0
     assert "| `test_a` | passed | passed | passed | passed | passed | passed |" in table
     assert "| `test_b` | passed | passed | skipped: why | skipped: why | passed | passed |" in table
-    assert "| kolovod, 3 ranks | 2 |  | 1 | Python " in table
+    assert "| kolovod, 3 ranks | 2 | 0 | 1 | Python " in table
     assert "Every test that passes over gloo passes over Kolovod." in table
 
 
 def test_a_test_that_kolovod_alone_fails(run):
-    code, _ = run(kolovod_2_test_b="failed", gloo_4_test_c="failed", kolovod_4_test_c="failed")
+    only_ours = {"kolovod_2_test_b": "failed", "kolovod_3_test_b": "failed"}
+    code, _ = run(**only_ours, gloo_4_test_c="failed", kolovod_4_test_c="failed")
     table = c10d.TABLE.read_text()
     assert code == 1
-    assert "Pass over gloo only: test_b, 2 ranks.\n" in table
+    assert "Over gloo only pass (with so many ranks): `test_b` (2, 3).\n" in table
     assert "| `test_b` | passed | **failed**: why | passed |" in table
 
 
@@ -117,10 +118,9 @@ def test_the_reference_may_try_again_but_we_may_not(run):
 )
 def test_behind(ours, gloo, is_behind):
     found = {("kolovod", 2): {"test": ours}, ("gloo", 2): {"test": gloo}}
-    assert c10d.behind(found) == (["test, 2 ranks"] if is_behind else [])
-    assert c10d.behind({("kolovod", 2): {"test": ours}}) == (
-        ["test, 2 ranks"] if ours is FAILED else []
-    )
+    assert c10d.behind(found) == ({"test": [2]} if is_behind else {})
+    alone = c10d.behind({("kolovod", 2): {"test": ours}})
+    assert alone == ({"test": [2]} if ours is FAILED else {})
 
 
 def test_what_a_batch_has_written():
