@@ -6,6 +6,7 @@
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
 # make matrix    the tests of each front end with old and new versions, over one wheel (8 GB, an hour)
 # make clients   train by Lightning, DeepSpeed, RETURNN and others over one wheel, compared with gloo (12 GB, 40 minutes)
+# make c10d      PyTorch's own tests of torch.distributed over gloo and Kolovod, into bench/results/c10d.md (20 minutes)
 # make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
 #
@@ -20,6 +21,7 @@ TORCH ?= torch==2.13.0
 TEST_ARGS ?=
 MATRIX_ARGS ?=
 CLIENTS_ARGS ?=
+C10D_ARGS ?=
 BENCH_ARGS ?=
 LAUNCHERS_ARGS ?=
 FUZZ_SECONDS ?= 20
@@ -41,7 +43,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-python test-slow test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix clients launchers bench clean
+.PHONY: help demo test test-all test-python test-slow test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -162,6 +164,14 @@ matrix: $(STAMPS)/wheel
 # Each row of scripts/client_rows.py trains by a client that nobody here wrote; --only NAME in CLIENTS_ARGS.
 clients: $(STAMPS)/wheel $(STAMPS)/package
 	$(BIN)/python scripts/clients.py build/wheel/kolovod-*.whl $(CLIENTS_ARGS)
+
+$(STAMPS)/c10d: pyproject.toml $(STAMPS)/examples
+	$(PIP) install --quiet --no-build-isolation '.[c10d]'
+	touch $@
+
+# --only PATTERN, --sizes 2,3 and --backends kolovod in C10D_ARGS.
+c10d: $(STAMPS)/package $(STAMPS)/c10d
+	$(BIN)/python scripts/c10d.py $(C10D_ARGS)
 
 # Needs Debian's slurm-wlm, munge, openmpi-bin and mpich; --only NAMES in LAUNCHERS_ARGS. Ten minutes.
 launchers: $(STAMPS)/package $(STAMPS)/test

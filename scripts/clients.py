@@ -78,6 +78,7 @@ def run(name: str, wheel: Path, pythons: dict[str, str]) -> dict[str, Any]:
     folder = FOLDER / row.environment / name
     folder.mkdir(parents=True, exist_ok=True)
     outcome: dict[str, Any] = {"what ran": row.what, "failed": False}
+    outcome |= environments.commit_and_date()  # now, for it may have changed when all is through
     started = time.monotonic()
     try:
         if row.environment not in pythons:
@@ -104,7 +105,7 @@ def run(name: str, wheel: Path, pythons: dict[str, str]) -> dict[str, Any]:
             print(f"{name}: {error}. The last lines of {error.log}:")
             print("\n".join(lines[-LAST_LINES:]), flush=True)
     outcome["seconds"] = round(time.monotonic() - started)
-    return outcome | environments.commit_and_date()
+    return outcome
 
 
 def trained(row: Training, python: str, folder: Path) -> dict[str, Any]:

@@ -168,6 +168,63 @@ def test_every_verb_equals_gloo():
     assert min(run_ranks(3, against_gloo)) > 300
 
 
+def sparse_tensors(rank):
+    """Of one, two and three indexed dimensions, with and without dense ones, in any order."""
+    draw = torch.Generator().manual_seed(rank)
+    for sparse_dim, dense in ((1, ()), (2, ()), (3, (2,)), (1, (3, 2)), (1, (0,))):
+        for count, dtype in ((0, torch.float32), (4, torch.float64), (5 * rank, torch.int64)):
+            indices = torch.randint(0, 4, (sparse_dim, count), generator=draw)  # also twice
+            values = torch.randint(-9, 9, (count, *dense), generator=draw).to(dtype)
+            shape = (4,) * sparse_dim + dense
+            yield torch.sparse_coo_tensor(indices, values, shape)
+
+
+def sparse_against_gloo(rank):
+    dist.init_process_group("kolovod")
+    gloo = dist.new_group(backend="gloo")
+    compared = 0
+    for mine, theirs in zip(sparse_tensors(rank), sparse_tensors(rank), strict=True):
+        dist.all_reduce(mine)
+        dist.all_reduce(theirs, group=gloo)
+        assert mine.is_coalesced()
+        assert mine.shape == theirs.shape
+        assert mine.dtype == theirs.dtype
+        assert (mine.indices() == theirs.indices()).all()
+        assert (mine.values() == theirs.values()).all()
+        compared += 1
+    dist.destroy_process_group()
+    return compared
+
+
+def test_sparse_tensors_equal_gloos():
+    assert run_ranks(3, sparse_against_gloo) == [15, 15, 15]
+
+
+SPARSE = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (1,), check_invariants=True)
+
+
+def sparse_beyond_gloo(rank):
+    tensor = torch.sparse_coo_tensor([[rank]], [float(rank + 1)], (3,))
+    first = dist.all_reduce(tensor, async_op=True)
+    second = dist.all_reduce(tensor, async_op=True)  # has what the first leaves
+    second.wait()
+    first.wait()
+    assert tensor.to_dense().tolist() == [2.0, 4.0, 0.0]
+    empty = torch.sparse_coo_tensor(size=(3,))
+    several = [each.to(torch.bfloat16) for each in (empty, SPARSE)]
+    works = [dist.all_reduce_coalesced(several, async_op=True) for _ in range(2)]
+    works[1].wait()
+    assert several[0]._nnz() == 0
+    assert several[1].to_dense().tolist() == [12.0]
+    strange = torch.sparse_coo_tensor([[0]], [1.0], (3 + rank,))
+    with pytest.raises(InvalidArgumentError, match=rf"shape \({4 - rank},\) .*\({3 + rank},\)"):
+        dist.all_reduce(strange)
+    with pytest.raises(InvalidArgumentError, match="MAX of sparse tensors is not to be had"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    with pytest.raises(InvalidArgumentError, match="cannot be reduced as one operation"):
+        dist.all_reduce_coalesced([tensor, torch.ones(1)])
+
+
 def beyond_gloo(rank):
     size = dist.get_world_size()
     mean = torch.tensor([1.0, 2.0]) * (rank + 1)
@@ -327,7 +384,7 @@ def bad_arguments(rank):
     cases = [
         (lambda: dist.all_reduce(torch.ones(3).int(), dist.ReduceOp.BAND), "BAND"),
         (lambda: dist.all_reduce(torch.ones(3, dtype=torch.float8_e4m3fn)), "float8_e4m3fn"),
-        (lambda: dist.all_reduce(torch.ones(3).to_sparse()), "to_dense"),
+        (lambda: dist.broadcast(torch.ones(3).to_sparse(), 0), "to_dense"),
         (lambda: dist.broadcast(torch.ones(3, device="meta"), 0), "meta"),
         (lambda: dist.send(ones, 1 - rank), 'new_group(backend="gloo")'),
         (lambda: dist.recv(ones, 1 - rank), "gloo"),
@@ -363,6 +420,7 @@ def bad_arguments(rank):
 def in_one_world(rank, folder):
     """Starting processes takes longer than all of this."""
     dist.init_process_group("kolovod")
+    sparse_beyond_gloo(rank)
     beyond_gloo(rank)
     in_place_and_grouped(rank)
     works_and_futures(rank)

@@ -166,6 +166,36 @@ def test_ddp_equals_gloo():
     assert all(run_ranks(2, ddp_both_ways, timeout_s=100))
 
 
+def embedding(group):
+    """With sparse gradients, which DDP reduces one by one."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True, mode="sum"), nn.Linear(8, 3))
+    model = DistributedDataParallel(net, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        words = torch.randint(0, 50, (8, 4), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        targets = batch(step)[1]
+        begin = dist.get_rank()
+        nn.functional.cross_entropy(model(words[begin:]), targets[begin:]).backward()
+        assert net[0].weight.grad.is_sparse
+        optimizer.step()
+    return [value.clone() for value in net.state_dict().values()]
+
+
+def sparse_both_ways(rank):
+    dist.init_process_group("kolovod")
+    gloo = dist.new_group(backend="gloo")
+    for mine, theirs in zip(embedding(dist.group.WORLD), embedding(gloo), strict=True):
+        assert torch.equal(mine, theirs)
+    dist.destroy_process_group()
+    return True
+
+
+def test_ddp_of_sparse_gradients_equals_gloo():
+    assert all(run_ranks(2, sparse_both_ways))
+
+
 def fsdp(mesh, **options):
     torch.manual_seed(5)
     model = Net()

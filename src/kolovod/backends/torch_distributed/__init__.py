@@ -2,8 +2,9 @@
 
 The default group is this process's world; every further group has an engine of its own, as
 process sets have. docs/torch-distributed.md says what works and what does not. The files:
-``groups`` finds the engine for a group, ``flat`` sees tensors as c10d does, ``base``, ``moving``
-and ``reducing`` are the process group with its verbs, ``work`` is what they return.
+``groups`` finds the engine for a group, ``flat`` sees tensors as c10d does and ``sparse`` those of
+indices and values, ``base``, ``moving`` and ``reducing`` are the process group with its verbs,
+``work`` is what they return. ``monitored`` is the barrier that names who is missing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def register() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and not hasattr(dist.Backend, "KOLOVOD"):
+        from kolovod.backends.torch_distributed import monitored
+
         dist.Backend.register_backend("kolovod", _create, extended_api=True, devices=["cpu"])
+        monitored.install()
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from kolovod import _native
 from kolovod.backends.torch_distributed.flat import Flat, joined
 from kolovod.backends.torch_distributed.groups import Leave
+from kolovod.backends.torch_distributed.monitored import MonitoredBarrier, Store, seconds
 from kolovod.backends.torch_distributed.order import Order
 from kolovod.backends.torch_distributed.work import Watcher, Work
 from kolovod.errors import InvalidArgumentError
@@ -32,9 +33,10 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stub has signatures that c10d it
 class Base(_ProcessGroup):  # type: ignore[misc]
     """What all verbs need, and what c10d wants to know of a group besides verbs."""
 
-    def __init__(self, world: WorldLike, leave: Leave, timeout_s: float) -> None:
-        """``leave`` is called once, when the group is destroyed."""
+    def __init__(self, world: WorldLike, leave: Leave, timeout_s: float, store: Store) -> None:
+        """``leave`` is called once, when the group is destroyed; ``store`` is the group's own."""
         super().__init__(world.rank, world.size)
+        self._monitored = MonitoredBarrier(store, world.rank, world.size)
         self._world: WorldLike | None = world  # None once it is destroyed
         self._leave: Leave | None = leave
         self._timeout_s = timeout_s
@@ -141,6 +143,17 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         if self._world is None:
             raise InvalidArgumentError(f"{self!r} was destroyed: make a new one")
         return self._world
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when all ranks have called it. ``timeout`` is the group's unless it is given.
+
+        After it rank 0 raises WaitTimeoutError with the first rank that did not come, or with all
+        of them; so do the others, without names they do not know.
+        """
+        self._open_world()
+        self._monitored.wait(seconds(timeout, self._timeout_s), wait_all_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For the collectives from now on."""

@@ -13,9 +13,9 @@ from kolovod.backends.torch_distributed.flat import Flat, spread
 from kolovod.backends.torch_distributed.work import Work
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["Moving"]
+__all__ = ["ALLGATHER", "Moving"]
 
-_ALLGATHER = _native.VERBS["allgather"]
+ALLGATHER = _native.VERBS["allgather"]
 _ALLTOALL = _native.VERBS["alltoall"]
 _BARRIER = _native.VERBS["barrier"]
 _BROADCAST = _native.VERBS["broadcast"]
@@ -60,7 +60,7 @@ class Moving(Base):
             check_part("all_gather", part, whole, self.size())
             part.stay_apart(whole, self.rank() * part.bytes)
             pairs.append((part, whole))
-        return self._into(_ALLGATHER, pairs, opts)
+        return self._into(ALLGATHER, pairs, opts)
 
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """``output_lists[i][r]`` receives input i of rank r; ranks may differ in its size."""
@@ -74,7 +74,7 @@ class Moving(Base):
                 spread("all_gather", engine.output(number, i), counts, flat, outputs)
 
         return self._start(
-            _ALLGATHER,
+            ALLGATHER,
             [flat.entry(0) for flat in flats],
             opts,
             outputs=[output for outputs in lists for output in outputs],

@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from kolovod.backends.torch_distributed.work import Work
 
-__all__ = ["Order", "is_plain"]
+__all__ = ["Order", "is_plain", "is_sparse"]
 
 Span = tuple[int, int]
 """The addresses from the first up to, not including, the second."""
@@ -26,6 +26,11 @@ Span = tuple[int, int]
 def is_plain(tensor: object) -> bool:
     """Whether it is a tensor whose elements lie in this process's memory."""
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided
+
+
+def is_sparse(tensor: object) -> bool:
+    """Whether it is a tensor of indices and values (COO)."""
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo
 
 
 class Order:
@@ -64,6 +69,8 @@ class Order:
 
 
 def _span(tensor: torch.Tensor) -> Span:
+    if is_sparse(tensor):  # which gets new memory; the object stands for it
+        return id(tensor), id(tensor) + 1
     if not is_plain(tensor) or tensor.numel() == 0:
         return 0, 0
     begin = tensor.data_ptr()

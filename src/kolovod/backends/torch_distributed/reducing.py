@@ -15,7 +15,9 @@ from kolovod import world as worlds
 from kolovod.backends.torch_distributed.base import Tensors, copying_back, paired, several
 from kolovod.backends.torch_distributed.flat import Flat
 from kolovod.backends.torch_distributed.groups import engine_for
-from kolovod.backends.torch_distributed.moving import Moving, check_part
+from kolovod.backends.torch_distributed.moving import ALLGATHER, Moving, check_part
+from kolovod.backends.torch_distributed.order import is_sparse
+from kolovod.backends.torch_distributed.sparse import Parts, add_up
 from kolovod.backends.torch_distributed.work import Work
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Op
@@ -44,9 +46,11 @@ class ProcessGroupKolovod(Moving):
     """
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce each tensor in place, all of them as one operation."""
+        """Reduce each tensor in place, all of them as one operation. Sparse ones are added up."""
         tensors = several("all_reduce", tensors)
         op, factor = _reduction(opts)
+        if any(map(is_sparse, tensors)):
+            return self._allreduce_sparse(tensors, opts)
         flats = [self._flat(tensor) for tensor in tensors]
         return self._start(
             _ALLREDUCE,
@@ -57,6 +61,27 @@ class ProcessGroupKolovod(Moving):
             op=op,
             factor=factor,
             finish=copying_back(flats),
+        )
+
+    def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> Work:
+        if not all(map(is_sparse, tensors)):
+            raise InvalidArgumentError(
+                "all_reduce: sparse tensors and others cannot be reduced as one operation"
+            )
+        if opts is not None and opts.reduceOp.op != _RED_OP.SUM:
+            raise InvalidArgumentError(
+                f"all_reduce: {opts.reduceOp.op} of sparse tensors is not to be had; use SUM"
+            )
+        self._order.before_reading(tensors)
+        parts = [Parts(tensor) for tensor in tensors]
+        return self._start(
+            ALLGATHER,
+            [entry for each in parts for entry in each.entries()],
+            opts,
+            outputs=tensors,
+            sources=[flat for each in parts for flat in each.flats],
+            keep=parts,
+            finish=lambda engine, number: add_up(engine, number, parts),
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -172,7 +197,7 @@ def create(options: Any) -> ProcessGroupKolovod:
     world, leave = engine_for(
         options.store, options.group_rank, options.group_size, options.global_ranks_in_group
     )
-    group = ProcessGroupKolovod(world, leave, options.timeout.total_seconds())
+    group = ProcessGroupKolovod(world, leave, options.timeout.total_seconds(), options.store)
     _groups.add(group)
     return group
 

@@ -79,8 +79,10 @@ class Work(dist.Work):
                 try:
                     self._handle._drive(self._timeout_s if limit_s is None else limit_s)
                 except KolovodError as error:
-                    if limit_s is not None and isinstance(error, WaitTimeoutError):
-                        raise
+                    if isinstance(error, WaitTimeoutError):
+                        if limit_s is not None:
+                            raise
+                        error = _final(error, self._timeout_s)
                     self._error = error
                 self._done = True
                 self._order.done(self)
@@ -121,6 +123,15 @@ class Work(dist.Work):
         if self._done:
             future.settle()
         return future
+
+
+def _final(error: WaitTimeoutError, limit_s: float) -> WaitTimeoutError:
+    """In the words that scripts look for, which other backends use."""
+    late = str(error).partition(";")[0]
+    return WaitTimeoutError(
+        f"{late}. Timed out waiting {limit_s * 1000:g}ms, the timeout of the process group or of "
+        "this call; it cannot be waited for again"
+    )
 
 
 class _Future(torch.futures.Future[Any]):

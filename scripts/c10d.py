@@ -1,0 +1,266 @@
+"""Runs PyTorch's own tests of torch.distributed over gloo and over Kolovod: `make c10d`.
+
+    python scripts/c10d.py                                  all, into bench/results/c10d.md
+    python scripts/c10d.py --only 'send|recv' --sizes 2     some: printed, the table stays
+
+The tests are those of the PyTorch that is installed (torch.testing._internal); c10d_batch.py says
+how they come to run over a backend that they do not know. Exits with 1 if a test that passes over
+gloo does not over Kolovod, or, with --backends kolovod, if one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import environments
+from environments import ROOT
+
+FOLDER = ROOT / "build" / "c10d"
+TABLE = ROOT / "bench" / "results" / "c10d.md"
+BATCH = ROOT / "scripts" / "c10d_batch.py"
+BACKENDS = ("gloo", "kolovod")
+SIZES = (2, 3, 4)
+LIMIT_S = 120  # the slowest test takes 15 s of two cores
+START_S = 120
+TEXT = 160  # characters of an error, in a table
+TRIES = {"gloo": 2}
+"""The reference may try again, lest a chance failure of its own hides one of ours."""
+
+Run = tuple[str, int]
+"""The backend and the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of a test."""
+
+    verdict: str
+    """passed, skipped or failed."""
+    text: str = ""
+    """Why it was skipped, or what failed."""
+
+    def cell(self) -> str:
+        """For a table."""
+        if self.verdict == "failed":
+            return f"**failed**: {last_line(self.text)}"
+        return f"skipped: {self.text}" if self.verdict == "skipped" else self.verdict
+
+
+Outcomes = dict[str, Outcome]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", metavar="PATTERN", help="tests in whose name this is found")
+    parser.add_argument("--sizes", type=_sizes, default=SIZES, help="numbers of ranks: 2,3,4")
+    parser.add_argument("--backends", type=_backends, default=BACKENDS, help="gloo,kolovod")
+    parser.add_argument("--limit-s", type=int, default=LIMIT_S, help="for each test")
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    found: dict[Run, Outcomes] = {}
+    facts: dict[str, dict[str, object]] = {}
+    for size in options.sizes:
+        names = chosen(options.only, size, options.limit_s)
+        for backend in options.backends:
+            of_now = environments.commit_and_date()
+            started = time.monotonic()
+            outcomes = found[backend, size] = ran(backend, size, names, options.limit_s)
+            facts[title((backend, size))] = {
+                **counts(outcomes),
+                "versions": environments.versions(sys.executable, ("torch",)),
+                "seconds": round(time.monotonic() - started),
+                **of_now,
+            }
+            print(environments.line(title((backend, size)), facts[title((backend, size))], COLUMNS))
+            sys.stdout.flush()
+    if options.only is None and list(found) == [
+        (each, size) for size in SIZES for each in BACKENDS
+    ]:
+        TABLE.write_text(table(found, facts))
+    else:
+        print("\n".join(tests_table(found)))
+    return int(bool(behind(found)))
+
+
+def chosen(pattern: str | None, size: int, limit_s: int) -> list[str]:
+    """The names of the tests in which ``pattern`` is found; SystemExit if there are none."""
+    command = [sys.executable, str(BATCH), BACKENDS[0], str(size), str(limit_s), ""]
+    listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=START_S, text=True)
+    names = [name for name in json.loads(listed.stdout) if re.search(pattern or "", name)]
+    if not names:
+        raise SystemExit(f"no test has {pattern!r} in its name")
+    return names
+
+
+def ran(backend: str, size: int, names: Sequence[str], limit_s: int) -> Outcomes:
+    """What has become of the tests over ``backend``, each of which ends after ``limit_s``."""
+    outcomes: Outcomes = {}
+    for number in range(TRIES.get(backend, 1)):
+        failed = [name for name in names if outcomes.get(name, _NEVER).verdict == "failed"]
+        left = failed if number else list(names)
+        for name in left:
+            outcomes.pop(name, None)
+        while left:
+            outcomes |= batch(backend, size, left, limit_s, len(outcomes))
+            left = [name for name in left if name not in outcomes]
+    return {name: outcomes[name] for name in names}
+
+
+def batch(backend: str, size: int, names: Sequence[str], limit_s: int, number: int) -> Outcomes:
+    """Of at least the first of the tests: those after one that ended the process are left."""
+    results = FOLDER / f"{backend}-{size}-{number}.jsonl"
+    results.unlink(missing_ok=True)
+    command = [sys.executable, str(BATCH), backend, str(size), str(limit_s), str(results), *names]
+    code = environments.logged(
+        command,
+        results.with_suffix(".log"),
+        timeout_s=START_S + 2 * limit_s * len(names),
+        variables={
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(backend != "gloo")),
+        },
+    )
+    lines = results.read_text().splitlines() if results.exists() else []
+    return outcomes_of(lines, names, f"the process that runs the tests ended with {code}")
+
+
+def outcomes_of(lines: Iterable[str], names: Sequence[str], ended: str) -> Outcomes:
+    """From what a batch has written. ``ended`` is said of the test in which it came to its end.
+
+    A batch in which no test began has not come further than the first. Of several outcomes of a
+    test (it passes, and fails when it cleans up) the worst counts.
+    """
+    worst = ("passed", "skipped", "failed")
+    outcomes: Outcomes = {}
+    begun = None
+    for line in lines:
+        record = json.loads(line)
+        name = record["test"]
+        if "outcome" not in record:
+            begun = name
+            continue
+        outcome = Outcome(record["outcome"], record["text"])
+        before = outcomes.get(name, outcome)
+        outcomes[name] = max(before, outcome, key=lambda each: worst.index(each.verdict))
+    last = names[0] if begun is None else begun
+    if last not in outcomes:
+        outcomes[last] = Outcome("failed", ended)
+    return outcomes
+
+
+def counts(outcomes: Outcomes) -> dict[str, int]:
+    """How many tests passed, failed and were skipped."""
+    verdicts = Counter(outcome.verdict for outcome in outcomes.values())
+    return {verdict: verdicts[verdict] for verdict in COLUMNS[:3]}
+
+
+def behind(found: Mapping[Run, Outcomes]) -> dict[str, list[int]]:
+    """The tests that pass over gloo but not over Kolovod, each with the numbers of ranks."""
+    late: dict[str, list[int]] = {}
+    for (backend, size), outcomes in found.items():
+        if backend == "kolovod":
+            for name, outcome in outcomes.items():
+                if _falls_behind(outcome, found.get(("gloo", size), {}).get(name)):
+                    late.setdefault(name, []).append(size)
+    return late
+
+
+def _falls_behind(ours: Outcome, gloo: Outcome | None) -> bool:
+    if gloo is None:
+        return ours.verdict == "failed"
+    return gloo.verdict == "passed" and ours.verdict != "passed"
+
+
+def last_line(text: str) -> str:
+    """The error of the first rank that failed, without the calls that led to it."""
+    first = re.split(r"\nProcess \d+ exited with ", text)[0]
+    lines = [line.strip() for line in first.splitlines() if line.strip()]
+    said = lines[-1] if lines else "no message"
+    return said if len(said) <= TEXT else f"{said[:TEXT]} ..."
+
+
+_NEVER = Outcome("never run")
+COLUMNS = ("passed", "failed", "skipped", "versions", "seconds", "commit", "date")
+
+
+def title(run: Run) -> str:
+    """Of a run, in the tables."""
+    backend, size = run
+    return f"{backend}, {size} ranks"
+
+
+def table(found: Mapping[Run, Outcomes], facts: Mapping[str, Mapping[str, object]]) -> str:
+    """The whole file."""
+    late = [f"`{name}` ({', '.join(map(str, sizes))})" for name, sizes in behind(found).items()]
+    verdict = "Every test that passes over gloo passes over Kolovod."
+    if late:
+        verdict = f"Over gloo only pass (with so many ranks): {', '.join(late)}."
+    head = [
+        "# PyTorch's own tests of torch.distributed\n",
+        "By `make c10d` (`scripts/c10d.py`): the tests in `torch.testing._internal.distributed.",
+        "distributed_test`, as the installed PyTorch has them, with 2, 3 and 4 ranks. Those that",
+        "are for gloo are run over Kolovod, too; the names of a profiler's events are looked at",
+        "for gloo only. A test that fails over gloo is tried once more.\n",
+        f"{verdict}\n",
+        f"{environments.machine()}\n",
+    ]
+    runs = [title(run) for run in found]
+    summary = environments.table(TABLE, head, "run", COLUMNS, runs, facts)
+    return "\n".join([summary, *tests_table(found), "", *skipped_table(found)]) + "\n"
+
+
+def tests_table(found: Mapping[Run, Outcomes]) -> list[str]:
+    """What has become of each test that was not skipped in all runs."""
+    columns = [title(run) for run in found]
+    lines = [f"| test | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for name, outcomes in _by_test(found).items():
+        if any(outcome.verdict != "skipped" for outcome in outcomes.values()):
+            cells = {column: outcome.cell() for column, outcome in outcomes.items()}
+            lines.append(environments.line(f"`{name}`", cells, columns))
+    return lines
+
+
+def skipped_table(found: Mapping[Run, Outcomes]) -> list[str]:
+    """The tests that were skipped in all runs, by PyTorch's reason in the last."""
+    by_reason: dict[str, list[str]] = {}
+    for name, outcomes in _by_test(found).items():
+        if all(outcome.verdict == "skipped" for outcome in outcomes.values()):
+            by_reason.setdefault(list(outcomes.values())[-1].text, []).append(f"`{name}`")
+    lines = ["| skipped in all runs, since | tests |", "|---|---|"]
+    for reason, names in sorted(by_reason.items(), key=lambda each: -len(each[1])):
+        text = f"{len(names)}: {', '.join(names)}"
+        lines.append(environments.line(reason, {"tests": text}, ["tests"]))
+    return lines
+
+
+def _by_test(found: Mapping[Run, Outcomes]) -> dict[str, dict[str, Outcome]]:
+    names = dict.fromkeys(name for outcomes in found.values() for name in outcomes)
+    return {
+        name: {title(run): outcomes[name] for run, outcomes in found.items() if name in outcomes}
+        for name in names
+    }
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in text.split(","))
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    given = tuple(text.split(","))
+    if not set(given) <= set(BACKENDS):
+        raise argparse.ArgumentTypeError(f"{text!r}: some of {','.join(BACKENDS)}")
+    return given
+
+
+if __name__ == "__main__":
+    sys.exit(main())
