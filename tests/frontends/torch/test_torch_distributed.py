@@ -386,8 +386,6 @@ def bad_arguments(rank):
         (lambda: dist.all_reduce(torch.ones(3, dtype=torch.float8_e4m3fn)), "float8_e4m3fn"),
         (lambda: dist.broadcast(torch.ones(3).to_sparse(), 0), "to_dense"),
         (lambda: dist.broadcast(torch.ones(3, device="meta"), 0), "meta"),
-        (lambda: dist.send(ones, 1 - rank), 'new_group(backend="gloo")'),
-        (lambda: dist.recv(ones, 1 - rank), "gloo"),
         (lambda: dist.all_gather_single(torch.empty(9), ones), r"2 equal parts"),
         (lambda: dist.all_gather_single(torch.empty(8).int(), ones), "int32"),
         (lambda: dist.reduce_scatter_single(torch.empty(3), ones), r"(4,)"),

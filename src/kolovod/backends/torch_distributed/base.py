@@ -200,20 +200,6 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     _set_group_desc = setGroupDesc
 
-    # what cannot be -----------------------------------------------------------------------------
-
-    def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
-        """Always InvalidArgumentError."""
-        raise _no_point_to_point("send")
-
-    def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
-        """Always InvalidArgumentError."""
-        raise _no_point_to_point("recv")
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        """Always InvalidArgumentError."""
-        raise _no_point_to_point("recv")
-
 
 def copying_back(flats: Sequence[Flat]) -> Finish | None:
     """A ``finish`` that brings results from dense copies to the tensors; None if there are none."""
@@ -242,10 +228,3 @@ def paired(what: str, first: Sequence[Any], second: Sequence[Any]) -> list[tuple
     if len(first) != len(second):
         raise InvalidArgumentError(f"{what}: {len(first)} inputs, but {len(second)} outputs")
     return list(zip(first, second, strict=True))
-
-
-def _no_point_to_point(what: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"{what}: kolovod has collectives only; make a group for it with "
-        'torch.distributed.new_group(backend="gloo")'
-    )

@@ -17,6 +17,7 @@ from kolovod.backends.torch_distributed.flat import Flat
 from kolovod.backends.torch_distributed.groups import engine_for
 from kolovod.backends.torch_distributed.moving import ALLGATHER, Moving, check_part
 from kolovod.backends.torch_distributed.order import is_sparse
+from kolovod.backends.torch_distributed.sending import Sending
 from kolovod.backends.torch_distributed.sparse import Parts, add_up
 from kolovod.backends.torch_distributed.work import Work
 from kolovod.errors import InvalidArgumentError
@@ -37,7 +38,7 @@ _OPS: dict[Any, int] = {
 }
 
 
-class ProcessGroupKolovod(Moving):
+class ProcessGroupKolovod(Moving, Sending):
     """Collectives of c10d on CPU tensors. Made by ``init_process_group`` and ``new_group``.
 
     ``opts`` are c10d's options: the operation, root and timeout, and whether the caller waits at
