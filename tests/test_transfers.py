@@ -137,9 +137,7 @@ kv.barrier()
     assert any("send to rank 0, which is this one" in line for line in lines)
     assert any("recv from rank 0, which is this one" in line for line in lines)
     assert any("tag is -1" in line for line in lines)
-    assert any(
-        "tag is None" in line for line in lines
-    )
+    assert any("tag is None" in line for line in lines)
     assert text.count("InvalidArgumentError") >= 9, text
     # What is little has left already; what is not received is pending, and is received later.
     assert "no error" in lines
