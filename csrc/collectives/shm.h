@@ -81,6 +81,9 @@ class ShmBackend : public Backend {
   Status AwaitOffers(bool* readable);
   Status ReadPeer(int peer, size_t offset, char* to, size_t bytes);
   Status ReadFailed(int peer, int error);
+  // After all that was read, before it is used: an error if a rank has died. Its number may be that of
+  // another process by now, which was read in its place.
+  Status CheckRead();
   // Returns once nobody reads this rank's memory any more.
   Status FinishReading();
   Status StagedBroadcast(const Piece& piece, size_t total, int root);

@@ -66,7 +66,10 @@ Status ShmBackend::ReadFailed(int peer, int error) {
   return segment_.RevokedStatus();
 }
 
+Status ShmBackend::CheckRead() { return waiter_.CheckPeers() ? segment_.RevokedStatus() : Status(); }
+
 Status ShmBackend::FinishReading() {
+  KV_RETURN_IF_ERROR(CheckRead());
   Post({{&RankBlock::done, chunk_}});
   return WaitForAll(&RankBlock::done, chunk_);
 }
@@ -86,6 +89,7 @@ Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const st
   }
   if (rank_ == root) return FinishReading();
   KV_RETURN_IF_ERROR(ReadPeer(root, 0, static_cast<char*>(piece.out), total));
+  KV_RETURN_IF_ERROR(CheckRead());
   Post({{&RankBlock::done, chunk_}});
   return Status();
 }
