@@ -277,6 +277,8 @@ def register_tensorflow_ops() -> str:
 def xla_collective_handler(major: int, minor: int) -> int:
     """The address of the handler of allreduce for this version of XLA's FFI; 0: not known."""
 
+PROTOCOL: int
+"""Ranks with another one do not understand each other (csrc/base/version.h)."""
 VERBS: dict[str, int]
 DTYPES: dict[str, int]
 OPS: dict[str, int]
