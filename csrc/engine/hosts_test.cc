@@ -72,6 +72,59 @@ TEST(names_that_change_their_shape) {
   }
 }
 
+// Rank s sends (s * 5 + d * 3 + again) % 4 * unit rows, filled with 100 s + d, to rank d.
+void CheckAlltoall(Rank& rank, const std::string& name, size_t unit, int again) {
+  const auto rows = [&](int s, int d) { return static_cast<size_t>((s * 5 + d * 3 + again) % 4) * unit; };
+  std::vector<float> data, wanted, result;
+  std::vector<int64_t> splits;
+  for (int peer = 0; peer < rank.size(); ++peer) {
+    splits.push_back(static_cast<int64_t>(rows(rank.rank(), peer)));
+    data.insert(data.end(), rows(rank.rank(), peer), static_cast<float>(100 * rank.rank() + peer));
+    wanted.insert(wanted.end(), rows(peer, rank.rank()), static_cast<float>(100 * peer + rank.rank()));
+  }
+  CHECK_OK(rank.Scatter(Verb::kAlltoall, name, data, splits, &result));
+  CHECK(result == wanted);
+}
+
+// Each host is told what concerns its ranks, by way of others where there are more than five.
+TEST(alltoalls_with_other_splits_for_each_host) {
+  std::vector<std::vector<int>> worlds = kWorlds;
+  worlds.push_back({0, 0, 0});
+  worlds.push_back({0, 1, 2, 3, 4, 5, 6, 6, 1, 7});
+  for (const std::vector<int>& hosts : worlds) {
+    RunHosts(hosts, [](Rank& rank) {
+      for (int again = 0; again < 6; ++again) {
+        CheckAlltoall(rank, "same", 3, 0);  // by bit from the third time on
+        CheckAlltoall(rank, "changes", 100, again / 2);
+        CheckAlltoall(rank, "", 2000, again);
+        // What is ordered between them stays there.
+        std::vector<float> data = Values(50, rank.rank());
+        CHECK_OK(rank.Allreduce("between", data));
+        CHECK(data == Sum(50, rank.size()));
+      }
+      CHECK(rank.engine().Stats().control.bit_announcements > 0);
+      std::vector<float> result;
+      if (rank.rank() == 1) {
+        const Status status = rank.Scatter(Verb::kReducescatter, "differs", {1, 2}, {}, &result);
+        CHECK(status.code() == Code::kMismatch);
+      } else {
+        const std::vector<int64_t> nothing(static_cast<size_t>(rank.size()));
+        const Status status = rank.Scatter(Verb::kAlltoall, "differs", {}, nothing, &result);
+        CHECK(status.code() == Code::kMismatch);
+      }
+      CheckAlltoall(rank, "differs", 1, 1);
+      if (rank.rank() != 1) {  // it has joined, so this cannot be done
+        const std::vector<int64_t> nothing(static_cast<size_t>(rank.size()));
+        const Status status = rank.Scatter(Verb::kAlltoall, "without", {}, nothing, &result);
+        CHECK(status.code() == Code::kMismatch &&
+              status.message().find("rank 1 has joined") != std::string::npos);
+      }
+      rank.Join();
+      CheckAlltoall(rank, "same", 3, 0);
+    });
+  }
+}
+
 TEST(an_idle_rank_takes_part) {
   for (const std::vector<int>& hosts : kWorlds) {
     RunHosts(hosts, [](Rank& rank) {
@@ -145,6 +198,7 @@ TEST(a_set_across_hosts) {
           std::vector<float> data(2000, static_cast<float>(r));
           CHECK_OK(member.Allreduce("t", data));
           CHECK(data == std::vector<float>(2000, 6.0f));
+          CheckAlltoall(member, "a", 700, i / 5);
         }
       }
       std::vector<float> data(1, 1.0f);

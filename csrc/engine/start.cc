@@ -163,7 +163,7 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
     control_->set_stage([this](Operation& op) { Stage(op); });
   }
   if (use_external_) {
-    auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);
+    auto external = std::make_unique<ExternalBackend>(std::move(backend_), rank_, *segment_, *waiter_, stop_);
     external_ = external.get();
     backend_ = std::move(external);
   }
