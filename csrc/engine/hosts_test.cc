@@ -1,4 +1,6 @@
 // Worlds of several hosts: the control plane between leaders, and what happens when one is lost.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -122,6 +124,38 @@ TEST(alltoalls_with_other_splits_for_each_host) {
       rank.Join();
       CheckAlltoall(rank, "same", 3, 0);
     });
+  }
+}
+
+// What the root sends to the leader of host 1, in the name of the root.
+void Forge(int fd, const Note& note) {
+  const std::string payload = EncodeNote(note);
+  const uint32_t head[2] = {static_cast<uint32_t>(payload.size()), 0};
+  std::string frame(reinterpret_cast<const char*>(head), sizeof(head));
+  frame += payload;
+  CHECK(write(fd, frame.data(), frame.size()) == static_cast<ssize_t>(frame.size()));
+}
+
+// Rank 1 leads host 1, and no other host is behind it.
+TEST(a_response_that_went_astray_ends_the_world) {
+  for (const int32_t rank : {2, 3, 4, -1}) {
+    std::shared_ptr<LoopbackWorld> world;
+    CHECK_OK(LoopbackWorld::Create({0, 1, 1, 2}, testing::SmallConfig(), &world));
+    const int fd = dup(world->UplinksOf(0)[1]);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < world->size(); ++r) {
+      threads.emplace_back([&, r] {
+        Rank self(r, world);
+        std::vector<float> data(3, 1.0f);
+        CHECK_OK(self.Allreduce("first", data));
+        if (r == 0) Forge(fd, Note{Note::Kind::kResponse, rank, 0, 0, EncodeResponse(Response{})});
+        const Status status = self.Allreduce(r == 0 ? "nobody else has this" : "second", data);
+        const std::string text = "malformed message of kind 2 about rank " + std::to_string(rank);
+        CHECK(!status.ok() && status.message().find(text) != std::string::npos);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    close(fd);
   }
 }
 
