@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kolovod.launch import versions
 from kolovod.launch.auth import connect, new_secret
 from kolovod.launch.formation import Formation, Member
 from kolovod.launch.joining import Joined, join
@@ -19,6 +20,7 @@ from kolovod.launch.store import LABEL, Store
 SECRET = new_secret()
 TIMEOUT_S = 20.0
 JOIN = {
+    **versions.own(),
     "members": [[0, 1]],
     "member": [0, "h", 1, "", "", 0, "", False],
     "config": {},

@@ -30,6 +30,7 @@ from kolovod.errors import (
     BootstrapError,
     InvalidArgumentError,
 )
+from kolovod.launch import versions
 from kolovod.launch.auth import connect, encode, new_secret
 from kolovod.launch.formation import Formation, Member, encode_members, parse_answer
 from kolovod.launch.joining import join
@@ -180,10 +181,8 @@ def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecut
 @pytest.mark.parametrize(
     "message",
     [
-        {},
-        [],
-        "JOIN",
-        {"members": [[1, 0]]},
+        versions.own(),
+        {**versions.own(), "members": [[1, 0]]},
         {**JOIN, "members": []},
         {**JOIN, "members": [0, 1]},
         {**JOIN, "members": [[0, 1], [1, 2]]},

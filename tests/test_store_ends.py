@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from meeting import (  # noqa: F401
+    JOIN,
     SECRET,
     TIMEOUT_S,
     all_join,
@@ -68,7 +69,7 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
         time.monotonic() + 5,
     )
     facts = [1, "h", 5, "", "", 0, "", False]
-    request = {"members": [[0, 1]], "timeout_s": TIMEOUT_S, "member": facts, "config": {}}
+    request = {**JOIN, "timeout_s": TIMEOUT_S, "member": facts}
     channel.send(request, time.monotonic() + 5)
     wait_until_joined(store, 1)
     channel.close()

@@ -26,6 +26,8 @@ inline nanobind::dict ToBucket(const ExternalJob& job) {
   bucket["name"] = job.name;
   bucket["tensors"] = tensors;
   bucket["sizes"] = job.sizes;
+  bucket["received"] = job.received;
+  bucket["total"] = job.total;
   return bucket;
 }
 

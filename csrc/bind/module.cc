@@ -1,6 +1,7 @@
 // Python <-> engine. The GIL is held only to convert arguments: every wait releases it, and the core
 // never takes it, except through the `interrupted` callback that py_engine.h hands in.
 #include "base/tree.h"
+#include "base/version.h"
 #include "bind/graph_clients.h"
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
@@ -240,6 +241,7 @@ NB_MODULE(_native, m) {
       "xla_collective_handler",
       [](int major, int minor) { return reinterpret_cast<uintptr_t>(XlaCollectiveHandler(major, minor)); },
       "major"_a, "minor"_a);
+  m.attr("PROTOCOL") = kProtocolVersion;
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
   m.attr("OPS") = Names<Op>(kOpCount);

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
+#include <vector>
 
 #include "collectives/reduce.h"
 #include "collectives/reduce_arithmetic.h"
@@ -110,10 +112,12 @@ Status Adasum(Backend& backend, const FusedRange& range, int rank, int size) {
     at += piece.count * item;
   }
   const auto n = static_cast<size_t>(size);
+  std::vector<int> everybody(n);
+  std::iota(everybody.begin(), everybody.end(), 0);
   for (size_t distance = 1; distance < n; distance *= 2) {
-    std::vector<size_t> bytes(n * n);
-    for (size_t r = 0; r < n; ++r) bytes[r * n + (r ^ distance)] = total;
-    KV_RETURN_IF_ERROR(backend.Alltoall(own, theirs, bytes));
+    Splits pairs(size, everybody);
+    for (size_t r = 0; r < n; ++r) pairs.Set(static_cast<int>(r), static_cast<int>(r ^ distance), 1);
+    KV_RETURN_IF_ERROR(backend.Alltoall(own, theirs, pairs, total));
     const bool is_first = (static_cast<size_t>(rank) & distance) == 0;
     at = 0;
     for (const Piece& piece : range.pieces) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/splits.h"
 #include "base/status.h"
 #include "base/types.h"
 
@@ -35,9 +36,9 @@ class Backend {
   virtual Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) = 0;
   // `out` receives every rank's bytes in rank order; `bytes[r]` is rank r's share.
   virtual Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) = 0;
-  // `in` holds this rank's parts for ranks 0, 1, ... in turn, `out` receives the parts of ranks 0, 1, ...;
-  // rank s sends bytes[s * size + d] to rank d.
-  virtual Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) = 0;
+  // `in` holds this rank's parts for ranks 0, 1, ... in turn, `out` receives the parts of ranks 0, 1, ...
+  // `rows`, of row_bytes each, hold what the ranks send and receive with which this one shares memory.
+  virtual Status Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) = 0;
   // The range has one piece: all of `in` is reduced, and out receives this rank's part. counts[r]: elements
   // of rank r's part; the parts follow each other in rank order.
   virtual Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) = 0;

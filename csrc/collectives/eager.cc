@@ -101,14 +101,12 @@ Status StagedBackend::Allgather(const void*, char* out, const std::vector<size_t
 }
 
 // There is one tensor, so nothing follows.
-Status StagedBackend::Alltoall(const char*, char* out, const std::vector<size_t>& bytes) {
-  const size_t size = given_.size();
-  const auto self = static_cast<size_t>(rank_);
-  for (size_t r = 0; r < size; ++r) {
-    const auto row = bytes.begin() + static_cast<std::ptrdiff_t>(r * size);
-    const size_t before = std::accumulate(row, row + rank_, size_t{0});
-    const size_t n = bytes[r * size + self];
-    if (n > 0) std::memcpy(out, given_[r] + before, n);
+Status StagedBackend::Alltoall(const char*, char* out, const Splits& rows, size_t row_bytes) {
+  for (int r = 0; r < rows.size(); ++r) {
+    size_t before = 0;
+    for (int to = 0; to < rank_; ++to) before += static_cast<size_t>(rows.sent(r, to)) * row_bytes;
+    const size_t n = static_cast<size_t>(rows.sent(r, rank_)) * row_bytes;
+    if (n > 0) std::memcpy(out, given_[static_cast<size_t>(r)] + before, n);
     out += n;
   }
   return Status();

@@ -35,7 +35,7 @@ class StagedBackend : public Backend {
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
   Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override;
-  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
  private:

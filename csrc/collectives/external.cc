@@ -57,9 +57,15 @@ Status ExternalBackend::Allgather(const void* in, char* out, const std::vector<s
   return Run(MoveJob(Verb::kAllgather, in, out, bytes));
 }
 
-Status ExternalBackend::Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) {
-  if (!handed_over_.load()) return own_->Alltoall(in, out, bytes);
-  return Run(MoveJob(Verb::kAlltoall, in, out, bytes));
+Status ExternalBackend::Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) {
+  if (!handed_over_.load()) return own_->Alltoall(in, out, rows, row_bytes);
+  ExternalJob job = MoveJob(Verb::kAlltoall, in, out, {});
+  for (int r = 0; r < rows.size(); ++r) {
+    job.sizes.push_back(static_cast<size_t>(rows.sent(rank_, r)) * row_bytes);
+    job.received.push_back(static_cast<size_t>(rows.received(r, rank_)) * row_bytes);
+  }
+  job.total = rows.TotalBytes(row_bytes);
+  return Run(std::move(job));
 }
 
 Status ExternalBackend::Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) {

@@ -25,21 +25,24 @@ struct ExternalJob {
   int root = 0;
   std::string name;
   std::vector<Piece> pieces;  // of an allgather and alltoall: one, whose count says nothing
-  // Allgather: the bytes of each rank. Alltoall: rank s sends sizes[s * ranks + d] bytes to rank d.
-  // Reducescatter: the elements of each rank's part.
+  // Allgather: the bytes of each rank. Alltoall: the bytes that this rank sends to each. Reducescatter: the
+  // elements of each rank's part.
   std::vector<size_t> sizes;
+  // Alltoall: the bytes that each rank sends to this one; and those of all ranks to all, the same everywhere.
+  std::vector<size_t> received;
+  size_t total = 0;
 };
 
 class ExternalBackend : public Backend {
  public:
-  ExternalBackend(std::unique_ptr<Backend> own, Segment& segment, Waiter& waiter,
+  ExternalBackend(std::unique_ptr<Backend> own, int rank, Segment& segment, Waiter& waiter,
                   const std::atomic<bool>& stop)
-      : own_(std::move(own)), segment_(segment), waiter_(waiter), stop_(stop) {}
+      : own_(std::move(own)), rank_(rank), segment_(segment), waiter_(waiter), stop_(stop) {}
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
   Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override;
-  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
   // The foreign engine stands, on every rank: it carries all buckets from now on.
@@ -59,6 +62,7 @@ class ExternalBackend : public Backend {
   Status Blame(const std::string& text);
 
   const std::unique_ptr<Backend> own_;
+  const int rank_;
   std::atomic<bool> handed_over_{false};
   Segment& segment_;
   Waiter& waiter_;  // the driver's

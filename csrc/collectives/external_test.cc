@@ -93,6 +93,7 @@ TEST(then_every_verb_goes_to_the_foreign_thread_with_the_sizes_of_all_ranks) {
         CHECK(job.dtype == DType::kFloat32);
         CHECK(job.pieces[0].count == 7);
       }
+      if (verb == Verb::kAlltoall) CHECK(job.received == std::vector<size_t>{28} && job.total == 28);
       if (verb == Verb::kReducescatter) CHECK(job.sizes == std::vector<size_t>{7});
       CHECK_OK(alone.external().OpenMemory(job.token));
       *static_cast<float*>(job.pieces[0].out) = 5;

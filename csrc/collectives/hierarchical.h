@@ -37,7 +37,7 @@ class HierarchicalBackend : public Backend {
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
   Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override;
-  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
   // By all ranks, before the first verb: rank 0 measures its link to the second host, and everybody takes
@@ -73,7 +73,7 @@ class HierarchicalBackend : public Backend {
   // Reducescatter inside the host of the parts of one run's ranks; the agents receive them in `out`.
   Status ReduceRun(const FusedRange& range, const Hosts::Run& run, const std::vector<size_t>& counts,
                    size_t begin, char* out);
-  Status AlltoallInside(const char* in, char* out, const std::vector<size_t>& bytes,
+  Status AlltoallInside(const char* in, char* out, const Splits& rows, size_t row_bytes,
                         const std::vector<size_t>& in_at, const std::vector<size_t>& out_at);
 
   const std::unique_ptr<Backend> local_;

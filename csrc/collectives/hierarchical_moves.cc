@@ -78,67 +78,63 @@ Status HierarchicalBackend::Allgather(const void* in, char* out, const std::vect
   return mesh_.WaitAll();
 }
 
-Status HierarchicalBackend::Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) {
-  if (hosts_.ranks.size() == 1) return local_->Alltoall(in, out, bytes);
-  if (hosts_.most == 1) return flat_.Alltoall(in, out, bytes);
-  const size_t size = hosts_.host.size();
-  const auto self = static_cast<size_t>(rank_);
-  std::vector<size_t> in_at(size), out_at(size);
-  for (size_t r = 1; r < size; ++r) {
-    in_at[r] = in_at[r - 1] + bytes[self * size + r - 1];
-    out_at[r] = out_at[r - 1] + bytes[(r - 1) * size + self];
+Status HierarchicalBackend::Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) {
+  if (hosts_.ranks.size() == 1) return local_->Alltoall(in, out, rows, row_bytes);
+  if (hosts_.most == 1) return flat_.Alltoall(in, out, rows, row_bytes);
+  const int size = static_cast<int>(hosts_.host.size());
+  const auto sent = [&](int to) { return static_cast<size_t>(rows.sent(rank_, to)) * row_bytes; };
+  const auto received = [&](int from) { return static_cast<size_t>(rows.received(from, rank_)) * row_bytes; };
+  std::vector<size_t> in_at(hosts_.host.size()), out_at(hosts_.host.size());
+  for (size_t r = 1; r < hosts_.host.size(); ++r) {
+    in_at[r] = in_at[r - 1] + sent(static_cast<int>(r) - 1);
+    out_at[r] = out_at[r - 1] + received(static_cast<int>(r) - 1);
   }
-  for (size_t distance = 1; distance < size; ++distance) {
-    const size_t r = (self + size - distance) % size;
+  for (int distance = 1; distance < size; ++distance) {
+    const int from = (rank_ + size - distance) % size;
+    const auto r = static_cast<size_t>(from);
     if (hosts_.host[r] == host_) continue;
-    const iovec part{out + out_at[r], bytes[r * size + self]};
-    mesh_.PostReceive(static_cast<int>(r), {&part, 1});
+    const iovec part{out + out_at[r], received(from)};
+    mesh_.PostReceive(from, {&part, 1});
   }
-  for (size_t distance = 1; distance < size; ++distance) {
-    const size_t r = (self + distance) % size;
+  for (int distance = 1; distance < size; ++distance) {
+    const int to = (rank_ + distance) % size;
+    const auto r = static_cast<size_t>(to);
     if (hosts_.host[r] == host_) continue;
-    const iovec part{const_cast<char*>(in) + in_at[r], bytes[self * size + r]};
-    mesh_.PostSend(static_cast<int>(r), {&part, 1});
+    const iovec part{const_cast<char*>(in) + in_at[r], sent(to)};
+    mesh_.PostSend(to, {&part, 1});
   }
-  KV_RETURN_IF_ERROR(AlltoallInside(in, out, bytes, in_at, out_at));
+  KV_RETURN_IF_ERROR(AlltoallInside(in, out, rows, row_bytes, in_at, out_at));
   return mesh_.WaitAll();
 }
 
-Status HierarchicalBackend::AlltoallInside(const char* in, char* out, const std::vector<size_t>& bytes,
+Status HierarchicalBackend::AlltoallInside(const char* in, char* out, const Splits& rows, size_t row_bytes,
                                            const std::vector<size_t>& in_at,
                                            const std::vector<size_t>& out_at) {
   const std::vector<int>& here = hosts_.ranks[static_cast<size_t>(host_)];
-  const size_t size = hosts_.host.size();
-  std::vector<size_t> inside;
-  size_t to_all = 0, from_all = 0;
-  for (const int s : here) {
-    for (const int d : here) {
-      inside.push_back(bytes[static_cast<size_t>(s) * size + static_cast<size_t>(d)]);
-      if (s == rank_) to_all += inside.back();
-      if (d == rank_) from_all += inside.back();
-    }
-  }
+  const Splits inside = rows.Within(here);
   const auto first = static_cast<size_t>(here.front());
   if (here.back() - here.front() + 1 == static_cast<int>(here.size())) {  // no rank of another host between
-    return local_->Alltoall(in + in_at[first], out + out_at[first], inside);
+    return local_->Alltoall(in + in_at[first], out + out_at[first], inside, row_bytes);
+  }
+  size_t to_all = 0, from_all = 0;
+  for (const int r : here) {
+    to_all += static_cast<size_t>(rows.sent(rank_, r)) * row_bytes;
+    from_all += static_cast<size_t>(rows.received(r, rank_)) * row_bytes;
   }
   KV_RETURN_IF_ERROR(scratch_.Reserve(to_all + from_all));
   char* const packed = scratch_.data();
-  char* const received = packed + to_all;
-  const auto self = static_cast<size_t>(rank_);
+  char* const unpacked = packed + to_all;
   size_t at = 0;
-  for (const int d : here) {
-    const auto to = static_cast<size_t>(d);
-    const size_t n = bytes[self * size + to];
-    if (n > 0) std::memcpy(packed + at, in + in_at[to], n);
+  for (const int to : here) {
+    const size_t n = static_cast<size_t>(rows.sent(rank_, to)) * row_bytes;
+    if (n > 0) std::memcpy(packed + at, in + in_at[static_cast<size_t>(to)], n);
     at += n;
   }
-  KV_RETURN_IF_ERROR(local_->Alltoall(packed, received, inside));
+  KV_RETURN_IF_ERROR(local_->Alltoall(packed, unpacked, inside, row_bytes));
   at = 0;
-  for (const int s : here) {
-    const auto from = static_cast<size_t>(s);
-    const size_t n = bytes[from * size + self];
-    if (n > 0) std::memcpy(out + out_at[from], received + at, n);
+  for (const int from : here) {
+    const size_t n = static_cast<size_t>(rows.received(from, rank_)) * row_bytes;
+    if (n > 0) std::memcpy(out + out_at[static_cast<size_t>(from)], unpacked + at, n);
     at += n;
   }
   return Status();

@@ -78,6 +78,18 @@ TEST(every_size_of_every_verb_in_every_placement) {
   }
 }
 
+TEST(an_alltoall_needs_only_what_concerns_the_ranks_of_its_host) {
+  for (const std::vector<int>& host_of : kPlacements) {
+    const auto size = static_cast<int>(host_of.size());
+    RunHosts(host_of, SmallOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+      const Topology topology(mesh.rank(), host_of);
+      for (const size_t unit : {0, 1, 1000, 30'000}) {
+        testing::CheckAlltoall(backend, mesh.rank(), size, unit, topology.local_ranks);
+      }
+    });
+  }
+}
+
 TEST(every_dtype_and_op) {
   for (const std::vector<int>& host_of : {std::vector<int>{0, 0, 1, 1}, {0, 1, 0, 0}, {0, 1, 2}}) {
     const auto size = static_cast<int>(host_of.size());

@@ -45,7 +45,7 @@ class ShmBackend : public Backend {
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
   Status Allgather(const void* in, char* out, const std::vector<size_t>& bytes) override;
-  Status Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) override;
+  Status Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
   // Bytes from which on parts are read from the peers' memory.
@@ -81,12 +81,15 @@ class ShmBackend : public Backend {
   Status AwaitOffers(bool* readable);
   Status ReadPeer(int peer, size_t offset, char* to, size_t bytes);
   Status ReadFailed(int peer, int error);
+  // After all that was read, before it is used: an error if a rank has died. Its number may be that of
+  // another process by now, which was read in its place.
+  Status CheckRead();
   // Returns once nobody reads this rank's memory any more.
   Status FinishReading();
   Status StagedBroadcast(const Piece& piece, size_t total, int root);
   Status StagedAllgather(const void* in, char* own_out, char* out, const std::vector<size_t>& bytes,
                          const std::vector<size_t>& at);
-  Status StagedAlltoall(const char* in, char* out, const std::vector<size_t>& bytes,
+  Status StagedAlltoall(const char* in, char* out, const Splits& rows, size_t row_bytes,
                         const std::vector<size_t>& in_at, const std::vector<size_t>& out_at);
   void StageCopy(char* slot, const char* src, size_t bytes);
 

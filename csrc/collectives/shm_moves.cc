@@ -66,7 +66,10 @@ Status ShmBackend::ReadFailed(int peer, int error) {
   return segment_.RevokedStatus();
 }
 
+Status ShmBackend::CheckRead() { return waiter_.CheckPeers() ? segment_.RevokedStatus() : Status(); }
+
 Status ShmBackend::FinishReading() {
+  KV_RETURN_IF_ERROR(CheckRead());
   Post({{&RankBlock::done, chunk_}});
   return WaitForAll(&RankBlock::done, chunk_);
 }
@@ -86,6 +89,7 @@ Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const st
   }
   if (rank_ == root) return FinishReading();
   KV_RETURN_IF_ERROR(ReadPeer(root, 0, static_cast<char*>(piece.out), total));
+  KV_RETURN_IF_ERROR(CheckRead());
   Post({{&RankBlock::done, chunk_}});
   return Status();
 }
@@ -168,48 +172,55 @@ Status ShmBackend::StagedAllgather(const void* in, char* own_out, char* out, con
   return Status();
 }
 
-Status ShmBackend::Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) {
+Status ShmBackend::Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) {
   const auto size = static_cast<size_t>(size_);
   const auto self = static_cast<size_t>(rank_);
+  const auto bytes = [&](size_t from, size_t to) {
+    return static_cast<size_t>(rows.sent(static_cast<int>(from), static_cast<int>(to))) * row_bytes;
+  };
   std::vector<size_t> in_at(size);   // of others' parts in the input
   std::vector<size_t> out_at(size);  // of others' parts in the output
   size_t given = 0;
   for (size_t r = 0, taken = 0; r < size; ++r) {
     in_at[r] = given;
     out_at[r] = taken;
-    given += bytes[self * size + r];
-    taken += bytes[r * size + self];
+    given += bytes(self, r);
+    taken += bytes(r, self);
   }
   size_t longest = 0;  // that one rank has for another
-  for (size_t i = 0; i < bytes.size(); ++i) longest = std::max(longest, i % (size + 1) == 0 ? 0 : bytes[i]);
+  for (size_t s = 0; s < size; ++s) {
+    for (size_t d = 0; d < size; ++d) longest = std::max(longest, s == d ? 0 : bytes(s, d));
+  }
   const bool reads = longest > 0 && Reads(longest);
   if (reads) Offer(in, given);
-  if (const size_t own = bytes[self * size + self]; own > 0)
-    std::memcpy(out + out_at[self], in + in_at[self], own);
+  if (const size_t own = bytes(self, self); own > 0) std::memcpy(out + out_at[self], in + in_at[self], own);
   if (longest == 0) return Status();
   bool readable = false;
   if (reads) KV_RETURN_IF_ERROR(AwaitOffers(&readable));
-  if (!readable) return StagedAlltoall(in, out, bytes, in_at, out_at);
+  if (!readable) return StagedAlltoall(in, out, rows, row_bytes, in_at, out_at);
   for (size_t distance = 1; distance < size; ++distance) {
     const size_t peer = (self + distance) % size;
     size_t offset = 0;  // of the part for this rank in the peer's input
-    for (size_t r = 0; r < self; ++r) offset += bytes[peer * size + r];
+    for (size_t r = 0; r < self; ++r) offset += bytes(peer, r);
     const int from = static_cast<int>(peer);
-    KV_RETURN_IF_ERROR(ReadPeer(from, offset, out + out_at[peer], bytes[peer * size + self]));
+    KV_RETURN_IF_ERROR(ReadPeer(from, offset, out + out_at[peer], bytes(peer, self)));
   }
   return FinishReading();
 }
 
 // Every rank stages what it has for others in one stream, beginning with its right neighbour's part, so that
 // at any time the ranks read from different peers.
-Status ShmBackend::StagedAlltoall(const char* in, char* out, const std::vector<size_t>& bytes,
+Status ShmBackend::StagedAlltoall(const char* in, char* out, const Splits& rows, size_t row_bytes,
                                   const std::vector<size_t>& in_at, const std::vector<size_t>& out_at) {
   const auto size = static_cast<size_t>(size_);
   const auto self = static_cast<size_t>(rank_);
-  // Where a rank's stream has the part for another, from its begin; [begin, begin + bytes[from][to]).
+  const auto bytes = [&](size_t from, size_t to) {
+    return static_cast<size_t>(rows.sent(static_cast<int>(from), static_cast<int>(to))) * row_bytes;
+  };
+  // Where a rank's stream has the part for another, from its begin; [begin, begin + bytes(from, to)).
   const auto begin_of = [&](size_t from, size_t to) {
     size_t at = 0;
-    for (size_t r = (from + 1) % size; r != to; r = (r + 1) % size) at += bytes[from * size + r];
+    for (size_t r = (from + 1) % size; r != to; r = (r + 1) % size) at += bytes(from, r);
     return at;
   };
   size_t longest = 0;
@@ -236,7 +247,7 @@ Status ShmBackend::StagedAlltoall(const char* in, char* out, const std::vector<s
       char* slot = segment_.staging(rank_, first + step);
       size_t begin = 0;
       for (size_t r = (self + 1) % size; r != self; r = (r + 1) % size) {
-        const size_t length = bytes[self * size + r];
+        const size_t length = bytes(self, r);
         const Overlap part = overlap(step, begin, length);
         if (part.bytes > 0) StageCopy(slot + part.in_chunk, in + in_at[r] + part.in_part, part.bytes);
         begin += length;
@@ -247,7 +258,7 @@ Status ShmBackend::StagedAlltoall(const char* in, char* out, const std::vector<s
     const uint64_t c = step - 1;
     for (size_t distance = 1; distance < size; ++distance) {
       const size_t r = (self + size - distance) % size;
-      const Overlap part = overlap(c, begins[r], bytes[r * size + self]);
+      const Overlap part = overlap(c, begins[r], bytes(r, self));
       if (part.bytes == 0) continue;
       const int peer = static_cast<int>(r);
       KV_RETURN_IF_ERROR(WaitFor(peer, &RankBlock::packed, first + c));

@@ -85,6 +85,59 @@ TEST(every_verb_with_and_without_cores_for_all) {
   }
 }
 
+// Another process may have the number of one that has ended, and be read in its place. The dead rank is
+// played here: all that the others wait for was there before it died.
+TEST(what_was_read_of_a_rank_that_died_is_no_result) {
+  Config config;
+  config.cores = 1;  // so that broadcast reads, too
+  config.peer_read_bytes = 1;
+  constexpr size_t kBytes = 50'000;
+  const Bytes theirs(2 * kBytes, 'x'), ours(2 * kBytes, 'y');
+  for (const bool dies : {false, true}) {
+    for (const Verb verb : {Verb::kBroadcast, Verb::kAllgather, Verb::kAlltoall}) {
+      testing::TestHost host(2, config);
+      PeerMemory peer(*host.segment, 1);
+      auto own = std::make_unique<PeerMemory>(*host.segment, 0);
+      peer.Announce();
+      own->Announce();
+      peer.Probe();
+      own->Probe();
+      CHECK(own->AllHaveProbed() && own->usable());
+      testing::Member member(host, 0, config, false, ActiveKernels(), std::move(own));
+      peer.Offer(theirs.data(), theirs.size());
+      host.segment->rank(1).packed.store(1);
+      host.segment->rank(1).done.store(1);
+      host.faults->killed[1] = dies;
+      Bytes out(2 * kBytes);
+      Status status;
+      if (verb == Verb::kBroadcast) {
+        status = member.shm->Broadcast({out.data(), out.data(), 2 * kBytes}, DType::kUInt8, 1, "b");
+      } else if (verb == Verb::kAllgather) {
+        status = member.shm->Allgather(ours.data(), out.data(), {kBytes, kBytes});
+      } else {
+        status = member.shm->Alltoall(ours.data(), out.data(), Splits::OfAll({{1, 1}, {1, 1}}), kBytes);
+      }
+      CHECK(out.back() == 'x');  // it was read
+      CHECK(status.ok() == !dies);
+      if (!dies) continue;
+      CHECK(status.code() == Code::kRankLost && status.message().find("rank 1") != std::string::npos);
+    }
+  }
+}
+
+// Who has left is dead, too, and no reason to overlook another.
+TEST(a_death_is_found_behind_a_rank_that_has_left) {
+  Config config;
+  testing::TestHost host(3, config);
+  testing::Member member(host, 0, config);
+  host.faults->killed[1] = true;
+  host.segment->left(1).store(1);
+  CHECK(!member.waiter.CheckPeers());
+  host.faults->killed[2] = true;
+  CHECK(member.waiter.CheckPeers());
+  CHECK(host.segment->RevokedStatus().message().find("rank 2") != std::string::npos);
+}
+
 }  // namespace
 }  // namespace kolovod
 

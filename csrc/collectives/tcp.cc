@@ -1,7 +1,6 @@
 #include "collectives/tcp.h"
 
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "collectives/balanced.h"
@@ -121,32 +120,33 @@ Status TcpBackend::Allgather(const void* in, char* out, const std::vector<size_t
   return group_.mesh().WaitAll();
 }
 
-Status TcpBackend::Alltoall(const char* in, char* out, const std::vector<size_t>& bytes) {
+Status TcpBackend::Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) {
   const auto size = static_cast<size_t>(group_.size());
   const auto self = static_cast<size_t>(group_.index());
-  std::vector<size_t> in_at(size), out_at(size);
+  std::vector<size_t> sent(size), received(size), in_at(size), out_at(size);
   size_t to_all = 0, from_all = 0;
   for (size_t r = 0; r < size; ++r) {
+    const int peer = static_cast<int>(r);
+    sent[r] = static_cast<size_t>(rows.sent(group_.index(), peer)) * row_bytes;
+    received[r] = static_cast<size_t>(rows.received(peer, group_.index())) * row_bytes;
     in_at[r] = to_all;
     out_at[r] = from_all;
-    to_all += bytes[self * size + r];
-    from_all += bytes[r * size + self];
+    to_all += sent[r];
+    from_all += received[r];
   }
-  if (const size_t own = bytes[self * size + self]; own > 0) {
-    std::memcpy(out + out_at[self], in + in_at[self], own);
-  }
-  const size_t total = std::accumulate(bytes.begin(), bytes.end(), size_t{0});
+  if (sent[self] > 0) std::memcpy(out + out_at[self], in + in_at[self], sent[self]);
+  const size_t total = rows.TotalBytes(row_bytes);
   if (size == 1 || total == 0) return Status();
   Choose({Verb::kAlltoall, total, group_.size()});
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int from = group_.Before(distance);
     const auto f = static_cast<size_t>(from);
-    group_.Receive(from, out + out_at[f], bytes[f * size + self]);
+    group_.Receive(from, out + out_at[f], received[f]);
   }
   for (int distance = 1; distance < group_.size(); ++distance) {
     const int to = group_.Behind(distance);
     const auto t = static_cast<size_t>(to);
-    group_.Send(to, in + in_at[t], bytes[self * size + t]);
+    group_.Send(to, in + in_at[t], sent[t]);
   }
   return group_.mesh().WaitAll();
 }

@@ -63,6 +63,7 @@ TEST(all_but_the_ring_give_the_same_bits_for_every_dtype_and_op) {
         testing::CheckAllReductions(backend, mesh.rank(), size, testing::Combined,
                                     [](DType, Op) { return true; });
         testing::CheckAllSizes(backend, mesh.rank(), size, testing::Combined);
+        testing::CheckAlltoall(backend, mesh.rank(), size, 1000, {mesh.rank()});
         CHECK(backend.runs(algorithm) > 100);
       });
     }

@@ -19,6 +19,11 @@ class Writer {
     Put(static_cast<uint32_t>(text.size()));
     bytes_.append(text);
   }
+  // Seven bits in each byte, the lowest first; the highest bit says that another follows.
+  void PutVarint(uint64_t value) {
+    for (; value >= 0x80; value >>= 7) bytes_.push_back(static_cast<char>(value | 0x80));
+    bytes_.push_back(static_cast<char>(value));
+  }
   std::string Take() { return std::move(bytes_); }
 
  private:
@@ -43,6 +48,20 @@ class Reader {
     bytes_.remove_prefix(n);
     return true;
   }
+  // At most 63 bits, in the only encoding that it has.
+  bool GetVarint(int64_t* value) {
+    uint64_t bits = 0;
+    for (unsigned shift = 0; shift < 63; shift += 7) {
+      uint8_t byte;
+      if (!Get(&byte)) return false;
+      bits |= static_cast<uint64_t>(byte & 0x7f) << shift;
+      if (byte >= 0x80) continue;
+      *value = static_cast<int64_t>(bits);
+      return byte != 0 || shift == 0;
+    }
+    return false;
+  }
+  size_t left() const { return bytes_.size(); }
   // A count of items of at least item_bytes each: refused when they could not be there.
   bool GetCount(size_t item_bytes, uint32_t* count) {
     return Get(count) && *count <= bytes_.size() / item_bytes;

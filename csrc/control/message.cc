@@ -1,5 +1,7 @@
 #include "control/message.h"
 
+#include <utility>
+
 #include "control/bytes.h"
 
 namespace kolovod {
@@ -8,6 +10,42 @@ namespace {
 void PutInts(Writer& w, const std::vector<int64_t>& values) {
   w.Put(static_cast<uint32_t>(values.size()));
   for (int64_t v : values) w.Put(v);
+}
+
+// Rows are small numbers mostly, and there are many.
+void PutSplits(Writer& w, const Splits* splits) {
+  w.Put(static_cast<uint32_t>(splits == nullptr ? 0 : splits->size()));
+  if (splits == nullptr) return;
+  w.Put(static_cast<uint32_t>(splits->ranks().size()));
+  for (const int rank : splits->ranks()) w.PutVarint(static_cast<uint64_t>(rank));
+  w.PutVarint(static_cast<uint64_t>(splits->total()));
+  for (const int64_t rows : splits->numbers()) w.PutVarint(static_cast<uint64_t>(rows));
+}
+
+bool GetSplits(Reader& r, std::shared_ptr<const Splits>* splits) {
+  uint32_t size, count;
+  if (!r.Get(&size) || size > INT32_MAX) return false;
+  if (size == 0) return true;
+  if (!r.GetCount(1, &count) || count == 0 || count > size || Splits::CountOf(size, count) > r.left()) {
+    return false;
+  }
+  std::vector<int> ranks(count);
+  for (int& rank : ranks) {
+    int64_t value;
+    if (!r.GetVarint(&value) || value >= size) return false;
+    rank = static_cast<int>(value);
+  }
+  int64_t total;
+  if (!r.GetVarint(&total)) return false;
+  std::vector<int64_t> numbers(Splits::CountOf(size, count));
+  for (int64_t& rows : numbers) {
+    if (!r.GetVarint(&rows)) return false;
+  }
+  std::optional<Splits> read =
+      Splits::Of(static_cast<int>(size), std::move(ranks), total, std::move(numbers));
+  if (!read) return false;
+  *splits = std::make_shared<const Splits>(*std::move(read));
+  return true;
 }
 
 // No dimension is ever negative here. What has more bytes than an int64 can count cannot be anywhere, and
@@ -92,6 +130,7 @@ std::string EncodeResponse(const Response& response) {
   w.PutString(response.request);
   w.Put(static_cast<uint32_t>(response.rows.size()));
   for (const auto& rows : response.rows) PutInts(w, rows);
+  PutSplits(w, response.splits.get());
   return w.Take();
 }
 
@@ -108,6 +147,7 @@ std::optional<Response> DecodeResponse(std::string_view bytes) {
   for (auto& rows : response.rows) {
     if (!r.GetInts(&rows)) return std::nullopt;
   }
+  if (!GetSplits(r, &response.splits)) return std::nullopt;
   if (!r.AtEnd()) return std::nullopt;
   return response;
 }

@@ -4,11 +4,13 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "base/splits.h"
 #include "base/types.h"
 
 namespace kolovod {
@@ -34,7 +36,7 @@ struct Request {
 
 inline constexpr int32_t kNoId = -1;
 
-// The sequencer's answer, the same on every rank.
+// The sequencer's answer, the same on every rank but for what is left out of `splits`.
 struct Response {
   // kForgetAll: a rank has joined and announces nothing more by bit, so nobody does until all have.
   // kLinks: what the links between hosts cost, from the bucket on in which this is.
@@ -46,10 +48,12 @@ struct Response {
   std::string error;   // kError
   // While ranks have joined: the encoded request, from which those make an operation that contributes zeros.
   std::string request;
-  // What a rank cannot know by itself: for each tensor of an allgather dimension 0 by rank; for an alltoall
-  // the rows that rank s sends to rank d, at s * size + d; for a join who came last. kLinks: the latency in
-  // nanoseconds, and bytes per millisecond.
+  // What a rank cannot know by itself: for each tensor of an allgather dimension 0 by rank; for a join who
+  // came last. kLinks: the latency in nanoseconds, and bytes per millisecond.
   std::vector<std::vector<int64_t>> rows;
+  // Of an alltoall: who sends how much to whom. What the root decides holds all; what it tells a host, that
+  // host's ranks.
+  std::shared_ptr<const Splits> splits;
 };
 
 std::string EncodeRequest(const Request& request);
@@ -63,7 +67,7 @@ struct Note {
   enum class Kind : uint8_t {
     kRequest = 0,  // up: `rank` has this ready; body: the request
     kId = 1,  // up: all ranks of the host have announced bit `number`; down: all have, it is next in the log
-    kResponse = 2,  // down: next in the log; body: the response
+    kResponse = 2,  // down: next in the log; body: the response; rank: 0, or for which leader's host alone
     kReset = 3,     // down: bit `number` will stand for another name
     kSeal = 4,      // down: bucket `number` ends at log position `end`
     kLeft = 5,      // both: `rank` has left cleanly

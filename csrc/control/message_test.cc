@@ -1,7 +1,9 @@
 #include "control/message.h"
 
+#include <numeric>
 #include <random>
 
+#include "control/bytes.h"
 #include "testing/check.h"
 
 namespace kolovod {
@@ -27,6 +29,8 @@ Response SomeResponse() {
   response.id = 7;
   response.error = "shape differs";
   response.rows = {{1, 2, 3}, {}};
+  response.splits =
+      std::make_shared<const Splits>(Splits::OfAll({{1, 300, 0}, {7, 0, 1 << 20}, {0, 2, 127}}));
   return response;
 }
 
@@ -47,6 +51,65 @@ TEST(a_response_survives) {
   CHECK(decoded.has_value());
   CHECK(decoded->kind == response.kind && decoded->name == "x" && decoded->id == 7);
   CHECK(decoded->error == response.error && decoded->rows == response.rows);
+  CHECK(decoded->splits->numbers() == response.splits->numbers());
+  CHECK(decoded->splits->ranks() == response.splits->ranks());
+  CHECK(EncodeResponse(*decoded) == EncodeResponse(response));
+}
+
+TEST(a_large_world_has_small_responses) {
+  constexpr int kRanks = 4096, kOnHost = 8;
+  // As one of a batch of 4 million rows sends them, some hundreds to each.
+  std::vector<std::vector<int64_t>> by_rank(kRanks, std::vector<int64_t>(kRanks));
+  for (size_t s = 0; s < kRanks; ++s) {
+    for (size_t d = 0; d < kRanks; ++d) by_rank[s][d] = static_cast<int64_t>(s * 7 + d * 13) % 2000;
+  }
+  Response response;
+  response.name = "exchange";
+  const Splits all = Splits::OfAll(by_rank);
+  size_t sum = 0;
+  for (int first = 0; first < kRanks; first += kOnHost) {
+    std::vector<int> ranks(kOnHost);
+    std::iota(ranks.begin(), ranks.end(), first);
+    response.splits = std::make_shared<const Splits>(all.For(ranks));
+    const std::string bytes = EncodeNote(Note{Note::Kind::kResponse, first, 0, 0, EncodeResponse(response)});
+    CHECK(bytes.size() < 2 * 2 * kOnHost * kRanks + 200);  // two bytes a number; a frame may have 64 MiB
+    sum += bytes.size();
+    if (first % 1024 != 0) continue;
+    const auto read = DecodeResponse(DecodeNote(bytes)->body);
+    CHECK(read.has_value() && read->splits->total() == all.total());
+    CHECK(read->splits->numbers() == response.splits->numbers());
+  }
+  // All that leaves the root is what one response to one host was.
+  CHECK(sum < sizeof(int64_t) * kRanks * kRanks);
+  // However large the numbers are.
+  for (auto& rows : by_rank) rows.assign(kRanks, INT64_MAX / kRanks);
+  response.splits = std::make_shared<const Splits>(Splits::OfAll(by_rank).For({0, 1, 2, 3, 4, 5, 6, 7}));
+  CHECK(EncodeResponse(response).size() < (1 << 20));
+}
+
+TEST(splits_that_cannot_be_are_refused) {
+  Response response;
+  const std::string none = EncodeResponse(response);
+  const std::string front = none.substr(0, none.size() - sizeof(uint32_t));
+  const auto of = [&](uint32_t size, uint32_t count, const std::vector<uint8_t>& rest) {
+    Writer w;
+    w.Put(size);
+    w.Put(count);
+    for (const uint8_t byte : rest) w.Put(byte);
+    return DecodeResponse(front + w.Take());
+  };
+  CHECK(of(2, 1, {1, 9, 3, 2, 4}).has_value());  // rank 1 sends 3 and 2, rank 0 sends 4 to it
+  CHECK(of(2, 1, {1, 9, 3, 2, 4})->splits->received(0, 1) == 4);
+  CHECK(!of(2, 1, {1, 9, 3, 2}).has_value());           // too few numbers
+  CHECK(!of(2, 1, {1, 9, 3, 2, 4, 0}).has_value());     // too many
+  CHECK(!of(2, 0, {9}).has_value());                    // nobody's
+  CHECK(!of(2, 1, {2, 9, 3, 2, 4}).has_value());        // of a rank that there is not
+  CHECK(!of(2, 2, {1, 0, 9, 3, 2, 4, 0}).has_value());  // in another order
+  CHECK(!of(2, 1, {1, 4, 3, 2, 4}).has_value());        // less than this rank sends
+  CHECK(!of(2, 1, {1, 9, 0x83, 0, 2, 4}).has_value());  // 3, but longer than need be
+  CHECK(!of(2, 1, {1, 9, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 1, 2, 4}).has_value());
+  CHECK(!of(1 << 30, 1, {1, 9, 3, 2, 4}).has_value());  // without the memory for it
+  CHECK(!of(UINT32_MAX, UINT32_MAX, {1}).has_value());
 }
 
 TEST(a_truncated_or_longer_message_is_refused) {

@@ -205,10 +205,9 @@ Response Negotiator::Decide(const std::string& name, const Waiting& waiting) {
       }
     }
   } else if (first.verb == Verb::kAlltoall) {
-    std::vector<int64_t>& rows = response.rows.emplace_back();
-    for (const auto& request : waiting.by_rank) {
-      rows.insert(rows.end(), request->splits.begin(), request->splits.end());
-    }
+    std::vector<std::vector<int64_t>> by_rank;
+    for (const auto& request : waiting.by_rank) by_rank.push_back(request->splits);
+    response.splits = std::make_shared<const Splits>(Splits::OfAll(by_rank));
   }
   response.id = AssignId(name, waiting);
   return response;

@@ -193,7 +193,9 @@ Status Control::ReadLog(std::deque<OperationPtr>* ready) {
       }
       OperationPtr op = std::move(by_id_[entry->id]);
       op->in_log = true;
-      op->rows = cache_[op->request.name].rows;
+      const Cached& cached = cache_[op->request.name];
+      op->rows = cached.rows;
+      op->splits = cached.splits;
       ready->push_back(std::move(op));
     } else {
       // Rank 0 appends the entry after the whole message is in the ring.
@@ -245,16 +247,19 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
   OperationPtr op = found->second;
   op->in_log = true;
   op->rows = response.rows;
+  op->splits = response.splits;
   if (response.kind == Response::Kind::kError) {
     op->status = Status(Code::kMismatch, response.error);
-  } else if (!RowsFit(op->request, response.rows, rank_, topology_.size())) {
+  } else if (!RowsFit(op->request, response.rows, rank_, topology_.size()) ||
+             !SplitsFit(op->request, response.splits.get(), topology_)) {
     return Status(Code::kInternal, "rank 0 sent a malformed response for '" + response.name + "'");
   } else if (response.id != kNoId) {
     if (response.id < 0 || static_cast<size_t>(response.id) >= by_id_.size()) {
       return Status(Code::kInternal, "rank 0 assigned bit " + std::to_string(response.id) +
                                          ", but there are " + std::to_string(by_id_.size()));
     }
-    cache_[response.name] = Cached{response.id, EncodeRequest(op->request), response.rows, position_};
+    cache_[response.name] =
+        Cached{response.id, EncodeRequest(op->request), response.rows, response.splits, position_};
   }
   ready->push_back(std::move(op));
   return Status();

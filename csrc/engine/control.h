@@ -96,6 +96,7 @@ class Control {
     int32_t id;
     std::string body;  // the request it stands for, encoded
     std::vector<std::vector<int64_t>> rows;
+    std::shared_ptr<const Splits> splits;
     uint64_t position;      // in the log, where it was given out
     uint32_t announced{0};  // by this bit since then
   };
@@ -117,10 +118,14 @@ class Control {
   // A leader that is not the root, from a child's subtree, or from the root. True: no more to do here.
   bool RelayUp(const Note& note, const std::string& payload);
   bool RelayDown(const Note& note, const std::string& payload);
+  // Of a response for one host: the child by way of which it goes there; -1: it stays here.
+  int ChildTowards(int leader) const;
   void SendDown(const std::string& payload) { uplink_->Send(tree_.children, payload); }
   void SendToOthers(int host, const std::string& payload);
   void MarkLeft(int rank);
   void Publish(const std::vector<Response>& responses);
+  // Each host gets the part that concerns its ranks.
+  void PublishByHost(Response response);
   void PushResponse(const std::string& body);
   // Appends what is complete, in the order that holds on all hosts.
   void AppendInOrder();

@@ -171,19 +171,16 @@ Status Engine::ExecuteAllgather(Operation& op, Backend& by) {
 
 Status Engine::ExecuteAlltoall(Operation& op, Backend& by) {
   const size_t row_bytes = RowBytes(op.request.tensors[0]);
-  const auto size = static_cast<size_t>(size_);
-  std::vector<size_t> bytes;
-  for (int64_t rows : op.rows[0]) bytes.push_back(static_cast<size_t>(rows) * row_bytes);
   std::vector<int64_t> received;
   size_t total = 0;
-  for (size_t s = 0; s < size; ++s) {
-    const size_t at = s * size + static_cast<size_t>(rank_);
-    received.push_back(op.rows[0][at]);
-    total += bytes[at];
+  for (int s = 0; s < size_; ++s) {
+    received.push_back(op.splits->received(s, rank_));
+    total += static_cast<size_t>(received.back()) * row_bytes;
   }
   char* out = nullptr;
   KV_RETURN_IF_ERROR(OutputFor(op, 0, total, &out));
-  KV_RETURN_IF_ERROR(by.Alltoall(static_cast<const char*>(op.inputs[0]), out, bytes));
+  KV_RETURN_IF_ERROR(by.Alltoall(static_cast<const char*>(op.inputs[0]), out, *op.splits, row_bytes));
+  op.splits.reset();
   op.rows = {std::move(received)};
   return Status();
 }

@@ -1,7 +1,9 @@
 // What the other ranks see when one of them dies, leaves, stops half-way or loses messages.
 #include <chrono>
+#include <cstring>
 #include <thread>
 
+#include "base/version.h"
 #include "testing/world.h"
 
 namespace kolovod {
@@ -191,6 +193,34 @@ TEST(a_rank_that_never_comes_is_named) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+TEST(a_segment_of_another_release_is_refused_at_once) {
+  const Config config = testing::SmallConfig();
+  for (const bool is_ours : {true, false}) {
+    std::shared_ptr<LoopbackWorld> world;
+    CHECK_OK(LoopbackWorld::Create(std::vector<int>(2), config, &world));
+    SegmentHeader& header = world->segments[0]->header();
+    world->segments[0]->WriteHeader(0, config);
+    header.protocol = kProtocolVersion + 1;
+    std::strncpy(header.release, "9.8.7", kReleaseBytes);
+    if (!is_ours) header.magic.store(kSegmentMagic + 1);
+    EngineOptions options;
+    options.rank = 1;
+    options.size = 2;
+    options.config = config;
+    options.segment = world->segments[0];
+    options.liveness = std::make_unique<LoopbackLiveness>(world->faults, world->ranks);
+    std::unique_ptr<Engine> engine;
+    const Status status = Engine::Create(std::move(options), &engine);
+    CHECK(status.code() == Code::kInvalidArgument);
+    const std::string& text = status.message();
+    CHECK(text.find("rank 1") == 0 && text.find("install the same version") != std::string::npos);
+    CHECK(text.find(DescribeVersion(kProtocolVersion, ReleaseVersion())) != std::string::npos);
+    const bool names_theirs = text.find(DescribeVersion(kProtocolVersion + 1, "9.8.7")) != std::string::npos;
+    CHECK(names_theirs == is_ours);
+    CHECK(header.attached.load() == 0);
+  }
 }
 
 TEST(a_world_can_be_formed_again_and_again) {

@@ -1,4 +1,6 @@
 // Worlds of several hosts: the control plane between leaders, and what happens when one is lost.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -69,6 +71,91 @@ TEST(names_that_change_their_shape) {
         CHECK(data == Sum(count, rank.size()));
       }
     });
+  }
+}
+
+// Rank s sends (s * 5 + d * 3 + again) % 4 * unit rows, filled with 100 s + d, to rank d.
+void CheckAlltoall(Rank& rank, const std::string& name, size_t unit, int again) {
+  const auto rows = [&](int s, int d) { return static_cast<size_t>((s * 5 + d * 3 + again) % 4) * unit; };
+  std::vector<float> data, wanted, result;
+  std::vector<int64_t> splits;
+  for (int peer = 0; peer < rank.size(); ++peer) {
+    splits.push_back(static_cast<int64_t>(rows(rank.rank(), peer)));
+    data.insert(data.end(), rows(rank.rank(), peer), static_cast<float>(100 * rank.rank() + peer));
+    wanted.insert(wanted.end(), rows(peer, rank.rank()), static_cast<float>(100 * peer + rank.rank()));
+  }
+  CHECK_OK(rank.Scatter(Verb::kAlltoall, name, data, splits, &result));
+  CHECK(result == wanted);
+}
+
+// Each host is told what concerns its ranks, by way of others where there are more than five.
+TEST(alltoalls_with_other_splits_for_each_host) {
+  std::vector<std::vector<int>> worlds = kWorlds;
+  worlds.push_back({0, 0, 0});
+  worlds.push_back({0, 1, 2, 3, 4, 5, 6, 6, 1, 7});
+  for (const std::vector<int>& hosts : worlds) {
+    RunHosts(hosts, [](Rank& rank) {
+      for (int again = 0; again < 6; ++again) {
+        CheckAlltoall(rank, "same", 3, 0);  // by bit from the third time on
+        CheckAlltoall(rank, "changes", 100, again / 2);
+        CheckAlltoall(rank, "", 2000, again);
+        // What is ordered between them stays there.
+        std::vector<float> data = Values(50, rank.rank());
+        CHECK_OK(rank.Allreduce("between", data));
+        CHECK(data == Sum(50, rank.size()));
+      }
+      CHECK(rank.engine().Stats().control.bit_announcements > 0);
+      std::vector<float> result;
+      if (rank.rank() == 1) {
+        const Status status = rank.Scatter(Verb::kReducescatter, "differs", {1, 2}, {}, &result);
+        CHECK(status.code() == Code::kMismatch);
+      } else {
+        const std::vector<int64_t> nothing(static_cast<size_t>(rank.size()));
+        const Status status = rank.Scatter(Verb::kAlltoall, "differs", {}, nothing, &result);
+        CHECK(status.code() == Code::kMismatch);
+      }
+      CheckAlltoall(rank, "differs", 1, 1);
+      if (rank.rank() != 1) {  // it has joined, so this cannot be done
+        const std::vector<int64_t> nothing(static_cast<size_t>(rank.size()));
+        const Status status = rank.Scatter(Verb::kAlltoall, "without", {}, nothing, &result);
+        CHECK(status.code() == Code::kMismatch &&
+              status.message().find("rank 1 has joined") != std::string::npos);
+      }
+      rank.Join();
+      CheckAlltoall(rank, "same", 3, 0);
+    });
+  }
+}
+
+// What the root sends to the leader of host 1, in the name of the root.
+void Forge(int fd, const Note& note) {
+  const std::string payload = EncodeNote(note);
+  const uint32_t head[2] = {static_cast<uint32_t>(payload.size()), 0};
+  std::string frame(reinterpret_cast<const char*>(head), sizeof(head));
+  frame += payload;
+  CHECK(write(fd, frame.data(), frame.size()) == static_cast<ssize_t>(frame.size()));
+}
+
+// Rank 1 leads host 1, and no other host is behind it.
+TEST(a_response_that_went_astray_ends_the_world) {
+  for (const int32_t rank : {2, 3, 4, -1}) {
+    std::shared_ptr<LoopbackWorld> world;
+    CHECK_OK(LoopbackWorld::Create({0, 1, 1, 2}, testing::SmallConfig(), &world));
+    const int fd = dup(world->UplinksOf(0)[1]);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < world->size(); ++r) {
+      threads.emplace_back([&, r] {
+        Rank self(r, world);
+        std::vector<float> data(3, 1.0f);
+        CHECK_OK(self.Allreduce("first", data));
+        if (r == 0) Forge(fd, Note{Note::Kind::kResponse, rank, 0, 0, EncodeResponse(Response{})});
+        const Status status = self.Allreduce(r == 0 ? "nobody else has this" : "second", data);
+        const std::string text = "malformed message of kind 2 about rank " + std::to_string(rank);
+        CHECK(!status.ok() && status.message().find(text) != std::string::npos);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    close(fd);
   }
 }
 
@@ -145,6 +232,7 @@ TEST(a_set_across_hosts) {
           std::vector<float> data(2000, static_cast<float>(r));
           CHECK_OK(member.Allreduce("t", data));
           CHECK(data == std::vector<float>(2000, 6.0f));
+          CheckAlltoall(member, "a", 700, i / 5);
         }
       }
       std::vector<float> data(1, 1.0f);

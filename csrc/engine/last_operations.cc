@@ -69,9 +69,8 @@ Status Engine::WithLastOperations(const Status& status) {
     const std::string suffix = "-pid" + std::to_string(getpid());
     last_operations_path_ = LastOperations().empty() ? "" : WriteLastOperations(rank_, suffix, status);
     // A rank that was killed cannot, but what it noted is in shared memory: the first of the others does.
-    const int dead = status.code() == Code::kRankLost ? liveness_->FindDead() : -1;
-    if (dead >= 0 && dead != rank_ && topology_.on_this_host(dead) &&
-        segment_->header().lost_written.exchange(1) == 0) {
+    const int dead = status.code() == Code::kRankLost ? waiter_->FindLost() : -1;
+    if (dead >= 0 && topology_.on_this_host(dead) && segment_->header().lost_written.exchange(1) == 0) {
       WriteLastOperations(dead, "-lost", status);
     }
   }

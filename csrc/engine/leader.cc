@@ -118,6 +118,7 @@ Status Control::Obey(int host, const Note& note) {
   if (host != tree_.parent) return Malformed(host, note);
   switch (note.kind) {
     case Note::Kind::kResponse:
+      if (note.rank != 0 && note.rank != rank_) break;
       PushResponse(note.body);
       return Status();
     case Note::Kind::kId:
@@ -151,10 +152,31 @@ void Control::Publish(const std::vector<Response>& responses) {
     SendDown(EncodeNote(Note{Note::Kind::kReset, 0, static_cast<uint64_t>(id), 0, {}}));
   }
   for (const Response& response : responses) {
+    if (response.splits != nullptr && uplink_ != nullptr) {
+      PublishByHost(response);
+      continue;
+    }
     std::string body = EncodeResponse(response);
     PushResponse(body);
     if (uplink_ == nullptr) continue;
     SendDown(EncodeNote(Note{Note::Kind::kResponse, 0, 0, 0, std::move(body)}));
+  }
+}
+
+// In the same place of the same order everywhere; only what it says differs.
+void Control::PublishByHost(Response response) {
+  const std::shared_ptr<const Splits> all = std::move(response.splits);
+  const Hosts hosts(topology_.host_of);
+  for (int host = 0; host < topology_.hosts(); ++host) {
+    const std::vector<int>& ranks = hosts.ranks[static_cast<size_t>(host)];
+    response.splits = std::make_shared<const Splits>(all->For(ranks));
+    std::string body = EncodeResponse(response);
+    if (host == topology_.host()) {
+      PushResponse(body);
+    } else {
+      uplink_->Send(tree_.Towards(host),
+                    EncodeNote(Note{Note::Kind::kResponse, ranks.front(), 0, 0, std::move(body)}));
+    }
   }
 }
 

@@ -49,6 +49,7 @@ struct Operation {
   // As in Response, set when the entry is read from the log. Once an alltoall is done: the rows received, by
   // rank; once a recv is done: who has sent it.
   std::vector<std::vector<int64_t>> rows;
+  std::shared_ptr<const Splits> splits;
   std::vector<OutputBuffer> buffers;  // filled by the driver before `done`, unless outputs were given
 
   std::optional<LinkCost> links;  // what is in the log to say this, and nothing else

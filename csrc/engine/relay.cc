@@ -6,7 +6,8 @@
 // they are read under the same lock, so whatever a child answers comes later than what it answers to.
 //
 // Up go requests as they are, and a bit once all of the subtree have announced it: one message for each
-// connection, however many hosts. Down goes what the root says, as it is. The end of the world, and what
+// connection, however many hosts. Down goes what the root says, as it is; what is for one host alone, to the
+// child behind which that is. The end of the world, and what
 // concerns late ranks, goes in all directions, since the way by the root may be what is broken.
 #include "engine/control.h"
 
@@ -45,9 +46,22 @@ bool Control::RelayUp(const Note& note, const std::string& payload) {
 }
 
 bool Control::RelayDown(const Note& note, const std::string& payload) {
+  if (note.kind == Note::Kind::kResponse && note.rank != 0) {
+    const int child = ChildTowards(note.rank);
+    if (child >= 0) uplink_->Send(child, payload);
+    return child >= 0;
+  }
   if (note.kind == Note::Kind::kReset && tally_->Has(note.number)) tally_->Reset(note.number);
   SendDown(payload);
   return false;
+}
+
+int Control::ChildTowards(int leader) const {
+  if (leader < 0 || leader >= topology_.size() || leader == rank_) return -1;
+  const int host = topology_.host_of[static_cast<size_t>(leader)];
+  const int towards = tree_.Towards(host);
+  const bool is_leader = topology_.leaders[static_cast<size_t>(host)] == leader;
+  return is_leader && towards != tree_.parent ? towards : -1;
 }
 
 void Control::SendToOthers(int host, const std::string& payload) {

@@ -93,8 +93,9 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   waiter_->set_sleep_ns(driver_sleep_ns_);
   waiter_->Configure(WaitBudget{}, interrupted);
   while (true) {
-    if (!attached && header.magic.load(std::memory_order_seq_cst) == kSegmentMagic) {
-      KV_RETURN_IF_ERROR(segment_->CheckHeader(epoch_, &config_));
+    if (!attached && header.magic.load(std::memory_order_seq_cst) != 0) {
+      const Status fits = segment_->CheckHeader(epoch_, &config_);
+      if (!fits.ok()) return Status(fits.code(), liveness_->Describe(rank_) + " " + fits.message());
       self().attached.store(1, std::memory_order_seq_cst);
       header.attached.fetch_add(1, std::memory_order_seq_cst);
       attached = true;
@@ -167,7 +168,7 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
     control_->set_stage([this](Operation& op) { Stage(op); });
   }
   if (use_external_) {
-    auto external = std::make_unique<ExternalBackend>(std::move(backend_), *segment_, *waiter_, stop_);
+    auto external = std::make_unique<ExternalBackend>(std::move(backend_), rank_, *segment_, *waiter_, stop_);
     external_ = external.get();
     backend_ = std::move(external);
   }

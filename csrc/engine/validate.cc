@@ -201,12 +201,19 @@ bool RowsFit(const Request& request, const std::vector<std::vector<int64_t>>& ro
     }
     return true;
   }
-  if (request.verb != Verb::kAlltoall) return rows.empty();
-  if (rows.size() != 1 || rows[0].size() != n * n || !AreCountable(rows[0], request.tensors.front())) {
+  return rows.empty();
+}
+
+bool SplitsFit(const Request& request, const Splits* splits, const Topology& topology) {
+  if (request.verb != Verb::kAlltoall) return splits == nullptr;
+  if (splits == nullptr || splits->size() != topology.size() || splits->ranks() != topology.local_ranks ||
+      !AreCountable(splits->numbers(), request.tensors.front())) {
     return false;
   }
-  return std::equal(request.splits.begin(), request.splits.end(),
-                    rows[0].begin() + static_cast<ptrdiff_t>(self * n));
+  for (int to = 0; to < topology.size(); ++to) {
+    if (splits->sent(topology.rank, to) != request.splits[static_cast<size_t>(to)]) return false;
+  }
+  return true;
 }
 
 }  // namespace kolovod

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/topology.h"
 #include "engine/operation.h"
 
 namespace kolovod {
@@ -22,5 +23,8 @@ bool IsSound(const Request& request, int size);
 // Whether `rows` are what rank 0 must answer to `request` of rank `rank` (Response::rows), and the bytes that
 // follow from them can be counted.
 bool RowsFit(const Request& request, const std::vector<std::vector<int64_t>>& rows, int rank, int size);
+
+// The same for Response::splits, of which the ranks of this host must be told all that concerns them.
+bool SplitsFit(const Request& request, const Splits* splits, const Topology& topology);
 
 }  // namespace kolovod

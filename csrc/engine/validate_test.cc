@@ -44,17 +44,32 @@ TEST(rows_must_be_those_that_follow_from_the_request) {
   CHECK(!RowsFit(gather, {{3, 5, 0}, {1, 0}}, 0, 2));
   CHECK(!RowsFit(gather, {{3, INT64_MAX / 4}, {1, 0}}, 0, 2));  // times 8 bytes
   CHECK(!RowsFit(gather, {{3, INT64_MAX / 8}, {1, 0}}, 0, 2));  // and three rows more
-  const Request exchange = Of(Verb::kAlltoall, {{3}}, {1, 2});
-  CHECK(RowsFit(exchange, {{1, 2, 0, 7}}, 0, 2));
-  CHECK(RowsFit(exchange, {{0, 7, 1, 2}}, 1, 2));
-  CHECK(!RowsFit(exchange, {{1, 1, 0, 7}}, 0, 2));
-  CHECK(!RowsFit(exchange, {{1, 2, 0}}, 0, 2));
-  CHECK(!RowsFit(exchange, {}, 0, 2));
+  CHECK(RowsFit(Of(Verb::kAlltoall, {{3}}, {1, 2}), {}, 0, 2));
+  CHECK(!RowsFit(Of(Verb::kAlltoall, {{3}}, {1, 2}), {{1, 2, 0, 7}}, 0, 2));
   CHECK(RowsFit(Of(Verb::kJoin, {}), {{1}}, 0, 2));
   CHECK(!RowsFit(Of(Verb::kJoin, {}), {{}}, 0, 2));
   CHECK(!RowsFit(Of(Verb::kJoin, {}), {}, 0, 2));
   CHECK(RowsFit(Of(Verb::kAllreduce, {{3}}), {}, 0, 2));
   CHECK(!RowsFit(Of(Verb::kAllreduce, {{3}}), {{3, 3}}, 0, 2));
+}
+
+TEST(splits_must_be_those_of_the_request_and_of_this_host) {
+  const Request exchange = Of(Verb::kAlltoall, {{5, 2}}, {1, 2, 0});
+  const Splits all = Splits::OfAll({{1, 2, 0}, {4, 0, 9}, {1, 2, 0}});
+  const Topology shares(0, {0, 1, 0}), alone(1, {0, 1, 0}), other(2, {0, 1, 0});
+  const Splits here = all.For({0, 2}), there = all.For({1});
+  CHECK(SplitsFit(exchange, &here, shares) && SplitsFit(exchange, &here, other));
+  CHECK(!SplitsFit(exchange, &here, alone));   // another host's
+  CHECK(!SplitsFit(exchange, &there, alone));  // rank 1 sends 4, 0 and 9
+  CHECK(!SplitsFit(exchange, &there, shares));
+  CHECK(!SplitsFit(exchange, &all, shares));  // more than it asked for
+  CHECK(SplitsFit(exchange, &all, Topology(0, {0, 0, 0})));
+  CHECK(!SplitsFit(exchange, nullptr, shares));
+  CHECK(!SplitsFit(exchange, &here, Topology(0, {0, 1, 0, 0})));
+  CHECK(SplitsFit(Of(Verb::kBarrier, {}), nullptr, shares));
+  CHECK(!SplitsFit(Of(Verb::kBarrier, {}), &here, shares));
+  const Splits large = Splits::OfAll({{1, 2, 0}, {INT64_MAX / 8, 0, 0}, {0, 0, 0}});
+  CHECK(!SplitsFit(exchange, &large, Topology(0, {0, 0, 0})));  // times 8 bytes, and three rows more
 }
 
 }  // namespace

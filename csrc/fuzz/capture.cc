@@ -132,7 +132,9 @@ void AddControl(Corpus* corpus, std::string_view stream, std::string* announced)
     } else if (note->kind == Note::Kind::kResponse) {
       const auto response = DecodeResponse(note->body);
       CHECK(response.has_value());
-      const std::string with = response->rows.empty() ? "" : "_rows";
+      const std::string with = response->splits != nullptr ? "_splits"
+                               : response->rows.empty()    ? ""
+                                                           : "_rows";
       corpus->Add("response", "kind" + std::to_string(static_cast<int>(response->kind)) + with, note->body);
     } else if (note->kind == Note::Kind::kLate) {
       corpus->Add("waits", "waits", note->body);

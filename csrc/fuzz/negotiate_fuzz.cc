@@ -23,6 +23,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       const bool executes = response.kind == Response::Kind::kExecute && response.request.empty();
       if (executes && response.name == announced.name) {
         (void)RowsFit(announced, decoded->rows, rank, kSize);
+        const bool exchanges = announced.verb == Verb::kAlltoall;
+        const Topology topology(rank, {0, 0, 0});
+        fuzz::Require(!exchanges || SplitsFit(announced, decoded->splits.get(), topology),
+                      "what rank 0 answers to an alltoall fits what was announced");
       }
     }
     for (int32_t id : negotiator.TakeReleased()) fuzz::Require(id >= 0 && id < 4, "a bit that exists");

@@ -26,13 +26,13 @@ struct TestHost {
 // One of them.
 struct Member {
   Member(TestHost& host, int place, const Config& config, bool streaming = false,
-         const Kernels& kernels = ActiveKernels())
+         const Kernels& kernels = ActiveKernels(), std::unique_ptr<PeerMemory> peers = nullptr)
       : liveness(host.faults, Numbers(*host.segment)),
         waiter(*host.segment,
                Topology(place, std::vector<int>(static_cast<size_t>(host.segment->layout().size))), liveness,
                stop, nullptr),
-        shm(std::make_unique<ShmBackend>(*host.segment, place, config, waiter, nullptr, streaming, nullptr,
-                                         kernels)) {
+        shm(std::make_unique<ShmBackend>(*host.segment, place, config, waiter, nullptr, streaming,
+                                         std::move(peers), kernels)) {
     WaitBudget budget;
     budget.yield_ns = 200'000;
     waiter.Configure(budget, nullptr);

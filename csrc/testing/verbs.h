@@ -170,25 +170,30 @@ inline void CheckAllgather(Backend& backend, int rank, const std::vector<size_t>
   CHECK(out == wanted);
 }
 
-// Rank s sends `unit` * ((s * 3 + d * 5) % 7) bytes to d.
-inline void CheckAlltoall(Backend& backend, int rank, int size, size_t unit) {
-  const auto n = static_cast<size_t>(size);
-  const auto self = static_cast<size_t>(rank);
-  std::vector<size_t> bytes(n * n);
-  const auto part = [&](size_t s, size_t d) {
-    return ValuesOf(DType::kUInt8, bytes[s * n + d], static_cast<int>(s * n + d));
-  };
-  for (size_t s = 0; s < n; ++s) {
-    for (size_t d = 0; d < n; ++d) bytes[s * n + d] = unit * ((s * 3 + d * 5) % 7);
+// Rank s sends `unit` * ((s * 3 + d * 5) % 7) bytes to d. `local`: the ranks of this host, which are all that
+// the backend may ask about; empty: all.
+inline void CheckAlltoall(Backend& backend, int rank, int size, size_t unit, std::vector<int> local = {}) {
+  if (local.empty()) {
+    local.resize(static_cast<size_t>(size));
+    std::iota(local.begin(), local.end(), 0);
   }
+  std::vector<std::vector<int64_t>> by_rank(static_cast<size_t>(size));
+  for (size_t s = 0; s < by_rank.size(); ++s) {
+    for (size_t d = 0; d < by_rank.size(); ++d)
+      by_rank[s].push_back(static_cast<int64_t>((s * 3 + d * 5) % 7));
+  }
+  const auto part = [&](int s, int d) {
+    const auto rows = static_cast<size_t>(by_rank[static_cast<size_t>(s)][static_cast<size_t>(d)]);
+    return ValuesOf(DType::kUInt8, unit * rows, s * size + d);
+  };
   Bytes in, wanted;
-  for (size_t r = 0; r < n; ++r) {
-    const Bytes to = part(self, r), from = part(r, self);
+  for (int r = 0; r < size; ++r) {
+    const Bytes to = part(rank, r), from = part(r, rank);
     in.insert(in.end(), to.begin(), to.end());
     wanted.insert(wanted.end(), from.begin(), from.end());
   }
   Bytes out(wanted.size());
-  CHECK_OK(backend.Alltoall(in.data(), out.data(), bytes));
+  CHECK_OK(backend.Alltoall(in.data(), out.data(), Splits::OfAll(by_rank).For(local), unit));
   CHECK(out == wanted);
 }
 

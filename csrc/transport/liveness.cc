@@ -19,13 +19,14 @@ PidfdLiveness::~PidfdLiveness() {
   }
 }
 
-int PidfdLiveness::FindDead() {
+int PidfdLiveness::FindDead(int from) {
+  const auto first = static_cast<size_t>(from);
   std::vector<pollfd> polled(fds_.size());
   for (size_t r = 0; r < fds_.size(); ++r) {
-    polled[r] = {static_cast<int>(r) == self_ ? -1 : fds_[r], POLLIN, 0};
+    polled[r] = {r < first || static_cast<int>(r) == self_ ? -1 : fds_[r], POLLIN, 0};
   }
   if (poll(polled.data(), polled.size(), 0) <= 0) return -1;
-  for (size_t r = 0; r < polled.size(); ++r) {
+  for (size_t r = first; r < polled.size(); ++r) {
     if (polled[r].revents & (POLLIN | POLLHUP)) return static_cast<int>(r);
   }
   return -1;
@@ -33,11 +34,11 @@ int PidfdLiveness::FindDead() {
 
 std::string PidfdLiveness::Describe(int rank) const { return descriptions_[static_cast<size_t>(rank)]; }
 
-int LoopbackLiveness::FindDead() {
+int LoopbackLiveness::FindDead(int from) {
   for (const int r : watched_) {
-    if (faults_->killed[static_cast<size_t>(r)].load()) return r;
+    if (r >= from && faults_->killed[static_cast<size_t>(r)].load()) return r;
   }
-  for (size_t r = 0; watched_.empty() && r < faults_->killed.size(); ++r) {
+  for (auto r = static_cast<size_t>(from); watched_.empty() && r < faults_->killed.size(); ++r) {
     if (faults_->killed[r].load()) return static_cast<int>(r);
   }
   return -1;

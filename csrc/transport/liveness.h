@@ -14,8 +14,8 @@ namespace kolovod {
 class Liveness {
  public:
   virtual ~Liveness() = default;
-  // A rank whose process has ended, or -1. Never blocks.
-  virtual int FindDead() = 0;
+  // The first rank from `from` on whose process has ended, or -1. Never blocks.
+  virtual int FindDead(int from) = 0;
   // For messages: "rank 1 on host a (pid 17)".
   virtual std::string Describe(int rank) const = 0;
 };
@@ -27,7 +27,7 @@ class PidfdLiveness : public Liveness {
   // Duplicates the descriptors; -1 means that nobody watches that rank here.
   PidfdLiveness(int self, const std::vector<std::pair<int, std::string>>& peers);
   ~PidfdLiveness() override;
-  int FindDead() override;
+  int FindDead(int from) override;
   std::string Describe(int rank) const override;
 
  private:
@@ -42,7 +42,7 @@ class LoopbackLiveness : public Liveness {
   LoopbackLiveness(std::shared_ptr<LoopbackFaults> faults, std::vector<int> ranks,
                    std::vector<int> watched = {})
       : faults_(std::move(faults)), ranks_(std::move(ranks)), watched_(std::move(watched)) {}
-  int FindDead() override;
+  int FindDead(int from) override;
   std::string Describe(int rank) const override;
 
  private:

@@ -68,6 +68,8 @@ class LoopbackWorld {
   const std::shared_ptr<Segment>& SegmentOf(int rank) { return segments[hosts[static_cast<size_t>(rank)]]; }
   // Connected sockets for the engine of `rank`, which takes them over.
   std::vector<int> TakeUplinks(int rank) { return std::exchange(uplinks_[static_cast<size_t>(rank)], {}); }
+  // The same, as long as they were not taken.
+  const std::vector<int>& UplinksOf(int rank) { return uplinks_[static_cast<size_t>(rank)]; }
   // Gives it connections for data.
   const std::shared_ptr<Switchboard>& SwitchboardOf(int rank) {
     return exchange_->switchboards[static_cast<size_t>(rank)];

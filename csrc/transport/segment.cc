@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "base/text.h"
+#include "base/version.h"
 
 namespace kolovod {
 
@@ -74,6 +75,8 @@ Segment::~Segment() {
 
 void Segment::WriteHeader(uint32_t epoch, const Config& config) {
   SegmentHeader& h = header();
+  h.protocol = kProtocolVersion;
+  std::strncpy(h.release, ReleaseVersion(), kReleaseBytes - 1);
   h.size = static_cast<uint32_t>(layout_.size);
   h.epoch = epoch;
   h.segment_bytes = layout_.total_bytes;
@@ -84,10 +87,20 @@ void Segment::WriteHeader(uint32_t epoch, const Config& config) {
 
 Status Segment::CheckHeader(uint32_t epoch, Config* config) {
   SegmentHeader& h = header();
+  if (h.magic.load() != kSegmentMagic || h.protocol != kProtocolVersion) {
+    const bool is_ours = h.magic.load() == kSegmentMagic;
+    const std::string release(h.release, strnlen(h.release, kReleaseBytes));
+    return Status(Code::kInvalidArgument,
+                  "has " + DescribeVersion(kProtocolVersion, ReleaseVersion()) + ", but " +
+                      (is_ours ? "the leader of its host, which has made the shared segment, has " +
+                                     DescribeVersion(h.protocol, release)
+                               : "the shared segment was made by something else") +
+                      ": install the same version of Kolovod for all ranks");
+  }
   if (h.size != static_cast<uint32_t>(layout_.size) || h.epoch != epoch ||
       h.segment_bytes != layout_.total_bytes) {
     return Status(Code::kInvalidArgument,
-                  "the shared segment belongs to another world: it has size " + std::to_string(h.size) +
+                  "finds a shared segment of another world: it has size " + std::to_string(h.size) +
                       ", epoch " + std::to_string(h.epoch) + ", " + std::to_string(h.segment_bytes) +
                       " bytes; this rank expects size " + std::to_string(layout_.size) + ", epoch " +
                       std::to_string(epoch) + ", " + std::to_string(layout_.total_bytes) +

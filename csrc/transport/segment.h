@@ -29,8 +29,14 @@ inline constexpr size_t kMailSlots = 64;               // of a rank
 inline constexpr size_t kMailBytes = 4 << 10;          // what each holds
 inline constexpr int64_t kMostChunkBytes = 256 << 10;  // where the number of cores decides
 
+inline constexpr size_t kReleaseBytes = 36;
+
 struct SegmentHeader {
-  std::atomic<uint64_t> magic;  // written last by rank 0
+  // These three lie where they are for ever: a rank of another release must find them. The magic is written
+  // last, by the leader.
+  std::atomic<uint64_t> magic;
+  uint32_t protocol;
+  char release[kReleaseBytes];  // its version; a text, cut off
   uint32_t size;
   uint32_t epoch;
   uint64_t segment_bytes;
@@ -173,7 +179,7 @@ class Segment {
   const SegmentLayout& layout() const { return layout_; }
 
   void WriteHeader(uint32_t epoch, const Config& config);
-  // Fails when the header names another world.
+  // Fails when the header is another release's, or names another world.
   Status CheckHeader(uint32_t epoch, Config* config);
 
   // This segment is a process set's: it is revoked with the world's, and that with it. Set before use.

@@ -13,10 +13,17 @@ Status Waiter::Stopped() {
   return Status(Code::kShutDown, "this rank was shut down while an operation was pending");
 }
 
+int Waiter::FindLost() {
+  int dead = liveness_.FindDead(0);
+  while (dead >= 0 && (dead == rank_ || segment_.left(dead).load(std::memory_order_seq_cst) != 0)) {
+    dead = liveness_.FindDead(dead + 1);
+  }
+  return dead;
+}
+
 bool Waiter::CheckPeers() {
-  const int dead = liveness_.FindDead();
-  if (dead < 0 || dead == rank_) return false;
-  if (segment_.left(dead).load(std::memory_order_seq_cst) != 0) return false;
+  const int dead = FindLost();
+  if (dead < 0) return false;
   if (segment_.revoked()) return true;
   segment_.Revoke(Code::kRankLost, liveness_.Describe(dead) +
                                        " died: its process ended without shutting down (killed, "

@@ -203,7 +203,9 @@ class Waiter {
 
   // Looks for dead ranks and, for the caller's thread, for pending signals; rate-limited.
   Status Periodic(bool in_bucket);
-  // Revokes the world if a rank has died without leaving. True if it did so now.
+  // A rank that has died without leaving, or -1; any thread.
+  int FindLost();
+  // Revokes the world if there is one. True if it is revoked for that.
   bool CheckPeers();
   // The world was revoked, or this rank is shutting down.
   bool MustStop() {

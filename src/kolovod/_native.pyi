@@ -183,8 +183,9 @@ class Engine:
         Keys: token, verb, dtype, op, prescale, postscale, root (rank), name (first tensor's name),
         tensors, a list of (input pointer, output pointer, element count), and sizes. For Average,
         op is Average and the division by size is the callee's. sizes: of an allgather the bytes of
-        each rank, of an alltoall the bytes that rank s sends to rank d at [s * ranks + d] (the
-        element counts are 0 then); of a reducescatter the elements of each rank's part.
+        each rank, of an alltoall the bytes that this rank sends to each (the element counts are 0
+        then); of a reducescatter the elements of each rank's part. Of an alltoall also received,
+        the bytes that each rank sends to this one, and total, those of all to all.
         """
 
     def open_bucket(self, token: int) -> None:
@@ -277,6 +278,8 @@ def register_tensorflow_ops() -> str:
 def xla_collective_handler(major: int, minor: int) -> int:
     """The address of the handler of allreduce for this version of XLA's FFI; 0: not known."""
 
+PROTOCOL: int
+"""Ranks with another one do not understand each other (csrc/base/version.h)."""
 VERBS: dict[str, int]
 DTYPES: dict[str, int]
 OPS: dict[str, int]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
-from kolovod.launch import auth, sharing
+from kolovod.launch import auth, sharing, versions
 from kolovod.launch.formation import Member
 from kolovod.launch.joining import join
 from kolovod.launch.mesh import Listener
@@ -156,7 +156,8 @@ def handshakes(folder: Path, *, sealed: bool) -> None:
 
     def call() -> None:
         channel = auth.greet(client, secret, "test", deadline, sealed=sealed)
-        channel.send({"rank": 1, "purpose": "data", "epoch": 1}, deadline)
+        hello = {"rank": 1, "purpose": "data", "epoch": 1}
+        channel.send({**versions.own(), **hello}, deadline)
 
     calling = threading.Thread(target=call)
     accepting.start()

@@ -22,7 +22,7 @@ from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
-from kolovod.launch import auth, formation, messages, place, sharing, torchrun
+from kolovod.launch import auth, formation, messages, place, sharing, torchrun, versions
 from kolovod.observe import collector, summary, trace
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -105,6 +105,10 @@ def _of_message(decode: Callable[[Any], object]) -> Callable[[bytes], None]:
 
 
 def _join(message: Any) -> None:
+    (versions.find_other(message) or "").encode()
+    _, rank, name = formation.parse_stranger(message)
+    assert (rank is None) == (name == "a rank")
+    name.encode()
     understood = members, member, timeout_s, config = formation.parse_join(message)
     # What was understood says the same again.
     again = {
@@ -145,6 +149,7 @@ def _told_by_follower(message: Any) -> None:
 
 def _hello(message: Any) -> None:
     """Of a rank of another host."""
+    versions.find_other(message)
     messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
     messages.text(message, "purpose", 16)
     messages.whole(message, "epoch", 0, formation.MAX_EPOCH)
@@ -244,6 +249,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.launch.place": ("read_place", "_number"),
     "kolovod.launch.formation": (
         "parse_join",
+        "parse_stranger",
         "_parse_spans",
         "_parse_member",
         "_parse_config",
@@ -253,6 +259,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "raise_told",
     ),
     "kolovod.launch.torchrun": ("_parse",),
+    "kolovod.launch.versions": ("find_other",),
     "kolovod.observe.collector": ("_parse", "_int"),
     "kolovod.observe.summary": (),
     "kolovod.observe.trace": (),

@@ -39,11 +39,14 @@ class Backend(Protocol):
         """Every rank's values in rank order. ``sizes[r]``: bytes of rank r, not all 0."""
         ...
 
-    def alltoall(self, values: Bytes, sizes: Sequence[Sequence[int]]) -> Bytes:
+    def alltoall(
+        self, values: Bytes, sent: Sequence[int], received: Sequence[int], total: int
+    ) -> Bytes:
         """What every rank has for this one, in rank order.
 
-        ``values`` holds this rank's parts for rank 0, 1, ... in turn. ``sizes[s][d]``: bytes that
-        rank s has for rank d, not all 0.
+        ``values`` holds this rank's parts for rank 0, 1, ... in turn. ``sent[d]``: bytes of its
+        part for rank d; ``received[s]``: of rank s's part for this one; ``total``: of all parts of
+        all ranks, the same everywhere and not 0.
         """
         ...
 

@@ -79,8 +79,8 @@ class DeviceGroup(Protocol):
         """Every rank's bytes in rank order."""
         ...
 
-    def alltoall(self, values: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-        """What every rank has for this one. ``sizes[s][d]``: bytes that s has for d."""
+    def alltoall(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """What every rank has for this one. ``sent[d]``, ``received[s]``: bytes to d, from s."""
         ...
 
     def abort(self) -> None:
@@ -233,11 +233,10 @@ class DeviceDriver(BucketThread):
             self._keep(bucket, result)
 
     def _alltoall(self, group: DeviceGroup, bucket: Bucket) -> None:
-        flat: list[int] = bucket["sizes"]
-        sizes = [flat[start : start + self._size] for start in range(0, len(flat), self._size)]
-        if any(flat):
-            values = self._read(group, bucket, sum(sizes[self._rank]))
-            result = group.alltoall(values, sizes)
+        sent: list[int] = bucket["sizes"]
+        if bucket["total"]:
+            values = self._read(group, bucket, sum(sent))
+            result = group.alltoall(values, sent, bucket["received"])
             self._finish(group, bucket)
             self._keep(bucket, result)
 

@@ -129,12 +129,12 @@ class ExternalDriver(BucketThread):
             self._write_bytes(bucket, target, self._backend.allgather(values, sizes))
 
     def _alltoall(self, bucket: Bucket) -> None:
-        flat: list[int] = bucket["sizes"]
-        sizes = [flat[start : start + self._size] for start in range(0, len(flat), self._size)]
+        sent: list[int] = bucket["sizes"]
         ((source, target, _),) = bucket["tensors"]
-        if any(flat):
-            values = self._read_bytes(bucket, source, sum(sizes[self._rank]))
-            self._write_bytes(bucket, target, self._backend.alltoall(values, sizes))
+        if bucket["total"]:
+            values = self._read_bytes(bucket, source, sum(sent))
+            result = self._backend.alltoall(values, sent, bucket["received"], bucket["total"])
+            self._write_bytes(bucket, target, result)
 
     # The memory of the tensors ------------------------------------------------------------------
 

@@ -99,12 +99,13 @@ class GlooBackend:
             work.wait()
         return result
 
-    def alltoall(self, values: Bytes, sizes: Sequence[Sequence[int]]) -> Bytes:
+    def alltoall(
+        self, values: Bytes, sent: Sequence[int], received: Sequence[int], total: int
+    ) -> Bytes:
         """See Backend.alltoall."""
-        received = [row[self._rank] for row in sizes]
         result = np.empty(sum(received), np.uint8)
         self._group.alltoall_base(
-            self._tensor(result), self._tensor(values), received, list(sizes[self._rank])
+            self._tensor(result), self._tensor(values), list(received), list(sent)
         ).wait()
         return result
 

@@ -83,13 +83,13 @@ class MpiBackend:
             self.broadcast(part, rank)
         return result
 
-    def alltoall(self, values: Bytes, sizes: Sequence[Sequence[int]]) -> Bytes:
+    def alltoall(
+        self, values: Bytes, sent: Sequence[int], received: Sequence[int], total: int
+    ) -> Bytes:
         """See Backend.alltoall."""
-        sent = sizes[self._rank]
-        received = [row[self._rank] for row in sizes]
         result = np.empty(sum(received), np.uint8)
         # The same answer on every rank, whatever its own share.
-        if sum(map(sum, sizes)) <= _MAX_COUNT:
+        if total <= _MAX_COUNT:
             self._communicator.Alltoallv(
                 [values, sent, _starts(sent), self._byte],
                 [result, received, _starts(received), self._byte],

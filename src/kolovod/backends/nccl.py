@@ -277,12 +277,12 @@ class NcclGroup:
                 self.broadcast(part, root)
         return result
 
-    def alltoall(self, values: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    def alltoall(
+        self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
         """See DeviceGroup.alltoall."""
-        received = [row[self._rank] for row in sizes]
         result = values.new_empty(sum(received))
-        sent = list(sizes[self._rank])
-        self._group.alltoall_base(result, values, received, sent).wait()
+        self._group.alltoall_base(result, values, list(received), list(sent)).wait()
         return result
 
     def abort(self) -> None:

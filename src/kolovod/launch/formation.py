@@ -26,6 +26,7 @@ __all__ = [
     "encode_members",
     "parse_answer",
     "parse_join",
+    "parse_stranger",
     "parse_word",
     "raise_told",
     "spans",
@@ -44,6 +45,7 @@ _ERRORS: dict[str, type[KolovodError]] = {
     "timeout": StartTimeoutError,
     "conflict": InvalidArgumentError,
     "malformed": BootstrapError,
+    "version": BootstrapError,
     "gave_up": BootstrapError,
     "closed": BootstrapError,
 }
@@ -90,6 +92,27 @@ def parse_join(message: Any) -> tuple[tuple[int, ...], Member, float, dict[str, 
         raise BootstrapError(f"a malformed message: rank {member.rank} is not among the members")
     timeout_s = messages.number(message, "timeout_s", _MAX_TIMEOUT_S)
     return members, member, timeout_s, _parse_config(message)
+
+
+def parse_stranger(message: Any) -> tuple[tuple[int, ...], int | None, str]:
+    """Of a join by a release with another protocol: members, rank and a name for messages.
+
+    What cannot be found in it is empty, None or "a rank".
+    """
+    try:
+        members = _parse_spans(message)
+    except BootstrapError:
+        members = ()
+    row = message.get("member") if isinstance(message, dict) else None
+    try:
+        given = dict(
+            zip(("rank", "host", "pid"), row if isinstance(row, list) else [], strict=False)
+        )
+        rank = messages.whole(given, "rank", 0, MAX_RANKS - 1)
+        pid = messages.whole(given, "pid", 0, _INT64_MAX)
+        return members, rank, f"rank {rank} on host {messages.text(given, 'host', 255)} (pid {pid})"
+    except BootstrapError:
+        return members, None, "a rank"
 
 
 def _parse_spans(message: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from kolovod.errors import (
     KolovodError,
     RankLostError,
 )
-from kolovod.launch import messages
+from kolovod.launch import messages, versions
 from kolovod.launch.auth import Channel
 from kolovod.launch.formation import Formation, Member, parse_answer, raise_told, spans
 from kolovod.launch.network import LOOPBACK, connect_any, split_addresses
@@ -141,6 +141,7 @@ def join(
     split_addresses(address, "KOLOVOD_STORE")
     deadline = time.monotonic() + timeout_s + _ANSWER_GRACE_S
     request = {
+        **versions.own(),
         "members": spans(members),
         "member": astuple(member),
         "config": dict(config or {}) if member.rank == members[0] else {},

@@ -6,8 +6,10 @@ it in the tree of leaders, for the control plane. For data, two ranks are connec
 algorithm first wants that: the engine asks (``_native.Switchboard``), and of the two the one that
 comes later in the world connects. After the handshake (auth.py)::
 
-    connecting -> listening   {"rank": rank, "purpose": "data" or "control", "epoch": n}
-    listening -> connecting   {"welcome": whether the listening rank is in that world}
+    connecting -> listening   {"protocol": n, "version": text,
+                               "rank": rank, "purpose": "data" or "control", "epoch": n}
+    listening -> connecting   {"protocol": n, "version": text,
+                               "welcome": whether the listening rank is in that world}
 
 and from then on the bytes are the engine's (docs/wire.md), which in a world with KOLOVOD_ENCRYPT
 seals them with keys that follow from the same handshake.
@@ -27,7 +29,7 @@ from typing import NamedTuple
 
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
-from kolovod.launch import messages
+from kolovod.launch import messages, versions
 from kolovod.launch.auth import HANDSHAKE_TIMEOUT_S, Channel
 from kolovod.launch.formation import MAX_EPOCH, Formation, Member
 from kolovod.launch.network import address_of, first_that_greets, listen, reach
@@ -42,6 +44,10 @@ _PATIENCE_S = 5.0  # with a rank that refuses: the control plane may know better
 _RETRY_S = 0.2
 _NO_LIMIT_S = 1e8
 _CHECK_PERIOD_S = 0.1
+
+
+class _OtherReleaseError(BootstrapError):
+    """The other end has another protocol: no second try will help."""
 
 
 class Made(NamedTuple):
@@ -200,11 +206,14 @@ class Links:
         if channel.is_sealed != self._sealed:
             raise AuthenticationError("a rank with another KOLOVOD_ENCRYPT")  # the store says so
         hello = channel.receive(deadline)
+        if versions.find_other(hello) is not None:
+            channel.send({**versions.own(), "welcome": False}, deadline)
+            return
         rank = messages.whole(hello, "rank", 0, messages.MAX_RANKS - 1)
         purpose = messages.text(hello, "purpose", 16)
         epoch = messages.whole(hello, "epoch", 0, MAX_EPOCH)
         welcome = epoch == self._epoch and rank < len(self._members)
-        channel.send({"welcome": welcome}, deadline)
+        channel.send({**versions.own(), "welcome": welcome}, deadline)
         if welcome and purpose == _DATA:
             self.switchboard.connected(rank, *_made(channel))
         elif welcome:
@@ -246,6 +255,9 @@ class Links:
                 limits = time.monotonic() + _REACH_S, time.monotonic() + _NO_LIMIT_S
                 self.switchboard.connected(peer, *self._call(peer, _DATA, *limits))
                 return
+            except _OtherReleaseError as error:
+                self.switchboard.failed(str(error))
+                return
             except (AuthenticationError, EOFError, OSError) as error:
                 if time.monotonic() - started >= _PATIENCE_S:
                     self.switchboard.failed(self._unreachable(peer, error))
@@ -275,8 +287,15 @@ class Links:
             )
             with contextlib.closing(channel):
                 hello = {"rank": self._rank, "purpose": purpose, "epoch": self._epoch}
-                channel.send(hello, answered_by)
-                if not messages.flag(channel.receive(answered_by), "welcome"):
+                channel.send({**versions.own(), **hello}, answered_by)
+                answer = channel.receive(answered_by)
+                if (other := versions.find_other(answer)) is not None:
+                    raise _OtherReleaseError(
+                        f"{describe(peer, self._members[peer])} has {other}, but "
+                        f"{describe(self._rank, self._members[self._rank])} has {versions.OURS}: "
+                        f"{versions.ADVICE}"
+                    )
+                if not messages.flag(answer, "welcome"):
                     raise EOFError("another world listens there")
                 return _made(channel)
         finally:

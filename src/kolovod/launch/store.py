@@ -3,7 +3,8 @@
 The launcher runs one ``Store`` for the whole job, so that a world can be formed again after a
 failure. One conversation per rank and world (formation.py)::
 
-    rank  -> store   {"members": [[first, last] of launcher ranks that follow each other],
+    rank  -> store   {"protocol": n, "version": text,
+                      "members": [[first, last] of launcher ranks that follow each other],
                       "member": member, "config": {name: number}, "timeout_s"}
     store -> rank    {"epoch": n, "config": {...}, "texts": [...], "members": [member]}
                      and, as long as members are left,   {"texts": [...], "members": [member]}
@@ -15,7 +16,8 @@ failure. One conversation per rank and world (formation.py)::
 
 The answer comes when all members have joined; its config is that of the first member. It is an
 error at once when a member's process is known to have ended, or when two ranks wait for different
-worlds that need each other; and after ``timeout_s`` of the rank that came first, naming the ranks
+worlds that need each other; when one of them has a release with another protocol than the store's
+(versions.py); and after ``timeout_s`` of the rank that came first, naming the ranks
 that are missing. Every world gets a new epoch number.
 
 With the answer ranks connect to each other, and say here when they have. Until all have, a rank
@@ -37,8 +39,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kolovod.errors import BootstrapError
+from kolovod.launch import versions
 from kolovod.launch.auth import Channel, encode
-from kolovod.launch.formation import Member, encode_members, parse_join, parse_word
+from kolovod.launch.formation import (
+    Member,
+    encode_members,
+    parse_join,
+    parse_stranger,
+    parse_word,
+)
 from kolovod.launch.network import LOOPBACK, address_of, listen
 from kolovod.launch.server import Server
 
@@ -99,6 +108,7 @@ class Store:
         self._watched.register(self._bell, select.EPOLLIN)
         self._dead: dict[int, str] = {}
         self._lost: dict[int, Member] = {}  # went away while a world formed, and did not come again
+        self._refused: dict[int, str] = {}  # came with another protocol, and not again since
         self._epoch = 0
         self._closed = False
         self._servers = [
@@ -146,6 +156,9 @@ class Store:
 
     def _serve(self, channel: Channel) -> None:
         message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
+        if (other := versions.find_other(message)) is not None:
+            self._refuse_release(message, other, channel)
+            return
         try:
             members, member, timeout_s, config = parse_join(message)
         except BootstrapError as error:
@@ -154,6 +167,21 @@ class Store:
         with self._lock:
             if not self._closed:
                 self._enter(members, member, timeout_s, config, channel)
+
+    def _refuse_release(self, message: Any, other: str, channel: Channel) -> None:
+        """A rank of a release with another protocol: its world cannot form."""
+        members, rank, name = parse_stranger(message)
+        text = (
+            f"{name} has {other}, but the store where ranks meet, in the launcher, has "
+            f"{versions.OURS}: {versions.ADVICE}"
+        )
+        with self._lock:
+            if rank is not None:
+                self._refused[rank] = text
+            group = self._groups.get(members)
+            if group is not None:
+                self._fail(group, "version", text, rank)
+        _send(channel, {"error": "version", "message": text, "rank": rank})
 
     def _enter(
         self,
@@ -179,6 +207,7 @@ class Store:
         group.joined[member.rank] = (member, kept)
         group.gone.pop(member.rank, None)
         self._lost.pop(member.rank, None)
+        self._refused.pop(member.rank, None)
         if member.rank == members[0]:
             group.config = config
         self._waiting[kept.fileno()] = (group, member.rank, kept)
@@ -186,7 +215,10 @@ class Store:
         self._watched.register(kept.fileno(), select.EPOLLIN)
         dead = [rank for rank in self._dead if rank in members]
         lost = [other for rank, other in self._lost.items() if rank in members]
-        if dead:  # the first to have ended: the likely cause of the others
+        refused = [rank for rank in self._refused if rank in members]
+        if refused:  # and then it has ended
+            self._fail(group, "version", self._refused[refused[0]], refused[0])
+        elif dead:  # the first to have ended: the likely cause of the others
             self._fail_dead(group, dead[0])
         elif lost:
             self._fail_lost(group, lost[0])
