@@ -235,7 +235,7 @@ def told(name, **options):
     except kv.errors.KolovodError as error:
         print('told', type(error).__name__, error.rank, error, flush=True)
 def go_on():
-    """When all are through with what they have begun: one that ends before may keep others from it."""
+    """When all are through with what they have begun: one that ends before keeps others from it."""
     open(f"{os.environ['READY']}/{rank}", "w").close()
     while len(os.listdir(os.environ['READY'])) < kv.size():
         time.sleep(0.01)
@@ -295,7 +295,8 @@ sys.exit(4)
     ],
 )
 def test_the_text_of_an_exception_does_not_break_the_others_message(raises, text, work):
-    code = f"{work}\ngo_on()\nif rank == 1:\n    {raises}\nsignal.signal(15, signal.SIG_IGN)\ntold('x')"
+    code = f"{work}\ngo_on()\nif rank == 1:\n    {raises}\n"
+    code += "signal.signal(15, signal.SIG_IGN)\ntold('x')"
     done = run_code(2, code)
     assert done.returncode == (130 if "Keyboard" in raises else 1)
     (line,) = (line for line in done.stdout.splitlines() if "told" in line)

@@ -113,6 +113,7 @@ def shared_memory():
     return {name for name in os.listdir("/dev/shm") if "kolovod" in name}
 
 
+@pytest.mark.slow
 def test_100_worlds_with_verbs_and_steps_leave_nothing_behind():
     results = run_ranks(2, many_worlds, timeout_s=110)
     for (before, files_before), (after, files_after), threads, weights in results:

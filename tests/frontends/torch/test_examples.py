@@ -35,7 +35,11 @@ def run(launcher, script, *arguments):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--accumulate", "3"], ["--bf16", "--compression", "bf16"]],
+    [
+        [],
+        pytest.param(["--accumulate", "3"], marks=pytest.mark.slow),
+        pytest.param(["--bf16", "--compression", "bf16"], marks=pytest.mark.slow),
+    ],
     ids=["plain", "accumulate", "bf16"],
 )
 def test_text_learns(options):
@@ -78,6 +82,7 @@ def test_text_is_that_of_one_process():
         np.testing.assert_allclose(mine, whole, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_text_alone():
     output = run([], "torch_text.py", *TINY_TEXT)
     assert "1 process(es)" in output
