@@ -379,7 +379,7 @@ WORLDS = {
             {1: FULL, 2: FULL, 3: FULL, 4: NOTHING_LARGE, 8: NOTHING_LARGE},
             on_threads(),
             at_once=False,
-            slow={"numpy": (1, 8), "torch": (1, 8)},
+            slow={"numpy": (1, 4, 8), "torch": (1, 3, 4, 8)},
         ),
         World(
             "processes",

@@ -139,6 +139,7 @@ except hvd.HorovodInternalError as error:
 """
 
 
+@pytest.mark.slow
 def test_late_ranks_are_reported_and_end_the_job():
     limits = ["--stall-check-warning-time-seconds", "1"]
     limits += ["--stall-check-shutdown-time-seconds", "2"]

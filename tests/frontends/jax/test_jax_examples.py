@@ -35,6 +35,7 @@ def run(launcher, script, *options):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("sklearn"), reason="sklearn is not installed")
 def test_digits():
     """Two processes learn, and as much as one with their batches."""

@@ -111,6 +111,7 @@ def test_equals_one_process():
     run_ranks(2, work, timeout_s=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_passes():
     """Gradients of several calls are summed here, and sent once; MultiSteps averages them."""
 

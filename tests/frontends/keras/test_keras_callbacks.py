@@ -380,7 +380,7 @@ def check_errors(keras, kv, which):
                 callback.set_model(keras_3.Sequential())
 
 
-@pytest.mark.parametrize("which", slow_but(("tensorflow", "torch"), RUNNERS))
+@pytest.mark.parametrize("which", slow_but(("torch",), RUNNERS))
 def test_callbacks_and_all_else(which, tmp_path):
     def work(rank):
         keras, kv = prepared(which)
