@@ -388,7 +388,12 @@ WORLDS = {
             slow={"tensorflow": (1, 3), "jax": (1, 3), "mxnet": (1, 3), "mxnet-np": (1, 3)},
         ),
         World("loopback-tcp", {2: SOME, 3: SOME, 5: SLICE}, on_threads(own_host)),
-        World("loopback-hosts", {3: SOME, 4: SOME, 8: SLICE}, on_threads(in_pairs)),
+        World(
+            "loopback-hosts",
+            {3: SOME, 4: SOME, 8: SLICE},
+            on_threads(in_pairs),
+            slow={"numpy": (8,)},
+        ),
         World(
             "shm",
             {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE},
@@ -418,6 +423,7 @@ WORLDS = {
             {4: SLICE},
             on_processes(in_pairs, KOLOVOD_BACKEND="gloo"),
             missing=no_torch,
+            slow={"numpy": (4,)},
         ),
     )
 }

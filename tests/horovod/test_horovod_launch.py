@@ -57,6 +57,7 @@ def test_ranks_find_their_place_and_the_flags(hello):
     assert done.stdout.count("fusion 33554432 0") == 2
 
 
+@pytest.mark.slow
 def test_a_host_file_says_how_many(hello, tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# this host\nlocalhost slots=3\n")

@@ -64,6 +64,7 @@ def many_sets(rank, size):
     return found
 
 
+@pytest.mark.slow
 def test_36_process_sets():
     for worlds in run_ranks(4, many_sets, 4, timeout_s=110):
         for before, after in worlds:

@@ -33,13 +33,10 @@ def run(launcher, script, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [
-        [],
-        pytest.param(["--accumulate", "3"], marks=pytest.mark.slow),
-        pytest.param(["--bf16", "--compression", "bf16"], marks=pytest.mark.slow),
-    ],
+    [[], ["--accumulate", "3"], ["--bf16", "--compression", "bf16"]],
     ids=["plain", "accumulate", "bf16"],
 )
 def test_text_learns(options):
