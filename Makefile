@@ -1,6 +1,7 @@
 # make demo      train on real data with two processes, from nothing
-# make test      tests, Python and C++: all but the slow ones
-# make test-all  these, and the slow ones
+# make test      tests, Python and C++: all but the slow ones (8 minutes)
+# make test-all  these, the slow ones, and MXNet's
+# make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
 # make lint      style, types, warnings as errors
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
@@ -24,6 +25,7 @@ CLIENTS_ARGS ?=
 C10D_ARGS ?=
 BENCH_ARGS ?=
 LAUNCHERS_ARGS ?=
+SOAK_ARGS ?=
 FUZZ_SECONDS ?= 20
 FUZZ_ARGS ?=
 CLANG ?= clang++
@@ -43,7 +45,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-python test-slow test-mxnet test-native lint sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers bench clean
+.PHONY: help demo test test-all test-python test-slow test-mxnet native-tests test-native test-slow-native soak-short lint sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -87,21 +89,24 @@ $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
 demo: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/kolovod run -np 2 -- $(BIN)/python examples/torch_digits.py --compare
 
-test: test-native test-python test-mxnet
+test: test-native test-python
 
-test-all: test test-slow
+test-all: test test-slow test-mxnet
 
 pytest = $(BIN)/python -m pytest --durations=25 --durations-min=1 -m '$(1)' $(TEST_ARGS)
 
 test-python: $(STAMPS)/package $(STAMPS)/test
 	$(call pytest,not slow)
 
-test-slow: $(STAMPS)/package $(STAMPS)/test
+test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/test
 	$(call pytest,slow)
 
 # MXNet needs an old NumPy, and so an environment of its own; it is not run where Python is too new for that.
 test-mxnet: $(STAMPS)/wheel
 	$(BIN)/python scripts/matrix.py build/wheel/kolovod-*.whl --only mxnet-1.9.1 --no-table -- $(TEST_ARGS)
+
+soak-short: $(STAMPS)/package $(STAMPS)/test
+	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
 # $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
 comma := ,
@@ -111,10 +116,15 @@ native = @$(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR
 ctest = $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 300
 
 # In the folder that lint has filled, if it ran before: then nothing is compiled twice.
-test-native: $(STAMPS)/tools
+native-tests: $(STAMPS)/tools
 	@mkdir -p build
 	$(call native,native-tests,)
-	$(call ctest,native-tests)
+
+test-native: native-tests
+	$(call ctest,native-tests) -LE slow
+
+test-slow-native: native-tests
+	$(call ctest,native-tests) -L slow
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ MODES = tuple(itertools.product((False, True), (False, True)))  # in place, asyn
 
 # Largest relative error of one rounding; the values are small integers, exact until they are
 # divided.
-_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22, "float64": 2.0**-50}
+EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-22, "float64": 2.0**-50}
 
 
 class Case(NamedTuple):
@@ -73,8 +73,12 @@ def values_of(dtype: str, shape: tuple[int, ...], rank: int) -> np.ndarray:
 
 
 def expected(case: Case, size: int) -> np.ndarray:
-    """What allreduce must give, computed with exact integers and float64."""
-    inputs = [values_of(case.dtype, case.shape, rank) for rank in range(size)]
+    """What allreduce must give for ``values_of``."""
+    return combined(case, [values_of(case.dtype, case.shape, rank) for rank in range(size)])
+
+
+def combined(case: Case, inputs: list[np.ndarray]) -> np.ndarray:
+    """What allreduce must give for these inputs, computed with exact integers and float64."""
     if case.dtype == "bool":
         combine = np.logical_or if case.op in (Sum, Max) else np.logical_and
         return combine.reduce(inputs)
@@ -87,7 +91,7 @@ def expected(case: Case, size: int) -> np.ndarray:
     if case.dtype in INTEGERS and case.op != Average:
         result = _wrapped(result, case.dtype)
     if case.op == Average:
-        result = result / size
+        result = result / len(inputs)
     result = result * post
     if case.dtype not in INTEGERS:
         return result
@@ -103,8 +107,8 @@ def _wrapped(values: np.ndarray, dtype: str) -> np.ndarray:
 def assert_equal(actual: np.ndarray, wanted: np.ndarray, dtype: str, what: object) -> None:
     """Exactly, or to two roundings where a division or factor makes one necessary."""
     assert actual.shape == wanted.shape, what
-    if dtype in _EPSILON:
-        tolerance = 2 * _EPSILON[dtype]
+    if dtype in EPSILON:
+        tolerance = 2 * EPSILON[dtype]
         np.testing.assert_allclose(
             actual.astype(np.float64), wanted, rtol=tolerance, atol=0, err_msg=str(what)
         )
@@ -305,7 +309,7 @@ def check_adasum(kv: Any, frontend: str, dtype: str, in_place: bool = True) -> N
         kv.grouped_allreduce_(mine, "group", Adasum, 0.5, 3.0)
     else:
         mine = kv.grouped_allreduce(mine, "group", Adasum, 0.5, 3.0)
-    tolerance = 20 * _EPSILON[dtype]
+    tolerance = 20 * EPSILON[dtype]
     for one, grouped, right in zip(alone, mine, wanted, strict=True):
         actual = tensors.read(one).astype("f8")
         np.testing.assert_allclose(actual, right, tolerance, tolerance, err_msg=dtype)

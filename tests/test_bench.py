@@ -311,6 +311,7 @@ def test_collectives_write_verified_results(tmp_path, lent):
     assert result["rounds"][0]["mode"] in text
 
 
+@pytest.mark.slow
 def test_training_runs_and_equals_ddp(tmp_path, lent):
     arguments = ["--models", "mlp", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)]
     assert training.main(arguments) == 0
@@ -325,6 +326,7 @@ def test_training_runs_and_equals_ddp(tmp_path, lent):
     assert result["digests"]["mlp/kolovod"] == result["digests"]["mlp/ddp"]
 
 
+@pytest.mark.slow
 def test_overhead_finds_no_hook_in_a_world_of_one(tmp_path, lent):
     assert overhead.main(["--rounds", "1", "--steps", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "overhead.json").read_text())

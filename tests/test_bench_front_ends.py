@@ -66,6 +66,7 @@ def check(framework, folder):
     assert found["distance"]["mid/alone"] > 1e-2  # so that the check could fail
 
 
+@pytest.mark.slow
 def test_a_short_run_with_jax(tmp_path):
     """As a user starts it."""
     if not hasattr(pytest.importorskip("jax"), "shard_map"):
@@ -81,7 +82,11 @@ def test_a_short_run_with_jax(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("framework", "run_ranks"), [("tensorflow", run_keras_ranks), ("torch", run_torch_ranks)]
+    ("framework", "run_ranks"),
+    [
+        pytest.param("tensorflow", run_keras_ranks, marks=pytest.mark.slow),
+        ("torch", run_torch_ranks),
+    ],
 )
 def test_a_short_run(tmp_path, monkeypatch, framework, run_ranks):
     if not is_installed(framework):

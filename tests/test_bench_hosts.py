@@ -56,6 +56,7 @@ def test_goals_want_both_peers():
     assert hosts_report.over_gloo(alone) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(unavailable(with_delay=True)), reason=unavailable(with_delay=True))
 def test_a_small_run_writes_verified_results(tmp_path):
     done = subprocess.run(
@@ -104,6 +105,7 @@ def test_nothing_of_the_last_bucket_is_hidden():
     assert overlap.cores_bound_ms(found) == (2 * 41 + 1000) / overlap.machine.cores()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 def test_a_small_overlap_is_measured(tmp_path):
     command = [sys.executable, str(BENCH / "overlap.py"), "--quick", "--output", str(tmp_path)]

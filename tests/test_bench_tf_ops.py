@@ -13,6 +13,7 @@ from frameworks import is_installed
 SCRIPT = Path(__file__).parents[1] / "bench" / "tf_ops.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 @pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
 def test_a_short_run(tmp_path):

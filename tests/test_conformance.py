@@ -7,8 +7,13 @@ import worlds
 
 from kolovod.collectives import Collectives
 
+ROWS = [row for world in worlds.WORLDS.values() for row in world.rows()]
 
-@pytest.mark.parametrize("row", [row for w in worlds.WORLDS.values() for row in w.rows()], ids=str)
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * row.slow, id=str(row)) for row in ROWS],
+)
 def test_conformance(row):
     why = row.world.missing() or worlds.no_framework(row.frontend)
     if why:

@@ -34,6 +34,7 @@ def form_and_leave(rank):
     return before, of_this_process(), threading.active_count()
 
 
+@pytest.mark.slow
 def test_a_thousand_worlds_leave_nothing_behind():
     for before, after, threads in run_ranks(2, form_and_leave, timeout_s=100):
         assert after[0] - before[0] < 1024  # KiB; a segment alone has more

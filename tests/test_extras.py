@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from frameworks import is_installed
+from slow import slow_but
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "tf_keras", "jax", "mxnet")
 NEEDS = {  # what a front end cannot do without, and what it may import besides
@@ -60,7 +61,11 @@ def run(code, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("front_end", NEEDS)
+# TensorFlow takes seconds to import, and does it for these, too.
+QUICK = NEEDS.keys() - {"kolovod.keras", "horovod.keras", "horovod.tensorflow"}
+
+
+@pytest.mark.parametrize("front_end", slow_but(QUICK, NEEDS))
 def test_a_front_end_imports_no_other_framework(front_end):
     framework, allowed = NEEDS[front_end]
     if framework and not is_installed(framework):

@@ -6,6 +6,7 @@ The start timeout is longer than the tests: it is not by that.
 from __future__ import annotations
 
 import pytest
+from slow import slow_but
 from test_started import CODE, run, slurm
 
 COMMON = {
@@ -42,7 +43,7 @@ def test_before_all_have_come() -> None:
         assert "ended while the world was forming" in text
 
 
-@pytest.mark.parametrize("dead", [0, 1, 2])
+@pytest.mark.parametrize("dead", slow_but((0,), (0, 1, 2)))
 def test_a_leader_between_the_stores_answer_and_its_connections(dead: int) -> None:
     """Of hosts with a rank each; the first one's process has the store in it."""
     ranks = [slurm(rank, 3, size=3, **COMMON) for rank in range(3)]

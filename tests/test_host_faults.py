@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from netbed import Bed, World, unavailable
+from slow import slow_but
 
 import kolovod
 from kolovod.errors import CollectiveAbortedError
@@ -79,7 +80,7 @@ def test_a_killed_rank_is_named_on_every_host(victim):
         assert f"rank {victim} on host {HOSTS[victim]}" in text
 
 
-@pytest.mark.parametrize("fault", [pull_the_cable, cut_off])
+@pytest.mark.parametrize("fault", slow_but((cut_off,), (pull_the_cable, cut_off)))
 def test_a_host_that_is_out_of_reach_is_named(fault):
     """Host c; and its own rank names somebody of the other side."""
     with (
@@ -133,6 +134,7 @@ def verbs_with_loss(rank, folder):
     return "right"
 
 
+@pytest.mark.slow
 def test_one_lost_packet_of_a_hundred_is_of_no_concern():
     with (
         Bed(["a", "b", "c"], with_sshd=False) as bed,
@@ -232,6 +234,7 @@ def add_up_when_told(rank, folder):
     return total, int(kolovod.allreduce(np.full(100_000, rank), op=kolovod.Sum)[7])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(unavailable(with_delay=True)), reason=unavailable(with_delay=True))
 def test_garbage_to_every_port_while_the_world_forms_and_after():
     """The delay keeps the ranks' own ports open for seconds."""
@@ -300,6 +303,7 @@ def resident_mib(bed, host, word):
     raise AssertionError("no VmRSS")
 
 
+@pytest.mark.slow
 def test_a_thousand_connections_that_say_nothing():
     """They take bounded memory, and neither the forming nor the world minds."""
     with (

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked import run_ranks
+from slow import slow_but
 
 import kolovod as kv
 from kolovod.errors import LateRankError
@@ -111,7 +112,7 @@ def test_a_late_rank_is_named_with_its_stack(
     assert "in be_late" in inside[1]
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", slow_but((1,), (0, 1)))
 def test_a_stopped_rank_does_not_answer_and_goes_on_when_continued(
     late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,7 +322,7 @@ def test_a_rank_that_is_late_alone_on_its_host(
     assert any("in sleep_in_python" in line for line in stack)
 
 
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", slow_but((0,), (0, 2)))
 def test_a_host_whose_leader_is_stopped(
     stopped: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,7 +367,7 @@ def test_a_host_whose_leader_is_stopped(
 # --- the second limit ---
 
 
-@pytest.mark.parametrize("report_s", ["0", "1"])
+@pytest.mark.parametrize("report_s", slow_but(("0",), ("0", "1")))
 def test_after_the_second_limit_every_rank_fails(report_s: str, tmp_path: Path) -> None:
     def lag_behind() -> None:
         deadline = time.monotonic() + PATIENCE_S

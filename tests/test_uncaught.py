@@ -235,7 +235,7 @@ def told(name, **options):
     except kv.errors.KolovodError as error:
         print('told', type(error).__name__, error.rank, error, flush=True)
 def go_on():
-    """When all are through with what they have begun: one that ends may keep others from it."""
+    """When all are through with what they have begun: one that ends before keeps others from it."""
     open(f"{os.environ['READY']}/{rank}", "w").close()
     while len(os.listdir(os.environ['READY'])) < kv.size():
         time.sleep(0.01)

@@ -198,6 +198,8 @@ class World(NamedTuple):
     """Why the world cannot be had here, or nothing."""
     skips: Mapping[str, str] = {}
     """Verbs that it does not run, and why."""
+    slow: Mapping[str, tuple[int, ...]] = {}
+    """By front end, numbers of ranks that `make test` leaves out."""
 
     def rows(self) -> list[Row]:
         """The tests of this world."""
@@ -217,6 +219,11 @@ class Row(NamedTuple):
     size: int
     frontend: str
     lines: list[Line]
+
+    @property
+    def slow(self) -> bool:
+        """Whether `make test` leaves it out."""
+        return self.size in self.world.slow.get(self.frontend, ())
 
     def __str__(self) -> str:
         line = [] if self.world.at_once else [part for part in self.lines[0] if part]
@@ -372,27 +379,51 @@ WORLDS = {
             {1: FULL, 2: FULL, 3: FULL, 4: NOTHING_LARGE, 8: NOTHING_LARGE},
             on_threads(),
             at_once=False,
+            slow={"numpy": (1, 4, 8), "torch": (1, 3, 4, 8)},
         ),
-        World("processes", dict.fromkeys((1, 2, 3), OTHERS_FULL), on_processes()),
+        World(
+            "processes",
+            dict.fromkeys((1, 2, 3), OTHERS_FULL),
+            on_processes(),
+            slow={"tensorflow": (1, 3), "jax": (1, 3), "mxnet": (1, 3), "mxnet-np": (1, 3)},
+        ),
         World("loopback-tcp", {2: SOME, 3: SOME, 5: SLICE}, on_threads(own_host)),
-        World("loopback-hosts", {3: SOME, 4: SOME, 8: SLICE}, on_threads(in_pairs)),
-        World("shm", {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE}, on_processes()),
+        World(
+            "loopback-hosts",
+            {3: SOME, 4: SOME, 8: SLICE},
+            on_threads(in_pairs),
+            slow={"numpy": (8,)},
+        ),
+        World(
+            "shm",
+            {1: SLICE, 2: BRIEF, 3: SOME, 4: SLICE, 8: SLICE},
+            on_processes(),
+            slow={"numpy": (8,)},
+        ),
         World("shm-reads", {3: SOME}, on_processes(KOLOVOD_PEER_READ_BYTES="1")),
         World("tcp", {2: BRIEF, 3: SOME}, on_processes(own_host)),
         World("hosts", {3: SLICE, 4: SOME}, on_processes(in_pairs)),
         World("hosts-encrypted", {3: SOME}, on_processes(in_pairs, KOLOVOD_ENCRYPT="1")),
-        World("mpi", {2: BRIEF, 3: SOME, 4: SLICE}, under_mpirun, missing=no_mpi),
+        World(
+            "mpi",
+            {2: BRIEF, 3: SOME, 4: SLICE},
+            under_mpirun,
+            missing=no_mpi,
+            slow={"torch": (2,), "numpy": (2, 4)},
+        ),
         World(
             "gloo",
             {2: BRIEF, 3: SOME},
             on_processes(KOLOVOD_BACKEND="gloo"),
             missing=no_torch,
+            slow={"numpy": (2,)},
         ),
         World(
             "gloo-hosts",
             {4: SLICE},
             on_processes(in_pairs, KOLOVOD_BACKEND="gloo"),
             missing=no_torch,
+            slow={"numpy": (4,)},
         ),
     )
 }

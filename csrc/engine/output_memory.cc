@@ -8,16 +8,19 @@
 #include <utility>
 
 #include "base/types.h"
+#include "transport/waiter.h"
 
 namespace kolovod {
 namespace {
 
+constexpr size_t kPage = 4 << 10;
 constexpr size_t kHugePage = 2 << 20;
 constexpr size_t kKeptFrom = 64 << 10;  // what malloc has at hand anyway is smaller
 
 struct Unused {
   char* data;
   size_t length;
+  int64_t since_ns;
 };
 
 // Never destroyed: results may be let go while the process ends. Whoever finds the mutex taken does without,
@@ -27,16 +30,32 @@ struct Kept {
   std::deque<Unused> pieces;  // the oldest first
   size_t bytes = 0;
   size_t limit = 0;
+  int64_t longest_ns = 0;
 };
 Kept& TheKept() {
   static Kept* const kept = new Kept;
   return *kept;
 }
 
-void Shrink(Kept& kept, size_t limit) {
-  while (kept.bytes > limit) {
+// From the system, not from malloc: kept among what the program allocates and frees they would hold its heap
+// apart, which then grows by as much again. Null without memory.
+char* Map(size_t length, size_t alignment) {
+  const size_t reserved = length + alignment - kPage;
+  void* const mapped = mmap(nullptr, reserved, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  char* const begin = static_cast<char*>(mapped);
+  const size_t before =
+      RoundUp(reinterpret_cast<uintptr_t>(begin), alignment) - reinterpret_cast<uintptr_t>(begin);
+  if (before > 0) munmap(begin, before);
+  if (reserved - before > length) munmap(begin + before + length, reserved - before - length);
+  return begin + before;
+}
+
+// What is beyond the limit goes, and what lies there since `since_ns` or longer.
+void Shrink(Kept& kept, size_t limit, int64_t since_ns = 0) {
+  while (!kept.pieces.empty() && (kept.bytes > limit || kept.pieces.front().since_ns <= since_ns)) {
     kept.bytes -= kept.pieces.front().length;
-    std::free(kept.pieces.front().data);
+    munmap(kept.pieces.front().data, kept.pieces.front().length);
     kept.pieces.pop_front();
   }
 }
@@ -60,17 +79,20 @@ char* TakeKept(size_t length, size_t* taken) {
 }  // namespace
 
 void OutputDeleter::operator()(char* data) const {
-  Kept& kept = TheKept();
-  if (data != nullptr && length_ > 0) {
-    const std::unique_lock lock(kept.mutex, std::try_to_lock);
-    if (lock.owns_lock() && length_ <= kept.limit) {
-      kept.pieces.push_back(Unused{data, length_});
-      kept.bytes += length_;
-      Shrink(kept, kept.limit);
-      return;
-    }
+  if (data == nullptr || length_ == 0) {
+    std::free(data);
+    return;
   }
-  std::free(data);
+  Kept& kept = TheKept();
+  const std::unique_lock lock(kept.mutex, std::try_to_lock);
+  if (lock.owns_lock() && length_ <= kept.limit) {
+    const int64_t now_ns = NowNs();
+    kept.pieces.push_back(Unused{data, length_, now_ns});
+    kept.bytes += length_;
+    Shrink(kept, kept.limit, now_ns - kept.longest_ns);
+  } else {
+    munmap(data, length_);
+  }
 }
 
 OutputMemory AllocateOutput(size_t bytes) {
@@ -78,20 +100,21 @@ OutputMemory AllocateOutput(size_t bytes) {
     return OutputMemory(static_cast<char*>(std::aligned_alloc(kLine, RoundUp(bytes + 1, kLine))));
   }
   const bool huge = bytes >= 2 * kHugePage;
-  size_t length = RoundUp(bytes, huge ? kHugePage : kLine);
+  size_t length = RoundUp(bytes, huge ? kHugePage : kPage);
   char* data = TakeKept(length, &length);
   if (data == nullptr) {
-    data = static_cast<char*>(std::aligned_alloc(huge ? kHugePage : kLine, length));
+    data = Map(length, huge ? kHugePage : kPage);
     // First touching 128 MiB costs 40 ms in small pages, 6 in huge ones. A hint: may fail.
     if (data != nullptr && huge) madvise(data, length, MADV_HUGEPAGE);
   }
   return OutputMemory(data, OutputDeleter(length));
 }
 
-void LimitUnusedOutputs(size_t bytes) {
+void LimitUnusedOutputs(size_t bytes, int64_t longest_ns) {
   Kept& kept = TheKept();
   const std::lock_guard lock(kept.mutex);
   kept.limit = bytes;
+  kept.longest_ns = longest_ns;
   Shrink(kept, bytes);
 }
 

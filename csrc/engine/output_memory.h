@@ -24,8 +24,12 @@ using OutputMemory = std::unique_ptr<char, OutputDeleter>;
 // At least one byte, aligned to cache lines; null without memory. Any thread, also in a forked child.
 OutputMemory AllocateOutput(size_t bytes);
 
+inline constexpr int64_t kLongestUnusedNs = 10'000'000'000;
+
 // How much may lie unused, in the whole process. What is more is given back to the system, the oldest first.
-void LimitUnusedOutputs(size_t bytes);
+// So is what lies unused longer than `longest_ns`, as soon as another piece is let go: pieces of sizes that
+// do not come again would fill what is allowed.
+void LimitUnusedOutputs(size_t bytes, int64_t longest_ns = kLongestUnusedNs);
 void DropUnusedOutputs();
 size_t UnusedOutputBytes();
 

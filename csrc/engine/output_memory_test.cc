@@ -1,8 +1,10 @@
 #include "engine/output_memory.h"
 
+#include <malloc.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -40,6 +42,48 @@ TEST(a_little_waste_is_allowed) {
   smaller.reset();
   CHECK(UnusedOutputBytes() == kMiB);  // the whole piece
   DropUnusedOutputs();
+}
+
+TEST(what_is_kept_is_not_in_the_heap) {
+  LimitUnusedOutputs(64 * kMiB);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // malloc comes to that by itself once much was allocated and freed
+  const auto of_malloc = [] {
+    const struct mallinfo2 info = mallinfo2();
+    return info.arena + info.hblkhd;
+  };
+  std::vector<OutputMemory> pieces;
+  pieces.reserve(100);
+  const size_t before = of_malloc();
+  for (size_t i = 0; i < 100; ++i) {
+    pieces.push_back(AllocateOutput((64 << 10) + i * 10'000));
+    std::memset(pieces.back().get(), 1, 64 << 10);
+  }
+  pieces.clear();
+  CHECK(UnusedOutputBytes() > 50 * kMiB);
+  CHECK(of_malloc() - before < kMiB);
+  DropUnusedOutputs();
+}
+
+TEST(what_nobody_takes_goes_back_in_time) {
+  LimitUnusedOutputs(64 * kMiB, /*longest_ns=*/20'000'000);
+  AllocateOutput(3 * kMiB).reset();
+  AllocateOutput(kMiB).reset();
+  CHECK(UnusedOutputBytes() == 4 * kMiB);
+  for (int i = 0; i < 20; ++i) {  // this one is taken again and again
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    AllocateOutput(kMiB).reset();
+  }
+  CHECK(UnusedOutputBytes() == kMiB);
+  DropUnusedOutputs();
+}
+
+TEST(a_piece_of_huge_pages_begins_with_one) {
+  LimitUnusedOutputs(0);
+  for (int i = 0; i < 3; ++i) {
+    const OutputMemory memory = AllocateOutput(5 * kMiB);
+    CHECK(reinterpret_cast<uintptr_t>(memory.get()) % (2 * kMiB) == 0);
+    std::memset(memory.get(), 1, 5 * kMiB);
+  }
 }
 
 TEST(small_pieces_are_not_kept) {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forked import run_jax_ranks, run_tensorflow_ranks
 from frameworks import is_installed
+from slow import slow_but
 
 import kolovod
 from kolovod.testing import RankFailed
@@ -45,7 +46,7 @@ def check(run_ranks, work, folder, text):
 
 
 @pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
-@pytest.mark.parametrize("where", ["in Python", "in an op"])
+@pytest.mark.parametrize("where", slow_but(("in an op",), ("in Python", "in an op")))
 def test_others_are_inside_a_tf_function(where, tmp_path):
     def work(rank):
         import tensorflow as tf
@@ -73,7 +74,7 @@ def test_others_are_inside_a_tf_function(where, tmp_path):
 
 
 @pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed")
-@pytest.mark.parametrize("where", ["in Python", "in a callback"])
+@pytest.mark.parametrize("where", slow_but(("in a callback",), ("in Python", "in a callback")))
 def test_others_are_inside_a_jitted_function(where, tmp_path):
     def work(rank):
         import jax

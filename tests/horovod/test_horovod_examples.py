@@ -44,9 +44,9 @@ def test_scripts_know_of_horovod_and_torch_only(script):
 @pytest.mark.parametrize(
     ("launcher", "size", "options"),
     [
-        (None, 1, []),
+        pytest.param(None, 1, [], marks=pytest.mark.slow),
         (HOROVODRUN, 2, ["--fp16-allreduce"]),
-        (KOLOVOD, 2, ["--use-adasum"]),
+        pytest.param(KOLOVOD, 2, ["--use-adasum"], marks=pytest.mark.slow),
     ],
     ids=["alone", "horovodrun-fp16", "kolovod-adasum"],
 )
@@ -56,29 +56,33 @@ def test_mnist(launcher, size, options):
     assert float(accuracy) > 80
 
 
+@pytest.mark.slow
 def test_synthetic_benchmark():
     out = run(HOROVODRUN, 2, "synthetic_benchmark.py", "--num-iters", "1", "--image-size", "32")
     assert re.search(r"Total img/sec on 2 rank\(s\): [\d.,]+", out)
 
 
+@pytest.mark.slow
 def test_accumulation():
     losses = re.findall(r"loss ([\d.]+)", run(KOLOVOD, 2, "accumulation.py"))
     assert len(losses) == 4
     assert float(losses[-1]) < float(losses[0])
 
 
+@pytest.mark.slow
 def test_process_sets():
     assert "slopes by rank: [2.0, -3.0, 2.0]" in run(HOROVODRUN, 3, "process_sets.py")
 
 
 @pytest.mark.parametrize(
     ("launcher", "size"),
-    [(None, 1), (KOLOVOD, 3)],
+    [(None, 1), pytest.param(KOLOVOD, 3, marks=pytest.mark.slow)],
     ids=["alone", "kolovod"],
 )
 def test_uneven_data(launcher, size):
     assert f"epoch 1: rank {size - 1} was the last" in run(launcher, size, "uneven_join.py")
 
 
+@pytest.mark.slow
 def test_hyperparameters():
     assert "the same rate: True" in run(HOROVODRUN, 2, "hyperparameters.py")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forked import KERAS_2, KERAS_RUNNERS, run_keras_ranks
 from frameworks import is_installed, keras_variable
+from slow import slow_but
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("keras"), reason="Keras is not installed"),
@@ -251,7 +252,7 @@ def test_names_and_a_script(tmp_path):
     assert all(run_keras_ranks(2, work, timeout_s=100))
 
 
-@pytest.mark.parametrize("which", ["torch", "jax"])
+@pytest.mark.parametrize("which", slow_but(("torch",), ("torch", "jax")))
 def test_tensors_of_what_keras_runs_on(which):
     if not is_installed(which) or KERAS_2 == "keras":
         pytest.skip(f"{which} is not installed, or Keras is Keras 2, which runs on TensorFlow only")

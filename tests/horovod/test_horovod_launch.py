@@ -57,6 +57,7 @@ def test_ranks_find_their_place_and_the_flags(hello):
     assert done.stdout.count("fusion 33554432 0") == 2
 
 
+@pytest.mark.slow
 def test_a_host_file_says_how_many(hello, tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# this host\nlocalhost slots=3\n")
@@ -139,6 +140,7 @@ except hvd.HorovodInternalError as error:
 """
 
 
+@pytest.mark.slow
 def test_late_ranks_are_reported_and_end_the_job():
     limits = ["--stall-check-warning-time-seconds", "1"]
     limits += ["--stall-check-shutdown-time-seconds", "2"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow import slow_but
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -55,7 +56,7 @@ def as_a_rank(rank: int, *arguments: str) -> object:
     return scope["patched"]
 
 
-@pytest.mark.parametrize("how", ["flag", "variable", "dynamic"])
+@pytest.mark.parametrize("how", slow_but(("dynamic", "variable"), ("flag", "variable", "dynamic")))
 def test_a_training(how: str, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     if how == "flag":

@@ -64,6 +64,7 @@ def many_sets(rank, size):
     return found
 
 
+@pytest.mark.slow
 def test_36_process_sets():
     for worlds in run_ranks(4, many_sets, 4, timeout_s=110):
         for before, after in worlds:
@@ -113,6 +114,7 @@ def shared_memory():
     return {name for name in os.listdir("/dev/shm") if "kolovod" in name}
 
 
+@pytest.mark.slow
 def test_100_worlds_with_verbs_and_steps_leave_nothing_behind():
     results = run_ranks(2, many_worlds, timeout_s=110)
     for (before, files_before), (after, files_after), threads, weights in results:

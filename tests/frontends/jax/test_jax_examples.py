@@ -35,6 +35,7 @@ def run(launcher, script, *options):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("sklearn"), reason="sklearn is not installed")
 def test_digits():
     """Two processes learn, and as much as one with their batches."""
@@ -47,6 +48,7 @@ def test_digits():
     assert abs(float(difference[1])) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [TWO, []], ids=["two processes", "one"])
 def test_text(launcher):
     """It learns, with gradients of two passes, from two processes' windows or from one's."""
@@ -104,6 +106,7 @@ def digits_in_float64(rank):
     return [list(map(np.asarray, jax.tree.leaves(each))) for each in params]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [text_in_float64, digits_in_float64])
 def test_two_processes_learn_what_one_does(work):
     if work is digits_in_float64 and not is_installed("sklearn"):

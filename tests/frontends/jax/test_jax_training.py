@@ -111,6 +111,7 @@ def test_equals_one_process():
     run_ranks(2, work, timeout_s=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_passes():
     """Gradients of several calls are summed here, and sent once; MultiSteps averages them."""
 
@@ -269,6 +270,7 @@ def test_broadcast_pytree():
     run_ranks(2, work, timeout_s=LIMIT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("flax"), reason="flax is not installed")
 def test_flax():
     """A module's parameters are a pytree as they are."""
@@ -305,6 +307,7 @@ def test_flax():
     run_ranks(2, work, timeout_s=LIMIT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("equinox"), reason="Equinox is not installed")
 def test_equinox():
     """A model that is a pytree itself, functions and all."""

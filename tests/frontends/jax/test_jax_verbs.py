@@ -11,6 +11,7 @@ import pytest
 from conformance import assert_equal, values_of
 from forked import run_jax_ranks
 from frameworks import check_eager_verbs, is_installed
+from slow import slow_but
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.ops import Adasum, Average, Max, Sum
@@ -42,7 +43,7 @@ class InJit:
         return call
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", slow_but((1, 2), (1, 2, 3)))
 def test_conformance(size):
     """The verbs outside of jax.jit and inside, where shapes are equal."""
 
@@ -104,7 +105,7 @@ def formulas(size):
     }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", slow_but((1, 2), (1, 2, 3)))
 def test_derivatives(size):
     """Of the sum of all ranks' losses, backwards and forwards, in and out of jax.jit."""
 

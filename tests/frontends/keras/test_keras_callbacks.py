@@ -22,6 +22,7 @@ from keras_jobs import (
     runs,
     weights,
 )
+from slow import slow_but
 
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.world import current
@@ -379,7 +380,7 @@ def check_errors(keras, kv, which):
                 callback.set_model(keras_3.Sequential())
 
 
-@pytest.mark.parametrize("which", RUNNERS)
+@pytest.mark.parametrize("which", slow_but(("torch",), RUNNERS))
 def test_callbacks_and_all_else(which, tmp_path):
     def work(rank):
         keras, kv = prepared(which)

@@ -37,6 +37,7 @@ def run(script, *options, backend="torch"):  # others are alike; each takes ten 
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("sklearn"), reason="scikit-learn is not installed")
 def test_digits():
     output = run("keras_digits.py", "--epochs", "2", "--warmup-epochs", "1")
@@ -60,6 +61,7 @@ def text_in_float64(rank):
     return together, weights(text.train(text.parse_arguments(), 2))
 
 
+@pytest.mark.slow
 def test_text_is_that_of_one_process(capfd):
     (together, alone), (on_rank_1,) = runs("tensorflow")(text_in_float64)
     for mine, theirs, whole in zip(together, on_rank_1, alone, strict=True):

@@ -18,6 +18,7 @@ from keras_jobs import (
     runs,
     weights,
 )
+from slow import slow_but
 
 from kolovod.world import current
 
@@ -239,7 +240,7 @@ def check_unused(keras, kv):
         np.testing.assert_allclose(used.get_weights()[0] - start, wanted)
 
 
-@pytest.mark.parametrize("which", RUNNERS)
+@pytest.mark.parametrize("which", slow_but(("torch",), RUNNERS))
 def test_as_one_process_would(which):
     def work(rank):
         keras, kv = prepared(which)

@@ -43,6 +43,7 @@ def run(launcher, script, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_digits
 def test_digits():
     script = EXAMPLES / "tensorflow_digits.py"
@@ -56,6 +57,7 @@ def test_digits():
     assert abs(float(losses[0]) - float(losses[1])) < 0.01
 
 
+@pytest.mark.slow
 def test_text_learns():
     options = ("--steps", "40", "--report-every", "20", "--width", "32", "--layers", "1")
     script = EXAMPLES / "tensorflow_text.py"
@@ -92,6 +94,7 @@ def text_in_float64(rank):
     return [[np.array(v) for v in net.trainable_variables] for net in nets]
 
 
+@pytest.mark.slow
 def test_text_is_that_of_one_process():
     (together, alone), (on_rank_1,) = run_tensorflow_ranks(2, text_in_float64, timeout_s=100)
     assert any(weights.shape == (16, 32) for weights in alone)  # positions are learnt, too
@@ -130,6 +133,7 @@ def test_digits_are_those_of_one_process():
         np.testing.assert_allclose(mine, whole, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_script_of_horovod():
     output = run(["horovod.runner.launch"], OF_HOROVOD / "mnist.py", "--images", "1500")
     (accuracy,) = re.findall(r"epoch 1: .* accuracy ([\d.]+)%", output)

@@ -153,6 +153,7 @@ def check_a_function_of_two_others(tf, kv, rank):
     assert shared.experimental_get_tracing_count() == 1
 
 
+@pytest.mark.slow
 def test_gradients_in_loops():
     def work(rank):
         import tensorflow as tf

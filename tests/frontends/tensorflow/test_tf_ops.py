@@ -8,6 +8,7 @@ import pytest
 from conformance import FLOATS, INTEGERS, Case
 from forked import run_tensorflow_ranks
 from frameworks import TensorflowTensors, is_installed
+from slow import slow_but
 
 from kolovod.ops import Max, Sum
 
@@ -152,6 +153,6 @@ def work(rank, size, dtypes):
     ]
 
 
-@pytest.mark.parametrize("size", SOME)
+@pytest.mark.parametrize("size", slow_but((1, 2), SOME))
 def test_conformance_in_graphs_and_eager(size):
     run_tensorflow_ranks(size, work, size, SOME[size], timeout_s=240)

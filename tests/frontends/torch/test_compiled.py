@@ -88,6 +88,7 @@ def compiled(rank, backend):
     return names
 
 
+@pytest.mark.slow
 def test_trains_as_one_process_would():
     for names in run_torch_ranks(2, both_backends, timeout_s=100):
         assert names == ["_orig_mod.0.weight"] * 4

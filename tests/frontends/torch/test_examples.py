@@ -33,6 +33,7 @@ def run(launcher, script, *arguments):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [[], ["--accumulate", "3"], ["--bf16", "--compression", "bf16"]],
@@ -78,6 +79,7 @@ def test_text_is_that_of_one_process():
         np.testing.assert_allclose(mine, whole, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_text_alone():
     output = run([], "torch_text.py", *TINY_TEXT)
     assert "1 process(es)" in output

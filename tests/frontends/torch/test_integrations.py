@@ -132,6 +132,7 @@ def reference(script, folder, *arguments, **variables):
     return judged(done)
 
 
+@pytest.mark.slow
 def test_accelerate(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     gloo = reference(ACCELERATE, tmp_path)
@@ -139,6 +140,7 @@ def test_accelerate(tmp_path):
     assert result(KOLOVOD, ACCELERATE, tmp_path, "kolovod") == gloo
 
 
+@pytest.mark.slow
 def test_lightning(tmp_path):
     pytest.importorskip("lightning", reason="lightning is not installed")
     gloo = reference(LIGHTNING, tmp_path)

@@ -42,5 +42,6 @@ def works_on_the_cpu(rank):
     return torch.cuda.is_initialized()
 
 
+@pytest.mark.slow
 def test_no_context():
     assert run_ranks(2, works_on_the_cpu) == [False, False]

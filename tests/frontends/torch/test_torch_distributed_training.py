@@ -234,7 +234,9 @@ def fsdp_both_ways(rank, shape):
     return True
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])
+@pytest.mark.parametrize(
+    "shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=["fsdp", "hsdp"]
+)
 def test_fsdp2_equals_gloo(shape):
     assert all(run_ranks(2 * len(shape), fsdp_both_ways, shape, timeout_s=100))
 
@@ -273,6 +275,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_on_several_hosts_with_a_common_secret(tmp_path):
     done = start(TORCHRUN, HOSTS, tmp_path, KOLOVOD_SECRET="a text that all ranks know")
     assert done.returncode == 0, done.stderr

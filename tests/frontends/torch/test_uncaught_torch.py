@@ -106,7 +106,8 @@ def test_the_same_without_an_exception(tmp_path):
     assert done.stdout.count("trained") == 2
 
 
-@pytest.mark.parametrize("by", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["ours", "torchrun"])
 def test_gradients_of_ddp_are_on_their_way(by, tmp_path):
     done = start(KOLOVOD if by == "ours" else TORCHRUN, DDP, tmp_path, "raises")
     # c10d makes an error of its own of it.
