@@ -62,8 +62,8 @@ def test_all_of_it_fills_the_table(run):
     code, _ = run(gloo_3_test_b="skipped", kolovod_3_test_b="skipped")
     table = c10d.TABLE.read_text()
     assert code == 0
-    assert "| `test_a` | passed | passed | passed | passed | passed | passed |" in table
-    assert "| `test_b` | passed | passed | skipped: why | skipped: why | passed | passed |" in table
+    assert f"| `test_a` |{8 * ' passed |'}" in table
+    assert "| `test_b` | passed | passed | skipped: why | skipped: why | passed |" in table
     assert "| kolovod, 3 ranks | 2 | 0 | 1 | Python " in table
     assert "Every test that passes over gloo passes over Kolovod." in table
 
@@ -82,7 +82,7 @@ def test_some_are_printed_and_leave_the_table(run):
     assert code == 1, "what runs over gloo is not to be skipped"
     assert "| `test_a` | passed | skipped: why |" in said
     assert "test_c" not in said
-    run("--sizes", "2,3,8")
+    run("--sizes", "2,3,4,5")
     assert not c10d.TABLE.exists()
     assert run("--sizes", "2", "--backends", "kolovod", kolovod_2_test_c="failed")[0] == 1
     with pytest.raises(SystemExit, match="no test has 'nothing'"):
