@@ -57,8 +57,11 @@ class Barrier:
                 looks += 1
                 if looks < self._patience:
                     continue
-                os.sched_yield()
-                if looks % 4096 == 0:
+                if self._patience:
+                    os.sched_yield()
+                else:
+                    time.sleep(20e-6)  # a yield may not leave the rank's own scheduling group
+                if looks % 256 == 0:
                     deadline = deadline or time.monotonic() + BARRIER_TIMEOUT_S
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"a rank did not arrive within {BARRIER_TIMEOUT_S} s")

@@ -49,7 +49,8 @@ struct Response {
   // While ranks have joined: the encoded request, from which those make an operation that contributes zeros.
   std::string request;
   // What a rank cannot know by itself: for each tensor of an allgather dimension 0 by rank; for a join who
-  // came last. kLinks: the latency in nanoseconds, and bytes per millisecond.
+  // came last. kLinks: the latency in nanoseconds, bytes per millisecond,
+  // and whether operations have confirmed them.
   std::vector<std::vector<int64_t>> rows;
   // Of an alltoall: who sends how much to whom. What the root decides holds all; what it tells a host, that
   // host's ranks.

@@ -226,13 +226,14 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
     return Status();
   }
   if (response.kind == Response::Kind::kLinks) {
-    if (response.rows.size() != 1 || response.rows[0].size() != 2) {
+    if (response.rows.size() != 1 || response.rows[0].size() != 3) {
       return Status(Code::kInternal, "rank 0 sent a malformed cost of links");
     }
     auto told = std::make_shared<Operation>();
     told->links = LinkCost{};
     told->links->latency_us = static_cast<double>(response.rows[0][0]) / 1000;
     told->links->bytes_per_us = static_cast<double>(response.rows[0][1]) / 1000;
+    told->links->confirmed = response.rows[0][2] != 0;
     ready->push_back(std::move(told));
     return Status();
   }

@@ -44,8 +44,8 @@ void Engine::ReleaseLease() {
   const uint32_t bell = self().idle_bell.load(std::memory_order_seq_cst);
   // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread. With nothing
   // pending here no operation of others can go on, and what they have announced waits for the next.
-  const bool more = MustDrive() || SeesLeavers() ||
-                    (self().pending.load(std::memory_order_seq_cst) != 0 && HasWork());
+  const bool more =
+      MustDrive() || SeesLeavers() || (self().pending.load(std::memory_order_seq_cst) != 0 && HasWork());
   const bool was_background = background_;
   // What this look has read of the uplink nobody else will be told of.
   const bool unread = uplink_ != nullptr && uplink_->HasData();

@@ -318,9 +318,10 @@ void Engine::AnnounceLeave() {
     std::lock_guard lock(mutex_);
     const size_t count = control_->pending().size() + transfers_->pending().size() + abandoned_.size();
     if (count > 0) {
-      const std::string& one = !abandoned_.empty()            ? abandoned_.front()
-                               : !control_->pending().empty() ? control_->pending().begin()->first
-                                                              : transfers_->pending().begin()->second->request.name;
+      const std::string& one = !abandoned_.empty() ? abandoned_.front()
+                               : !control_->pending().empty()
+                                   ? control_->pending().begin()->first
+                                   : transfers_->pending().begin()->second->request.name;
       pending = std::to_string(count) + " operation(s) pending there, among them '" + one + "'";
     }
   }

@@ -183,8 +183,8 @@ void Control::PublishByHost(Response response) {
 void Control::TellLinks(const LinkCost& cost) {
   Response links;
   links.kind = Response::Kind::kLinks;
-  links.rows = {
-      {static_cast<int64_t>(cost.latency_us * 1000), static_cast<int64_t>(cost.bytes_per_us * 1000)}};
+  links.rows = {{static_cast<int64_t>(cost.latency_us * 1000), static_cast<int64_t>(cost.bytes_per_us * 1000),
+                 cost.confirmed ? 1 : 0}};
   Publish({links});
 }
 

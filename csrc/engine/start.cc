@@ -126,9 +126,9 @@ Status Engine::Attach(const std::function<bool()>& interrupted) {
   ProbeLatency();
   KV_RETURN_IF_ERROR(MakeBackend(std::move(peers)));
   transfers_ = std::make_unique<PointToPoint>(
-      *segment_, mutex_,
-      PointToPointOptions{topology_, ranks_, reads_peers, mesh_.get(),
-                          [this] { return waiter_->CheckPeers() || segment_->revoked(); }});
+      *segment_, mutex_, PointToPointOptions{topology_, ranks_, reads_peers, mesh_.get(), [this] {
+                                               return waiter_->CheckPeers() || segment_->revoked();
+                                             }});
   if (uplink_ != nullptr) StartUplink();
   return hierarchical_ == nullptr ? Status() : MeasureLinks();
 }

@@ -76,7 +76,8 @@ TEST(messages_of_all_sizes_arrive) {
       RunHosts(
           hosts,
           [](Rank& rank) {
-            const int next = (rank.rank() + 1) % rank.size(), last = (rank.rank() + rank.size() - 1) % rank.size();
+            const int next = (rank.rank() + 1) % rank.size(),
+                      last = (rank.rank() + rank.size() - 1) % rank.size();
             for (const size_t count : {0, 1, 1000, 1024, 1025, 5000, 20'000, 300'000}) {
               std::vector<float> got(count);
               auto sent = Begin(rank, Verb::kSend, next, Numbers(count, rank.rank()));
@@ -181,13 +182,14 @@ TEST(what_does_not_fit_is_an_error_at_both_ends_and_the_world_goes_on) {
         if (rank.rank() == 0) {
           const Status status = Send(rank, 1, Numbers(count, 1), 5);
           CHECK(count == 3 ? status.ok() : status.code() == Code::kMismatch);
-          if (count > 3) CHECK(status.message().find("rank 1 receives 1 elements of float32") != std::string::npos);
+          if (count > 3)
+            CHECK(status.message().find("rank 1 receives 1 elements of float32") != std::string::npos);
         } else if (rank.rank() == 1) {
           std::vector<float> got(1);
           const Status status = Recv(rank, 0, &got, 5);
           CHECK(status.code() == Code::kMismatch);
-          CHECK(status.message().find("rank 0 sent " + std::to_string(count) + " elements of float32 with tag 5") !=
-                std::string::npos);
+          CHECK(status.message().find("rank 0 sent " + std::to_string(count) +
+                                      " elements of float32 with tag 5") != std::string::npos);
         }
         uint64_t handle = 0;
         std::vector<float> data = Numbers(8, 1);
@@ -284,11 +286,13 @@ TEST(messages_and_operations_of_all_cross) {
                   CHECK_OK(rank.Submit("sum" + std::to_string(round), ones, false, &sum));
                 }
                 const Step& step = steps[i];
-                const int from = step.send ? rank.rank() : step.peer, to = step.send ? step.peer : rank.rank();
+                const int from = step.send ? rank.rank() : step.peer,
+                          to = step.send ? step.peer : rank.rank();
                 const size_t count = size_of(from, to, step.tag);
-                std::vector<float> data = step.send ? Numbers(count, seed_of(from, to)) : std::vector<float>(count);
-                all.emplace_back(
-                    step, Begin(rank, step.send ? Verb::kSend : Verb::kRecv, step.peer, std::move(data), step.tag));
+                std::vector<float> data =
+                    step.send ? Numbers(count, seed_of(from, to)) : std::vector<float>(count);
+                all.emplace_back(step, Begin(rank, step.send ? Verb::kSend : Verb::kRecv, step.peer,
+                                             std::move(data), step.tag));
               }
               CHECK_OK(rank.Wait(sum));
               CHECK(ones == std::vector<float>(3000, static_cast<float>(rank.size())));
@@ -401,7 +405,8 @@ TEST(a_rank_that_dies_is_named) {
       threads.emplace_back([&, r] {
         Rank rank(r, world);
         if (r == 1) {
-          while (waiting.load() < world->size() - 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          while (waiting.load() < world->size() - 1)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
           world->Kill(1);
           return;
         }

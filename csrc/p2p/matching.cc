@@ -32,8 +32,8 @@ std::optional<uint64_t> Matching::Arrive(int source, int64_t tag) {
   const auto from_it = receives_.find({tag, source});
   const auto from_any = receives_.find({tag, kAnySource});
   auto taken = from_it;
-  if (taken == receives_.end() || (from_any != receives_.end() && from_any->second.front().order <
-                                                                      from_it->second.front().order)) {
+  if (taken == receives_.end() ||
+      (from_any != receives_.end() && from_any->second.front().order < from_it->second.front().order)) {
     taken = from_any;
   }
   if (taken == receives_.end()) return std::nullopt;

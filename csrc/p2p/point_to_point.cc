@@ -95,7 +95,8 @@ Status PointToPoint::StartReceive(const OperationPtr& op) {
 // --- what others send ---
 
 Status PointToPoint::Malformed(const Envelope& envelope) const {
-  return Status(Code::kInternal, Name(envelope.source) + " sent a message that does not fit the protocol: kind " +
+  return Status(Code::kInternal, Name(envelope.source) +
+                                     " sent a message that does not fit the protocol: kind " +
                                      std::to_string(static_cast<int>(envelope.kind)) + ", " +
                                      std::to_string(envelope.bytes) + " bytes");
 }
@@ -231,7 +232,8 @@ Status PointToPoint::TakeData(const Envelope& envelope, const char* data, size_t
   const OperationPtr op = FindReceive(envelope.id, envelope.source);
   if (op == nullptr) return Malformed(envelope);
   Receiving& receiving = receiving_[envelope.id];
-  if (envelope.value != receiving.received || bytes > op->bytes - receiving.received) return Malformed(envelope);
+  if (envelope.value != receiving.received || bytes > op->bytes - receiving.received)
+    return Malformed(envelope);
   if (bytes > 0) std::memcpy(static_cast<char*>(op->outputs.front()) + envelope.value, data, bytes);
   receiving.received += bytes;
   if (receiving.received < op->bytes) return Status();
@@ -246,7 +248,8 @@ Status PointToPoint::Begin(int peer, const Envelope& envelope, uint64_t bytes, s
   checked.source = peer;
   const auto kind = static_cast<int>(envelope.kind);
   const auto dtype = static_cast<int>(envelope.dtype);
-  if (envelope.source != peer || kind >= Envelope::kKindCount || dtype >= kDTypeCount) return Malformed(checked);
+  if (envelope.source != peer || kind >= Envelope::kKindCount || dtype >= kDTypeCount)
+    return Malformed(checked);
   Arriving arriving{envelope, bytes};
   switch (envelope.kind) {
     case Envelope::Kind::kEager: {
@@ -377,8 +380,8 @@ Status PointToPoint::ReadMail() {
     const InboxSlot* const mail = inbox_.Front();
     if (mail == nullptr) break;
     const Envelope envelope = mail->envelope;
-    const bool sound = envelope.source >= 0 && envelope.source < options_.topology.size() &&
-                       mail->bytes <= kMailBytes;
+    const bool sound =
+        envelope.source >= 0 && envelope.source < options_.topology.size() && mail->bytes <= kMailBytes;
     Status status = sound ? Take(envelope, mail->data, mail->bytes) : Malformed(Envelope{});
     inbox_.Pop();
     KV_RETURN_IF_ERROR(status);

@@ -98,7 +98,7 @@ class PointToPoint : public Receiver {
     Envelope envelope;
     uint64_t bytes = 0;
     OperationPtr taker{};
-    bool placed = false;             // straight in its memory; else in
+    bool placed = false;  // straight in its memory; else in
     std::unique_ptr<char[]> data{};
   };
   struct Receiving {
@@ -153,9 +153,9 @@ class PointToPoint : public Receiver {
   Inbox inbox_;
   PeerMemory peers_;
 
-  uint64_t next_id_ = 0;                       // guarded by mutex_
-  std::map<uint64_t, OperationPtr> pending_;   // guarded by mutex_
-  std::vector<OperationPtr> fresh_;            // guarded by mutex_: not started yet
+  uint64_t next_id_ = 0;                      // guarded by mutex_
+  std::map<uint64_t, OperationPtr> pending_;  // guarded by mutex_
+  std::vector<OperationPtr> fresh_;           // guarded by mutex_: not started yet
   std::atomic<bool> has_fresh_{false};
   std::atomic<int> elsewhere_{0};
 
@@ -166,12 +166,12 @@ class PointToPoint : public Receiver {
   std::vector<std::deque<Outgoing>> outgoing_;           // by number in the segment
   int busy_ = 0;                                         // of them, not empty
   std::vector<Writing> writing_;
-  std::map<int, Arriving> arriving_;   // by peer
-  std::vector<uint64_t> unreceived_;   // by rank: sent eagerly
-  std::vector<uint64_t> uncredited_;   // by rank: received, and not told yet
-  std::map<int, Gone> gone_;           // by rank
-  bool judge_ = false;                 // of them something is new, or of what is pending
-  int64_t judge_at_ns_ = 0;            // when one of them has had its time; 0: all have
+  std::map<int, Arriving> arriving_;  // by peer
+  std::vector<uint64_t> unreceived_;  // by rank: sent eagerly
+  std::vector<uint64_t> uncredited_;  // by rank: received, and not told yet
+  std::map<int, Gone> gone_;          // by rank
+  bool judge_ = false;                // of them something is new, or of what is pending
+  int64_t judge_at_ns_ = 0;           // when one of them has had its time; 0: all have
   std::vector<OperationPtr> done_;
 };
 

@@ -2,11 +2,11 @@
 // of the segment, or a stream. The protocol is in docs/wire.md.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <vector>
-
-#include <sys/uio.h>
 
 #include "base/status.h"
 #include "base/types.h"

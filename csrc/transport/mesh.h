@@ -112,7 +112,8 @@ class Mesh {
   // Any thread: how many peers there are connections to.
   int connections() const { return connections_.load(std::memory_order_relaxed); }
   // This rank leaves: waits until what it has sent in envelopes is with the peers' systems, at most so long.
-  // What they have sent is thrown away: a connection that is closed with that unread takes back what was sent.
+  // What they have sent is thrown away: a connection that is closed with that unread takes back what was
+  // sent.
   void Farewell(int64_t limit_ms);
   // In a forked child: closes the descriptors, says nothing to the peers.
   void Close();

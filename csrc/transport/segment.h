@@ -169,9 +169,7 @@ class Segment {
   // kEagerSlots of them; written by rank r alone.
   EagerSlot* eager(int r) { return At<EagerSlot>(layout_.eager_at) + static_cast<size_t>(r) * kEagerSlots; }
   // kMailSlots of them; written by all others.
-  InboxSlot* inbox(int r) {
-    return At<InboxSlot>(layout_.inbox_at) + static_cast<size_t>(r) * kMailSlots;
-  }
+  InboxSlot* inbox(int r) { return At<InboxSlot>(layout_.inbox_at) + static_cast<size_t>(r) * kMailSlots; }
   char* staging(int r, uint64_t chunk) {
     return base_ + layout_.staging_at +
            (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.slot_bytes;

@@ -1,8 +1,8 @@
 #include "transport/stream.h"
 
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
