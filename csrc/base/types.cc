@@ -20,9 +20,8 @@ const char* NameOf(Op op) {
 }
 
 const char* NameOf(Verb verb) {
-  static constexpr const char* kNames[kVerbCount] = {"allreduce", "broadcast",     "allgather", "barrier",
-                                                     "alltoall",  "reducescatter", "join",      "send",
-                                                     "recv"};
+  static constexpr const char* kNames[kVerbCount] = {
+      "allreduce", "broadcast", "allgather", "barrier", "alltoall", "reducescatter", "join", "send", "recv"};
   return kNames[static_cast<int>(verb)];
 }
 

@@ -79,8 +79,8 @@ typedef enum kolovod_verb {
   KOLOVOD_ALLTOALL = 4,
   KOLOVOD_REDUCESCATTER = 5,
   KOLOVOD_JOIN = 6, /* no tensors, no name; kolovod_rows has the rank that came last */
-  /* One tensor from one rank to another, matched by rank, tag and order; no name. `root` is the other rank (of
-   * KOLOVOD_RECV -1 for any), `splits` one number, the tag. kolovod_rows has the rank that sent it. */
+  /* One tensor from one rank to another, matched by rank, tag and order; no name. `root` is the other rank
+   * (of KOLOVOD_RECV -1 for any), `splits` one number, the tag. kolovod_rows has the rank that sent it. */
   KOLOVOD_SEND = 7, /* output is not looked at */
   KOLOVOD_RECV = 8  /* input is not looked at */
 } kolovod_verb;
