@@ -57,6 +57,23 @@ TEST(all_is_well) {
   CHECK(!verdict.report && !verdict.fail);
 }
 
+TEST(who_has_not_sent_is_known_by_the_receive) {
+  World w(3);
+  w.view.numbers = {4, 5, 7};
+  OperationRecord& waits = w.Add(0, "rank 7, tag 3", 10);
+  waits.verb = Verb::kRecv;
+  waits.peer = 7;
+  LateVerdict verdict = w.Judge();
+  CHECK(verdict.report && verdict.findings.size() == 1);
+  CHECK(verdict.findings[0].rank == 2 && verdict.findings[0].cause == LateCause::kNoPartner);
+  CHECK(World::Text(verdict.findings[0]) ==
+        "rank 2 has not sent or received what is waited for by 'rank 7, tag 3' (recv, 90 s); rank 0 waits");
+  w.view.records[0][0].peer = -1;  // any
+  verdict = w.Judge();
+  CHECK(World::Text(verdict.findings[0]) ==
+        "nobody has sent or received what is waited for by 'rank 7, tag 3' (recv, 90 s); rank 0 waits");
+}
+
 TEST(who_has_not_submitted_what_and_who_waits) {
   World w(3);
   w.Add(0, "layer1.weight", 39);
