@@ -103,6 +103,7 @@ def test_a_host_that_is_out_of_reach_is_named(fault):
     assert moment - begin < SILENCE_S
 
 
+@pytest.mark.slow
 def test_two_hosts_that_do_not_reach_each_other_but_the_first():
     """Everybody fails and names one of the two, which may find it at the same time."""
     with (

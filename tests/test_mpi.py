@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import worlds
+from slow import slow_but
 
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch import started
@@ -80,7 +81,11 @@ except kolovod.errors.BootstrapError as error:
 """
 
 
-@pytest.mark.parametrize("code", [MEETINGS, SOME_ONLY, UNREACHABLE], ids=["all", "some", "apart"])
+@pytest.mark.parametrize(
+    "code",
+    slow_but((MEETINGS,), (MEETINGS, SOME_ONLY, UNREACHABLE)),
+    ids=["all", "some", "apart"],
+)
 def test_several_hosts(code):
     if why := worlds.no_mpi():
         pytest.skip(why)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from slow import slow_but
 
 from kolovod.launch import mpirun
 from kolovod.launch.mpirun import mpi_command
@@ -54,7 +55,7 @@ def _has_mpi() -> bool:
 
 
 @pytest.mark.skipif(not _has_mpi(), reason="needs mpirun, and mpi4py for it: the extra mpi")
-@pytest.mark.parametrize("backend", ["mpi", "native"])
+@pytest.mark.parametrize("backend", slow_but(("native",), ("mpi", "native")))
 def test_ranks_that_mpi_started_form_worlds(backend: str) -> None:
     code = """
 import numpy, kolovod

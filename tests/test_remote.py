@@ -216,6 +216,7 @@ def test_an_agent_is_killed(bed, script):
     nothing_left(bed)
 
 
+@pytest.mark.slow
 def test_a_host_that_dies_is_lost_and_named(script):
     with Bed(["login", "a", "b"]) as bed, Running(bed, script(SLEEP)) as job:
         bed.kill_host("b")
@@ -309,6 +310,7 @@ print("horovod", hvd.rank(), hvd.local_rank(), hvd.cross_rank(), float(total[0])
     assert found == ["0 0 0 6.0 a a", "1 1 0 6.0 a a", "2 0 1 6.0 b b"]
 
 
+@pytest.mark.slow
 def test_the_start_timeout_names_who_is_missing_and_where(bed, script):
     code = """
 import os, time, kolovod

@@ -58,6 +58,7 @@ assert total[0] == kolovod.size()
 """
 
 
+@pytest.mark.slow
 def test_which_network_two_hosts_share_is_found_by_asking(script):
     """The first network of one host is down: the names of interfaces tell nothing of that."""
     with Bed(["login", "a", "b"], networks=2) as bed:

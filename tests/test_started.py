@@ -210,6 +210,7 @@ for members in (None, [0, 1], None):
 """
 
 
+@pytest.mark.slow
 def test_again_and_two_programs_one_after_the_other():
     texts(run([open_mpi(rank) for rank in range(2)], code=TWICE))
     texts(run([open_mpi(rank) for rank in range(2)], code=TWICE))

@@ -87,6 +87,7 @@ def test_who_joins_again_is_counted_once(store: Store, pool: ThreadPoolExecutor)
         first.result(10)
 
 
+@pytest.mark.slow
 def test_the_answer_to_all_ranks_there_may_be() -> None:
     """Each told at several addresses: in messages of at most 1 MiB, and nothing is lost."""
     told = ",".join(["[fd00:1234:5678:9abc:def0:1234:5678:9abc]:40000"] * 8)

@@ -184,6 +184,7 @@ def test_process_sets_have_rows_of_their_own(tmp_path: Path) -> None:
     assert found == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_file_is_valid_at_every_moment(tmp_path: Path) -> None:
     """Stopped again and again, and at last killed, in the midst of its work."""
     path = tmp_path / "timeline.json"
