@@ -48,25 +48,29 @@ struct Deferred {
 
 constexpr Kernels kDeferred = {Deferred::Run, Deferred::CopyStreaming, Deferred::Fence, "deferred"};
 
-// Large enough for streaming and for trials of the chooser, which do both.
+// Large enough for streaming and for trials of the chooser, which do both; and with the smallest in one
+// exchange, which chooses for itself.
 TEST(what_bypasses_the_cache_is_fenced_before_it_is_published) {
   Config config;
   config.cores = 8;
   config.chunk_bytes = 64 << 10;
-  for (const int size : {2, 3}) {
-    testing::RunShm(size, config, /*streaming=*/true, kDeferred, [&](ShmBackend& backend, int rank) {
-      for (const size_t count : {9'000, 100'000, 300'000}) {
-        for (int again = 0; again < 3; ++again) {
-          testing::CheckAllreduce(backend, rank, size, testing::Combined, DType::kFloat32, Op::kSum, {},
-                                  {count, 5}, again == 0);
-          testing::CheckReducescatter(backend, rank, size, testing::Combined, DType::kFloat32, Op::kSum, {},
-                                      std::vector<size_t>(static_cast<size_t>(size), count));
-          testing::CheckBroadcast(backend, rank, count, again % size, false);
-          testing::CheckAllgather(backend, rank, std::vector<size_t>(static_cast<size_t>(size), count));
-          testing::CheckAlltoall(backend, rank, size, count);
+  for (const int64_t one_shot_bytes : {0, 64 << 10}) {
+    config.one_shot_bytes = one_shot_bytes;
+    for (const int size : {2, 3}) {
+      testing::RunShm(size, config, /*streaming=*/true, kDeferred, [&](ShmBackend& backend, int rank) {
+        for (const size_t count : {9'000, 100'000, 300'000}) {
+          for (int again = 0; again < 3; ++again) {
+            testing::CheckAllreduce(backend, rank, size, testing::Combined, DType::kFloat32, Op::kSum, {},
+                                    {count, 5}, again == 0);
+            testing::CheckReducescatter(backend, rank, size, testing::Combined, DType::kFloat32, Op::kSum, {},
+                                        std::vector<size_t>(static_cast<size_t>(size), count));
+            testing::CheckBroadcast(backend, rank, count, again % size, false);
+            testing::CheckAllgather(backend, rank, std::vector<size_t>(static_cast<size_t>(size), count));
+            testing::CheckAlltoall(backend, rank, size, count);
+          }
         }
-      }
-    });
+      });
+    }
   }
 }
 

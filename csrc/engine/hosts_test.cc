@@ -142,12 +142,15 @@ TEST(a_response_that_went_astray_ends_the_world) {
     std::shared_ptr<LoopbackWorld> world;
     CHECK_OK(LoopbackWorld::Create({0, 1, 1, 2}, testing::SmallConfig(), &world));
     const int fd = dup(world->UplinksOf(0)[1]);
+    std::atomic<int> done{0};
     std::vector<std::thread> threads;
     for (int r = 0; r < world->size(); ++r) {
       threads.emplace_back([&, r] {
         Rank self(r, world);
         std::vector<float> data(3, 1.0f);
         CHECK_OK(self.Allreduce("first", data));
+        ++done;
+        while (done.load() < self.size()) std::this_thread::yield();
         if (r == 0) Forge(fd, Note{Note::Kind::kResponse, rank, 0, 0, EncodeResponse(Response{})});
         const Status status = self.Allreduce(r == 0 ? "nobody else has this" : "second", data);
         const std::string text = "malformed message of kind 2 about rank " + std::to_string(rank);
