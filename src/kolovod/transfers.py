@@ -17,15 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import index
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from kolovod import _native
-from kolovod.collectives import Collectives
 from kolovod.errors import InvalidArgumentError
 from kolovod.frontend import ON_DEVICE
 from kolovod.handles import Handle
 from kolovod.ops import Sum
-from kolovod.submission import EngineTensor, Group, position_of
+from kolovod.submission import EngineTensor, Group, Submitter, position_of
 
 T = TypeVar("T")
 
@@ -35,12 +34,8 @@ _ANY = -1
 _MAX_TAG = (1 << 63) - 1
 
 
-class Transfers(Generic[T]):
+class Transfers(Submitter[T]):
     """The verbs between two ranks, on the tensors of one framework."""
-
-    def __init__(self, collectives: Collectives[T]) -> None:
-        """``collectives``: whose tensors and world they are."""
-        self._collectives = collectives
 
     def send(self, tensor: T, dst: int, tag: int = 0, process_set: Group | None = None) -> None:
         """Send ``tensor``, of any shape and dtype that the engine knows, to rank ``dst``.
@@ -50,16 +45,14 @@ class Transfers(Generic[T]):
         """
         self._not_to_itself("send to", dst, process_set)
         entry, buffers, root, splits = self._sending(tensor, dst, tag, process_set)
-        self._collectives._run(
-            process_set, _SEND, None, [entry], Sum, 1.0, 1.0, root, buffers, None, splits
-        )
+        self._run(process_set, _SEND, None, [entry], Sum, 1.0, 1.0, root, buffers, None, splits)
 
     def isend(
         self, tensor: T, dst: int, tag: int = 0, process_set: Group | None = None
     ) -> Handle[None]:
         """``send`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         entry, buffers, root, splits = self._sending(tensor, dst, tag, process_set)
-        return self._collectives._start(
+        return self._start(
             process_set, _SEND, None, [entry], Sum, 1.0, 1.0, root, buffers, None, splits=splits
         )
 
@@ -74,7 +67,7 @@ class Transfers(Generic[T]):
             self._not_to_itself("recv from", src, process_set)
         entry, owner, root, splits = self._receiving(tensor, src, tag, process_set)
         finish = self._finish(tensor, owner, process_set)
-        source: int = self._collectives._run(
+        source: int = self._run(
             process_set, _RECV, None, [entry], Sum, 1.0, 1.0, root, (tensor, owner), finish, splits
         )
         return source
@@ -85,7 +78,7 @@ class Transfers(Generic[T]):
         """``recv`` that returns at once; ``wait`` of the handle returns who sent the message."""
         entry, owner, root, splits = self._receiving(tensor, src, tag, process_set)
         finish = self._finish(tensor, owner, process_set)
-        return self._collectives._start(
+        return self._start(
             process_set,
             _RECV,
             None,
@@ -103,7 +96,7 @@ class Transfers(Generic[T]):
     def _sending(
         self, tensor: T, dst: int, tag: int, process_set: Group | None
     ) -> tuple[EngineTensor, object, int, list[int]]:
-        dtype, shape, address, owner = self._collectives._view(tensor)
+        dtype, shape, address, owner = self._view(tensor)
         _check_place(dtype)
         root = position_of(_number("dst", dst), process_set)
         if root < 0:
@@ -113,7 +106,7 @@ class Transfers(Generic[T]):
     def _receiving(
         self, tensor: T, src: int | None, tag: int, process_set: Group | None
     ) -> tuple[EngineTensor, T, int, list[int]]:
-        entry, owner = self._collectives._own(tensor)
+        entry, owner = self._own(tensor)
         _check_place(entry[0])
         root = _ANY if src is None else position_of(_number("src", src), process_set)
         if root < 0 and src is not None:
@@ -123,7 +116,7 @@ class Transfers(Generic[T]):
     def _finish(
         self, tensor: T, owner: T, process_set: Group | None
     ) -> Callable[[_native.Engine, int], int]:
-        copy_back = None if owner is tensor else self._collectives.frontend.copy_back
+        copy_back = None if owner is tensor else self.frontend.copy_back
 
         def finish(engine: _native.Engine, number: int) -> int:
             if copy_back is not None:
@@ -134,7 +127,7 @@ class Transfers(Generic[T]):
         return finish
 
     def _not_to_itself(self, what: str, peer: int, process_set: Group | None) -> None:
-        place = self._collectives.membership(process_set)
+        place = self.membership(process_set)
         if position_of(_number("the other rank", peer), process_set) == place.rank:
             raise InvalidArgumentError(
                 f"{what} rank {peer}, which is this one, would wait for itself: use isend and irecv"

@@ -32,7 +32,7 @@ from kolovod.world import current, init, is_initialized, shutdown
 collectives: Collectives[Array] = Collectives(NumpyFrontend(), current)
 _objects = Objects(collectives)
 _functions = Functions(collectives)
-_transfers = Transfers(collectives)
+_transfers = Transfers(collectives.frontend, collectives.world)
 
 allreduce = collectives.allreduce
 allreduce_async = collectives.allreduce_async

@@ -41,7 +41,7 @@ from kolovod.world import init, is_initialized, shutdown
 
 _register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)
-_transfers = Transfers(collectives)
+_transfers = Transfers(collectives.frontend, collectives.world)
 _metrics = _Metrics(collectives)
 
 allreduce = collectives.allreduce
