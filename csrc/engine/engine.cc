@@ -30,8 +30,8 @@ Status NotComplete(const Operation& op, double after_s) {
 }  // namespace
 
 Engine::~Engine() {
-  // Without a control plane, Attach had failed and there is no world to leave.
-  if (control_ != nullptr && !forgotten_.load()) Shutdown();
+  // Without this, Attach had failed and there is no world to leave.
+  if (transfers_ != nullptr && !forgotten_.load()) Shutdown();
   if (!forgotten_.load()) DropUnusedOutputs();
 }
 
