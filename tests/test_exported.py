@@ -27,6 +27,7 @@ WORLD = {
     *("Op", "Handle", "span", "start_timeline", "stop_timeline"),
     *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
 }
+TRANSFERS = {"send", "recv", "isend", "irecv"}  # between two ranks: NumPy and PyTorch
 METRICS = {"average_metrics", "gather_samples"}
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),
@@ -48,13 +49,15 @@ _NO_VERBS_IN_PLACE = {verb for verb in VERBS if not verb.endswith("_")}
 SURFACE = {
     "kolovod": VERBS
     | WORLD
+    | TRANSFERS
     | {"__version__", "errors", "last_operations", "run", "RankFailed", "SshOptions"}
     | {"broadcast_parameters"},
     "kolovod.metrics": METRICS | {"Metrics"},
     "kolovod.numpy": VERBS
     | WORLD
+    | TRANSFERS
     | {"Array", "NumpyFrontend", "broadcast_parameters", "collectives"},
-    "kolovod.torch": VERBS | WORLD | OF_TORCH,
+    "kolovod.torch": VERBS | WORLD | TRANSFERS | OF_TORCH,
     "kolovod.tensorflow": VERBS
     | WORLD
     | {"TensorflowCollectives", "TensorflowFrontend", "collectives"}
