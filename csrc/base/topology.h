@@ -15,7 +15,8 @@ struct Topology {
     const Hosts hosts(labels);
     host_of = hosts.host;
     local_ranks = hosts.ranks[static_cast<size_t>(host())];
-    local_rank = hosts.local[static_cast<size_t>(rank)];
+    local_of = hosts.local;
+    local_rank = local_of[static_cast<size_t>(rank)];
     for (size_t h = 0; h < hosts.ranks.size(); ++h) {
       leaders.push_back(hosts.ranks[h].front());
       if (hosts.ranks[h].size() <= static_cast<size_t>(local_rank)) continue;
@@ -35,6 +36,7 @@ struct Topology {
   int rank;
   std::vector<int> host_of;      // by rank; hosts are numbered in the order of their first ranks
   std::vector<int> local_ranks;  // of this rank's host, ascending
+  std::vector<int> local_of;     // by rank: its index among those of its host
   std::vector<int> leaders;      // by host
   int local_rank;                // index in local_ranks
   int cross_rank = 0;            // index of this host among those that have this local rank

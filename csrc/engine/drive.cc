@@ -55,8 +55,10 @@ void Engine::ReleaseLease() {
   lease_.store(false, std::memory_order_seq_cst);
   // Who rang after that look found the lease taken.
   const bool rung = self().idle_bell.load(std::memory_order_seq_cst) != bell;
-  if (unread || ((more || rung) && !was_background)) segment_->RingIdle(topology_.local_rank);
-  if (lease_wanted_.load(std::memory_order_seq_cst) > 0) {
+  const bool wanted = lease_wanted_.load(std::memory_order_seq_cst) > 0;
+  // Our thread itself, too: what was announced after its last step, while it was driving, nobody rang for.
+  if (unread || ((more || rung) && !(was_background && wanted))) segment_->RingIdle(topology_.local_rank);
+  if (wanted) {
     std::lock_guard lock(mutex_);
     changed_.notify_all();
   }
@@ -144,7 +146,7 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
   RunCallbacks();
 }
 
-void Engine::Forget(const Operation& op) {
+void Engine::EraseLocked(const Operation& op) {
   if (!IsTransfer(op.request.verb)) return control_->Erase(op.request.name);
   transfers_->Erase(op);
   control_->CountBeside(transfers_->pending().size());
@@ -249,7 +251,7 @@ void Engine::FailLocked(const OperationPtr& op, const Status& status) {
   op->status = Status(status.code(), status.message() + "; pending here: " + NameOf(op->request.verb) + " '" +
                                          op->request.name + "'");
   if (status.code() == Code::kShutDown) abandoned_.push_back(op->request.name);
-  Forget(*op);
+  EraseLocked(*op);
   KeepEnd({op});
   FinishLocked(op);
 }

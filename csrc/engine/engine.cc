@@ -182,7 +182,10 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
       const Status status = WaitAsleep(op, 0.1, /*wants_lease=*/true, interrupted);
       lease_wanted_.fetch_sub(1);
       // It let go for this caller, which may not need the lease any more.
-      if (driven_.load() > 0) segment_->RingIdle(topology_.local_rank);
+      if (op->done.load(std::memory_order_acquire) &&
+          (MustDrive() || self().pending.load(std::memory_order_seq_cst) != 0)) {
+        segment_->RingIdle(topology_.local_rank);
+      }
       if (!status.ok() && status.code() != Code::kTimeout) return status;
     }
   }

@@ -215,7 +215,7 @@ class Engine {
   void FailLocked(const OperationPtr& op, const Status& status);
   void FinishLocked(const OperationPtr& op);
   // Under mutex_. It is pending no more.
-  void Forget(const Operation& op);
+  void EraseLocked(const Operation& op);
   // Without the mutex, after whatever may have finished operations.
   void RunCallbacks();
   void NudgeForAsync();

@@ -17,7 +17,7 @@ void Engine::CompleteTransfers(const std::vector<OperationPtr>& ops) {
     std::lock_guard lock(mutex_);
     KeepEnd(ops);
     for (const OperationPtr& op : ops) {
-      Forget(*op);
+      EraseLocked(*op);
       if (op->status.ok()) {
         ++stats_.operations;
         stats_.bytes += op->bytes;

@@ -12,16 +12,12 @@ PointToPoint::PointToPoint(Segment& segment, std::mutex& mutex, PointToPointOpti
       mutex_(mutex),
       options_(std::move(options)),
       rank_(options_.topology.rank),
-      local_rank_(options_.topology.local_rank),
-      local_(static_cast<size_t>(options_.topology.size()), -1),
-      inbox_(segment, local_rank_),
-      peers_(segment, local_rank_),
-      outgoing_(options_.topology.local_ranks.size()),
-      unreceived_(local_.size()),
-      uncredited_(local_.size()) {
-  int number = 0;
-  for (const int rank : options_.topology.local_ranks) local_[static_cast<size_t>(rank)] = number++;
-  if (options_.mesh != nullptr) options_.mesh->set_receiver(this);
+      inbox_(segment, options_.topology.local_rank),
+      peers_(segment, options_.topology.local_rank),
+      outbox_(segment, inbox_, options_.topology, options_.mesh),
+      unreceived_(static_cast<size_t>(options_.topology.size())),
+      uncredited_(unreceived_.size()) {
+  if (options_.mesh != nullptr) options_.mesh->SetReceiver(this);
 }
 
 // --- what this rank submits ---
@@ -51,8 +47,8 @@ Status PointToPoint::Start(const OperationPtr& op) {
 
 void PointToPoint::StartSend(const OperationPtr& op) {
   const int to = op->request.root;
-  if (const auto gone = gone_.find(to); gone != gone_.end() && gone->second.left) {
-    return Finish(op, Lost(*op, gone->second));
+  if (const Departures::Departure* const leaver = departures_.FindLeaver(to); leaver != nullptr) {
+    return Finish(op, Lost(*op, *leaver));
   }
   const bool is_here = here(to);
   uint64_t& unreceived = unreceived_[static_cast<size_t>(to)];
@@ -66,12 +62,12 @@ void PointToPoint::StartSend(const OperationPtr& op) {
   const size_t most = is_here ? kEagerHereBytes : kEagerElsewhereBytes;
   if (op->bytes <= most && unreceived + op->bytes + kMessageBytes <= kMostUnreceivedBytes) {
     unreceived += op->bytes + kMessageBytes;
-    Post(to, envelope, data, op->bytes, op->transfer);
+    outbox_.Post(to, envelope, data, op->bytes, op->transfer);
     return;
   }
   envelope.kind = Envelope::Kind::kOffer;
   if (is_here && Readable(data, op->bytes)) envelope.value = reinterpret_cast<uint64_t>(data);
-  Post(to, envelope);
+  outbox_.Post(to, envelope);
 }
 
 Status PointToPoint::StartReceive(const OperationPtr& op) {
@@ -130,18 +126,18 @@ Status PointToPoint::AcceptOffer(const OperationPtr& op, const Envelope& offer) 
   Status fits = Fits(*op, offer);
   if (!fits.ok()) {
     answer.kind = Envelope::Kind::kRefused;
-    PostText(offer.source, answer, fits.message());
+    outbox_.PostText(offer.source, answer, fits.message().substr(0, kMostTextBytes));
     Finish(op, std::move(fits));
     return Status();
   }
   if (offer.value != 0 && options_.reads_peers && here(offer.source)) {
-    const int peer = local_[static_cast<size_t>(offer.source)];
+    const int peer = options_.topology.local_of[static_cast<size_t>(offer.source)];
     const int failed = peers_.Read(peer, offer.value, op->outputs.front(), op->bytes);
     // What was read may be another process's, to which the number of a dead one has gone.
     if (options_.died && options_.died()) return segment_.RevokedStatus();
     if (failed == 0) {
       answer.kind = Envelope::Kind::kTaken;
-      Post(offer.source, answer);
+      outbox_.Post(offer.source, answer);
       Finish(op, Status());
       return Status();
     }
@@ -149,7 +145,7 @@ Status PointToPoint::AcceptOffer(const OperationPtr& op, const Envelope& offer) 
   receiving_[op->transfer] = {op};
   answer.kind = Envelope::Kind::kGrant;
   answer.value = op->transfer;
-  Post(offer.source, answer);
+  outbox_.Post(offer.source, answer);
   return Status();
 }
 
@@ -160,7 +156,7 @@ void PointToPoint::Credit(int source, uint64_t bytes) {
   Envelope envelope;
   envelope.kind = Envelope::Kind::kCredit;
   envelope.value = std::exchange(uncredited, 0);
-  Post(source, envelope);
+  outbox_.Post(source, envelope);
 }
 
 Status PointToPoint::Take(const Envelope& envelope, const char* data, size_t bytes) {
@@ -178,7 +174,7 @@ Status PointToPoint::Take(const Envelope& envelope, const char* data, size_t byt
       content.kind = Envelope::Kind::kData;
       content.bytes = op->bytes;
       content.id = envelope.value;
-      Post(envelope.source, content, op->inputs.front(), op->bytes, op->transfer);
+      outbox_.Post(envelope.source, content, op->inputs.front(), op->bytes, op->transfer);
       return Status();
     }
     case Envelope::Kind::kTaken:
@@ -309,69 +305,9 @@ Status PointToPoint::End(int peer) {
 bool PointToPoint::Readable(const void* data, size_t bytes) const {
   if (!options_.reads_peers || bytes == 0) return false;
   const auto address = reinterpret_cast<uint64_t>(data);
+  const int self = options_.topology.local_rank;
   char ends[2];
-  return peers_.Read(local_rank_, address, ends, 1) == 0 &&
-         peers_.Read(local_rank_, address + bytes - 1, ends + 1, 1) == 0;
-}
-
-void PointToPoint::Post(int to, Envelope envelope, const void* data, size_t bytes, uint64_t completes) {
-  envelope.source = rank_;
-  if (here(to)) {
-    const int local = local_[static_cast<size_t>(to)];
-    std::deque<Outgoing>& queue = outgoing_[static_cast<size_t>(local)];
-    queue.push_back({envelope, static_cast<const char*>(data), bytes, {}, completes});
-    if (queue.size() > 1) return;
-    ++busy_;
-    (void)Flush(local);
-    return;
-  }
-  const iovec part{const_cast<void*>(data), bytes};
-  const uint64_t position = options_.mesh->PostEnveloped(to, envelope, {&part, bytes > 0 ? size_t{1} : 0});
-  if (completes != 0) writing_.push_back({to, position, completes, nullptr});
-}
-
-void PointToPoint::PostText(int to, Envelope envelope, std::string text) {
-  envelope.source = rank_;
-  text.resize(std::min(text.size(), kMostTextBytes));
-  if (here(to)) {
-    const int local = local_[static_cast<size_t>(to)];
-    std::deque<Outgoing>& queue = outgoing_[static_cast<size_t>(local)];
-    if (queue.empty()) ++busy_;
-    const size_t bytes = text.size();
-    queue.push_back({envelope, nullptr, bytes, std::move(text)});
-    (void)Flush(local);
-    return;
-  }
-  auto kept = std::make_unique<std::string>(std::move(text));
-  const iovec part{kept->data(), kept->size()};
-  const uint64_t position = options_.mesh->PostEnveloped(to, envelope, {&part, 1});
-  writing_.push_back({to, position, 0, std::move(kept)});
-}
-
-bool PointToPoint::Flush(int to) {
-  std::deque<Outgoing>& queue = outgoing_[static_cast<size_t>(to)];
-  bool moved = false;
-  while (!queue.empty()) {
-    Outgoing& next = queue.front();
-    const size_t piece = std::min(next.bytes - next.at, kMailBytes);
-    if (next.envelope.kind == Envelope::Kind::kData) next.envelope.value = next.at;
-    const char* const data = next.text.empty() ? next.data : next.text.data();
-    if (!inbox_.Put(to, next.envelope, piece > 0 ? data + next.at : nullptr, piece)) {
-      inbox_.WantRoom(to);
-      if (inbox_.HasRoom(to)) continue;
-      // With nothing of its own pending its thread sleeps, and nobody else wakes it.
-      if (segment_.rank(to).driving.load(std::memory_order_seq_cst) == 0) segment_.RingIdle(to);
-      break;
-    }
-    moved = true;
-    next.at += piece;
-    if (next.at < next.bytes) continue;
-    if (next.completes != 0) FinishSend(next.completes, Status());
-    queue.pop_front();
-    if (queue.empty()) --busy_;
-  }
-  if (moved && to != local_rank_) segment_.RingReceiver(to);
-  return moved;
+  return peers_.Read(self, address, ends, 1) == 0 && peers_.Read(self, address + bytes - 1, ends + 1, 1) == 0;
 }
 
 Status PointToPoint::ReadMail() {
@@ -387,21 +323,15 @@ Status PointToPoint::ReadMail() {
     KV_RETURN_IF_ERROR(status);
   }
   if (read == 0 || !inbox_.TakeWanted()) return Status();
-  for (int r = 0; r < static_cast<int>(outgoing_.size()); ++r) {
-    if (r != local_rank_) segment_.RingReceiver(r);
+  for (int r = 0; r < options_.topology.local_size(); ++r) {
+    if (r != options_.topology.local_rank) segment_.RingReceiver(r);
   }
   return Status();
 }
 
 bool PointToPoint::HasWork() {
-  if (has_fresh_.load(std::memory_order_seq_cst) || !done_.empty() || inbox_.HasMail()) return true;
-  for (size_t r = 0; busy_ > 0 && r < outgoing_.size(); ++r) {
-    if (!outgoing_[r].empty() && inbox_.HasRoom(static_cast<int>(r))) return true;
-  }
-  for (const Writing& writing : writing_) {
-    if (options_.mesh->broken() || options_.mesh->Sent(writing.peer, writing.position)) return true;
-  }
-  return judge_ || (judge_at_ns_ != 0 && NowNs() >= judge_at_ns_);
+  return has_fresh_.load(std::memory_order_seq_cst) || !done_.empty() || inbox_.HasMail() ||
+         outbox_.HasWork() || MustJudge() || listens_ != (options_.mesh != nullptr && WaitsElsewhere());
 }
 
 Status PointToPoint::Progress() {
@@ -413,32 +343,22 @@ Status PointToPoint::Progress() {
       has_fresh_.store(false, std::memory_order_seq_cst);
     }
     for (const OperationPtr& op : fresh) KV_RETURN_IF_ERROR(Start(op));
-    judge_ = !gone_.empty();
+    judge_ |= !departures_.empty();
   }
   KV_RETURN_IF_ERROR(ReadMail());
-  for (size_t r = 0; busy_ > 0 && r < outgoing_.size(); ++r) {
-    if (!outgoing_[r].empty()) (void)Flush(static_cast<int>(r));
-  }
-  if (options_.mesh != nullptr) {
-    options_.mesh->Listen(WaitsElsewhere());
-    if (WaitsElsewhere()) (void)options_.mesh->Background();
-    if (options_.mesh->broken()) {
-      writing_.clear();
-      if (WaitsElsewhere()) return options_.mesh->status();
-    }
-    for (size_t i = 0; i < writing_.size();) {
-      Writing& writing = writing_[i];
-      if (!options_.mesh->Sent(writing.peer, writing.position)) {
-        ++i;
-        continue;
-      }
-      if (writing.completes != 0) FinishSend(writing.completes, Status());
-      std::swap(writing, writing_.back());
-      writing_.pop_back();
-    }
-  }
-  const bool due = judge_ || (judge_at_ns_ != 0 && NowNs() >= judge_at_ns_);
-  return due && !inbox_.HasMail() ? JudgeGone() : Status();
+  if (options_.mesh != nullptr) KV_RETURN_IF_ERROR(MoveElsewhere(*options_.mesh));
+  outbox_.Flush();
+  for (const uint64_t id : outbox_.TakeThrough()) FinishSend(id, Status());
+  return MustJudge() && !inbox_.HasMail() ? JudgeDepartures() : Status();
+}
+
+// Connections are listened to as long as something may come over them, for whoever waits moves bytes then.
+Status PointToPoint::MoveElsewhere(Mesh& mesh) {
+  listens_ = WaitsElsewhere();
+  mesh.Listen(listens_);
+  if (!listens_) return Status();
+  (void)mesh.Background();
+  return mesh.broken() ? mesh.status() : Status();
 }
 
 void PointToPoint::Finish(const OperationPtr& op, Status status) {
@@ -454,82 +374,67 @@ void PointToPoint::FinishSend(uint64_t id, Status status) {
   Finish(op, std::move(status));
 }
 
-// --- ranks that are gone ---
+// --- ranks that take part no more ---
 
 void PointToPoint::Left(int rank, const Status& status) {
-  Gone& gone = gone_.try_emplace(rank, Gone{status, NowNs()}).first->second;
+  departures_.Left(rank, status, here(rank), NowNs());
   judge_ = true;
-  if (gone.left) return;
-  gone.status = status;
-  gone.left = true;
 }
 
 void PointToPoint::Closed(int peer, const Status& status) {
-  gone_.try_emplace(peer, Gone{status, NowNs()}).first->second.closed = true;
+  departures_.Closed(peer, status, NowNs());
   judge_ = true;
 }
 
-Status PointToPoint::JudgeGone() {
+bool PointToPoint::MustJudge() const { return judge_ || (judge_at_ns_ != 0 && NowNs() >= judge_at_ns_); }
+
+Status PointToPoint::JudgeDepartures() {
   const int64_t now_ns = NowNs();
   judge_ = false;
-  judge_at_ns_ = 0;
-  for (const auto& [rank, gone] : gone_) {
-    const int64_t end_ns = gone.since_ns + kLastWordsNs;
-    if (now_ns < end_ns && (judge_at_ns_ == 0 || end_ns < judge_at_ns_)) judge_at_ns_ = end_ns;
-  }
-  const auto is_gone = [&](int rank) {
-    const auto found = gone_.find(rank);
-    if (found == gone_.end()) return false;
-    const Gone& gone = found->second;
-    return (gone.left && (here(rank) || gone.closed)) || now_ns - gone.since_ns >= kLastWordsNs;
-  };
-  // One that all others' messages could end: when no other is left.
-  int last = -1;
-  bool all = options_.topology.size() > 1;
-  for (int r = 0; r < options_.topology.size() && all; ++r) {
-    if (r == rank_) continue;
-    all = is_gone(r);
-    last = r;
-  }
-  const auto culprit = [&](const OperationPtr& op) {
-    int peer = op->request.root;
-    if (peer == kAnySource && !op->rows.empty()) peer = static_cast<int>(op->rows[0][0]);
-    if (peer == kAnySource) return all ? last : -1;
-    return peer != rank_ && is_gone(peer) ? peer : -1;
-  };
-  std::vector<OperationPtr> lost;
-  for (const auto& [id, op] : sends_) lost.push_back(op);
-  for (const auto& [id, op] : receives_) lost.push_back(op);
-  for (const auto& [id, receiving] : receiving_) lost.push_back(receiving.op);
-  for (const OperationPtr& op : lost) {
-    const int peer = culprit(op);
-    if (peer < 0) continue;
-    const Gone& gone = gone_.at(peer);
-    if (!gone.left) return gone.status;  // its connection broke
+  judge_at_ns_ = departures_.NextNs(now_ns);
+  std::vector<OperationPtr> waiting;
+  for (const auto& [id, op] : sends_) waiting.push_back(op);
+  for (const auto& [id, op] : receives_) waiting.push_back(op);
+  for (const auto& [id, receiving] : receiving_) waiting.push_back(receiving.op);
+  for (const OperationPtr& op : waiting) {
+    const Departures::Departure* const gone = FindCulprit(*op, now_ns);
+    if (gone == nullptr) continue;
+    if (!gone->left) return gone->status;  // its connection broke
     if (op->request.verb == Verb::kRecv && receives_.erase(op->transfer) != 0) {
       matching_.Withdraw(op->transfer, op->request.root, op->request.splits.front());
     }
     sends_.erase(op->transfer);
     receiving_.erase(op->transfer);
-    Finish(op, Lost(*op, gone));
+    Finish(op, Lost(*op, *gone));
   }
   return Status();
 }
 
-Status PointToPoint::Lost(const Operation& op, const Gone& gone) {
-  return Status(gone.status.code(), gone.status.message() + "; " + NameOf(op.request.verb) + " '" +
-                                        op.request.name + "' will not happen");
+const Departures::Departure* PointToPoint::FindCulprit(const Operation& op, int64_t now_ns) const {
+  const int peer = op.rows.empty() ? op.request.root : static_cast<int>(op.rows[0][0]);
+  if (peer != kAnySource) return departures_.FindGone(peer, now_ns);
+  // Any other rank could still send it.
+  const Departures::Departure* last = nullptr;
+  for (int r = 0; r < options_.topology.size(); ++r) {
+    if (r == rank_) continue;
+    last = departures_.FindGone(r, now_ns);
+    if (last == nullptr) return nullptr;
+  }
+  return last;
+}
+
+Status PointToPoint::Lost(const Operation& op, const Departures::Departure& departure) {
+  return Status(departure.status.code(), departure.status.message() + "; " + NameOf(op.request.verb) + " '" +
+                                             op.request.name + "' will not happen");
 }
 
 void PointToPoint::Drop() {
   sends_.clear();
   receives_.clear();
   receiving_.clear();
-  writing_.clear();
+  outbox_.Drop();
   arriving_.clear();
   done_.clear();
-  for (std::deque<Outgoing>& queue : outgoing_) queue.clear();
-  busy_ = 0;
   std::lock_guard lock(mutex_);
   fresh_.clear();
   has_fresh_.store(false, std::memory_order_seq_cst);

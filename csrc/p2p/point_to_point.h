@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -21,7 +20,9 @@
 
 #include "base/topology.h"
 #include "engine/operation.h"
+#include "p2p/departures.h"
 #include "p2p/matching.h"
+#include "p2p/outbox.h"
 #include "transport/inbox.h"
 #include "transport/mesh.h"
 #include "transport/peer_memory.h"
@@ -74,25 +75,8 @@ class PointToPoint : public Receiver {
  private:
   static constexpr uint64_t kMessageBytes = 128;  // what one without data counts
   static constexpr int kMailAtOnce = 256;
-  static constexpr int64_t kLastWordsNs = 1'000'000'000;  // for what a rank of another host had sent
   static constexpr size_t kMostTextBytes = 1 << 10;
 
-  // For a rank of this host, in order; what its inbox has had no room for.
-  struct Outgoing {
-    Envelope envelope;
-    const char* data = nullptr;
-    size_t bytes = 0;
-    std::string text{};  // then it is the data
-    uint64_t completes = 0;
-    size_t at = 0;
-  };
-  // In a stream.
-  struct Writing {
-    int peer;
-    uint64_t position;
-    uint64_t completes;
-    std::unique_ptr<std::string> text;
-  };
   // From a stream, whose payload is on its way.
   struct Arriving {
     Envelope envelope;
@@ -105,14 +89,7 @@ class PointToPoint : public Receiver {
     OperationPtr op;
     uint64_t received = 0;
   };
-  struct Gone {
-    Status status;
-    int64_t since_ns;
-    bool left = false;
-    bool closed = false;
-  };
-
-  bool here(int rank) const { return local_[static_cast<size_t>(rank)] >= 0; }
+  bool here(int rank) const { return options_.topology.on_this_host(rank); }
   std::string Name(int rank) const {
     return "rank " + std::to_string(options_.numbers[static_cast<size_t>(rank)]);
   }
@@ -133,25 +110,25 @@ class PointToPoint : public Receiver {
   Status Malformed(const Envelope& envelope) const;
   bool Readable(const void* data, size_t bytes) const;
 
-  void Post(int to, Envelope envelope, const void* data = nullptr, size_t bytes = 0, uint64_t completes = 0);
-  void PostText(int to, Envelope envelope, std::string text);
-  // Whether something moved.
-  bool Flush(int to);
   Status ReadMail();
   void Finish(const OperationPtr& op, Status status);
   void FinishSend(uint64_t id, Status status);
-  Status JudgeGone();
-  static Status Lost(const Operation& op, const Gone& gone);
+  Status MoveElsewhere(Mesh& mesh);
+  bool MustJudge() const;
+  // Fails what waits for ranks that are gone.
+  Status JudgeDepartures();
+  // For whom the operation waits in vain; null: it does not.
+  const Departures::Departure* FindCulprit(const Operation& op, int64_t now_ns) const;
+  static Status Lost(const Operation& op, const Departures::Departure& departure);
   OperationPtr FindReceive(uint64_t id, int source) const;
 
   Segment& segment_;
   std::mutex& mutex_;
   const PointToPointOptions options_;
   const int rank_;
-  const int local_rank_;
-  std::vector<int> local_;  // by rank: its number in the segment; -1: on another host
   Inbox inbox_;
   PeerMemory peers_;
+  Outbox outbox_;
 
   uint64_t next_id_ = 0;                      // guarded by mutex_
   std::map<uint64_t, OperationPtr> pending_;  // guarded by mutex_
@@ -163,15 +140,13 @@ class PointToPoint : public Receiver {
   std::unordered_map<uint64_t, OperationPtr> sends_;     // not through yet
   std::unordered_map<uint64_t, OperationPtr> receives_;  // that wait for a message
   std::unordered_map<uint64_t, Receiving> receiving_;    // that wait for their data
-  std::vector<std::deque<Outgoing>> outgoing_;           // by number in the segment
-  int busy_ = 0;                                         // of them, not empty
-  std::vector<Writing> writing_;
-  std::map<int, Arriving> arriving_;  // by peer
-  std::vector<uint64_t> unreceived_;  // by rank: sent eagerly
-  std::vector<uint64_t> uncredited_;  // by rank: received, and not told yet
-  std::map<int, Gone> gone_;          // by rank
-  bool judge_ = false;                // of them something is new, or of what is pending
-  int64_t judge_at_ns_ = 0;           // when one of them has had its time; 0: all have
+  std::map<int, Arriving> arriving_;                     // by peer
+  std::vector<uint64_t> unreceived_;                     // by rank: sent eagerly
+  std::vector<uint64_t> uncredited_;                     // by rank: received, and not told yet
+  bool listens_ = false;                                 // to other hosts
+  Departures departures_;
+  bool judge_ = false;       // of them something is new, or of what is pending
+  int64_t judge_at_ns_ = 0;  // when time alone makes another one gone; 0: never
   std::vector<OperationPtr> done_;
 };
 

@@ -68,6 +68,11 @@ Status Mesh::TakeNews() {
   return Status();
 }
 
+void Mesh::SetReceiver(Receiver* receiver) {
+  receiver_ = receiver;
+  for (const std::unique_ptr<Stream>& stream : made_) stream->set_receiver(receiver);
+}
+
 void Mesh::Listen(bool listening) {
   if (std::exchange(listening_, listening) == listening) return;
   for (const std::unique_ptr<Stream>& stream : made_) stream->Listen(listening);

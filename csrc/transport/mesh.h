@@ -76,7 +76,7 @@ class Mesh {
   // The same for a message in an envelope (send, recv), which the peer's receiver takes whenever it comes.
   uint64_t PostEnveloped(int peer, const Envelope& envelope, std::span<const iovec> parts);
   // Who takes those that come; before the first is posted or heard.
-  void set_receiver(Receiver* receiver) { receiver_ = receiver; }
+  void SetReceiver(Receiver* receiver);
   // `peer` may send some: there is to be a connection to it.
   void Reach(int peer) { (void)Usable(peer); }
   // Whether whoever moves bytes here looks for them on all connections.

@@ -164,26 +164,19 @@ void Segment::RingIdle(int r) {
   if (block.idle_sleeping.load(std::memory_order_seq_cst) != 0) FutexWakeAll(&block.idle_bell);
 }
 
-// One that waits within a bucket looks when that is over.
-void Segment::RingReceiver(int r) {
+// Once, however many find its wait over; and who looks for ranks that could run sees that it can. One that
+// waits for data looks at nothing else.
+void Segment::RingSleeper(int r, bool for_data) {
   RankBlock& block = rank(r);
-  if (block.driver_sleeping.load(std::memory_order_seq_cst) != 0) {
-    const DataWait wait = DataWait::Of(block.waits_for.load(std::memory_order_acquire));
-    if (wait.peer < 0 && block.driver_sleeping.exchange(0, std::memory_order_seq_cst) != 0) RingDriver(r);
-  }
-  RingUndriven(r);
+  if (block.driver_sleeping.load(std::memory_order_seq_cst) == 0) return;
+  const DataWait wait = DataWait::Of(block.waits_for.load(std::memory_order_acquire));
+  if ((wait.peer >= 0) != for_data || !Reached(r, wait)) return;
+  if (block.driver_sleeping.exchange(0, std::memory_order_seq_cst) != 0) RingDriver(r);
 }
 
 // Of ranks that wait for data only those whose wait is over: every other one would look, and sleep again.
 void Segment::RingSleepers(bool for_data) {
-  for (int r = 0; r < layout_.size; ++r) {
-    RankBlock& block = rank(r);
-    if (block.driver_sleeping.load(std::memory_order_seq_cst) == 0) continue;
-    const DataWait wait = DataWait::Of(block.waits_for.load(std::memory_order_acquire));
-    if ((wait.peer >= 0) != for_data || !Reached(r, wait)) continue;
-    // Once, however many find its wait over; and who looks for ranks that could run sees that it can.
-    if (block.driver_sleeping.exchange(0, std::memory_order_seq_cst) != 0) RingDriver(r);
-  }
+  for (int r = 0; r < layout_.size; ++r) RingSleeper(r, for_data);
 }
 
 void FutexWait(std::atomic<uint32_t>* word, uint32_t expected, int64_t timeout_ns) {

@@ -203,7 +203,10 @@ class Segment {
     }
   }
   // After a message for rank r, who may wait for it.
-  void RingReceiver(int r);
+  void RingReceiver(int r) {
+    RingSleeper(r, /*for_data=*/false);
+    RingUndriven(r);
+  }
   // After a seq_cst store to what sleeping drivers may wait for: the log, rings and counts, respectively data
   // flags.
   void RingWaiting() {
@@ -226,6 +229,7 @@ class Segment {
   friend struct SegmentLayout;
 
   Segment(char* base, const SegmentLayout& layout) : base_(base), layout_(layout) {}
+  void RingSleeper(int r, bool for_data);
   void RingSleepers(bool for_data);
   // The first whose flag has not reached the value, or -1.
   int Lacking(int r, const DataWait& wait);

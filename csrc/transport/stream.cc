@@ -109,7 +109,8 @@ void Stream::BeginOperation(uint32_t number) { send_sequence_ = receive_sequence
 uint64_t Stream::Send(std::span<const iovec> parts) {
   const uint64_t bytes = BytesOf(parts);
   if (bytes == 0) return send_end_;
-  return Queue(MessageHeader{epoch_, send_sequence_++, bytes}, sizeof(MessageHeader), parts, Envelope{});
+  const MessageHeader header{epoch_, send_sequence_++, bytes};
+  return operation_end_ = Queue(header, sizeof(header), parts, Envelope{});
 }
 
 uint64_t Stream::SendEnveloped(const Envelope& envelope, std::span<const iovec> parts) {
@@ -206,7 +207,7 @@ Status Stream::Push(bool* moved) {
   iovec parts[kMaxParts];
   size_t bytes = 0;
   const size_t count = Gather(parts, SIZE_MAX, &bytes);
-  KV_RETURN_IF_ERROR(Undeliverable(Write({parts, count}, &bytes)));
+  KV_RETURN_IF_ERROR(Spared(Write({parts, count}, &bytes), /*reading=*/false));
   *moved |= bytes > 0;
   if (outgoing_.empty()) return Status();
   sent_ += bytes;
@@ -327,7 +328,7 @@ Status Stream::ReadFromSocket(bool* moved) {
   if (whole) parts[count++] = {inbox_ + inbox_end_, kInboxBytes - inbox_end_};
   if (direct == 0 && inbox_end_ == kInboxBytes) return Status();  // no room: the peer is ahead
   size_t bytes = 0;
-  KV_RETURN_IF_ERROR(Missed(Read({parts, count}, &bytes)));
+  KV_RETURN_IF_ERROR(Spared(Read({parts, count}, &bytes), /*reading=*/true));
   *moved |= bytes > 0;
   const uint64_t placed = std::min<uint64_t>(bytes, direct);
   inbox_end_ += bytes - placed;
@@ -346,23 +347,13 @@ bool Stream::IsAhead() const {
   return (header.bytes & kEnveloped) == 0;
 }
 
-Status Stream::Undeliverable(const Status& status) {
-  const auto enveloped = [](const Outgoing& m) { return (m.front.header.bytes & kEnveloped) != 0; };
-  if (status.code() != Code::kRankLost || receiving() || enveloped_ ||
-      !std::all_of(outgoing_.begin(), outgoing_.end(), enveloped)) {
-    return status;
-  }
+Status Stream::Spared(const Status& status, bool reading) {
+  if (status.code() != Code::kRankLost || receiving() || enveloped_ || sent_ < operation_end_) return status;
   outgoing_.clear();
-  sent_ = send_end_;
   if (sealed_ != nullptr) sealed_->begin = sealed_->end = 0;
-  receiver_->Closed(number_, status);
-  return Status();
-}
-
-Status Stream::Missed(const Status& status) {
-  if (status.code() != Code::kRankLost || receiving() || enveloped_ || sending()) return status;
-  listening_ = false;
-  if (receiver_ != nullptr) receiver_->Closed(number_, status);
+  sent_ = send_end_;
+  if (reading) listening_ = false;
+  if (reading && receiver_ != nullptr) receiver_->Closed(number_, status);
   return Status();
 }
 

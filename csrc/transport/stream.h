@@ -142,11 +142,10 @@ class Stream {
   Status TakeEnvelope(const MessageHeader& header, bool* taken);
   // What comes next is of an operation that this rank has not come to.
   bool IsAhead() const;
-  // The peer may close its connection while nothing but messages in envelopes is on its way to it: those are
-  // dropped. For the engine says that it has left, or died.
-  Status Undeliverable(const Status& status);
-  // The same while nothing is expected from it.
-  Status Missed(const Status& status);
+  // The peer may close its connection while no message of an operation is on its way or expected: it has
+  // left, or died, which the engine hears from others. What goes to it in envelopes is dropped, what has come
+  // from it can still be read.
+  Status Spared(const Status& status, bool reading);
   // Of what is queued, as much as one call may take; whole headers only if `room` is limited.
   size_t Gather(std::span<iovec> parts, size_t room, size_t* bytes) const;
   // The front of the queue has been taken.
@@ -184,6 +183,7 @@ class Stream {
   uint32_t send_sequence_ = 0;
   uint32_t receive_sequence_ = 0;
   uint64_t sent_ = 0, send_end_ = 0;
+  uint64_t operation_end_ = 0;  // of what is sent: where the last message of an operation ends
   uint64_t received_ = 0, receive_end_ = 0;
   std::deque<Outgoing> outgoing_;
   std::deque<Incoming> incoming_;

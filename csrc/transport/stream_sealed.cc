@@ -29,7 +29,7 @@ Status Stream::PushSealed(bool* moved) {
     if (sealed_->begin == sealed_->end) KV_RETURN_IF_ERROR(SealNext());
     iovec part{sealed_->record.get() + sealed_->begin, sealed_->end - sealed_->begin};
     size_t bytes = 0;
-    KV_RETURN_IF_ERROR(Undeliverable(Write({&part, 1}, &bytes)));
+    KV_RETURN_IF_ERROR(Spared(Write({&part, 1}, &bytes), /*reading=*/false));
     if (sealed_->begin == sealed_->end) return Status();
     *moved |= bytes > 0;
     sealed_->begin += bytes;
@@ -77,7 +77,7 @@ Status Stream::PullSealed(bool* moved) {
   const std::span<char> room = sealed_->reader.Room();
   iovec part{room.data(), room.size()};
   size_t bytes = 0;
-  KV_RETURN_IF_ERROR(Missed(Read({&part, 1}, &bytes)));
+  KV_RETURN_IF_ERROR(Spared(Read({&part, 1}, &bytes), /*reading=*/true));
   sealed_->reader.Arrived(bytes);
   return OpenArrived(moved);
 }
