@@ -98,7 +98,7 @@ TEST(a_submission_that_may_drive_is_done_when_it_returns) {
           CHECK_OK(record.Await(i + 1).back());
           CHECK(data[0] == 2.0f);
         }
-        CHECK(here > 0);  // not always: the engine's thread may just look
+        CHECK(here > 40);  // unless the engine thread just looked
       },
       NeverKick());
 }

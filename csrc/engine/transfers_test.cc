@@ -1,3 +1,4 @@
+#include <array>
 #include <atomic>
 #include <numeric>
 #include <random>
@@ -155,20 +156,19 @@ TEST(any_source_takes_what_comes_first_and_says_from_whom) {
           CHECK_OK(Send(rank, 0, Numbers(i % 2 == 0 ? 2 : 30'000, rank.rank() * 100 + i), i % 2));
         }
       } else {
-        std::vector<int> seen(static_cast<size_t>(rank.size()));
+        std::vector<std::array<int, 2>> seen(static_cast<size_t>(rank.size()));  // by source and tag
         for (int i = 0; i < kRounds * (rank.size() - 1); ++i) {
-          const int64_t tag = i % 2;
+          const int tag = i % 2;
           std::vector<float> got(tag == 0 ? 2 : 30'000);
           int source = -1;
           CHECK_OK(Recv(rank, -1, &got, tag, &source));
           CHECK(source > 0 && source < rank.size());
-          const auto of_this = 2 * (seen[static_cast<size_t>(source)] / 2);
-          // By source and tag in order: those of one tag have been counted for both, in pairs at the latest.
-          CHECK(got[0] >= static_cast<float>(source * 100'000) &&
-                got[0] < static_cast<float>((source * 100 + kRounds) * 1000) && of_this >= 0);
-          ++seen[static_cast<size_t>(source)];
+          int& before = seen[static_cast<size_t>(source)][static_cast<size_t>(tag)];
+          CHECK(got == Numbers(got.size(), source * 100 + 2 * before + tag));
+          ++before;
         }
-        for (int r = 1; r < rank.size(); ++r) CHECK(seen[static_cast<size_t>(r)] == kRounds);
+        const std::array<int, 2> all = {kRounds / 2, kRounds / 2};
+        for (int r = 1; r < rank.size(); ++r) CHECK(seen[static_cast<size_t>(r)] == all);
       }
       Barrier(rank);
     });
