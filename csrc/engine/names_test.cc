@@ -38,10 +38,10 @@ void Storm(Rank& rank, int rounds, int names, bool same_names) {
 // ThreadSanitizer takes ten times as long.
 #if defined(__SANITIZE_THREAD__)
 const std::vector<std::vector<int>> kHosts = {{0, 0, 0}, {0, 1}};
-const std::vector<int64_t> kCapacities = {2, 8192};
+const std::vector<int64_t> kCapacities = {2, 20'000};
 #else
 const std::vector<std::vector<int>> kHosts = {{0, 0}, {0, 0, 0}, {0, 0, 0, 0}, {0, 1}, {0, 0, 1}, {0, 1, 2}};
-const std::vector<int64_t> kCapacities = {1, 2, 16, 8192};
+const std::vector<int64_t> kCapacities = {1, 2, 16, 20'000};
 #endif
 
 TEST(more_answers_than_the_ring_holds) {
@@ -49,8 +49,8 @@ TEST(more_answers_than_the_ring_holds) {
   for (const std::vector<int>& hosts : kHosts) {
     for (const int64_t capacity : kCapacities) {
       config.cache_capacity = capacity;
-      RunHosts(hosts, [](Rank& rank) { Storm(rank, 3, 9000, false); }, config);
-      RunHosts(hosts, [](Rank& rank) { Storm(rank, 4, 4500, true); }, config);
+      RunHosts(hosts, [](Rank& rank) { Storm(rank, 3, 12'000, false); }, config);
+      RunHosts(hosts, [](Rank& rank) { Storm(rank, 4, 6'000, true); }, config);
     }
   }
 }
