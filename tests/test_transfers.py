@@ -230,3 +230,22 @@ kv.barrier()
 """
     for place in ("a:3", "a:2,b:2"):
         run(place, code)
+
+
+@pytest.mark.parametrize("place", ["a:2", "a:1,b:1", "a:2,b:1"])
+def test_messages_beside_an_external_backend(place):
+    """Gloo carries the operations of all, the engine itself what goes between two ranks."""
+    pytest.importorskip("torch", reason="Gloo comes with PyTorch, which is not installed")
+    code = """
+after, before = (rank + 1) % size, (rank - 1) % size
+for count in (1, 1000, 100_000, 3_000_000):
+    got = np.zeros(count, np.float32)
+    handle = kv.isend(np.arange(count, dtype=np.float32) + rank, after)
+    total = kv.allreduce(np.full(count, float(rank), np.float32), op=kv.Sum)
+    assert kv.recv(got, before) == before
+    handle.wait()
+    np.testing.assert_array_equal(got, np.arange(count, dtype=np.float32) + before)
+    np.testing.assert_array_equal(total, sum(range(size)))
+kv.barrier()
+"""
+    run(place, code, KOLOVOD_BACKEND="gloo")
