@@ -9,7 +9,7 @@
 namespace kolovod {
 
 char* EagerSlots::Claim(uint64_t tag) {
-  uint64_t& until = in_use_until_[IndexOf(tag)];
+  uint64_t& until = in_use_until_[EagerIndexOf(tag)];
   if (until == kPending) return nullptr;
   if (executed_by_all_ < until) {
     executed_by_all_ = UINT64_MAX;

@@ -57,7 +57,7 @@ class EagerSlots {
   void Publish(uint64_t tag) { At(rank_, tag).tag.store(tag, std::memory_order_release); }
   // The operation was the last before this position of the log that used the slot, and is over here. As
   // Claim.
-  void Release(uint64_t tag, uint64_t position) { in_use_until_[IndexOf(tag)] = position; }
+  void Release(uint64_t tag, uint64_t position) { in_use_until_[EagerIndexOf(tag)] = position; }
 
   // What carries an operation that all ranks have announced; nothing: not all have published what they give
   // (`root` has not; -1: all). The same answer on all ranks. Good until this rank says Executed.
@@ -69,8 +69,7 @@ class EagerSlots {
 
  private:
   static constexpr uint64_t kPending = UINT64_MAX;
-  static size_t IndexOf(uint64_t tag) { return static_cast<size_t>((tag ^ (tag >> 32) * 7) % kEagerSlots); }
-  EagerSlot& At(int rank, uint64_t tag) const { return segment_.eager(rank)[IndexOf(tag)]; }
+  EagerSlot& At(int rank, uint64_t tag) const { return segment_.eager(rank)[EagerIndexOf(tag)]; }
 
   Segment& segment_;
   const int rank_;

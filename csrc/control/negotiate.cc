@@ -131,6 +131,11 @@ std::vector<Response> Negotiator::Offer(int rank, Request request) {
   return responses;
 }
 
+bool Negotiator::Lacks(const std::string& name, int rank) const {
+  const auto waiting = waiting_.find(name);
+  return waiting != waiting_.end() && !waiting->second.by_rank[static_cast<size_t>(rank)].has_value();
+}
+
 std::string Negotiator::FindFault(int rank, const Request& request) const {
   const auto r = static_cast<size_t>(rank);
   if (!joined_[r]) return "";

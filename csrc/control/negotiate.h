@@ -33,6 +33,9 @@ class Negotiator {
   // to say. A rank that does is out of its mind, and what it says must not be offered.
   std::string FindFault(int rank, const Request& request) const;
 
+  // Whether others have announced `name` in full, and this rank has not.
+  bool Lacks(const std::string& name, int rank) const;
+
   // Ids that may be given out again; their counters must be reset before the next answer is told. No rank can
   // announce by such an id any more: all have announced its name in full since it was forgotten, and
   // drop the id before that operation completes.

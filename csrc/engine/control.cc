@@ -24,7 +24,7 @@ Control::Control(Segment& segment, const Topology& topology, std::vector<int> ra
       mutex_(mutex),
       faults_(faults),
       log_(segment),
-      by_id_(segment.layout().cache_capacity),
+      by_id_(segment.layout().cache_capacity + kEagerSlots),
       leaving_(static_cast<size_t>(topology.hosts())),
       responses_in_(segment.broadcast_ring(), kBroadcastRingBytes, &segment.header().broadcast_head,
                     &segment.rank(topology.local_rank).broadcast_tail, epoch) {
@@ -73,7 +73,7 @@ bool Control::Announce(const OperationPtr& op) {
     const auto id = static_cast<uint32_t>(cached->second.id);
     op->announced_id = cached->second.id;
     op->tag = TagOf(cached->second.position, cached->second.announced++);
-    if (stage_) stage_(*op);
+    if (stage_) (void)stage_(*op);
     by_id_[id] = op;
     ++stats_.bit_announcements;
     if (lost || !log_.AnnounceId(id)) return false;
@@ -85,9 +85,35 @@ bool Control::Announce(const OperationPtr& op) {
     log_.AppendId(id);
     return true;
   }
-  if (stage_ && op->tag != 0) stage_(*op);
-  if (!lost) SendInFull(op, std::move(body));
+  const bool by_slot = stage_ && op->tag != 0 && stage_(*op) && !some_have_joined_;
+  if (lost) return false;
+  if (by_slot) return AnnounceBySlot(op, std::move(body));
+  SendInFull(op, std::move(body));
   return false;
+}
+
+bool Control::AnnounceBySlot(const OperationPtr& op, std::string body) {
+  const auto id = static_cast<uint32_t>(segment_.layout().cache_capacity + EagerIndexOf(op->tag));
+  op->announced_id = static_cast<int32_t>(id);
+  by_id_[id] = op;
+  roll_call_->Announce(op->tag, std::hash<std::string>{}(body));
+  if (faults_ != nullptr) faults_->Shuffle();
+  const RollCall::Seen seen = roll_call_->Look(op->tag);
+  if (seen == RollCall::Seen::kInFull) {
+    by_id_[id] = nullptr;
+    SendInFull(op, std::move(body));
+    return false;
+  }
+  ++stats_.slot_announcements;
+  if (seen != RollCall::Seen::kAll || !roll_call_->First(op->tag)) return false;
+  log_.AppendId(id);
+  return true;
+}
+
+OperationPtr Control::TakeBySlot(OperationPtr op) {
+  if (roll_call_->Agrees(op->tag)) return op;
+  SendInFull(op, EncodeRequest(op->request));
+  return nullptr;
 }
 
 // Before it is announced: who waits for this rank looks whether there is something to wake it for.
@@ -120,8 +146,11 @@ void Control::Erase(const std::string& name) {
 
 void Control::SendInFull(const OperationPtr& op, std::string body) {
   ++stats_.full_announcements;
-  op->announced_id = kNoId;
-  Tell(Note{Note::Kind::kRequest, rank_, 0, 0, std::move(body)});
+  const bool again = std::exchange(op->announced_id, kNoId) != kNoId;
+  const uint64_t tag = roll_call_ && !again && (op->tag & kUnnamedTag) != 0 ? op->tag : 0;
+  if (tag != 0) roll_call_->InFull(tag);
+  if (faults_ != nullptr) faults_->Shuffle();
+  Tell(Note{Note::Kind::kRequest, rank_, tag, 0, std::move(body)});
 }
 
 void Control::Tell(Note note) {
@@ -192,10 +221,14 @@ Status Control::ReadLog(std::deque<OperationPtr>* ready) {
                                            std::to_string(entry->id) + ", which this rank has not announced");
       }
       OperationPtr op = std::move(by_id_[entry->id]);
-      op->in_log = true;
-      const Cached& cached = cache_[op->request.name];
-      op->rows = cached.rows;
-      op->splits = cached.splits;
+      if (entry->id >= segment_.layout().cache_capacity) {
+        op = TakeBySlot(std::move(op));
+      } else {
+        const Cached& cached = cache_[op->request.name];
+        op->rows = cached.rows;
+        op->splits = cached.splits;
+      }
+      if (op != nullptr) op->in_log = true;
       ready->push_back(std::move(op));
     } else {
       // Rank 0 appends the entry after the whole message is in the ring.
@@ -221,6 +254,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
   }
   if (response.kind == Response::Kind::kForgetAll) {
     cache_.clear();
+    some_have_joined_ = true;
     for (const auto& [name, op] : pending_) Forget(op);
     ready->push_back(nullptr);
     return Status();
@@ -246,6 +280,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
     return Status();
   }
   OperationPtr op = found->second;
+  if (op->request.verb == Verb::kJoin) some_have_joined_ = false;
   op->in_log = true;
   op->rows = response.rows;
   op->splits = response.splits;
@@ -270,7 +305,7 @@ Status Control::Apply(const Response& response, std::deque<OperationPtr>* ready)
 void Control::Forget(const OperationPtr& op) {
   if (op->announced_id == kNoId || op->in_log) return;
   by_id_[static_cast<size_t>(op->announced_id)] = nullptr;
-  op->tag = 0;  // not all ranks have one
+  if ((op->tag & kUnnamedTag) == 0) op->tag = 0;  // not all ranks have one
   SendInFull(op, EncodeRequest(op->request));
 }
 

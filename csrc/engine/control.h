@@ -19,6 +19,7 @@
 #include "control/log.h"
 #include "control/negotiate.h"
 #include "control/ring.h"
+#include "control/roll_call.h"
 #include "control/tally.h"
 #include "engine/operation.h"
 #include "transport/liveness.h"
@@ -30,6 +31,7 @@ namespace kolovod {
 struct ControlStats {
   uint64_t full_announcements = 0;  // messages with name, dtype and shape
   uint64_t bit_announcements = 0;   // one increment of a counter
+  uint64_t slot_announcements = 0;  // without a name and without a message (control/roll_call.h)
   uint64_t message_bytes = 0;       // written into control rings by this rank, both directions
   uint64_t messages_sent = 0;       // a leader's to other hosts
   uint64_t messages_received = 0;   // and from them
@@ -81,8 +83,12 @@ class Control {
   void TellLeft(int rank);
   void TellLeaders(const Note& note);
   void TellRevoked(const Status& status);
-  // Called under the mutex before an operation with a tag is announced.
-  void set_stage(std::function<void(Operation&)> stage) { stage_ = std::move(stage); }
+  // Called under the mutex before an operation with a tag is announced; true: the slot of the tag is claimed
+  // for it. There are slots, then.
+  void SetStage(std::function<bool(Operation&)> stage) {
+    stage_ = std::move(stage);
+    roll_call_.emplace(segment_, topology_.local_rank);
+  }
   // Called by whoever reads the uplink with what leaders tell each other about late ranks. Before it is
   // started.
   void set_on_late(std::function<void(const Note&)> on_late) { on_late_ = std::move(on_late); }
@@ -104,6 +110,10 @@ class Control {
   void Register(const OperationPtr& op);
   void CountPending();
   void SendInFull(const OperationPtr& op, std::string body);
+  // Of an operation without a name whose slot is claimed; as Announce.
+  bool AnnounceBySlot(const OperationPtr& op, std::string body);
+  // The log entry of such a one: null if it is not the same on all ranks, which all announce it in full then.
+  OperationPtr TakeBySlot(OperationPtr op);
   // To the leader of this host. Under the mutex.
   void Tell(Note note);
   Status Lead();
@@ -114,6 +124,8 @@ class Control {
   // Root: from a rank of its host, or from what is reached by way of `host`. Other leaders: from the root, by
   // way of their parent.
   Status Decide(int host, const Note& note);
+  // Root: `name`, which has this tag, has been announced in full.
+  void Recall(const std::string& name, uint64_t tag);
   Status Obey(int host, const Note& note);
   // A leader that is not the root, from a child's subtree, or from the root. True: no more to do here.
   bool RelayUp(const Note& note, const std::string& payload);
@@ -153,14 +165,16 @@ class Control {
   std::unordered_map<std::string, OperationPtr> pending_;  // guarded by mutex_
   size_t beside_ = 0;                                      // guarded by mutex_
   std::unordered_map<std::string, Cached> cache_;          // guarded by mutex_
-  std::vector<OperationPtr> by_id_;                        // guarded by mutex_
+  std::vector<OperationPtr> by_id_;                        // guarded by mutex_; after the names' ids, by slot
   OperationPtr join_;                                      // guarded by mutex_; not announced yet
+  bool some_have_joined_ = false;                          // guarded by mutex_
   std::unique_ptr<RingWriter> to_leader_;                  // guarded by mutex_; a leader has none
   std::vector<Note> inbox_;                                // guarded by mutex_; a leader's own notes
   std::atomic<bool> outgoing_{false};                      // something waits in to_leader_ or inbox_
   ControlStats stats_;                                     // guarded by mutex_
 
-  std::function<void(Operation&)> stage_;
+  std::function<bool(Operation&)> stage_;
+  std::optional<RollCall> roll_call_;
   std::function<void(const Note&)> on_late_;
   std::vector<std::atomic<bool>> leaving_;  // by host: its leader has said that it leaves
   std::atomic<bool> told_revoked_{false};   // the other hosts know that the world is over

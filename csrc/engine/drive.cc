@@ -124,7 +124,7 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
     bool data = false;
     KeepEnd(ops);
     for (const OperationPtr& op : ops) {
-      if (op->staged) eager_->Release(op->tag, executed_);
+      if (op->claimed != 0) eager_->Release(op->claimed, executed_);
       if (op->request.verb == Verb::kJoin) {
         joined_ = false;
         joins_.fetch_add(1);

@@ -5,28 +5,34 @@
 
 namespace kolovod {
 
-void Engine::Stage(Operation& op) {
+bool Engine::Stage(Operation& op) {
   const Request& request = op.request;
-  if (size_ == 1 || request.tensors.empty()) return;
-  if (request.verb == Verb::kBroadcast && request.root != rank_) return;
+  if (size_ == 1 || request.tensors.empty()) return false;
+  const bool unnamed = (op.tag & kUnnamedTag) != 0;
+  const bool gives = request.verb != Verb::kBroadcast || request.root == rank_;
+  // What others give to these, rank 0 tells.
+  const bool announces = unnamed && request.verb != Verb::kAllgather && request.verb != Verb::kAlltoall;
+  if (!gives && !announces) return false;
   size_t limit = kEagerBytes;
   size_t bytes = 0;
   for (size_t t = 0; t < op.counts.size(); ++t) {
     const DType dtype = request.tensors[t].dtype;
     bytes += StagedBackend::PlaceBytes(op.counts[t] * SizeOf(dtype));
     if (!IsReduction(request.verb)) continue;
-    if (request.op == Op::kAdasum) return;
+    if (request.op == Op::kAdasum) return false;
     const bool narrow = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
     limit = std::min(limit, ShmBackend::OneShotLimit(config_, size_, kEagerBytes, narrow));
   }
-  if (bytes > limit) return;
+  if (bytes > limit) return false;
   char* slot = eager_->Claim(op.tag);
-  if (slot == nullptr) return;
+  if (slot == nullptr) return false;
+  op.claimed = op.tag;
+  if (!gives) return announces;
   for (size_t t = 0; t < op.counts.size(); ++t) {
     slot = StagedBackend::Stage(op.inputs[t], op.counts[t], request.tensors[t].dtype, request.prescale, slot);
   }
   eager_->Publish(op.tag);
-  op.staged = true;
+  return announces;
 }
 
 Status Engine::ExecuteStaged(Operation& op, bool* done) {

@@ -10,7 +10,6 @@ namespace kolovod {
 namespace {
 
 constexpr const char* kUnnamed = "unnamed.";
-constexpr uint64_t kUnnamedTag = uint64_t{1} << 63;
 constexpr const char* kJoin = "unnamed.join";  // one name: ranks that join have submitted unequally much
 constexpr int kFarewellMs = 500;               // for the last words to other hosts
 constexpr std::chrono::milliseconds kSignalPeriod(100);
@@ -56,7 +55,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     const uint64_t number = next_unnamed_.fetch_add(1);
     request.name = kUnnamed + std::to_string(number);
     request.cacheable = false;
-    op->tag = kUnnamedTag | (joins_.load() & 0x7fffff) << 40 | (number & 0xff'ffff'ffff);
+    op->tag = UnnamedTag(joins_.load(), number);
   }
   KV_RETURN_IF_ERROR(Validate(request, tensors, ranks_));
   if (is_transfer) request.name = NameOfTransfer(request, ranks_);

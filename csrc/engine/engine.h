@@ -167,8 +167,9 @@ class Engine {
   Status ExecuteBucket(bool* progressed);
   Status Execute(const std::vector<OperationPtr>& all);
   Status ExecuteReductions(const std::vector<OperationPtr>& ops);
-  // Under mutex_, before it is announced: what this rank gives goes into the segment, if it is little.
-  void Stage(Operation& op);
+  // Under mutex_, before it is announced: what this rank gives goes into the segment, if it is little. True:
+  // it can be announced by its slot (Control).
+  bool Stage(Operation& op);
   // From there, if all that is needed is there; the same on all ranks. Else *done stays false.
   Status ExecuteStaged(Operation& op, bool* done);
   // What is no allreduce.

@@ -97,7 +97,9 @@ Status Control::Decide(int host, const Note& note) {
       if (std::string fault = negotiator_->FindFault(note.rank, *request); !fault.empty()) {
         return Status(Code::kInternal, fault);
       }
+      const std::string name = request->name;
       Publish(negotiator_->Offer(note.rank, std::move(*request)));
+      if (note.number != 0 && roll_call_) Recall(name, note.number);
       return Status();
     }
   } else if (note.kind == Note::Kind::kId && known && tally_ != nullptr && tally_->Has(note.number)) {
@@ -111,6 +113,18 @@ Status Control::Decide(int host, const Note& note) {
     return Status();
   }
   return Malformed(host, note);
+}
+
+void Control::Recall(const std::string& name, uint64_t tag) {
+  for (int r = 0; r < topology_.size(); ++r) {
+    if (!negotiator_->Lacks(name, r) || !roll_call_->Announced(r, tag)) continue;
+    Response recall;
+    recall.kind = Response::Kind::kForget;
+    recall.name = name;
+    recall.id = static_cast<int32_t>(segment_.layout().cache_capacity + EagerIndexOf(tag));
+    Publish({std::move(recall)});
+    return;
+  }
 }
 
 Status Control::Obey(int host, const Note& note) {

@@ -42,7 +42,7 @@ struct Operation {
 
   uint64_t transfer = 0;         // of send and recv: its number here; request.root is the peer, or -1 for any
   uint64_t tag = 0;              // in EagerSlots, of what may go that way; guarded by the engine's mutex
-  bool staged = false;           // this rank has published there what it gives; the same
+  uint64_t claimed = 0;          // the tag for which this rank has claimed a slot there; the same
   bool was_staged = false;       // it was carried out by that
   int32_t announced_id = kNoId;  // guarded by the engine's mutex
   bool in_log = false;           // guarded by the engine's mutex

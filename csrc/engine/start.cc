@@ -165,7 +165,7 @@ Status Engine::MakeBackend(std::unique_ptr<PeerMemory> peer_memory) {
   }
   if (topology_.hosts() == 1 && !use_external_) {
     eager_ = std::make_unique<EagerSlots>(*segment_, topology_.local_rank);
-    control_->set_stage([this](Operation& op) { Stage(op); });
+    control_->SetStage([this](Operation& op) { return Stage(op); });
   }
   if (use_external_) {
     auto external = std::make_unique<ExternalBackend>(std::move(backend_), rank_, *segment_, *waiter_, stop_);

@@ -94,10 +94,23 @@ struct RankBlock {
 
 // What its rank gives to one small operation (collectives/eager.h).
 struct alignas(kLine) EagerSlot {
-  std::atomic<uint64_t> tag;  // which; 0 none
-  uint64_t reserved;
-  char data[kEagerBytes];  // begins in the line of the tag: a scalar is one line
+  std::atomic<uint64_t> tag;        // whose data; 0 none
+  std::atomic<uint64_t> announced;  // by this slot (control/roll_call.h), the last
+  std::atomic<uint64_t> in_full;    // in full, the last that has this slot
+  std::atomic<uint64_t> appended;   // in rank 0's slot, many writers: the last that is in the log
+  uint64_t signature;               // of what is announced
+  char data[kEagerBytes];           // begins in the line of the tag: a scalar is one line
 };
+
+// Tags of operations without a name: their numbers, and how often all had joined before.
+inline constexpr uint64_t kUnnamedTag = uint64_t{1} << 63;
+inline uint64_t UnnamedTag(uint64_t joins, uint64_t number) {
+  return kUnnamedTag | (joins & 0x7fffff) << 40 | (number & 0xff'ffff'ffff);
+}
+// The slot of a tag: the same on all ranks.
+inline size_t EagerIndexOf(uint64_t tag) {
+  return static_cast<size_t>((tag ^ (tag >> 32) * 7) % kEagerSlots);
+}
 
 // A message for one rank (transport/inbox.h). `turn` is 2n while the slot is free for the n-th message in it,
 // 2n + 1 while it holds that.

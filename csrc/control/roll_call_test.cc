@@ -1,0 +1,101 @@
+#include "control/roll_call.h"
+
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "base/config.h"
+#include "testing/check.h"
+
+namespace kolovod {
+namespace {
+
+constexpr int kSize = 3;
+
+struct World {
+  World() {
+    CHECK_OK(Segment::Map(-1, SegmentLayout(kSize, kSize, Config()), &segment));
+    for (int r = 0; r < kSize; ++r) ranks.emplace_back(*segment, r);
+  }
+  std::shared_ptr<Segment> segment;
+  std::vector<RollCall> ranks;
+};
+
+TEST(one_appends_once_all_have_announced) {
+  World world;
+  const uint64_t tag = UnnamedTag(0, 1);
+  world.ranks[0].Announce(tag, 5);
+  CHECK(world.ranks[0].Look(tag) == RollCall::Seen::kSome);
+  world.ranks[2].Announce(tag, 5);
+  CHECK(world.ranks[2].Look(tag) == RollCall::Seen::kSome);
+  world.ranks[1].Announce(tag, 5);
+  for (RollCall& rank : world.ranks) CHECK(rank.Look(tag) == RollCall::Seen::kAll && rank.Agrees(tag));
+  CHECK(world.ranks[1].First(tag) && !world.ranks[0].First(tag) && !world.ranks[1].First(tag));
+  CHECK(world.ranks[0].Look(tag + kEagerSlots) == RollCall::Seen::kSome);  // the next in that slot
+}
+
+TEST(what_differs_on_any_rank_is_seen) {
+  for (int odd = 0; odd < kSize; ++odd) {
+    World world;
+    const uint64_t tag = UnnamedTag(3, 77);
+    for (int r = 0; r < kSize; ++r) world.ranks[static_cast<size_t>(r)].Announce(tag, r == odd ? 6 : 5);
+    for (const RollCall& rank : world.ranks) CHECK(!rank.Agrees(tag));
+  }
+}
+
+TEST(a_number_that_one_announces_in_full_is_for_nobodys_slot) {
+  World world;
+  const uint64_t tag = UnnamedTag(0, 9), next = UnnamedTag(0, 9 + kEagerSlots);
+  world.ranks[1].Announce(tag, 5);
+  CHECK(world.ranks[0].Announced(1, tag) && !world.ranks[0].Announced(2, tag));
+  world.ranks[2].InFull(tag);
+  world.ranks[0].Announce(tag, 5);
+  CHECK(world.ranks[0].Look(tag) == RollCall::Seen::kInFull);
+  // Its slot's next number says so as well, and what is after that is open.
+  CHECK(world.ranks[0].Look(next) == RollCall::Seen::kSome);
+  world.ranks[2].InFull(next);
+  world.ranks[2].InFull(tag);
+  CHECK(world.ranks[0].Look(tag) == RollCall::Seen::kInFull);
+  CHECK(world.ranks[0].Look(next) == RollCall::Seen::kInFull);
+  // One that announced by the slot, and a later one in full, still stands for the first.
+  world.ranks[1].InFull(next);
+  CHECK(world.ranks[0].Announced(1, tag));
+}
+
+TEST(tags_grow_with_joins) {
+  CHECK(UnnamedTag(1, 1) > UnnamedTag(0, 1'000'000));
+  CHECK(UnnamedTag(0, 2) > UnnamedTag(0, 1));
+  CHECK(EagerIndexOf(UnnamedTag(4, 5)) == EagerIndexOf(UnnamedTag(4, 5 + kEagerSlots)));
+}
+
+// Either the one in full sees who announced by the slot, or that one sees it: whatever the order.
+TEST(two_that_differ_never_miss_each_other) {
+  World world;
+  std::atomic<int> turn{0};
+  std::vector<char> saw[2];
+  constexpr int kRounds = 20'000;
+  for (std::vector<char>& by : saw) by.assign(kRounds, 0);
+  std::thread full([&] {
+    for (int i = 0; i < kRounds; ++i) {
+      const uint64_t tag = UnnamedTag(0, static_cast<uint64_t>(i) + 1);
+      while (turn.load() < 2 * i) std::this_thread::yield();
+      world.ranks[1].InFull(tag);
+      saw[0][static_cast<size_t>(i)] = world.ranks[0].Announced(2, tag) ? 1 : 0;
+      ++turn;
+    }
+  });
+  for (int i = 0; i < kRounds; ++i) {
+    const uint64_t tag = UnnamedTag(0, static_cast<uint64_t>(i) + 1);
+    while (turn.load() < 2 * i) std::this_thread::yield();
+    world.ranks[2].Announce(tag, 5);
+    saw[1][static_cast<size_t>(i)] = world.ranks[2].Look(tag) == RollCall::Seen::kInFull ? 1 : 0;
+    ++turn;
+  }
+  full.join();
+  for (size_t i = 0; i < kRounds; ++i) CHECK(saw[0][i] + saw[1][i] > 0);
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()

@@ -1,0 +1,152 @@
+// Small operations without a name are announced by a slot (control/roll_call.h): with whatever else ranks do
+// meanwhile, and where they differ in whether they can go that way.
+#include <random>
+
+#include "testing/world.h"
+
+namespace kolovod {
+namespace {
+
+using testing::Rank;
+using testing::RunRanks;
+
+std::vector<float> Numbers(size_t count, int rank, int step) {
+  std::vector<float> data(count);
+  for (size_t i = 0; i < count; ++i) data[i] = static_cast<float>(rank + step + static_cast<int>(i % 50));
+  return data;
+}
+
+std::vector<float> Sums(size_t count, int size, int step) {
+  std::vector<float> data(count);
+  for (size_t i = 0; i < count; ++i) {
+    data[i] = static_cast<float>(size * (step + static_cast<int>(i % 50)) + size * (size - 1) / 2);
+  }
+  return data;
+}
+
+TEST(small_ones_send_no_messages) {
+  for (int size : {2, 3, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      const ControlStats before = rank.engine().Stats().control;
+      for (int step = 0; step < 100; ++step) {
+        std::vector<float> data = Numbers(static_cast<size_t>(step % 7), rank.rank(), step);
+        CHECK_OK(rank.Allreduce("", data));
+        CHECK(data == Sums(data.size(), rank.size(), step));
+        std::vector<float> given(9, static_cast<float>(rank.rank() + step));
+        uint64_t handle = 0;
+        const int root = step % rank.size();
+        CHECK_OK(rank.Submit("", given, true, &handle, Op::kSum, Verb::kBroadcast, root));
+        CHECK_OK(rank.Wait(handle));
+        CHECK(given == std::vector<float>(9, static_cast<float>(root + step)));
+      }
+      const ControlStats after = rank.engine().Stats().control;
+      CHECK(after.slot_announcements == before.slot_announcements + 200);
+      CHECK(after.full_announcements == before.full_announcements);
+    });
+  }
+}
+
+// One is little on one rank, and not on another, or is not for slots at all: rank 0 sees both and says why.
+TEST(mismatches_are_told_however_ranks_announce) {
+  struct Case {
+    size_t count;
+    Op op;
+    Verb verb;
+    const char* says;
+  };
+  const Case cases[] = {{4, Op::kSum, Verb::kAllreduce, "has (4,)"},
+                        {30'000, Op::kSum, Verb::kAllreduce, "has (30000,)"},
+                        {3, Op::kMax, Verb::kAllreduce, "reduction op"},
+                        {3, Op::kSum, Verb::kAllgather, "kind of operation"},
+                        {3, Op::kSum, Verb::kBroadcast, "kind of operation"}};
+  for (int odd : {0, 1, 2}) {
+    RunRanks(3, [&](Rank& rank) {
+      for (const Case& c : cases) {
+        for (int again = 0; again < 3; ++again) {
+          const Case own = rank.rank() == odd ? c : Case{3, Op::kSum, Verb::kAllreduce, ""};
+          std::vector<float> data(own.count), out(own.count * 3);
+          uint64_t handle = 0;
+          Request request;
+          request.verb = own.verb;
+          request.op = own.op;
+          std::vector<SubmittedTensor> tensors(1);
+          tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(own.count)}};
+          tensors[0].in = tensors[0].out = data.data();
+          if (own.verb == Verb::kAllgather) {
+            tensors[0].out = out.data();
+            tensors[0].out_bytes = out.size() * sizeof(float);
+          }
+          CHECK_OK(rank.engine().Submit(std::move(request), std::move(tensors), true, &handle));
+          const Status status = rank.Wait(handle);
+          CHECK(status.code() == Code::kMismatch);
+          CHECK(status.message().find(c.says) != std::string::npos);
+          std::vector<float> next = Numbers(5, rank.rank(), again);
+          CHECK_OK(rank.Allreduce("", next));
+          CHECK(next == Sums(5, 3, again));
+        }
+      }
+    });
+  }
+}
+
+// More at once than there are slots, beside named ones that take slots of their own, while each rank has its
+// own way of waiting: which rank finds a slot free is chance.
+TEST(more_than_there_are_slots_beside_named_ones) {
+  for (int size : {2, 3, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      std::mt19937 random(static_cast<unsigned>(rank.rank()) + 1);
+      constexpr int kSteps = 1500;
+      struct Pending {
+        std::vector<float> data, wanted;
+        uint64_t handle;
+      };
+      std::vector<std::unique_ptr<Pending>> pending;
+      const auto settle = [&](size_t keep) {
+        while (pending.size() > keep) {
+          const Pending& oldest = *pending.front();
+          CHECK_OK(rank.Wait(oldest.handle));
+          CHECK(oldest.data == oldest.wanted);
+          pending.erase(pending.begin());
+        }
+      };
+      for (int step = 0; step < kSteps; ++step) {
+        const std::string name = step % 3 == 2 ? "n" + std::to_string(step % 240) : "";
+        const size_t count = name.empty() && step % 13 == 0 ? 3000 : static_cast<size_t>(1 + step % 5);
+        const int root = step % 4 == 0 ? step % rank.size() : -1;  // of a broadcast
+        auto next = std::make_unique<Pending>(
+            Pending{Numbers(count, rank.rank(), step),
+                    root < 0 ? Sums(count, rank.size(), step) : Numbers(count, root, step), 0});
+        const Verb verb = root < 0 ? Verb::kAllreduce : Verb::kBroadcast;
+        CHECK_OK(rank.Submit(name, next->data, false, &next->handle, Op::kSum, verb, std::max(root, 0)));
+        pending.push_back(std::move(next));
+        settle(random() % 100);
+      }
+      settle(0);
+      CHECK(rank.engine().Stats().control.slot_announcements > 0);
+    });
+  }
+}
+
+TEST(ranks_that_join) {
+  for (int size : {2, 3, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      for (int round = 0; round < 10; ++round) {
+        const int steps = 5 + 7 * ((rank.rank() + round) % rank.size());
+        for (int step = 0; step < steps; ++step) {
+          std::vector<float> data(3, 1.0f);
+          CHECK_OK(rank.Allreduce("", data));
+          int active = 0;
+          for (int r = 0; r < rank.size(); ++r) active += step < 5 + 7 * ((r + round) % rank.size()) ? 1 : 0;
+          CHECK(data == std::vector<float>(3, static_cast<float>(active)));
+        }
+        (void)rank.Join();
+      }
+      CHECK(rank.engine().Stats().control.slot_announcements > 0);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace kolovod
+
+TEST_MAIN()
