@@ -212,7 +212,6 @@ def table(found: Mapping[Run, Outcomes], facts: Mapping[str, Mapping[str, object
         "that are for gloo are run over Kolovod, too; the names of a profiler's events are looked",
         "at for gloo only. A test that fails over gloo is tried once more.\n",
         f"{verdict}\n",
-        f"{environments.machine()}\n",
     ]
     runs = [title(run) for run in found]
     summary = environments.table(TABLE, head, "run", COLUMNS, runs, facts)

@@ -5,6 +5,7 @@ Versions are fixed: a row says something about Kolovod only while the client sta
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 TORCH = "torch==2.13.0"
@@ -141,9 +142,27 @@ def _lightning_horovod(passes: int, limit: float) -> Training:
     )
 
 
+# Rank 0's last weights, by tensorflow_weights.py, and those of one process with all of the data.
+_beside_one_process = functools.partial(Training, files=1, backends=None)
+
 _RETURNN = "{python} -m returnn {here}/returnn_config.py ++model {out}/model"
 _RETURNN_WEIGHTS = _LAST_WEIGHTS + "{out}/model.003 {out}/rank0.npz"
-_PARAMETERS = '++optimizer \'{{"class": "gradientdescent"}}\' ++gradient_clip_global_norm 0'
+
+
+def _returnn(what: str, options: str, ours: str, theirs: str) -> Training:
+    """``options``: of both."""
+    return _beside_one_process(
+        client="returnn",
+        environment="returnn",
+        what=what,
+        ours=f"{_BY_HOROVODRUN}{_RETURNN} {options}++use_horovod 1{ours}{_RETURNN_WEIGHTS}",
+        theirs=f"{_RETURNN} {options}++max_seqs 8{theirs}{_RETURNN_WEIGHTS}",
+        reference="one process, batches twice as large",
+        limit=1e-5,
+    )
+
+
+_PARAMETERS = '++optimizer \'{{"class": "gradientdescent"}}\' ++gradient_clip_global_norm 0 '
 _ONMT = "onmt-main --model {here}/opennmt_model.py --seed 3 --config {shared}/"
 _ARGON = "dp --tf train --init-model ../all/start/model.ckpt-10 input.json"
 
@@ -173,30 +192,14 @@ ROWS: dict[str, Training | Tests] = {
     ),
     "lightning-1.5": _lightning_horovod(1, 0.0),
     "lightning-1.5-passes": _lightning_horovod(2, 1e-5),
-    "returnn": Training(
-        client="returnn",
-        environment="returnn",
-        what="`use_horovod`: an LSTM, gradients added up",
-        ours=f"{_BY_HOROVODRUN}{_RETURNN} ++use_horovod 1{_RETURNN_WEIGHTS}",
-        theirs=f"{_RETURNN} ++max_seqs 8{_RETURNN_WEIGHTS}",
-        reference="one process, batches twice as large",
-        files=1,
-        backends=None,
-        limit=1e-5,
+    "returnn": _returnn("`use_horovod`: an LSTM, gradients added up", "", "", ""),
+    "returnn-parameters": _returnn(
+        "`horovod_reduce_type = param`: parameters averaged after each step",
+        _PARAMETERS,
+        " ++horovod_reduce_type param",
+        " ++learning_rate 0.005",
     ),
-    "returnn-parameters": Training(
-        client="returnn",
-        environment="returnn",
-        what="`horovod_reduce_type = param`: parameters averaged after each step",
-        ours=f"{_BY_HOROVODRUN}{_RETURNN} {_PARAMETERS} "
-        f"++use_horovod 1 ++horovod_reduce_type param{_RETURNN_WEIGHTS}",
-        theirs=f"{_RETURNN} {_PARAMETERS} ++max_seqs 8 ++learning_rate 0.005{_RETURNN_WEIGHTS}",
-        reference="one process, batches twice as large",
-        files=1,
-        backends=None,
-        limit=1e-5,
-    ),
-    "deepmd": Training(
+    "deepmd": _beside_one_process(
         client="deepmd-kit",
         environment="deepmd",
         what="`horovodrun dp train`: a potential in float64, half of the data on each rank",
@@ -205,11 +208,9 @@ ROWS: dict[str, Training | Tests] = {
         f"{_LAST_WEIGHTS}rank0/end {{out}}/rank0.npz",
         theirs=f"cd {{shared}}/all\n{_ARGON}{_LAST_WEIGHTS}end {{out}}/rank0.npz",
         reference="one process with all of the data",
-        files=1,
-        backends=None,
         limit=1e-12,
     ),
-    "opennmt": Training(
+    "opennmt": _beside_one_process(
         client="OpenNMT-tf",
         environment="opennmt",
         what="`onmt-main train --horovod`: a transformer",
@@ -218,8 +219,6 @@ ROWS: dict[str, Training | Tests] = {
         f"{_LAST_WEIGHTS}{{shared}}/two {{out}}/rank0.npz",
         theirs=f"{_ONMT}one.yml train{_LAST_WEIGHTS}{{shared}}/one {{out}}/rank0.npz",
         reference="one process, gradients of two batches added up",
-        files=1,
-        backends=None,
         limit=1e-4,
     ),
     "accelerate": Training(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -71,9 +70,7 @@ def run(name: str, wheel: Path, pythons: dict[str, str]) -> dict[str, Any]:
     """
     row = ROWS[name]
     environment = ENVIRONMENTS[row.environment]
-    if sys.version_info[:2] > environment.newest_python:
-        newest = ".".join(map(str, environment.newest_python))
-        reason = f"not run: needs Python {newest} or older, this is {platform.python_version()}"
+    if reason := environments.why_not_run(environment.newest_python):
         return {"versions": reason, "what ran": row.what, "failed": False}
     folder = FOLDER / row.environment / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,7 +220,6 @@ def table(outcomes: dict[str, dict[str, Any]]) -> str:
         "largest difference in an array, relative to its largest value, or to a hundredth of the",
         "largest weight if that is more.",
         "`make clients CLIENTS_ARGS='--only NAME'` runs one row again.\n",
-        f"{environments.machine()}\n",
     ]
     return environments.table(TABLE, head, "client", COLUMNS, ROWS, outcomes)
 

@@ -22,6 +22,14 @@ NO_TESTS, TIMED_OUT = 5, 124  # pytest's exit code, and that of timeout(1)
 GRACE_S = 10  # for what is told to end before it is killed
 
 
+def why_not_run(newest_python: tuple[int, int]) -> str:
+    """For a table, where this Python is newer than what there are packages for; else empty."""
+    if sys.version_info[:2] <= newest_python:
+        return ""
+    newest = ".".join(map(str, newest_python))
+    return f"not run: needs Python {newest} or older, this is {platform.python_version()}"
+
+
 def installed(
     folder: Path,
     wheel: Path,
@@ -60,8 +68,8 @@ def logged(
 ) -> int:
     """Run a command to its end, with all that it prints in ``log``: its exit code.
 
-    What takes longer is killed with all its processes that are in its session, gets TIMED_OUT, and
-    the log says so.
+    What takes longer is killed with all processes of its group, gets TIMED_OUT, and the log says
+    so.
     """
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     with (
@@ -87,7 +95,7 @@ def logged(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With its session: launchers end their ranks when they are told to end."""
+    """With its group: launchers end their ranks when they are told to end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
@@ -180,10 +188,14 @@ def table(
     names: Iterable[str],
     outcomes: Mapping[str, Mapping[str, object]],
 ) -> str:
-    """All rows that were run now, or are in ``path`` from before, in the order of ``names``."""
+    """All rows that were run now, or are in ``path`` from before, in the order of ``names``.
+
+    Above them are ``head`` and the machine.
+    """
     before = path.read_text().splitlines() if path.exists() else []
     rows = {name: row for name in names for row in before if row.startswith(f"| {name} |")}
     rows |= {name: line(name, outcome, columns) for name, outcome in outcomes.items()}
     lines = [rows[name] for name in names if name in rows]
     rule = f"|---|{'---|' * len(columns)}"
-    return "\n".join([*head, f"| {first} | {' | '.join(columns)} |", rule, *lines]) + "\n"
+    titles = f"| {first} | {' | '.join(columns)} |"
+    return "\n".join([*head, f"{machine()}\n", titles, rule, *lines]) + "\n"

@@ -11,7 +11,6 @@ test failed.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from pathlib import Path
@@ -98,9 +97,7 @@ def run(name: str, wheel: Path, further: list[str]) -> dict[str, Any]:
     """Make the environment of a row, and run its tests there."""
     row = ROWS[name]
     (FOLDER / name).mkdir(parents=True, exist_ok=True)
-    if sys.version_info[:2] > row.newest_python:
-        newest = ".".join(map(str, row.newest_python))
-        reason = f"not run: needs Python {newest} or older, this is {platform.python_version()}"
+    if reason := environments.why_not_run(row.newest_python):
         return {"versions": reason, "passed": 0, "skipped": 0, "failed": 0}
     python = environments.installed(FOLDER / name, wheel, row.requirements, extras="[test]")
     started = time.monotonic()
@@ -147,7 +144,6 @@ def table(outcomes: dict[str, dict[str, Any]]) -> str:
         "again. Run are the tests of the front end, and its part of the conformance table",
         "(`tests/test_conformance.py`) with 1, 2 and 3 ranks. What is skipped says why in its",
         "test: a framework that is not in that environment, or what a version lacks.\n",
-        f"{environments.machine()}\n",
     ]
     return environments.table(TABLE, head, "environment", COLUMNS, ROWS, outcomes)
 

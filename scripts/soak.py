@@ -1,6 +1,6 @@
 """Random operations for minutes, verified by NumPy, and their memory: `make soak-short`.
 
-usage: python scripts/soak.py [--seconds S] [--np N] [--seed SEED] [--folder FOLDER]
+usage: python scripts/soak.py [--seconds S] [--np N] [--seed SEED] [--folder FOLDER] [--slack-s S]
 
 Starts N ranks of tests/soaking.py by `kolovod run`: every verb, random dtypes, shapes, ops and
 process sets, several operations at once in another order on each rank. Prints how many were done
@@ -25,8 +25,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 RANK = Path(__file__).resolve().parent.parent / "tests" / "soaking.py"
-SLACK_S = 120.0
-"""To start the ranks, and for the last round, which has a deadline of its own."""
 GROWTH, GROWTH_KIB = 1.2, 32 << 10
 _KINDS = ("RssAnon", "RssShmem", "RssFile")
 
@@ -40,12 +38,15 @@ def main() -> int:
     parser.add_argument("--np", type=int, default=3, help="ranks")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--folder", type=Path, help="keeps the samples there")
+    parser.add_argument(
+        "--slack-s", type=float, default=120.0, help="to start the ranks, and for the last round"
+    )
     options = parser.parse_args()
     print(f"seed {options.seed}, {options.np} ranks, {options.seconds:g} s", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        code = soak(folder, options.np, options.seed, options.seconds)
+        code = soak(folder, options.np, options.seed, options.seconds, options.slack_s)
         if code != 0:
             print(f"failed with {code}; repeat with --seed {options.seed} --np {options.np}")
             return 1
@@ -56,15 +57,15 @@ def main() -> int:
     return int(any(too_much for too_much, _ in grown))
 
 
-def soak(folder: Path, size: int, seed: int, seconds: float) -> int:
+def soak(folder: Path, size: int, seed: int, seconds: float, slack_s: float) -> int:
     """Run the ranks; their exit code, or 124 if they did not end in time."""
     command = [sys.executable, "-m", "kolovod", "run", "-np", str(size), "--"]
     command += [sys.executable, str(RANK), str(folder), str(seed), str(seconds)]
     launcher = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
-        return launcher.wait(seconds + SLACK_S)
+        return launcher.wait(seconds + slack_s)
     except subprocess.TimeoutExpired:
-        print(f"hangs: not over {SLACK_S:g} s after its {seconds:g} s", flush=True)
+        print(f"hangs: not over {slack_s:g} s after its {seconds:g} s", flush=True)
         return 124
     finally:
         end(launcher)

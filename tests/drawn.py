@@ -24,6 +24,7 @@ from tensors import NumpyTensors
 
 from kolovod.objects import Objects
 from kolovod.ops import Adasum, Average, Max, Min, Op, Sum
+from kolovod.transfers import Transfers
 
 NON_BLOCKING = (
     *("allreduce",) * 4,
@@ -35,6 +36,7 @@ NON_BLOCKING = (
     "alltoall",
     "reducescatter",
     "grouped_reducescatter",
+    "ring",
 )
 VERBS = (*NON_BLOCKING, "barrier", "broadcast_object", "allgather_object")
 MOST_ELEMENTS = 1 << 20  # of an array; a rank holds a few of that size at a time
@@ -49,6 +51,20 @@ class Task(NamedTuple):
     """Submits it and returns a handle; if it blocks, the result."""
     check: Callable[[Any], None]
     """AssertionError if that is not the result."""
+
+
+class Messages(NamedTuple):
+    """A message that is sent and one that is received."""
+
+    sending: Any
+    receiving: Any
+    into: np.ndarray
+
+    def wait(self) -> tuple[np.ndarray, int]:
+        """What was received, and from which rank."""
+        sender = self.receiving.wait()
+        self.sending.wait()
+        return self.into, sender
 
 
 class Draw:
@@ -240,6 +256,40 @@ class Draw:
 
         given = None if even else [int(rows) for rows in splits[self.place]]
         return Task(f"{dtype} {splits.tolist()}", self.call("alltoall", mine, given), check)
+
+    def ring(self) -> Task:
+        """A message to the next member, and one from the member before, or from anybody."""
+        dtype, shape = self.one_of(NUMPY_DTYPES), self.shape()
+        inputs = self.values(dtype, [shape] * len(self.members))
+        mine = _TENSORS.make(inputs[self.place], dtype, self.one_of((True, True, False)))
+        into = _TENSORS.make(np.zeros(shape), dtype, self.one_of((True, True, False)))
+        before, after = self.place - 1, self.members[(self.place + 1) % len(self.members)]
+        source, sends_first = self.one_of((self.members[before], None)), self.one_of((True, False))
+        # No other operation has this tag, so ranks may submit them in any order.
+        where = {
+            "tag": self.key[-2] * 10_000 + self.key[-1],
+            "process_set": self.named["process_set"],
+        }
+
+        transfers = Transfers(self.kv.frontend, self.kv.world)
+
+        def start() -> Any:
+            sending = transfers.isend(mine, after, **where) if sends_first else None
+            if self.blocking and sends_first and len(self.members) > 1:
+                sender = transfers.recv(into, source, **where)
+                sending.wait()
+                return into, sender
+            receiving = transfers.irecv(into, source, **where)
+            sending = sending or transfers.isend(mine, after, **where)
+            messages = Messages(sending, receiving, into)
+            return messages.wait() if self.blocking else messages
+
+        def check(result: tuple[np.ndarray, int]) -> None:
+            equal(result[0], inputs[before], dtype)
+            equal(mine, inputs[self.place], dtype)
+            assert result[1] == self.members[before]
+
+        return Task(f"{dtype} {shape} from {source}", start, check)
 
     def barrier(self) -> Task:
         return Task("", lambda: self.kv.barrier(**self.named), lambda result: None)

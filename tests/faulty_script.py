@@ -1,7 +1,8 @@
 """A training script of which one rank does something bad at one place; others say what they hear.
 
-``python faulty_script.py PLACE FAULT CULPRIT FRAMEWORK``, where that is numpy, or torch: then
-gradients and checkpoint are PyTorch's.
+``python faulty_script.py PLACE FAULT CULPRIT FRAMEWORK ON_SIGTERM``. FRAMEWORK is numpy, or torch:
+then gradients and checkpoint are PyTorch's. ON_SIGTERM is "ends", or "goes on": then the others
+ignore the launcher's SIGTERM, and say what they hear however slow the machine is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 
-PLACE, FAULT, CULPRIT, FRAMEWORK = sys.argv[1:]
+PLACE, FAULT, CULPRIT, FRAMEWORK, ON_SIGTERM = sys.argv[1:]
 RANK = int(os.environ["KOLOVOD_RANK"])
 IS_CULPRIT = int(CULPRIT) == RANK
 
@@ -104,6 +105,8 @@ def checkpoint():
 
 
 def main():
+    if ON_SIGTERM == "goes on" and not IS_CULPRIT:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     import_all()
     init()
     atexit.register(here, "atexit")  # so called before ours, while the world is there

@@ -63,10 +63,16 @@ def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
     return pids
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, other than as a zombie."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 10
-    while alive := [
-        p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"
-    ]:
+    while alive := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.02)

@@ -25,7 +25,7 @@ from drawn import Draw, Task
 import kolovod
 from kolovod.numpy import collectives
 
-HANG_S = 60.0  # a round has some megabytes; the deadline of one
+HANG_S = 60.0  # the deadline of a round, which has some megabytes, of init() and of shutdown()
 MOST_AT_ONCE = 24
 MOST_SETS = 6
 ROUNDS_BETWEEN_SETS = 25
@@ -47,7 +47,7 @@ class Soak:
     def run(self, seconds: float) -> None:
         """Rounds until rank 0's time is over."""
         for number in itertools.count():
-            faulthandler.dump_traceback_later(HANG_S, exit=True)
+            watch()
             over = np.array([self.passed_s() > seconds])
             if kolovod.broadcast(over, 0)[0]:
                 break
@@ -55,7 +55,6 @@ class Soak:
                 self.change_sets(np.random.default_rng([self.seed, number]))
             self.round(number)
             self.note()
-        faulthandler.cancel_dump_traceback_later()
 
     def passed_s(self) -> float:
         """Since the beginning."""
@@ -146,13 +145,21 @@ def resident_kib() -> dict[str, int]:
     return {name: int(kib) for name, kib in re.findall(r"^(Rss\w+):\s+(\d+) kB", status, re.M)}
 
 
+def watch() -> None:
+    """From now on: what takes longer than HANG_S ends this process, which says where it is."""
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+
+
 def main() -> None:
     """As the command line says."""
     folder, seed, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    watch()
     kolovod.init()
     with open(folder / str(kolovod.rank()), "w") as notes:
         Soak(seed, notes).run(seconds)
+    watch()
     kolovod.shutdown()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

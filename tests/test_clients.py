@@ -11,6 +11,7 @@ import clients
 import environments
 import numpy
 import pytest
+from launched import wait_until_gone
 
 WEIGHTS = numpy.linspace(1, 2, 6, dtype="float32").reshape(2, 3)
 ROW = client_rows.Training(
@@ -155,11 +156,15 @@ def test_a_client_that_fails(run, side, capfd):
 
 
 def test_a_client_that_does_not_end(run, monkeypatch):
-    monkeypatch.setattr(clients, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(clients, "TIMEOUT_S", 2)
     monkeypatch.setattr(environments, "GRACE_S", 0.2)
-    code, line = run(training(ours="trap '' TERM; sleep 60"))
+    pids = clients.FOLDER / "pids"
+    stays = f"trap '' TERM; sleep 60 & echo $$ $! >{pids}; wait"
+    code, line = run(training(ours=stays))
     assert code == 1
     assert f"with Kolovod: ended with {environments.TIMED_OUT}" in line
+    shell, sleep = map(int, pids.read_text().split())
+    wait_until_gone([shell, sleep])
 
 
 def test_a_reference_that_aborts_may_try_again_but_we_may_not(run):

@@ -35,7 +35,10 @@ HOSTS = {
 }
 LIMITS = ("--late-report-s", "1", "--late-failure-s", "2", "--start-timeout-s", "4")
 LIMIT_S = {"import": 4.0, "init": 4.0}  # for a stopped rank; else 2
-HEARD_S, ENDED_S = 5.0, 30.0  # five times what it may take, and more on a machine that is busy
+LONG_LIMITS = ("--late-failure-s", "60", "--start-timeout-s", "60")  # for those that end
+# Five times what it may take, and more on a machine that is busy. It counts since the others ignore
+# SIGTERM, which they get half a second after the fault; SIGKILL comes five seconds after that.
+HEARD_S, ENDED_S = 5.0, 30.0
 AT_ONCE = 3
 WORD = "kolovod: "  # of the launcher's
 
@@ -75,6 +78,8 @@ class Cell(NamedTuple):
     size: int
     way: str
     framework: str = "numpy"
+    obeys: bool = False
+    """Whether SIGTERM ends the others, as in most scripts, so that they have half a second."""
 
     @property
     def culprit(self) -> int:
@@ -85,6 +90,11 @@ class Cell(NamedTuple):
     def is_heard(self) -> bool:
         """Whether the others wait for the culprit."""
         return self.place not in ENDING
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Of the launcher: short ones where they are what ends the wait."""
+        return LIMITS if self.fault == "SIGSTOP" else LONG_LIMITS
 
     @property
     def is_vague(self) -> bool:
@@ -140,9 +150,11 @@ class Cell(NamedTuple):
 def run(cell: Cell, folder: Path) -> list[str]:
     """The job, and what is wrong with its end."""
     mark = secrets.token_hex(16)
-    flags = ["-np", str(cell.size), "--label-hosts", HOSTS[cell.way][cell.size], *LIMITS]
+    flags = ["-np", str(cell.size), "--label-hosts", HOSTS[cell.way][cell.size], *cell.limits]
     script = [str(Path(__file__).with_name("faulty_script.py"))]
-    words = [cell.place, cell.fault, str(cell.culprit), cell.framework]
+    # Of several that wait for a stopped rank the first to give up has the others ended, too.
+    on_sigterm = "ends" if cell.obeys or cell.fault == "SIGSTOP" else "goes on"
+    words = [cell.place, cell.fault, str(cell.culprit), cell.framework, on_sigterm]
     done = subprocess.run(
         [*KOLOVOD, "run", *flags, "--", sys.executable, *script, *words],
         capture_output=True,
@@ -215,6 +227,12 @@ def sample(place: str) -> list[Cell]:
 @pytest.mark.parametrize("place", slow_but(("first op", "atexit"), PLACES))
 def test_two_ranks(place: str, tmp_path: Path) -> None:
     check_all(sample(place), tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
+def test_half_a_second_is_enough_to_hear_of_it(fault: str, tmp_path: Path) -> None:
+    """docs/launching.md: so long after the fault the others get SIGTERM."""
+    check_all([Cell("first op", fault, 2, "shm", obeys=True)], tmp_path)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import environments
 import matrix
 import pytest
+from launched import wait_until_gone
 
 REPORT = '<testsuites><testsuite tests="3" skipped="1" failures="0" errors="0"/></testsuites>'
 ALL_WELL = {"passed": 2, "skipped": 1, "failed": 0}
@@ -40,9 +41,13 @@ def test_a_run_counts_as_it_ended(fake, then, report, wanted):
 
 
 def test_a_run_that_does_not_end_fails(fake, monkeypatch, tmp_path):
-    monkeypatch.setattr(matrix, "TIMEOUT_S", 0.3)
-    assert matrix.counted(fake("exec sleep 30", ""), "row", 0, [])["failed"] == 1
-    assert "ended after 0.3 s" in (tmp_path / "row" / "log0.txt").read_text()
+    monkeypatch.setattr(matrix, "TIMEOUT_S", 2)
+    pids = tmp_path / "pids"
+    stays = fake(f"sleep 60 & echo $$ $! >{pids}; wait", "")
+    assert matrix.counted(stays, "row", 0, [])["failed"] == 1
+    assert "ended after 2 s" in (tmp_path / "row" / "log0.txt").read_text()
+    shell, sleep = map(int, pids.read_text().split())
+    wait_until_gone([shell, sleep])
 
 
 def test_a_row_without_a_test_fails_and_the_users_choice_is_the_last(fake, monkeypatch):

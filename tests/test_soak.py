@@ -21,12 +21,16 @@ SCRIPT = Path(soak.__file__)
 AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(64 << 10), "KOLOVOD_UNUSED_OUTPUT_BYTES": "0"}
 
 
+# So that soak.py itself ends ranks that hang: killed, as after the timeout, it would leave them.
+SLACK = ("--slack-s", "60")
+
+
 def run_soak(*arguments, **variables):
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(SCRIPT), *arguments, *SLACK],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=115,  # 25 s, the slack, and 20 s until they have ended
         env={**os.environ, **variables},
     )
 
@@ -114,19 +118,33 @@ soaking.HANG_S = 3.0
 soaking.Soak.round = lambda self, number: time.sleep(100) if number == 3 else None
 soaking.main()
 """
+HANGS_AT_THE_END = """
+import sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import kolovod, soaking
+soaking.HANG_S = 3.0
+soaking.Soak.run = lambda self, seconds: None
+kolovod.shutdown = lambda: time.sleep(100)
+soaking.main()
+"""
 
 
 @pytest.mark.parametrize(
     ("script", "says"),
-    [(WRONG, r"AssertionError: rank \d, seed 1: .* allreduce "), (HANGS, "Timeout")],
-    ids=["wrong", "hangs"],
+    [
+        (WRONG, r"AssertionError: rank \d, seed 1: .* allreduce "),
+        (HANGS, "Timeout"),
+        (HANGS_AT_THE_END, "Timeout"),
+    ],
+    ids=["wrong", "hangs", "hangs at the end"],
 )
 def test_it_fails(script, says, tmp_path, monkeypatch, capfd):
     changed = tmp_path / "changed.py"
     folder = str(Path(__file__).parent)
     changed.write_text(script.replace("sys.argv.pop(1)", repr(folder)))
     monkeypatch.setattr(soak, "RANK", changed)
-    monkeypatch.setattr(sys, "argv", ["soak.py", "--np", "2", "--seed", "1", "--seconds", "30"])
+    given = ["--np", "2", "--seed", "1", "--seconds", "30", *SLACK]
+    monkeypatch.setattr(sys, "argv", ["soak.py", *given])
     assert soak.main() == 1
     said = capfd.readouterr()
     assert "repeat with --seed 1 --np 2" in said.out

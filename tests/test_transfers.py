@@ -15,6 +15,7 @@ size = kv.size()
 """
 
 PLACES = ["a:2", "a:3", "a:1,b:1", "a:2,b:1", "a:2,b:2"]
+ENCRYPTED = [("a:1,b:1", "1"), ("a:2,b:1", "1")]
 
 
 def run(place, code, **variables):
@@ -24,8 +25,8 @@ def run(place, code, **variables):
     return done.stdout
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_ring_of_all_dtypes_and_sizes(place):
+@pytest.mark.parametrize(("place", "encrypt"), [*((place, "0") for place in PLACES), *ENCRYPTED])
+def test_a_ring_of_all_dtypes_and_sizes(place, encrypt):
     code = """
 after, before = (rank + 1) % size, (rank - 1) % size
 for dtype in ("uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bool"):
@@ -39,7 +40,7 @@ for dtype in ("uint8", "int8", "int32", "int64", "float16", "float32", "float64"
         assert handle.wait() is None
 kv.barrier()
 """
-    run(place, code)
+    run(place, code, KOLOVOD_ENCRYPT=encrypt)
 
 
 @pytest.mark.parametrize("place", ["a:2", "a:1,b:1"])
@@ -208,7 +209,8 @@ else:
     assert re.search(what + r"'rank 1, tag 5' \(recv, [\d.]+ s\); rank 0 waits", text), text
 
 
-def test_messages_while_operations_of_all_are_pending():
+@pytest.mark.parametrize(("place", "encrypt"), [("a:3", "0"), ("a:2,b:2", "0"), *ENCRYPTED])
+def test_messages_while_operations_of_all_are_pending(place, encrypt):
     code = """
 rng = np.random.default_rng(rank)
 for step in range(30):
@@ -228,8 +230,7 @@ for step in range(30):
         np.testing.assert_array_equal(received[r], 100.0 * r + step)
 kv.barrier()
 """
-    for place in ("a:3", "a:2,b:2"):
-        run(place, code)
+    run(place, code, KOLOVOD_ENCRYPT=encrypt)
 
 
 @pytest.mark.parametrize("place", ["a:2", "a:1,b:1", "a:2,b:1"])

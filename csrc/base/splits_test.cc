@@ -65,7 +65,7 @@ TEST(a_part_holds_what_concerns_its_ranks) {
 
 TEST(what_is_not_held_cannot_be_asked_for) {
   const Splits part = Splits::OfAll(Numbered(4)).For({1, 2});
-  CHECK(!Aborts([&] { CHECK(part.sent(1, 3) == 13 && part.received(0, 2) == 2); }));
+  CHECK(part.sent(1, 3) == 13 && part.received(0, 2) == 2);
   CHECK(Aborts([&] { (void)part.sent(0, 1); }));
   CHECK(Aborts([&] { (void)part.received(1, 3); }));
   CHECK(Aborts([&] { (void)part.sent(1, 4); }));

@@ -165,7 +165,10 @@ TEST(a_callback_may_submit_but_not_wait) {
         }));
         for (const Status& status : record.Await(2)) CHECK_OK(status);
         CHECK(first[0] == 2.0f && second[0] == 2.0f);
-        // Who leaves with work pending ends the world, so that an allreduce might fail where it is not over
+        std::vector<float> meet(1, 1.0f);
+        CHECK_OK(rank.Allreduce("meet", meet));  // a wait that was refused has done no harm
+        CHECK(meet[0] == 2.0f);
+        // Who leaves with work pending ends the world, so that the allreduce might fail where it is not over
         // yet.
         through.arrive_and_wait();
       },
