@@ -138,3 +138,23 @@ sys.exit(5 if rank == 0 else 0)
     assert done.returncode == 0  # rank 1's
     fails = script.replace("5 if rank == 0 else 0", "5")
     assert run_code(3, fails, "--keep-going").returncode == 137  # the first failure of all
+
+
+DIES_WHILE_IT_JOINS = """
+import kolovod as kv, kolovod.world
+if rank == 0:
+    sys.exit()
+if rank == 2:
+    kolovod.world.make_engine = lambda *_, **__: os._exit(9)
+try:
+    kv.init(comm=[1, 2])
+except kv.errors.RankLostError as error:
+    print('lost', error.rank, error, flush=True)
+    print('blames', open(os.environ['KOLOVOD_BLAME'].split(':')[1]).read(), flush=True)
+"""
+
+
+def test_who_dies_in_a_world_of_some_of_the_ranks_is_blamed_by_the_launchers_number():
+    said = run_code(3, DIES_WHILE_IT_JOINS, "--keep-going").stdout
+    assert re.search(r"lost 2 rank 1 on host \w+ \(pid \d+, launched as rank 2\)", said), said
+    assert re.search(r"blames 2\b", said), said

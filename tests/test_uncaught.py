@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -10,7 +11,9 @@ import time
 import pytest
 from launched import run_code
 
-from kolovod.uncaught import Watch, first_line
+from kolovod.backends.pair import EnginePair
+from kolovod.launch import blame
+from kolovod.uncaught import Watch, first_line, let_threads_out
 
 # --- the line ---
 
@@ -49,13 +52,6 @@ def test_the_line_is_short():
 # --- the hooks ---
 
 
-@pytest.fixture
-def hooks():
-    before = sys.excepthook, threading.excepthook
-    yield before
-    assert (sys.excepthook, threading.excepthook) == before
-
-
 class Seen(list):
     """A hook that keeps what it was called with."""
 
@@ -69,7 +65,7 @@ def shown(monkeypatch):
     of_main, of_thread = Seen(), Seen()
     monkeypatch.setattr(sys, "excepthook", of_main)
     monkeypatch.setattr(threading, "excepthook", of_thread)
-    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)  # and put back what was there
     return of_main, of_thread
 
 
@@ -150,7 +146,7 @@ def test_where_the_interpreter_goes_on_nobody_is_told(mark, shown, monkeypatch):
     watch.end()
 
 
-def test_a_former_hook_that_waits_delays_the_others_little():
+def test_a_former_hook_that_waits_delays_the_others_little(shown, monkeypatch):
     told, told_at = [], []
 
     def debugger(*_):
@@ -159,13 +155,11 @@ def test_a_former_hook_that_waits_delays_the_others_little():
             time.sleep(0.01)
         told_at.append(list(told))
 
-    before, sys.excepthook = sys.excepthook, debugger
+    monkeypatch.setattr(sys, "excepthook", debugger)
     watch = Watch(told.append)
     raised(ValueError("x"))
     watch.end()
     assert sys.excepthook is debugger
-    sys.excepthook = before
-    del sys.last_value
     assert told_at == [["ValueError: x"]]  # while the hook still ran
     assert told == ["ValueError: x"]
 
@@ -222,6 +216,46 @@ def test_a_thread_that_exits_is_no_failure(shown):
     thread.join()
     assert told == []
     watches[0].end()
+
+
+@pytest.mark.parametrize(
+    ("place", "blamed"),
+    [
+        ("rank 0 on host a (pid 17)", 2),
+        ("rank 0 on host a (pid 17, launched as rank 2)", 2),
+        ("rank 1 on host a (pid 18, launched as rank 4)", None),  # this one
+    ],
+)
+def test_the_rank_that_a_frameworks_error_names_is_blamed(place, blamed, shown, monkeypatch):
+    fd, value = blame.new_file()
+    monkeypatch.setenv(blame.VARIABLE, value)
+    monkeypatch.setattr(blame, "_own", 1)
+    monkeypatch.setattr(blame, "_members", (2, 4))
+    watch = Watch([].append)
+    raised(RuntimeError(f"AbortedError: {place} aborted: ValueError: loss is nan"))
+    watch.end()
+    assert blame.read(fd) == blamed
+    os.close(fd)
+
+
+def test_at_the_end_also_a_thread_that_waits_in_a_pair_of_engines_is_let_out(monkeypatch):
+    gate = threading.Lock()
+
+    class Host:
+        poll = gate.acquire  # waits outside of Python, as an engine does
+
+    monkeypatch.setattr("kolovod.uncaught._OUT_OF_ENGINE_S", 60.0)
+    gate.acquire()
+    inside = threading.Thread(target=EnginePair(Host, None, None).poll, args=[1], daemon=True)
+    inside.start()
+    ending = threading.Thread(target=let_threads_out, daemon=True)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive()
+    gate.release()
+    inside.join(30)
+    ending.join(30)
+    assert not ending.is_alive()
 
 
 # --- real ranks ---

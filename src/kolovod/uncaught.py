@@ -9,7 +9,6 @@ calling it is no loss: then what the interpreter remembers is looked at when it 
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import threading
 import time
@@ -28,8 +27,10 @@ _MOST_BYTES = 500  # what the engine can pass on is longer, but has more to say
 _MOST_LINKS = 16  # of a chain of exceptions
 _PATIENCE_S = 0.5
 _OUT_OF_ENGINE_S = 1.0
-_NAMED_RANK = re.compile(r"\brank (\d{1,6}) on host \S+ \(pid \d+\)")
-_INSIDE = frozenset({"kolovod.handles", "kolovod.submission", "kolovod.torch.sender"})
+_INSIDE = frozenset(
+    {"kolovod.backends.pair", "kolovod.handles", "kolovod.submission", "kolovod.torch.sender"}
+)
+"""The modules that call what waits in an engine."""
 
 
 def first_line(error: BaseException) -> str:
@@ -165,8 +166,7 @@ def _note_cause(error: BaseException) -> None:
             return
         rank = link.rank if isinstance(link, CollectiveAbortedError) else None
         if rank is None:  # an op in a graph fails with its framework's error
-            found = _NAMED_RANK.search(str(link))
-            rank = int(found[1]) if found else None
+            rank = blame.named_in(str(link))
         if rank is not None:
             blame.note_member(rank)
             return

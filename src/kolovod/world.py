@@ -191,9 +191,10 @@ def init(
     fails, so does ``init``. An empty list makes sure that the others give none either.
 
     Returns when all ranks are there. Raises StartTimeoutError if one does not come (the limit is
-    KOLOVOD_START_TIMEOUT_S), RankLostError (``rank`` is a launcher rank then) if one has ended,
-    InvalidArgumentError for a wrong comm or a wrong environment, NotInitializedError in a process
-    forked from a rank, AuthenticationError, BootstrapError.
+    KOLOVOD_START_TIMEOUT_S), RankLostError if one has ended (its ``rank`` is a launcher
+    rank, also where the message begins with the new one: "rank 0 on host a (pid 17, launched as
+    rank 2)"), InvalidArgumentError for a wrong comm or a wrong environment, NotInitializedError in
+    a process forked from a rank, AuthenticationError, BootstrapError.
     """
     global _world
     if comm is not None and not mpi.is_communicator(comm):
@@ -217,6 +218,7 @@ def init(
         try:
             _world = _make_world(_ready(place, members, settings), place, settings)
         except CollectiveAbortedError as error:
+            error.rank = blame.launched_as(error.rank, str(error))
             blame.note(error.rank)
             raise
         _watch(_world)

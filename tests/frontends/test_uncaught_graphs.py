@@ -15,9 +15,11 @@ from slow import slow_but
 import kolovod
 from kolovod.testing import RankFailed
 
+IN_PYTHON = "in Python"
 
-def hear(wait, raises, folder):
-    """Rank 1 raises what ``raises`` does; the others write down what they hear in ``wait``."""
+
+def hear(where, wait, fail, folder):
+    """Rank 1 fails in Python or, elsewhere, by ``fail()``; the others note what ``wait()`` says."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which then wants all to end
     kolovod.init()
     pids = kolovod.allgather_object(os.getpid())
@@ -27,7 +29,9 @@ def hear(wait, raises, folder):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.2)  # so that they are in the operation, most likely
-        raises()
+        if where == IN_PYTHON:
+            raise ValueError("loss is nan")
+        fail()
     (folder / str(kolovod.rank())).touch()
     try:
         wait()
@@ -36,17 +40,19 @@ def hear(wait, raises, folder):
         raise
 
 
-def check(run_ranks, work, folder, text):
+def check(where, run_ranks, work, folder, module):
+    """``module``: where the error is from, unless it is raised in Python."""
     with pytest.raises(RankFailed, match="loss is nan") as caught:
         run_ranks(3, work, timeout_s=100)
     assert caught.value.rank == 1
+    text = "ValueError: loss is nan" if where == IN_PYTHON else module
     for rank in (0, 2):
         said = (folder / str(rank)).read_text()
         assert f"rank 1 on host localhost (pid PID) aborted: {text}" in said
 
 
 @pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
-@pytest.mark.parametrize("where", slow_but(("in an op",), ("in Python", "in an op")))
+@pytest.mark.parametrize("where", slow_but(("in an op",), (IN_PYTHON, "in an op")))
 def test_others_are_inside_a_tf_function(where, tmp_path):
     def work(rank):
         import tensorflow as tf
@@ -62,19 +68,13 @@ def test_others_are_inside_a_tf_function(where, tmp_path):
             with tf.control_dependencies([tf.debugging.assert_near(x, x, message="loss is nan")]):
                 return kv.allreduce(x, name="gradient")
 
-        def raises():
-            if where == "in Python":
-                raise ValueError("loss is nan")
-            checked(tf.fill(3, np.nan))
+        hear(where, lambda: step(tf.ones(3)), lambda: checked(tf.fill(3, np.nan)), tmp_path)
 
-        hear(lambda: step(tf.ones(3)), raises, tmp_path)
-
-    error = "ValueError: loss is nan" if where == "in Python" else "tensorflow.python."
-    check(run_tensorflow_ranks, work, tmp_path, error)
+    check(where, run_tensorflow_ranks, work, tmp_path, "tensorflow.python.")
 
 
 @pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed")
-@pytest.mark.parametrize("where", slow_but(("in a callback",), ("in Python", "in a callback")))
+@pytest.mark.parametrize("where", slow_but(("in a callback",), (IN_PYTHON, "in a callback")))
 def test_others_are_inside_a_jitted_function(where, tmp_path):
     def work(rank):
         import jax
@@ -93,13 +93,9 @@ def test_others_are_inside_a_jitted_function(where, tmp_path):
         def checked(x):
             return kv.allreduce(jax.pure_callback(failing, x, x), name="gradient")
 
-        def raises():
-            if where == "in Python":
-                raise ValueError("loss is nan")
-            jax.block_until_ready(checked(jnp.ones(3)))
+        def run(function):
+            jax.block_until_ready(function(jnp.ones(3)))
 
-        hear(lambda: jax.block_until_ready(step(jnp.ones(3))), raises, tmp_path)
+        hear(where, lambda: run(step), lambda: run(checked), tmp_path)
 
-    check(
-        run_jax_ranks, work, tmp_path, "ValueError: loss is nan" if where == "in Python" else "jax"
-    )
+    check(where, run_jax_ranks, work, tmp_path, "jax")

@@ -127,6 +127,12 @@ def set_policy(t):
         t.keras.mixed_precision.set_global_policy("float32")
 
 
+def read(t):
+    rate = t.sgd(0.1).learning_rate
+    assert float(rate) == pytest.approx(0.1)
+    assert float(t.tf.keras.backend.get_value(rate)) == float(rate)
+
+
 def assigned(t):
     optimizer = t.sgd(0.1)
     optimizer.learning_rate = 0.2
@@ -162,10 +168,7 @@ KERAS = {
     ),
     "module 'keras.backend' has no attribute 'get_value'": (
         lambda t: t.K.get_value(t.sgd(0.1).learning_rate),
-        lambda t: (
-            float(t.sgd(0.1).learning_rate)
-            == float(t.tf.keras.backend.get_value(t.sgd(0.1).learning_rate))
-        ),
+        read,
     ),
     "module 'keras.backend' has no attribute 'set_value'": (
         lambda t: t.K.set_value(t.sgd(0.1).learning_rate, 0.2),

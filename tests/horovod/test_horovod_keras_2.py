@@ -85,6 +85,76 @@ def check_given(tf, keras, hvd, rank):
         assert x.numpy() == 4.5
 
 
+def check_several_computed(tf, keras, hvd, rank):
+    """Two losses, one optimizer: computed one after the other, then applied, none combined twice.
+
+    Each way of applying has both gradients (3 and 30, of both ranks) in their variables once.
+    """
+
+    def together(apply, first, second):
+        apply([*first, *second])
+
+    def crosswise(apply, first, second):
+        apply(second)
+        apply(first)
+
+    def changed(apply, first, second):
+        first, second = ([(g * 1.0, v) for g, v in pairs] for pairs in (first, second))
+        apply(first)
+        apply(second)
+
+    def one_changed(apply, first, second):
+        apply(first)
+        apply([(g * 1.0, v) for g, v in second])
+
+    for number in range(2):
+        for way in (together, crosswise, changed, one_changed):
+            for shared in (False, True):
+                for to_step in (lambda step: step, tf.function):
+                    if shared and way in (together, changed):
+                        continue  # of a variable nothing tells changed gradients from one another
+                    x, y = tf.Variable(0.0), tf.Variable(0.0)
+                    optimizer = hvd.DistributedOptimizer(both(keras)[number], op=hvd.Sum)
+                    build_in_keras_2(optimizer, [x, y])
+                    last = x if shared else y
+
+                    def step(optimizer=optimizer, x=x, last=last, way=way):
+                        first = computed(optimizer, lambda: (rank + 1.0) * x, [x])
+                        second = computed(optimizer, lambda: 10.0 * (rank + 1.0) * last, [last])
+                        way(optimizer.apply_gradients, first, second)
+
+                    step = to_step(step)
+                    for count in (1.0, 2.0):
+                        step()
+                        wanted = [33.0, 0.0] if shared else [3.0, 30.0]
+                        found = [x.numpy(), y.numpy()]
+                        assert found == [count * w for w in wanted], (way.__name__, shared)
+
+
+def check_handed_out_once(tf, keras, hvd, rank):
+    """What was computed and not applied stands for the next of its variable only, and is known."""
+    for optimizer in both(keras):
+        x, y = tf.Variable(0.0), tf.Variable(0.0)
+        optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+        build_in_keras_2(optimizer, [x, y])
+        own = tf.constant(rank + 1.0)
+        pairs = computed(optimizer, lambda x=x: (rank + 1.0) * x, [x])
+        for count in (1.0, 2.0):  # the same ones again are as combined as before
+            optimizer.apply_gradients(pairs)
+            assert x.numpy() == 3.0 * count
+        optimizer.apply_gradients([(own, x)])
+        assert x.numpy() == 9.0
+        computed(optimizer, lambda x=x: 5.0 * x, [x])  # looked at only
+        pairs = computed(optimizer, lambda x=x: (rank + 1.0) * x, [x])
+        optimizer.apply_gradients([(own, y), *pairs])  # one of them is this rank's own
+        assert (x.numpy(), y.numpy()) == (12.0, 3.0)
+        optimizer.apply_gradients([(own, x), (own, y)])
+        assert (x.numpy(), y.numpy()) == (15.0, 6.0)
+        del pairs
+        assert not optimizer._kolovod_reducer._handed_out
+        assert not optimizer._kolovod_reducer._not_applied
+
+
 def check_overridden(tf, keras, hvd, rank):
     """A subclass sees its own gradients where it computes, and all ranks' where it aggregates."""
     seen = []
@@ -278,6 +348,8 @@ def test_what_scripts_reach_for():
         hvd.init()
         check_computed(tf, keras, hvd, rank)
         check_given(tf, keras, hvd, rank)
+        check_several_computed(tf, keras, hvd, rank)
+        check_handed_out_once(tf, keras, hvd, rank)
         check_overridden(tf, keras, hvd, rank)
         check_passes(tf, keras, hvd, rank)
         check_infinities(tf, keras, hvd, rank)

@@ -8,11 +8,9 @@ from typing import Any
 import tensorflow as tf
 
 from horovod.common.process_sets import global_process_set, group_of
-from kolovod.ops import Average
 from kolovod.tensorflow.aggregation import LocalAggregation
 from kolovod.tensorflow.differentiable import VerbsOfSet
-from kolovod.tensorflow.exchange import variable_of
-from kolovod.tensorflow.gradients import scaled
+from kolovod.tensorflow.exchange import divided, variable_of
 from kolovod.tensorflow.verbs import collectives
 
 Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -114,7 +112,7 @@ class Helper(Aggregation):
         if self.scale_local_gradients:
             members = VerbsOfSet(collectives, group_of(self.process_set))
             for i in set(range(len(results))) - set(shared):
-                results[i] = scaled(results[i], Average, (1.0, 1.0), members)
+                results[i] = divided(results[i], members)
         return results
 
 

@@ -26,6 +26,7 @@ from kolovod.ops import Op
 
 _ALLREDUCE = _native.VERBS["allreduce"]
 _JOIN = _native.VERBS["join"]
+_MESSAGES = frozenset((_native.VERBS["send"], _native.VERBS["recv"]))
 _MARKER = (_native.DTYPES["bool"], (0, 0, 0, 0, 0, 0, 0), 0, 0)
 _FOREVER = -1.0
 _EXPLANATION = (
@@ -87,13 +88,17 @@ class EnginePair:
     def _submit_to_host(
         self, verb: int, name: str, tensors: Sequence[Entry], rest: tuple[Any, ...]
     ) -> int:
-        """Counts what has no name as the native engine does: before it refuses anything."""
+        """Counts what has no name as the native engine does: before it refuses anything.
+
+        Messages have no numbers: a rank may have sent more of them than another has received.
+        """
+        is_counted = not name and verb not in _MESSAGES
         try:
             number = self.host.submit(verb, name, tensors, *rest)
         except _native.EngineError:
-            self._unnamed += not name
+            self._unnamed += is_counted
             raise
-        self._unnamed += not name
+        self._unnamed += is_counted
         return number
 
     def _skip_number(self) -> None:

@@ -168,11 +168,12 @@ class InKeras2(Distributed):
         pairs = list(grads_and_vars)
         reducer = self._kolovod_reducer
         variables = [variable for _, variable in pairs]
-        found = reducer.take_back(variables)
-        if found is None:
-            pairs, is_last = self._kolovod_combined(pairs)
-        else:
-            (is_last,) = found
+        found = reducer.take_back(pairs)
+        is_last = next((out.note for out in found if out is not None), None)
+        if (own := [i for i, out in enumerate(found) if out is None]) or not pairs:
+            combined, is_last = self._kolovod_combined([pairs[i] for i in own])
+            for i, pair in zip(own, combined, strict=True):
+                pairs[i] = pair
 
         def applied() -> Any:
             return super(InKeras2, self).apply_gradients(pairs, *args, **kwargs)  # type: ignore[misc]
@@ -198,7 +199,7 @@ class InKeras2(Distributed):
     def _kolovod_handed_out(self, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         """The same, which ``apply_gradients`` will take as they are, or as they have become."""
         combined, is_last = self._kolovod_combined(pairs)
-        self._kolovod_reducer.hand_out([variable for _, variable in combined], is_last)
+        self._kolovod_reducer.hand_out(combined, is_last)
         return combined
 
 

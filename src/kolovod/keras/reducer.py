@@ -8,7 +8,9 @@ once too: what it sends becomes a part of the program.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from kolovod import _native
@@ -38,12 +40,10 @@ class Way(NamedTuple):
 
 
 class HandedOut(NamedTuple):
-    """Combined gradients that have not been applied yet."""
+    """Combined gradients that whoever computes and applies them has got."""
 
     place: Any
     """Where they are of use: see the backend's ``place``."""
-    keys: set[Hashable]
-    """Of their variables."""
     note: Any
 
 
@@ -59,7 +59,10 @@ class GradientReducer:
         """Variables, and layers, that may have no variables yet."""
         self.latest: Sequence[Any] = ()
         """The variables whose gradients are being applied."""
-        self._handed_out: HandedOut | None = None
+        self._handed_out: dict[int, tuple[weakref.ref[Any], HandedOut]] = {}
+        """By ``id`` of a gradient, as long as that exists."""
+        self._not_applied: dict[Hashable, HandedOut] = {}
+        """By variable: the last that was handed out and has not been applied, or only changed."""
         self._key = key
         self._number = 0
         self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
@@ -104,20 +107,34 @@ class GradientReducer:
             results[i] = wait()
         return results
 
-    def hand_out(self, variables: Sequence[Any], note: Any) -> None:
-        """Whoever computes gradients and applies them has got those of ``variables``, combined."""
-        keys = {self._key(variable) for variable in variables}
-        self._handed_out = HandedOut(self.backend.place(), keys, note)
+    def hand_out(self, pairs: Sequence[tuple[Any, Any]], note: Any) -> None:
+        """``pairs`` of combined gradients and variables are about to be returned."""
+        out, known = HandedOut(self.backend.place(), note), self._handed_out
 
-    def take_back(self, variables: Sequence[Any]) -> tuple[Any] | None:
-        """The note, if what is now applied to ``variables`` is what was handed out; else None."""
-        out, self._handed_out = self._handed_out, None
-        keys = {self._key(variable) for variable in variables}
-        if out is None or not keys <= out.keys or not self.backend.is_within(out.place):
-            return None
-        if keys < out.keys:  # the others' turn may come
-            self._handed_out = out._replace(keys=out.keys - keys)
-        return (out.note,)
+        for grad, variable in pairs:
+            self._not_applied[self._key(variable)] = out
+            if grad is not None:
+                number = id(grad)
+                known[number] = weakref.ref(grad, partial(_forget, known, number)), out
+
+    def take_back(self, pairs: Sequence[tuple[Any, Any]]) -> list[HandedOut | None]:
+        """Which of ``pairs``, of gradients and variables, to be applied now, were handed out.
+
+        First, the very gradients, whenever and however often they are applied. Then what comes for
+        a variable whose gradient was handed out last, and has not been applied: so many things
+        can be done to a gradient that nothing tells a changed one from another.
+        """
+        found = []
+        for grad, variable in pairs:
+            key = self._key(variable)
+            _, out = self._handed_out.get(id(grad), (None, None))
+            waiting = self._not_applied.get(key)
+            if out is None and waiting is not None and self.backend.is_within(waiting.place):
+                out = waiting
+            if out is None or out is waiting:
+                self._not_applied.pop(key, None)
+            found.append(out)
+        return found
 
     def total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""
@@ -290,6 +307,10 @@ class GradientReducer:
                         f"{variable!r} is in groups {found[key]} and {number}: give it once"
                     )
         return found
+
+
+def _forget(known: dict[int, Any], number: int, _: object) -> None:
+    known.pop(number, None)
 
 
 def _bytes_of(dtype: str) -> int:

@@ -14,15 +14,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["VARIABLE", "first_cause", "formed", "new_file", "note", "note_member", "parse", "read"]
+__all__ = [
+    "VARIABLE",
+    "first_cause",
+    "formed",
+    "launched_as",
+    "named_in",
+    "new_file",
+    "note",
+    "note_member",
+    "parse",
+    "read",
+]
 
 VARIABLE = "KOLOVOD_BLAME"
 _BYTES = 8
 _BLANK = b" " * _BYTES
 _PREFIX = "kolovod-blame-"
+_NAMED = re.compile(
+    r"\brank (?P<rank>\d{1,6}) on host \S+ "
+    r"\(pid \d+(?:, launched as rank (?P<launched>\d{1,6}))?\)"
+)
+"""See ``mesh.describe``."""
 
 _own = -1
 _members: Sequence[int] = ()
@@ -63,6 +80,23 @@ def note_member(rank: int | None) -> None:
     """``note`` for a rank of this world; does nothing for this rank itself."""
     if rank is not None and rank != _own and 0 <= rank < len(_members):
         note(_members[rank])
+
+
+def named_in(text: str) -> int | None:
+    """The rank that ``text`` names first, as the engine names ranks: its number in the world."""
+    found = _NAMED.search(text)
+    return int(found["rank"]) if found else None
+
+
+def launched_as(rank: int | None, text: str) -> int | None:
+    """The launcher's number of ``rank``, by what ``text``, of an error while a world forms, says.
+
+    Those who have met have new numbers, and are named by both where these differ; before that,
+    ranks have the launcher's numbers only.
+    """
+    found = _NAMED.search(text)
+    is_both = found is not None and found["launched"] and int(found["rank"]) == rank
+    return int(found["launched"]) if found is not None and is_both else rank
 
 
 def read(fd: int) -> int | None:

@@ -102,7 +102,8 @@ class GradientExchange:
             if gradient is None:
                 continue
             if id(variable_of(source)) in local:
-                results[i] = self._divided(gradient) if self._scale_local else gradient
+                members = VerbsOfSet(self.verbs, self.process_set)
+                results[i] = divided(gradient, members) if self._scale_local else gradient
             elif not isinstance(gradient, tf.IndexedSlices):
                 dense.append(i)
             elif self._sparse_as_dense:
@@ -143,14 +144,6 @@ class GradientExchange:
             for i, together in zip(part, combined, strict=True):
                 results[i] = together
 
-    def _divided(self, gradient: Gradient) -> Gradient:
-        """By the number of ranks: in a graph by that of the time when it is run."""
-        members = VerbsOfSet(self.verbs, self.process_set)
-        if not isinstance(gradient, tf.IndexedSlices):
-            return scaled(gradient, Average, (1.0, 1.0), members)
-        values = scaled(gradient.values, Average, (1.0, 1.0), members)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-
     def _buckets(
         self, dense: list[int], gradients: list[Gradient], sources: Sequence[Any]
     ) -> list[list[int]]:
@@ -185,6 +178,14 @@ class GradientExchange:
             neighbours.append(i)
             filled += size
         return buckets
+
+
+def divided(gradient: Gradient, members: VerbsOfSet) -> Gradient:
+    """``gradient`` by the number of ranks: in a graph by that of the time when it is run."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return scaled(gradient, Average, (1.0, 1.0), members)
+    values = scaled(gradient.values, Average, (1.0, 1.0), members)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def variable_of(source: Any) -> Any:

@@ -76,7 +76,10 @@ def test_conformance(size):
 
 def several_things(rank):
     """One world after the other, in the same processes, which take long to start."""
-    works = (trains, waits_for_the_producer, adds_adasum, mixes, refuses, joins_first, shares_a_gpu)
+    works = (
+        trains, waits_for_the_producer, adds_adasum, sends, mixes, refuses, joins_first,
+        shares_a_gpu,
+    )  # fmt: skip
     return {work.__name__: work(rank) for work in works}
 
 
@@ -140,6 +143,36 @@ def waits_for_the_producer(rank):
 
 def test_a_bucket_comes_after_what_its_submitters_streams_had_before_it(of_two_ranks):
     assert of_two_ranks["waits_for_the_producer"] == [([1.5] * 4, 1)] * 2
+
+
+def sends(rank):
+    """Unequal numbers of messages, and one refused, before operations without a name."""
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    received = np.zeros(2)
+    if rank == 0:
+        handles = [kolovod.isend(np.full(2, 7.0 + number), 1) for number in range(2)]
+        with pytest.raises(InvalidArgumentError, match="rank 7 is not in"):
+            kolovod.isend(np.zeros(2), 7)
+    else:
+        kolovod.recv(received, 0)
+    handle = kv.allreduce_async(torch.ones(3), None, Sum)
+    total = handle.wait(20).tolist()  # less than the stand-in's own limit
+    if rank == 1:
+        kolovod.recv(received, 0)
+    else:
+        for handle in handles:
+            handle.wait(20)
+    ends_in_the_middle()
+    return total, received.tolist()
+
+
+def test_messages_do_not_number_what_has_no_name(of_two_ranks):
+    assert of_two_ranks["sends"] == [([2] * 3, [0, 0]), ([2] * 3, [8, 8])]
 
 
 def mixes(rank):

@@ -5,7 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-from launched import run
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from launched import KOLOVOD
+from torch_launching import start
 
 BEGIN = """
 import copy, datetime
@@ -16,26 +20,24 @@ rank, size = dist.get_rank(), dist.get_world_size()
 """
 
 
-def check(size, code, *flags):
-    done = run(
-        "run",
-        "-np",
-        str(size),
-        *flags,
-        "--",
-        sys.executable,
-        "-c",
-        BEGIN + code + "\ndist.barrier()\n",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def check(tmp_path):
+    """Runs ``code`` on each of ``size`` ranks; what they print."""
+
+    def run(size, code, *flags):
+        command = [*KOLOVOD, "run", "-np", str(size), *flags, "--", sys.executable]
+        done = start(command, BEGIN + code + "\ndist.barrier()\n", tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
 
 
 DTYPES = "float32 bfloat16 int16 bool complex64 float8_e4m3fn"
 
 
 @pytest.mark.parametrize("place", ["a:3", "a:2,b:1"])
-def test_all_kinds_of_tensors(place):
+def test_all_kinds_of_tensors(place, check):
     code = f"""
 after, before = (rank + 1) % size, (rank - 1) % size
 tag = 0
@@ -66,7 +68,7 @@ work.wait()
     check(3, code, "--label-hosts", place)
 
 
-def test_a_batch_in_groups_and_a_collective_that_reads_what_is_received():
+def test_a_batch_in_groups_and_a_collective_that_reads_what_is_received(check):
     code = """
 pair = dist.new_group([1, 2])
 if rank > 0:
@@ -96,7 +98,7 @@ elif rank == 1:
     check(3, code)
 
 
-def test_a_wait_ends_at_its_limit():
+def test_a_wait_ends_at_its_limit(check):
     code = """
 if rank == 0:
     work = dist.irecv(torch.zeros(3), 1)
@@ -113,7 +115,7 @@ else:
     assert "recv 'rank 1, tag 0'" in check(2, code)
 
 
-def test_pipeline_parallel_training():
+def test_pipeline_parallel_training(check):
     """Two stages by torch.distributed.pipelining give the losses of the whole model."""
     code = """
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -140,7 +142,7 @@ if rank == 1:
     check(2, code)
 
 
-def test_our_own_verbs_on_tensors():
+def test_our_own_verbs_on_tensors(check):
     code = """
 other = 1 - rank
 handle = kv.isend(torch.full((3,), float(rank), requires_grad=True), other, tag=8)
