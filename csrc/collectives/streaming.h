@@ -50,11 +50,11 @@ class StreamingChooser {
   bool streaming() const { return streaming_; }
 
  private:
-  static constexpr uint64_t kGroup = 8;         // chunks
-  static constexpr uint64_t kLong = 16;         // chunks: a group of each way
-  static constexpr size_t kSamples = 18;        // of each way, in a trial: three ranges of 16 chunks
-  static constexpr uint64_t kFirstTrials = 4;   // two pairs
-  static constexpr uint64_t kEvery = 64 * 256;  // chunks between later pairs
+  static constexpr uint64_t kGroup = 8;        // chunks
+  static constexpr uint64_t kLong = 16;        // chunks: a group of each way
+  static constexpr size_t kSamples = 18;       // of each way, in a trial: three ranges of 16 chunks
+  static constexpr uint64_t kFirstTrials = 4;  // two pairs
+  static constexpr uint64_t kEvery = 64 * 64;  // chunks between later pairs
 
   static int64_t Median(std::vector<int64_t>& values) {
     const auto middle = values.begin() + static_cast<int64_t>(values.size() / 2);

@@ -65,9 +65,9 @@ TEST(a_machine_that_changes_is_noticed) {
   StreamingChooser chooser(false);
   for (int i = 0; i < 10; ++i) Run(chooser, 64, 100, 200);
   CHECK(!chooser.streaming());
-  CHECK(Until(chooser, true, 64, 500, 100, 1000) <= 260);
+  CHECK(Until(chooser, true, 64, 500, 100, 200) <= 66);
   CHECK(chooser.streaming());
-  CHECK(Until(chooser, false, 16, 100, 500, 5000) <= 1040);
+  CHECK(Until(chooser, false, 16, 100, 500, 1000) <= 264);
   CHECK(!chooser.streaming());
 }
 
