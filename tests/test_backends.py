@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 import conformance
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from kolovod import _native, backends
 from kolovod.backends.arithmetic import divided, narrowed, scaled, widened
+from kolovod.backends.device_driver import DeviceDriver
 from kolovod.backends.meeting import Meeting
 from kolovod.collectives import Collectives
 from kolovod.errors import (
@@ -18,6 +20,7 @@ from kolovod.errors import (
     InternalError,
     InvalidArgumentError,
     KolovodError,
+    MismatchError,
     WaitTimeoutError,
 )
 from kolovod.numpy import NumpyFrontend
@@ -209,12 +212,48 @@ def test_a_death_is_a_better_reason_than_the_foreign_engines():
         driver.stop()
 
 
+def test_why_the_gpus_were_not_connected_is_told_in_the_meetings_words():
+    class Unconnected:
+        to_host = to_device = None
+
+        def mark(self, index):
+            return None
+
+        def connect(self, index):
+            raise MismatchError("rank 1 submitted something else")
+
+    driver = DeviceDriver(None, Unconnected(), 0, 2)
+    with driver.expecting(0, []):
+        pass
+    said = driver._carry({"verb": _native.VERBS["allreduce"], "tensors": []})
+    assert "let every rank do an operation on its GPU before any of them joins" in said
+    assert "rank 1 submitted something else" in said
+
+
 # Making the backends ------------------------------------------------------------------------------
 
 
 def test_unknown_backend():
     with pytest.raises(InvalidArgumentError, match=r"'smoke'.*native, gloo, mpi"):
         backends.load("smoke", None, None)
+
+
+def test_a_backend_whose_thread_cannot_start_is_closed(monkeypatch):
+    def fail(driver):
+        raise RuntimeError("can't start new thread")
+
+    backend = Alone()
+    monkeypatch.setattr(backends, "load", lambda *_: backend)
+    monkeypatch.setattr(backends.ExternalDriver, "start", fail)
+    config = _native.config_defaults()
+    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external=True)
+    world = SimpleNamespace(engine=engine, rank=0, size=1, core=None)
+    try:
+        with pytest.raises(RuntimeError, match="new thread"):
+            backends.start("gloo", world)
+    finally:
+        engine.shutdown()
+    assert backend.calls == {"close"}
 
 
 def meeting_of(kv):

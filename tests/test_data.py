@@ -113,6 +113,40 @@ def test_no_thread_is_left(how):
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("how", ["close", "iterate anew"])
+def test_a_loop_whose_loader_is_closed_under_it_ends(how):
+    loader = AsyncNumbers(2, False, 1_000_000)
+    seen = []
+
+    def consume():
+        for number in loader:
+            seen.append(number)
+            if len(seen) == 3:
+                if how == "close":
+                    loader.close_async_loader()
+                else:
+                    next(iter(loader))
+
+    consumer = threading.Thread(target=consume, daemon=True)
+    consumer.start()
+    consumer.join(30)
+    assert not consumer.is_alive()
+    assert 3 <= len(seen) < 10
+    assert seen == list(range(0, 10 * len(seen), 10))
+
+
+def test_two_loops_over_one_loader_end():
+    loader = AsyncNumbers(2, False, 1_000_000)
+    pairs = []
+    consumer = threading.Thread(
+        target=lambda: pairs.extend(zip(loader, loader, strict=False)), daemon=True
+    )
+    consumer.start()
+    consumer.join(30)
+    assert not consumer.is_alive()
+    assert len(pairs) < 10
+
+
 def test_a_loader_must_say_how():
     with pytest.raises(NotImplementedError, match="BaseDataLoader needs _iterate"):
         next(iter(BaseDataLoader()))

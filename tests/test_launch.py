@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launched import DEADLINE_S, launcher, read_pids, run, run_code, wait_until_gone
 
+from kolovod.errors import InvalidArgumentError
 from kolovod.launch import spawn
 from kolovod.launch.spawn import Job, JobOptions
 
@@ -291,3 +292,25 @@ open({str(tmp_path / "done")!r}, 'w').close()
         assert process.wait(timeout=DEADLINE_S) == 0
         process.stdout = None
     assert (tmp_path / "done").exists()
+
+
+def test_a_full_disk_does_not_stop_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    code = "for i in range(300): print('x' * 1000)\nprint('the end')"  # more than a pipe holds
+    done = run_code(2, code, "--output-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the end") == 2
+    named = f"kolovod: {tmp_path}/rank.0/stdout is incomplete: [Errno 28] No space left on device"
+    assert done.stderr.count(named) == 1
+    assert done.stderr.count("incomplete") == 1
+    assert (tmp_path / "rank.1" / "stdout").read_text().endswith("the end\n")
+
+
+def test_a_job_with_a_setting_that_is_refused_opens_nothing(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    wrong = JobOptions({"KOLOVOD_LATE_REPORT_S": "soon"}, output_dir=tmp_path / "logs")
+    with pytest.raises(InvalidArgumentError, match="KOLOVOD_LATE_REPORT_S"):
+        Job(2, wrong)
+    assert os.listdir("/proc/self/fd") == before
+    assert not (tmp_path / "logs").exists()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kolovod.launch.output import LineSplitter
+from kolovod.launch.output import LineSplitter, Output
 
 
 @given(st.text(alphabet="ab\r\né↻", max_size=40), st.lists(st.integers(0, 80), max_size=6))
@@ -37,3 +39,47 @@ def test_an_endless_line_is_cut() -> None:
     lines = [line for _ in range(40) for line in splitter.feed(b"x" * 10_000)]
     assert 1 <= len(lines) <= 6
     assert all(len(line) <= 100_000 for line in lines)
+
+
+def test_a_file_that_cannot_be_written_is_named_once_and_given_up(tmp_path: Path) -> None:
+    full = tmp_path / "rank.0" / "stdout"
+    full.parent.mkdir()
+    full.symlink_to("/dev/full")
+    console, said = io.StringIO(), list[str]()
+    output = Output(2, {"stdout": console}, None, tmp_path, said.append)
+    for rank in (0, 1, 0):
+        output.write(rank, "stdout", b"line\n")
+    output.close()
+    output.close()
+    assert len(said) == 1
+    assert said[0].startswith(f"{full} is incomplete: [Errno 28]")
+    assert console.getvalue() == "[0]<stdout>:line\n[1]<stdout>:line\n[0]<stdout>:line\n"
+    assert (tmp_path / "rank.1" / "stdout").read_bytes() == b"line\n"
+
+
+class _FailsAtItsEnd(io.BytesIO):
+    """As files of NFS may."""
+
+    name = "file 0"
+
+    def close(self) -> None:
+        raise OSError(122, "Disk quota exceeded")
+
+
+def test_a_file_that_cannot_be_closed_is_named_and_the_others_are_closed(tmp_path: Path) -> None:
+    def report(text: str) -> None:
+        said.append(text)
+        raise RuntimeError("a caller's mistake")
+
+    said = list[str]()
+    output = Output(2, {"stdout": None}, None, tmp_path, report)
+    first, second = output._streams.values()
+    first.file = _FailsAtItsEnd()
+    file = second.file
+    output.close()
+    output.close()
+    assert said == [
+        "file 0 is incomplete: [Errno 122] Disk quota exceeded; the job goes on without it"
+    ]
+    assert file is not None
+    assert file.closed

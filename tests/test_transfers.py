@@ -107,6 +107,10 @@ if rank == 0:
     error(lambda: kv.send(x, 2))
     error(lambda: kv.send(x, -1))
     error(lambda: kv.send(x, "1"))
+    error(lambda: kv.isend(x, "2"))
+    error(lambda: kv.recv(x, "3"))
+    error(lambda: kv.irecv(x, "4"))
+    error(lambda: kv.send(x, 1 << 31))
     error(lambda: kv.send(x, 0))
     error(lambda: kv.recv(x, 0))
     error(lambda: kv.recv(x, 1, tag=-1))
@@ -134,7 +138,10 @@ kv.barrier()
     assert done.returncode == 0, text + done.stderr
     assert "InvalidArgumentError: send: rank 2 is not in 0..1" in lines
     assert "InvalidArgumentError: dst is -1: give the number of a rank" in lines
-    assert "InvalidArgumentError: the other rank is '1': give the number of a rank" in lines
+    for number, label in enumerate(("dst", "dst", "src", "src"), 1):
+        wrong = f"InvalidArgumentError: {label} is '{number}': give the number of a rank"
+        assert wrong in lines, text
+    assert f"InvalidArgumentError: dst is {1 << 31}: there are not so many ranks" in lines
     assert any("send to rank 0, which is this one" in line for line in lines)
     assert any("recv from rank 0, which is this one" in line for line in lines)
     assert any("tag is -1" in line for line in lines)

@@ -104,7 +104,8 @@ class AsyncDataLoaderMixin:
     """Put before a loader: ``class Async(AsyncDataLoaderMixin, Loader)``. Loads ahead in a thread.
 
     What the loader raises is raised where the batches are consumed. Leaving the loop early, or
-    ``close_async_loader``, ends the thread.
+    ``close_async_loader``, ends the thread; a loop that goes on still gets the batches that wait,
+    and then ends. So does a loop that is under way when another one over the same loader begins.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class AsyncDataLoaderMixin:
         )
         self._thread.start()
         try:
-            while (batch := batches.get()) is not _END:
+            while (batch := _next(batches, stop)) is not _END:
                 if isinstance(batch, _Raised):
                     raise batch.error
                 if self.debug_data_loader:
@@ -165,6 +166,16 @@ class AsyncDataLoaderMixin:
 class _Raised:
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+
+def _next(batches: queue.Queue[Any], stop: threading.Event) -> Any:
+    """What comes next; _END also when the loader was closed and nothing waits."""
+    while True:
+        try:
+            return batches.get(timeout=_POLL_S)
+        except queue.Empty:
+            if stop.is_set() and batches.empty():
+                return _END
 
 
 def _load(iterate: Any, batches: queue.Queue[Any], stop: threading.Event) -> None:

@@ -259,12 +259,18 @@ def check_arguments(
     for label, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
         if not isinstance(factor, int | float):
             raise InvalidArgumentError(f"{label} is {factor!r}: give a float")
+    rank_number("root_rank", root)
+
+
+def rank_number(label: str, value: Any) -> int:
+    """``value`` as the binding takes a rank. InvalidArgumentError, which calls it ``label``."""
     try:
-        number = index(root)  # type: ignore[arg-type]
+        number = index(value)
     except TypeError:
-        raise InvalidArgumentError(f"root_rank is {root!r}: give the number of a rank") from None
+        raise InvalidArgumentError(f"{label} is {value!r}: give the number of a rank") from None
     if abs(number) >= 1 << 31:
-        raise InvalidArgumentError(f"root_rank is {number}: there are not so many ranks")
+        raise InvalidArgumentError(f"{label} is {number}: there are not so many ranks")
+    return number
 
 
 def _is_encodable(text: str) -> bool:

@@ -24,7 +24,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.frontend import ON_DEVICE
 from kolovod.handles import Handle
 from kolovod.ops import Sum
-from kolovod.submission import EngineTensor, Group, Submitter, position_of
+from kolovod.submission import EngineTensor, Group, Submitter, position_of, rank_number
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Transfers(Submitter[T]):
         ``dst`` is a rank of the world, also with a ``process_set`` (whose messages are apart from
         all others'); ``tag`` an int from 0 on. Returns when ``tensor`` may be written again.
         """
-        self._not_to_itself("send to", dst, process_set)
+        self._not_to_itself("send to", "dst", dst, process_set)
         entry, buffers, root, splits = self._sending(tensor, dst, tag, process_set)
         self._run(process_set, _SEND, None, [entry], Sum, 1.0, 1.0, root, buffers, None, splits)
 
@@ -64,7 +64,7 @@ class Transfers(Submitter[T]):
         Returns the rank that sent it, a rank of the world.
         """
         if src is not None:
-            self._not_to_itself("recv from", src, process_set)
+            self._not_to_itself("recv from", "src", src, process_set)
         entry, owner, root, splits = self._receiving(tensor, src, tag, process_set)
         finish = self._finish(tensor, owner, process_set)
         source: int = self._run(
@@ -98,7 +98,7 @@ class Transfers(Submitter[T]):
     ) -> tuple[EngineTensor, object, int, list[int]]:
         dtype, shape, address, owner = self._view(tensor)
         _check_place(dtype)
-        root = position_of(_number("dst", dst), process_set)
+        root = position_of(rank_number("dst", dst), process_set)
         if root < 0:
             raise InvalidArgumentError(f"dst is {dst}: give the number of a rank")
         return (dtype, shape, address, address), (tensor, owner), root, [_tag(tag)]
@@ -108,7 +108,7 @@ class Transfers(Submitter[T]):
     ) -> tuple[EngineTensor, T, int, list[int]]:
         entry, owner = self._own(tensor)
         _check_place(entry[0])
-        root = _ANY if src is None else position_of(_number("src", src), process_set)
+        root = _ANY if src is None else position_of(rank_number("src", src), process_set)
         if root < 0 and src is not None:
             raise InvalidArgumentError(f"src is {src}: give the number of a rank, or None for any")
         return entry, owner, root, [_tag(tag)]
@@ -126,9 +126,9 @@ class Transfers(Submitter[T]):
 
         return finish
 
-    def _not_to_itself(self, what: str, peer: int, process_set: Group | None) -> None:
+    def _not_to_itself(self, what: str, label: str, peer: int, process_set: Group | None) -> None:
         place = self.membership(process_set)
-        if position_of(_number("the other rank", peer), process_set) == place.rank:
+        if position_of(rank_number(label, peer), process_set) == place.rank:
             raise InvalidArgumentError(
                 f"{what} rank {peer}, which is this one, would wait for itself: use isend and irecv"
             )
@@ -139,16 +139,6 @@ def _check_place(dtype: int) -> None:
         raise InvalidArgumentError(
             "messages between two ranks are of tensors in the host's memory: give tensor.cpu()"
         )
-
-
-def _number(label: str, value: Any) -> int:
-    try:
-        number = index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{label} is {value!r}: give the number of a rank") from None
-    if abs(number) >= 1 << 31:
-        raise InvalidArgumentError(f"{label} is {number}: there are not so many ranks")
-    return number
 
 
 def _tag(value: Any) -> int:

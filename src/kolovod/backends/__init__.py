@@ -49,9 +49,13 @@ def start(name: str, world: World) -> ExternalDriver:
     except BaseException:
         backend.close()
         raise
-    driver = ExternalDriver(world.engine, backend, world.rank, world.size)
-    with threads_on(world.core):
-        driver.start()
+    try:
+        driver = ExternalDriver(world.engine, backend, world.rank, world.size)
+        with threads_on(world.core):
+            driver.start()
+    except BaseException:
+        backend.close()  # which the driver's thread would do
+        raise
     return driver
 
 

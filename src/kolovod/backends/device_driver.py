@@ -195,8 +195,8 @@ class DeviceDriver(BucketThread):
                 self._verbs[bucket["verb"]](self._group, bucket)
         except _native.EngineError:
             raise  # given up while it was on its way
-        except MismatchError:  # of the ranks' meeting, to which one does not come
-            return _JOINED
+        except MismatchError as error:  # of the ranks' meeting, to which one does not come
+            return f"{_JOINED} (the ranks met to connect them: {error})"
         except Exception as error:  # of CUDA, or NCCL
             return f"{type(error).__name__}: {error}"
         with self._lock:

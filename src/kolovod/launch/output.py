@@ -76,6 +76,7 @@ class Output:
 
     ``consoles``: of "stdout" and "stderr", None for nowhere; ``now`` makes the time before each
     line, None for none; ``folder``: each rank's bytes go to rank.N/stdout and stderr below it, too.
+    A file that cannot be written is given up, and ``report`` is told of it.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Output:
         consoles: Mapping[str, TextIO | None],
         now: Callable[[], str] | None = None,
         folder: Path | None = None,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._now = now
+        self._report = report
         self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _Stream] = {}
         width = len(str(size - 1))
@@ -105,9 +108,7 @@ class Output:
         with self._lock:
             lines = stream.splitter.feed(data, final=not data)
             stream.tail.extend(lines)
-            if stream.file is not None:
-                stream.file.write(data)
-                stream.file.flush()
+            self._write_file(stream, data)
             if stream.console is None or not lines:
                 return
             start = stream.prefix if self._now is None else f"{self._now()} {stream.prefix}"
@@ -125,9 +126,31 @@ class Output:
         """Pass on lines that have no end, and close the files. Idempotent."""
         for (rank, name), stream in self._streams.items():
             self.write(rank, name, b"")
-            if stream.file is not None:
-                stream.file.close()
-                stream.file = None
+            with self._lock:
+                self._give_up(stream)
+
+    def _write_file(self, stream: _Stream, data: bytes) -> None:
+        """With the lock held. A full disk must not stop the ranks from writing."""
+        if stream.file is None:
+            return
+        try:
+            stream.file.write(data)
+            stream.file.flush()
+        except OSError as error:
+            self._give_up(stream, error)
+
+    def _give_up(self, stream: _Stream, error: OSError | None = None) -> None:
+        """With the lock held: close the file, and report ``error``, or what closing meets."""
+        file, stream.file = stream.file, None
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as closing:  # the system's file is closed all the same
+            error = error or closing
+        if error is not None:
+            with contextlib.suppress(Exception):  # the caller's, which must not stop them either
+                self._report(f"{file.name} is incomplete: {error}; the job goes on without it")
 
 
 def _colored(prefix: str, rank: int, console: TextIO | None) -> str:

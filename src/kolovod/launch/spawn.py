@@ -93,13 +93,15 @@ class Job:
     """``size`` ranks. A context manager: leaving it leaves nothing behind."""
 
     def __init__(self, size: int, options: JobOptions) -> None:
+        # First, since it may refuse what it finds: nothing is open yet.
+        limits = load({**os.environ, **options.environment})
         self.size = size
         self.options = options
         self._hosts = list(options.hosts) or ["localhost"] * size
         self._secret = new_secret()
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = _now if options.timestamps else None
-        self._output = Output(size, consoles, stamp, options.output_dir)
+        self._output = Output(size, consoles, stamp, options.output_dir, options.report)
         self._here: HostRanks | None = None
         self._remote: dict[str, RemoteRanks] = {}
         self._store: Store | None = None
@@ -109,7 +111,6 @@ class Job:
         self._failed: list[int] = []  # by themselves, in the order of their ends
         self._name_at: float | None = None  # at the latest
         self._stop_at: float | None = None
-        limits = load({**os.environ, **options.environment})
         self._standstill = Standstill(limits.late_report_s, limits.late_failure_s)
         self._looked_at = 0.0
         self._given_up: set[int] = set()

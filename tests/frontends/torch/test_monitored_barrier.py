@@ -89,6 +89,13 @@ def test_without_rank_0():
     assert "rank 0 has not answered within 100 ms" in said[1]
 
 
+def test_long_limits_are_told_in_milliseconds(monkeypatch):
+    monkeypatch.setattr(MonitoredBarrier, "_appears", lambda *_: False)
+    said = outcomes(members_of(dist.HashStore(), 2), [0, 1], 2, 1800.0)
+    assert "in 1800000 ms" in said[0]
+    assert "within 1800000 ms" in said[1]
+
+
 def test_time_limits():
     assert seconds(datetime.timedelta(milliseconds=1500), 7.0) == 1.5
     assert seconds(0.25, 7.0) == 0.25

@@ -128,6 +128,48 @@ def test_a_killed_rank_is_an_error_of_backward():
     assert isinstance(failure, RankFailed)
 
 
+def cannot_copy_back(rank):
+    """The result's way to a tensor with gaps fails by something that is no error of Kolovod's."""
+    from kolovod.backends.torch_distributed.flat import Flat
+
+    def fail(flat):
+        raise ValueError("no way back")
+
+    dist.init_process_group("kolovod")
+    copy_back, Flat.copy_back = Flat.copy_back, fail
+    work = dist.all_reduce(torch.ones(4, 4)[:, 0], async_op=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no way back"):
+            work.wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), ValueError)
+    with pytest.raises(ValueError, match="no way back"):
+        work.get_future().wait()
+
+    watched = dist.all_reduce(torch.ones(4, 4)[:, 0], async_op=True).get_future()
+    wait_until(watched.done)
+    with pytest.raises(ValueError, match="no way back"):
+        watched.value()
+    Flat.copy_back = copy_back
+    strided = torch.ones(4, 4)[:, 0]
+    wait_until(dist.all_reduce(strided, async_op=True).get_future().done)
+    assert strided.tolist() == [2.0] * 4
+    dist.destroy_process_group()
+    return True
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_whatever_fails_a_work_is_its_error_and_the_watcher_goes_on():
+    assert run_ranks(2, cannot_copy_back) == [True, True]
+
+
 def late(rank):
     dist.init_process_group("kolovod", timeout=datetime.timedelta(seconds=0.5))
     pair = dist.new_group([0, 1])
@@ -152,3 +194,9 @@ def late(rank):
 
 def test_timeouts():
     assert all(run_ranks(2, late))
+
+
+def test_long_limits_are_told_in_milliseconds_as_gloo_does():
+    from kolovod.backends.torch_distributed.work import _final
+
+    assert " Timed out waiting 1800000ms, " in str(_final(WaitTimeoutError("late; go on"), 1800.0))

@@ -83,7 +83,7 @@ class MonitoredBarrier:
             self._tidy_up()
             return
         who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        text = f"{who} failed to pass monitoredBarrier in {timeout_s * 1000:g} ms"
+        text = f"{who} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms"
         self._store.set(self._verdict(), text)
         raise WaitTimeoutError(
             f"{text}. Rank 0 timed out in monitoredBarrier: look what the ranks that are missing "
@@ -91,7 +91,7 @@ class MonitoredBarrier:
         )
 
     def _await_verdict(self, timeout_s: float) -> None:
-        verdict = f"rank 0 has not answered within {timeout_s * 1000:g} ms"
+        verdict = f"rank 0 has not answered within {timeout_s * 1000:.0f} ms"
         if self._appears(self._verdict(), time.monotonic() + timeout_s):
             verdict = self._store.get(self._verdict()).decode(errors="replace")
             if verdict == _PASSED:

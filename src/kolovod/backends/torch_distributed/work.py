@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from kolovod.backends.torch_distributed.order import Order
-from kolovod.errors import KolovodError, WaitTimeoutError
+from kolovod.errors import WaitTimeoutError
 from kolovod.handles import Handle
 
 __all__ = ["Watcher", "Work"]
@@ -57,7 +57,7 @@ class Work(dist.Work):
         self._watcher = watcher
         self._order = order
         self._done = False
-        self._error: KolovodError | None = None
+        self._error: Exception | None = None
         self._future: _Future | None = None
         self._lock = threading.RLock()
 
@@ -78,11 +78,11 @@ class Work(dist.Work):
             if not self._done:
                 try:
                     self._handle._drive(self._timeout_s if limit_s is None else limit_s)
-                except KolovodError as error:
-                    if isinstance(error, WaitTimeoutError):
-                        if limit_s is not None:
-                            raise
-                        error = _final(error, self._timeout_s)
+                except WaitTimeoutError as error:
+                    if limit_s is not None:
+                        raise
+                    self._error = _final(error, self._timeout_s)
+                except Exception as error:  # of any kind, where the results are put in their places
                     self._error = error
                 self._done = True
                 self._order.done(self)
@@ -99,7 +99,7 @@ class Work(dist.Work):
         """Whether it is completed without an error."""
         return self.is_completed() and self._error is None
 
-    def exception(self) -> KolovodError | None:
+    def exception(self) -> Exception | None:
         """Why it failed; None if it did not, or is pending."""
         return self._error
 
@@ -129,7 +129,7 @@ def _final(error: WaitTimeoutError, limit_s: float) -> WaitTimeoutError:
     """In the words that scripts look for, which other backends use."""
     late = str(error).partition(";")[0]
     return WaitTimeoutError(
-        f"{late}. Timed out waiting {limit_s * 1000:g}ms, the timeout of the process group or of "
+        f"{late}. Timed out waiting {limit_s * 1000:.0f}ms, the timeout of the process group or of "
         "this call; it cannot be waited for again"
     )
 
@@ -155,7 +155,7 @@ class _Future(torch.futures.Future[Any]):
 
     def wait(self) -> Any:
         if not self._work._done:
-            with contextlib.suppress(KolovodError):  # which the future holds as well
+            with contextlib.suppress(Exception):  # which the future holds as well
                 self._work.wait()
         return super().wait()
 
@@ -225,7 +225,7 @@ class Watcher:
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
-            with contextlib.suppress(KolovodError):  # which the work's future holds as well
+            with contextlib.suppress(Exception):  # which the work's future holds as well
                 work.wait()
 
     def _next(self) -> Work | None:
