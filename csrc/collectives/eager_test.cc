@@ -1,5 +1,6 @@
 #include "collectives/eager.h"
 
+#include "testing/slots_world.h"
 #include "testing/verbs.h"
 
 namespace kolovod {
@@ -7,11 +8,8 @@ namespace {
 
 constexpr int kSize = 3;
 
-struct World {
-  World() {
-    CHECK_OK(Segment::Map(-1, SegmentLayout(kSize, kSize, Config()), &segment));
-    for (int r = 0; r < kSize; ++r) ranks.emplace_back(*segment, r);
-  }
+struct World : testing::SlotsWorld<EagerSlots> {
+  World() : SlotsWorld(kSize) {}
   void Publish(int rank, uint64_t tag, char value) {
     char* const slot = ranks[static_cast<size_t>(rank)].Claim(tag);
     CHECK(slot != nullptr);
@@ -22,9 +20,6 @@ struct World {
     ranks[static_cast<size_t>(rank)].Executed(position);
     ranks[static_cast<size_t>(rank)].Release(tag, position);
   }
-
-  std::shared_ptr<Segment> segment;
-  std::vector<EagerSlots> ranks;
 };
 
 TEST(what_one_rank_has_not_published_nobody_finds) {

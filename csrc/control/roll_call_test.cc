@@ -4,21 +4,15 @@
 #include <thread>
 #include <vector>
 
-#include "base/config.h"
-#include "testing/check.h"
+#include "testing/slots_world.h"
 
 namespace kolovod {
 namespace {
 
 constexpr int kSize = 3;
 
-struct World {
-  World() {
-    CHECK_OK(Segment::Map(-1, SegmentLayout(kSize, kSize, Config()), &segment));
-    for (int r = 0; r < kSize; ++r) ranks.emplace_back(*segment, r);
-  }
-  std::shared_ptr<Segment> segment;
-  std::vector<RollCall> ranks;
+struct World : testing::SlotsWorld<RollCall> {
+  World() : SlotsWorld(kSize) {}
 };
 
 TEST(one_appends_once_all_have_announced) {

@@ -43,12 +43,14 @@ void Engine::ReleaseLease() {
   self().driving.store(0, std::memory_order_seq_cst);
   const uint32_t bell = self().idle_bell.load(std::memory_order_seq_cst);
   // Read before letting go; a peer that saw `driving` and went to sleep is served by our thread. With nothing
-  // pending here no operation of others can go on, and what they have announced waits for the next.
-  const bool more =
-      MustDrive() || SeesLeavers() || (self().pending.load(std::memory_order_seq_cst) != 0 && HasWork());
+  // pending here no operation of others can go on, and what they have announced waits for the next. Once the
+  // world is over there is only what is pending to be failed.
+  const bool over = waiter_->MustStop();
+  const bool pending = self().pending.load(std::memory_order_seq_cst) != 0;
+  const bool more = over ? pending : MustDrive() || SeesLeavers() || (pending && HasWork());
   const bool was_background = background_;
   // What this look has read of the uplink nobody else will be told of.
-  const bool unread = uplink_ != nullptr && uplink_->HasData();
+  const bool unread = !over && uplink_ != nullptr && uplink_->HasData();
   // A caller comes again soon; and waking that thread at every small operation would cost more than they do.
   if (uplink_ != nullptr && was_background) uplink_->LookAway();
   if (faults_ != nullptr) faults_->Shuffle();

@@ -10,7 +10,7 @@ bool Engine::Stage(Operation& op) {
   if (size_ == 1 || request.tensors.empty()) return false;
   const bool unnamed = (op.tag & kUnnamedTag) != 0;
   const bool gives = request.verb != Verb::kBroadcast || request.root == rank_;
-  // What others give to these, rank 0 tells.
+  // Of these two a rank must hear from rank 0 what the others give.
   const bool announces = unnamed && request.verb != Verb::kAllgather && request.verb != Verb::kAlltoall;
   if (!gives && !announces) return false;
   size_t limit = kEagerBytes;

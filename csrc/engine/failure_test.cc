@@ -233,6 +233,28 @@ TEST(a_world_can_be_formed_again_and_again) {
   }
 }
 
+// What is left to see there nobody will act on: an engine's thread that looked for it again and again would
+// take a core.
+TEST(the_thread_of_a_world_that_is_over_sleeps) {
+  for (const std::vector<int>& hosts : {std::vector<int>{0, 0, 0}, {0, 0, 1}, {0, 1, 1}}) {
+    testing::RunHosts(hosts, [](Rank& rank) {
+      std::vector<float> data(4, 1.0f);
+      CHECK_OK(rank.Allreduce("t", data));
+      if (rank.rank() == 2) {
+        rank.engine().Abort("the data are wrong");
+        return;
+      }
+      CHECK(rank.Allreduce("t", data).code() == Code::kInterrupted);
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 2 leaves meanwhile
+      Segment& segment = *rank.world().SegmentOf(rank.rank());
+      const int place = Topology(rank.rank(), rank.world().hosts).local_rank;
+      const uint32_t before = segment.rank(place).idle_bell.load();
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      CHECK(segment.rank(place).idle_bell.load() - before < 100);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace kolovod
 

@@ -97,9 +97,10 @@ Status Control::Decide(int host, const Note& note) {
       if (std::string fault = negotiator_->FindFault(note.rank, *request); !fault.empty()) {
         return Status(Code::kInternal, fault);
       }
-      const std::string name = request->name;
+      const bool numbered = note.number != 0 && roll_call_;
+      const std::string name = numbered ? request->name : "";
       Publish(negotiator_->Offer(note.rank, std::move(*request)));
-      if (note.number != 0 && roll_call_) Recall(name, note.number);
+      if (numbered) Recall(name, note.number);
       return Status();
     }
   } else if (note.kind == Note::Kind::kId && known && tally_ != nullptr && tally_->Has(note.number)) {
