@@ -26,8 +26,9 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
     : size(ranks), world_size(world_ranks) {
   constexpr size_t kPage = 4096;
   cache_capacity = static_cast<size_t>(std::max<int64_t>(config.cache_capacity, 1));
-  // A cached name, and a slot, has at most one entry that some rank has not read. Of negotiated messages there are as many
-  // as the ring holds, since a rank takes one out as it reads its entry, and none has less than 16 bytes.
+  // A cached name, and a slot, has at most one entry that some rank has not read. Of negotiated messages
+  // there are as many as the ring holds, since a rank takes one out as it reads its entry, and none has less
+  // than 16 bytes.
   log_slots = std::bit_ceil(cache_capacity * 2 + kEagerSlots + kBroadcastRingBytes / 16);
   // Every rank's slice of a chunk is at least one cache line.
   const int64_t least = std::max<int64_t>(4096, static_cast<int64_t>(kLine) * ranks);
