@@ -121,6 +121,7 @@ void LateWatch::Look(int64_t now_ns) {
 
 void LateWatch::Begin(const LateVerdict& verdict, int64_t now_ns, int64_t last_ns) {
   Report report{now_ns, last_ns, std::vector<uint32_t>(static_cast<size_t>(size_))};
+  report.is_clear = !verdict.findings.empty() && verdict.findings.front().cause != LateCause::kNoProgress;
   if (!segment_.header().late_report_ns.compare_exchange_strong(last_ns, now_ns, std::memory_order_acq_rel)) {
     return;
   }
@@ -241,6 +242,8 @@ void LateWatch::Finish(int64_t now_ns) {
     report.answered.push_back(static_cast<int32_t>(answered - report.asked[static_cast<size_t>(r)]) >= 0);
   }
   const std::vector<LateFinding> findings = BlameSilent(std::move(verdict.findings), report);
+  // What was waited for has come, and the next is not waited for yet: things go on.
+  if (report.is_clear && findings.front().cause == LateCause::kNoProgress) return;
   RankNames names;
   for (int rank : shown_) names.numbers.push_back(options_.names.numbers[static_cast<size_t>(rank)]);
   names.describe = [this](int r) { return options_.names.describe(shown_[static_cast<size_t>(r)]); };

@@ -55,6 +55,7 @@ class LateWatch {
     int64_t last_report_ns;        // before this one
     std::vector<uint32_t> asked;   // by rank: what its `answered` must reach; 0 not asked
     std::vector<bool> answered{};  // by rank, at the end
+    bool is_clear = false;         // when it was begun: what is waited for, and by whose fault
   };
 
   bool several_hosts() const { return options_.topology.hosts() > 1; }
