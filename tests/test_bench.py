@@ -275,6 +275,7 @@ def test_each_is_a_command(script):
     assert (done.returncode, done.stdout[:6]) == (0, "usage:"), done.stderr
 
 
+@pytest.mark.slow
 def test_collectives_write_verified_results(tmp_path, lent):
     names = ["kolovod", "kolovod-torch", "kolovod-tcp", "gloo", "memcpy", "inplace"]
     code = collectives.main([

@@ -319,6 +319,7 @@ def test_the_page_has_what_is_tried_here():
     assert set(rows()) == {*KERAS, *OF_TENSORFLOW_1, IN_WAY_3}
 
 
+@pytest.mark.slow
 def test_keras_3(tmp_path):
     if not is_installed("tf_keras"):
         pytest.skip("tf_keras is not installed, which writes a model to be read here")
@@ -346,6 +347,7 @@ def test_keras_3(tmp_path):
     assert all(KERAS_RUNNERS["tensorflow"](1, work, str(tmp_path), timeout_s=120))
 
 
+@pytest.mark.slow
 def test_keras_2(tmp_path):
     """With TF_USE_LEGACY_KERAS=1 what the page says works does, and the rest is the same."""
     if not is_installed("tf_keras"):

@@ -41,12 +41,13 @@ def test_scripts_know_of_horovod_and_torch_only(script):
     assert others == {"horovod", "torch"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "size", "options"),
     [
-        pytest.param(None, 1, [], marks=pytest.mark.slow),
+        (None, 1, []),
         (HOROVODRUN, 2, ["--fp16-allreduce"]),
-        pytest.param(KOLOVOD, 2, ["--use-adasum"], marks=pytest.mark.slow),
+        (KOLOVOD, 2, ["--use-adasum"]),
     ],
     ids=["alone", "horovodrun-fp16", "kolovod-adasum"],
 )

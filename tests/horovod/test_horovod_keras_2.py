@@ -336,6 +336,7 @@ def check_graphs(tf, keras, hvd, rank):
         assert session.run(x) == 0.25
 
 
+@pytest.mark.slow
 def test_what_scripts_reach_for():
     def work(rank):
         import tensorflow as tf
