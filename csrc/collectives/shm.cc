@@ -20,7 +20,7 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       one_shot_narrow_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/true)),
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
-      peer_read_bytes_(ReadFloor(config, crowded_)),
+      peer_read_bytes_(static_cast<size_t>(config.peer_read_bytes)),
       peers_(std::move(peers)),
       before_post_(std::move(before_post)),
       kernels_(kernels),
@@ -43,12 +43,6 @@ size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_byt
   if (narrow) limit /= 4;  // twice the elements to a byte, and each is converted to and fro
   if (config.one_shot_bytes > 0) limit = static_cast<size_t>(config.one_shot_bytes);
   return std::min(limit, chunk_bytes);
-}
-
-// Reading synchronises twice, staging once a chunk.
-size_t ShmBackend::ReadFloor(const Config& config, bool crowded) {
-  const auto limit = static_cast<size_t>(config.peer_read_bytes);
-  return crowded ? std::min<size_t>(limit, 32 << 10) : limit;
 }
 
 void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {

@@ -48,8 +48,6 @@ class ShmBackend : public Backend {
   Status Alltoall(const char* in, char* out, const Splits& rows, size_t row_bytes) override;
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
-  // Bytes from which on parts are read from the peers' memory.
-  static size_t ReadFloor(const Config& config, bool crowded);
   static size_t ChunkBytes(const Segment& segment, const Config& config, bool crowded);
   // Bytes up to which every rank reduces everything itself (one exchange instead of two).
   static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow);
@@ -113,7 +111,7 @@ class ShmBackend : public Backend {
   const size_t one_shot_narrow_bytes_;  // of float16 and bfloat16
   const uint64_t slots_;
   Waiter& waiter_;
-  const size_t peer_read_bytes_;
+  const size_t peer_read_bytes_;  // from which on parts are read from the peers' memory
   const std::unique_ptr<PeerMemory> peers_;
   const std::function<void()> before_post_;
   const Kernels& kernels_;

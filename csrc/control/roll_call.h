@@ -1,9 +1,9 @@
-// Announcements of small operations without a name, on one host, without a message: each rank writes the
+// Announcements of operations without a name, on one host, without a message: each rank writes the
 // operation's number and what it is (a signature) into its eager slot, and looks whether all have come to
 // that number. Who finds that first appends to the log.
 //
-// Ranks may differ in whether they can go this way (a slot is in use, an operation is too large), so each
-// that announces such a number in full says so in its slot before: either who announces by the slot sees
+// Ranks may differ in whether they can go this way (a slot is in use, an operation is of another kind), so
+// each that announces such a number in full says so in its slot before: either who announces by the slot sees
 // that, and goes in full, too, or rank 0 sees the slot when the full announcement arrives, and recalls the
 // number (docs/decisions/0026).
 #pragma once

@@ -1,18 +1,12 @@
-// Small operations by collectives/eager.h: which ones, and what a rank gives. What goes into the slots, and
-// the order of addition, are those of ShmBackend's one exchange: the bits of a result do not depend on the
-// way.
+// Operations that take a slot (collectives/eager.h): which ones, and what a rank gives. What goes into the
+// slots, and the order of addition, are those of ShmBackend's one exchange: the bits of a result do not
+// depend on the way.
 #include "engine/engine.h"
 
 namespace kolovod {
 
-bool Engine::Stage(Operation& op) {
+bool Engine::FitsSlot(const Operation& op) const {
   const Request& request = op.request;
-  if (size_ == 1 || request.tensors.empty()) return false;
-  const bool unnamed = (op.tag & kUnnamedTag) != 0;
-  const bool gives = request.verb != Verb::kBroadcast || request.root == rank_;
-  // Of these two a rank must hear from rank 0 what the others give.
-  const bool announces = unnamed && request.verb != Verb::kAllgather && request.verb != Verb::kAlltoall;
-  if (!gives && !announces) return false;
   size_t limit = kEagerBytes;
   size_t bytes = 0;
   for (size_t t = 0; t < op.counts.size(); ++t) {
@@ -23,7 +17,17 @@ bool Engine::Stage(Operation& op) {
     const bool narrow = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
     limit = std::min(limit, ShmBackend::OneShotLimit(config_, size_, kEagerBytes, narrow));
   }
-  if (bytes > limit) return false;
+  return bytes <= limit;
+}
+
+bool Engine::Stage(Operation& op) {
+  const Request& request = op.request;
+  if (size_ == 1 || request.tensors.empty()) return false;
+  const bool unnamed = (op.tag & kUnnamedTag) != 0;
+  const bool gives = (request.verb != Verb::kBroadcast || request.root == rank_) && FitsSlot(op);
+  // Of these two a rank must hear from rank 0 what the others give.
+  const bool announces = unnamed && request.verb != Verb::kAllgather && request.verb != Verb::kAlltoall;
+  if (!gives && !announces) return false;
   char* slot = eager_->Claim(op.tag);
   if (slot == nullptr) return false;
   op.claimed = op.tag;

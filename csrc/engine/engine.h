@@ -167,9 +167,11 @@ class Engine {
   Status ExecuteBucket(bool* progressed);
   Status Execute(const std::vector<OperationPtr>& all);
   Status ExecuteReductions(const std::vector<OperationPtr>& ops);
-  // Under mutex_, before it is announced: what this rank gives goes into the segment, if it is little. True:
-  // it can be announced by its slot (Control).
+  // Under mutex_, before it is announced: what this rank gives goes into its slot, if it is little. True: it
+  // can be announced by its slot (Control).
   bool Stage(Operation& op);
+  // Whether what a rank gives is so little; of a reduction, the same on all ranks.
+  bool FitsSlot(const Operation& op) const;
   // From there, if all that is needed is there; the same on all ranks. Else *done stays false.
   Status ExecuteStaged(Operation& op, bool* done);
   // What is no allreduce.

@@ -1,4 +1,4 @@
-// Small operations without a name are announced by a slot (control/roll_call.h): with whatever else ranks do
+// Operations without a name are announced by a slot (control/roll_call.h): with whatever else ranks do
 // meanwhile, and where they differ in whether they can go that way.
 #include <random>
 
@@ -24,21 +24,27 @@ std::vector<float> Sums(size_t count, int size, int step) {
   return data;
 }
 
-TEST(small_ones_send_no_messages) {
+// Large ones, too, whose data are no part of it.
+TEST(they_send_no_messages) {
   for (int size : {2, 3, 4}) {
     RunRanks(size, [](Rank& rank) {
-      const ControlStats before = rank.engine().Stats().control;
+      const EngineStats start = rank.engine().Stats();
+      const ControlStats before = start.control;
       for (int step = 0; step < 100; ++step) {
-        std::vector<float> data = Numbers(static_cast<size_t>(step % 7), rank.rank(), step);
+        const bool is_large = step % 10 == 9;
+        std::vector<float> data =
+            Numbers(is_large ? 30'000 : static_cast<size_t>(step % 7), rank.rank(), step);
         CHECK_OK(rank.Allreduce("", data));
         CHECK(data == Sums(data.size(), rank.size(), step));
-        std::vector<float> given(9, static_cast<float>(rank.rank() + step));
+        const size_t count = is_large ? 30'000 : 9;
+        std::vector<float> given(count, static_cast<float>(rank.rank() + step));
         uint64_t handle = 0;
         const int root = step % rank.size();
         CHECK_OK(rank.Submit("", given, true, &handle, Op::kSum, Verb::kBroadcast, root));
         CHECK_OK(rank.Wait(handle));
-        CHECK(given == std::vector<float>(9, static_cast<float>(root + step)));
+        CHECK(given == std::vector<float>(count, static_cast<float>(root + step)));
       }
+      CHECK(rank.engine().Stats().staged == start.staged + 180);
       const ControlStats after = rank.engine().Stats().control;
       CHECK(after.slot_announcements == before.slot_announcements + 200);
       CHECK(after.full_announcements == before.full_announcements);

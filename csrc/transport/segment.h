@@ -92,7 +92,8 @@ struct RankBlock {
   alignas(kLine) char control_ring[kControlRingBytes];
 };
 
-// What its rank gives to one small operation (collectives/eager.h).
+// What its rank gives to one small operation (collectives/eager.h), and its announcement of one without a
+// name, of any size.
 struct alignas(kLine) EagerSlot {
   std::atomic<uint64_t> tag;        // whose data; 0 none
   std::atomic<uint64_t> announced;  // by this slot (control/roll_call.h), the last

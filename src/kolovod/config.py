@@ -271,7 +271,7 @@ class Settings:
         "From this size on, what one rank of a host has for another in an allgather or alltoall is "
         "read from its memory (process_vm_readv) if the system allows that, which is tried when a "
         "world begins; what is smaller goes through shared memory. 0: all. Where ranks outnumber "
-        "cores it is 32 KiB at most, and a broadcast is read, too.",
+        "cores a broadcast is read, too, from eight times this size on.",
         unit="bytes",
         minimum=0,
     )
