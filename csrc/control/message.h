@@ -57,6 +57,13 @@ struct Response {
   std::shared_ptr<const Splits> splits;
 };
 
+// What all must know of what one rank gives: the first dimensions of an allgather's tensors, the splits of an
+// alltoall.
+std::vector<int64_t> OwnRows(const Request& request);
+// From everybody's, by rank: Response::rows of an allgather, Response::splits of an alltoall.
+void SetRows(Verb verb, const std::vector<std::vector<int64_t>>& by_rank,
+             std::vector<std::vector<int64_t>>* rows, std::shared_ptr<const Splits>* splits);
+
 std::string EncodeRequest(const Request& request);
 std::optional<Request> DecodeRequest(std::string_view bytes);
 std::string EncodeResponse(const Response& response);

@@ -201,19 +201,9 @@ Response Negotiator::Decide(const std::string& name, const Waiting& waiting) {
     response.request = EncodeRequest(first);
     return response;
   }
-  if (first.verb == Verb::kAllgather) {
-    for (size_t t = 0; t < first.tensors.size(); ++t) {
-      std::vector<int64_t>& rows = response.rows.emplace_back();
-      for (const auto& request : waiting.by_rank) {
-        const std::vector<int64_t>& shape = request->tensors[t].shape;
-        rows.push_back(shape.empty() ? 1 : shape[0]);  // a scalar is refused before it gets here
-      }
-    }
-  } else if (first.verb == Verb::kAlltoall) {
-    std::vector<std::vector<int64_t>> by_rank;
-    for (const auto& request : waiting.by_rank) by_rank.push_back(request->splits);
-    response.splits = std::make_shared<const Splits>(Splits::OfAll(by_rank));
-  }
+  std::vector<std::vector<int64_t>> by_rank;
+  for (const auto& request : waiting.by_rank) by_rank.push_back(OwnRows(*request));
+  SetRows(first.verb, by_rank, &response.rows, &response.splits);
   response.id = AssignId(name, waiting);
   return response;
 }

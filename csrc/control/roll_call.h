@@ -1,6 +1,6 @@
 // Announcements of operations without a name, on one host, without a message: each rank writes the
-// operation's number and what it is (a signature) into its eager slot, and looks whether all have come to
-// that number. Who finds that first appends to the log.
+// operation's number, what it is (a signature) and what ranks may differ in (rows) into its eager slot, and
+// looks whether all have come to that number. Who finds that first appends to the log.
 //
 // Ranks may differ in whether they can go this way (a slot is in use, an operation is of another kind), so
 // each that announces such a number in full says so in its slot before: either who announces by the slot sees
@@ -8,7 +8,9 @@
 // number (docs/decisions/0026).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "transport/segment.h"
 
@@ -27,10 +29,11 @@ class RollCall {
     kInFull,  // a rank announces, or has announced, it in full
   };
 
-  // This rank's slot is claimed for it. Look after this.
-  void Announce(uint64_t tag, uint64_t signature) {
+  // This rank's slot is claimed for it. `rows`: kSlotRows numbers at most. Look after this.
+  void Announce(uint64_t tag, uint64_t signature, const std::vector<int64_t>& rows) {
     EagerSlot& own = Of(rank_, tag);
     own.signature = signature;
+    std::copy(rows.begin(), rows.end(), own.rows);
     own.announced.store(tag, std::memory_order_seq_cst);
   }
   Seen Look(uint64_t tag) const {
@@ -55,6 +58,15 @@ class RollCall {
       if (Of(r, tag).signature != Of(0, tag).signature) return false;
     }
     return true;
+  }
+  // Then, if it is: the `count` numbers that each rank has announced, by rank.
+  std::vector<std::vector<int64_t>> Rows(uint64_t tag, size_t count) const {
+    std::vector<std::vector<int64_t>> rows;
+    for (int r = 0; r < segment_.layout().size; ++r) {
+      const int64_t* begin = Of(r, tag).rows;
+      rows.emplace_back(begin, begin + count);
+    }
+    return rows;
   }
 
   // Before this rank announces it in full.

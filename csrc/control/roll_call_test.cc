@@ -18,21 +18,34 @@ struct World : testing::SlotsWorld<RollCall> {
 TEST(one_appends_once_all_have_announced) {
   World world;
   const uint64_t tag = UnnamedTag(0, 1);
-  world.ranks[0].Announce(tag, 5);
+  world.ranks[0].Announce(tag, 5, {});
   CHECK(world.ranks[0].Look(tag) == RollCall::Seen::kSome);
-  world.ranks[2].Announce(tag, 5);
+  world.ranks[2].Announce(tag, 5, {});
   CHECK(world.ranks[2].Look(tag) == RollCall::Seen::kSome);
-  world.ranks[1].Announce(tag, 5);
+  world.ranks[1].Announce(tag, 5, {});
   for (RollCall& rank : world.ranks) CHECK(rank.Look(tag) == RollCall::Seen::kAll && rank.Agrees(tag));
   CHECK(world.ranks[1].First(tag) && !world.ranks[0].First(tag) && !world.ranks[1].First(tag));
   CHECK(world.ranks[0].Look(tag + kEagerSlots) == RollCall::Seen::kSome);  // the next in that slot
+}
+
+TEST(what_ranks_may_differ_in_is_told) {
+  World world;
+  const uint64_t tag = UnnamedTag(0, 2);
+  std::vector<std::vector<int64_t>> all;
+  for (int64_t r = 0; r < kSize; ++r) {
+    std::vector<int64_t>& own = all.emplace_back(kSlotRows);
+    for (size_t i = 0; i < own.size(); ++i) own[i] = 100 * r + static_cast<int64_t>(i);
+    world.ranks[static_cast<size_t>(r)].Announce(tag, 5, own);
+  }
+  for (const RollCall& rank : world.ranks) CHECK(rank.Agrees(tag) && rank.Rows(tag, kSlotRows) == all);
+  CHECK(world.ranks[0].Rows(tag, 0) == std::vector<std::vector<int64_t>>(kSize));
 }
 
 TEST(what_differs_on_any_rank_is_seen) {
   for (int odd = 0; odd < kSize; ++odd) {
     World world;
     const uint64_t tag = UnnamedTag(3, 77);
-    for (int r = 0; r < kSize; ++r) world.ranks[static_cast<size_t>(r)].Announce(tag, r == odd ? 6 : 5);
+    for (int r = 0; r < kSize; ++r) world.ranks[static_cast<size_t>(r)].Announce(tag, r == odd ? 6 : 5, {});
     for (const RollCall& rank : world.ranks) CHECK(!rank.Agrees(tag));
   }
 }
@@ -40,10 +53,10 @@ TEST(what_differs_on_any_rank_is_seen) {
 TEST(a_number_that_one_announces_in_full_is_for_nobodys_slot) {
   World world;
   const uint64_t tag = UnnamedTag(0, 9), next = UnnamedTag(0, 9 + kEagerSlots);
-  world.ranks[1].Announce(tag, 5);
+  world.ranks[1].Announce(tag, 5, {});
   CHECK(world.ranks[0].Announced(1, tag) && !world.ranks[0].Announced(2, tag));
   world.ranks[2].InFull(tag);
-  world.ranks[0].Announce(tag, 5);
+  world.ranks[0].Announce(tag, 5, {});
   CHECK(world.ranks[0].Look(tag) == RollCall::Seen::kInFull);
   // Its slot's next number says so as well, and what is after that is open.
   CHECK(world.ranks[0].Look(next) == RollCall::Seen::kSome);
@@ -81,7 +94,7 @@ TEST(two_that_differ_never_miss_each_other) {
   for (int i = 0; i < kRounds; ++i) {
     const uint64_t tag = UnnamedTag(0, static_cast<uint64_t>(i) + 1);
     while (turn.load() < 2 * i) std::this_thread::yield();
-    world.ranks[2].Announce(tag, 5);
+    world.ranks[2].Announce(tag, 5, {});
     saw[1][static_cast<size_t>(i)] = world.ranks[2].Look(tag) == RollCall::Seen::kInFull ? 1 : 0;
     ++turn;
   }

@@ -87,21 +87,27 @@ bool Control::Announce(const OperationPtr& op) {
   }
   const bool by_slot = stage_ && op->tag != 0 && stage_(*op) && !some_have_joined_;
   if (lost) return false;
-  if (by_slot) return AnnounceBySlot(op, std::move(body));
+  if (by_slot) return AnnounceBySlot(op);
   SendInFull(op, std::move(body));
   return false;
 }
 
-bool Control::AnnounceBySlot(const OperationPtr& op, std::string body) {
+bool Control::AnnounceBySlot(const OperationPtr& op) {
   const auto id = static_cast<uint32_t>(segment_.layout().cache_capacity + EagerIndexOf(op->tag));
   op->announced_id = static_cast<int32_t>(id);
   by_id_[id] = op;
-  roll_call_->Announce(op->tag, std::hash<std::string>{}(body));
+  const std::vector<int64_t> rows = OwnRows(op->request);
+  Request alike = op->request;
+  alike.splits.clear();
+  for (TensorMeta& tensor : alike.tensors) {
+    if (!rows.empty()) tensor.shape.front() = 0;
+  }
+  roll_call_->Announce(op->tag, std::hash<std::string>{}(EncodeRequest(alike)), rows);
   if (faults_ != nullptr) faults_->Shuffle();
   const RollCall::Seen seen = roll_call_->Look(op->tag);
   if (seen == RollCall::Seen::kInFull) {
     by_id_[id] = nullptr;
-    SendInFull(op, std::move(body));
+    SendInFull(op, EncodeRequest(op->request));
     return false;
   }
   ++stats_.slot_announcements;
@@ -111,7 +117,17 @@ bool Control::AnnounceBySlot(const OperationPtr& op, std::string body) {
 }
 
 OperationPtr Control::TakeBySlot(OperationPtr op) {
-  if (roll_call_->Agrees(op->tag)) return op;
+  if (roll_call_->Agrees(op->tag)) {
+    const Request& request = op->request;
+    SetRows(request.verb, roll_call_->Rows(op->tag, OwnRows(request).size()), &op->rows, &op->splits);
+    // Else rank 0 says what is wrong; on all ranks, which have the same numbers.
+    if (RowsFit(request, op->rows, rank_, topology_.size()) &&
+        SplitsFit(request, op->splits.get(), topology_)) {
+      return op;
+    }
+    op->rows.clear();
+    op->splits.reset();
+  }
   SendInFull(op, EncodeRequest(op->request));
   return nullptr;
 }

@@ -22,11 +22,10 @@ bool Engine::FitsSlot(const Operation& op) const {
 
 bool Engine::Stage(Operation& op) {
   const Request& request = op.request;
-  if (size_ == 1 || request.tensors.empty()) return false;
+  if (size_ == 1) return false;
   const bool unnamed = (op.tag & kUnnamedTag) != 0;
   const bool gives = (request.verb != Verb::kBroadcast || request.root == rank_) && FitsSlot(op);
-  // Of these two a rank must hear from rank 0 what the others give.
-  const bool announces = unnamed && request.verb != Verb::kAllgather && request.verb != Verb::kAlltoall;
+  const bool announces = unnamed && OwnRows(request).size() <= kSlotRows;
   if (!gives && !announces) return false;
   char* slot = eager_->Claim(op.tag);
   if (slot == nullptr) return false;

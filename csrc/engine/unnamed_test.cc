@@ -52,6 +52,76 @@ TEST(they_send_no_messages) {
   }
 }
 
+// What each rank gives, joined; ranks give different numbers of rows, and now and then many.
+std::vector<float> Gathered(int size, int step, int rows) {
+  std::vector<float> all;
+  for (int r = 0; r < size; ++r) {
+    const std::vector<float> part = Numbers(static_cast<size_t>(rows * (r + 1) % 7000), r, step);
+    all.insert(all.end(), part.begin(), part.end());
+  }
+  return all;
+}
+
+TEST(what_others_give_is_told_by_their_slots) {
+  for (int size : {2, 3, 4}) {
+    RunRanks(size, [](Rank& rank) {
+      const ControlStats before = rank.engine().Stats().control;
+      const int size = rank.size();
+      for (int step = 0; step < 60; ++step) {
+        const int rows = step % 10 == 9 ? 5000 : step % 4;
+        std::vector<float> data =
+            Numbers(static_cast<size_t>(rows * (rank.rank() + 1) % 7000), rank.rank(), step);
+        std::vector<float> out;
+        CHECK_OK(rank.Scatter(Verb::kAllgather, "", data, {}, &out));
+        CHECK(out == Gathered(size, step, rows));
+        // Rank s sends s + d + rows of its numbers to rank d.
+        std::vector<int64_t> splits;
+        for (int d = 0; d < size; ++d) splits.push_back(rank.rank() + d + rows);
+        data.assign(static_cast<size_t>(rows * size + 50), static_cast<float>(rank.rank() + step));
+        CHECK_OK(rank.Scatter(Verb::kAlltoall, "", data, splits, &out));
+        std::vector<float> wanted;
+        for (int s = 0; s < size; ++s) {
+          wanted.insert(wanted.end(), static_cast<size_t>(s + rank.rank() + rows),
+                        static_cast<float>(s + step));
+        }
+        CHECK(out == wanted);
+      }
+      const ControlStats after = rank.engine().Stats().control;
+      CHECK(after.slot_announcements == before.slot_announcements + 120);
+      CHECK(after.full_announcements == before.full_announcements);
+    });
+  }
+}
+
+// More tensors than a slot has numbers for.
+TEST(what_no_slot_can_tell_is_announced_in_full) {
+  RunRanks(2, [](Rank& rank) {
+    for (const size_t tensors : {kSlotRows, kSlotRows + 1}) {
+      const ControlStats before = rank.engine().Stats().control;
+      std::vector<float> data(static_cast<size_t>(rank.rank()) + 1, static_cast<float>(rank.rank()));
+      Request request;
+      request.verb = Verb::kAllgather;
+      std::vector<SubmittedTensor> given(tensors);
+      for (SubmittedTensor& tensor : given) {
+        tensor.meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
+        tensor.in = data.data();
+      }
+      uint64_t handle = 0;
+      CHECK_OK(rank.engine().Submit(std::move(request), std::move(given), true, &handle));
+      const OperationPtr op = rank.engine().Find(handle);
+      CHECK_OK(rank.Wait(handle));
+      for (const OutputBuffer& made : op->buffers) {
+        const float* values = reinterpret_cast<const float*>(made.data.get());
+        CHECK(made.bytes == 12 && values[0] == 0.0f && values[1] == 1.0f && values[2] == 1.0f);
+      }
+      const ControlStats after = rank.engine().Stats().control;
+      const uint64_t by_slot = tensors <= kSlotRows ? 1 : 0;
+      CHECK(after.slot_announcements == before.slot_announcements + by_slot);
+      CHECK(after.full_announcements == before.full_announcements + 1 - by_slot);
+    }
+  });
+}
+
 // One is little on one rank, and not on another, or is not for slots at all: rank 0 sees both and says why.
 TEST(mismatches_are_told_however_ranks_announce) {
   struct Case {

@@ -25,6 +25,7 @@ inline constexpr size_t kBroadcastRingBytes = 256 << 10;
 inline constexpr size_t kStackBytes = 4096;
 inline constexpr size_t kEagerSlots = 32;              // of a rank
 inline constexpr size_t kEagerBytes = 4 << 10;         // what each holds
+inline constexpr size_t kSlotRows = 16;                // numbers that an announcement by a slot has
 inline constexpr size_t kMailSlots = 64;               // of a rank
 inline constexpr size_t kMailBytes = 4 << 10;          // what each holds
 inline constexpr int64_t kMostChunkBytes = 256 << 10;  // where the number of cores decides
@@ -101,6 +102,7 @@ struct alignas(kLine) EagerSlot {
   std::atomic<uint64_t> appended;   // in rank 0's slot, many writers: the last that is in the log
   uint64_t signature;               // of what is announced
   char data[kEagerBytes];           // begins in the line of the tag: a scalar is one line
+  int64_t rows[kSlotRows];          // what ranks may differ in, and all must know
 };
 
 // Tags of operations without a name: their numbers, and how often all had joined before.
