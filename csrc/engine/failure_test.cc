@@ -237,10 +237,13 @@ TEST(a_world_can_be_formed_again_and_again) {
 // take a core.
 TEST(the_thread_of_a_world_that_is_over_sleeps) {
   for (const std::vector<int>& hosts : {std::vector<int>{0, 0, 0}, {0, 0, 1}, {0, 1, 1}}) {
-    testing::RunHosts(hosts, [](Rank& rank) {
+    std::atomic<int> ready{0};
+    testing::RunHosts(hosts, [&](Rank& rank) {
       std::vector<float> data(4, 1.0f);
       CHECK_OK(rank.Allreduce("t", data));
+      ++ready;
       if (rank.rank() == 2) {
+        while (ready.load() < 3) std::this_thread::yield();
         rank.engine().Abort("the data are wrong");
         return;
       }
