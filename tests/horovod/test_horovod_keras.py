@@ -234,6 +234,7 @@ def check_script(keras, rank, folder):
     assert again.optimizer._kolovod_reducer.way.compression is hvd.Compression.fp16
 
 
+@pytest.mark.slow
 def test_names_and_a_script(tmp_path):
     def work(rank):
         import keras

@@ -204,6 +204,7 @@ def check_errors(tf, kv, rank):
         assert named(tf.ones([3])).numpy().tolist() == [2, 2, 2]
 
 
+@pytest.mark.slow
 def test_in_graphs_and_outside():
     def work(rank):
         import tensorflow as tf
