@@ -1,5 +1,5 @@
 # make demo      train on real data with two processes, from nothing
-# make test      tests, Python and C++: all but the slow ones (8 minutes)
+# make test      tests, Python and C++: all but the slow ones (9 minutes)
 # make test-all  these, the slow ones, and MXNet's
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
 # make lint      style, types, warnings as errors

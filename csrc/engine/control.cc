@@ -87,27 +87,30 @@ bool Control::Announce(const OperationPtr& op) {
   }
   const bool by_slot = stage_ && op->tag != 0 && stage_(*op) && !some_have_joined_;
   if (lost) return false;
-  if (by_slot) return AnnounceBySlot(op);
+  if (by_slot) return AnnounceBySlot(op, std::move(body));
   SendInFull(op, std::move(body));
   return false;
 }
 
-bool Control::AnnounceBySlot(const OperationPtr& op) {
+bool Control::AnnounceBySlot(const OperationPtr& op, std::string body) {
   const auto id = static_cast<uint32_t>(segment_.layout().cache_capacity + EagerIndexOf(op->tag));
   op->announced_id = static_cast<int32_t>(id);
   by_id_[id] = op;
   const std::vector<int64_t> rows = OwnRows(op->request);
-  Request alike = op->request;
-  alike.splits.clear();
-  for (TensorMeta& tensor : alike.tensors) {
-    if (!rows.empty()) tensor.shape.front() = 0;
+  const std::hash<std::string> hash;
+  if (rows.empty()) {
+    roll_call_->Announce(op->tag, hash(body), rows);
+  } else {
+    Request alike = op->request;
+    alike.splits.clear();
+    for (TensorMeta& tensor : alike.tensors) tensor.shape.front() = 0;
+    roll_call_->Announce(op->tag, hash(EncodeRequest(alike)), rows);
   }
-  roll_call_->Announce(op->tag, std::hash<std::string>{}(EncodeRequest(alike)), rows);
   if (faults_ != nullptr) faults_->Shuffle();
   const RollCall::Seen seen = roll_call_->Look(op->tag);
   if (seen == RollCall::Seen::kInFull) {
     by_id_[id] = nullptr;
-    SendInFull(op, EncodeRequest(op->request));
+    SendInFull(op, std::move(body));
     return false;
   }
   ++stats_.slot_announcements;
@@ -119,7 +122,9 @@ bool Control::AnnounceBySlot(const OperationPtr& op) {
 OperationPtr Control::TakeBySlot(OperationPtr op) {
   if (roll_call_->Agrees(op->tag)) {
     const Request& request = op->request;
-    SetRows(request.verb, roll_call_->Rows(op->tag, OwnRows(request).size()), &op->rows, &op->splits);
+    const size_t count = OwnRows(request).size();
+    if (count == 0) return op;
+    SetRows(request.verb, roll_call_->Rows(op->tag, count), &op->rows, &op->splits);
     // Else rank 0 says what is wrong; on all ranks, which have the same numbers.
     if (RowsFit(request, op->rows, rank_, topology_.size()) &&
         SplitsFit(request, op->splits.get(), topology_)) {

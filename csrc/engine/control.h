@@ -111,7 +111,7 @@ class Control {
   void CountPending();
   void SendInFull(const OperationPtr& op, std::string body);
   // Of an operation without a name whose slot is claimed; as Announce.
-  bool AnnounceBySlot(const OperationPtr& op);
+  bool AnnounceBySlot(const OperationPtr& op, std::string body);
   // The log entry of such a one: null if it is not the same on all ranks, which all announce it in full then.
   OperationPtr TakeBySlot(OperationPtr op);
   // To the leader of this host. Under the mutex.
