@@ -2,8 +2,8 @@
 
 All ranks are simulated on this machine, each as a host of its own: the ranks of a process are its
 threads (bench/scale_ranks.py), with a segment, an engine and TCP connections each, and a launcher's
-store that all meet at. They broadcast 1 KiB and then negotiate steps of one operation without
-elements, which carry nothing. For 2, 4, ... 512 ranks:
+rendezvous server that all meet at. They broadcast 1 KiB and then negotiate steps of one operation
+without elements, which carry nothing. For 2, 4, ... 512 ranks:
 
 - rendezvous: seconds from the first rank's begin to the last one's engine, which has all its
   connections for the control plane by then;
@@ -27,8 +27,8 @@ import machine
 import report
 from report import number, table
 
-from kolovod.launch.auth import new_secret
-from kolovod.launch.store import Store
+from kolovod.net.channel import new_secret
+from kolovod.rendezvous.server import RendezvousServer
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 RANKS_PER_PROCESS = 64
@@ -75,13 +75,13 @@ def simulate(size: int, steps: int) -> dict[str, Any]:
     """One world of ``size`` ranks. RuntimeError names a rank that failed."""
     secret = new_secret()
     processes: list[Process] = []
-    store = Store(secret, size)
-    store.start()
+    server = RendezvousServer(secret, size)
+    server.start()
     try:
         for first in range(0, size, RANKS_PER_PROCESS):
             ranks = list(range(first, min(first + RANKS_PER_PROCESS, size)))
             processes.append(Process())
-            world = {"size": size, "ranks": ranks, "steps": steps, "store": store.address}
+            world = {"size": size, "ranks": ranks, "steps": steps, "store": server.address}
             processes[-1].say(json.dumps({**world, "secret": secret}))
         for what in ("ready", "counted"):
             for process in processes:
@@ -92,7 +92,7 @@ def simulate(size: int, steps: int) -> dict[str, Any]:
     finally:
         for process in processes:
             process.end()
-        store.close()
+        server.close()
     for answer in answers:
         if "error" in answer:
             raise RuntimeError(answer["error"])

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from kolovod import _native
 from kolovod.config import Settings
-from kolovod.forming import make_engine
-from kolovod.launch.bootstrap import bootstrap
+from kolovod.core.engine_factory import make_engine
+from kolovod.rendezvous.bootstrap import bootstrap
 
 TIMEOUT_S = 120.0
 WARMUP = 4  # by name, by name with a bit for an answer, by bit

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tensors import TENSORS
 
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.objects import Objects
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
 
 OPS = (Average, Sum, Min, Max, Product)
 INTEGERS = ("uint8", "int8", "uint16", "int16", "int32", "int64")
@@ -331,7 +331,7 @@ def adasum(vectors: list[np.ndarray]) -> np.ndarray:
 def check_objects(kv: Any) -> None:
     """Objects of different sizes, from every root; barriers between."""
     rank, size = kv.world().rank, kv.world().size
-    objects = Objects(kv)
+    objects = Objects(kv.world)
     everyone = [{"rank": r, "payload": "x" * (1000 * r)} for r in range(size)]
     assert objects.allgather_object(everyone[rank]) == everyone
     for root in range(size):

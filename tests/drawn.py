@@ -22,9 +22,9 @@ from conformance import (
 )
 from tensors import NumpyTensors
 
-from kolovod.objects import Objects
-from kolovod.ops import Adasum, Average, Max, Min, Op, Sum
-from kolovod.transfers import Transfers
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Sum
+from kolovod.core.transfers import Transfers
 
 NON_BLOCKING = (
     *("allreduce",) * 4,
@@ -298,7 +298,7 @@ class Draw:
         root = self.one_of(self.members)
         wanted = {"of": root, "payload": b"x" * self.elements(100_000), "key": self.key}
         mine = wanted if self.kv.world().rank == root else None
-        objects = Objects(self.kv)
+        objects = Objects(self.kv.world)
 
         def check(result: Any) -> None:
             assert result == wanted
@@ -311,7 +311,7 @@ class Draw:
         everyone = [
             (member, "y" * length) for member, length in zip(self.members, lengths, strict=True)
         ]
-        objects = Objects(self.kv)
+        objects = Objects(self.kv.world)
 
         def check(result: Any) -> None:
             assert result == everyone

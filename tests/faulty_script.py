@@ -55,15 +55,15 @@ def import_all():
 
 
 def init():
-    import kolovod.world
+    import kolovod.lifecycle
 
-    make_engine = kolovod.world.make_engine
+    make_engine = kolovod.lifecycle.make_engine
 
     def make_engine_or_not(*args, **kwargs):
         here("init")  # the others know this rank, and wait for it to take the segment
         return make_engine(*args, **kwargs)
 
-    kolovod.world.make_engine = make_engine_or_not
+    kolovod.lifecycle.make_engine = make_engine_or_not
     kv.init()
 
 

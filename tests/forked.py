@@ -28,7 +28,7 @@ from importlib import metadata
 from typing import IO, Any
 
 from kolovod.launch import function
-from kolovod.launch.ranks import PAYLOAD_FD, RESULT_FD
+from kolovod.launch.local import PAYLOAD_FD, RESULT_FD
 
 _PLAIN = ("numpy", "pytest", "kolovod.numpy", "kolovod.testing")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36

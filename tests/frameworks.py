@@ -12,7 +12,7 @@ from conformance import FLOATS, INTEGERS, Case
 from tensors import TensorflowTensors
 
 import kolovod
-from kolovod.ops import Max, Sum
+from kolovod.core.ops import Max, Sum
 
 __all__ = [
     "TensorflowTensors", "check_eager_verbs", "check_in_graph", "is_installed",

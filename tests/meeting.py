@@ -1,4 +1,4 @@
-"""Ranks that meet at a store: what its tests share."""
+"""Ranks that meet at a rendezvous server: what its tests share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kolovod.launch import versions
-from kolovod.launch.auth import connect, new_secret
-from kolovod.launch.formation import Formation, Member
-from kolovod.launch.joining import Joined, join
-from kolovod.launch.store import LABEL, Store
+from kolovod.net.channel import connect, new_secret
+from kolovod.rendezvous import versions
+from kolovod.rendezvous.client import Joined, join
+from kolovod.rendezvous.protocol import Formation, Member
+from kolovod.rendezvous.server import LABEL, RendezvousServer
 
 SECRET = new_secret()
 TIMEOUT_S = 20.0
@@ -28,9 +28,9 @@ JOIN = {
 }
 
 
-@pytest.fixture(name="store")
-def made_store() -> Iterator[Store]:
-    with contextlib.closing(Store(SECRET, 8)) as made:
+@pytest.fixture(name="server")
+def made_store() -> Iterator[RendezvousServer]:
+    with contextlib.closing(RendezvousServer(SECRET, 8)) as made:
         made.start()
         yield made
 
@@ -51,31 +51,35 @@ def meet(*arguments: Any) -> Formation:
         return joined.formation
 
 
-def all_join(pool: ThreadPoolExecutor, store: Store, ranks: list[int]) -> list[Joined]:
+def all_join(pool: ThreadPoolExecutor, server: RendezvousServer, ranks: list[int]) -> list[Joined]:
     waiting = [
-        pool.submit(join, store.address, SECRET, ranks, member(rank), TIMEOUT_S) for rank in ranks
+        pool.submit(join, server.address, SECRET, ranks, member(rank), TIMEOUT_S) for rank in ranks
     ]
     return [future.result(10) for future in waiting]
 
 
 def joining(
-    pool: ThreadPoolExecutor, store: Store, rank: int, members: list[int], timeout_s: float = 20.0
+    pool: ThreadPoolExecutor,
+    server: RendezvousServer,
+    rank: int,
+    members: list[int],
+    timeout_s: float = 20.0,
 ) -> Future[Formation]:
-    return pool.submit(meet, store.address, SECRET, members, member(rank), timeout_s)
+    return pool.submit(meet, server.address, SECRET, members, member(rank), timeout_s)
 
 
-def come_and_go(store: Store, waiting: int) -> None:
+def come_and_go(server: RendezvousServer, waiting: int) -> None:
     """Rank 1 of three joins, as the one that makes ``waiting``, and its connection breaks."""
-    address = ("127.0.0.1", int(store.address.split(":")[1]))
+    address = ("127.0.0.1", int(server.address.split(":")[1]))
     deadline = time.monotonic() + 5
     with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
         facts = {"members": [[0, 2]], "member": [1, *JOIN["member"][1:]], "timeout_s": TIMEOUT_S}
         channel.send({**JOIN, **facts}, deadline)
-        wait_until_joined(store, waiting)
+        wait_until_joined(server, waiting)
 
 
-def wait_until_joined(store: Store, count: int) -> None:
+def wait_until_joined(server: RendezvousServer, count: int) -> None:
     deadline = time.monotonic() + 5
-    while sum(len(group.joined) for group in store._groups.values()) != count:
+    while sum(len(group.joined) for group in server._groups.values()) != count:
         assert time.monotonic() < deadline, "the ranks did not join"
         time.sleep(0.005)

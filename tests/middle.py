@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from kolovod.launch import auth
-from kolovod.launch.formation import Member
+from kolovod.net import channel
+from kolovod.rendezvous.protocol import Member
 
 
 def soon(seconds: float = 10.0) -> float:
@@ -30,7 +30,7 @@ def port_of(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def echo(channel: auth.Channel) -> None:
+def echo(channel: channel.Channel) -> None:
     channel.send(channel.receive(soon()), soon())
 
 

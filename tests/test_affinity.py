@@ -1,4 +1,4 @@
-"""kolovod.affinity: the engine's threads on the cores that the user names."""
+"""kolovod.core.affinity: the engine's threads on the cores that the user names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from frameworks import is_installed
 
 import kolovod
-from kolovod.affinity import core_of
+from kolovod.core.affinity import core_of
 from kolovod.errors import InvalidArgumentError
 from kolovod.testing import run_ranks
 

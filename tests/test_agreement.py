@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kolovod.agreement import agree_on_optimizer
 from kolovod.errors import MismatchError
+from kolovod.gradients.agreement import agree_on_optimizer
 from kolovod.testing.loopback import loopback
 
 

@@ -1,4 +1,4 @@
-"""kolovod.launch.auth: nothing is parsed before the proof, and nothing blocks for ever."""
+"""kolovod.net.channel: nothing is parsed before the proof, and nothing blocks for ever."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch import auth
-from kolovod.launch.auth import Channel, accept, connect, new_secret
-from kolovod.launch.server import Server
-from kolovod.launch.sockets import read_exactly
+from kolovod.net import channel
+from kolovod.net.channel import Channel, accept, connect, new_secret
+from kolovod.net.server import Server
+from kolovod.net.sockets import read_exactly
 
 SECRET = new_secret()
 
@@ -62,7 +62,7 @@ def channel_pair() -> tuple[Channel, Channel, socket.socket, socket.socket]:
     left, right = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(accept, left, SECRET, "test", soon())
-        client = auth.greet(right, SECRET, "test", soon())
+        client = channel.greet(right, SECRET, "test", soon())
         return server.result(), client, left, right
 
 
@@ -96,7 +96,7 @@ def test_a_proof_for_one_purpose_is_of_no_use_for_another() -> None:
 
 def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
     def impostor(sock: socket.socket) -> None:
-        sock.sendall(auth.MAGIC + bytes(32))
+        sock.sendall(channel.MAGIC + bytes(32))
         read_exactly(sock, 8 + 64, soon())
         sock.sendall(os.urandom(32))
 
@@ -104,7 +104,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused() -> None:
     thread = threading.Thread(target=impostor, args=(left,))
     thread.start()
     with pytest.raises(AuthenticationError, match="does not know"):
-        auth.greet(right, SECRET, "test", soon())
+        channel.greet(right, SECRET, "test", soon())
     thread.join()
     left.close()
     right.close()
@@ -114,7 +114,7 @@ def test_a_server_of_another_protocol_is_refused() -> None:
     left, right = socket.socketpair()
     left.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
     with pytest.raises(AuthenticationError, match="protocol"):
-        auth.greet(right, SECRET, "test", soon())
+        channel.greet(right, SECRET, "test", soon())
     left.close()
     right.close()
 
@@ -255,7 +255,7 @@ def test_a_size_over_the_limit_is_refused_before_it_is_read() -> None:
 def test_too_large_a_message_is_not_sent() -> None:
     server, client, _, _ = channel_pair()
     with pytest.raises(BootstrapError, match="bytes is over"):
-        client.send("x" * auth.MAX_BODY_BYTES, soon())
+        client.send("x" * channel.MAX_BODY_BYTES, soon())
     server.close()
     client.close()
 

@@ -13,8 +13,10 @@ import pytest
 from kolovod import _native, backends
 from kolovod.backends.arithmetic import divided, narrowed, scaled, widened
 from kolovod.backends.device_driver import DeviceDriver
-from kolovod.backends.meeting import Meeting
-from kolovod.collectives import Collectives
+from kolovod.backends.setup import BackendSetup
+from kolovod.core.collectives import Collectives
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Op
 from kolovod.errors import (
     BootstrapError,
     InternalError,
@@ -24,8 +26,6 @@ from kolovod.errors import (
     WaitTimeoutError,
 )
 from kolovod.numpy import NumpyFrontend
-from kolovod.objects import Objects
-from kolovod.ops import Op
 from kolovod.testing.loopback import LoopbackRank, loopback
 
 
@@ -257,7 +257,7 @@ def test_a_backend_whose_thread_cannot_start_is_closed(monkeypatch):
 
 
 def meeting_of(kv):
-    return Meeting(Objects(kv))
+    return BackendSetup(Objects(kv.world))
 
 
 def test_what_one_rank_says_all_hear_in_any_order():

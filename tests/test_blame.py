@@ -1,4 +1,4 @@
-"""kolovod.launch.blame: who is named when one failure has made others fail."""
+"""kolovod.blame: who is named when one failure has made others fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import pytest
 from launched import run_code
 
-from kolovod.launch import blame
+from kolovod import blame
 
 
 @pytest.fixture
@@ -141,11 +141,11 @@ sys.exit(5 if rank == 0 else 0)
 
 
 DIES_WHILE_IT_JOINS = """
-import kolovod as kv, kolovod.world
+import kolovod as kv, kolovod.core.world
 if rank == 0:
     sys.exit()
 if rank == 2:
-    kolovod.world.make_engine = lambda *_, **__: os._exit(9)
+    kolovod.lifecycle.make_engine = lambda *_, **__: os._exit(9)
 try:
     kv.init(comm=[1, 2])
 except kv.errors.RankLostError as error:

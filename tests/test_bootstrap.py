@@ -1,4 +1,4 @@
-"""kolovod.launch.sharing: the shared segment, and what is said when it cannot be made."""
+"""kolovod.rendezvous.segment_handover: the shared segment, and the errors when there is none."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import kolovod as kv
 from kolovod import _native
 from kolovod.config import Settings
 from kolovod.errors import BootstrapError
-from kolovod.launch import sharing
-from kolovod.launch.formation import Member
-from kolovod.launch.mesh import describe
-from kolovod.launch.sharing import make_segment
+from kolovod.rendezvous import segment_handover
+from kolovod.rendezvous.mesh import describe
+from kolovod.rendezvous.protocol import Member
+from kolovod.rendezvous.segment_handover import make_segment
 
 CONFIG = Settings().engine_config()
 
@@ -57,7 +57,7 @@ def fail_to_form(rank: int) -> str:
         raise PermissionError("memory is sealed")
 
     if rank == 0:
-        sharing.make_segment = sealed
+        segment_handover.make_segment = sealed
     try:
         kv.init()
     except (BootstrapError, PermissionError) as error:

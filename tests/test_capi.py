@@ -138,7 +138,7 @@ def test_sums_by_callback_while_python_goes_on():
         assert lib.kolovod_current(0) is None
         kolovod.init()
         engine = lib.kolovod_current(0)
-        assert engine == kolovod.world.current().engine.c_handle()
+        assert engine == kolovod.core.world.current().engine.c_handle()
         assert (lib.kolovod_rank(engine), lib.kolovod_size(engine)) == (rank, 2)
         sums = Sums(lib)
         arrays = [np.full(1 + 7000 * i, rank + i, np.float32) for i in range(20)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kolovod import ProcessSet
-from kolovod.checks import check_averaging, checked_passes
-from kolovod.compression import Compression
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Adasum, Average, Max, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.objects import Objects
-from kolovod.ops import Adasum, Average, Max, Sum
+from kolovod.gradients.compression import Compression
+from kolovod.gradients.validation import check_averaging, checked_passes
 from kolovod.testing.loopback import loopback
 
 GOOD = {"compression": Compression.fp16, "op": Average, "factor": 2.0, "process_set": None}
@@ -54,8 +54,8 @@ def test_verbs_refuse_what_is_no_process_set():
 
         for call in (
             lambda: kv.allreduce(np.ones(2), process_set=7),
-            lambda: Objects(kv).broadcast_object({}, process_set=[0]),
-            lambda: Objects(kv).allgather_object({}, process_set="all"),
+            lambda: Objects(kv.world).broadcast_object({}, process_set=[0]),
+            lambda: Objects(kv.world).allgather_object({}, process_set="all"),
         ):
             with pytest.raises(InvalidArgumentError, match=r"process_set is (7|\[0\]|'all'): give"):
                 call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import worlds
 
-from kolovod.collectives import Collectives
+from kolovod.core.collectives import Collectives
 
 ROWS = [row for world in worlds.WORLDS.values() for row in world.rows()]
 

@@ -1,4 +1,4 @@
-"""kolovod.launch.door: who is let in, and when."""
+"""kolovod.rendezvous.external.address_exchange: who is let in, and when."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from contextlib import closing
 import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
-from kolovod.launch import door
-from kolovod.launch.auth import connect
-from kolovod.launch.door import ask, ask_once, tcp_door, unix_door
+from kolovod.net.channel import connect
+from kolovod.rendezvous.external import address_exchange
+from kolovod.rendezvous.external.address_exchange import ask, ask_once, tcp_exchange, unix_exchange
 
 FACTS = {"store": "127.0.0.1:5"}
 TIMEOUT_S = 20.0
 # Asks as another process than this one: the name, the secret, the rank, seconds.
 ASK = """
 import sys
-from kolovod.launch.door import ask
+from kolovod.rendezvous.external.address_exchange import ask
 print(ask(sys.argv[1], "", int(sys.argv[2]), "h", float(sys.argv[3])))
 """
 
@@ -47,14 +47,14 @@ def test_whoever_comes_before_the_door_opens_waits():
     asking = threading.Thread(target=lambda: found.append(ask(name, "", 1, "h", TIMEOUT_S)))
     asking.start()
     time.sleep(0.2)
-    with closing(unix_door(name, FACTS, 2)):
+    with closing(unix_exchange(name, FACTS, 2)):
         asking.join(TIMEOUT_S)
     assert found == [FACTS]
 
 
 def test_a_rank_comes_once_and_a_later_program_of_the_job_waits_for_its_own_rank_0():
     name = new_name()
-    with closing(unix_door(name, FACTS, 2)):
+    with closing(unix_exchange(name, FACTS, 2)):
         assert asked_elsewhere(name, 1, 20).stdout == f"{FACTS}\n"
         later = asked_elsewhere(name, 1, 0.5)
         assert (
@@ -62,7 +62,7 @@ def test_a_rank_comes_once_and_a_later_program_of_the_job_waits_for_its_own_rank
             in (later.stderr)
         )
         assert "It was tried for 0.5 s; KOLOVOD_START_TIMEOUT_S sets the limit" in later.stderr
-    with closing(unix_door(name, {"store": "another"}, 2)):
+    with closing(unix_exchange(name, {"store": "another"}, 2)):
         for _ in range(2):  # the same process may ask again
             assert ask_once(name, "", 1, "h", time.monotonic() + TIMEOUT_S) == {"store": "another"}
 
@@ -71,7 +71,7 @@ def test_a_rank_comes_once_and_a_later_program_of_the_job_waits_for_its_own_rank
 def test_a_rank_that_the_job_does_not_have(rank):
     name = new_name()
     with (
-        closing(unix_door(name, FACTS, 2)),
+        closing(unix_exchange(name, FACTS, 2)),
         pytest.raises(BootstrapError, match=f"no rank {rank} to come: the job has 2 ranks"),
     ):
         ask_once(name, "", rank, "h", time.monotonic() + TIMEOUT_S)
@@ -80,22 +80,22 @@ def test_a_rank_that_the_job_does_not_have(rank):
 def test_two_rank_0_of_one_job():
     name = new_name()
     with (
-        closing(unix_door(name, FACTS, 2)),
+        closing(unix_exchange(name, FACTS, 2)),
         pytest.raises(BootstrapError, match="does another process of this job run as rank 0"),
     ):
-        unix_door(name, FACTS, 2)
+        unix_exchange(name, FACTS, 2)
 
 
 @pytest.fixture
 def soon_refused(monkeypatch):
     """Who breaks the handshake off is tried again for a moment, not for three seconds."""
-    monkeypatch.setattr(door, "_REFUSED_S", 0.3)
+    monkeypatch.setattr(address_exchange, "_REFUSED_S", 0.3)
 
 
 @pytest.mark.usefixtures("soon_refused")
 def test_between_hosts_the_secret_is_proved():
     port = free_port()
-    with closing(tcp_door(["127.0.0.1"], port, "ours", FACTS, 2)):
+    with closing(tcp_exchange(["127.0.0.1"], port, "ours", FACTS, 2)):
         assert ask(("127.0.0.1", port), "ours", 1, "h", TIMEOUT_S) == FACTS
         started = time.monotonic()
         with pytest.raises(
@@ -104,7 +104,7 @@ def test_between_hosts_the_secret_is_proved():
             ask(("127.0.0.1", port), "theirs", 1, "h", TIMEOUT_S)
         assert time.monotonic() - started < TIMEOUT_S / 2  # no reason to try that again
         with pytest.raises(BootstrapError, match="set KOLOVOD_STORE_PORT to a free one"):
-            tcp_door(["127.0.0.1"], port, "ours", FACTS, 2)
+            tcp_exchange(["127.0.0.1"], port, "ours", FACTS, 2)
 
 
 def test_nobody_opens():
@@ -122,7 +122,7 @@ def test_a_door_of_another_user_is_not_believed():
     name = new_name()
     script = (
         "import os, sys\n"
-        "from kolovod.launch.door import unix_door\n"
+        "from kolovod.rendezvous.external.address_exchange import unix_exchange\n"
         "os.setuid(65534); door = unix_door(sys.argv[1], {}, 2)\n"
         "print('open', flush=True); sys.stdin.read()"
     )
@@ -148,7 +148,7 @@ def test_a_rank_0_that_is_just_ending_is_not_taken_for_a_stranger():
     asking.start()
     old.accept()[0].close()
     old.close()
-    with closing(unix_door(name, FACTS, 2)):
+    with closing(unix_exchange(name, FACTS, 2)):
         asking.join(TIMEOUT_S)
     assert found == [FACTS]
 
@@ -158,7 +158,7 @@ def test_a_malformed_question_is_answered(message):
     name = new_name()
     deadline = time.monotonic() + TIMEOUT_S
     with (
-        closing(unix_door(name, FACTS, 2)),
+        closing(unix_exchange(name, FACTS, 2)),
         closing(connect(socket.AF_UNIX, f"\0{name}", "", "door", deadline)) as channel,
     ):
         channel.send(message, deadline)

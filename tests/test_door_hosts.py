@@ -1,4 +1,4 @@
-"""kolovod.launch.door between hosts: rank 0 is found at the addresses that its name stands for."""
+"""Address exchange between hosts: rank 0 is found at the addresses that its name stands for."""
 
 from __future__ import annotations
 

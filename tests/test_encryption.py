@@ -30,11 +30,12 @@ from kolovod.errors import (
     InvalidArgumentError,
     RankLostError,
 )
-from kolovod.launch import auth, bootstrap, mesh, sealing
-from kolovod.launch.auth import new_secret
-from kolovod.launch.joining import join
-from kolovod.launch.sealing import OFFER_BYTES, Exchange
-from kolovod.launch.store import Store
+from kolovod.net import channel, encryption
+from kolovod.net.channel import new_secret
+from kolovod.net.encryption import OFFER_BYTES, Exchange
+from kolovod.rendezvous import bootstrap, mesh
+from kolovod.rendezvous.client import join
+from kolovod.rendezvous.server import RendezvousServer
 
 SECRET = new_secret()
 HOSTS = ["a", "b"]
@@ -205,7 +206,7 @@ NONE_HERE = SimpleNamespace(
 
 def without_the_library_on_b(rank: int) -> str:
     if rank == 1:
-        sealing._native = NONE_HERE  # type: ignore[attr-defined]
+        encryption._native = NONE_HERE  # type: ignore[attr-defined]
     with pytest.raises((BootstrapError, RankLostError)) as caught:
         kolovod.init()
     return str(caught.value)
@@ -221,22 +222,22 @@ def test_a_host_without_libcrypto_is_named() -> None:
 def test_a_launcher_without_libcrypto_is_said_and_nothing_goes_in_the_clear(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The store of a launcher that did not know that ranks would want encryption."""
+    """The rendezvous server of a launcher that did not know that ranks would want encryption."""
     here = threading.get_ident()
 
     def exchange() -> Exchange:
         if threading.get_ident() == here:
             return Exchange()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sealing, "_native", NONE_HERE)
+            patch.setattr(encryption, "_native", NONE_HERE)
             return Exchange()
 
-    monkeypatch.setattr(auth, "Exchange", exchange)
-    with contextlib.closing(Store(SECRET, 2)) as store:
-        store.start()
-        with Middle(port_of(store.address)) as middle:
+    monkeypatch.setattr(channel, "Exchange", exchange)
+    with contextlib.closing(RendezvousServer(SECRET, 2)) as server:
+        server.start()
+        with Middle(port_of(server.address)) as middle:
             address = "{}:{}".format(*middle.address)
-            with pytest.raises(AuthenticationError, match="the store cannot encrypt"):
+            with pytest.raises(AuthenticationError, match="the rendezvous server cannot encrypt"):
                 join(address, SECRET, [0, 1], encrypting(0), 5)
         assert len(middle.seen[True]) == 8 + 32 + OFFER_BYTES + 32
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from conformance import check_adasum, check_allreduce, check_alltoall, check_reducescatter
 
-from kolovod.ops import Average, Max, Min, Product, Sum
+from kolovod.core.ops import Average, Max, Min, Product, Sum
 from kolovod.testing.loopback import loopback
 
 SIZES = (1, 2, 3, 4)

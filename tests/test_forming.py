@@ -45,12 +45,14 @@ def test_before_all_have_come() -> None:
 
 @pytest.mark.parametrize("dead", slow_but((0,), (0, 1, 2)))
 def test_a_leader_between_the_stores_answer_and_its_connections(dead: int) -> None:
-    """Of hosts with a rank each; the first one's process has the store in it."""
+    """Of hosts with a rank each; the first one's process has the rendezvous server in it."""
     ranks = [slurm(rank, 3, size=3, **COMMON) for rank in range(3)]
     for text in survivors(run(ranks, code=die(dead, "mesh.Links.connect_leaders")), dead):
         if dead:
             assert f"RankLostError: rank {dead} on host n{dead + 1} (pid " in text
-        else:  # a connection to it fails: another leader's, or the store's if that has not answered
+        # a connection to it fails: another leader's, or the rendezvous server's if that
+        # has not answered
+        else:
             assert "rank 0 on host n1 (pid " in text or "rank 0's process, if that holds it" in text
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kolovod import _native
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Max, Sum
 from kolovod.errors import (
     InvalidArgumentError,
     RankLeftError,
@@ -18,8 +20,6 @@ from kolovod.errors import (
     ShutDownError,
     WaitTimeoutError,
 )
-from kolovod.handles import Handle
-from kolovod.ops import Max, Sum
 from kolovod.testing.loopback import loopback
 
 

@@ -275,7 +275,7 @@ def test_garbage_to_every_port_while_the_world_forms_and_after():
         held = [int(line) for line in stranger.stdout]
         (bed.folder / "end").touch()
         assert world.results(60) == [([3] * 5, 3)] * 3
-    assert len(attacked) == 4  # the store's and each rank's
+    assert len(attacked) == 4  # the rendezvous server's and each rank's
     assert held[-1] >= 12  # connections that were made
 
 
@@ -311,7 +311,7 @@ def test_a_thousand_connections_that_say_nothing():
         Bed(["a", "b", "stranger"], with_sshd=False) as bed,
         World(bed, ["a", "a", "b"], add_up_when_told, str(bed.folder)) as world,
     ):
-        host, _, port = world.job.store.rpartition(":")
+        host, _, port = world.job.server.rpartition(":")
         before = resident_mib(bed, "a", "rendezvous.py")
         silent = bed.popen(
             "stranger",

@@ -15,11 +15,11 @@ import pytest
 from forked import run_ranks
 
 import kolovod
+from kolovod.core.ops import Sum
 from kolovod.errors import (
     InvalidArgumentError,
     RankLostError,
 )
-from kolovod.ops import Sum
 from kolovod.testing.loopback import loopback
 
 WORLDS = (["a", "b"], ["a", "a", "b"], ["a", "b", "a", "b", "c"])
@@ -54,7 +54,7 @@ def facts_and_verbs(rank):
 
 @pytest.mark.parametrize("hosts", WORLDS, ids="".join)
 def test_every_verb_between_hosts(hosts):
-    from kolovod.launch.place import local_and_cross
+    from kolovod.rendezvous.rank_environment import local_and_cross
 
     for rank, (local, cross, joined) in enumerate(
         run_ranks(len(hosts), facts_and_verbs, hosts=hosts)
@@ -80,7 +80,7 @@ def sockets():
 
 def connections(rank):
     kolovod.init()
-    engine = kolovod.world.current().engine
+    engine = kolovod.core.world.current().engine
     found = []
     for work in (kolovod.barrier, lambda: kolovod.allreduce(np.ones(300_000), "t")):
         work()
@@ -116,7 +116,7 @@ def test_a_world_of_one_host_has_no_connections():
 
 
 def unreachable(rank, closed):
-    from kolovod.launch import mesh
+    from kolovod.rendezvous import mesh
 
     mesh._PATIENCE_S = 0.5
     original = mesh.Links.hand_over
@@ -147,8 +147,8 @@ def test_who_cannot_be_reached_is_named_on_both_sides(tmp_path):
 
 def stopped(rank, path):
     """A rank that is stopped when the first connection to it is wanted is late, not lost."""
-    from kolovod.launch import mesh
     from kolovod.observe import timeline
+    from kolovod.rendezvous import mesh
 
     mesh._PATIENCE_S = 0.2
     timeline.begin = lambda world: None  # it broadcasts
@@ -186,7 +186,7 @@ def test_a_forked_child_has_none_of_the_connections():
 
 def of_the_root(rank):
     kolovod.init()
-    from kolovod.world import current
+    from kolovod.core.world import current
 
     return current().engine.stats()["operations"], kolovod.allreduce(np.ones(200_000))[0]
 
@@ -205,7 +205,7 @@ def test_the_config_of_rank_0_is_everybodys():
 
 def sent_by_ring(rank, count):
     kolovod.init()
-    engine = kolovod.world.current().engine
+    engine = kolovod.core.world.current().engine
     kolovod.barrier()
     before = engine.sent_bytes()
     total = kolovod.allreduce(np.full(count, rank, np.float32), "t", op=Sum)

@@ -14,12 +14,12 @@ import pytest
 from forked import run_ranks
 
 import kolovod
+from kolovod.core.ops import Sum
 from kolovod.errors import (
     InterruptedByRankError,
     RankLeftError,
     RankLostError,
 )
-from kolovod.ops import Sum
 from kolovod.testing import RankFailed
 
 
@@ -157,7 +157,7 @@ def test_survivors_form_a_smaller_world(tmp_path):
 
 def garbage_listener(rank):
     """Strangers who connect to the ranks' ports while a world forms learn and break nothing."""
-    from kolovod.launch import mesh
+    from kolovod.rendezvous import mesh
 
     ports: list[str] = []
     original = mesh.Listener.__init__

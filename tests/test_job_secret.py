@@ -1,4 +1,4 @@
-"""kolovod.launch.job_secret: the secret of a job that no launcher of ours has started."""
+"""external.job_secret: the secret of a job that no launcher of ours has started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from kolovod.errors import BootstrapError, InvalidArgumentError
-from kolovod.launch.job_secret import job_secret, read_secret
+from kolovod.rendezvous.external.job_secret import job_secret, read_secret
 
 ONE = "0123456789abcdef"
 

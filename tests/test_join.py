@@ -9,8 +9,8 @@ import pytest
 from forked import run_ranks
 
 import kolovod
+from kolovod.core.ops import Adasum, Average, Max, Min, Product, Sum
 from kolovod.errors import InvalidArgumentError, MismatchError, RankLeftError, RankLostError
-from kolovod.ops import Adasum, Average, Max, Min, Product, Sum
 from kolovod.testing.loopback import loopback
 
 

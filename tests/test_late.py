@@ -17,9 +17,9 @@ from forked import run_ranks
 from slow import slow_but
 
 import kolovod as kv
+from kolovod.core import stacks
+from kolovod.core.world import current
 from kolovod.errors import LateRankError
-from kolovod.observe import stacks
-from kolovod.world import current
 
 REPORT = {"KOLOVOD_LATE_REPORT_S": "1", "KOLOVOD_LAST_OPERATIONS_DIR": "none"}
 PATIENCE_S = 60.0

@@ -13,8 +13,8 @@ import pytest
 from launched import DEADLINE_S, launcher, read_pids, run, run_code, wait_until_gone
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch import spawn
-from kolovod.launch.spawn import Job, JobOptions
+from kolovod.launch import job as launch_job
+from kolovod.launch.job import Job, JobOptions
 
 # --- the command line ---
 
@@ -184,7 +184,7 @@ kolovod.allreduce(numpy.ones(3))
             process.send_signal(signal.SIGINT)
             started = time.monotonic()
             _, err = process.communicate(timeout=DEADLINE_S)
-            assert time.monotonic() - started < spawn.GRACE_S  # nobody had to be killed
+            assert time.monotonic() - started < launch_job.GRACE_S  # nobody had to be killed
         assert process.returncode == 130
         assert "KeyboardInterrupt" in err
 
@@ -210,7 +210,7 @@ time.sleep(60)
 def test_after_the_grace_a_rank_that_does_not_listen_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(spawn, "GRACE_S", 0.3)
+    monkeypatch.setattr(launch_job, "GRACE_S", 0.3)
     code = """
 import os, signal, sys, time
 if os.environ['KOLOVOD_RANK'] == '1':

@@ -1,4 +1,4 @@
-"""kolovod.launch.launchers: who started this process, from recorded environments."""
+"""kolovod.rendezvous.external.launchers: who started this process, from recorded environments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.launchers import LAUNCHERS, expand_hosts, find
+from kolovod.rendezvous.external.launchers import LAUNCHERS, expand_hosts, find
 
 # What each launcher was seen to set on rank 1 of 2 (Slurm 22.05, Open MPI 4.1 and 5.0, MPICH 4.0,
 # torchrun 2.13), without what is of no use here. Not seen, but after the vendors' manuals: jsrun,

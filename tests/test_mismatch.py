@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from forked import run_ranks
 
+from kolovod.core.ops import Adasum, Average, Max, Sum
 from kolovod.errors import DuplicateNameError, InvalidArgumentError, MismatchError
-from kolovod.ops import Adasum, Average, Max, Sum
 from kolovod.testing.loopback import loopback
 
 # label: (what rank 1 of 3 does, what the others do, texts that every rank's error contains)

@@ -1,4 +1,4 @@
-"""kolovod.launch.mpi: ranks that MPI has started, as if on several hosts.
+"""kolovod.rendezvous.external.mpi: ranks that MPI has started, as if on several hosts.
 
 The launcher's count of the ranks on this host is changed and KOLOVOD_HOST set, so they all believe
 in hosts of their own; their addresses are this machine's.
@@ -14,10 +14,10 @@ import worlds
 from slow import slow_but
 
 from kolovod.errors import BootstrapError, InvalidArgumentError
-from kolovod.launch import started
-from kolovod.launch.launchers import find
-from kolovod.launch.mpi import ranks_of
-from kolovod.launch.network import LOOPBACK, own_addresses
+from kolovod.net.addresses import LOOPBACK, own_addresses
+from kolovod.rendezvous.external import meeting
+from kolovod.rendezvous.external.launchers import find
+from kolovod.rendezvous.external.mpi import ranks_of
 
 HEAD = """
 import os, numpy
@@ -25,7 +25,7 @@ rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1"
 os.environ["KOLOVOD_HOST"] = f"host{rank // 2}"
 import kolovod
-from kolovod.world import current
+from kolovod.core.world import current
 
 def facts():
     total = kolovod.allreduce(numpy.array([1 << rank]), op=kolovod.Sum).item()
@@ -36,13 +36,13 @@ MEETINGS = """
 from mpi4py import MPI
 kolovod.init()  # MPI carries the secret
 assert facts() == (rank, 3, rank % 2, rank // 2, 7), facts()
-store = current().place.store
+store = current().environment.rendezvous
 assert not store.startswith("127."), store
 kolovod.shutdown()
 if rank:
     kolovod.init(comm=[1, 2])  # at the same store
     assert facts() == (rank - 1, 2, 0, rank - 1, 6), facts()
-    assert current().place.store == store
+    assert current().environment.rendezvous == store
     kolovod.shutdown()
 MPI.COMM_WORLD.Barrier()
 half = MPI.COMM_WORLD.Split(rank == 1, rank)
@@ -71,7 +71,7 @@ os.write(1, f"done {rank}\\n".encode())
 """
 
 UNREACHABLE = """
-from kolovod.launch import mpi
+from kolovod.rendezvous.external import mpi
 mpi._is_reached = lambda address, secret: False  # a firewall
 try:
     kolovod.init()
@@ -111,8 +111,8 @@ def test_an_mpi4py_of_another_mpi():
         pytest.skip(why)
     told = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
     code = (
-        "from kolovod.launch.launchers import find\n"
-        "from kolovod.launch.mpi import why_unusable\n"
+        "from kolovod.rendezvous.external.launchers import find\n"
+        "from kolovod.rendezvous.external.mpi import why_unusable\n"
         f"print(why_unusable(find({told})))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -145,15 +145,15 @@ def test_the_address_at_which_others_look_for_rank_0(monkeypatch, resolved, towa
             raise OSError("not known")
         return towards_n2
 
-    monkeypatch.setattr(started, "resolve", lambda name: [resolved])
-    monkeypatch.setattr(started, "interface_to", interface_to)
-    assert started._own_addresses(find(SLURM), 1.0) == [expected]
+    monkeypatch.setattr(meeting, "resolve", lambda name: [resolved])
+    monkeypatch.setattr(meeting, "interface_to", interface_to)
+    assert meeting._own_addresses(find(SLURM), 1.0) == [expected]
 
 
 def test_a_name_that_means_something_else_on_each_host(monkeypatch):
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    monkeypatch.setattr(started, "resolve", lambda name: ["127.0.1.1"])
+    monkeypatch.setattr(meeting, "resolve", lambda name: ["127.0.1.1"])
     with pytest.raises(
         BootstrapError, match=r"a is 127\.0\.1\.1 here, where no other host reaches"
     ):
-        started._own_addresses(find(told), 1.0)
+        meeting._own_addresses(find(told), 1.0)

@@ -63,7 +63,7 @@ for attempt in range(2):  # the second one meets at the same store
     kolovod.init()
     total = kolovod.allreduce(numpy.array([kolovod.rank() + 1.0]), op=kolovod.Sum)
     facts = (kolovod.rank(), kolovod.size(), kolovod.local_rank(), kolovod.local_size())
-    backend = kolovod.world.current().settings.backend
+    backend = kolovod.core.world.current().settings.backend
     print("rank {} {} {} {} of {} {}\\n".format(*facts, backend, total[0]), end="", flush=True)
     kolovod.shutdown()
 """

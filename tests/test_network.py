@@ -1,4 +1,4 @@
-"""kolovod.launch.network: addresses, and the one that answers. Loopback only."""
+"""kolovod.net.addresses: addresses, and the one that answers. Loopback only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import time
 import pytest
 
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
-from kolovod.launch import network
-from kolovod.launch.auth import new_secret
-from kolovod.launch.network import (
+from kolovod.net import addresses as net_addresses
+from kolovod.net.addresses import (
     Interface,
     address_of,
     connect_any,
@@ -19,7 +18,8 @@ from kolovod.launch.network import (
     own_addresses,
     split_addresses,
 )
-from kolovod.launch.server import Server
+from kolovod.net.channel import new_secret
+from kolovod.net.server import Server
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def mute():
 
 
 def test_the_first_that_proves_the_secret_is_taken(mute, monkeypatch):
-    monkeypatch.setattr(network, "HANDSHAKE_TIMEOUT_S", 0.3)  # of one that says nothing
+    monkeypatch.setattr(net_addresses, "HANDSHAKE_TIMEOUT_S", 0.3)  # of one that says nothing
     secret = new_secret()
     with servers(secret, "127.0.0.1", "::1") as (four, six):
         assert six.startswith("[::1]:")
@@ -101,7 +101,7 @@ def test_interfaces_are_chosen_by_name_and_by_network(monkeypatch):
         Interface("eth0", "10.1.0.1", 1_000, False),
         Interface("lo", "127.0.0.1", 0, True),
     ]
-    monkeypatch.setattr(network, "interfaces", lambda: present)
+    monkeypatch.setattr(net_addresses, "interfaces", lambda: present)
     assert own_addresses() == ["10.2.0.1", "fd00::1", "10.1.0.1"]
     assert own_addresses(["eth0", "10.2.0.0/16"]) == ["10.1.0.1", "10.2.0.1"]
     assert own_addresses(["lo"]) == ["127.0.0.1"]
@@ -109,12 +109,12 @@ def test_interfaces_are_chosen_by_name_and_by_network(monkeypatch):
         own_addresses(["eth9"])
     with pytest.raises(InvalidArgumentError, match=r"'10.9/x': expected a name, or a network"):
         own_addresses(["10.9/x"])
-    monkeypatch.setattr(network, "interfaces", lambda: present[-1:])
+    monkeypatch.setattr(net_addresses, "interfaces", lambda: present[-1:])
     assert own_addresses() == ["127.0.0.1"]
 
 
 def test_the_interfaces_of_this_host():
-    found = network.interfaces()
+    found = net_addresses.interfaces()
     assert any(i.is_loopback and i.address == "127.0.0.1" for i in found)
     assert [i.is_loopback for i in found] == sorted(i.is_loopback for i in found)
     for interface in found:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from forked import run_ranks
 
+from kolovod.core.objects import Objects
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.objects import Objects
 from kolovod.testing.loopback import loopback
 
 
@@ -24,7 +24,7 @@ def test_broadcast_object(size):
 
         def work(kv):
             rank = kv.world().rank
-            objects = Objects(kv)
+            objects = Objects(kv.world)
             for root in range(size):
                 mine = {"rank": rank, "function": lambda x: x + rank, "array": np.arange(rank)}
                 for name in (None, "named"):
@@ -44,7 +44,7 @@ def test_allgather_object_of_different_sizes(size):
         def work(kv):
             mine = None if kv.world().rank == 0 else "x" * 5000 * kv.world().rank
             for name in (None, "named"):
-                got = Objects(kv).allgather_object(mine, name)
+                got = Objects(kv.world).allgather_object(mine, name)
                 assert got == [None, *("x" * 5000 * rank for rank in range(1, size))]
 
         world.run(work)
@@ -56,7 +56,7 @@ def test_what_cannot_be_pickled_fails_on_every_rank(verb):
 
         def work(kv):
             rank = kv.world().rank
-            objects = Objects(kv)
+            objects = Objects(kv.world)
             bad = Unpicklable() if rank == 1 else 3
             with pytest.raises(InvalidArgumentError, match=r"rank 1 gave a Unpicklable.*a secret"):
                 getattr(objects, verb)(bad, *([1] if verb == "broadcast_object" else []))
@@ -67,7 +67,7 @@ def test_what_cannot_be_pickled_fails_on_every_rank(verb):
 
 def test_a_lock_cannot_be_pickled_either():
     with loopback(1) as world, pytest.raises(InvalidArgumentError, match="rank 0 gave a lock"):
-        Objects(world.collectives[0]).broadcast_object(threading.Lock())
+        Objects(world.collectives[0].world).broadcast_object(threading.Lock())
 
 
 def test_roots_that_differ():
@@ -75,8 +75,8 @@ def test_roots_that_differ():
 
         def work(kv):
             with pytest.raises(MismatchError, match="root"):
-                Objects(kv).broadcast_object(1, kv.world().rank)
-            return Objects(kv).broadcast_object(kv.world().rank, 1)
+                Objects(kv.world).broadcast_object(1, kv.world().rank)
+            return Objects(kv.world).broadcast_object(kv.world().rank, 1)
 
         assert world.run(work) == [1, 1]
 

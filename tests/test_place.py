@@ -1,4 +1,4 @@
-"""kolovod.launch.place: what the launcher writes, a rank reads."""
+"""kolovod.rendezvous.rank_environment: what the launcher writes, a rank reads."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import re
 import pytest
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.place import Place, local_and_cross, read_place, thread_limits
+from kolovod.rendezvous.rank_environment import (
+    RankEnvironment,
+    local_and_cross,
+    read_rank_environment,
+    thread_limits,
+)
 
 
 def test_a_place_survives_the_environment() -> None:
-    place = Place(3, 8, 1, 2, 1, 4, "node", "127.0.0.1:5", "s3cret")
-    assert read_place(place.environment()) == place
-    assert read_place({}) is None
-    assert read_place({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "1"}) == Place()
+    place = RankEnvironment(3, 8, 1, 2, 1, 4, "node", "127.0.0.1:5", "s3cret")
+    assert read_rank_environment(place.variables()) == place
+    assert read_rank_environment({}) is None
+    assert read_rank_environment({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "1"}) == RankEnvironment()
 
 
 def test_what_others_set_is_no_place_yet() -> None:
     by_hand = {"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "2", "KOLOVOD_STORE_HOST": "a"}
-    assert read_place(by_hand) is None
-    assert read_place({"KOLOVOD_SIZE": "2", "JOB_COMPLETION_INDEX": "0"}) is None
+    assert read_rank_environment(by_hand) is None
+    assert read_rank_environment({"KOLOVOD_SIZE": "2", "JOB_COMPLETION_INDEX": "0"}) is None
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,7 @@ def test_what_others_set_is_no_place_yet() -> None:
 )
 def test_a_wrong_place_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
-        read_place(environ)
+        read_rank_environment(environ)
 
 
 def test_local_and_cross_numbers() -> None:

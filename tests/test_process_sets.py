@@ -13,13 +13,13 @@ import pytest
 from forked import run_ranks
 
 import kolovod
+from kolovod.core.ops import Adasum, Average, Max, Sum
 from kolovod.errors import (
     InvalidArgumentError,
     KolovodError,
     MismatchError,
     RankLostError,
 )
-from kolovod.ops import Adasum, Average, Max, Sum
 from kolovod.testing.loopback import loopback
 
 # --- over threads ---------------------------------------------------------------------------------

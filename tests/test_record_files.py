@@ -1,4 +1,4 @@
-"""kolovod.observe.record_files: where last operations lie, and how many files stay."""
+"""kolovod.core.record_files: where last operations lie, and how many files stay."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kolovod.core.record_files import KEPT_FILES, default_folder, file_prefix, prune
 from kolovod.errors import InvalidArgumentError
-from kolovod.observe.record_files import KEPT_FILES, default_folder, file_prefix, prune
 
 
 @pytest.fixture(autouse=True)

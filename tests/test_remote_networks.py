@@ -1,4 +1,4 @@
-"""Which addresses ranks on other hosts are reached at: the store's, and their own."""
+"""Which addresses ranks on other hosts are reached at: the rendezvous server's, and their own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def peers_of(text):
 
 LISTENS = """
 import os, kolovod, numpy
-from kolovod.launch import bootstrap
+from kolovod.rendezvous import bootstrap
 original = bootstrap.addresses_beside
 def told(*arguments):
     found = original(*arguments)

@@ -16,22 +16,23 @@ from kolovod.errors import (
     AuthenticationError,
     BootstrapError,
 )
-from kolovod.launch import auth, mesh
-from kolovod.launch.auth import connect, greet, new_secret
-from kolovod.launch.formation import Formation
-from kolovod.launch.joining import join
-from kolovod.launch.mesh import Links
-from kolovod.launch.sealing import OFFER_BYTES, Exchange, require_libcrypto
-from kolovod.launch.server import Server
-from kolovod.launch.sockets import read_exactly
-from kolovod.launch.store import Store
+from kolovod.net import channel
+from kolovod.net.channel import connect, greet, new_secret
+from kolovod.net.encryption import OFFER_BYTES, Exchange, require_libcrypto
+from kolovod.net.server import Server
+from kolovod.net.sockets import read_exactly
+from kolovod.rendezvous import mesh
+from kolovod.rendezvous.client import join
+from kolovod.rendezvous.mesh import Links
+from kolovod.rendezvous.protocol import Formation
+from kolovod.rendezvous.server import RendezvousServer
 
 SECRET = new_secret()
 TEXT = "text that only ranks should read"
 
 
 @contextlib.contextmanager
-def server(handler: Callable[[auth.Channel], None] = echo) -> Any:
+def server(handler: Callable[[channel.Channel], None] = echo) -> Any:
     listener = socket.create_server(("127.0.0.1", 0), backlog=16)
     made = Server(listener, SECRET, "test", handler)
     made.start()
@@ -41,7 +42,7 @@ def server(handler: Callable[[auth.Channel], None] = echo) -> Any:
 
 def call(address: tuple[str, int], timeout_s: float = 10) -> object:
     deadline = soon(timeout_s)
-    channel = connect(socket.AF_INET, address, SECRET, "test", deadline, sealed=True)
+    channel = connect(socket.AF_INET, address, SECRET, "test", deadline, encrypted=True)
     with contextlib.closing(channel):
         assert channel.is_sealed
         channel.send([TEXT, "x" * 100_000], deadline)
@@ -89,15 +90,15 @@ def test_a_client_that_wants_encryption_takes_nothing_else() -> None:
 
     def answer_in_the_clear() -> None:
         nonce = bytes(32)
-        far.sendall(auth.MAGIC + nonce)
+        far.sendall(channel.MAGIC + nonce)
         asked = read_exactly(far, HANDSHAKE[True], soon())
-        transcript = auth._transcript("test", nonce, asked[8:40])
-        far.sendall(auth._digest(SECRET.encode(), b"server", transcript) + bytes(OFFER_BYTES))
+        transcript = channel._transcript("test", nonce, asked[8:40])
+        far.sendall(channel._digest(SECRET.encode(), b"server", transcript) + bytes(OFFER_BYTES))
 
     with near, far, ThreadPoolExecutor(1) as pool:
         pool.submit(answer_in_the_clear)
         with pytest.raises(AuthenticationError, match="does not know"):
-            greet(near, SECRET, "test", soon(), sealed=True)
+            greet(near, SECRET, "test", soon(), encrypted=True)
 
 
 def test_each_connection_has_its_own_keys() -> None:
@@ -146,9 +147,9 @@ def test_a_host_that_can_do_neither_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_the_rendezvous_is_sealed_as_well(sealed: bool) -> None:
-    with contextlib.closing(Store(SECRET, 2)) as store, ThreadPoolExecutor(2) as pool:
-        store.start()
-        with Middle(port_of(store.address)) as middle:
+    with contextlib.closing(RendezvousServer(SECRET, 2)) as server, ThreadPoolExecutor(2) as pool:
+        server.start()
+        with Middle(port_of(server.address)) as middle:
             address = "{}:{}".format(*middle.address)
             members = [encrypting(rank, sealed) for rank in (0, 1)]
             waiting = [pool.submit(join, address, SECRET, [0, 1], one, 10) for one in members]
@@ -161,13 +162,13 @@ def test_the_rendezvous_is_sealed_as_well(sealed: bool) -> None:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_rank_that_encrypts_differently_is_not_let_in(sealed: bool) -> None:
-    """Should it come in spite of what all have told each other at the store."""
+    """Should it come in spite of what all have told each other at the rendezvous server."""
     listener = mesh.Listener(["127.0.0.1"], 2)
     world = Formation(1, (member(0, listener.address), member(1)))
     elsewhere = mesh.Listener(["127.0.0.1"], 2)
     with (
-        contextlib.closing(Links(0, world, listener, SECRET, sealed=sealed)) as links,
-        contextlib.closing(Links(1, world, elsewhere, SECRET, sealed=not sealed)) as other,
+        contextlib.closing(Links(0, world, listener, SECRET, encrypted=sealed)) as links,
+        contextlib.closing(Links(1, world, elsewhere, SECRET, encrypted=not sealed)) as other,
     ):
         listener.start(SECRET, links._serve)
         with pytest.raises((EOFError, OSError)):

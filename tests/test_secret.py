@@ -13,11 +13,11 @@ import pytest
 
 from kolovod.config import Settings
 from kolovod.errors import BootstrapError
-from kolovod.launch.auth import new_secret
-from kolovod.launch.formation import Member
-from kolovod.launch.joining import join
-from kolovod.launch.place import Place
-from kolovod.launch.store import Store
+from kolovod.net.channel import new_secret
+from kolovod.rendezvous.client import join
+from kolovod.rendezvous.protocol import Member
+from kolovod.rendezvous.rank_environment import RankEnvironment
+from kolovod.rendezvous.server import RendezvousServer
 
 SECRET = new_secret()
 
@@ -26,7 +26,7 @@ SCRIPT = """
     from pathlib import Path
     import numpy as np
     import kolovod as kv
-    from kolovod.world import current
+    from kolovod.core.world import current
 
     kv.init()
     found = Path(sys.argv[1])
@@ -40,7 +40,8 @@ SCRIPT = """
         (found / "cmdlines").write_bytes(lines)
         (found / "sockets").write_text(Path("/proc/net/unix").read_text())
         world = current()
-        (found / "reprs").write_text(repr([world, world.place, world.settings, str(world.place)]))
+        told = world.environment
+        (found / "reprs").write_text(repr([world, told, world.settings, str(told)]))
     kv.allreduce(np.ones(3), name="a")
     print("the script's own output", flush=True)
     try:
@@ -94,10 +95,10 @@ def test_the_secret_is_nowhere_to_be_read(launcher: str, tmp_path: Path) -> None
 
 def test_what_shows_objects_shows_no_secret() -> None:
     for shown in (
-        repr(Place(secret=SECRET)),
+        repr(RankEnvironment(secret=SECRET)),
         repr(Settings()),
         repr(connect_refused()),
-        repr(Store(SECRET, 1).__dict__["_servers"]),
+        repr(RendezvousServer(SECRET, 1).__dict__["_servers"]),
     ):
         assert SECRET not in shown
 

@@ -17,14 +17,15 @@ import pytest
 from middle import Middle, echo, member, port_of, soon
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch import auth, mesh, sharing
-from kolovod.launch.auth import connect, new_secret
-from kolovod.launch.formation import Formation
-from kolovod.launch.joining import join
-from kolovod.launch.server import Server
-from kolovod.launch.sockets import read_exactly
-from kolovod.launch.store import LABEL, Store
+from kolovod.net import channel
+from kolovod.net.channel import connect, new_secret
+from kolovod.net.server import Server
+from kolovod.net.sockets import read_exactly
 from kolovod.observe.collector import Collector
+from kolovod.rendezvous import mesh, segment_handover
+from kolovod.rendezvous.client import join
+from kolovod.rendezvous.protocol import Formation
+from kolovod.rendezvous.server import LABEL, RendezvousServer
 
 SECRET = new_secret()
 
@@ -62,9 +63,9 @@ def call_rank_0(address: str, secret: str) -> None:
 @contextlib.contextmanager
 def leader_of_a_host() -> Iterator[tuple[str, str]]:
     """One that has begun to serve: the address and the label of its socket."""
-    with contextlib.closing(sharing.Leader(SECRET)) as leader:
+    with contextlib.closing(segment_handover.Leader(SECRET)) as leader:
         leader._server.start()
-        yield f"\0{leader.name}", sharing.leader_label(leader.name)
+        yield f"\0{leader.name}", segment_handover.leader_label(leader.name)
 
 
 def call(address: tuple[str, int], timeout_s: float = 10) -> object:
@@ -84,7 +85,7 @@ def test_a_recorded_conversation_opens_nothing() -> None:
             recorded = middle.seen
         with socket.create_connection(address) as again:
             again.settimeout(10)
-            assert again.recv(100)[:8] == auth.MAGIC
+            assert again.recv(100)[:8] == channel.MAGIC
             again.sendall(recorded[True])
             answer = b""
             with contextlib.suppress(ConnectionResetError):
@@ -102,7 +103,7 @@ def test_a_recorded_server_convinces_no_client() -> None:
     with near, far:
         far.sendall(recorded)
         with pytest.raises(AuthenticationError, match="does not know"):
-            auth.greet(near, SECRET, "test", soon())
+            channel.greet(near, SECRET, "test", soon())
 
 
 def test_a_challenge_sent_back_proves_nothing() -> None:
@@ -119,13 +120,13 @@ def test_a_clients_own_proof_sent_back_proves_nothing() -> None:
     near, far = socket.socketpair()
 
     def mirror() -> None:
-        far.sendall(auth.MAGIC + secrets.token_bytes(32))
+        far.sendall(channel.MAGIC + secrets.token_bytes(32))
         far.sendall(read_exactly(far, 8 + 64, soon())[-32:])
 
     with near, far, ThreadPoolExecutor(1) as pool:
         pool.submit(mirror)
         with pytest.raises(AuthenticationError, match="does not know"):
-            auth.greet(near, SECRET, "test", soon())
+            channel.greet(near, SECRET, "test", soon())
 
 
 def test_a_handshake_cannot_be_passed_on_to_another_rank() -> None:
@@ -180,9 +181,9 @@ def test_a_handshake_may_end_anywhere() -> None:
 
 
 def at_the_store(secret: str) -> None:
-    with contextlib.closing(Store(SECRET, 2)) as store:
-        store.start()
-        join(store.address, secret, [0, 1], member(0), 5)
+    with contextlib.closing(RendezvousServer(SECRET, 2)) as server:
+        server.start()
+        join(server.address, secret, [0, 1], member(0), 5)
 
 
 def at_a_rank_of_another_host(secret: str) -> None:
@@ -258,7 +259,7 @@ def test_nonsense_of_the_store_is_one_error(answer: object) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
 
-    def nonsense(channel: auth.Channel) -> None:
+    def nonsense(channel: channel.Channel) -> None:
         channel.receive(soon())
         channel.send(answer, soon())
 
@@ -270,11 +271,11 @@ def test_nonsense_of_the_store_is_one_error(answer: object) -> None:
 
 def test_a_timeout_of_a_month_is_waited_for() -> None:
     """The kernel counts milliseconds in 31 bits."""
-    with contextlib.closing(Store(SECRET, 2)) as store, ThreadPoolExecutor(2) as pool:
-        store.start()
+    with contextlib.closing(RendezvousServer(SECRET, 2)) as server, ThreadPoolExecutor(2) as pool:
+        server.start()
         month_s = 30 * 86_400.0
         waiting = [
-            pool.submit(join, store.address, SECRET, [0, 1], member(rank), month_s)
+            pool.submit(join, server.address, SECRET, [0, 1], member(rank), month_s)
             for rank in (0, 1)
         ]
         assert [future.result(20).formation.epoch for future in waiting] == [1, 1]
@@ -294,24 +295,27 @@ def many_files() -> Iterator[None]:
 
 
 def test_a_thousand_connections_that_say_nothing(many_files: None) -> None:
-    with contextlib.closing(Store(SECRET, 2)) as store, contextlib.ExitStack() as strangers:
-        store.start()
+    with (
+        contextlib.closing(RendezvousServer(SECRET, 2)) as server,
+        contextlib.ExitStack() as strangers,
+    ):
+        server.start()
         before = psutil.Process().memory_info().rss
         for number in range(1, 1001):
-            stranger = socket.create_connection(port_of(store.address), timeout=10)
+            stranger = socket.create_connection(port_of(server.address), timeout=10)
             strangers.enter_context(stranger)
             if number % 50 == 0:  # else TCP waits for seconds until it knocks at a full queue again
                 with contextlib.suppress(ConnectionResetError):
                     stranger.recv(1)
         deadline = soon()
-        while len(store._servers[0]._open) > 66 and time.monotonic() < deadline:
+        while len(server._servers[0]._open) > 66 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(store._servers[0]._open) <= 66
+        assert len(server._servers[0]._open) <= 66
         assert threading.active_count() < 66 + 20
         assert psutil.Process().memory_info().rss - before < 64 << 20
         with ThreadPoolExecutor(2) as pool:
             waiting = [
-                pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
+                pool.submit(join, server.address, SECRET, [0, 1], member(rank), 20)
                 for rank in (0, 1)
             ]
             assert [future.result(30).formation.epoch for future in waiting] == [1, 1]
@@ -327,13 +331,13 @@ def test_ranks_get_in_while_others_knock_all_the_time(many_files: None) -> None:
                 for _ in range(100):
                     strangers.enter_context(socket.create_connection(address, timeout=5))
 
-    with contextlib.closing(Store(SECRET, 2)) as store, ThreadPoolExecutor(5) as pool:
-        store.start()
-        flood = [pool.submit(knock, port_of(store.address)) for _ in range(2)]
+    with contextlib.closing(RendezvousServer(SECRET, 2)) as server, ThreadPoolExecutor(5) as pool:
+        server.start()
+        flood = [pool.submit(knock, port_of(server.address)) for _ in range(2)]
         try:
             for epoch in (1, 2, 3):
                 waiting = [
-                    pool.submit(join, store.address, SECRET, [0, 1], member(rank), 20)
+                    pool.submit(join, server.address, SECRET, [0, 1], member(rank), 20)
                     for rank in (0, 1)
                 ]
                 assert [future.result(40).formation.epoch for future in waiting] == [epoch] * 2
@@ -359,7 +363,7 @@ def test_who_is_driven_out_comes_again() -> None:
 
 def test_who_is_dropped_comes_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of nobody's that closes each connection: an error, and soon."""
-    monkeypatch.setattr(auth, "_PAUSE_S", 0.002)  # else ten seconds, of nothing but pauses
+    monkeypatch.setattr(channel, "_PAUSE_S", 0.002)  # else ten seconds, of nothing but pauses
     listener = socket.create_server(("127.0.0.1", 0))
     accepted = []
 
@@ -374,7 +378,7 @@ def test_who_is_dropped_comes_again_but_not_for_ever(monkeypatch: pytest.MonkeyP
     thread.start()
     with pytest.raises(AuthenticationError, match="again and again"):
         connect(socket.AF_INET, listener.getsockname(), SECRET, "test", soon(30))
-    assert len(accepted) == auth._TRIES
+    assert len(accepted) == channel._TRIES
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
     thread.join(5)

@@ -1,4 +1,4 @@
-"""kolovod.launch.started: worlds of ranks that somebody else has started.
+"""kolovod.rendezvous.external.meeting: worlds of ranks that somebody else has started.
 
 The launchers themselves are in scripts/: here their variables are set by hand.
 """
@@ -21,7 +21,7 @@ import os, sys, numpy, kolovod
 members = eval(sys.argv[1]) if len(sys.argv) > 1 else None
 kolovod.init(members)
 total = kolovod.allreduce(numpy.array([1 + kolovod.rank()]), op=kolovod.Sum).item()
-world = kolovod.world.current()
+world = kolovod.core.world.current()
 numbers = [kolovod.rank(), kolovod.size(), kolovod.local_rank(), kolovod.cross_rank(), total]
 os.write(1, f"{' '.join(map(str, numbers))} {world.host}\\n".encode())
 """

@@ -1,4 +1,4 @@
-"""kolovod.launch.store: ranks meet, or hear at once why not."""
+"""kolovod.rendezvous.server: ranks meet, or hear at once why not."""
 
 from __future__ import annotations
 
@@ -30,26 +30,30 @@ from kolovod.errors import (
     BootstrapError,
     InvalidArgumentError,
 )
-from kolovod.launch import versions
-from kolovod.launch.auth import connect, encode, new_secret
-from kolovod.launch.formation import Formation, Member, encode_members, parse_answer
-from kolovod.launch.joining import join
-from kolovod.launch.messages import MAX_RANKS
-from kolovod.launch.store import LABEL, Store
+from kolovod.net.channel import connect, encode, new_secret
+from kolovod.net.messages import MAX_RANKS
+from kolovod.rendezvous import versions
+from kolovod.rendezvous.client import join
+from kolovod.rendezvous.protocol import Formation, Member, encode_members, parse_answer
+from kolovod.rendezvous.server import LABEL, RendezvousServer
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
-def test_everybody_hears_about_everybody(store: Store, pool: ThreadPoolExecutor, size: int) -> None:
+def test_everybody_hears_about_everybody(
+    server: RendezvousServer, pool: ThreadPoolExecutor, size: int
+) -> None:
     members = list(range(size))
-    formations = [joining(pool, store, rank, members) for rank in reversed(members)]
+    formations = [joining(pool, server, rank, members) for rank in reversed(members)]
     expected = Formation(1, tuple(member(rank) for rank in members))
     assert [formation.result(10) for formation in formations] == [expected] * size
 
 
-def test_the_first_members_config_is_told_to_all(store: Store, pool: ThreadPoolExecutor) -> None:
+def test_the_first_members_config_is_told_to_all(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
     members = [1, 3, 4, 5, 7]
     formations = [
-        pool.submit(meet, store.address, SECRET, members, member(rank), 20.0, {"a": rank, "b": -1})
+        pool.submit(meet, server.address, SECRET, members, member(rank), 20.0, {"a": rank, "b": -1})
         for rank in reversed(members)
     ]
     for formation in formations:
@@ -57,32 +61,36 @@ def test_the_first_members_config_is_told_to_all(store: Store, pool: ThreadPoolE
         assert [m.rank for m in formation.result(10).members] == members
 
 
-def test_ranks_that_wait_have_no_threads(store: Store, pool: ThreadPoolExecutor) -> None:
+def test_ranks_that_wait_have_no_threads(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
     before = threading.active_count()
     members = list(range(16))
-    waiting = [joining(pool, store, rank, members) for rank in members[1:]]
-    wait_until_joined(store, 15)
+    waiting = [joining(pool, server, rank, members) for rank in members[1:]]
+    wait_until_joined(server, 15)
     deadline = time.monotonic() + 5
     while threading.active_count() > before + 15 and time.monotonic() < deadline:
         time.sleep(0.005)  # the last handshake's thread ends
     assert threading.active_count() <= before + 15  # those of the pool
-    waiting.append(joining(pool, store, 0, members))
+    waiting.append(joining(pool, server, 0, members))
     assert {formation.result(10).epoch for formation in waiting} == {1}
-    while store._waiting and time.monotonic() < deadline:
+    while server._waiting and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert not store._waiting
+    assert not server._waiting
 
 
-def test_who_joins_again_is_counted_once(store: Store, pool: ThreadPoolExecutor) -> None:
-    first = joining(pool, store, 0, [0, 1])
-    wait_until_joined(store, 1)
-    again = joining(pool, store, 0, [0, 1])
+def test_who_joins_again_is_counted_once(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    first = joining(pool, server, 0, [0, 1])
+    wait_until_joined(server, 1)
+    again = joining(pool, server, 0, [0, 1])
     deadline = time.monotonic() + 5
-    while len(store._waiting) < 2 and time.monotonic() < deadline:
+    while len(server._waiting) < 2 and time.monotonic() < deadline:
         time.sleep(0.005)
-    joining(pool, store, 1, [0, 1]).result(10)
+    joining(pool, server, 1, [0, 1]).result(10)
     assert again.result(10).epoch == 1
-    store.close()
+    server.close()
     with pytest.raises(BootstrapError):
         first.result(10)
 
@@ -108,7 +116,7 @@ def test_the_answer_to_all_ranks_there_may_be() -> None:
 def test_an_answer_of_several_messages(pool: ThreadPoolExecutor) -> None:
     """The whole rendezvous of one rank among 4096, without the other 4095 connections."""
     size = 4096
-    with contextlib.closing(Store(SECRET, size)) as made:
+    with contextlib.closing(RendezvousServer(SECRET, size)) as made:
         made.start()
         me = dataclasses.replace(member(size - 1), socket="kolovod-" + "0" * 32)
         waiting = pool.submit(meet, made.address, SECRET, range(size), me, TIMEOUT_S)
@@ -126,54 +134,60 @@ def test_an_answer_of_several_messages(pool: ThreadPoolExecutor) -> None:
     assert members[17].host == "host-2"
 
 
-def test_every_world_has_a_new_epoch(store: Store, pool: ThreadPoolExecutor) -> None:
+def test_every_world_has_a_new_epoch(server: RendezvousServer, pool: ThreadPoolExecutor) -> None:
     epochs = []
     for members in ([0, 1, 2], [0, 1, 2], [0, 2]):
-        formations = [joining(pool, store, rank, members) for rank in members]
+        formations = [joining(pool, server, rank, members) for rank in members]
         epochs.append({formation.result(10).epoch for formation in formations})
     assert epochs == [{1}, {2}, {3}]
 
 
-def test_disjoint_worlds_form_side_by_side(store: Store, pool: ThreadPoolExecutor) -> None:
-    first = [joining(pool, store, rank, [0, 1]) for rank in (0,)]
-    second = [joining(pool, store, rank, [2, 3]) for rank in (2, 3)]
+def test_disjoint_worlds_form_side_by_side(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    first = [joining(pool, server, rank, [0, 1]) for rank in (0,)]
+    second = [joining(pool, server, rank, [2, 3]) for rank in (2, 3)]
     assert [[m.rank for m in f.result(10).members] for f in second] == [[2, 3]] * 2
-    first.append(joining(pool, store, 1, [0, 1]))
+    first.append(joining(pool, server, 1, [0, 1]))
     assert len({f.result(10).epoch for f in first}) == 1
 
 
 def test_different_worlds_that_wait_for_each_other_are_refused(
-    store: Store, pool: ThreadPoolExecutor
+    server: RendezvousServer, pool: ThreadPoolExecutor
 ) -> None:
-    first = joining(pool, store, 1, [0, 1, 2])
-    wait_until_joined(store, 1)
-    second = joining(pool, store, 2, [1, 2])
+    first = joining(pool, server, 1, [0, 1, 2])
+    wait_until_joined(server, 1)
+    second = joining(pool, server, 2, [1, 2])
     for future in (first, second):
         with pytest.raises(InvalidArgumentError, match=r"\[1, 2\], but rank 1 for \[0, 1, 2\]"):
             future.result(10)
 
 
-def test_two_processes_of_one_rank_are_told_apart(store: Store, pool: ThreadPoolExecutor) -> None:
-    first = joining(pool, store, 0, [0, 1])
-    wait_until_joined(store, 1)
+def test_two_processes_of_one_rank_are_told_apart(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    first = joining(pool, server, 0, [0, 1])
+    wait_until_joined(server, 1)
     with pytest.raises(InvalidArgumentError, match=r"pid 1000\) has joined already.*pid 77 now"):
-        join(store.address, SECRET, [0, 1], member(0, pid=77), TIMEOUT_S)
-    joining(pool, store, 1, [0, 1]).result(10)
+        join(server.address, SECRET, [0, 1], member(0, pid=77), TIMEOUT_S)
+    joining(pool, server, 1, [0, 1]).result(10)
     assert first.result(10).epoch == 1
 
 
-def test_another_jobs_secret_is_refused(store: Store) -> None:
+def test_another_jobs_secret_is_refused(server: RendezvousServer) -> None:
     with pytest.raises(AuthenticationError, match="KOLOVOD_SECRET"):
-        join(store.address, new_secret(), [0], member(0), TIMEOUT_S)
+        join(server.address, new_secret(), [0], member(0), TIMEOUT_S)
 
 
-def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecutor) -> None:
-    port = int(store.address.split(":")[1])
+def test_garbage_and_silence_do_not_disturb(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    port = int(server.address.split(":")[1])
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(16)]
     for stranger in strangers[:4]:
         stranger.sendall(os.urandom(1000))
     strangers[4].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    formations = [joining(pool, store, rank, [0, 1]) for rank in (0, 1)]
+    formations = [joining(pool, server, rank, [0, 1]) for rank in (0, 1)]
     assert [formation.result(10).epoch for formation in formations] == [1, 1]
     for stranger in strangers:
         stranger.close()
@@ -195,13 +209,13 @@ def test_garbage_and_silence_do_not_disturb(store: Store, pool: ThreadPoolExecut
         {**JOIN, "timeout_s": 0},
     ],
 )
-def test_a_malformed_request_is_answered(store: Store, message: object) -> None:
-    address = ("127.0.0.1", int(store.address.split(":")[1]))
+def test_a_malformed_request_is_answered(server: RendezvousServer, message: object) -> None:
+    address = ("127.0.0.1", int(server.address.split(":")[1]))
     deadline = time.monotonic() + 5
     with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
         channel.send(message, deadline)
         assert channel.receive(deadline)["error"] == "malformed"
-    assert store._groups == {}
+    assert server._groups == {}
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "host:", "host:port", ":1"])

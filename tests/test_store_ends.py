@@ -1,4 +1,4 @@
-"""kolovod.launch.store: who dies, goes away or is late while a world forms."""
+"""kolovod.rendezvous.server: who dies, goes away or is late while a world forms."""
 
 from __future__ import annotations
 
@@ -21,49 +21,55 @@ from meeting import (  # noqa: F401
     wait_until_joined,
 )
 
-import kolovod.launch.store as store_module
+import kolovod.rendezvous.server as store_module
 from kolovod.errors import (
     BootstrapError,
     RankLostError,
     StartTimeoutError,
 )
-from kolovod.launch.auth import connect
-from kolovod.launch.joining import join
-from kolovod.launch.store import GONE_GRACE_S, LABEL, Store
+from kolovod.net.channel import connect
+from kolovod.rendezvous.client import join
+from kolovod.rendezvous.server import GONE_GRACE_S, LABEL, RendezvousServer
 
 
-def test_a_rank_known_to_be_dead_is_named_at_once(store: Store, pool: ThreadPoolExecutor) -> None:
-    store.mark_dead(2, "was killed by signal 9 (SIGKILL)")
-    store.mark_dead(1, "ended with exit code 1")
+def test_a_rank_known_to_be_dead_is_named_at_once(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    server.mark_dead(2, "was killed by signal 9 (SIGKILL)")
+    server.mark_dead(1, "ended with exit code 1")
     with pytest.raises(RankLostError, match=r"rank 2 was killed by signal 9") as caught:
-        joining(pool, store, 0, [0, 1, 2]).result(10)
+        joining(pool, server, 0, [0, 1, 2]).result(10)
     assert caught.value.rank == 2
-    survivors = [joining(pool, store, rank, [0, 3]) for rank in (0, 3)]
+    survivors = [joining(pool, server, rank, [0, 3]) for rank in (0, 3)]
     assert [f.result(10).epoch for f in survivors] == [1, 1]
 
 
-def test_a_death_ends_the_wait_of_the_others(store: Store, pool: ThreadPoolExecutor) -> None:
-    waiting = [joining(pool, store, rank, [0, 1, 2]) for rank in (0, 1)]
-    wait_until_joined(store, 2)
-    store.mark_dead(2, "ended with exit code 0")
+def test_a_death_ends_the_wait_of_the_others(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    waiting = [joining(pool, server, rank, [0, 1, 2]) for rank in (0, 1)]
+    wait_until_joined(server, 2)
+    server.mark_dead(2, "ended with exit code 0")
     for future in waiting:
         with pytest.raises(RankLostError, match="rank 2 ended with exit code 0"):
             future.result(10)
 
 
-def test_missing_ranks_are_named_at_the_deadline(store: Store, pool: ThreadPoolExecutor) -> None:
-    waiting = [joining(pool, store, rank, [0, 1, 2, 3], timeout_s=0.3) for rank in (0, 2)]
+def test_missing_ranks_are_named_at_the_deadline(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    waiting = [joining(pool, server, rank, [0, 1, 2, 3], timeout_s=0.3) for rank in (0, 2)]
     for future in waiting:
         with pytest.raises(StartTimeoutError, match=r"rank 1, 3 did not .* 0.3 s .*there: 0, 2"):
             future.result(10)
 
 
 def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
-    store: Store, pool: ThreadPoolExecutor
+    server: RendezvousServer, pool: ThreadPoolExecutor
 ) -> None:
     channel = connect(
         socket.AF_INET,
-        ("127.0.0.1", int(store.address.split(":")[1])),
+        ("127.0.0.1", int(server.address.split(":")[1])),
         SECRET,
         LABEL,
         time.monotonic() + 5,
@@ -71,41 +77,47 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
     facts = [1, "h", 5, "", "", 0, "", False]
     request = {**JOIN, "timeout_s": TIMEOUT_S, "member": facts}
     channel.send(request, time.monotonic() + 5)
-    wait_until_joined(store, 1)
+    wait_until_joined(server, 1)
     channel.close()
-    wait_until_joined(store, 0)
-    waiting = joining(pool, store, 0, [0, 1])
-    wait_until_joined(store, 1)
+    wait_until_joined(server, 0)
+    waiting = joining(pool, server, 0, [0, 1])
+    wait_until_joined(server, 1)
     assert not waiting.done()
-    joining(pool, store, 1, [0, 1]).result(10)
+    joining(pool, server, 1, [0, 1]).result(10)
     assert waiting.result(10).epoch == 1
 
 
-def test_who_ends_before_all_have_come_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
-    """Nobody tells the store of it: its connection breaks."""
-    waiting = joining(pool, store, 0, [0, 1, 2])
-    wait_until_joined(store, 1)
-    come_and_go(store, waiting=2)
+def test_who_ends_before_all_have_come_is_named(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    """Nobody tells the rendezvous server of it: its connection breaks."""
+    waiting = joining(pool, server, 0, [0, 1, 2])
+    wait_until_joined(server, 1)
+    come_and_go(server, waiting=2)
     text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
     with pytest.raises(RankLostError, match=text) as caught:
         waiting.result(10)
     assert caught.value.rank == 1
 
 
-def test_who_ends_before_the_others_come_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
-    come_and_go(store, waiting=1)
+def test_who_ends_before_the_others_come_is_named(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    come_and_go(server, waiting=1)
     time.sleep(1.5 * GONE_GRACE_S)
     text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
     with pytest.raises(RankLostError, match=text):
-        joining(pool, store, 0, [0, 1, 2]).result(10)
-    waiting = [joining(pool, store, 1, [0, 1, 2])]  # there again: nothing is against it any more
-    wait_until_joined(store, 1)
-    waiting += [joining(pool, store, rank, [0, 1, 2]) for rank in (0, 2)]
+        joining(pool, server, 0, [0, 1, 2]).result(10)
+    waiting = [joining(pool, server, 1, [0, 1, 2])]  # there again: nothing is against it any more
+    wait_until_joined(server, 1)
+    waiting += [joining(pool, server, rank, [0, 1, 2]) for rank in (0, 2)]
     assert {future.result(10).epoch for future in waiting} == {1}
 
 
-def test_all_have_formed_the_world_or_none(store: Store, pool: ThreadPoolExecutor) -> None:
-    joined = all_join(pool, store, [0, 1, 2])
+def test_all_have_formed_the_world_or_none(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    joined = all_join(pool, server, [0, 1, 2])
     waiting = [pool.submit(one.formed, time.monotonic() + TIMEOUT_S) for one in joined[1:]]
     time.sleep(0.05)
     assert not any(future.done() for future in waiting)
@@ -114,12 +126,14 @@ def test_all_have_formed_the_world_or_none(store: Store, pool: ThreadPoolExecuto
         future.result(10)
     joined[2].close()  # what becomes of it now is the engine's business
     joined[1].check(GONE_GRACE_S + 0.5)
-    store.close()
+    server.close()
     joined[1].check(5)
 
 
-def test_who_ends_after_the_answer_is_named(store: Store, pool: ThreadPoolExecutor) -> None:
-    joined = all_join(pool, store, [0, 1, 2])
+def test_who_ends_after_the_answer_is_named(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    joined = all_join(pool, server, [0, 1, 2])
     waiting = pool.submit(joined[0].formed, time.monotonic() + TIMEOUT_S)
     joined[2].close()
     for hear in (lambda: waiting.result(10), lambda: joined[1].check(10)):
@@ -128,10 +142,10 @@ def test_who_ends_after_the_answer_is_named(store: Store, pool: ThreadPoolExecut
         assert told.value.rank == 2
 
 
-def test_the_launchers_word_comes_first(store: Store, pool: ThreadPoolExecutor) -> None:
-    joined = all_join(pool, store, [0, 1])
+def test_the_launchers_word_comes_first(server: RendezvousServer, pool: ThreadPoolExecutor) -> None:
+    joined = all_join(pool, server, [0, 1])
     joined[1].close()
-    store.mark_dead(1, "was killed by signal 9 (SIGKILL)")
+    server.mark_dead(1, "was killed by signal 9 (SIGKILL)")
     with pytest.raises(RankLostError, match="rank 1 was killed by signal 9"):
         joined[0].formed(time.monotonic() + TIMEOUT_S)
 
@@ -145,13 +159,13 @@ def test_the_launchers_word_comes_first(store: Store, pool: ThreadPoolExecutor) 
     ],
 )
 def test_why_one_gives_up_is_told_to_all(
-    store: Store,
+    server: RendezvousServer,
     pool: ThreadPoolExecutor,
     error: Exception,
     told: type[Exception],
     text: str,
 ) -> None:
-    joined = all_join(pool, store, [0, 1])
+    joined = all_join(pool, server, [0, 1])
     with pytest.raises(type(error)), joined[1]:
         raise error
     with pytest.raises(told, match=text):
@@ -162,7 +176,7 @@ def test_who_does_not_form_the_world_is_named(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "_FORMING_S", 0.2)
-    with contextlib.closing(Store(SECRET, 3)) as made:
+    with contextlib.closing(RendezvousServer(SECRET, 3)) as made:
         made.start()
         waiting = [
             pool.submit(join, made.address, SECRET, [0, 1, 2], member(rank), 0.5)
@@ -174,7 +188,7 @@ def test_who_does_not_form_the_world_is_named(
 
 
 def test_closing_the_store_ends_the_wait(pool: ThreadPoolExecutor) -> None:
-    made = Store(SECRET, 2)
+    made = RendezvousServer(SECRET, 2)
     made.start()
     waiting = joining(pool, made, 0, [0, 1])
     wait_until_joined(made, 1)

@@ -146,7 +146,7 @@ def test_started_and_stopped_by_all_ranks(tmp_path: Path) -> None:
 
 
 def is_recording() -> bool:
-    from kolovod.observe import spans
+    from kolovod.core import spans
 
     return spans.log.on
 

@@ -1,4 +1,4 @@
-"""kolovod.launch.torchrun: ranks that meet through a store like torch.distributed's."""
+"""external.torchrun: ranks that meet through a store like torch.distributed's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from kolovod.errors import BootstrapError, StartTimeoutError
-from kolovod.launch.torchrun import meet
+from kolovod.rendezvous.external.torchrun import meet
 
 TIMEOUT_S = 20.0
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, SpanLog
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe.collector import Clock
 from kolovod.observe.recorder import Batch, Operation
-from kolovod.observe.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, SpanLog
 from kolovod.observe.summary import summarize, text
 from kolovod.observe.trace import Trace
 from kolovod.observe.trace_file import TraceFile

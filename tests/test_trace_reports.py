@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kolovod.launch.auth import connect
+from kolovod.core.spans import SpanLog
+from kolovod.net.channel import connect
 from kolovod.observe import collector
 from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import Batch, Recorder
-from kolovod.observe.spans import SpanLog
 
 SECRET = "s" * 32
 EPOCHS = iter(range(1 << 20, 1 << 21))

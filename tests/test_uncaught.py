@@ -1,4 +1,4 @@
-"""kolovod.uncaught: an exception on one rank is named on all others, and nobody hangs."""
+"""kolovod.core.uncaught: an exception on one rank is named on all others, and nobody hangs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from kolovod import blame
 from kolovod.backends.pair import EnginePair
-from kolovod.launch import blame
-from kolovod.uncaught import Watch, first_line, let_threads_out
+from kolovod.core.uncaught import Watch, first_line, let_threads_out
 
 # --- the line ---
 
@@ -242,7 +242,7 @@ def test_at_the_end_also_a_thread_that_waits_in_a_pair_of_engines_is_let_out(mon
     class Host:
         poll = gate.acquire  # waits outside of Python, as an engine does
 
-    monkeypatch.setattr("kolovod.uncaught._OUT_OF_ENGINE_S", 60.0)
+    monkeypatch.setattr("kolovod.core.uncaught._OUT_OF_ENGINE_S", 60.0)
     gate.acquire()
     inside = threading.Thread(target=EnginePair(Host, None, None).poll, args=[1], daemon=True)
     inside.start()

@@ -25,10 +25,10 @@ from meeting import (  # noqa: F401
 
 from kolovod import _native
 from kolovod.errors import BootstrapError
-from kolovod.launch import mesh, versions
-from kolovod.launch.auth import Channel, connect
-from kolovod.launch.formation import Formation
-from kolovod.launch.store import LABEL, Store
+from kolovod.net.channel import Channel, connect
+from kolovod.rendezvous import mesh, versions
+from kolovod.rendezvous.protocol import Formation
+from kolovod.rendezvous.server import LABEL, RendezvousServer
 from kolovod.version import __version__
 
 OTHER = {"protocol": _native.PROTOCOL + 1, "version": "9.8.7"}
@@ -47,37 +47,41 @@ def say(address: str, label: str, message: dict[str, Any]) -> Any:
         return channel.receive(deadline)
 
 
-def test_a_rank_of_another_release_is_named_to_all(store: Store, pool: ThreadPoolExecutor) -> None:
+def test_a_rank_of_another_release_is_named_to_all(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
     stranger = {**JOIN, **OTHER, "member": [1, "h", 7, "a field that is new"]}
-    waiting = joining(pool, store, 0, [0, 1])
-    wait_until_joined(store, 1)
-    answer = say(store.address, LABEL, stranger)
+    waiting = joining(pool, server, 0, [0, 1])
+    wait_until_joined(server, 1)
+    answer = say(server.address, LABEL, stranger)
     assert (answer["error"], answer["rank"]) == ("version", 1)
     text = rf"rank 1 on host h \(pid 7\) has {THEIRS}, but .* has {OURS}: install the same version"
     with pytest.raises(BootstrapError, match=text):
         waiting.result(10)
     # Whoever comes later hears it at once, whatever the rank has ended with,
-    store.mark_dead(1, "exited with code 1")
+    server.mark_dead(1, "exited with code 1")
     with pytest.raises(BootstrapError, match=text):
-        joining(pool, store, 0, [0, 1]).result(10)
+        joining(pool, server, 0, [0, 1]).result(10)
 
 
 def test_who_comes_again_with_the_right_release_is_welcome(
-    store: Store, pool: ThreadPoolExecutor
+    server: RendezvousServer, pool: ThreadPoolExecutor
 ) -> None:
-    assert say(store.address, LABEL, {**JOIN, **OTHER})["error"] == "version"
-    ranks = [joining(pool, store, 0, [0, 1])]
-    wait_until_joined(store, 1)
-    ranks.append(joining(pool, store, 1, [0, 1]))
+    assert say(server.address, LABEL, {**JOIN, **OTHER})["error"] == "version"
+    ranks = [joining(pool, server, 0, [0, 1])]
+    wait_until_joined(server, 1)
+    ranks.append(joining(pool, server, 1, [0, 1]))
     assert {rank.result(10).epoch for rank in ranks} == {1}
 
 
 @pytest.mark.parametrize("message", [{}, [], "JOIN", {**JOIN, "version": 1}, {**JOIN, **OTHER}])
-def test_whatever_says_no_version_of_ours_is_answered(store: Store, message: Any) -> None:
-    answer = say(store.address, LABEL, message)
+def test_whatever_says_no_version_of_ours_is_answered(
+    server: RendezvousServer, message: Any
+) -> None:
+    answer = say(server.address, LABEL, message)
     assert answer["error"] == "version"
     assert "install the same version of Kolovod everywhere" in answer["message"]
-    assert store._groups == {}
+    assert server._groups == {}
 
 
 def test_a_rank_of_another_host_is_refused() -> None:
@@ -119,7 +123,7 @@ def test_a_rank_that_is_refused_for_its_release_says_so(monkeypatch: pytest.Monk
 
 def test_a_job_with_two_releases() -> None:
     code = """
-from kolovod.launch import versions
+from kolovod.rendezvous import versions
 if rank == 1:
     versions.own = lambda: {"protocol": 99, "version": "9.8.7"}
 import kolovod
@@ -127,5 +131,6 @@ kolovod.init()
 """
     done = run_code(3, code)
     assert done.returncode == 1
-    text = "has Kolovod 9.8.7 (protocol 99), but the store where ranks meet, in the launcher, has"
-    assert done.stderr.count(f"{text} {versions.OURS}: {versions.ADVICE}") >= 3
+    text = "has Kolovod 9.8.7 (protocol 99), but the rendezvous server where ranks meet, in the"
+    told = f"{text} launcher, has {versions.OURS}: {versions.ADVICE}"
+    assert done.stderr.count(told) >= 3

@@ -1,4 +1,4 @@
-"""kolovod.world: worlds form, end and form again, in real processes."""
+"""kolovod.core.world: worlds form, end and form again, in real processes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from forked import run_ranks
 
 import kolovod as kv
+from kolovod.core.world import current
 from kolovod.errors import (
     AuthenticationError,
     CollectiveAbortedError,
@@ -28,7 +29,6 @@ from kolovod.errors import (
     StartTimeoutError,
 )
 from kolovod.testing import RankFailed
-from kolovod.world import current
 
 
 def ranks_sum(value: float) -> float:

@@ -98,7 +98,7 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
 // Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
 class PyEngine {
  public:
-  // `links`: None, or what makes connections for it (`Links` of kolovod.launch.mesh), which ends with it.
+  // `links`: None, or what makes connections for it (`Links` of kolovod.rendezvous.mesh), which ends with it.
   explicit PyEngine(EngineOptions options, nb::object links = nb::none())
       : options_rank_(options.rank), links_(std::move(links)) {
     Status status;

@@ -9,18 +9,20 @@ import contextlib
 import os
 import sys
 
-from kolovod.launch.store import Store
+from kolovod.rendezvous.server import RendezvousServer
 
 
 def main() -> None:
     """Serve until nobody needs it."""
     size, address = sys.argv[1:]
-    with contextlib.closing(Store(os.environ["KOLOVOD_SECRET"], int(size), address)) as store:
-        store.start()
-        print(store.address, flush=True)
+    with contextlib.closing(
+        RendezvousServer(os.environ["KOLOVOD_SECRET"], int(size), address)
+    ) as server:
+        server.start()
+        print(server.address, flush=True)
         for line in sys.stdin:  # "RANK CAUSE": that process has ended
             rank, _, cause = line.strip().partition(" ")
-            store.mark_dead(int(rank), cause)
+            server.mark_dead(int(rank), cause)
 
 
 if __name__ == "__main__":

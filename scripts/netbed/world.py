@@ -17,8 +17,8 @@ from typing import Any
 import cloudpickle
 
 import kolovod
-from kolovod.launch.auth import new_secret
-from kolovod.launch.place import Place, local_and_cross
+from kolovod.net.channel import new_secret
+from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from netbed.bed import Bed
 from netbed.namespaces import HERE
 
@@ -38,9 +38,9 @@ class Ended:
 
 
 class Job:
-    """What a launcher gives its ranks: places, a secret and a store; a context manager.
+    """What a launcher gives its ranks: places, a secret and a rendezvous server; a context manager.
 
-    ``hosts``: of each rank. ``store_on``: the host with the store, else that of rank 0.
+    ``hosts``: of each rank. ``store_on``: the host with the rendezvous server, else that of rank 0.
     """
 
     def __init__(self, bed: Bed, hosts: Sequence[str], store_on: str = "") -> None:
@@ -48,7 +48,7 @@ class Job:
         self.hosts = tuple(hosts)
         self.secret = new_secret()
         self._store_on = store_on or hosts[0]
-        self.store = ""
+        self.server = ""
         """Where it listens, while the job runs."""
 
     def __enter__(self) -> Job:
@@ -62,7 +62,7 @@ class Job:
             text=True,
         )
         assert self._process.stdout is not None
-        self.store = self._process.stdout.readline().strip()
+        self.server = self._process.stdout.readline().strip()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -72,15 +72,15 @@ class Job:
     def environment(self, rank: int, secret: str = "") -> dict[str, str]:
         """The variables of one rank; ``secret``: another than the job's."""
         numbers = local_and_cross(self.hosts, rank)
-        place = Place(
+        place = RankEnvironment(
             rank,
             len(self.hosts),
             *numbers,
             host=self.hosts[rank],
-            store=self.store,
+            rendezvous=self.server,
             secret=secret or self.secret,
         )
-        return {"PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1", **place.environment()}
+        return {"PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1", **place.variables()}
 
 
 class World:

@@ -17,8 +17,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kolovod import errors
-from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
-from kolovod.handles import Handle
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.world import is_initialized
+from kolovod.lifecycle import init, shutdown
 from kolovod.numpy import (
     allgather,
     allgather_async,
@@ -55,17 +65,8 @@ from kolovod.numpy import (
     synchronize,
 )
 from kolovod.observe.last_operations import last_operations
-from kolovod.observe.spans import span
 from kolovod.observe.timeline import start_timeline, stop_timeline
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
-from kolovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
 from kolovod.version import __version__
-from kolovod.world import init, is_initialized, shutdown
 
 if TYPE_CHECKING:
     from kolovod.launch.run import RankFailed, SshOptions, run

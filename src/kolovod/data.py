@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
-from kolovod import facts
+from kolovod.core import rank_info
 from kolovod.errors import InvalidArgumentError
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class ShardedSampler:
         self.epoch = epoch
 
     def _place(self) -> tuple[int, int]:
-        rank = facts.rank() if self._rank is None else self._rank
-        size = facts.size() if self._size is None else self._size
+        rank = rank_info.rank() if self._rank is None else self._rank
+        size = rank_info.size() if self._size is None else self._size
         if not 0 <= rank < size:
             raise InvalidArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
         return rank, size
@@ -73,8 +73,8 @@ class ShardedSampler:
 
 def shard(items: Iterable[T], rank: int | None = None, size: int | None = None) -> Iterator[T]:
     """The items for this rank of a stream that is the same on all ranks: every size-th one."""
-    rank = facts.rank() if rank is None else rank
-    size = facts.size() if size is None else size
+    rank = rank_info.rank() if rank is None else rank
+    size = rank_info.size() if size is None else size
     if not 0 <= rank < size:
         raise InvalidArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
     return (item for i, item in enumerate(items) if i % size == rank)

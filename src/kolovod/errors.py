@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from kolovod.launch import blame
+from kolovod import blame
 
 __all__ = [
     "AuthenticationError",

@@ -19,14 +19,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kolovod.collectives import Collectives
+from kolovod.core.collectives import Collectives
+from kolovod.core.frontend import ON_DEVICE
+from kolovod.core.objects import Objects
+from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.frontend import ON_DEVICE
 from kolovod.numpy import Array
 from kolovod.numpy import collectives as _on_arrays
-from kolovod.numpy.frontend import NumpyFrontend
-from kolovod.objects import Objects
-from kolovod.submission import Group
 
 __all__ = ["Metrics", "average_metrics", "gather_samples"]
 
@@ -50,7 +49,7 @@ class Metrics(Generic[T]):
     def __init__(self, collectives: Collectives[T]) -> None:
         """``collectives``: on the tensors that ``gather_samples`` is to take."""
         self._collectives = collectives
-        self._objects = Objects(Collectives(NumpyFrontend(), collectives.world))
+        self._objects = Objects(collectives.world)
 
     def average_metrics(
         self,

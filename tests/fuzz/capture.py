@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
-from kolovod.launch import auth, sharing, versions
-from kolovod.launch.formation import Member
-from kolovod.launch.joining import join
-from kolovod.launch.mesh import Listener
-from kolovod.launch.place import Place
-from kolovod.launch.store import Store
+from kolovod.net import channel as channels
+from kolovod.rendezvous import segment_handover, versions
+from kolovod.rendezvous.client import join
+from kolovod.rendezvous.mesh import Listener
+from kolovod.rendezvous.protocol import Member
+from kolovod.rendezvous.rank_environment import RankEnvironment
+from kolovod.rendezvous.server import RendezvousServer
 from kolovod.testing import run_ranks
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -68,19 +69,19 @@ def kind_of(message: Any) -> str:
 
 def tap(folder: Path) -> None:
     """From now on, everything that this process sends is kept."""
-    send = auth.Channel.send_encoded
+    send = channels.Channel.send_encoded
 
-    def kept(self: auth.Channel, body: bytes, deadline: float) -> None:
+    def kept(self: channels.Channel, body: bytes, deadline: float) -> None:
         message = json.loads(body)
         keep(folder, kind_of(message), body)
         if "error" in message and "message" not in message:
             keep(folder, "store_word", body)  # ranks and leaders say alike what keeps them
         keep(folder, "signed_frame", body)
-        proof = auth._digest(self._key, self._out, auth._SEQUENCE.pack(self._sent), body)
-        keep(folder, "frames", auth._LENGTH.pack(len(body)) + proof + body)
+        proof = channels._digest(self._key, self._out, channels._SEQUENCE.pack(self._sent), body)
+        keep(folder, "frames", channels._LENGTH.pack(len(body)) + proof + body)
         send(self, body, deadline)
 
-    auth.Channel.send_encoded = kept  # type: ignore[method-assign]
+    channels.Channel.send_encoded = kept  # type: ignore[method-assign]
 
 
 def work(rank: int, folder: Path, timeline: str) -> None:
@@ -115,7 +116,7 @@ def fail(*_: object) -> int:
 def work_in_vain(rank: int, folder: Path) -> None:
     tap(folder)
     if rank == 0:
-        sharing.make_segment = fail  # type: ignore[assignment]
+        segment_handover.make_segment = fail  # type: ignore[assignment]
     with contextlib.suppress(kv.errors.BootstrapError, PermissionError):
         kv.init()
 
@@ -129,7 +130,7 @@ def work_of_some(rank: int, folder: Path) -> None:
 
 def meet_at_several_addresses() -> None:
     """Ranks of two hosts whose listeners have several addresses each."""
-    secret = auth.new_secret()
+    secret = channels.new_secret()
 
     def meet(rank: int, address: str) -> None:
         with contextlib.closing(Listener(["127.0.0.1", "127.0.0.1", "::1"], 2)) as listener:
@@ -137,9 +138,9 @@ def meet_at_several_addresses() -> None:
             with join(address, secret, [0, 1], me, 20.0) as joined:
                 joined.formed(time.monotonic() + 20)
 
-    with contextlib.closing(Store(secret, 2)) as store:
-        store.start()
-        threads = [threading.Thread(target=meet, args=(rank, store.address)) for rank in (0, 1)]
+    with contextlib.closing(RendezvousServer(secret, 2)) as server:
+        server.start()
+        threads = [threading.Thread(target=meet, args=(rank, server.address)) for rank in (0, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -151,11 +152,11 @@ def handshakes(folder: Path, *, sealed: bool) -> None:
     client, near = socket.socketpair()
     far, server = socket.socketpair()
     deadline = time.monotonic() + 10
-    secret = auth.new_secret()
-    accepting = threading.Thread(target=auth.accept, args=(server, secret, "test", deadline))
+    secret = channels.new_secret()
+    accepting = threading.Thread(target=channels.accept, args=(server, secret, "test", deadline))
 
     def call() -> None:
-        channel = auth.greet(client, secret, "test", deadline, sealed=sealed)
+        channel = channels.greet(client, secret, "test", deadline, encrypted=sealed)
         hello = {"rank": 1, "purpose": "data", "epoch": 1}
         channel.send({**versions.own(), **hello}, deadline)
 
@@ -210,7 +211,7 @@ def main() -> int:
         run_ranks(3, work_in_vain, found, env=options)
         run_ranks(3, work_of_some, found, env=options)
         for sealed in (False, True):
-            handshakes(found, sealed=sealed)
+            handshakes(found, encrypted=sealed)
         events = json.loads(timeline.read_text())
         for begin in (0, 20, 40):
             keep(found, "timeline", json.dumps(events[:2] + events[begin : begin + 20]).encode())
@@ -227,7 +228,7 @@ def main() -> int:
             "environment",
             "\n".join(
                 f"{k}={v}"
-                for k, v in Place(1, 2, 0, 1, 1, 2, "b", "127.0.0.1:4000", "0" * 64)
+                for k, v in RankEnvironment(1, 2, 0, 1, 1, 2, "b", "127.0.0.1:4000", "0" * 64)
                 .environment()
                 .items()
             ).encode(),

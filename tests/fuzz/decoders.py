@@ -22,8 +22,11 @@ from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
-from kolovod.launch import auth, formation, messages, place, sharing, torchrun, versions
+from kolovod.net import channel as channels
+from kolovod.net import messages
 from kolovod.observe import collector, summary, trace
+from kolovod.rendezvous import protocol, rank_environment, segment_handover, versions
+from kolovod.rendezvous.external import torchrun
 
 CORPUS = Path(__file__).parent / "corpus"
 SECRET = "a secret that only this fuzzer has"
@@ -52,7 +55,7 @@ def handshake_of_client(data: bytes) -> None:
         _peer_that_sends(data) as sock,
         contextlib.suppress(AuthenticationError, EOFError),
     ):
-        auth.accept(sock, SECRET, "test", _soon())
+        channels.accept(sock, SECRET, "test", _soon())
         raise AssertionError("a stranger has proved the secret")
 
 
@@ -60,14 +63,14 @@ def handshake_of_server(data: bytes) -> None:
     """What a client reads of whoever answers."""
     for sealed in (False, True):
         with _peer_that_sends(data) as sock, contextlib.suppress(AuthenticationError):
-            auth.greet(sock, SECRET, "test", _soon(), sealed=sealed)
+            channels.greet(sock, SECRET, "test", _soon(), encrypted=sealed)
             raise AssertionError("a stranger has proved the secret")
 
 
 def frames(data: bytes) -> None:
     """Frames as somebody in the middle may have made them; he does not know the key."""
     with _peer_that_sends(data) as sock:
-        channel = auth.Channel(sock, os.urandom(32), is_server=True)
+        channel = channels.Channel(sock, os.urandom(32), is_server=True)
         with contextlib.suppress(AuthenticationError, EOFError):
             channel.receive(_soon())
             raise AssertionError("a frame was accepted that nobody has signed")
@@ -78,7 +81,7 @@ def frames_sealed(data: bytes) -> None:
     mine, others = _native.KeyExchange(), _native.KeyExchange()
     agreement = mine.agree(os.urandom(32), others.public, 2, True)
     with _peer_that_sends(data) as sock:
-        channel = auth.Channel(sock, _KEY, is_server=True, agreement=agreement)
+        channel = channels.Channel(sock, _KEY, is_server=True, agreement=agreement)
         with contextlib.suppress(AuthenticationError, EOFError):
             channel.receive(_soon())
             raise AssertionError("a frame was opened that nobody has sealed")
@@ -86,9 +89,9 @@ def frames_sealed(data: bytes) -> None:
 
 def signed_frame(data: bytes) -> None:
     """A body that a peer has signed, which may hold anything."""
-    proof = auth._digest(_KEY, b"c", auth._SEQUENCE.pack(0), data)
-    with _peer_that_sends(auth._LENGTH.pack(len(data)) + proof + data) as sock:
-        channel = auth.Channel(sock, _KEY, is_server=True)
+    proof = channels._digest(_KEY, b"c", channels._SEQUENCE.pack(0), data)
+    with _peer_that_sends(channels._LENGTH.pack(len(data)) + proof + data) as sock:
+        channel = channels.Channel(sock, _KEY, is_server=True)
         with contextlib.suppress(BootstrapError, *([EOFError] if len(data) > 59_000 else [])):
             value = channel.receive(_soon())
             assert json.loads(json.dumps(value)) == value
@@ -99,25 +102,25 @@ def _of_message(decode: Callable[[Any], object]) -> Callable[[bytes], None]:
 
     def target(data: bytes) -> None:
         with contextlib.suppress(KolovodError):
-            decode(auth._parse(data))
+            decode(channels._parse(data))
 
     return target
 
 
 def _join(message: Any) -> None:
     (versions.find_other(message) or "").encode()
-    _, rank, name = formation.parse_stranger(message)
+    _, rank, name = protocol.parse_stranger(message)
     assert (rank is None) == (name == "a rank")
     name.encode()
-    understood = members, member, timeout_s, config = formation.parse_join(message)
+    understood = members, member, timeout_s, config = protocol.parse_join(message)
     # What was understood says the same again.
     again = {
-        "members": formation.spans(members),
+        "members": protocol.spans(members),
         "member": astuple(member),
         "config": config,
         "timeout_s": timeout_s,
     }
-    assert formation.parse_join(json.loads(json.dumps(again))) == understood
+    assert protocol.parse_join(json.loads(json.dumps(again))) == understood
     str(member).encode()
 
 
@@ -126,20 +129,20 @@ def _told_by_store(message: Any) -> None:
     for own_config in (None, _CONFIG):  # as it is asked for without an engine, and with one
         with contextlib.suppress(KolovodError):
             # The same again and again: as many messages as it may take.
-            world = formation.parse_answer(lambda: json.loads(said), range(SIZE), own_config)
+            world = protocol.parse_answer(lambda: json.loads(said), range(SIZE), own_config)
             assert len(world.members) == SIZE
-            assert 0 < world.epoch <= formation.MAX_EPOCH
+            assert 0 < world.epoch <= protocol.MAX_EPOCH
             assert own_config is None or world.config.keys() == own_config.keys()
 
 
 def _word(message: Any) -> None:
-    """What a rank says at the store after the answer."""
-    word = formation.parse_word(message, 1)
+    """What a rank says at the rendezvous server after the answer."""
+    word = protocol.parse_word(message, 1)
     assert word is None or (isinstance(word[0], str) and word[1] in (None, *range(1 << 16)))
 
 
 def _told_by_leader(message: Any) -> None:
-    assert len(sharing.parse_answer(message, SIZE)) == SIZE
+    assert len(segment_handover.parse_answer(message, SIZE)) == SIZE
 
 
 def _told_by_follower(message: Any) -> None:
@@ -152,7 +155,7 @@ def _hello(message: Any) -> None:
     versions.find_other(message)
     messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
     messages.text(message, "purpose", 16)
-    messages.whole(message, "epoch", 0, formation.MAX_EPOCH)
+    messages.whole(message, "epoch", 0, protocol.MAX_EPOCH)
 
 
 def _report(message: Any) -> None:
@@ -210,7 +213,7 @@ def environment(data: bytes) -> None:
     lines = data.decode("utf-8", "surrogateescape").splitlines()
     pairs = (line.partition("=") for line in lines)
     with contextlib.suppress(InvalidArgumentError):
-        found = place.read_place({name: value for name, _, value in pairs})
+        found = rank_environment.read_rank_environment({name: value for name, _, value in pairs})
         assert found is None or 0 <= found.rank < found.size
 
 
@@ -233,7 +236,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "environment": environment,
 }
 DECODERS: dict[str, tuple[str, ...]] = {
-    "kolovod.launch.auth": (
+    "kolovod.net.channel": (
         "Channel.receive",
         "Channel._receive_sealed",
         "greet",
@@ -242,12 +245,12 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "_parse.refuse",
         "_read_or_dropped",
     ),
-    "kolovod.launch.sealing": ("Exchange.answer", "Exchange.agree"),
-    "kolovod.launch.sockets": ("read_exactly",),
-    "kolovod.launch.sharing": ("parse_answer",),
-    "kolovod.launch.messages": (),
-    "kolovod.launch.place": ("read_place", "_number"),
-    "kolovod.launch.formation": (
+    "kolovod.net.encryption": ("Exchange.answer", "Exchange.agree"),
+    "kolovod.net.sockets": ("read_exactly",),
+    "kolovod.rendezvous.segment_handover": ("parse_answer",),
+    "kolovod.net.messages": (),
+    "kolovod.rendezvous.rank_environment": ("read_rank_environment", "_number"),
+    "kolovod.rendezvous.protocol": (
         "parse_join",
         "parse_stranger",
         "_parse_spans",
@@ -258,8 +261,8 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "parse_word",
         "raise_told",
     ),
-    "kolovod.launch.torchrun": ("_parse",),
-    "kolovod.launch.versions": ("find_other",),
+    "kolovod.rendezvous.external.torchrun": ("_parse",),
+    "kolovod.rendezvous.versions": ("find_other",),
     "kolovod.observe.collector": ("_parse", "_int"),
     "kolovod.observe.summary": (),
     "kolovod.observe.trace": (),

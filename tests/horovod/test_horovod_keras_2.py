@@ -343,7 +343,7 @@ def test_what_scripts_reach_for():
 
         import horovod.keras as partial
         import horovod.tensorflow.keras as hvd
-        from kolovod.keras.which import chosen
+        from kolovod.keras.framework_detection import chosen
 
         keras = chosen()
         hvd.init()

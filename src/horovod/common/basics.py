@@ -9,10 +9,10 @@ from typing import Any
 import kolovod
 from horovod.common.process_sets import ProcessSet
 from horovod.common.uninitialized import through_horovod
+from kolovod.core.engine_factory import listed
+from kolovod.core.world import current
 from kolovod.errors import MismatchError
-from kolovod.forming import listed
-from kolovod.launch.mpi import ranks_of
-from kolovod.world import current
+from kolovod.rendezvous.external.mpi import ranks_of
 
 Average = int(kolovod.Average)
 Sum = int(kolovod.Sum)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import kolovod
-from kolovod.launch.mpi import ranks_of
-from kolovod.process_sets import Membership
-from kolovod.process_sets import add_process_set as _add
-from kolovod.process_sets import remove_process_set as _remove
-from kolovod.submission import no_process_set
-from kolovod.world import World
+from kolovod.core.process_sets import Membership
+from kolovod.core.process_sets import add_process_set as _add
+from kolovod.core.process_sets import remove_process_set as _remove
+from kolovod.core.submission import no_process_set
+from kolovod.core.world import World
+from kolovod.rendezvous.external.mpi import ranks_of
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "group_of", "remove_process_set"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
-from kolovod import world
+from kolovod.core import world
 
 __all__ = ["through_horovod"]
 

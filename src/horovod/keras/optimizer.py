@@ -16,8 +16,8 @@ from horovod.common.process_sets import global_process_set, group_of
 from kolovod import keras as kv
 from kolovod.errors import InvalidArgumentError
 from kolovod.keras import Compression
+from kolovod.keras.framework_detection import chosen
 from kolovod.keras.optimizer import InKeras2
-from kolovod.keras.which import chosen
 
 
 def DistributedOptimizer(

@@ -15,8 +15,8 @@ from horovod.common import basics
 from horovod.common.basics import Average
 from horovod.common.util import get_average_backwards_compatibility_fun
 from kolovod.keras import Compression
+from kolovod.keras.framework_detection import backend_of, chosen
 from kolovod.keras.functions import to_numpy
-from kolovod.keras.which import backend_of, chosen
 
 _op_of = get_average_backwards_compatibility_fun(basics)
 

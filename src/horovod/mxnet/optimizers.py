@@ -15,9 +15,9 @@ import mxnet as mx
 import kolovod.mxnet as kv
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.mxnet.compression import Compression
+from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError
 from kolovod.mxnet.gradients import Way, way_of
-from kolovod.ops import Sum
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]
 

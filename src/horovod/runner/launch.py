@@ -14,8 +14,8 @@ from horovod.common import util
 from horovod.runner.common.util.hosts import HostInfo, labels_of, parse_host_files, parse_hosts
 from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import parse_args, refuse_elastic, variables_of
-from kolovod.affinity import check_affinity
 from kolovod.config import load
+from kolovod.core.affinity import check_affinity
 from kolovod.launch.cli import main as kolovod
 
 __all__ = ["check_build", "parse_args", "run_commandline"]

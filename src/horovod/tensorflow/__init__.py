@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any as _Any
 
 import horovod as _horovod  # says so if the real one is installed, too
-from kolovod.extras import missing as _missing
+from kolovod.optional_dependencies import missing as _missing
 
 if _error := _missing("tensorflow"):
     raise _error

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.ops import Average, Sum
+from kolovod.core.ops import Average, Sum
 from kolovod.tensorflow.differentiable import VerbsOfSet, backward
 from kolovod.tensorflow.gradients import scaled
 from kolovod.tensorflow.verbs import collectives

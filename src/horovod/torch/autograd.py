@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from kolovod.collectives import Collectives
-from kolovod.ops import Average, Sum
+from kolovod.core.collectives import Collectives
+from kolovod.core.ops import Average, Sum
+from kolovod.core.world import current
 from kolovod.torch.frontend import TorchFrontend
-from kolovod.world import current
 
 plain: Collectives[torch.Tensor] = Collectives(TorchFrontend(), current)
 """The verbs on values only."""

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from horovod.common.compressor import Compressor
-from kolovod.compression import Compression, FP16Compressor, NoneCompressor
+from kolovod.gradients.compression import Compression, FP16Compressor, NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

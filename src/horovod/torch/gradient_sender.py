@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from horovod.torch.reductions import allreduce_async_
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.process_sets import ProcessSet
 from kolovod.torch.optimizer import Distributed, names_of_group
 
 __all__ = ["add_gradient_sender"]

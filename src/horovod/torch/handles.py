@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from kolovod.handles import Handle
+from kolovod.core.handles import Handle
 
 _numbers = itertools.count(1)
 _pending: dict[int, tuple[Handle[Any], Callable[[Any], Any] | None]] = {}

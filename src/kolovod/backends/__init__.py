@@ -8,16 +8,15 @@ barrier, which has no bytes, is its own.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kolovod.affinity import threads_on
 from kolovod.backends.base import Backend
 from kolovod.backends.driver import ExternalDriver
+from kolovod.backends.setup import BackendSetup
+from kolovod.core.affinity import threads_on
+from kolovod.core.objects import Objects
+from kolovod.core.world import World
 from kolovod.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from kolovod.backends.meeting import Meeting
-    from kolovod.world import World
 
 _CLASSES = {
     "gloo": ("kolovod.backends.gloo", "GlooBackend"),
@@ -32,13 +31,7 @@ def start(name: str, world: World) -> ExternalDriver:
     library that is not installed, or processes that were not started the way the backend needs;
     BootstrapError when that happened to another rank; RankLostError.
     """
-    # Here, since these import the world.
-    from kolovod.backends.meeting import Meeting
-    from kolovod.collectives import Collectives
-    from kolovod.numpy.frontend import NumpyFrontend
-    from kolovod.objects import Objects
-
-    meeting = Meeting(Objects(Collectives(NumpyFrontend(), lambda: world)))
+    meeting = BackendSetup(Objects(lambda: world))
     try:
         backend = load(name, world, meeting)
     except Exception as error:  # of a library that we do not know
@@ -59,7 +52,7 @@ def start(name: str, world: World) -> ExternalDriver:
     return driver
 
 
-def load(name: str, world: World, meeting: Meeting) -> Backend:
+def load(name: str, world: World, meeting: BackendSetup) -> Backend:
     """Make this rank's backend ``name``. See ``start``."""
     if name not in _CLASSES:
         known = ", ".join(["native", *sorted(_CLASSES)])

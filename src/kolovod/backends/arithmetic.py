@@ -9,7 +9,7 @@ import numpy as np
 
 from kolovod import _native
 from kolovod.backends.base import Array
-from kolovod.ops import Op
+from kolovod.core.ops import Op
 
 _BFLOAT16 = _native.DTYPES["bfloat16"]
 _BOOL = _native.DTYPES["bool"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kolovod.ops import Op
+from kolovod.core.ops import Op
 from kolovod.torch.frontend import BY_CODE
 
 _BOOL_OPS = {Op.Sum: Op.Max, Op.Product: Op.Min}  # "or" and "and" of 0 and 1

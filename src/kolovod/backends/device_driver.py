@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from kolovod import _native
 from kolovod.backends.driver import Bucket, BucketThread
+from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.ops import Op
 
 _LOOK_S = 0.02  # how often to see, while NCCL is at work, whether the world has ended
 _JOINED = (

@@ -19,7 +19,7 @@ import numpy as np
 from kolovod import _native
 from kolovod.backends.arithmetic import STORED, Reduction
 from kolovod.backends.base import Array, Backend
-from kolovod.ops import Op
+from kolovod.core.ops import Op
 
 _BYTE = np.dtype(np.uint8)
 _JOIN_S = 5.0

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kolovod.backends.base import Array, Bytes
-from kolovod.backends.meeting import make_store
+from kolovod.backends.setup import make_store
+from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.network import interface_to
-from kolovod.ops import Op
+from kolovod.net.addresses import interface_to
 
 if TYPE_CHECKING:
-    from kolovod.backends.meeting import Meeting
-    from kolovod.world import World
+    from kolovod.backends.setup import BackendSetup
+    from kolovod.core.world import World
 
 # Gloo must not be the one who says that a rank is late: a rank may be stopped for a while.
 _PATIENCE = timedelta(days=30)
@@ -35,13 +35,13 @@ class GlooBackend:
     number of ranks, so a tensor may be summed differently when it is fused with others.
     """
 
-    def __init__(self, world: World, meeting: Meeting) -> None:
+    def __init__(self, world: World, meeting: BackendSetup) -> None:
         """Collective: connects every rank with every other one.
 
         The ranks find each other through ``meeting``, and listen on the interface by which they
-        reach the store, or on what GLOO_SOCKET_IFNAME names. Raises InvalidArgumentError when
-        PyTorch with Gloo is not installed, and what Gloo raises when it cannot connect the ranks
-        within the start timeout.
+        reach the rendezvous server, or on what GLOO_SOCKET_IFNAME names. Raises
+        InvalidArgumentError when PyTorch with Gloo is not installed, and what Gloo raises when it
+        cannot connect the ranks within the start timeout.
         """
         try:
             import torch
@@ -62,7 +62,7 @@ class GlooBackend:
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             options._devices = [group.create_default_device()]
         else:
-            address = interface_to(world.place.store)
+            address = interface_to(world.environment.rendezvous)
             options._devices = [group.create_device(hostname=address)]
         store = make_store(self._dist.Store, meeting)
         self._group = group(store, world.rank, world.size, options)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kolovod.backends.base import Array, Bytes
+from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Op
 
 if TYPE_CHECKING:
-    from kolovod.backends.meeting import Meeting
-    from kolovod.world import World
+    from kolovod.backends.setup import BackendSetup
+    from kolovod.core.world import World
 
 _MAX_COUNT = 1 << 30  # MPI 3 counts elements in an int; what is larger goes in parts
 
@@ -26,7 +26,7 @@ class MpiBackend:
     on what it was fused with.
     """
 
-    def __init__(self, world: World, meeting: Meeting | None = None) -> None:
+    def __init__(self, world: World, meeting: BackendSetup | None = None) -> None:
         """Collective: makes a communicator of its own, ordered like the world's ranks.
 
         ``meeting`` is not needed: MPI's processes know each other. Raises InvalidArgumentError when
@@ -40,7 +40,7 @@ class MpiBackend:
                 f"backend 'mpi' needs mpi4py and an MPI library ({error}): "
                 "pip install 'kolovod[mpi]'"
             ) from None
-        mpi_size, size = MPI.COMM_WORLD.Get_size(), world.place.size
+        mpi_size, size = MPI.COMM_WORLD.Get_size(), world.environment.size
         if mpi_size != size:
             raise InvalidArgumentError(
                 f"backend 'mpi': MPI has {mpi_size} process(es), the world {size} rank(s); "

@@ -17,13 +17,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kolovod import _native
-from kolovod.affinity import threads_on
 from kolovod.backends.device_driver import DeviceDriver, DeviceGroup
-from kolovod.backends.meeting import Meeting, make_store
+from kolovod.backends.setup import BackendSetup, make_store
 from kolovod.backends.pair import EnginePair
+from kolovod.core.affinity import threads_on
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError
-from kolovod.objects import Objects
-from kolovod.ops import Op
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def check(engine: _native.Engine, rank: int, size: int, host: str) -> None:
     rank that cannot, and where ranks of one host see too few GPUs; BootstrapError, naming the rank,
     on the others; RankLostError.
     """
-    meeting = Meeting(_objects(engine, rank, size))
+    meeting = BackendSetup(_objects(engine, rank, size))
     try:
         seen = f"{host}\n{os.environ.get('CUDA_VISIBLE_DEVICES')}\n{_count_gpus()}"
         meeting.put(f"seen.{rank}", seen.encode())
@@ -93,10 +93,8 @@ def paired(
 
 
 def _objects(engine: _native.Engine, rank: int, size: int) -> Objects:
-    from kolovod.collectives import Collectives
-    from kolovod.numpy.frontend import NumpyFrontend
 
-    return Objects(Collectives(NumpyFrontend(), lambda: Membership(engine, rank, size)))
+    return Objects(lambda: Membership(engine, rank, size))
 
 
 def _count_gpus() -> int:
@@ -126,7 +124,7 @@ class CudaDevices:
 
     def connect(self, index: int) -> DeviceGroup:
         """See Devices.connect. Raises InvalidArgumentError when two ranks have one GPU."""
-        meeting = Meeting(self._objects)
+        meeting = BackendSetup(self._objects)
         try:
             group = NcclGroup(meeting, index, self._rank, self._size)
         except Exception as error:  # of a library that we do not know
@@ -172,7 +170,7 @@ class NcclGroup:
     The order of additions is NCCL's own, and floats of 16 bits are rounded on the way.
     """
 
-    def __init__(self, meeting: Meeting, index: int, rank: int, size: int) -> None:
+    def __init__(self, meeting: BackendSetup, index: int, rank: int, size: int) -> None:
         """Collective. Raises InvalidArgumentError when two ranks have one GPU."""
         import torch
         import torch.distributed
@@ -327,7 +325,7 @@ def _identity(index: int) -> str:
     return f"{facts.name} {unique}"
 
 
-def _need_different(meeting: Meeting, identity: str, rank: int, size: int) -> None:
+def _need_different(meeting: BackendSetup, identity: str, rank: int, size: int) -> None:
     meeting.put(f"gpu.{rank}", identity.encode())
     owners: dict[bytes, int] = {}
     for other in range(size):

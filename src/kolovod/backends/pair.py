@@ -19,10 +19,10 @@ from typing import Any
 
 from kolovod import _native
 from kolovod.backends.device_driver import DeviceDriver
+from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE
+from kolovod.core.handles import keeper
+from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError
-from kolovod.frontend import DEVICE_SHIFT, ON_DEVICE
-from kolovod.handles import keeper
-from kolovod.ops import Op
 
 _ALLREDUCE = _native.VERBS["allreduce"]
 _JOIN = _native.VERBS["join"]
@@ -44,6 +44,7 @@ class EnginePair:
         """``driver`` has been started, and drives ``device``."""
         self.host = host
         self.device = device
+        self.parts = {"": host, " on GPU": device}
         self._driver = driver
         self._lock = threading.Lock()
         self._markers: dict[int, int] = {}  # by number of the operation on the device

@@ -18,31 +18,32 @@ there are no verbs in place. docs/jax.md has more.
 
 from __future__ import annotations
 
-from kolovod.extras import missing as _missing
+from kolovod.optional_dependencies import missing as _missing
 
 if _error := _missing("jax"):
     raise _error
 
-from kolovod.compression import Compression, Compressor
-from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
-from kolovod.handles import Handle
-from kolovod.jax import graph
-from kolovod.jax.frontend import JaxFrontend
-from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
-from kolovod.jax.pytrees import Pytrees
-from kolovod.jax.verbs import JaxCollectives, collectives
-from kolovod.metrics import Metrics as _Metrics
-from kolovod.numpy import allgather_object, broadcast_object
-from kolovod.observe.spans import span
-from kolovod.observe.timeline import start_timeline, stop_timeline
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
-from kolovod.process_sets import (
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from kolovod.world import init, is_initialized, shutdown
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.world import is_initialized
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.jax import graph
+from kolovod.jax.frontend import JaxFrontend
+from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
+from kolovod.jax.pytrees import Pytrees
+from kolovod.jax.verbs import JaxCollectives, collectives
+from kolovod.lifecycle import init, shutdown
+from kolovod.metrics import Metrics as _Metrics
+from kolovod.numpy import allgather_object, broadcast_object
+from kolovod.observe.timeline import start_timeline, stop_timeline
 
 graph.register()
 _pytrees = Pytrees(collectives)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kolovod import _native
+from kolovod.core.frontend import TensorView
 from kolovod.errors import InvalidArgumentError
-from kolovod.frontend import TensorView
 
 DTYPES: dict[np.dtype[Any], int] = {jnp.dtype(name): code for name, code in _native.DTYPES.items()}
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}

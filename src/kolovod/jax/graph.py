@@ -20,9 +20,9 @@ import numpy as np
 from jax.interpreters import mlir
 
 from kolovod import _native
+from kolovod.core.process_sets import number_of
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax.primitive import TOGETHER, Call, primitive
-from kolovod.process_sets import number_of
 
 _TARGET = "kolovod"
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kolovod.checks import check_averaging, checked_passes
-from kolovod.compression import Compression, Compressor
+from kolovod.core.ops import Average, Sum
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.validation import check_averaging, checked_passes
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.verbs import collectives
-from kolovod.ops import Average, Sum
-from kolovod.process_sets import ProcessSet
 
 if TYPE_CHECKING:
     import optax

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from kolovod.core.ops import Adasum, Average, Op, Sum
+from kolovod.core.submission import Group, WorldLike, check_arguments, position_of
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Adasum, Average, Op, Sum
-from kolovod.submission import Group, WorldLike, check_arguments, position_of
 
 if TYPE_CHECKING:
     from kolovod.jax.verbs import JaxCollectives

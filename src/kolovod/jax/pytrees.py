@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kolovod.agreement import agree
-from kolovod.collectives import Collectives
-from kolovod.compression import Compression, Compressor
+from kolovod.core.collectives import Collectives
+from kolovod.core.numpy_frontend import NumpyFrontend
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Average
+from kolovod.core.process_sets import ProcessSet
+from kolovod.core.submission import Group, position_of
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.agreement import agree
+from kolovod.gradients.compression import Compression, Compressor
 from kolovod.jax.frontend import DTYPES
 from kolovod.jax.primitive import Call
 from kolovod.jax.verbs import JaxCollectives
-from kolovod.numpy.frontend import NumpyFrontend
-from kolovod.objects import Objects
-from kolovod.ops import Average
-from kolovod.process_sets import ProcessSet
-from kolovod.submission import Group, position_of
 
 Tree = TypeVar("Tree")
 
@@ -110,7 +110,7 @@ class Pytrees:
             over = self._verbs.world if process_set is None else process_set.membership
             root = position_of(root_rank, process_set)
             on_arrays = Collectives(NumpyFrontend(), over)
-            objects = Objects(on_arrays)
+            objects = Objects(on_arrays.world)
             described = [(k, _describe(leaf)) for k, leaf in zip(keys, leaves, strict=True)]
             agree(objects, described, "leaf", f"{name}.leaves")
             sent = [_sendable(leaves[i], keys[i]) for i in arrays]

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from kolovod import _native
-from kolovod.collectives import Collectives
+from kolovod.core.collectives import Collectives
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Average, Sum
+from kolovod.core.submission import Group, position_of, several
+from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
-from kolovod.handles import Handle
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.primitive import TOGETHER, Call
-from kolovod.ops import Average, Sum
-from kolovod.submission import Group, position_of, several
-from kolovod.world import current
 
 _BROADCAST = _native.VERBS["broadcast"]
 

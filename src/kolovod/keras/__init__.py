@@ -11,13 +11,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kolovod.extras import missing as _missing
+from kolovod.optional_dependencies import missing as _missing
 
 if _error := _missing("keras"):
     raise _error
 
-from kolovod.compression import Compression, Compressor
-from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.world import is_initialized
+from kolovod.gradients.compression import Compression, Compressor
 from kolovod.keras.functions import (
     allgather,
     allreduce,
@@ -28,18 +37,10 @@ from kolovod.keras.functions import (
 )
 from kolovod.keras.optimizer import DistributedOptimizer
 from kolovod.keras.saving import load_model
+from kolovod.lifecycle import init, shutdown
 from kolovod.metrics import average_metrics
 from kolovod.numpy import allgather_object, barrier, broadcast_object, join
-from kolovod.observe.spans import span
 from kolovod.observe.timeline import start_timeline, stop_timeline
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
-from kolovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from kolovod.world import init, is_initialized, shutdown
 
 if TYPE_CHECKING:
     from kolovod.keras import callbacks

@@ -1,7 +1,7 @@
 """Callbacks for ``model.fit``: starting equal, metrics of all ranks, learning rates, best models.
 
-They belong to the Keras that the process has chosen (kolovod.keras.which): Keras 3, or with
-TF_USE_LEGACY_KERAS=1 Keras 2.
+They belong to the Keras that the process has chosen (kolovod.keras.framework_detection): Keras 3,
+or with TF_USE_LEGACY_KERAS=1 Keras 2.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kolovod.core.process_sets import ProcessSet
+from kolovod.core.rank_info import rank, size
 from kolovod.errors import InvalidArgumentError
-from kolovod.facts import rank, size
+from kolovod.keras.framework_detection import InOneKeras, backend_of, chosen, is_keras_3
 from kolovod.keras.functions import broadcast_model
 from kolovod.keras.optimizer import Distributed
 from kolovod.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
-from kolovod.keras.which import InOneKeras, backend_of, chosen, is_keras_3
 from kolovod.metrics import average_metrics
-from kolovod.process_sets import ProcessSet
 
 __all__ = [
     "BestModelCheckpoint",

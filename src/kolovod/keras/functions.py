@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kolovod.agreement import agree
-from kolovod.compression import Compression, Compressor, dtype_name
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Average
+from kolovod.core.process_sets import ProcessSet
+from kolovod.core.rank_info import rank
 from kolovod.errors import InvalidArgumentError
-from kolovod.facts import rank
+from kolovod.gradients.agreement import agree
+from kolovod.gradients.compression import Compression, Compressor, dtype_name
+from kolovod.keras.framework_detection import is_keras_3, keras_of
 from kolovod.keras.optimizer import build_in_keras_2
-from kolovod.keras.which import is_keras_3, keras_of
 from kolovod.numpy import collectives
-from kolovod.objects import Objects
-from kolovod.ops import Average
-from kolovod.process_sets import ProcessSet
 
 Array = npt.NDArray[Any]
 
-_objects = Objects(collectives)
+_objects = Objects(collectives.world)
 
 
 def to_numpy(value: Any) -> Array:

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from kolovod.core.submission import Group
 from kolovod.jax.verbs import collectives
-from kolovod.submission import Group
 
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""

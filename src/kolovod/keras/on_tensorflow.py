@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from kolovod.core.ops import Average
+from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
 from kolovod.keras.reducer import Way
-from kolovod.ops import Average
-from kolovod.submission import Group
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
 

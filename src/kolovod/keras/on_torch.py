@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kolovod.submission import Group
+from kolovod.core.submission import Group
 from kolovod.torch.verbs import collectives
 
 varies = True

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-from kolovod.checks import check_averaging, checked_passes
-from kolovod.compression import Compression, Compressor
+from kolovod.core.ops import Average, Sum
+from kolovod.core.process_sets import ProcessSet
+from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.validation import check_averaging, checked_passes
+from kolovod.keras.framework_detection import backend_of, is_keras_3, keras_of
 from kolovod.keras.reducer import GradientReducer, Way
-from kolovod.keras.which import backend_of, is_keras_3, keras_of
-from kolovod.ops import Average, Sum
-from kolovod.process_sets import ProcessSet
-from kolovod.world import current
 
 O = TypeVar("O")  # noqa: E741
 

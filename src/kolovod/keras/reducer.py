@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kolovod import _native
-from kolovod.agreement import SAME_MODEL, agree_on_optimizer
-from kolovod.compression import Compression, Compressor, dtype_name
+from kolovod.core.ops import Average, Sum
+from kolovod.core.process_sets import ProcessSet
+from kolovod.core.submission import WorldLike
+from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Sum
-from kolovod.process_sets import ProcessSet
-from kolovod.submission import WorldLike
-from kolovod.world import current
+from kolovod.gradients.agreement import SAME_MODEL, agree_on_optimizer
+from kolovod.gradients.compression import Compression, Compressor, dtype_name
 
 _BUCKET_BYTES = 1 << 20
 
@@ -239,7 +239,7 @@ class GradientReducer:
         """Those that communicate, as they are known in every world: by the launcher's ranks."""
         world, process_set = current(), self.way.process_set
         ranks = range(world.size) if process_set is None else process_set.ranks
-        return frozenset((world.place.store, world.members[rank]) for rank in ranks)
+        return frozenset((world.environment.rendezvous, world.members[rank]) for rank in ranks)
 
     def _agree(
         self, grads: Sequence[Any], variables: Sequence[Any], is_local: Sequence[bool]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kolovod.keras.framework_detection import chosen
 from kolovod.keras.optimizer import DistributedOptimizer
-from kolovod.keras.which import chosen
 
 
 def load_model(

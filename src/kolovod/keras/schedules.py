@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from kolovod.core.rank_info import rank, size
 from kolovod.errors import InvalidArgumentError
-from kolovod.facts import rank, size
+from kolovod.keras.framework_detection import InOneKeras, chosen, keras_of
 from kolovod.keras.functions import to_numpy
-from kolovod.keras.which import InOneKeras, chosen, keras_of
 
 _keras: Any = chosen()
 

@@ -28,10 +28,10 @@ import threading
 import time
 from typing import Any
 
-from kolovod.launch.frames import MAGIC, FrameReader, FrameWriter
-from kolovod.launch.place import usable_cores
-from kolovod.launch.ranks import HostRanks, Order
+from kolovod.launch.agent_messages import MAGIC, FrameReader, FrameWriter
+from kolovod.launch.local import HostRanks, Order
 from kolovod.launch.remote import ALIVE_S
+from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
 __all__ = ["main"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.hosts import HostSlots
-from kolovod.launch.launchers import expand_hosts
+from kolovod.rendezvous.external.launchers import expand_hosts
 
 __all__ = ["allocation"]
 

@@ -14,18 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kolovod.affinity import check_affinity
 from kolovod.config import KNOBS, Knob, load
+from kolovod.core.affinity import check_affinity
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.allocation import allocation
 from kolovod.launch.doctor import run_doctor
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
+from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.remote import SshOptions
-from kolovod.launch.sealing import require_libcrypto
-from kolovod.launch.spawn import Job, JobOptions, Outcome, report_to_stderr
-from kolovod.launch.started import read_hosts
+from kolovod.net.encryption import require_libcrypto
+from kolovod.notices import report_to_stderr
 from kolovod.observe import summary
+from kolovod.rendezvous.external.meeting import read_hosts
 from kolovod.version import __version__
 
 __all__ = ["main"]
@@ -239,7 +240,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     with Job(len(hosts), job_options) as job, _forwarding(job):
         try:
-            if settings.encrypt:  # the store is here
+            if settings.encrypt:  # the rendezvous server is here
                 require_libcrypto(socket.gethostname())
             job.start(lambda rank: command)
         except BootstrapError as error:

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 import cloudpickle
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.ranks import (
+from kolovod.launch.job import Job, JobOptions, Outcome
+from kolovod.launch.local import (
     PAYLOAD_FD,
     RESULT_FD,
     Ended,
@@ -27,7 +28,6 @@ from kolovod.launch.ranks import (
     write_memory_file,
 )
 from kolovod.launch.remote import SshOptions
-from kolovod.launch.spawn import Job, JobOptions, Outcome
 
 __all__ = ["CHILD", "CallOptions", "RankFailed", "call_on_ranks", "packed_call", "read_record"]
 
@@ -186,7 +186,7 @@ def main_of_rank() -> int:
         with contextlib.suppress(Exception):
             record["exception"] = cloudpickle.dumps(error)
         write_memory_file(result, pickle.dumps(record))
-        worlds = sys.modules.get("kolovod.world")
+        worlds = sys.modules.get("kolovod.core.world")
         if worlds is not None:  # without it there is no world
             worlds.end_by(error)
         return 1

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kolovod.launch.place import thread_limits, usable_cores
-from kolovod.launch.spawn import report_to_stderr
+from kolovod.notices import report_to_stderr
+from kolovod.rendezvous.rank_environment import thread_limits, usable_cores
 
 __all__ = ["mpi_command", "run_by_mpi"]
 

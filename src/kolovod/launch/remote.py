@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kolovod.errors import BootstrapError
-from kolovod.launch.frames import FrameReader, FrameWriter, split_output, split_result
-from kolovod.launch.ranks import GRACE_S, Ended, Order, signal_name
+from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output, split_result
+from kolovod.launch.local import GRACE_S, Ended, Order, signal_name
 from kolovod.version import __version__
 
 __all__ = ["RemoteRanks", "SshOptions", "forwarded", "ssh_command"]

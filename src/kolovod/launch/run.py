@@ -10,7 +10,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks
 from kolovod.launch.hosts import assign, parse_hosts
 from kolovod.launch.remote import SshOptions
-from kolovod.launch.spawn import report_to_stderr
+from kolovod.notices import report_to_stderr
 
 __all__ = ["RankFailed", "SshOptions", "run"]
 

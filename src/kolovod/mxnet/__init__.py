@@ -12,14 +12,24 @@ Python 3.11 or older; the extra ``kolovod[mxnet]`` brings both.
 
 from __future__ import annotations
 
-from kolovod.extras import missing as _missing
+from kolovod.optional_dependencies import missing as _missing
 
 if _error := _missing("mxnet"):
     raise _error
 
-from kolovod.compression import Compression, Compressor
-from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
-from kolovod.handles import Handle
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.world import is_initialized
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.lifecycle import init, shutdown
 from kolovod.mxnet import store as _store
 from kolovod.mxnet.frontend import MxnetFrontend
 from kolovod.mxnet.functions import Functions
@@ -27,16 +37,7 @@ from kolovod.mxnet.optimizer import DistributedOptimizer
 from kolovod.mxnet.store import Kolovod
 from kolovod.mxnet.trainer import DistributedTrainer
 from kolovod.mxnet.verbs import MxnetCollectives, collectives
-from kolovod.observe.spans import span
 from kolovod.observe.timeline import start_timeline, stop_timeline
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
-from kolovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from kolovod.world import init, is_initialized, shutdown
 
 _store.register()
 _functions = Functions(collectives)

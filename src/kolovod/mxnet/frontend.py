@@ -17,8 +17,8 @@ import numpy.typing as npt
 from mxnet.base import _LIB, check_call
 
 from kolovod import _native
+from kolovod.core.frontend import TensorView
 from kolovod.errors import InvalidArgumentError
-from kolovod.frontend import TensorView
 
 NAMES = ("float32", "float64", "float16", "uint8", "int8", "int32", "int64", "bool")
 """The dtypes that MXNet's arrays and the engine both have."""

@@ -7,14 +7,12 @@ from typing import Any, TypeAlias
 
 import mxnet as mx
 
-from kolovod.agreement import agree
-from kolovod.collectives import Collectives
+from kolovod.core.objects import Objects
+from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.agreement import agree
 from kolovod.mxnet.frontend import check
 from kolovod.mxnet.verbs import MxnetCollectives
-from kolovod.numpy.frontend import NumpyFrontend
-from kolovod.objects import Objects
-from kolovod.submission import Group
 
 Parameters: TypeAlias = "Mapping[str, Any] | mx.gluon.ParameterDict"
 _DEFERRED = "not initialized before the first forward"
@@ -26,7 +24,7 @@ class Functions:
     def __init__(self, verbs: MxnetCollectives) -> None:
         """``verbs``: on arrays."""
         self._verbs = verbs
-        self._objects = Objects(Collectives(NumpyFrontend(), verbs.world))
+        self._objects = Objects(verbs.world)
 
     def broadcast_parameters(
         self, params: Parameters, root_rank: int = 0, prefix: str | None = None

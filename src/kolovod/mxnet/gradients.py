@@ -9,14 +9,14 @@ import mxnet as mx
 import numpy as np
 
 from kolovod import _native
-from kolovod.agreement import SAME_MODEL, agree_on_optimizer
-from kolovod.checks import check_averaging
-from kolovod.compression import Compression, Compressor
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Average, Sum
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.handles import Handle
+from kolovod.gradients.agreement import SAME_MODEL, agree_on_optimizer
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.validation import check_averaging
 from kolovod.mxnet.verbs import MxnetCollectives
-from kolovod.ops import Average, Sum
-from kolovod.process_sets import ProcessSet
 
 _BUCKET_BYTES = 1 << 20
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import mxnet as mx
 
-from kolovod.compression import Compression, Compressor
+from kolovod.core.ops import Average
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import Compression, Compressor
 from kolovod.mxnet.gradients import Gradient, GradientReducer, way_of
 from kolovod.mxnet.verbs import collectives
-from kolovod.ops import Average
-from kolovod.process_sets import ProcessSet
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxnet is untyped

@@ -13,10 +13,10 @@ from typing import Any, NoReturn, TypeAlias
 
 import mxnet as mx
 
+from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError
 from kolovod.mxnet.gradients import Gradient, GradientReducer, Way
 from kolovod.mxnet.verbs import MxnetCollectives, collectives
-from kolovod.ops import Sum
 
 Arrays: TypeAlias = "mx.nd.NDArray | Sequence[mx.nd.NDArray]"
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import mxnet as mx
 
-from kolovod.compression import Compression, Compressor
+from kolovod.core.ops import Average
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import Compression, Compressor
 from kolovod.mxnet.gradients import Gradient, way_of
 from kolovod.mxnet.optimizer import DistributedOptimizer
 from kolovod.mxnet.store import Kolovod
-from kolovod.ops import Average
-from kolovod.process_sets import ProcessSet
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is untyped

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mxnet as mx
 
 from kolovod import _native
-from kolovod.collectives import Collectives
-from kolovod.frontend import TensorView
+from kolovod.core.collectives import Collectives
+from kolovod.core.frontend import TensorView
+from kolovod.core.world import current
 from kolovod.mxnet.frontend import MxnetFrontend
-from kolovod.world import current
 
 
 class MxnetCollectives(Collectives[mx.nd.NDArray]):

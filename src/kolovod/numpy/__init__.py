@@ -11,26 +11,27 @@ docs/numpy.md says what arrays may be like.
 
 from __future__ import annotations
 
-from kolovod.collectives import Collectives
-from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
-from kolovod.handles import Handle
-from kolovod.numpy.frontend import Array, NumpyFrontend
-from kolovod.numpy.functions import Functions
-from kolovod.objects import Objects
-from kolovod.observe.spans import span
-from kolovod.observe.timeline import start_timeline, stop_timeline
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
-from kolovod.process_sets import (
+from kolovod.core.collectives import Collectives
+from kolovod.core.handles import Handle
+from kolovod.core.numpy_frontend import Array, NumpyFrontend
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from kolovod.transfers import Transfers
-from kolovod.world import current, init, is_initialized, shutdown
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.transfers import Transfers
+from kolovod.core.world import current, is_initialized
+from kolovod.lifecycle import init, shutdown
+from kolovod.numpy.functions import Functions
+from kolovod.observe.timeline import start_timeline, stop_timeline
 
 collectives: Collectives[Array] = Collectives(NumpyFrontend(), current)
-_objects = Objects(collectives)
+_objects = Objects(collectives.world)
 _functions = Functions(collectives)
 _transfers = Transfers(collectives.frontend, collectives.world)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kolovod.agreement import agree
-from kolovod.collectives import Collectives
+from kolovod.core.collectives import Collectives
+from kolovod.core.numpy_frontend import Array
+from kolovod.core.objects import Objects
 from kolovod.errors import InvalidArgumentError
-from kolovod.numpy.frontend import Array
-from kolovod.objects import Objects
+from kolovod.gradients.agreement import agree
 
 
 class Functions:
@@ -17,7 +17,7 @@ class Functions:
     def __init__(self, verbs: Collectives[Array]) -> None:
         """``verbs``: on arrays."""
         self._verbs = verbs
-        self._objects = Objects(verbs)
+        self._objects = Objects(verbs.world)
 
     def broadcast_parameters(self, params: Mapping[str, Array], root_rank: int = 0) -> None:
         """Overwrite the arrays in ``params`` with those of ``root_rank``, in place.

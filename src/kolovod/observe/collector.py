@@ -27,9 +27,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.launch.auth import Channel, connect
-from kolovod.launch.network import address_of, connect_any, listen
-from kolovod.launch.server import Server
+from kolovod.net.addresses import address_of, connect_any, listen
+from kolovod.net.channel import Channel, connect
+from kolovod.net.server import Server
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 
 __all__ = ["Clock", "Collector", "Reporter", "clock_identity"]
@@ -210,13 +210,13 @@ class Reporter:
         recorder: Recorder,
         address: str,
         *,
-        sealed: bool = False,
+        encrypted: bool = False,
     ) -> None:
         """``address``: of the collector if that is on another host, else "".
 
-        ``sealed``: what passes between hosts is encrypted.
+        ``encrypted``: what passes between hosts is encrypted.
         """
-        self._sealed = sealed
+        self._encrypted = encrypted
         self._secret = secret
         self._rank = rank
         self._recorder = recorder
@@ -259,8 +259,8 @@ class Reporter:
 
     def _connect(self, deadline: float) -> Channel:
         if self._address:
-            sealed = self._sealed
-            return connect_any(self._address, self._secret, _LABEL, deadline, sealed=sealed)
+            encrypted = self._encrypted
+            return connect_any(self._address, self._secret, _LABEL, deadline, encrypted=encrypted)
         return connect(socket.AF_UNIX, self._unix_address, self._secret, _LABEL, deadline)
 
     def _serve(self) -> None:

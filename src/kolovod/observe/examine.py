@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kolovod import _native
-from kolovod.launch.place import usable_cores
+from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
 __all__ = ["examine"]

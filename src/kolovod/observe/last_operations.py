@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kolovod.process_sets import ProcessSet, global_process_set
+from kolovod.core.process_sets import ProcessSet, global_process_set
 
 __all__ = ["last_operations"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kolovod import _native
-from kolovod.observe.spans import Span, SpanLog
+from kolovod.core.spans import Span, SpanLog
 
 __all__ = ["PULL_S", "Batch", "Operation", "Recorder"]
 

@@ -23,8 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS
 from kolovod.errors import InvalidArgumentError
-from kolovod.observe.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS
 from kolovod.observe.trace import BUCKETS, LOST, NEGOTIATE, Event
 
 __all__ = ["RankSummary", "Summary", "read", "summarize", "text"]

@@ -12,19 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kolovod import _native
-from kolovod.backends.pair import EnginePair
-from kolovod.launch.network import interface_to
-from kolovod.observe import spans
+from kolovod.core import spans
+from kolovod.core.objects import Objects
+from kolovod.core.world import World, current, parts_of, when_engine_ends
+from kolovod.net.addresses import interface_to
 from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 from kolovod.observe.trace import Event, Trace
 from kolovod.observe.trace_file import TraceFile
-
-if TYPE_CHECKING:
-    from kolovod.world import World
 
 __all__ = ["begin", "end", "forget", "pull", "start_timeline", "stop_timeline", "when_recording"]
 
@@ -41,13 +38,13 @@ class Timeline:
         self._reporter: Reporter | None = None
         if world.rank > 0:
             self._reporter = Reporter(
-                world.place.secret,
+                world.environment.secret,
                 world.epoch,
                 world.rank,
                 world.size,
                 self.recorder,
                 address,
-                sealed=world.settings.encrypt,
+                encrypted=world.settings.encrypt,
             )
 
     def start(self, path: str, *, mark_cycles: bool) -> None:  # rank 0's matter
@@ -83,9 +80,9 @@ class Writer(Timeline):
         self._thread: threading.Thread | None = None
         self._collector: Collector | None = None
         if world.size > 1:
-            interface = interface_to(world.place.store) if spans_hosts else ""
+            interface = interface_to(world.environment.rendezvous) if spans_hosts else ""
             self._collector = Collector(
-                world.place.secret, world.epoch, world.size, self._receive, interface
+                world.environment.secret, world.epoch, world.size, self._receive, interface
             )
 
     @property
@@ -189,9 +186,9 @@ def begin(world: World) -> None:
         _set(writer)
         address = writer.address
     if several_hosts:
-        from kolovod.numpy import broadcast_object  # which needs a world
-
-        wanted, address = broadcast_object((wanted, address), 0, "kolovod.timeline")
+        wanted, address = Objects(lambda: world).broadcast_object(
+            (wanted, address), 0, "kolovod.timeline"
+        )
     if world.rank > 0 and wanted:
         _set(Timeline(world, address if world.hosts[world.rank] != world.hosts[0] else ""))
     if _timeline is not None and wanted.lower() != _DYNAMIC:
@@ -224,6 +221,9 @@ def pull() -> None:
         timeline.recorder.pull()
 
 
+when_engine_ends(pull)
+
+
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Begin to record what all ranks do, into a file for Perfetto or chrome://tracing.
 
@@ -236,8 +236,6 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Raises InvalidArgumentError if the file cannot be made, NotInitializedError.
     """
-    from kolovod.world import current
-
     world = current()
     path = os.fspath(file_path)
     with _lock:
@@ -254,8 +252,6 @@ def stop_timeline() -> None:
 
     Raises NotInitializedError.
     """
-    from kolovod.world import current
-
     current()
     with _lock:
         if _timeline is not None:
@@ -272,15 +268,14 @@ def _set(timeline: Timeline) -> None:
 
 def _engines(world: World) -> Mapping[str, _native.Engine]:
     """The native engines behind the world and its process sets, as Operation calls them."""
-    found: dict[str, _native.Engine | EnginePair | None] = {"": world.engine}
-    for number, process_set in dict(world.sets.by_id).items():
-        found[f" in set {number}"] = process_set.engine
     parts: dict[str, _native.Engine] = {}
-    for where, engine in found.items():
-        if isinstance(engine, EnginePair):
-            parts[where], parts[f"{where} on GPU"] = engine.host, engine.device
-        elif engine is not None:
-            parts[where] = engine
+    engines = {"": world.engine}
+    for number, process_set in dict(world.sets.by_id).items():
+        engines[f" in set {number}"] = process_set.engine
+    for where, engine in engines.items():
+        if engine is not None:
+            for what, part in parts_of(engine).items():
+                parts[where + what] = part
     return parts
 
 

@@ -20,23 +20,25 @@ from __future__ import annotations
 
 from typing import Any as _Any
 
-from kolovod.extras import missing as _missing
+from kolovod.optional_dependencies import missing as _missing
 
 if _error := _missing("tensorflow"):
     raise _error
 
-from kolovod.compression import Compression, Compressor
-from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
-from kolovod.handles import Handle
-from kolovod.observe.spans import span
-from kolovod.observe.timeline import start_timeline, stop_timeline
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
-from kolovod.process_sets import (
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.world import is_initialized
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.lifecycle import init, shutdown
+from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.tensorflow.functions import (
@@ -57,7 +59,6 @@ from kolovod.tensorflow.run_time import (
 )
 from kolovod.tensorflow.tape import DistributedGradientTape
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
-from kolovod.world import init, is_initialized, shutdown
 
 graph.register()
 

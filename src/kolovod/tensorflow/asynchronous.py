@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from kolovod.core.handles import Handle
 from kolovod.errors import InvalidArgumentError, KolovodError
-from kolovod.handles import Handle
 from kolovod.tensorflow.errors import as_tensorflow, raising_tensorflows
 
 F = TypeVar("F", bound=Callable[..., Any])

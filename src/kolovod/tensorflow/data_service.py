@@ -30,11 +30,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod import facts, world
 from kolovod.config import load
+from kolovod.core import rank_info
 from kolovod.errors import BootstrapError, InvalidArgumentError
-from kolovod.launch.auth import new_secret
-from kolovod.launch.network import LOOPBACK, endpoint, interface_to, own_addresses
+from kolovod.lifecycle import init
+from kolovod.net.addresses import LOOPBACK, endpoint, interface_to, own_addresses
+from kolovod.net.channel import new_secret
 from kolovod.numpy import broadcast_object
 from kolovod.tensorflow.directory import Directory, DirectoryClient
 
@@ -100,14 +101,14 @@ def serve(
     write the config to a file. Raises InvalidArgumentError, on every rank, for what cannot work;
     BootstrapError.
     """
-    size = facts.size()
+    size = rank_info.size()
     if type(dispatchers) is not int or dispatchers < 1 or size % dispatchers:
         raise InvalidArgumentError(
             f"dispatchers is {dispatchers!r}: the number of ranks, {size}, must be a multiple of it"
         )
     with contextlib.ExitStack() as stack:
         config = None
-        if facts.rank() == 0:
+        if rank_info.rank() == 0:
             workers, secret = size // dispatchers, new_secret()
             hosts = [*own_addresses(load(os.environ).interface_names), LOOPBACK]
             directory = Directory(dispatchers, workers, secret, list(dict.fromkeys(hosts)))
@@ -116,7 +117,7 @@ def serve(
                 dispatchers, workers, dispatcher_side, directory.address, secret, timeout_s
             )
             announce(config)
-        run_worker(broadcast_object(config), facts.rank())
+        run_worker(broadcast_object(config), rank_info.rank())
 
 
 def run_worker(config: DataServiceConfig, index: int) -> None:
@@ -255,7 +256,7 @@ def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def main() -> None:
     """Be a rank of the job that computes."""
     given = arguments(argparse.ArgumentParser(description="A rank of a data service.")).parse_args()
-    world.init()
+    init()
     serve(
         lambda config: config.write(given.configfile),
         given.dispatchers,

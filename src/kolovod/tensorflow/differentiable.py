@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
 
-from kolovod.process_sets import number_of
-from kolovod.submission import Group
+from kolovod.core.process_sets import number_of
+from kolovod.core.submission import Group
 from kolovod.tensorflow import gradients, graph
 from kolovod.tensorflow.gradients import Tensors
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kolovod.errors import BootstrapError, StartTimeoutError
-from kolovod.launch.auth import Channel
-from kolovod.launch.messages import mapping, number, text, whole
-from kolovod.launch.network import address_of, connect_any, listen
-from kolovod.launch.server import Server
+from kolovod.net.addresses import address_of, connect_any, listen
+from kolovod.net.channel import Channel
+from kolovod.net.messages import mapping, number, text, whole
+from kolovod.net.server import Server
 
 _LABEL = "data service"
 _SEND_TIMEOUT_S = 10.0

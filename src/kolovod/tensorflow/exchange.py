@@ -13,11 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.checks import check_averaging
-from kolovod.compression import Compression, Compressor
+from kolovod.core.ops import Adasum, Average, Sum
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Adasum, Average, Sum
-from kolovod.process_sets import ProcessSet
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.validation import check_averaging
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.gradients import scaled
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives

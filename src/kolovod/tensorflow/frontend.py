@@ -7,8 +7,8 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from kolovod import _native
+from kolovod.core.frontend import TensorView
 from kolovod.errors import InvalidArgumentError
-from kolovod.frontend import TensorView
 
 DTYPES: dict[tf.DType, int] = {tf.as_dtype(name): code for name, code in _native.DTYPES.items()}
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}

@@ -7,12 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.agreement import agree
+from kolovod.core.objects import Objects
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.agreement import agree
 from kolovod.numpy import allgather_object, broadcast_object
 from kolovod.numpy import collectives as _on_arrays
-from kolovod.objects import Objects
-from kolovod.process_sets import ProcessSet
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.exchange import variable_of
@@ -47,7 +47,7 @@ def broadcast_variables(
         done = [v.assign(_broadcast(v, root_rank, process_set)) for v in given]
         return tf.group(done) if graph.is_of_session() else None
     described = [(str(i), (tuple(v.shape), v.dtype.name)) for i, v in enumerate(given)]
-    agree(Objects(_on_arrays), described, "variable", "broadcast_variables", process_set)
+    agree(Objects(_on_arrays.world), described, "variable", "broadcast_variables", process_set)
     handles = [
         collectives.broadcast_async(_as_sent(variable), root_rank, None, process_set)
         for variable in given

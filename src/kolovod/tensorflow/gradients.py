@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
+from kolovod.core.ops import Average, Op, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Op, Sum
 from kolovod.tensorflow import graph
 
 Tensors = Sequence[tf.Tensor]

@@ -20,9 +20,9 @@ from typing import Any
 import tensorflow as tf
 
 from kolovod import _native
+from kolovod.core.ops import Sum
+from kolovod.core.submission import check_arguments
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Sum
-from kolovod.submission import check_arguments
 from kolovod.tensorflow.frontend import code_of
 
 _TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are

@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.checks import checked_passes
-from kolovod.compression import Compression, Compressor
+from kolovod.core.ops import Adasum, Average
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Adasum, Average
-from kolovod.process_sets import ProcessSet
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.validation import checked_passes
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.aggregation import LocalAggregation
 from kolovod.tensorflow.errors import raising_tensorflows

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from kolovod.core.process_sets import global_process_set
+from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
-from kolovod.process_sets import global_process_set
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.errors import raising_tensorflows
-from kolovod.world import current
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:

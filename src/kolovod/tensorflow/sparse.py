@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from kolovod.core.ops import Average, Op, Sum
+from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Op, Sum
-from kolovod.submission import Group
 from kolovod.tensorflow import gradients
 from kolovod.tensorflow.differentiable import VerbsOfSet
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from kolovod.core.ops import Sum
+from kolovod.core.process_sets import ProcessSet
+from kolovod.core.submission import no_process_set
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Sum
-from kolovod.process_sets import ProcessSet
-from kolovod.submission import no_process_set
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
 
 _as_it_is = tf.autograph.experimental.do_not_convert

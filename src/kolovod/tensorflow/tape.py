@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.compression import Compression, Compressor
+from kolovod.core.ops import Average
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average
-from kolovod.process_sets import ProcessSet
+from kolovod.gradients.compression import Compression, Compressor
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.exchange import GradientExchange
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives

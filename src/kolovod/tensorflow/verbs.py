@@ -8,10 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from kolovod import _native
-from kolovod.collectives import Collectives
-from kolovod.ops import Average, Sum
-from kolovod.process_sets import number_of
-from kolovod.submission import Group, position_of, several
+from kolovod.core.collectives import Collectives
+from kolovod.core.ops import Average, Sum
+from kolovod.core.process_sets import number_of
+from kolovod.core.submission import Group, position_of, several
+from kolovod.core.world import current
 from kolovod.tensorflow import gradients, graph
 from kolovod.tensorflow.asynchronous import TensorflowHandle, eager
 from kolovod.tensorflow.differentiable import VerbsOfSet, differentiable
@@ -19,7 +20,6 @@ from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.tensorflow.gradients import Tensors
 from kolovod.tensorflow.sparse import summed
-from kolovod.world import current
 
 _ALLGATHER = _native.VERBS["allgather"]
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kolovod import _native
-from kolovod.collectives import Collectives
+from kolovod.core.collectives import Collectives
+from kolovod.core.frontend import Frontend
+from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError
-from kolovod.frontend import Frontend
-from kolovod.numpy.frontend import NumpyFrontend
 
 T = TypeVar("T")
 R = TypeVar("R")

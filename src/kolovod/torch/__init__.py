@@ -10,25 +10,28 @@ kv.broadcast_optimizer_state(optimizer)
 
 from __future__ import annotations
 
-from kolovod.extras import missing as _missing
+from kolovod.optional_dependencies import missing as _missing
 
 if _error := _missing("torch"):
     raise _error
 
-from kolovod.backends.torch_distributed import register as _register
-from kolovod.compression import Compression, Compressor
-from kolovod.facts import cross_rank, cross_size, local_rank, local_size, rank, size
-from kolovod.handles import Handle
-from kolovod.metrics import Metrics as _Metrics
-from kolovod.observe.spans import span
-from kolovod.observe.timeline import start_timeline, stop_timeline
-from kolovod.ops import Adasum, Average, Max, Min, Op, Product, Sum
-from kolovod.process_sets import (
+from kolovod.c10d import register as _register
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.transfers import Transfers
+from kolovod.core.world import is_initialized
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.lifecycle import init, shutdown
+from kolovod.metrics import Metrics as _Metrics
+from kolovod.observe.timeline import start_timeline, stop_timeline
 from kolovod.torch import backward_span as _backward_span  # noqa: F401  # registers itself
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import TorchFrontend
@@ -36,8 +39,6 @@ from kolovod.torch.functions import Functions
 from kolovod.torch.optimizer import DistributedOptimizer
 from kolovod.torch.sync_batch_norm import SyncBatchNorm
 from kolovod.torch.verbs import collectives
-from kolovod.transfers import Transfers
-from kolovod.world import init, is_initialized, shutdown
 
 _register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from kolovod.checks import checked_passes
-from kolovod.compression import Compressor
+from kolovod.core import spans
+from kolovod.core.ops import Adasum
 from kolovod.errors import InvalidArgumentError
-from kolovod.observe import spans
-from kolovod.ops import Adasum
+from kolovod.gradients.compression import Compressor
+from kolovod.gradients.validation import checked_passes
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal
 from kolovod.torch.wrapping import unwrapped, wrap

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from kolovod import _native
-from kolovod.agreement import SAME_MODEL, agree_on_optimizer
-from kolovod.collectives import Collectives
+from kolovod.core.collectives import Collectives
+from kolovod.core.numpy_frontend import NumpyFrontend
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.numpy.frontend import NumpyFrontend
-from kolovod.process_sets import ProcessSet
+from kolovod.gradients.agreement import SAME_MODEL, agree_on_optimizer
 from kolovod.torch import sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Way, cut

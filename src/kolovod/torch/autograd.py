@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from kolovod.collectives import Collectives
+from kolovod.core.collectives import Collectives
+from kolovod.core.ops import Average, Op, Sum
+from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Op, Sum
-from kolovod.submission import Group
 
 _LINEAR = (Average, Sum)
 

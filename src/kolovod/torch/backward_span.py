@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from kolovod.core.spans import span
 from kolovod.observe import timeline
-from kolovod.observe.spans import span
 
 
 def _install() -> None:

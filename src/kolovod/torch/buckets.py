@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kolovod import _native
-from kolovod.compression import Compression, Compressor
-from kolovod.ops import Average
+from kolovod.core.ops import Average
+from kolovod.gradients.compression import Compression, Compressor
 from kolovod.torch.frontend import DTYPES
 from kolovod.torch.stager import Queued
 

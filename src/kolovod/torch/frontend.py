@@ -12,10 +12,10 @@ import torch
 from torch.autograd.graph import increment_version
 
 from kolovod import _native
+from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView
+from kolovod.core.world import has_nccl
 from kolovod.errors import InvalidArgumentError
-from kolovod.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView
 from kolovod.torch.device import Cuda, cuda
-from kolovod.world import has_nccl
 
 # torch.uint16 came with PyTorch 2.3.
 DTYPES: dict[torch.dtype, int] = {

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from kolovod.agreement import agree
-from kolovod.collectives import Collectives
+from kolovod.core.objects import Objects
+from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
-from kolovod.numpy.frontend import NumpyFrontend
-from kolovod.objects import Objects
-from kolovod.submission import Group
+from kolovod.gradients.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal
 
@@ -25,7 +23,7 @@ class Functions:
     def __init__(self, verbs: TorchCollectives) -> None:
         """``verbs``: on tensors."""
         self._verbs = verbs
-        self._objects = Objects(Collectives(NumpyFrontend(), verbs.world))
+        self._objects = Objects(verbs.world)
 
     def broadcast_parameters(self, params: Parameters, root_rank: int = 0) -> None:
         """Overwrite ``params`` with those of ``root_rank``, in place.

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from kolovod.checks import check_averaging, checked_passes
-from kolovod.compression import Compression, Compressor
+from kolovod.core import spans
+from kolovod.core.ops import Adasum, Average, Sum
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.observe import spans
-from kolovod.ops import Adasum, Average, Sum
-from kolovod.process_sets import ProcessSet
+from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.validation import check_averaging, checked_passes
 from kolovod.torch import clipping, verbs
 from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from kolovod.core import spans
+from kolovod.core.ops import Max, Sum
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.observe import spans
-from kolovod.ops import Max, Sum
 from kolovod.torch.arrangement import Arrangement
 from kolovod.torch.buckets import Bucket, Item
 

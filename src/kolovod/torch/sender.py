@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kolovod import _native
-from kolovod.compression import Compression
+from kolovod.core.handles import keeper
 from kolovod.errors import InvalidArgumentError, from_engine
-from kolovod.handles import keeper
+from kolovod.gradients.compression import Compression
 from kolovod.torch import sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Entry, Item, Way, zeros_for

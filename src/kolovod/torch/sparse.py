@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kolovod import _native
-from kolovod.ops import Average
+from kolovod.core.ops import Average
 from kolovod.torch.buckets import Entry, Way
 from kolovod.torch.frontend import TorchFrontend
 

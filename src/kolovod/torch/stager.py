@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kolovod import _native
-from kolovod.handles import keeper
+from kolovod.core.handles import keeper
 from kolovod.torch.device import Event
 
 _IDLE_S = 0.1  # to start a thread anew costs 0.1 ms

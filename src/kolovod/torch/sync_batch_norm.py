@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from kolovod.core.ops import Sum
+from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Sum
-from kolovod.process_sets import ProcessSet
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kolovod.core.world import current
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import TorchFrontend
-from kolovod.world import current
 
 collectives = TorchCollectives(TorchFrontend(), current)

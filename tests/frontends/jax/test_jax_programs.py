@@ -12,8 +12,8 @@ from forked import run_jax_ranks
 from frameworks import is_installed
 
 import kolovod
+from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError, NotInitializedError
-from kolovod.ops import Sum
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed"),
@@ -24,7 +24,7 @@ LIMIT_S = 150
 
 def engine():
     """That of this rank."""
-    return kolovod.world.current().engine
+    return kolovod.core.world.current().engine
 
 
 def while_the_other_is_late(kv, rank, program, arguments, count):

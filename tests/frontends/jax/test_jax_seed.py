@@ -10,8 +10,8 @@ from forked import run_jax_ranks
 from frameworks import check_eager_verbs, check_in_graph, is_installed, take_part_backwards
 
 import kolovod
+from kolovod.core.ops import Average, Max, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Max, Sum
 from kolovod.testing import RankFailed
 
 pytestmark = [
@@ -27,7 +27,7 @@ def run_two(work):
 
 def operations():
     """How many operations this rank has completed."""
-    return kolovod.world.current().engine.stats()["operations"]
+    return kolovod.core.world.current().engine.stats()["operations"]
 
 
 def test_in_jit_as_outside():

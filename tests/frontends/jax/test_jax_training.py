@@ -9,8 +9,8 @@ import pytest
 from forked import QUICKLY_COMPILED, ranks_after
 from frameworks import is_installed
 
+from kolovod.core.ops import Average, Max, Sum
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.ops import Average, Max, Sum
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed"),
@@ -124,7 +124,7 @@ def test_passes():
         kv.init()
 
         def operations():
-            return kolovod.world.current().engine.stats()["operations"]
+            return kolovod.core.world.current().engine.stats()["operations"]
 
         sgd = optax.sgd(0.05, momentum=0.9)
         doubled = optax.chain(optax.scale(2.0), sgd)  # a sum of two, where MultiSteps has the mean
@@ -174,9 +174,9 @@ def test_how_gradients_travel():
 
         # 12 arrays of 400 KB: two travel together. Then a single one, and one that is no gradient.
         many = [jnp.full(50_000, float(rank + i)) for i in range(12)]
-        before = kolovod.world.current().engine.stats()["operations"]
+        before = kolovod.core.world.current().engine.stats()["operations"]
         means = jax.jit(kv.allreduce_pytree)(many)
-        assert kolovod.world.current().engine.stats()["operations"] - before == 6
+        assert kolovod.core.world.current().engine.stats()["operations"] - before == 6
         assert [float(mean[-1]) for mean in means] == [i + 0.5 for i in range(12)]
         assert jax.jit(kv.allreduce_pytree)(jnp.ones(())).item() == 1
         assert kv.allreduce_pytree({}) == {}

@@ -13,8 +13,8 @@ from forked import run_jax_ranks
 from frameworks import check_eager_verbs, is_installed
 from slow import slow_but
 
+from kolovod.core.ops import Adasum, Average, Max, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Adasum, Average, Max, Sum
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed"),
@@ -294,7 +294,7 @@ def test_vmap():
         kv.init()
         x = jnp.arange(24.0).reshape(2, 3, 4) + 100 * rank
         both = [np.arange(24.0).reshape(2, 3, 4) + 100 * r for r in (0, 1)]
-        before = kolovod.world.current().engine.stats()["operations"]
+        before = kolovod.core.world.current().engine.stats()["operations"]
         for wrap in (lambda f: f, jax.jit):
             mean = wrap(jax.vmap(lambda x: kv.allreduce(x, "m")))
             np.testing.assert_array_equal(mean(x), sum(both) / 2)
@@ -314,7 +314,7 @@ def test_vmap():
                     wrap(jax.vmap(lambda x, verb=verb: verb(x)))(jnp.ones(2))
             with pytest.raises(InvalidArgumentError, match="the whole batch for one vector"):
                 wrap(jax.vmap(lambda x: kv.allreduce(x, "a", Adasum)))(x)
-        assert kolovod.world.current().engine.stats()["operations"] - before == 6 + 5
+        assert kolovod.core.world.current().engine.stats()["operations"] - before == 6 + 5
         kv.shutdown()
 
     run_jax_ranks(2, work, timeout_s=LIMIT_S)

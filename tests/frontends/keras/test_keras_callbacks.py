@@ -24,8 +24,8 @@ from keras_jobs import (
 )
 from slow import slow_but
 
+from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.world import current
 
 pytestmark = pytest.mark.timeout(300)
 

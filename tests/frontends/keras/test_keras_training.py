@@ -20,7 +20,7 @@ from keras_jobs import (
 )
 from slow import slow_but
 
-from kolovod.world import current
+from kolovod.core.world import current
 
 pytestmark = pytest.mark.timeout(300)
 

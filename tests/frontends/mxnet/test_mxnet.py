@@ -9,8 +9,8 @@ import pytest
 from forked import ranks_after, run_mxnet_ranks
 from frameworks import is_installed
 
+from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.ops import Sum
 from kolovod.testing import RankFailed
 
 pytestmark = pytest.mark.skipif(not is_installed("mxnet"), reason="MXNet is not installed")

@@ -7,8 +7,8 @@ import pytest
 from forked import run_tensorflow_ranks
 from frameworks import is_installed
 
+from kolovod.core.ops import Average, Max, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Max, Sum
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),

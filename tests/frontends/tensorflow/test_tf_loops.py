@@ -7,7 +7,7 @@ import pytest
 from forked import run_tensorflow_ranks
 from frameworks import is_installed
 
-from kolovod.ops import Sum
+from kolovod.core.ops import Sum
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),

@@ -10,7 +10,7 @@ from forked import run_tensorflow_ranks
 from frameworks import TensorflowTensors, is_installed
 from slow import slow_but
 
-from kolovod.ops import Max, Sum
+from kolovod.core.ops import Max, Sum
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),

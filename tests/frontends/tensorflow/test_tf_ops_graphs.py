@@ -14,8 +14,8 @@ from forked import run_tensorflow_ranks
 from frameworks import is_installed
 
 import kolovod
+from kolovod.core.ops import Average, Max, Sum
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
-from kolovod.ops import Average, Max, Sum
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
@@ -25,7 +25,7 @@ pytestmark = [
 
 def engine():
     """That of this rank."""
-    return kolovod.world.current().engine
+    return kolovod.core.world.current().engine
 
 
 def while_the_other_is_late(kv, rank, function, count):

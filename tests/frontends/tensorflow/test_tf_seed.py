@@ -13,8 +13,8 @@ from forked import run_tensorflow_ranks
 from frameworks import check_eager_verbs, check_in_graph, is_installed, take_part_backwards
 
 import kolovod
+from kolovod.core.ops import Average, Max, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.ops import Average, Max, Sum
 from kolovod.testing import RankFailed
 
 pytestmark = [
@@ -35,7 +35,7 @@ def check_optimizer_keeps_operations(tf, kv, rank):
         return kv.grouped_allreduce([tf.constant([1.0, 2.0]), tf.constant(3)], op=Sum)
 
     def completed():
-        return kolovod.world.current().engine.stats()["operations"]
+        return kolovod.core.world.current().engine.stats()["operations"]
 
     for _ in range(3):
         before = completed()

@@ -24,7 +24,7 @@ DATA = np.random.default_rng(5).normal(size=(2 * STEPS, 2, ROWS, 4))  # step or 
 
 def operations():
     """How many the engine has completed."""
-    return kolovod.world.current().engine.stats()["operations"]
+    return kolovod.core.world.current().engine.stats()["operations"]
 
 
 def new_model(tf):

@@ -15,11 +15,11 @@ import torch
 from fake_device import FakeFrontend
 
 from kolovod.backends import nccl
-from kolovod.backends.meeting import Meeting, make_store
-from kolovod.ops import Op
+from kolovod.backends.setup import BackendSetup, make_store
+from kolovod.core.ops import Op
+from kolovod.core.world import current, has_nccl
 from kolovod.torch import TorchCollectives
 from kolovod.torch.frontend import BY_CODE
-from kolovod.world import current, has_nccl
 
 
 class Event:
@@ -83,7 +83,7 @@ class OverGloo(nccl.CudaDevices):
     identity = staticmethod(lambda rank: f"fake GPU {rank}")
 
     def connect(self, index):
-        meeting = Meeting(self._objects)
+        meeting = BackendSetup(self._objects)
         try:
             group = GlooGroup(meeting, index, self._rank, self._size)
         except Exception as error:

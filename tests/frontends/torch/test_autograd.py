@@ -8,8 +8,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch_loopback import run  # noqa: E402
 
+from kolovod.core.ops import Average, Max, Sum  # noqa: E402
 from kolovod.errors import InvalidArgumentError  # noqa: E402
-from kolovod.ops import Average, Max, Sum  # noqa: E402
 
 
 @pytest.mark.parametrize("name", [None, "named"])

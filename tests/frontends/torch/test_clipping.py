@@ -13,7 +13,7 @@ from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch.nn.utils import clip_grad_norm_ as imported_by_name  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
-from kolovod.ops import Adasum, Average, Sum  # noqa: E402
+from kolovod.core.ops import Adasum, Average, Sum  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import Compression, TorchCollectives, TorchFrontend, clipping  # noqa: E402
 

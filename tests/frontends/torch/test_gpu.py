@@ -13,7 +13,7 @@ from tensors import TENSORS, TorchTensors  # noqa: E402
 from torch_loopback import run  # noqa: E402
 from worlds import FULL, check, lines  # noqa: E402
 
-from kolovod.ops import Adasum, Sum  # noqa: E402
+from kolovod.core.ops import Adasum, Sum  # noqa: E402
 from kolovod.testing import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ import torch.distributed as dist  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 
 import kolovod.torch  # noqa: E402 - registers the backend
-from kolovod.backends.torch_distributed.monitored import MonitoredBarrier, seconds  # noqa: E402
+from kolovod.c10d.monitored import MonitoredBarrier, seconds  # noqa: E402
 from kolovod.errors import InvalidArgumentError, WaitTimeoutError  # noqa: E402
 
 LONG_S = 30.0

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 
 from kolovod.backends.pair import EnginePair  # noqa: E402
+from kolovod.core.ops import Adasum, Average, Sum  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     CollectiveAbortedError,
     DuplicateNameError,
@@ -22,7 +23,6 @@ from kolovod.errors import (  # noqa: E402
     MismatchError,
 )
 from kolovod.metrics import Metrics  # noqa: E402
-from kolovod.ops import Adasum, Average, Sum  # noqa: E402
 
 
 def conforms(rank):
@@ -179,8 +179,8 @@ def mixes(rank):
     from gloo_for_nccl import instead_of_nccl
 
     import kolovod
+    from kolovod.core.world import current
     from kolovod.torch import TorchCollectives, TorchFrontend
-    from kolovod.world import current
 
     on_device = instead_of_nccl()
     kolovod.init()
@@ -224,7 +224,7 @@ def refuses(rank):
     from gloo_for_nccl import instead_of_nccl
 
     import kolovod
-    from kolovod.world import current
+    from kolovod.core.world import current
 
     kv = instead_of_nccl()
     kolovod.init()
@@ -354,7 +354,7 @@ def test_arithmetic_around_nccl_is_that_of_the_other_backends(name):
     from kolovod import _native
     from kolovod.backends.arithmetic import Reduction
     from kolovod.backends.device_arithmetic import DeviceReduction
-    from kolovod.ops import Op
+    from kolovod.core.ops import Op
 
     draw = np.random.default_rng(7)
     low, high = (0, 2) if name == "bool" else (-100, 100)

@@ -11,12 +11,12 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 
+from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     BootstrapError,
     InvalidArgumentError,
     RankLostError,
 )
-from kolovod.ops import Sum  # noqa: E402
 from kolovod.testing import RankFailed  # noqa: E402
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
-from kolovod.ops import Adasum, Sum  # noqa: E402
+from kolovod.core.ops import Adasum, Sum  # noqa: E402
 
 
 def loop(net, optimizer, ranks, held, backward=lambda loss: loss.backward()):

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
+from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import InvalidArgumentError  # noqa: E402
-from kolovod.ops import Sum  # noqa: E402
 from kolovod.torch import Compression, DistributedOptimizer  # noqa: E402
 
 

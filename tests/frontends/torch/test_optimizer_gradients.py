@@ -10,8 +10,8 @@ from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 import kolovod.torch as kvt  # noqa: E402
+from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
-from kolovod.ops import Sum  # noqa: E402
 from kolovod.torch import Compression, DistributedOptimizer  # noqa: E402
 
 CHANGES = {

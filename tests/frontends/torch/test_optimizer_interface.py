@@ -15,12 +15,12 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
+from kolovod.core.ops import Max  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     InvalidArgumentError,
     MismatchError,
     RankLostError,
 )
-from kolovod.ops import Max  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import (  # noqa: E402
     DistributedOptimizer,

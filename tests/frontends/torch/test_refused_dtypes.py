@@ -13,8 +13,8 @@ from torch_loopback import run  # noqa: E402
 
 import horovod.torch as hvd  # noqa: E402
 import kolovod.torch as kvt  # noqa: E402
+from kolovod.core.ops import Adasum  # noqa: E402
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError  # noqa: E402
-from kolovod.ops import Adasum  # noqa: E402
 from kolovod.torch.functions import Functions  # noqa: E402
 
 FLOAT8 = [getattr(torch, name) for name in dir(torch) if name.startswith("float8_")]

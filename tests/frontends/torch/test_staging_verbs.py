@@ -26,8 +26,8 @@ from test_torch import (  # noqa: E402, F401
 from torch_loopback import run  # noqa: E402
 from worlds import BRIEF, FULL, check, lines  # noqa: E402
 
+from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.metrics import Metrics  # noqa: E402
-from kolovod.ops import Sum  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import TorchCollectives, TorchFrontend  # noqa: E402
 

@@ -14,8 +14,8 @@ from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 import kolovod.torch as kvt  # noqa: E402
+from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
-from kolovod.ops import Sum  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import Compression, TorchCollectives, TorchFrontend  # noqa: E402
 from kolovod.torch.functions import Functions  # noqa: E402

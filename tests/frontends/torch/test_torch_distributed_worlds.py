@@ -130,7 +130,7 @@ def test_a_killed_rank_is_an_error_of_backward():
 
 def cannot_copy_back(rank):
     """The result's way to a tensor with gaps fails by something that is no error of Kolovod's."""
-    from kolovod.backends.torch_distributed.flat import Flat
+    from kolovod.c10d.flat import Flat
 
     def fail(flat):
         raise ValueError("no way back")
@@ -197,6 +197,6 @@ def test_timeouts():
 
 
 def test_long_limits_are_told_in_milliseconds_as_gloo_does():
-    from kolovod.backends.torch_distributed.work import _final
+    from kolovod.c10d.work import _final
 
     assert " Timed out waiting 1800000ms, " in str(_final(WaitTimeoutError("late; go on"), 1800.0))

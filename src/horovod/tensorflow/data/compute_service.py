@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.network import endpoint, split_addresses
+from kolovod.net.addresses import endpoint, split_addresses
 from kolovod.tensorflow import data_service
 from kolovod.tensorflow.directory import DirectoryClient
 

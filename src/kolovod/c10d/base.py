@@ -1,0 +1,230 @@
+"""A process group of torch.distributed over an engine, without its verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kolovod import _native
+from kolovod.c10d.flat import Flat, joined
+from kolovod.c10d.groups import Leave
+from kolovod.c10d.monitored import MonitoredBarrier, Store, seconds
+from kolovod.c10d.order import Order
+from kolovod.c10d.work import Watcher, Work
+from kolovod.core.ops import Op
+from kolovod.core.submission import EngineTensor, Submitter, WorldLike
+from kolovod.errors import InvalidArgumentError
+from kolovod.torch.frontend import TorchFrontend
+
+__all__ = ["Base", "Tensors"]
+
+Finish = Callable[[_native.Engine, int], None]
+Tensors = Sequence[torch.Tensor]
+
+_frontend = TorchFrontend()
+_NOTHING = timedelta(0)
+_ProcessGroup: Any = dist.ProcessGroup  # whose stub has signatures that c10d itself does not use
+
+
+class Base(_ProcessGroup):  # type: ignore[misc]
+    """What all verbs need, and what c10d wants to know of a group besides verbs."""
+
+    def __init__(self, world: WorldLike, leave: Leave, timeout_s: float, store: Store) -> None:
+        """``leave`` is called once, when the group is destroyed; ``store`` is the group's own."""
+        super().__init__(world.rank, world.size)
+        self._monitored = MonitoredBarrier(store, world.rank, world.size)
+        self._world: WorldLike | None = world  # None once it is destroyed
+        self._leave: Leave | None = leave
+        self._timeout_s = timeout_s
+        self._submitter = Submitter(_frontend, self._open_world)
+        self._watcher = Watcher()
+        self._order = Order()
+        self._group_name = self._group_desc = ""
+
+    def _flat(self, tensor: torch.Tensor, *, moves_only: bool = False) -> Flat:
+        """``Flat``, with what the operations submitted before leave in ``tensor``."""
+        self._order.before_reading([tensor])
+        return Flat(tensor, moves_only=moves_only)
+
+    def _joined(self, tensors: Tensors) -> torch.Tensor:
+        """``joined``, with what the operations submitted before leave in ``tensors``."""
+        self._order.before_reading(tensors)
+        return joined(tensors)
+
+    def _start(
+        self,
+        verb: int,
+        entries: list[EngineTensor],
+        opts: Any,
+        *,
+        outputs: Tensors,
+        sources: Sequence[Flat],
+        keep: object = None,
+        op: int = Op.Sum,
+        factor: float = 1.0,
+        root: int = 0,
+        finish: Finish | None = None,
+        splits: Sequence[int] = (),
+        out_bytes: Sequence[int] = (),
+    ) -> Work:
+        """Submit. ``keep``: who owns memory besides these; ``finish`` is called on completion."""
+        self._order.before_writing(outputs)
+        limit_s = self._timeout_s
+        is_blocking = False
+        if opts is not None:
+            is_blocking = not opts.asyncOp
+            given = opts.timeout
+            if given > _NOTHING:
+                limit_s = given.total_seconds()
+        handle = self._submitter._start(
+            None, verb, None, entries, op, factor, 1.0, root, (sources, outputs, keep), None,
+            finish, is_blocking, splits, out_bytes,
+        )  # fmt: skip
+        work = Work(handle, list(outputs), limit_s, self._watcher, self._order)
+        if not is_blocking:
+            read = ((flat.address, flat.address + flat.bytes) for flat in sources)
+            self._order.add(work, read, outputs)
+        return work
+
+    def _into(
+        self,
+        verb: int,
+        pairs: Sequence[tuple[Flat, Flat]],
+        opts: Any,
+        *,
+        op: int = Op.Sum,
+        factor: float = 1.0,
+        splits: Sequence[int] = (),
+        finish: Finish | None = None,
+    ) -> Work:
+        """The verbs whose results have another size: each source, and the output given for it."""
+        outputs = [output for _, output in pairs]
+        copied = copying_back(outputs)
+
+        def finish_all(engine: _native.Engine, number: int) -> None:
+            if finish is not None:
+                finish(engine, number)
+            if copied is not None:
+                copied(engine, number)
+
+        return self._start(
+            verb,
+            [source.entry(output.address) for source, output in pairs],
+            opts,
+            outputs=[output.tensor for output in outputs],
+            sources=[source for source, _ in pairs],
+            keep=pairs,
+            op=op,
+            factor=factor,
+            finish=None if finish is None and copied is None else finish_all,
+            splits=splits,
+            out_bytes=[output.bytes for output in outputs],
+        )
+
+    # the group itself ---------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Give the engine up. Called by ``destroy_process_group``; idempotent."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+            self._watcher.stop()
+            self._world = None  # c10d may keep this object for good, but the engine is to go
+
+    def abort(self) -> None:
+        """End the world at once, for all ranks."""
+        self._open_world().engine.abort("torch.distributed aborted the process group")
+
+    def _open_world(self) -> WorldLike:
+        if self._world is None:
+            raise InvalidArgumentError(f"{self!r} was destroyed: make a new one")
+        return self._world
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when all ranks have called it. ``timeout`` is the group's unless it is given.
+
+        After it rank 0 raises WaitTimeoutError with the first rank that did not come, or with all
+        of them; so do the others, without names they do not know.
+        """
+        self._open_world()
+        self._monitored.wait(seconds(timeout, self._timeout_s), wait_all_ranks)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """For the collectives from now on."""
+        self._timeout_s = timeout.total_seconds()
+
+    def name(self) -> str:
+        """The backend's."""
+        return "kolovod"
+
+    def getBackendName(self) -> str:
+        """The same, for C++."""
+        return "kolovod"
+
+    def __repr__(self) -> str:
+        return f"<kolovod process group {self._group_name}, rank {self.rank()} of {self.size()}>"
+
+    @property
+    def group_name(self) -> str:
+        """As torch.distributed numbers groups."""
+        return self._group_name
+
+    def getGroupName(self) -> str:
+        """The same, for C++."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch.distributed."""
+        self._group_name = name
+
+    _set_group_name = setGroupName
+
+    @property
+    def group_desc(self) -> str:
+        """What the user calls it."""
+        return self._group_desc
+
+    def getGroupDesc(self) -> str:
+        """The same, for C++."""
+        return self._group_desc
+
+    def setGroupDesc(self, description: str) -> None:
+        """Called by torch.distributed."""
+        self._group_desc = description
+
+    _set_group_desc = setGroupDesc
+
+
+def copying_back(flats: Sequence[Flat]) -> Finish | None:
+    """A ``finish`` that brings results from dense copies to the tensors; None if there are none."""
+    copies = [flat for flat in flats if flat.dense is not flat.tensor]
+    if not copies:
+        return None
+
+    def finish(engine: _native.Engine, number: int) -> None:
+        for flat in copies:
+            flat.copy_back()
+
+    return finish
+
+
+def several(what: str, tensors: Tensors) -> Tensors:
+    """One tensor or many, as c10d's own groups allow; InvalidArgumentError for none."""
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    if not tensors:
+        raise InvalidArgumentError(f"{what}: no tensors were given")
+    return tensors
+
+
+def paired(what: str, first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Both side by side; InvalidArgumentError if they are not equally many."""
+    if len(first) != len(second):
+        raise InvalidArgumentError(f"{what}: {len(first)} inputs, but {len(second)} outputs")
+    return list(zip(first, second, strict=True))

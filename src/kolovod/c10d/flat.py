@@ -1,0 +1,97 @@
+"""Tensors as flat ranges of elements, which is how c10d's collectives see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kolovod import _native
+from kolovod.c10d.order import is_plain
+from kolovod.core.submission import EngineTensor
+from kolovod.errors import InvalidArgumentError
+from kolovod.torch.frontend import DTYPES, TorchFrontend
+
+__all__ = ["Flat", "joined", "spread"]
+
+_BYTE = _native.DTYPES["uint8"]
+_view = TorchFrontend().view
+
+
+class Flat:
+    """``count`` elements of dtype ``code`` and ``itemsize`` bytes at ``address``, in ``dense``.
+
+    ``dense`` is the tensor itself, or a dense copy of it. Raises InvalidArgumentError for what the
+    engine cannot reach.
+    """
+
+    __slots__ = ("address", "bytes", "code", "count", "dense", "itemsize", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, *, moves_only: bool = False) -> None:
+        """``moves_only``: there is no arithmetic, so every dtype will do, as bytes."""
+        self.tensor = tensor
+        if moves_only and tensor.dtype not in DTYPES and is_plain(tensor):
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                with torch.no_grad():
+                    tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+            self.code, self.address, self.dense = _BYTE, tensor.data_ptr(), tensor
+            self.count, self.itemsize = tensor.numel() * tensor.element_size(), 1
+        else:
+            self.code, _, self.address, self.dense = _view(tensor)
+            self.count, self.itemsize = self.dense.numel(), self.dense.element_size()
+        self.bytes = self.count * self.itemsize
+
+    def entry(self, target: int) -> EngineTensor:
+        """For the engine, with the results at ``target``."""
+        return self.code, (self.count,), self.address, target
+
+    def stay_apart(self, output: Flat, place: int | None = None) -> None:
+        """Make a copy if this input overlaps ``output``, unless it begins at its byte ``place``."""
+        begin, end = output.address, output.address + output.bytes
+        if self.address >= end or (place is not None and self.address == begin + place):
+            return
+        if self.address + self.bytes > begin:
+            self.dense = self.dense.detach().clone()
+            self.address = self.dense.data_ptr()
+
+    def copy_back(self) -> None:
+        """Bring the results from the dense copy, if there is one, to the tensor."""
+        if self.dense is not self.tensor:
+            with torch.no_grad():
+                self.tensor.copy_(self.dense)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new tensor of one dimension with the elements of all."""
+    with torch.no_grad():
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def spread(
+    what: str,
+    data: npt.NDArray[np.uint8],
+    counts: Sequence[int],
+    source: Flat,
+    outputs: Sequence[torch.Tensor],
+) -> None:
+    """Copy ``counts[r]`` elements like ``source``'s from ``data`` into ``outputs[r]``, in turn.
+
+    Raises InvalidArgumentError if the outputs are not just as large and of the same dtype.
+    """
+    if len(counts) != len(outputs):
+        raise InvalidArgumentError(f"{what}: {len(outputs)} output tensors for {len(counts)} ranks")
+    whole = torch.from_numpy(data)
+    begin = 0
+    with torch.no_grad():
+        for rank, (count, output) in enumerate(zip(counts, outputs, strict=True)):
+            end = begin + count * source.itemsize
+            received = whole[begin:end].view(source.tensor.dtype)
+            if received.numel() != output.numel() or received.dtype != output.dtype:
+                raise InvalidArgumentError(
+                    f"{what}: rank {rank} sent {received.numel()} elements of {received.dtype}, "
+                    f"but their output has the shape {tuple(output.shape)} and {output.dtype}"
+                )
+            output.copy_(received.view(output.shape))
+            begin = end

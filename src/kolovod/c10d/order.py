@@ -1,0 +1,80 @@
+"""Operations of one group on the same memory, one after the other.
+
+c10d's groups on GPUs enqueue on a stream, so scripts may submit an operation on a tensor that an
+earlier one still reads or writes, without waiting in between. The engine fuses what is pending at
+the same time, each operation with the values from before. So what touches the memory of a pending
+operation waits here before it is submitted; the order of submission is the same on all ranks, so
+none waits for another in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from kolovod.c10d.work import Work
+
+__all__ = ["Order", "is_plain", "is_sparse"]
+
+Span = tuple[int, int]
+"""The addresses from the first up to, not including, the second."""
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether it is a tensor whose elements lie in this process's memory."""
+    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided
+
+
+def is_sparse(tensor: object) -> bool:
+    """Whether it is a tensor of indices and values (COO)."""
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo
+
+
+class Order:
+    """Which memory the pending works of a group use."""
+
+    def __init__(self) -> None:
+        """Nothing is pending."""
+        self._uses: dict[Work, tuple[list[Span], list[Span]]] = {}  # what is read, what is written
+
+    def add(self, work: Work, read: Iterable[Span], written: Sequence[torch.Tensor]) -> None:
+        """``work`` is pending. It is held until it is complete, even if its caller lets it go."""
+        self._uses[work] = (list(read), [_span(tensor) for tensor in written])
+
+    def done(self, work: Work) -> None:
+        """It is complete."""
+        self._uses.pop(work, None)
+
+    def before_reading(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait for the works that write any of them. Their errors are theirs to raise."""
+        if self._uses:
+            self._wait_for(tensors, is_writing=False)
+
+    def before_writing(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait for the works that read or write any of them."""
+        if self._uses:
+            self._wait_for(tensors, is_writing=True)
+
+    def _wait_for(self, tensors: Iterable[torch.Tensor], *, is_writing: bool) -> None:
+        spans = [_span(tensor) for tensor in tensors]
+        for work, (read, written) in list(self._uses.items()):
+            taken = written + read if is_writing else written
+            if any(a < d and c < b for a, b in spans for c, d in taken):
+                work._finish(None)
+            elif work._handle.poll():
+                self.done(work)  # but not finished here: what is to follow it comes in its own time
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    if is_sparse(tensor):  # which gets new memory; the object stands for it
+        return id(tensor), id(tensor) + 1
+    if not is_plain(tensor) or tensor.numel() == 0:
+        return 0, 0
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()

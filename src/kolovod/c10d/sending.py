@@ -1,0 +1,90 @@
+"""Messages from one rank of a group to another: the engine's send and recv, as c10d wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kolovod import _native
+from kolovod.c10d.base import Base, Tensors
+from kolovod.c10d.flat import Flat
+from kolovod.c10d.work import Work
+from kolovod.core.ops import Op
+from kolovod.errors import InvalidArgumentError
+
+__all__ = ["Received", "Sending"]
+
+_SEND = _native.VERBS["send"]
+_RECV = _native.VERBS["recv"]
+_ANY = -1
+
+
+class Received(Work):
+    """A receive: it also says whose message it was."""
+
+    _source: list[int]
+
+    def source_rank(self) -> int:
+        """The rank in the group that sent it; waits for that."""
+        self.wait()
+        return self._source[0]
+
+    _source_rank = source_rank
+
+
+class Sending(Base):
+    """send and recv. Both return at once: c10d's blocking ones wait for the work.
+
+    Unlike collectives they never wait for operations on the same memory when they are submitted,
+    since two ranks would wait for each other in a circle; a collective that reads what a receive
+    is to write waits for that.
+    """
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
+        """Send the one tensor to rank ``dst`` of the group."""
+        flat = Flat(_one("send", tensors), moves_only=True)
+        work: Work = self._message(Work, _SEND, flat, dst, tag, [], None)
+        return work
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
+        """Receive into the one tensor what rank ``src`` of the group sends."""
+        flat = Flat(_one("recv", tensors), moves_only=True)
+        source: list[int] = []
+
+        def finish(engine: _native.Engine, number: int) -> None:
+            flat.copy_back()
+            source.append(engine.rows(number, 0)[0])
+
+        work: Received = self._message(Received, _RECV, flat, src, tag, [flat.tensor], finish)
+        work._source = source
+        return work
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+        """Receive into the one tensor what any rank of the group sends."""
+        return self.recv(tensors, _ANY, tag)
+
+    def _message(
+        self,
+        kind: type[Any],
+        verb: int,
+        flat: Flat,
+        peer: int,
+        tag: int,
+        outputs: Sequence[torch.Tensor],
+        finish: Any,
+    ) -> Any:
+        handle = self._submitter._start(
+            None, verb, None, [flat.entry(flat.address)], Op.Sum, 1.0, 1.0, peer, flat, None,
+            finish, False, [tag],
+        )  # fmt: skip
+        work = kind(handle, list(outputs), self._timeout_s, self._watcher, self._order)
+        self._order.add(work, [], outputs)  # which also holds it until it is complete
+        return work
+
+
+def _one(what: str, tensors: Tensors) -> torch.Tensor:
+    if len(tensors) != 1:
+        raise InvalidArgumentError(f"{what}: {len(tensors)} tensors were given; give one")
+    return tensors[0]

@@ -1,0 +1,249 @@
+"""What the verbs return, works and futures, and who drives them.
+
+Nothing of ours happens in the background where cores are scarce (docs/decisions/0003): whoever
+waits drives the engine. ``Work.wait`` does. A future may be waited for in C++, unseen by us:
+
+- DDP takes a future for every bucket while backward runs, and waits for them in a callback at its
+  end. We put a callback of our own before that one, which waits for them here.
+- Other futures are waited for by a thread, the group's watcher, as soon as they are made.
+
+The watcher also takes what a backward has left behind, because it failed or lasts long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kolovod.c10d.order import Order
+from kolovod.core.handles import Handle
+from kolovod.errors import WaitTimeoutError
+
+__all__ = ["Watcher", "Work"]
+
+_UNSET = timedelta(0)  # c10d's "no timeout given": the group's
+_PATIENCE_S = 1.0  # until the watcher takes futures that a backward was to wait for
+
+_current_backward = torch._C._current_graph_task_id
+_current_node = torch._C._current_autograd_node
+_queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
+class Work(dist.Work):
+    """One collective; may be waited for any number of times, by any thread."""
+
+    def __init__(
+        self,
+        handle: Handle[Any],
+        outputs: list[torch.Tensor],
+        timeout_s: float,
+        watcher: Watcher,
+        order: Order,
+    ) -> None:
+        """``outputs``: the tensors that hold the results. ``timeout_s``: the group's limit."""
+        super().__init__()
+        self._handle = handle
+        self._outputs = outputs
+        self._timeout_s = timeout_s
+        self._watcher = watcher
+        self._order = order
+        self._done = False
+        self._error: Exception | None = None
+        self._future: _Future | None = None
+        self._lock = threading.RLock()
+
+    def wait(self, timeout: timedelta = _UNSET) -> bool:
+        """Until the outputs hold the results; zero means with the group's time limit.
+
+        Raises what ``Handle.wait`` raises, on every call. After WaitTimeoutError the operation may
+        be waited for again, except when it was the group's limit that is over.
+        """
+        if not self._done:
+            self._finish(timeout.total_seconds() if timeout > _UNSET else None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _finish(self, limit_s: float | None) -> None:
+        with self._lock:
+            if not self._done:
+                try:
+                    self._handle._drive(self._timeout_s if limit_s is None else limit_s)
+                except WaitTimeoutError as error:
+                    if limit_s is not None:
+                        raise
+                    self._error = _final(error, self._timeout_s)
+                except Exception as error:  # of any kind, where the results are put in their places
+                    self._error = error
+                self._done = True
+                self._order.done(self)
+        if self._future is not None:
+            self._future.settle()
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        if not self._done and self._handle.poll():
+            self._finish(None)
+        return self._done
+
+    def is_success(self) -> bool:
+        """Whether it is completed without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Why it failed; None if it did not, or is pending."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs, once completed."""
+        self.wait()
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """The same as ``wait``."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the list of outputs."""
+        with self._lock:
+            future = self._future
+            if future is None:
+                future = self._future = _Future(self)
+                if not self._done:
+                    _find_driver(self)
+        if self._done:
+            future.settle()
+        return future
+
+
+def _final(error: WaitTimeoutError, limit_s: float) -> WaitTimeoutError:
+    """In the words that scripts look for, which other backends use."""
+    late = str(error).partition(";")[0]
+    return WaitTimeoutError(
+        f"{late}. Timed out waiting {limit_s * 1000:.0f}ms, the timeout of the process group or of "
+        "this call; it cannot be waited for again"
+    )
+
+
+class _Future(torch.futures.Future[Any]):
+    """Completed with its work. Waiting for it, or for what ``then`` makes of it, drives."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self._work = work
+        self._unsettled = [True]
+
+    def settle(self) -> None:
+        """The work is done."""
+        try:
+            self._unsettled.pop()  # one thread only
+        except IndexError:
+            return
+        if self._work._error is None:
+            self.set_result(self._work._outputs)
+        else:
+            self.set_exception(self._work._error)
+
+    def wait(self) -> Any:
+        if not self._work._done:
+            with contextlib.suppress(Exception):  # which the future holds as well
+                self._work.wait()
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        following = _Future(self._work)
+
+        def run(completed: torch.futures.Future[Any]) -> None:
+            try:
+                result = callback(completed)
+            except Exception as error:
+                following.set_exception(error)
+            else:
+                following.set_result(result)
+
+        self.add_done_callback(run)
+        return following
+
+
+_in_backward: dict[int, list[Work]] = {}  # by autograd's number of the running backward
+
+
+def _find_driver(work: Work) -> None:
+    """See the module's text."""
+    backward = _current_backward()
+    if backward == -1 or _current_node() is None:  # the latter: in a callback at the end of one
+        work._watcher.take(work, at_once=True)
+        return
+    works = _in_backward.get(backward)
+    if works is None:
+        works = _in_backward[backward] = []
+        _queue_callback(lambda: _end_of(backward))
+    works.append(work)
+    work._watcher.take(work, at_once=False)
+
+
+def _end_of(backward: int) -> None:
+    for work in _in_backward.pop(backward):
+        work.wait()
+
+
+class Watcher:
+    """A thread that waits for what nobody else can be relied on to wait for.
+
+    There is one for each group, so that a group that waits for its peers holds up no other.
+    """
+
+    def __init__(self) -> None:
+        """The thread starts with the first work."""
+        self._works: list[tuple[float, Work]] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def take(self, work: Work, *, at_once: bool) -> None:
+        """Wait for ``work``: now, or when nobody else has done so before long."""
+        due = time.monotonic() + (0.0 if at_once else _PATIENCE_S)
+        with self._changed:
+            is_idle = not self._works
+            self._works.append((due, work))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="kolovod-watcher", daemon=True
+                )
+                self._thread.start()
+            elif is_idle or at_once:
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            with contextlib.suppress(Exception):  # which the work's future holds as well
+                work.wait()
+
+    def _next(self) -> Work | None:
+        with self._changed:
+            while not self._stopping:
+                self._works = [(due, work) for due, work in self._works if not work._done]
+                now = time.monotonic()
+                for due, work in self._works:
+                    if due <= now:
+                        return work
+                self._changed.wait(min((due - now for due, _ in self._works), default=None))
+        return None
+
+    def stop(self) -> None:
+        """End the thread, once the group's engine is shut down, so that nothing is pending."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()

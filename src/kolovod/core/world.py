@@ -1,0 +1,151 @@
+"""The world that this process is a rank of: facts, engines, and who asks for them.
+
+``lifecycle.py`` forms a world and ends it; whatever needs the present one asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kolovod import _native
+from kolovod.config import Settings
+from kolovod.errors import NotInitializedError
+from kolovod.rendezvous.rank_environment import RankEnvironment
+
+__all__ = [
+    "World",
+    "current",
+    "enter",
+    "explain_missing",
+    "has_nccl",
+    "is_initialized",
+    "native_part",
+    "parts_of",
+    "take",
+    "when_engine_ends",
+    "word_with",
+]
+
+
+@dataclass(slots=True)
+class Sets:
+    """The process sets of a world."""
+
+    by_id: dict[int, Any] = field(default_factory=dict)
+    next_id: int = 1
+    engines: list[_native.Engine] = field(default_factory=list)
+    """Those of the sets that this rank is a member of."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Facts that hold from ``init`` to ``shutdown``."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    host: str
+    epoch: int
+    engine: _native.Engine
+    settings: Settings
+    environment: RankEnvironment = field(repr=False)
+    """What the launcher told this process; it holds the secret."""
+    former: Callable[[World, Sequence[int]], _native.Engine] = field(repr=False)
+    """Makes an engine among some of the ranks (ascending, with this one); they all call it."""
+    members: tuple[int, ...] = (0,)
+    """The launcher's rank of each rank of this world."""
+    hosts: tuple[str, ...] = ("localhost",)
+    """The host of each rank."""
+    sets: Sets = field(default_factory=Sets, repr=False)
+    driver: Any = field(default=None, repr=False)
+    """Carries the buckets when the backend is not the native one; ``stop()`` ends it."""
+    core: int | None = None
+    """Where the engine's threads run, if they are bound to a core."""
+
+    def form(self, ranks: Sequence[int]) -> _native.Engine:
+        """An engine among ``ranks`` (ascending, with this one); called by these ranks only.
+
+        It shares the fate of this world, and ends with it. Raises what ``init`` raises.
+        """
+        engine = self.former(self, ranks)
+        self.sets.engines.append(engine)
+        return engine
+
+    def dissolve(self, engine: _native.Engine) -> None:
+        """Shut down an engine that ``form`` made."""
+        for hook in _ending_hooks:
+            hook()
+        self.sets.engines.remove(engine)
+        engine.shutdown()
+
+
+_world: World | None = None
+_ending_hooks: list[Callable[[], None]] = []
+_wording: Callable[[str], str] = str  # what is said of a missing world
+_why_missing = ""
+
+
+def current() -> World:
+    """The world of this process. Raises NotInitializedError if there is none."""
+    world = _world
+    if world is None:
+        text = _why_missing or "there is no world in this process: call init() first"
+        raise NotInitializedError(_wording(text))
+    return world
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a world."""
+    return _world is not None
+
+
+def enter(world: World) -> None:
+    """From now on ``world`` is the current one."""
+    global _world
+    _world = world
+
+
+def take() -> World | None:
+    """The current world, which is none from now on."""
+    global _world
+    world, _world = _world, None
+    return world
+
+
+def explain_missing(why: str) -> None:
+    """Say ``why`` in the error about a missing world, instead of the usual advice."""
+    global _why_missing
+    _why_missing = why
+
+
+def word_with(wording: Callable[[str], str]) -> None:
+    """Have ``wording`` say what is said of a missing world: for an interface with other names."""
+    global _wording
+    _wording = wording
+
+
+def when_engine_ends(hook: Callable[[], None]) -> None:
+    """Call ``hook`` whenever the engine of a process set is about to end."""
+    _ending_hooks.append(hook)
+
+
+def has_nccl() -> bool:
+    """Whether this process is in a world whose tensors on GPUs are carried by NCCL."""
+    return _world is not None and _world.settings.backend == "nccl"
+
+
+def native_part(engine: _native.Engine) -> _native.Engine:
+    """The native engine of a world or a process set, which is all of it but with nccl."""
+    part: _native.Engine = getattr(engine, "host", engine)
+    return part
+
+
+def parts_of(engine: Any) -> dict[str, _native.Engine]:
+    """The native engines that ``engine`` consists of, by what each carries; "" is the first."""
+    parts: dict[str, _native.Engine] = getattr(engine, "parts", {"": engine})
+    return parts

@@ -1,0 +1,1 @@
+"""The exchange of gradients: what all front ends agree upon, send and check alike."""

@@ -1,0 +1,77 @@
+"""Ranks that must have built the same say so to each other, before anything depends on it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from kolovod.core.objects import Objects
+from kolovod.core.submission import Group, WorldLike
+from kolovod.errors import MismatchError
+
+SAME_MODEL = "every rank must build the same model"
+
+# Proposals for numbers of optimizers: each larger than any that this process has agreed to before.
+_numbers = itertools.count()
+
+
+def agree(
+    objects: Objects,
+    mine: list[tuple[str, Any]],
+    what: str,
+    name: str,
+    process_set: Group | None = None,
+) -> None:
+    """Raise MismatchError on every rank unless all have the same ``mine``, in the same order."""
+    said = objects.allgather_object(mine, name, process_set)
+    _compare(said, what, SAME_MODEL, None if process_set is None else process_set.ranks)
+
+
+def agree_on_optimizer(
+    world: Callable[[], WorldLike],
+    mine: list[tuple[str, Any]],
+    advice: str,
+    sparse_dims: list[int],
+    process_set: Group | None = None,
+) -> tuple[int, list[int]]:
+    """Raise MismatchError unless all ranks (of ``process_set``) say the same ``mine``.
+
+    Returns a number that all may take (numbers keep the names of several optimizers apart, of
+    dropped ones too), and the largest of all ranks' ``sparse_dims``, one by one.
+    """
+    objects = Objects(world)
+    proposal = next(_numbers)
+    said = objects.allgather_object(
+        (proposal, mine, sparse_dims), "optimizer.parameters", process_set
+    )
+    number: int = max(proposal for proposal, _, _ in said)
+    while proposal < number:
+        proposal = next(_numbers)
+    ranks = None if process_set is None else process_set.ranks
+    _compare([theirs for _, theirs, _ in said], "optimizer parameter", advice, ranks)
+    return number, [max(dims) for dims in zip(*(theirs for _, _, theirs in said), strict=True)]
+
+
+def _compare(
+    lists: list[list[tuple[str, Any]]], what: str, advice: str, ranks: list[int] | None = None
+) -> None:
+    """``ranks``: of the world, whose lists these are; None: all."""
+    for number, theirs in enumerate(lists):
+        if theirs == lists[0]:
+            continue
+        root, rank = (0, number) if ranks is None else (ranks[0], ranks[number])
+        for position in range(max(len(theirs), len(lists[0]))):
+            first, other = (_item(values, position) for values in (lists[0], theirs))
+            if first != other:
+                raise MismatchError(
+                    f"{what} {position} differs: rank {root} has {first}, rank {rank} has {other}; "
+                    f"{advice}"
+                )
+
+
+def _item(values: list[tuple[str, Any]], position: int) -> str:
+    if position >= len(values):
+        return "none"
+    name, detail = values[position]
+    return f"'{name}' {detail}"

@@ -1,0 +1,302 @@
+"""The ranks of a job that run on this host: started, watched and ended here.
+
+Each rank is a session of its own, dies with the process that started it (``guard``), and writes
+into pipes (``output``). Used by the launcher for its own host, by an agent for another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from kolovod import blame
+from kolovod.launch import guard
+from kolovod.launch.output import OutputPump
+from kolovod.rendezvous.rank_environment import thread_limits, usable_cores
+
+__all__ = [
+    "PAYLOAD_FD",
+    "RESULT_FD",
+    "Ended",
+    "HostRanks",
+    "Order",
+    "memory_file",
+    "read_memory_file",
+    "signal_name",
+    "write_memory_file",
+]
+
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
+_HEARD_WHEN_CONTINUED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT)
+_SWEEP_GRACE_S = 1.0  # the same, for what the ranks have left behind
+PAYLOAD_FD, RESULT_FD = "KOLOVOD_PAYLOAD_FD", "KOLOVOD_RESULT_FD"
+
+
+@dataclass(frozen=True)
+class Order:
+    """A rank that is to be started."""
+
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    """Variables over those of the process that starts it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    rank: int
+    pid: int
+    code: int
+    """Its exit code, or minus the number of the signal that killed it."""
+    host: str = ""
+    """Where it ran; "" where all run on one host."""
+    lost: str = ""
+    """Not empty: nobody saw it end, because the launcher lost its host; why."""
+    given_up: str = ""
+    """Not empty: the launcher has killed it; why."""
+    result: bytes = b""
+    """What it has left in the file that a job with a payload gives it."""
+    blames: int | None = None
+    """The rank whose failure it says was the cause of its own (``blame``)."""
+    time: float = 0.0
+    """``time.monotonic()`` of the launcher; of a lost one, of its host's last sign of life."""
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell counts: 128 plus the signal's number."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def name(self) -> str:
+        """For example "rank 3 on host b (pid 17)"."""
+        return f"rank {self.rank}{f' on host {self.host}' if self.host else ''} (pid {self.pid})"
+
+    @property
+    def cause(self) -> str:
+        """What completes "rank 3 ..."."""
+        if self.lost:
+            return f"is lost: {self.lost}"
+        if self.given_up:
+            return f"was killed by the launcher: {self.given_up}"
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        hint = ": kill -9, or the system was out of memory" if -self.code == signal.SIGKILL else ""
+        return f"was killed by signal {-self.code} ({signal_name(-self.code)}{hint})"
+
+
+class HostRanks:
+    """Ranks on this host. ``close`` leaves nothing of them behind.
+
+    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own; ``popen``
+    starts a rank, with the arguments and the result of ``subprocess.Popen``.
+    """
+
+    def __init__(
+        self,
+        sink: Callable[[int, str, bytes], None],
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
+        outer = os.environ.get(guard.MARK_NAME)
+        self._mark = secrets.token_hex(16)
+        self._marks = f"{outer},{self._mark}" if outer else self._mark
+        self._pump = OutputPump(sink)
+        self._port = _reserved_port()
+        self._popen = popen
+        self._watcher: subprocess.Popen[bytes] | None = None
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._running: set[int] = set()
+        self._pidfds: dict[int, int] = {}
+        self._payload = -1
+        self._results: dict[int, int] = {}
+        self._blame: dict[int, int] = {}
+        self._untold: list[Ended] = []
+
+    @property
+    def torch_port(self) -> int:
+        """A port for a server that a rank may start; free, and kept so."""
+        port: int = self._port.getsockname()[1]
+        return port
+
+    def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
+        """Start them. With a ``payload`` each finds it, and a file for its result, in memory.
+
+        The descriptors are in KOLOVOD_PAYLOAD_FD and KOLOVOD_RESULT_FD.
+        """
+        self._watcher = subprocess.Popen(
+            guard.watch_command(self._mark),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        if payload is not None:
+            self._payload = memory_file(payload)
+        for order in orders:
+            self._start(order, len(orders))
+        self._pump.start()
+
+    def _start(self, order: Order, ranks: int) -> None:
+        environment = {"PYTHONUNBUFFERED": "1", **os.environ, **order.environment}
+        environment.update(thread_limits(environment, ranks, usable_cores()))
+        environment[guard.MARK_NAME] = self._marks
+        self._blame[order.rank], environment[blame.VARIABLE] = blame.new_file()
+        given: list[int] = []
+        if self._payload >= 0:
+            result = self._results[order.rank] = memory_file(b"")
+            given = [self._payload, result]
+            environment |= {PAYLOAD_FD: str(self._payload), RESULT_FD: str(result)}
+        process = self._popen(
+            guard.exec_command(list(order.command)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=environment,
+            pass_fds=given,
+        )
+        self._processes[order.rank] = process
+        self._running.add(order.rank)
+        with contextlib.suppress(OSError):  # without pidfds they are asked by and by
+            self._pidfds[order.rank] = os.pidfd_open(process.pid)
+        for name in ("stdout", "stderr"):
+            pipe: IO[bytes] | None = getattr(process, name)
+            if pipe is None:
+                raise AssertionError(f"rank {order.rank} has no {name} pipe")
+            self._pump.add(order.rank, name, pipe)
+
+    @property
+    def running(self) -> frozenset[int]:
+        """The ranks that were not seen to end."""
+        return frozenset(self._running)
+
+    def pids(self) -> dict[int, int]:
+        """The process id of each rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def fds(self) -> list[int]:
+        """Readable when ``collect`` has something to tell; of ranks that run."""
+        return [fd for rank, fd in self._pidfds.items() if rank in self._running]
+
+    def stopped(self) -> set[int]:
+        """Those that run, but whose process is stopped (SIGSTOP)."""
+        return {rank for rank in self._running if guard.is_stopped(self._processes[rank].pid)}
+
+    def needs_polling(self) -> bool:
+        """Whether the system has no pidfds, so that ``collect`` must be called by and by."""
+        return len(self._pidfds) < len(self._processes)
+
+    def collect(self) -> list[Ended]:
+        """Who has ended since the last time; deaths by signal first: they cause the others."""
+        ended, self._untold = self._untold, []
+        for rank in self._running:
+            process = self._processes[rank]
+            # The process stays a zombie until the end of the job: its pid, which is also the number
+            # of its session, cannot be given to another process meanwhile.
+            flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+            result = os.waitid(os.P_PID, process.pid, flags)
+            if result is not None:
+                killed = result.si_code != os.CLD_EXITED
+                code = -result.si_status if killed else result.si_status
+                found = read_memory_file(self._results[rank]) if rank in self._results else b""
+                blames = blame.read(self._blame[rank])
+                now = time.monotonic()
+                ended.append(Ended(rank, process.pid, code, result=found, blames=blames, time=now))
+        self._running -= {end.rank for end in ended}
+        return sorted(ended, key=lambda end: (end.code >= 0, end.rank))
+
+    def send(self, signum: int) -> None:
+        """Send a signal to every process of these ranks, also to what they have started.
+
+        One that is stopped goes on, so that it can end by the signal.
+        """
+        guard.kill_job(self._mark, self._sessions(), signum)
+        if signum in _HEARD_WHEN_CONTINUED:
+            guard.kill_job(self._mark, self._sessions(), signal.SIGCONT)
+
+    def close(self) -> None:
+        """End whatever is left, and release everything. Idempotent."""
+        if self._port.fileno() < 0:
+            return
+        self.send(signal.SIGTERM)
+        deadline = time.monotonic() + _SWEEP_GRACE_S
+        while self._left() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        deadline = time.monotonic() + GRACE_S
+        while self._left() and time.monotonic() < deadline:
+            self.send(signal.SIGKILL)
+            time.sleep(0.01)
+        self._untold = self.collect()
+        self._running.clear()
+        self._pump.finish()
+        self._port.close()
+        for process in self._processes.values():
+            process.wait()
+        if self._watcher is not None and self._watcher.stdin is not None:
+            self._watcher.stdin.close()
+            self._watcher.wait()
+        files = *self._results.values(), *self._blame.values(), self._payload
+        for fd in (*self._pidfds.values(), *files):
+            if fd >= 0:
+                os.close(fd)
+
+    def _sessions(self) -> list[int]:
+        return [process.pid for process in self._processes.values()]
+
+    def _left(self) -> bool:
+        return bool(guard.job_processes(self._mark, self._sessions()))
+
+
+def memory_file(content: bytes) -> int:
+    """An anonymous file with ``content``; returns the descriptor."""
+    fd = os.memfd_create("kolovod-ranks")
+    try:
+        write_memory_file(fd, content)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_memory_file(fd: int, content: bytes) -> None:
+    """All of it, however large."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_memory_file(fd: int) -> bytes:
+    """All of it, by position: several processes share the open file, and so its offset."""
+    size = os.fstat(fd).st_size
+    data = bytearray()
+    while len(data) < size:
+        data += os.pread(fd, size - len(data), len(data))
+    return bytes(data)
+
+
+def _reserved_port() -> socket.socket:
+    """A port for a server that a rank may start: nobody gets it by chance while this is open.
+
+    Since nobody listens here, a server that sets SO_REUSEADDR, as torch.distributed's does, can.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    return holder
+
+
+def signal_name(signum: int) -> str:
+    """For example SIGTERM."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"real-time signal {signum}"

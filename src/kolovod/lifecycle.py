@@ -1,0 +1,355 @@
+"""How this process gets a world, and leaves it: ``init`` and ``shutdown``.
+
+``init`` finds out which rank this is, meets the others, makes the engine, gives the world its
+backend, and starts what watches it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from kolovod import _native, backends, blame
+from kolovod.config import Settings, load
+from kolovod.core import affinity, record_files, uncaught
+from kolovod.core import world as worlds
+from kolovod.core.engine_factory import listed, make_engine, members_of
+from kolovod.core.process_sets import ProcessSet, add_first_sets
+from kolovod.core.world import World, native_part
+from kolovod.errors import (
+    CollectiveAbortedError,
+    InvalidArgumentError,
+    NotInitializedError,
+)
+from kolovod.observe import timeline
+from kolovod.rendezvous.bootstrap import bootstrap
+from kolovod.rendezvous.external import mpi
+from kolovod.rendezvous.external.meeting import ExternalJob, find_launcher, meet
+from kolovod.rendezvous.protocol import Member
+from kolovod.rendezvous.rank_environment import (
+    RankEnvironment,
+    local_and_cross,
+    read_rank_environment,
+)
+from kolovod.rendezvous.segment_handover import Ready, own_pidfd
+
+__all__ = ["has_rank", "init", "init_at", "leave", "shutdown"]
+
+
+class _Process:
+    """What this process knows besides its world. Everything but ``current`` holds the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.epochs_alone = 0  # worlds of one need no store to count them
+        self.environment: RankEnvironment | None = None  # given by ``init_at``
+        self.meetings: list[
+            ExternalJob
+        ] = []  # with ranks that another launcher than ours has started
+        self.forked_from = ""  # not empty: a forked child, and of whom
+        self.may_init = True
+        self.has_exit_hook = False
+        self.watch: uncaught.Watch | None = None
+
+
+_process = _Process()
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | None = None,
+) -> None:
+    """Form a world with the other ranks of the job; does nothing if this process is in one.
+
+    Without a launcher the world has size 1; docs/launchers.md lists those that are recognised.
+    ``comm``: the launcher ranks that form it, any iterable of whole numbers, the same on each of
+    them (in any order); new ranks are positions in the sorted list. Or an mpi4py communicator with
+    ascending members. After a failure the survivors call ``shutdown()`` and then
+    ``init(comm=...)``, in the same processes.
+    ``process_sets``: sets to add at once, the same on all ranks (see ``add_process_set``); if that
+    fails, so does ``init``. An empty list makes sure that the others give none either.
+
+    Returns when all ranks are there. Raises StartTimeoutError if one does not come (the limit is
+    KOLOVOD_START_TIMEOUT_S), RankLostError if one has ended (its ``rank`` is a launcher
+    rank, also where the message begins with the new one: "rank 0 on host a (pid 17, launched as
+    rank 2)"), InvalidArgumentError for a wrong comm or a wrong environment, NotInitializedError in
+    a process forked from a rank, AuthenticationError, BootstrapError.
+    """
+    if comm is not None and not mpi.is_communicator(comm):
+        comm = listed(comm)
+    with _process.lock:
+        if worlds.is_initialized():
+            _check_same_members(comm, worlds.current())
+            return
+        if not _process.may_init:
+            raise NotInitializedError(_process.forked_from)
+        settings = load(os.environ)
+        environment, members = _environment(comm, settings.start_timeout_s)
+        try:
+            world = _make_world(_ready(environment, members, settings), environment, settings)
+        except CollectiveAbortedError as error:
+            error.rank = blame.launched_as(error.rank, str(error))
+            blame.note(error.rank)
+            raise
+        worlds.enter(world)
+        _watch(world)
+        _native.publish(0, native_part(world.engine))
+        if not _process.has_exit_hook:
+            atexit.register(leave_at_exit)
+            _process.has_exit_hook = True
+        try:
+            timeline.begin(world)
+        except BaseException:
+            shutdown()
+            raise
+    if process_sets is not None:
+        try:
+            add_first_sets(process_sets)
+        except BaseException:
+            shutdown()
+            raise
+
+
+def shutdown() -> None:
+    """Leave the world; operations that are pending here fail with ShutDownError. Idempotent.
+
+    The other ranks keep their world; only an operation that needs this rank fails there.
+    """
+    with _process.lock:
+        timeline.end()
+        world = worlds.take()
+        if world is None:
+            return
+        if _process.watch is not None:
+            _process.watch.end()
+        for engine in reversed(world.sets.engines):
+            engine.shutdown()
+        world.engine.shutdown()
+        _unpublish(world)
+        for process_set in world.sets.by_id.values():
+            process_set._forget()
+        if world.driver is not None:
+            world.driver.stop()
+
+
+def _check_same_members(comm: Any, world: World) -> None:
+    """Raise InvalidArgumentError if ``comm`` asks for another world than this one."""
+    asked = mpi.ranks_of(comm) if mpi.is_communicator(comm) else comm
+    if asked is not None and members_of(asked, world.members[world.rank]) != world.members:
+        raise InvalidArgumentError(
+            f"init(comm={list(asked)}): this process is in a world of the launcher ranks "
+            f"{list(world.members)}; call shutdown() first"
+        )
+
+
+def _watch(world: World) -> None:
+    """From now on the others hear of an exception that ends this process."""
+    blame.formed(world.rank, world.members)
+    blame.note(None)
+    _process.watch = uncaught.Watch(world.engine.abort) if world.size > 1 else None
+
+
+def _unpublish(world: World) -> None:
+    """From now on ops inside graphs find nothing."""
+    for number in (0, *world.sets.by_id):
+        _native.publish(number, None)
+
+
+def _environment(comm: Any, timeout_s: float) -> tuple[RankEnvironment, tuple[int, ...]]:
+    """The environment of this rank, and the launcher ranks of the world that ``comm`` asks for."""
+    by_mpi = comm if mpi.is_communicator(comm) else None
+    ranks = comm if by_mpi is None else mpi.ranks_of(by_mpi)
+    environment = read_rank_environment(os.environ) or _process.environment
+    if environment is None and by_mpi is not None:  # which needs nothing else, whoever started it
+        return mpi.meet(by_mpi), tuple(ranks)
+    found = find_launcher(os.environ) if environment is None else None
+    if found is None or found.size == 1:
+        environment = environment or RankEnvironment()
+        return environment, members_of(ranks, environment.rank, environment.size)
+    members = members_of(ranks, found.rank, found.size)
+    # The same one on all members: they were all there, in the same order.
+    for meeting in _process.meetings:
+        if meeting.ranks.issuperset(members):
+            return meeting.environment, members
+    meeting = meet(found, os.environ, members, timeout_s)
+    _process.meetings.append(meeting)
+    return meeting.environment, members
+
+
+def has_rank() -> bool:
+    """Whether a launcher, ours or MPI's, has told this process its rank."""
+    found = find_launcher(os.environ)
+    return read_rank_environment(os.environ) is not None or (
+        found is not None and found.launcher.is_mpi
+    )
+
+
+def init_at(environment: RankEnvironment) -> None:
+    """``init`` in a process that has no launcher of ours but knows its environment."""
+    with _process.lock:
+        _process.environment = environment
+        init()
+
+
+def leave(environment: RankEnvironment) -> None:
+    """``shutdown``, after which no world is formed at ``environment`` any more."""
+    with _process.lock:
+        shutdown()
+        if _process.environment is environment:
+            _process.environment = None
+
+
+def _ready(environment: RankEnvironment, members: tuple[int, ...], settings: Settings) -> Ready:
+    """All that an engine among ``members`` needs, once they have met."""
+    if len(members) > 1:
+        return bootstrap(
+            environment.rank,
+            members,
+            environment.host,
+            environment.rendezvous,
+            environment.secret,
+            settings.engine_config(),
+            settings.start_timeout_s,
+            settings.interface_names,
+            environment.local_rank,
+            encrypts=settings.encrypt,
+        )
+    _process.epochs_alone += 1
+    member = Member(environment.rank, environment.host, os.getpid(), "", "", os.geteuid())
+    config = settings.engine_config()
+    return Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
+
+
+def _form(world: World, ranks: Sequence[int]) -> _native.Engine:
+    """An engine among ``ranks`` of ``world``, which takes GPUs' tensors if the backend is nccl."""
+    engine = _form_native(world, ranks)
+    try:
+        return _with_gpus(world, engine, ranks)
+    except BaseException:
+        engine.shutdown()
+        raise
+
+
+def _form_native(world: World, ranks: Sequence[int], external: bool = False) -> _native.Engine:
+    members = tuple(world.members[rank] for rank in ranks)
+    with _ready(world.environment, members, world.settings) as ready:
+        prefix = record_files.file_prefix(
+            world.settings.last_operations_dir, world.environment.secret, ready.epoch, ranks
+        )
+        if external:
+            # Its bucket only goes to another thread, so start that without delay.
+            ready = replace(ready, config={**ready.config, "kick_bytes": 1})
+        return make_engine(
+            ready,
+            world.core,
+            external=external,
+            ranks=tuple(ranks),
+            world=native_part(world.engine),
+            last_operations_prefix="" if external else prefix,
+        )
+
+
+def _with_gpus(world: World, engine: _native.Engine, ranks: Sequence[int]) -> _native.Engine:
+    """``engine``, and with the backend nccl a second one for tensors on GPUs, as one."""
+    if world.settings.backend != "nccl":
+        return engine
+    from kolovod.backends import nccl  # imports PyTorch
+
+    position, size = ranks.index(world.rank), len(ranks)
+    nccl.check(engine, position, size, world.host)
+    device = _form_native(world, ranks, external=True)
+    try:
+        return nccl.paired(engine, device, position, size, world.core)
+    except BaseException:
+        device.shutdown()
+        raise
+
+
+def _make_world(ready: Ready, environment: RankEnvironment, settings: Settings) -> World:
+    size = len(ready.members)
+    hosts = [member.host for member in ready.members]
+    is_external = settings.backend in ("mpi", "gloo") and size > 1
+    local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
+    if ready.rank == 0:
+        record_files.prune()
+    with ready:
+        prefix = record_files.file_prefix(
+            settings.last_operations_dir, environment.secret, ready.epoch
+        )
+        core = affinity.core_of(settings.thread_affinity, local_rank, local_size)
+        engine = make_engine(ready, core, external=is_external, last_operations_prefix=prefix)
+    world = World(
+        rank=ready.rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        cross_rank=cross_rank,
+        cross_size=cross_size,
+        host=hosts[ready.rank],
+        epoch=ready.epoch,
+        engine=engine,
+        settings=settings,
+        environment=environment,
+        members=tuple(member.rank for member in ready.members),
+        hosts=tuple(hosts),
+        core=core,
+        former=_form,
+    )
+    try:
+        if not is_external:
+            return replace(world, engine=_with_gpus(world, engine, range(size)))
+        return replace(world, driver=backends.start(settings.backend, world))
+    except BaseException:
+        engine.shutdown()
+        raise
+
+
+def end_by(error: BaseException) -> None:
+    """End the world, if there is one, for all ranks: ``error`` ends this one."""
+    if _process.watch is not None:
+        _process.watch.tell(error)
+
+
+def leave_at_exit() -> None:
+    """Leave the world, with no thread in it any more, as the interpreter ends."""
+    if not worlds.is_initialized():
+        return
+    if _process.watch is not None:
+        world = worlds.current()
+        engines = (world.engine, *world.sets.engines)
+        _process.watch.tell_at_exit(sum(engine.pending() for engine in engines))
+    shutdown()
+    uncaught.let_threads_out()
+
+
+def _after_fork_in_child() -> None:
+    """The engine, its thread and its segment are the parent's: never touch them here."""
+    global _process
+    world = worlds.take()
+    before, _process = _process, _Process()  # a new lock: the old one may be held by a lost thread
+    if before.watch is not None:
+        before.watch.end()
+        blame.formed(-1, ())
+    _process.epochs_alone = before.epochs_alone
+    _process.has_exit_hook = before.has_exit_hook
+    _process.forked_from, _process.may_init = before.forked_from, before.may_init
+    if world is None:
+        return
+    _unpublish(world)
+    timeline.forget()
+    for engine in (*world.sets.engines, world.engine):
+        engine.forget()
+    _process.forked_from = (
+        f"this process (pid {os.getpid()}) was forked from rank {world.rank} (pid {os.getppid()}), "
+        "and a forked process is no rank: communicate in the parent, or start a process anew "
+        "(multiprocessing's spawn method)"
+    )
+    worlds.explain_missing(_process.forked_from)
+    _process.may_init = world.size == 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

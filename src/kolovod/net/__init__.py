@@ -1,0 +1,1 @@
+"""Authenticated and encrypted connections, messages on them, and addresses. Knows no ranks."""

@@ -1,0 +1,14 @@
+"""What Kolovod says on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+__all__ = ["report_to_stderr"]
+
+
+def report_to_stderr(text: str) -> None:
+    """Print ``text`` marked as Kolovod's; a closed or broken standard error is no failure."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"kolovod: {text}", file=sys.stderr, flush=True)

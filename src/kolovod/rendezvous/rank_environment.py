@@ -1,0 +1,148 @@
+"""A rank's place in the job: written into the environment by the launcher, read by the rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kolovod.errors import InvalidArgumentError
+
+__all__ = [
+    "RankEnvironment",
+    "local_and_cross",
+    "read_rank_environment",
+    "thread_limits",
+    "usable_cores",
+]
+
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Numbers and addresses of one rank of a job."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    cross_rank: int = 0
+    cross_size: int = 1
+    host: str = "localhost"
+    rendezvous: str = ""
+    """Where the ranks meet, "host:port"; "" in a world of one."""
+    secret: str = field(default="", repr=False)
+
+    def variables(self) -> dict[str, str]:
+        """The variables that carry it, with Horovod's names for scripts that read those."""
+        variables = {}
+        for name in _NUMBERS:
+            variables[f"KOLOVOD_{name.upper()}"] = str(getattr(self, name))
+            variables[f"HOROVOD_{name.upper()}"] = str(getattr(self, name))
+        variables["HOROVOD_HOSTNAME"] = variables["KOLOVOD_HOST"] = self.host
+        variables["KOLOVOD_STORE"] = self.rendezvous
+        variables["KOLOVOD_SECRET"] = self.secret
+        return variables
+
+    def torch_variables(self, port: int, address: str) -> dict[str, str]:
+        """What ``torch.distributed`` reads: its own store is to be at rank 0's ``address``."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+
+
+def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """The place that ``environ`` tells, None if no launcher of ours has set one.
+
+    Others set KOLOVOD_SIZE in a Kubernetes job, or KOLOVOD_STORE_HOST (see launchers.py).
+
+    Raises InvalidArgumentError naming the variable that is missing or wrong.
+    """
+    if environ.get("KOLOVOD_STORE_HOST") and not environ.get("KOLOVOD_STORE"):
+        return None
+    if not environ.get("KOLOVOD_RANK"):
+        if environ.get("KOLOVOD_SIZE") and not environ.get("JOB_COMPLETION_INDEX"):
+            raise InvalidArgumentError(
+                f"KOLOVOD_SIZE={environ['KOLOVOD_SIZE']!r} is set, but KOLOVOD_RANK is not: set "
+                "both (kolovod run does) or neither"
+            )
+        return None
+    numbers = {
+        "rank": _number(environ, "KOLOVOD_RANK", None),
+        "size": _number(environ, "KOLOVOD_SIZE", None),
+    }
+    defaults = {
+        "local_rank": numbers["rank"],
+        "local_size": numbers["size"],
+        "cross_rank": 0,
+        "cross_size": 1,
+    }
+    for name, default in defaults.items():
+        numbers[name] = _number(environ, f"KOLOVOD_{name.upper()}", default)
+    for prefix in ("", "local_", "cross_"):
+        rank, size = numbers[f"{prefix}rank"], numbers[f"{prefix}size"]
+        if not 0 <= rank < size:
+            variable = f"KOLOVOD_{prefix.upper()}"
+            raise InvalidArgumentError(
+                f"{variable}RANK={rank} and {variable}SIZE={size}: the rank must be at least 0 and "
+                "below the size"
+            )
+    environment = RankEnvironment(
+        **numbers,
+        host=environ.get("KOLOVOD_HOST") or "localhost",
+        rendezvous=environ.get("KOLOVOD_STORE", ""),
+        secret=environ.get("KOLOVOD_SECRET", ""),
+    )
+    for variable, value in (
+        ("KOLOVOD_STORE", environment.rendezvous),
+        ("KOLOVOD_SECRET", environment.secret),
+    ):
+        if environment.size > 1 and not value:
+            raise InvalidArgumentError(
+                f"KOLOVOD_SIZE={environment.size}, but {variable} is not set: start the ranks with "
+                "'kolovod run -np N ...', or set KOLOVOD_STORE_HOST to rank 0's host"
+            )
+    return environment
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
+    text = environ.get(name, "").strip()
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise InvalidArgumentError(f"{name}={text!r}: expected a whole number")
+    return int(text)
+
+
+def local_and_cross(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:
+    """``(local_rank, local_size, cross_rank, cross_size)`` of ``rank``; ``hosts[r]`` is r's host.
+
+    The cross numbers count hosts, in the order of their first ranks, that have this local rank.
+    """
+    local_rank = hosts[:rank].count(hosts[rank])
+    local_size = hosts.count(hosts[rank])
+    having = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]
+    return local_rank, local_size, having.index(hosts[rank]), len(having)
+
+
+def usable_cores() -> int:
+    """Cores that the system lets this process use."""
+    return len(os.sched_getaffinity(0))
+
+
+def thread_limits(environ: Mapping[str, str], ranks: int, cores: int) -> dict[str, str]:
+    """Compute threads per rank, so that the ranks together use the cores once.
+
+    Nothing if the user has set OMP_NUM_THREADS; and a variable that is set stays as it is.
+    """
+    if environ.get("OMP_NUM_THREADS"):
+        return {}
+    threads = str(max(1, cores // ranks))
+    return {name: threads for name in _THREAD_VARIABLES if not environ.get(name)}

@@ -1,0 +1,365 @@
+"""Where ranks meet: each says which world it wants, and hears who else is in it.
+
+The launcher runs one ``RendezvousServer`` for the whole job, so that a world can be formed again
+after a failure. One conversation per rank and world (protocol.py)::
+
+    rank  -> server  {"protocol": n, "version": text,
+                      "members": [[first, last] of launcher ranks that follow each other],
+                      "member": member, "config": {name: number}, "timeout_s"}
+    server -> rank   {"epoch": n, "config": {...}, "texts": [...], "members": [member]}
+                     and, as long as members are left,   {"texts": [...], "members": [member]}
+                or   {"error": kind, "message": text, "rank": launcher rank or null}
+    rank  -> server  {"formed": epoch}   or   {"error": text, "rank": launcher rank or null}
+    server -> rank   {"formed": epoch}   or   {"error": kind, "message": ..., "rank": ...}
+    member           [rank, host, pid, pid_namespace, socket, user, address, encrypts], in an
+                     answer with the numbers of host and pid_namespace in texts, which are few
+
+The answer comes when all members have joined; its config is that of the first member. It is an
+error at once when a member's process is known to have ended, or when two ranks wait for different
+worlds that need each other; when one of them has a release with another protocol than the
+rendezvous server's (versions.py); and after ``timeout_s`` of the rank that came first, naming the
+ranks that are missing. Every world gets a new epoch number.
+
+With the answer ranks connect to each other, and say here when they have. Until all have, a rank
+whose connection breaks has ended: the others hear its name, those too that come later. Before the
+answer it may come again within a second.
+
+A rank that waits has no thread here: one watches all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kolovod.errors import BootstrapError
+from kolovod.net.addresses import LOOPBACK, address_of, listen
+from kolovod.net.channel import Channel, encode
+from kolovod.net.server import Server
+from kolovod.rendezvous import versions
+from kolovod.rendezvous.protocol import (
+    Member,
+    encode_members,
+    parse_join,
+    parse_stranger,
+    parse_word,
+)
+
+__all__ = ["GONE_GRACE_S", "LABEL", "RendezvousServer"]
+
+LABEL = "rendezvous"
+GONE_GRACE_S = 1.0
+"""For a rank that has gone away to come again, and for the launcher to know why it has."""
+_SEND_TIMEOUT_S = 5.0
+_FORMING_S = 10.0  # at least, from the answer on, as ranks give each other (bootstrap.py)
+_WATCH_S = 3600.0  # at most, between two looks at deadlines
+
+
+@dataclass
+class _Group:
+    """A world that is waiting for members, or that they are forming. Guarded by the lock."""
+
+    members: tuple[int, ...]
+    deadline: float
+    timeout_s: float
+    joined: dict[int, tuple[Member, Channel]] = field(default_factory=dict)
+    """Those who are connected."""
+    config: dict[str, int] = field(default_factory=dict)
+    gone: dict[int, tuple[Member, float]] = field(default_factory=dict)
+    """Those who were connected, and until when they may come again."""
+    epoch: int = 0
+    """From the answer on."""
+    forming: set[int] = field(default_factory=set)
+    """Those who have not said, after the answer, that they have formed it."""
+
+    def missing(self) -> list[int]:
+        if self.epoch:
+            return sorted(self.forming)
+        return [rank for rank in self.members if rank not in self.joined]
+
+    def next_deadline(self) -> float:
+        return min([self.deadline, *(until for _, until in self.gone.values())])
+
+
+class RendezvousServer:
+    """The rendezvous server. Thread based; ``close`` ends its threads."""
+
+    def __init__(self, secret: str, size: int, *hosts: str, port: int = 0) -> None:
+        """``hosts``: the addresses where it listens; by default the loopback interface.
+
+        ``port``: at all of them; 0: free ones. Raises BootstrapError if there are none.
+        """
+        listeners = listen(hosts or [LOOPBACK], max(128, size), port)
+        self.address = ",".join(map(address_of, listeners))
+        self.host_of: Sequence[str] = ()
+        """The host of each rank, for messages, if the launcher knows."""
+        self._lock = threading.Lock()
+        self._groups: dict[tuple[int, ...], _Group] = {}  # that wait for members
+        self._forming: dict[int, _Group] = {}  # that have had the answer, by epoch
+        self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
+        self._watched = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._watched.register(self._bell, select.EPOLLIN)
+        self._dead: dict[int, str] = {}
+        self._lost: dict[int, Member] = {}  # went away while a world formed, and did not come again
+        self._refused: dict[int, str] = {}  # came with another protocol, and not again since
+        self._epoch = 0
+        self._closed = False
+        self._servers = [
+            Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
+            for listener in listeners
+        ]
+        self._watcher = threading.Thread(target=self._watch, name="kolovod rendezvous", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._watcher.start()
+        for server in self._servers:
+            server.start()
+
+    def close(self) -> None:
+        """Stop; ranks that still wait are told so. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for group in self._open_groups():
+                self._fail(group, "closed", "the launcher is going away", None)
+            os.eventfd_write(self._bell, 1)
+        for server in self._servers:
+            server.close()
+        if self._watcher.ident is not None:
+            self._watcher.join()
+        for fd in list(self._waiting):
+            self._dismiss(fd)
+        self._watched.close()
+        os.close(self._bell)
+
+    def mark_dead(self, rank: int, cause: str) -> None:
+        """The process of ``rank`` has ended. Worlds that need it fail now, or when asked for.
+
+        ``cause`` completes "rank 3 ...", for example "was killed by signal 9 (SIGKILL)".
+        """
+        with self._lock:
+            self._dead[rank] = cause
+            for group in [g for g in self._open_groups() if rank in g.members]:
+                self._fail_dead(group, rank)
+
+    def _open_groups(self) -> list[_Group]:
+        return [*self._groups.values(), *self._forming.values()]
+
+    def _serve(self, channel: Channel) -> None:
+        message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
+        if (other := versions.find_other(message)) is not None:
+            self._refuse_release(message, other, channel)
+            return
+        try:
+            members, member, timeout_s, config = parse_join(message)
+        except BootstrapError as error:
+            _send(channel, {"error": "malformed", "message": f"JOIN: {error}", "rank": None})
+            return
+        with self._lock:
+            if not self._closed:
+                self._enter(members, member, timeout_s, config, channel)
+
+    def _refuse_release(self, message: Any, other: str, channel: Channel) -> None:
+        """A rank of a release with another protocol: its world cannot form."""
+        members, rank, name = parse_stranger(message)
+        text = (
+            f"{name} has {other}, but the rendezvous server where ranks meet, in the launcher, has "
+            f"{versions.OURS}: {versions.ADVICE}"
+        )
+        with self._lock:
+            if rank is not None:
+                self._refused[rank] = text
+            group = self._groups.get(members)
+            if group is not None:
+                self._fail(group, "version", text, rank)
+        _send(channel, {"error": "version", "message": text, "rank": rank})
+
+    def _enter(
+        self,
+        members: tuple[int, ...],
+        member: Member,
+        timeout_s: float,
+        config: dict[str, int],
+        channel: Channel,
+    ) -> None:
+        """Let a rank join, or refuse it. Under the lock."""
+        group = self._groups.get(members)
+        if group is None:
+            group = _Group(members, time.monotonic() + timeout_s, timeout_s)
+        previous = group.joined.get(member.rank)
+        if previous is not None and previous[0].pid != member.pid:
+            text = f"{previous[0]} has joined already, and so does pid {member.pid} now"
+            _send(channel, {"error": "conflict", "message": text, "rank": member.rank})
+            return
+        if group.members not in self._groups:
+            self._groups[members] = group
+            os.eventfd_write(self._bell, 1)  # the watcher has a new deadline
+        kept = channel.keep()
+        group.joined[member.rank] = (member, kept)
+        group.gone.pop(member.rank, None)
+        self._lost.pop(member.rank, None)
+        self._refused.pop(member.rank, None)
+        if member.rank == members[0]:
+            group.config = config
+        self._waiting[kept.fileno()] = (group, member.rank, kept)
+        # Before the answer the rank sends nothing more: its socket becomes readable when it goes.
+        self._watched.register(kept.fileno(), select.EPOLLIN)
+        dead = [rank for rank in self._dead if rank in members]
+        lost = [other for rank, other in self._lost.items() if rank in members]
+        refused = [rank for rank in self._refused if rank in members]
+        if refused:  # and then it has ended
+            self._fail(group, "version", self._refused[refused[0]], refused[0])
+        elif dead:  # the first to have ended: the likely cause of the others
+            self._fail_dead(group, dead[0])
+        elif lost:
+            self._fail_lost(group, lost[0])
+        elif not self._refuse_conflict(group, member) and len(group.joined) == len(members):
+            self._complete(group)
+
+    def _watch(self) -> None:
+        """The watcher's thread: what ranks say, ranks that go away, and groups that are late."""
+        while not self._closed:
+            with self._lock:
+                deadlines = [group.next_deadline() for group in self._open_groups()]
+            wait_s = min(deadlines, default=_WATCH_S + time.monotonic()) - time.monotonic()
+            ready = self._watched.poll(min(max(0.0, wait_s), _WATCH_S))
+            with self._lock:
+                for fd, _ in ready:
+                    if fd == self._bell:
+                        os.eventfd_read(self._bell)
+                    elif fd in self._waiting:
+                        self._hear(fd)
+                now = time.monotonic()
+                for group in [g for g in self._open_groups() if g.next_deadline() <= now]:
+                    self._fail_late(group, now)
+
+    def _hear(self, fd: int) -> None:
+        """A rank says something, or has gone away."""
+        group, rank, channel = self._waiting[fd]
+        member, current = group.joined.get(rank, (None, None))
+        if self._forming.get(group.epoch) is not group or current is not channel:
+            self._dismiss(fd)
+            return
+        try:
+            message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
+            word = parse_word(message, group.epoch)
+        except (EOFError, OSError):
+            self._dismiss(fd)
+            return
+        except BootstrapError as error:
+            word = str(error), None
+        if word is None:
+            group.forming.discard(rank)
+            if not group.forming:
+                self._forming.pop(group.epoch)
+                self._tell(group, encode({"formed": group.epoch}))
+            return
+        text, lost = word
+        if lost is None:
+            self._fail(group, "gave_up", f"{member} could not form the world: {text}", rank)
+        else:
+            self._fail(group, "rank_lost", text, lost)
+
+    def _dismiss(self, fd: int) -> None:
+        """Close the connection of a rank that has gone away, or is not waited for any more."""
+        group, rank, channel = self._waiting.pop(fd)
+        self._watched.unregister(fd)
+        if rank in group.joined and group.joined[rank][1] is channel:
+            member, _ = group.joined.pop(rank)
+            group.gone[rank] = member, time.monotonic() + GONE_GRACE_S
+        channel.close()
+        if group.epoch and not group.joined:  # nobody is left to form it, or to be told
+            self._forget(group)
+
+    def _forget(self, group: _Group) -> None:
+        if self._groups.get(group.members) is group:
+            del self._groups[group.members]
+        self._forming.pop(group.epoch, None)
+
+    def _complete(self, group: _Group) -> None:
+        parts = encode_members([group.joined[rank][0] for rank in group.members])
+        parts[0] = {"epoch": self._epoch + 1, "config": group.config, **parts[0]}
+        try:
+            bodies = [encode(part) for part in parts]
+        except BootstrapError as error:
+            self._fail(group, "malformed", f"the answer to all ranks: {error}", None)
+            return
+        del self._groups[group.members]
+        self._epoch += 1
+        group.epoch, group.forming = self._epoch, set(group.members)
+        group.deadline = max(group.deadline, time.monotonic() + _FORMING_S)
+        self._forming[group.epoch] = group
+        self._tell(group, *bodies)
+
+    def _tell(self, group: _Group, *bodies: bytes) -> None:
+        for _, channel in group.joined.values():
+            with contextlib.suppress(OSError):  # one that went away is no concern of the others
+                for body in bodies:
+                    channel.send_encoded(body, time.monotonic() + _SEND_TIMEOUT_S)
+
+    def _refuse_conflict(self, group: _Group, member: Member) -> bool:
+        """Two ranks that wait for each other in different worlds would wait for ever."""
+        for other in self._groups.values():
+            if other is group or member.rank not in other.members:
+                continue
+            for rank in group.members:
+                if rank in other.joined:
+                    text = (
+                        f"rank {member.rank} asks for the world {list(group.members)}, but rank "
+                        f"{rank} for {list(other.members)}: all ranks of a world must give the "
+                        "same comm"
+                    )
+                    self._fail(other, "conflict", text, member.rank)
+                    self._fail(group, "conflict", text, member.rank)
+                    return True
+        return False
+
+    def _fail_dead(self, group: _Group, rank: int) -> None:
+        text = f"rank {rank} {self._dead[rank]}, so the world {list(group.members)} cannot form"
+        self._fail(group, "rank_lost", text, rank)
+
+    def _fail_lost(self, group: _Group, member: Member) -> None:
+        text = f"{member} ended while the world was forming"
+        self._fail(group, "rank_lost", text, member.rank)
+
+    def _name(self, rank: int) -> str:
+        return f"{rank} (host {self.host_of[rank]})" if rank < len(self.host_of) else str(rank)
+
+    def _fail_late(self, group: _Group, now: float) -> None:
+        """A deadline of the group's has passed."""
+        lost = [member for member, until in group.gone.values() if until <= now]
+        if lost:
+            self._lost.update({member.rank: member for member in lost})
+            self._fail_lost(group, lost[0])
+            return
+        missing = ", ".join(map(self._name, group.missing()))
+        limit = "KOLOVOD_START_TIMEOUT_S sets the limit"
+        if group.epoch:
+            text = f"rank {missing} joined, but did not form the world with the others. {limit}"
+        else:
+            there = ", ".join(str(rank) for rank in sorted(group.joined))
+            text = (
+                f"rank {missing} did not call init() within {group.timeout_s:g} s of the first "
+                f"(there: {there}). {limit}"
+            )
+        self._fail(group, "timeout", text, group.missing()[0])
+
+    def _fail(self, group: _Group, kind: str, text: str, rank: int | None) -> None:
+        """Tell everybody in the group, and forget it. Under the lock."""
+        self._forget(group)
+        self._tell(group, encode({"error": kind, "message": text, "rank": rank}))
+
+
+def _send(channel: Channel, message: dict[str, Any]) -> None:
+    # A rank that went away meanwhile is no concern of the others.
+    with contextlib.suppress(OSError):
+        channel.send(message, time.monotonic() + _SEND_TIMEOUT_S)
