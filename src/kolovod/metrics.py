@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from operator import index
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from kolovod.core.frontend import ON_DEVICE
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.numpy import Array
 from kolovod.numpy import collectives as _on_arrays
 
 __all__ = ["Metrics", "average_metrics", "gather_samples"]
@@ -43,10 +42,10 @@ class _Rows(NamedTuple):
     indices: Positions | None
 
 
-class Metrics(Generic[T]):
+class Metrics:
     """The functions over one world, on the tensors of one framework."""
 
-    def __init__(self, collectives: Collectives[T]) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         """``collectives``: on the tensors that ``gather_samples`` is to take."""
         self._collectives = collectives
         self._objects = Objects(collectives.world)
@@ -221,7 +220,7 @@ def _order(ranks: list[int], said: list[_Rows]) -> Positions:
     return order
 
 
-_metrics: Metrics[Array] = Metrics(_on_arrays)
+_metrics: Metrics = Metrics(_on_arrays)
 
 average_metrics = _metrics.average_metrics
 gather_samples = _metrics.gather_samples

@@ -17,7 +17,7 @@ from kolovod.core.ops import Average, Sum
 from kolovod.core.world import current
 from kolovod.torch.frontend import TorchFrontend
 
-plain: Collectives[torch.Tensor] = Collectives(TorchFrontend(), current)
+plain: Collectives = Collectives(TorchFrontend(), current)
 """The verbs on values only."""
 
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kolovod import _native
 from kolovod.backends.driver import Bucket, BucketThread
 from kolovod.core.ops import Op
+from kolovod.core.verbs import VERBS
 from kolovod.errors import InvalidArgumentError, MismatchError
 
 _LOOK_S = 0.02  # how often to see, while NCCL is at work, whether the world has ended
@@ -133,7 +134,7 @@ class DeviceDriver(BucketThread):
             "alltoall": self._alltoall,
             "reducescatter": self._reducescatter,
         }
-        self._verbs = {_native.VERBS[name]: verb for name, verb in verbs.items()}
+        self._verbs = {VERBS[name].number: verb for name, verb in verbs.items()}
         self.to_host, self.to_device = devices.to_host, devices.to_device
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ from kolovod import _native
 from kolovod.backends.arithmetic import STORED, Reduction
 from kolovod.backends.base import Array, Backend
 from kolovod.core.ops import Op
+from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 
 _BYTE = np.dtype(np.uint8)
 _JOIN_S = 5.0
@@ -78,11 +79,11 @@ class ExternalDriver(BucketThread):
         self._rank = rank
         self._size = size
         self._verbs: dict[int, Callable[[Bucket], None]] = {
-            _native.VERBS["allreduce"]: self._allreduce,
-            _native.VERBS["broadcast"]: self._broadcast,
-            _native.VERBS["allgather"]: self._allgather,
-            _native.VERBS["alltoall"]: self._alltoall,
-            _native.VERBS["reducescatter"]: self._reducescatter,
+            ALLREDUCE.number: self._allreduce,
+            BROADCAST.number: self._broadcast,
+            ALLGATHER.number: self._allgather,
+            ALLTOALL.number: self._alltoall,
+            REDUCESCATTER.number: self._reducescatter,
         }
 
     def _end(self) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kolovod import _native
 from kolovod.backends.device_driver import DeviceDriver, DeviceGroup
-from kolovod.backends.setup import BackendSetup, make_store
 from kolovod.backends.pair import EnginePair
+from kolovod.backends.setup import BackendSetup, make_store
 from kolovod.core.affinity import threads_on
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Op

@@ -22,11 +22,11 @@ from kolovod.backends.device_driver import DeviceDriver
 from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE
 from kolovod.core.handles import keeper
 from kolovod.core.ops import Op
+from kolovod.core.verbs import ALLREDUCE, JOIN, RECV, SEND
 from kolovod.errors import InvalidArgumentError
 
-_ALLREDUCE = _native.VERBS["allreduce"]
-_JOIN = _native.VERBS["join"]
-_MESSAGES = frozenset((_native.VERBS["send"], _native.VERBS["recv"]))
+_ALLREDUCE, _JOIN = ALLREDUCE.number, JOIN.number
+_MESSAGES = frozenset((SEND.number, RECV.number))
 _MARKER = (_native.DTYPES["bool"], (0, 0, 0, 0, 0, 0, 0), 0, 0)
 _FOREVER = -1.0
 _EXPLANATION = (

@@ -16,7 +16,8 @@ from kolovod.c10d.monitored import MonitoredBarrier, Store, seconds
 from kolovod.c10d.order import Order
 from kolovod.c10d.work import Watcher, Work
 from kolovod.core.ops import Op
-from kolovod.core.submission import EngineTensor, Submitter, WorldLike
+from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
+from kolovod.core.verbs import Verb
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch.frontend import TorchFrontend
 
@@ -40,7 +41,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         self._world: WorldLike | None = world  # None once it is destroyed
         self._leave: Leave | None = leave
         self._timeout_s = timeout_s
-        self._submitter = Submitter(_frontend, self._open_world)
+        self._submitter = Submitter(self._open_world)
         self._watcher = Watcher()
         self._order = Order()
         self._group_name = self._group_desc = ""
@@ -57,7 +58,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     def _start(
         self,
-        verb: int,
+        verb: Verb,
         entries: list[EngineTensor],
         opts: Any,
         *,
@@ -80,10 +81,16 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             given = opts.timeout
             if given > _NOTHING:
                 limit_s = given.total_seconds()
-        handle = self._submitter._start(
-            None, verb, None, entries, op, factor, 1.0, root, (sources, outputs, keep), None,
-            finish, is_blocking, splits, out_bytes,
-        )  # fmt: skip
+        handle = self._submitter.start(
+            Request(verb, None, None, op, factor, 1.0, root),
+            entries,
+            (sources, outputs, keep),
+            None,
+            finish,
+            splits,
+            blocking=is_blocking,
+            out_bytes=out_bytes,
+        )
         work = Work(handle, list(outputs), limit_s, self._watcher, self._order)
         if not is_blocking:
             read = ((flat.address, flat.address + flat.bytes) for flat in sources)
@@ -92,7 +99,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     def _into(
         self,
-        verb: int,
+        verb: Verb,
         pairs: Sequence[tuple[Flat, Flat]],
         opts: Any,
         *,

@@ -11,14 +11,10 @@ from kolovod import _native
 from kolovod.c10d.base import Base, Tensors, copying_back, paired, several
 from kolovod.c10d.flat import Flat, spread
 from kolovod.c10d.work import Work
+from kolovod.core.verbs import ALLGATHER, ALLTOALL, BARRIER, BROADCAST
 from kolovod.errors import InvalidArgumentError
 
 __all__ = ["ALLGATHER", "Moving"]
-
-ALLGATHER = _native.VERBS["allgather"]
-_ALLTOALL = _native.VERBS["alltoall"]
-_BARRIER = _native.VERBS["barrier"]
-_BROADCAST = _native.VERBS["broadcast"]
 
 
 class Moving(Base):
@@ -29,7 +25,7 @@ class Moving(Base):
         tensors = several("broadcast", tensors)
         flats = [self._flat(tensor, moves_only=True) for tensor in tensors]
         return self._start(
-            _BROADCAST,
+            BROADCAST,
             [flat.entry(flat.address) for flat in flats],
             opts,
             outputs=tensors,
@@ -40,7 +36,7 @@ class Moving(Base):
 
     def barrier(self, opts: Any = None) -> Work:
         """Complete when every rank has come."""
-        return self._start(_BARRIER, [], opts, outputs=[], sources=[])
+        return self._start(BARRIER, [], opts, outputs=[], sources=[])
 
     # allgather ----------------------------------------------------------------------------------
 
@@ -103,7 +99,7 @@ class Moving(Base):
                 spread("gather", engine.output(number, 0), engine.rows(number, 0), flat, outputs)
 
         return self._start(
-            _ALLTOALL,
+            ALLTOALL,
             [flat.entry(0)],
             opts,
             outputs=outputs,
@@ -126,7 +122,7 @@ class Moving(Base):
         def finish(engine: _native.Engine, number: int) -> None:
             check_received("scatter", engine.rows(number, 0)[opts.rootRank], to.count)
 
-        return self._into(_ALLTOALL, [(source, to)], opts, splits=splits, finish=finish)
+        return self._into(ALLTOALL, [(source, to)], opts, splits=splits, finish=finish)
 
     # alltoall -----------------------------------------------------------------------------------
 
@@ -148,7 +144,7 @@ class Moving(Base):
                 check_received("all_to_all", count, wanted)
 
         splits = self._counts("input", source, input_split_sizes)
-        return self._into(_ALLTOALL, [(source, to)], opts, splits=splits, finish=finish)
+        return self._into(ALLTOALL, [(source, to)], opts, splits=splits, finish=finish)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """``inputs[r]`` goes to rank r, ``outputs[r]`` comes from it."""
@@ -160,7 +156,7 @@ class Moving(Base):
             spread("all_to_all", engine.output(number, 0), counts, source, outputs)
 
         return self._start(
-            _ALLTOALL,
+            ALLTOALL,
             [source.entry(0)],
             opts,
             outputs=outputs,

@@ -10,17 +10,22 @@ none waits for another in a circle.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from kolovod.c10d.work import Work
 
 __all__ = ["Order", "is_plain", "is_sparse"]
 
 Span = tuple[int, int]
 """The addresses from the first up to, not including, the second."""
+
+
+class Pending(Protocol):
+    """An operation that may still use memory; ``work.Work`` is one."""
+
+    _handle: Any
+
+    def _finish(self, limit_s: float | None) -> Any: ...
 
 
 def is_plain(tensor: object) -> bool:
@@ -38,13 +43,15 @@ class Order:
 
     def __init__(self) -> None:
         """Nothing is pending."""
-        self._uses: dict[Work, tuple[list[Span], list[Span]]] = {}  # what is read, what is written
+        self._uses: dict[
+            Pending, tuple[list[Span], list[Span]]
+        ] = {}  # what is read, what is written
 
-    def add(self, work: Work, read: Iterable[Span], written: Sequence[torch.Tensor]) -> None:
+    def add(self, work: Pending, read: Iterable[Span], written: Sequence[torch.Tensor]) -> None:
         """``work`` is pending. It is held until it is complete, even if its caller lets it go."""
         self._uses[work] = (list(read), [_span(tensor) for tensor in written])
 
-    def done(self, work: Work) -> None:
+    def done(self, work: Pending) -> None:
         """It is complete."""
         self._uses.pop(work, None)
 

@@ -14,18 +14,17 @@ from kolovod import _native, lifecycle
 from kolovod.c10d.base import Tensors, copying_back, paired, several
 from kolovod.c10d.flat import Flat
 from kolovod.c10d.groups import engine_for
-from kolovod.c10d.moving import ALLGATHER, Moving, check_part
+from kolovod.c10d.moving import Moving, check_part
 from kolovod.c10d.order import is_sparse
 from kolovod.c10d.sending import Sending
 from kolovod.c10d.sparse import Parts, add_up
 from kolovod.c10d.work import Work
 from kolovod.core.ops import Op
+from kolovod.core.verbs import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
 
 __all__ = ["ProcessGroupKolovod", "create"]
 
-_ALLREDUCE = _native.VERBS["allreduce"]
-_REDUCESCATTER = _native.VERBS["reducescatter"]
 _RED_OP: Any = dist.ReduceOp.RedOpType
 _OPS: dict[Any, int] = {
     _RED_OP.SUM: Op.Sum,
@@ -53,7 +52,7 @@ class ProcessGroupKolovod(Moving, Sending):
             return self._allreduce_sparse(tensors, opts)
         flats = [self._flat(tensor) for tensor in tensors]
         return self._start(
-            _ALLREDUCE,
+            ALLREDUCE,
             [flat.entry(flat.address) for flat in flats],
             opts,
             outputs=tensors,
@@ -95,7 +94,7 @@ class ProcessGroupKolovod(Moving, Sending):
         flats = [self._flat(tensor) for tensor in several("reduce", tensors)]
         targets = [flat.dense if is_root else torch.empty_like(flat.dense) for flat in flats]
         return self._start(
-            _ALLREDUCE,
+            ALLREDUCE,
             [flat.entry(to.data_ptr()) for flat, to in zip(flats, targets, strict=True)],
             opts,
             outputs=tensors,
@@ -125,7 +124,7 @@ class ProcessGroupKolovod(Moving, Sending):
             check_part("reduce_scatter", part, whole, self.size())
             whole.stay_apart(part, -self.rank() * part.bytes)
             pairs.append((whole, part))
-        return self._into(_REDUCESCATTER, pairs, opts, op=op, factor=factor)
+        return self._into(REDUCESCATTER, pairs, opts, op=op, factor=factor)
 
     def reduce_scatter(
         self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any = None
@@ -159,7 +158,7 @@ class ProcessGroupKolovod(Moving, Sending):
                     output.copy_(whole[begin : begin + output.numel()].view(output.shape))
 
         return self._start(
-            _ALLREDUCE,
+            ALLREDUCE,
             [flat.entry(flat.address) for flat in flats],
             opts,
             outputs=outputs,

@@ -11,13 +11,12 @@ from kolovod import _native
 from kolovod.c10d.base import Base, Tensors
 from kolovod.c10d.flat import Flat
 from kolovod.c10d.work import Work
-from kolovod.core.ops import Op
+from kolovod.core.submission import Request
+from kolovod.core.verbs import RECV, SEND, Verb
 from kolovod.errors import InvalidArgumentError
 
 __all__ = ["Received", "Sending"]
 
-_SEND = _native.VERBS["send"]
-_RECV = _native.VERBS["recv"]
 _ANY = -1
 
 
@@ -45,7 +44,7 @@ class Sending(Base):
     def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
         """Send the one tensor to rank ``dst`` of the group."""
         flat = Flat(_one("send", tensors), moves_only=True)
-        work: Work = self._message(Work, _SEND, flat, dst, tag, [], None)
+        work: Work = self._message(Work, SEND, flat, dst, tag, [], None)
         return work
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
@@ -57,7 +56,7 @@ class Sending(Base):
             flat.copy_back()
             source.append(engine.rows(number, 0)[0])
 
-        work: Received = self._message(Received, _RECV, flat, src, tag, [flat.tensor], finish)
+        work: Received = self._message(Received, RECV, flat, src, tag, [flat.tensor], finish)
         work._source = source
         return work
 
@@ -68,17 +67,15 @@ class Sending(Base):
     def _message(
         self,
         kind: type[Any],
-        verb: int,
+        verb: Verb,
         flat: Flat,
         peer: int,
         tag: int,
         outputs: Sequence[torch.Tensor],
         finish: Any,
     ) -> Any:
-        handle = self._submitter._start(
-            None, verb, None, [flat.entry(flat.address)], Op.Sum, 1.0, 1.0, peer, flat, None,
-            finish, False, [tag],
-        )  # fmt: skip
+        entries = [flat.entry(flat.address)]
+        handle = self._submitter.start(Request(verb, root=peer), entries, flat, None, finish, [tag])
         work = kind(handle, list(outputs), self._timeout_s, self._watcher, self._order)
         self._order.add(work, [], outputs)  # which also holds it until it is complete
         return work

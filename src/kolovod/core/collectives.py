@@ -1,7 +1,10 @@
 """Every verb, written once for all frameworks.
 
-A verb asks the front end for views, submits one request to the engine and waits for it (or hands
-out a Handle). What is common to all verbs:
+A verb makes a Request, and one of eight methods carries it out: for one tensor or several, with new
+results or in place, waiting or not. A front end whose framework must know of an operation (to
+differentiate it, to make it part of a graph) replaces those methods, not the verbs.
+
+What is common to all verbs:
 
 - ``name``: operations of different ranks belong together by name, so named operations may be
   submitted in any order; the same name may be used again once the operation before is complete.
@@ -9,7 +12,10 @@ out a Handle). What is common to all verbs:
 - ``process_set``: its members only take part, and only they may call the verb; None: all ranks.
   ``root_rank`` is a rank of the world also then; splits and parts are by position in the set.
 - The result is the same, bit for bit, on every rank. Tensors that are not dense are copied first.
-- Verbs ending in ``_`` work in place and return the tensor that they were given.
+- Verbs ending in ``_`` work in place and return the tensor that they were given. Those ending in
+  ``_async`` or ``_async_`` return at once, a Handle: leave the tensor alone until its ``wait`` has
+  returned. Those that begin with ``grouped_`` take several tensors as one operation, and return
+  their results in the order given.
 - Errors: NotInitializedError before ``init()``; InvalidArgumentError for what this rank got wrong;
   DuplicateNameError when the name is still pending here; MismatchError, on every rank, when the
   ranks did not submit the same thing; RankLostError, RankLeftError, ShutDownError and
@@ -18,25 +24,48 @@ out a Handle). What is common to all verbs:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kolovod import _native
-from kolovod.core.gathering import Gathering
+from kolovod.core.buffers import Buffers, all_of, both, only
+from kolovod.core.frontend import Frontend
 from kolovod.core.handles import Handle
 from kolovod.core.ops import Average, Sum
-from kolovod.core.submission import Finish, Group, position_of, several
+from kolovod.core.submission import (
+    Group,
+    Request,
+    Submitter,
+    WorldLike,
+    position_of,
+    several,
+)
+from kolovod.core.verbs import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    JOIN,
+    REDUCESCATTER,
+)
 
 T = TypeVar("T")
 
-_ALLREDUCE = _native.VERBS["allreduce"]
-_BROADCAST = _native.VERBS["broadcast"]
-_BARRIER = _native.VERBS["barrier"]
-_JOIN = _native.VERBS["join"]
 
-
-class Collectives(Gathering[T]):
+class Collectives:
     """The verbs on the tensors of one framework. See the module's text for what they share."""
+
+    handle_type: type[Handle[Any]] = Handle
+
+    def __init__(self, frontend: Frontend[Any], world: Callable[[], WorldLike]) -> None:
+        """``world`` is asked on every call, so that a new world needs no new Collectives."""
+        self.frontend = frontend
+        self.world = world
+        self._buffers = Buffers(frontend)
+        submitter = Submitter(world, self.handle_type)
+        self.membership = submitter.membership
+        self._run, self._start = submitter.run, submitter.start
+        self._view, self._empty_like = frontend.view, frontend.empty_like
 
     # allreduce ----------------------------------------------------------------------------------
 
@@ -55,25 +84,8 @@ class Collectives(Gathering[T]):
         Average, no factors). Integers are truncated toward zero after each multiplication. Sums
         and products wrap around; the sum of an Average is kept in 64 bits and does not.
         """
-        dtype, shape, source, owner = self._view(tensor)
-        if owner is tensor:
-            owner, target = self._empty_like(tensor)
-        else:
-            target = source  # `owner` is a private copy: reduce that in place
-        self._run(
-            process_set,
-            _ALLREDUCE,
-            name,
-            [(dtype, shape, source, target)],
-            op,
-            prescale_factor,
-            postscale_factor,
-            0,
-            (tensor, owner),
-        )
-        if target == source:
-            owner = self.frontend.placed(owner, tensor)
-        return owner  # type: ignore[no-any-return]
+        scales = prescale_factor, postscale_factor
+        return self.new(Request(ALLREDUCE, name, process_set, op, *scales), tensor)
 
     def allreduce_async(
         self,
@@ -84,13 +96,9 @@ class Collectives(Gathering[T]):
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
     ) -> Handle[T]:
-        """``allreduce`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
-        entry, output, finish = self._fresh(tensor)
-        scales = (prescale_factor, postscale_factor)
-        buffers = (tensor, output)
-        return self._start(
-            process_set, _ALLREDUCE, name, [entry], op, *scales, 0, buffers, output, finish
-        )
+        """``allreduce`` that returns at once."""
+        scales = prescale_factor, postscale_factor
+        return self.start_new(Request(ALLREDUCE, name, process_set, op, *scales), tensor)
 
     def allreduce_(
         self,
@@ -102,14 +110,8 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> T:
         """``allreduce`` in place."""
-        self.frontend.claim(tensor)
-        dtype, shape, address, owner = self._view(tensor)
-        scales = (prescale_factor, postscale_factor)
-        entries = [(dtype, shape, address, address)]
-        self._run(process_set, _ALLREDUCE, name, entries, op, *scales, 0, owner)
-        if owner is not tensor:
-            self.frontend.copy_back(owner, tensor)
-        return tensor
+        scales = prescale_factor, postscale_factor
+        return self.in_place(Request(ALLREDUCE, name, process_set, op, *scales), tensor)
 
     def allreduce_async_(
         self,
@@ -120,15 +122,9 @@ class Collectives(Gathering[T]):
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
     ) -> Handle[T]:
-        """``allreduce_`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
-        entry, owner = self._own(tensor)
-        finish = None if owner is tensor else self._copying_back([owner], [tensor], tensor)
-        pre, post = prescale_factor, postscale_factor
-        return self._start(
-            process_set, _ALLREDUCE, name, [entry], op, pre, post, 0, owner, tensor, finish
-        )
-
-    # grouped allreduce --------------------------------------------------------------------------
+        """``allreduce_`` that returns at once."""
+        scales = prescale_factor, postscale_factor
+        return self.start_in_place(Request(ALLREDUCE, name, process_set, op, *scales), tensor)
 
     def grouped_allreduce(
         self,
@@ -139,14 +135,12 @@ class Collectives(Gathering[T]):
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
     ) -> list[T]:
-        """``allreduce`` of several tensors as one operation, in the order given.
+        """``allreduce`` of several tensors as one operation.
 
         They may differ in shape and dtype; the group is ready when every rank has submitted it.
         """
-        scales = (prescale_factor, postscale_factor)
-        return self._grouped(
-            process_set, tensors, name, op, scales, in_place=False, blocking=True
-        ).wait()
+        scales = prescale_factor, postscale_factor
+        return self.new_group(Request(ALLREDUCE, name, process_set, op, *scales), tensors)
 
     def grouped_allreduce_async(
         self,
@@ -158,8 +152,8 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce`` that returns at once."""
-        scales = (prescale_factor, postscale_factor)
-        return self._grouped(process_set, tensors, name, op, scales, in_place=False, blocking=False)
+        scales = prescale_factor, postscale_factor
+        return self.start_new_group(Request(ALLREDUCE, name, process_set, op, *scales), tensors)
 
     def grouped_allreduce_(
         self,
@@ -171,10 +165,8 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> list[T]:
         """``grouped_allreduce`` in place; returns a list of the tensors given."""
-        scales = (prescale_factor, postscale_factor)
-        return self._grouped(
-            process_set, tensors, name, op, scales, in_place=True, blocking=True
-        ).wait()
+        scales = prescale_factor, postscale_factor
+        return self.group_in_place(Request(ALLREDUCE, name, process_set, op, *scales), tensors)
 
     def grouped_allreduce_async_(
         self,
@@ -186,8 +178,9 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce_`` that returns at once."""
-        scales = (prescale_factor, postscale_factor)
-        return self._grouped(process_set, tensors, name, op, scales, in_place=True, blocking=False)
+        scales = prescale_factor, postscale_factor
+        request = Request(ALLREDUCE, name, process_set, op, *scales)
+        return self.start_group_in_place(request, tensors)
 
     # broadcast ----------------------------------------------------------------------------------
 
@@ -199,13 +192,7 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> T:
         """A new tensor with the values that ``tensor`` has on ``root_rank``; shapes must agree."""
-        entry, output, finish = self._fresh(tensor)
-        root = position_of(root_rank, process_set)
-        buffers = (tensor, output)
-        result: T | None = self._run(
-            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, finish
-        )
-        return output if result is None else result
+        return self.new(_broadcast(root_rank, name, process_set), tensor)
 
     def broadcast_async(
         self,
@@ -215,12 +202,7 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[T]:
         """``broadcast`` that returns at once."""
-        entry, output, finish = self._fresh(tensor)
-        root = position_of(root_rank, process_set)
-        buffers = (tensor, output)
-        return self._start(
-            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, buffers, output, finish
-        )
+        return self.start_new(_broadcast(root_rank, name, process_set), tensor)
 
     def broadcast_(
         self,
@@ -230,12 +212,7 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> T:
         """``broadcast`` in place: ``tensor`` is overwritten on all ranks but ``root_rank``."""
-        entry, owner = self._own(tensor)
-        root = position_of(root_rank, process_set)
-        self._run(process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, owner)
-        if owner is not tensor:
-            self.frontend.copy_back(owner, tensor)
-        return tensor
+        return self.in_place(_broadcast(root_rank, name, process_set), tensor)
 
     def broadcast_async_(
         self,
@@ -245,20 +222,135 @@ class Collectives(Gathering[T]):
         process_set: Group | None = None,
     ) -> Handle[T]:
         """``broadcast_`` that returns at once."""
-        entry, owner = self._own(tensor)
-        root = position_of(root_rank, process_set)
-        finish = None if owner is tensor else self._copying_back([owner], [tensor], tensor)
-        return self._start(
-            process_set, _BROADCAST, name, [entry], Sum, 1.0, 1.0, root, owner, tensor, finish
-        )
+        return self.start_in_place(_broadcast(root_rank, name, process_set), tensor)
 
-    # barrier ------------------------------------------------------------------------------------
+    # allgather ----------------------------------------------------------------------------------
+
+    def allgather(self, tensor: T, name: str | None = None, process_set: Group | None = None) -> T:
+        """The ranks' tensors one after the other along dimension 0, in rank order.
+
+        Dimension 0 may differ between ranks (0 included); the others must agree. A scalar has no
+        dimension to join along: InvalidArgumentError.
+        """
+        return self.new(Request(ALLGATHER, name, process_set), tensor)
+
+    def allgather_async(
+        self, tensor: T, name: str | None = None, process_set: Group | None = None
+    ) -> Handle[T]:
+        """``allgather`` that returns at once."""
+        return self.start_new(Request(ALLGATHER, name, process_set), tensor)
+
+    def grouped_allgather(
+        self, tensors: Sequence[T], name: str | None = None, process_set: Group | None = None
+    ) -> list[T]:
+        """``allgather`` of several tensors as one operation."""
+        return self.new_group(Request(ALLGATHER, name, process_set), tensors)
+
+    def grouped_allgather_async(
+        self, tensors: Sequence[T], name: str | None = None, process_set: Group | None = None
+    ) -> Handle[list[T]]:
+        """``grouped_allgather`` that returns at once."""
+        return self.start_new_group(Request(ALLGATHER, name, process_set), tensors)
+
+    # alltoall -----------------------------------------------------------------------------------
+
+    def alltoall(
+        self,
+        tensor: T,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> tuple[T, list[int]]:
+        """Send ``splits[r]`` rows of ``tensor`` to rank r, the first ones to rank 0, and so on.
+
+        ``splits``: one for each rank, at least 0, together at most dimension 0 (further rows stay);
+        None: equal parts. Returns what the ranks sent here, along dimension 0 in rank order, and
+        how many rows each of them sent. The other dimensions must agree. Raises
+        InvalidArgumentError for a scalar, for splits that do not fit, and for None when dimension
+        0 is not divisible by the number of ranks.
+        """
+        (result,), (received,) = self.new_with_rows(_alltoall(splits, name, process_set), [tensor])
+        return result, received
+
+    def alltoall_async(
+        self,
+        tensor: T,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        process_set: Group | None = None,
+    ) -> Handle[tuple[T, list[int]]]:
+        """``alltoall`` that returns at once."""
+        request = _alltoall(splits, name, process_set)
+        world = self.membership(process_set)
+        prepared = self._buffers.new(
+            request, [tensor], world, lambda made, rows: (made[0], rows[0])
+        )
+        return self._start(request, *prepared)
+
+    # reducescatter ------------------------------------------------------------------------------
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Group | None = None,
+    ) -> T:
+        """``allreduce`` of which every rank gets a part of the rows, in rank order.
+
+        ``tensor``: the same shape on all ranks, at least one dimension. Of n rows on s ranks, each
+        rank gets n // s, and the first n % s ranks one more.
+        """
+        scales = prescale_factor, postscale_factor
+        return self.new(Request(REDUCESCATTER, name, process_set, op, *scales), tensor)
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Group | None = None,
+    ) -> Handle[T]:
+        """``reducescatter`` that returns at once."""
+        scales = prescale_factor, postscale_factor
+        return self.start_new(Request(REDUCESCATTER, name, process_set, op, *scales), tensor)
+
+    def grouped_reducescatter(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Group | None = None,
+    ) -> list[T]:
+        """``reducescatter`` of several tensors as one operation."""
+        scales = prescale_factor, postscale_factor
+        return self.new_group(Request(REDUCESCATTER, name, process_set, op, *scales), tensors)
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Sequence[T],
+        name: str | None = None,
+        op: int = Average,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Group | None = None,
+    ) -> Handle[list[T]]:
+        """``grouped_reducescatter`` that returns at once."""
+        scales = prescale_factor, postscale_factor
+        request = Request(REDUCESCATTER, name, process_set, op, *scales)
+        return self.start_new_group(request, tensors)
+
+    # without tensors ----------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None, process_set: Group | None = None) -> None:
         """Return once every rank has called it. Other pending operations are not waited for."""
-        self._run(process_set, _BARRIER, name, [], Sum, 1.0, 1.0, 0, None)
-
-    # join -------------------------------------------------------------------------------------
+        self._run(Request(BARRIER, name, process_set), [], None)
 
     def join(self, process_set: Group | None = None) -> int:
         """Say that this rank has no data left, and wait until all have said so.
@@ -271,20 +363,12 @@ class Collectives(Gathering[T]):
         Returns the rank that came last, which is the one whose model has seen the most data; the
         same on every rank.
         """
-        last: int = self._start(
-            process_set,
-            _JOIN,
-            None,
+        last: int = self._run(
+            Request(JOIN, None, process_set),
             [],
-            Sum,
-            1.0,
-            1.0,
-            0,
-            None,
             None,
             lambda engine, number: engine.rows(number, 0)[0],
-            True,
-        ).wait()
+        )
         return last if process_set is None else process_set.ranks[last]
 
     # handles ------------------------------------------------------------------------------------
@@ -297,40 +381,82 @@ class Collectives(Gathering[T]):
         """The same as ``handle.wait()``."""
         return handle.wait()
 
-    # inside -------------------------------------------------------------------------------------
+    # any verb -----------------------------------------------------------------------------------
 
-    def _grouped(
-        self,
-        process_set: Group | None,
-        tensors: Sequence[T],
-        name: str | None,
-        op: int,
-        scales: tuple[float, float],
-        *,
-        in_place: bool,
-        blocking: bool,
-    ) -> Handle[list[T]]:
-        finish: Finish[list[T]] | None
-        if in_place:
-            result = list(several(tensors))
-            pairs = [self._own(tensor) for tensor in result]
-            entries, outputs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            finish = self._copying_back(outputs, result, result)
+    def new(self, request: Request, tensor: T) -> T:
+        """Carry out ``request`` on one tensor, into a new one."""
+        if request.verb.makes_outputs:
+            prepared = self._buffers.new(
+                request, (tensor,), self.membership(request.process_set), only
+            )
+            entries, buffers, _, finish, splits = prepared
+            return self._run(request, entries, buffers, finish, splits)  # type: ignore[no-any-return]
+        dtype, shape, source, owner = self._view(tensor)
+        if owner is tensor:
+            owner, target = self._empty_like(tensor)
         else:
-            fresh = [self._fresh(tensor) for tensor in several(tensors)]
-            entries, result = [each[0] for each in fresh], [each[1] for each in fresh]
-            outputs, finish = result, self._together(result, [each[2] for each in fresh])
-        buffers = (tuple(tensors), outputs)
-        return self._start(
-            process_set,
-            _ALLREDUCE,
-            name,
-            entries,
-            op,
-            *scales,
-            0,
-            buffers,
-            result,
-            finish,
-            blocking,
-        )
+            target = source  # `owner` is a private copy: work on that in place
+        self._run(request, [(dtype, shape, source, target)], (tensor, owner))
+        if target == source:
+            owner = self.frontend.placed(owner, tensor)
+        return owner  # type: ignore[no-any-return]
+
+    def new_group(self, request: Request, tensors: Sequence[T]) -> list[T]:
+        """Carry out ``request`` on several tensors, into new ones."""
+        results: list[T] = self.new_with_rows(request, several(tensors))[0]
+        return results
+
+    def new_with_rows(
+        self, request: Request, tensors: Sequence[T]
+    ) -> tuple[list[T], list[list[int]]]:
+        """The same, with the rows that each rank gave or sent here, by result.
+
+        These are known of verbs that join tensors along their first dimension.
+        """
+        world = self.membership(request.process_set)
+        entries, buffers, result, finish, splits = self._buffers.new(request, tensors, world, both)
+        made = self._run(request, entries, buffers, finish, splits)
+        return result if finish is None else made  # type: ignore[no-any-return]
+
+    def start_new(self, request: Request, tensor: T) -> Handle[T]:
+        """``new`` that returns at once."""
+        world = self.membership(request.process_set)
+        return self._start(request, *self._buffers.new(request, (tensor,), world, only))
+
+    def start_new_group(self, request: Request, tensors: Sequence[T]) -> Handle[list[T]]:
+        """``new_group`` that returns at once."""
+        world = self.membership(request.process_set)
+        return self._start(request, *self._buffers.new(request, several(tensors), world, all_of))
+
+    def in_place(self, request: Request, tensor: T) -> T:
+        """Carry out ``request`` on one tensor, and overwrite that."""
+        self.frontend.claim(tensor)
+        dtype, shape, address, owner = self._view(tensor)
+        self._run(request, [(dtype, shape, address, address)], owner)
+        if owner is not tensor:
+            self.frontend.copy_back(owner, tensor)
+        return tensor
+
+    def group_in_place(self, request: Request, tensors: Sequence[T]) -> list[T]:
+        """Carry out ``request`` on several tensors, and overwrite them."""
+        prepared = self._buffers.in_place(several(tensors), all_of)
+        entries, buffers, result, finish, splits = prepared
+        self._run(request, entries, buffers, finish, splits)
+        return result  # type: ignore[no-any-return]
+
+    def start_in_place(self, request: Request, tensor: T) -> Handle[T]:
+        """``in_place`` that returns at once."""
+        return self._start(request, *self._buffers.in_place((tensor,), only))
+
+    def start_group_in_place(self, request: Request, tensors: Sequence[T]) -> Handle[list[T]]:
+        """``group_in_place`` that returns at once."""
+        return self._start(request, *self._buffers.in_place(several(tensors), all_of))
+
+
+def _broadcast(root_rank: int, name: str | None, process_set: Group | None) -> Request:
+    root = position_of(root_rank, process_set)
+    return Request(BROADCAST, name, process_set, Sum, 1.0, 1.0, root)
+
+
+def _alltoall(splits: Sequence[int] | None, name: str | None, process_set: Group | None) -> Request:
+    return Request(ALLTOALL, name, process_set, splits=splits)

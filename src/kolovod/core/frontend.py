@@ -62,6 +62,15 @@ class Frontend(Protocol[T]):
         """``dense``, which holds a result for ``like``, where ``like`` is: on its device."""
         ...
 
-    def from_bytes(self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]) -> T:
-        """A tensor over ``data`` (one dimension, owns its memory, 64-byte aligned); no copy."""
+    def from_bytes(
+        self,
+        data: npt.NDArray[np.uint8],
+        dtype: int,
+        shape: tuple[int, ...],
+        like: T | None = None,
+    ) -> T:
+        """A tensor over ``data`` (one dimension, owns its memory, 64-byte aligned); no copy.
+
+        ``like``: of the same kind, if the framework has several.
+        """
         ...

@@ -105,7 +105,13 @@ class NumpyFrontend:
         """See Frontend.placed. All are in host memory."""
         return dense
 
-    def from_bytes(self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]) -> Array:
+    def from_bytes(
+        self,
+        data: npt.NDArray[np.uint8],
+        dtype: int,
+        shape: tuple[int, ...],
+        like: Array | None = None,
+    ) -> Array:
         """See Frontend.from_bytes."""
         array = data.view(_BY_CODE[dtype] if dtype in _BY_CODE else _ml_dtype(dtype))
         return array if len(shape) == 1 else array.reshape(shape)

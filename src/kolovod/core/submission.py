@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import index
 from time import monotonic_ns
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from kolovod import _native
 from kolovod.core import spans
-from kolovod.core.frontend import Frontend
 from kolovod.core.handles import Handle, keeper
-from kolovod.core.ops import Op
+from kolovod.core.ops import Op, Sum
+from kolovod.core.verbs import Verb
 from kolovod.errors import InvalidArgumentError, from_engine
 
 T = TypeVar("T")
@@ -58,17 +58,31 @@ class Group(Protocol):
         ...
 
 
-class Submitter(Generic[T]):
-    """Submits requests and makes their results; the verbs are in Collectives."""
+class Request(NamedTuple):
+    """One operation, but for its tensors."""
 
-    _handle_type: type[Handle[Any]] = Handle
+    verb: Verb
+    name: str | None = None
+    process_set: Group | None = None
+    op: int = Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    """Position in the process set of the rank that a broadcast comes from; of messages, the peer's
+    (-1: any)."""
+    splits: Any = None
+    """Of an alltoall, rows for each rank; of messages, the tag."""
 
-    def __init__(self, frontend: Frontend[T], world: Callable[[], WorldLike]) -> None:
-        """``world`` is asked on every call, so that a new world needs no new Collectives."""
-        self.frontend = frontend
+
+class Submitter:
+    """Hands requests to the engine of the world, or of a process set, and waits for them."""
+
+    def __init__(
+        self, world: Callable[[], WorldLike], handle_type: type[Handle[Any]] = Handle
+    ) -> None:
+        """``world`` is asked on every call, so that a new world needs no new Submitter."""
         self.world = world
-        self._view = frontend.view
-        self._empty_like = frontend.empty_like
+        self._handle_type = handle_type
 
     def membership(self, process_set: Group | None) -> WorldLike:
         """The engine to use, and this rank's place in it. InvalidArgumentError for no set."""
@@ -80,25 +94,20 @@ class Submitter(Generic[T]):
             raise no_process_set(process_set) from None
         return membership()
 
-    def _run(
+    def run(
         self,
-        process_set: Group | None,
-        verb: int,
-        name: str | None,
+        request: Request,
         entries: list[EngineTensor],
-        op: int,
-        prescale: float,
-        postscale: float,
-        root: int,
         buffers: object,
         finish: Callable[[_native.Engine, int], Any] | None = None,
         splits: Sequence[int] = (),
     ) -> Any:
         """Submit, wait, and make the result by ``finish(engine, number)``, else None.
 
-        Three calls into the engine and nothing else on the good path. ``op + 0`` is the plain int
-        of an Op, which the binding takes much faster.
+        ``buffers`` stay alive until then. Three calls into the engine and nothing else on the good
+        path. ``op + 0`` is the plain int of an Op, which the binding takes much faster.
         """
+        verb, name, process_set, op, prescale, postscale, root, _ = request
         engine = self.membership(process_set).engine
         if keeper:
             keeper.sweep()
@@ -106,7 +115,7 @@ class Submitter(Generic[T]):
         start_ns = monotonic_ns() if spans.log.on else 0
         try:
             number = engine.submit(
-                verb, name or "", entries, op + 0, prescale, postscale, root, True, splits
+                verb.number, name or "", entries, op + 0, prescale, postscale, root, True, splits
             )
             engine.wait(number, -1.0)
             result = None if finish is None else finish(engine, number)
@@ -115,32 +124,29 @@ class Submitter(Generic[T]):
                 spans.log.add(spans.WAIT, start_ns, monotonic_ns())
             return result
         except BaseException as error:
-            self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))
+            _failed(error, engine, number, buffers, request)
 
-    def _start(
+    def start(
         self,
-        process_set: Group | None,
-        verb: int,
-        name: str | None,
+        request: Request,
         entries: list[EngineTensor],
-        op: int,
-        prescale: float,
-        postscale: float,
-        root: int,
         buffers: object,
         result: Any,
         finish: Callable[[_native.Engine, int], Any] | None = None,
-        blocking: bool = False,
         splits: Sequence[int] = (),
+        *,
+        blocking: bool = False,
         out_bytes: Sequence[int] = (),
     ) -> Handle[Any]:
+        """Submit. ``blocking``: whoever calls will wait at once, and drive the engine."""
+        verb, name, process_set, op, prescale, postscale, root, _ = request
         engine = self.membership(process_set).engine
         if keeper:
             keeper.sweep()
         number = 0
         try:
             number = engine.submit(
-                verb,
+                verb.number,
                 name or "",
                 entries,
                 op + 0,
@@ -153,75 +159,19 @@ class Submitter(Generic[T]):
             )
             return self._handle_type(engine, number, buffers, result, finish)
         except BaseException as error:
-            self._failed(error, engine, number, buffers, (name, op, prescale, postscale, root))
+            _failed(error, engine, number, buffers, request)
 
-    def _failed(
-        self,
-        error: BaseException,
-        engine: _native.Engine,
-        number: int,
-        buffers: object,
-        arguments: tuple[object, object, object, object, object],
-    ) -> NoReturn:
-        if number != 0 or not isinstance(error, Exception):
-            keeper.keep(engine, number, buffers)
-        if isinstance(error, _native.EngineError):
-            raise from_engine(error) from None
-        if isinstance(error, TypeError | ValueError):
-            check_arguments(*arguments)
-        raise error
 
-    def _fresh(self, tensor: T) -> tuple[EngineTensor, T, Finish[T] | None]:
-        """What the engine is told about ``tensor``, and the new tensor that receives the result.
-
-        Third, what brings the result to where ``tensor`` is, if it is received in a private copy.
-        """
-        dtype, shape, source, owner = self._view(tensor)
-        if owner is tensor:
-            output, target = self._empty_like(tensor)
-            return (dtype, shape, source, target), output, None
-        return (dtype, shape, source, source), owner, self._placing(owner, tensor)
-
-    def _placing(self, owner: T, tensor: T) -> Finish[T]:
-        placed = self.frontend.placed
-        return lambda engine, number: placed(owner, tensor)
-
-    def _own(self, tensor: T) -> tuple[EngineTensor, T]:
-        """The same for work in place; the second is ``tensor`` or a dense stand-in for it."""
-        self.frontend.claim(tensor)
-        dtype, shape, address, owner = self._view(tensor)
-        return (dtype, shape, address, address), owner
-
-    @staticmethod
-    def _together(
-        outputs: Sequence[T], finishes: Sequence[Finish[T] | None]
-    ) -> Finish[list[T]] | None:
-        """What finishes several results of ``_fresh``, if any needs it."""
-        if not any(finishes):
-            return None
-
-        def finish(engine: _native.Engine, number: int) -> list[T]:
-            return [
-                output if one is None else one(engine, number)
-                for output, one in zip(outputs, finishes, strict=True)
-            ]
-
-        return finish
-
-    def _copying_back(
-        self, owners: Sequence[T], tensors: Sequence[T], result: Any
-    ) -> Callable[[_native.Engine, int], Any] | None:
-        pairs = [(owner, t) for owner, t in zip(owners, tensors, strict=True) if owner is not t]
-        if not pairs:
-            return None
-        copy_back = self.frontend.copy_back
-
-        def finish(engine: _native.Engine, number: int) -> Any:
-            for owner, tensor in pairs:
-                copy_back(owner, tensor)
-            return result
-
-        return finish
+def _failed(
+    error: BaseException, engine: _native.Engine, number: int, buffers: object, request: Request
+) -> NoReturn:
+    if number != 0 or not isinstance(error, Exception):
+        keeper.keep(engine, number, buffers)
+    if isinstance(error, _native.EngineError):
+        raise from_engine(error) from None
+    if isinstance(error, TypeError | ValueError):
+        check_request(request)
+    raise error
 
 
 def no_process_set(given: object) -> InvalidArgumentError:
@@ -260,6 +210,11 @@ def check_arguments(
         if not isinstance(factor, int | float):
             raise InvalidArgumentError(f"{label} is {factor!r}: give a float")
     rank_number("root_rank", root)
+
+
+def check_request(request: Request) -> None:
+    """Raise InvalidArgumentError for the first of its fields that the binding cannot take."""
+    check_arguments(request.name, request.op, request.prescale, request.postscale, request.root)
 
 
 def rank_number(label: str, value: Any) -> int:

@@ -17,47 +17,61 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import index
-from typing import Any, TypeVar
+from typing import Any
 
 from kolovod import _native
-from kolovod.core.frontend import ON_DEVICE
+from kolovod.core.buffers import Buffers
+from kolovod.core.frontend import ON_DEVICE, Frontend
 from kolovod.core.handles import Handle
-from kolovod.core.ops import Sum
-from kolovod.core.submission import EngineTensor, Group, Submitter, position_of, rank_number
+from kolovod.core.submission import (
+    EngineTensor,
+    Group,
+    Request,
+    Submitter,
+    WorldLike,
+    position_of,
+    rank_number,
+)
+from kolovod.core.verbs import RECV, SEND
 from kolovod.errors import InvalidArgumentError
 
-T = TypeVar("T")
-
-_SEND = _native.VERBS["send"]
-_RECV = _native.VERBS["recv"]
 _ANY = -1
 _MAX_TAG = (1 << 63) - 1
 
 
-class Transfers(Submitter[T]):
+class Transfers:
     """The verbs between two ranks, on the tensors of one framework."""
 
-    def send(self, tensor: T, dst: int, tag: int = 0, process_set: Group | None = None) -> None:
+    def __init__(self, frontend: Frontend[Any], world: Callable[[], WorldLike]) -> None:
+        """``world`` is asked on every call."""
+        self._frontend = frontend
+        self._own = Buffers(frontend).own
+        submitter = Submitter(world)
+        self._membership, self._run, self._start = (
+            submitter.membership,
+            submitter.run,
+            submitter.start,
+        )
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, process_set: Group | None = None) -> None:
         """Send ``tensor``, of any shape and dtype that the engine knows, to rank ``dst``.
 
         ``dst`` is a rank of the world, also with a ``process_set`` (whose messages are apart from
         all others'); ``tag`` an int from 0 on. Returns when ``tensor`` may be written again.
         """
         self._not_to_itself("send to", "dst", dst, process_set)
-        entry, buffers, root, splits = self._sending(tensor, dst, tag, process_set)
-        self._run(process_set, _SEND, None, [entry], Sum, 1.0, 1.0, root, buffers, None, splits)
+        request, entry, buffers = self._sending(tensor, dst, tag, process_set)
+        self._run(request, [entry], buffers, None, request.splits)
 
     def isend(
-        self, tensor: T, dst: int, tag: int = 0, process_set: Group | None = None
+        self, tensor: Any, dst: int, tag: int = 0, process_set: Group | None = None
     ) -> Handle[None]:
         """``send`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
-        entry, buffers, root, splits = self._sending(tensor, dst, tag, process_set)
-        return self._start(
-            process_set, _SEND, None, [entry], Sum, 1.0, 1.0, root, buffers, None, splits=splits
-        )
+        request, entry, buffers = self._sending(tensor, dst, tag, process_set)
+        return self._start(request, [entry], buffers, None, None, request.splits)
 
     def recv(
-        self, tensor: T, src: int | None = None, tag: int = 0, process_set: Group | None = None
+        self, tensor: Any, src: int | None = None, tag: int = 0, process_set: Group | None = None
     ) -> int:
         """Receive into ``tensor`` a message of rank ``src``, or of any rank (None).
 
@@ -65,58 +79,45 @@ class Transfers(Submitter[T]):
         """
         if src is not None:
             self._not_to_itself("recv from", "src", src, process_set)
-        entry, owner, root, splits = self._receiving(tensor, src, tag, process_set)
+        request, entry, owner = self._receiving(tensor, src, tag, process_set)
         finish = self._finish(tensor, owner, process_set)
-        source: int = self._run(
-            process_set, _RECV, None, [entry], Sum, 1.0, 1.0, root, (tensor, owner), finish, splits
-        )
+        source: int = self._run(request, [entry], (tensor, owner), finish, request.splits)
         return source
 
     def irecv(
-        self, tensor: T, src: int | None = None, tag: int = 0, process_set: Group | None = None
+        self, tensor: Any, src: int | None = None, tag: int = 0, process_set: Group | None = None
     ) -> Handle[int]:
         """``recv`` that returns at once; ``wait`` of the handle returns who sent the message."""
-        entry, owner, root, splits = self._receiving(tensor, src, tag, process_set)
+        request, entry, owner = self._receiving(tensor, src, tag, process_set)
         finish = self._finish(tensor, owner, process_set)
-        return self._start(
-            process_set,
-            _RECV,
-            None,
-            [entry],
-            Sum,
-            1.0,
-            1.0,
-            root,
-            (tensor, owner),
-            None,
-            finish,
-            splits=splits,
-        )
+        return self._start(request, [entry], (tensor, owner), None, finish, request.splits)
 
     def _sending(
-        self, tensor: T, dst: int, tag: int, process_set: Group | None
-    ) -> tuple[EngineTensor, object, int, list[int]]:
-        dtype, shape, address, owner = self._view(tensor)
+        self, tensor: Any, dst: int, tag: int, process_set: Group | None
+    ) -> tuple[Request, EngineTensor, object]:
+        dtype, shape, address, owner = self._frontend.view(tensor)
         _check_place(dtype)
         root = position_of(rank_number("dst", dst), process_set)
         if root < 0:
             raise InvalidArgumentError(f"dst is {dst}: give the number of a rank")
-        return (dtype, shape, address, address), (tensor, owner), root, [_tag(tag)]
+        request = Request(SEND, None, process_set, root=root, splits=[_tag(tag)])
+        return request, (dtype, shape, address, address), (tensor, owner)
 
     def _receiving(
-        self, tensor: T, src: int | None, tag: int, process_set: Group | None
-    ) -> tuple[EngineTensor, T, int, list[int]]:
+        self, tensor: Any, src: int | None, tag: int, process_set: Group | None
+    ) -> tuple[Request, EngineTensor, Any]:
         entry, owner = self._own(tensor)
         _check_place(entry[0])
         root = _ANY if src is None else position_of(rank_number("src", src), process_set)
         if root < 0 and src is not None:
             raise InvalidArgumentError(f"src is {src}: give the number of a rank, or None for any")
-        return entry, owner, root, [_tag(tag)]
+        request = Request(RECV, None, process_set, root=root, splits=[_tag(tag)])
+        return request, entry, owner
 
     def _finish(
-        self, tensor: T, owner: T, process_set: Group | None
+        self, tensor: Any, owner: Any, process_set: Group | None
     ) -> Callable[[_native.Engine, int], int]:
-        copy_back = None if owner is tensor else self.frontend.copy_back
+        copy_back = None if owner is tensor else self._frontend.copy_back
 
         def finish(engine: _native.Engine, number: int) -> int:
             if copy_back is not None:
@@ -127,7 +128,7 @@ class Transfers(Submitter[T]):
         return finish
 
     def _not_to_itself(self, what: str, label: str, peer: int, process_set: Group | None) -> None:
-        place = self.membership(process_set)
+        place = self._membership(process_set)
         if position_of(rank_number(label, peer), process_set) == place.rank:
             raise InvalidArgumentError(
                 f"{what} rank {peer}, which is this one, would wait for itself: use isend and irecv"

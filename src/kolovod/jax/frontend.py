@@ -72,7 +72,7 @@ class JaxFrontend:
         return dense
 
     def from_bytes(
-        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
+        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...], like: Any = None
     ) -> jax.Array:
         """See Frontend.from_bytes. JAX copies where it has to."""
         values = data.view(_BY_CODE[dtype]).reshape(shape)

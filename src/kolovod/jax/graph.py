@@ -21,6 +21,7 @@ from jax.interpreters import mlir
 
 from kolovod import _native
 from kolovod.core.process_sets import number_of
+from kolovod.core.verbs import ALLREDUCE, BARRIER, BROADCAST
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax.primitive import TOGETHER, Call, primitive
 
@@ -68,19 +69,19 @@ def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
             "device: start as many processes, or call it outside of pmap, shard_map and jit of "
             "arrays that are spread over devices"
         )
-    if call.verb == TOGETHER:
+    if call.verb is TOGETHER:
         aliases = {i: i for i in range(len(operands))}
         together = jax.ffi.ffi_lowering(_TARGET, operand_output_aliases=aliases)
         return together(context, *operands, together=np.int64(1))  # type: ignore[no-any-return]
     rank, size = (call.world.rank, call.world.size) if call.is_placed else (-1, -1)
     attributes = {
         "name": _name(context, call),
-        "verb": np.int64(_native.VERBS[call.verb]),
-        "op": np.int64(call.op),
-        "root": np.int64(call.root),
-        "prescale": np.float64(call.scales[0]),
-        "postscale": np.float64(call.scales[1]),
-        "process_set": np.int64(number_of(call.process_set)),
+        "verb": np.int64(call.verb.number),
+        "op": np.int64(call.request.op),
+        "root": np.int64(call.request.root),
+        "prescale": np.float64(call.request.prescale),
+        "postscale": np.float64(call.request.postscale),
+        "process_set": np.int64(number_of(call.request.process_set)),
         "zeroed": np.int64(call.zeroed),
         "rank": np.int64(rank),
         "size": np.int64(size),
@@ -98,9 +99,9 @@ def _in_place(call: Call, operands: Sequence[Any]) -> list[int]:
     is computed later, which would then wait until this one has been sent. What comes from outside
     of the function would have to be copied.
     """
-    if call.verb == "barrier":
+    if call.verb is BARRIER:
         return list(range(len(operands)))
-    if call.verb not in ("allreduce", "broadcast"):
+    if call.verb not in (ALLREDUCE, BROADCAST):
         return []
     return [i for i, each in enumerate(operands) if not isinstance(each.owner, mlir.ir.Block)]
 
@@ -114,7 +115,7 @@ def _refusal(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
 
 
 def _said(call: Call) -> str:
-    return call.verb if call.name is None else f"{call.verb} '{call.full_name}'"
+    return call.verb.name if call.name is None else f"{call.verb} '{call.full_name}'"
 
 
 def _name(context: Any, call: Call) -> str:
@@ -128,7 +129,7 @@ def _name(context: Any, call: Call) -> str:
     name = call.full_name
     if name is None:
         program = module.module.operation.attributes["sym_name"].value
-        name = ".".join((program, call.verb, *call.steps))
+        name = ".".join((program, call.verb.name, *call.steps))
     taken[name] += 1
     count = taken[name]
     return name if count == 1 and call.name is not None else f"{name}#{count}"

@@ -2,52 +2,50 @@
 
 JAX calls ``JaxCollectives.run`` for values, and the rules here for everything else. All verbs but a
 reduction with Min, Max, Product or Adasum are linear in all ranks' inputs. So the derivative of a
-verb is the verb itself, of tangents, and its transpose, by which gradients go back, is
-
-| verb          | transpose                                                              |
-|---------------|------------------------------------------------------------------------|
-| allreduce     | the same allreduce                                                     |
-| broadcast     | allreduce with Sum, then zeros on all ranks but the root               |
-| allgather     | allreduce with Sum, then this rank's rows                              |
-| alltoall      | alltoall                                                               |
-| reducescatter | allgather, times the factors (Average: over the number of ranks, too)  |
-
-That is the gradient of the *sum of all ranks' losses* with respect to this rank's input.
+verb is the verb itself, of tangents, and gradients go back by its transpose, of which
+kolovod/core/derivatives.py has the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from kolovod.core.ops import Adasum, Average, Op, Sum
-from kolovod.core.submission import Group, WorldLike, check_arguments, position_of
+from kolovod.core.derivatives import Given, backward_request, finish, need_linear
+from kolovod.core.frontend import Frontend
+from kolovod.core.ops import Adasum
+from kolovod.core.submission import Group, Request, WorldLike, check_request
+from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, Then, Verb
 from kolovod.errors import InvalidArgumentError
 
-if TYPE_CHECKING:
-    from kolovod.jax.verbs import JaxCollectives
-
-# Verbs that join arrays along their first dimension, or cut them there.
-TOGETHER = "together"
+TOGETHER = Verb("together", -1)
 """No verb, but what gives arrays when all of them have values: see ``Pytrees.allreduce_pytree``."""
-_BY_ROWS = ("allgather", "alltoall", "reducescatter")
+
+
+class Runner(Protocol):
+    """What carries out a call whose arrays have values: JaxCollectives."""
+
+    frontend: Frontend[Any]
+
+    def membership(self, process_set: Group | None) -> WorldLike:
+        """See Submitter.membership."""
+        ...
+
+    def run(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results of ``call``."""
+        ...
 
 
 class Call(NamedTuple):
-    """A verb with all that it is given besides arrays; a constant of the programs it is in."""
+    """A request with what JAX makes of it; a constant of the programs that it is in."""
 
-    verb: str
-    verbs: JaxCollectives
-    name: str | None
-    process_set: Group | None = None
-    op: int = Sum
-    scales: tuple[float, float] = (1.0, 1.0)
-    root_rank: int = 0
+    request: Request
+    verbs: Runner
     placed: bool = False
     """Whether what the program does with the results depends on which rank of how many this is."""
     zeroed: bool = False
@@ -57,9 +55,19 @@ class Call(NamedTuple):
     """How it was derived from the verb that the user has called."""
 
     @property
+    def verb(self) -> Verb:
+        """Which verb it is."""
+        return self.request.verb
+
+    @property
+    def name(self) -> str | None:
+        """The name that the user has given."""
+        return self.request.name
+
+    @property
     def world(self) -> WorldLike:
         """The place of this rank among those that take part. Raises what ``membership`` raises."""
-        return self.verbs.membership(self.process_set)
+        return self.verbs.membership(self.request.process_set)
 
     @property
     def full_name(self) -> str | None:
@@ -69,13 +77,7 @@ class Call(NamedTuple):
     @property
     def is_placed(self) -> bool:
         """Whether the program is for one rank of one world only."""
-        return self.placed or self.verb in _BY_ROWS or self.process_set is not None
-
-    @property
-    def root(self) -> int:
-        """Where the root of a broadcast stands among those that take part."""
-        is_root = self.verb == "broadcast"
-        return position_of(self.root_rank, self.process_set) if is_root else self.root_rank
+        return self.placed or self.verb.makes_outputs or self.request.process_set is not None
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
         """``bind`` for what the user gives. Raises InvalidArgumentError for other than arrays."""
@@ -90,20 +92,18 @@ class Call(NamedTuple):
 
     def tangent(self) -> Call:
         """The same for tangents. Raises InvalidArgumentError if it has no derivative."""
-        if self.verb in ("allreduce", "reducescatter") and self.op not in (Average, Sum):
-            raise InvalidArgumentError(
-                f"{self.verb} with op {Op(self.op).name} has no gradient here; use Average or Sum"
-            )
+        need_linear(self.request)
         return self._replace(steps=(*self.steps, "tangent"))
 
     def backward(self) -> Call:
-        """The same for what comes back; the verb may still have to be exchanged."""
+        """What sends back what comes to the results; ``derivatives.finish`` does the rest."""
         steps = self.steps[:-1] if self.steps[-1:] == ("tangent",) else self.steps
-        return self._replace(steps=(*steps, "backward"), placed=True)
+        back = backward_request(self.request)._replace(name=self.name)
+        return self._replace(request=back, steps=(*steps, "backward"), placed=True)
 
     def check(self) -> None:
         """Raise InvalidArgumentError for what eager verbs leave to the engine's binding."""
-        check_arguments(self.name, self.op, *self.scales, self.root_rank)
+        check_request(self.request)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the result for an array of this ``shape``, the same on all ranks.
@@ -111,21 +111,21 @@ class Call(NamedTuple):
         Programs for other shapes may come to their operations in another order, and ranks that do
         would wait for each other for ever.
         """
-        if self.verb not in _BY_ROWS:
+        if not self.verb.makes_outputs:
             return shape
         if not shape:
             raise InvalidArgumentError(
                 f"{self.verb}: a scalar has no dimension 0; give an array of shape (1,)"
             )
         size, rows = self.world.size, shape[0]
-        if self.verb == "allgather":
+        if self.verb is ALLGATHER:
             return (rows * size, *shape[1:])
         if rows % size != 0:
             raise InvalidArgumentError(
                 f"{self.verb}: {rows} rows cannot be split evenly over {size} ranks, which must be "
                 "inside jax.jit and for derivatives: there, all ranks need the same shapes"
             )
-        return shape if self.verb == "alltoall" else (rows // size, *shape[1:])
+        return shape if self.verb is ALLTOALL else (rows // size, *shape[1:])
 
 
 _primitive = Primitive("kolovod")
@@ -156,7 +156,7 @@ def _jvp(
     arrays: Sequence[Any], tangents: Sequence[Any], *, call: Call
 ) -> tuple[list[Any], list[Any]]:
     results = call.bind(arrays)
-    if call.verb in ("barrier", TOGETHER):
+    if call.verb in (BARRIER, TOGETHER):
         return results, list(tangents)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     outgoing: list[Any] = [_zero(result) for result in results]
@@ -180,28 +180,44 @@ def _transpose(cotangents: Sequence[Any], *arrays: Any, call: Call) -> list[Any]
     shapes = [arrays[i].aval.shape for i in wanted]
     given = [ad.instantiate_zeros(cotangents[i]) for i in wanted]
     results: list[Any] = [None] * len(arrays)
-    for i, result in zip(wanted, _sent_back(call.backward(), given, shapes), strict=True):
+    for i, result in zip(wanted, _sent_back(call, given, shapes), strict=True):
         results[i] = result
     return results
 
 
+class _Arithmetic:
+    """See derivatives.Arithmetic."""
+
+    @staticmethod
+    def zero_unless(rank: int, root: int, array: Any) -> Any:
+        """Nothing: the operation itself gives zeros (``Call.zeroed``)."""
+        return array
+
+    @staticmethod
+    def rows(array: Any, start: int, count: int) -> Any:
+        return jax.lax.slice_in_dim(array, start, start + count)
+
+    @staticmethod
+    def padded(array: Any, rows: int) -> Any:
+        """Nothing: splits are equal."""
+        return array
+
+    @staticmethod
+    def scaled(array: Any, factor: float, divisor: int | None) -> Any:
+        return array * jnp.asarray(factor / (divisor or 1), array.dtype)
+
+
 def _sent_back(call: Call, given: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
-    """What the inputs get of what came to the outputs, by the table above."""
-    world = call.world
-    if call.verb == "broadcast":
-        summed = call._replace(verb="allreduce", op=Sum, zeroed=world.rank != call.root)
-        return summed.bind(given)
-    if call.verb == "allgather":
-        totals = call._replace(verb="allreduce", op=Sum).bind(given)
-        return [
-            jax.lax.slice_in_dim(total, world.rank * shape[0], (world.rank + 1) * shape[0])
-            for total, shape in zip(totals, shapes, strict=True)
-        ]
-    if call.verb == "reducescatter":
-        factor = call.scales[0] * call.scales[1] / (world.size if call.op == Average else 1)
-        gather = call._replace(verb="allgather", op=Sum, scales=(1.0, 1.0))
-        return [whole * jnp.asarray(factor, whole.dtype) for whole in gather.bind(given)]
-    return call.bind(given)  # allreduce, alltoall
+    """What the inputs get of what came to the outputs."""
+    world, request, back = call.world, call.request, call.backward()
+    adjoint = request.verb.adjoint
+    assert adjoint is not None
+    if adjoint.then is Then.ZERO_UNLESS_ROOT:
+        back = back._replace(zeroed=world.rank != request.root)
+    rows = [shape[0] if shape else 0 for shape in shapes]
+    starts = [world.rank * count for count in rows]
+    facts = Given(world.rank, world.size, rows, starts)
+    return finish(request, facts, back.bind(given), _Arithmetic())
 
 
 ad.primitive_transposes[_primitive] = _transpose
@@ -211,11 +227,11 @@ def _batch(
     arrays: Sequence[Any], dims: Sequence[int | None], *, call: Call
 ) -> tuple[list[Any], list[int | None]]:
     """For vmap: one operation on all of the batch."""
-    if call.op == Adasum and call.verb == "allreduce":
+    if call.request.op == Adasum and call.verb is ALLREDUCE:
         raise InvalidArgumentError(
             "under jax.vmap Adasum would take the whole batch for one vector: use Average or Sum"
         )
-    if call.verb in _BY_ROWS:
+    if call.verb.makes_outputs:
         # Not as the first dimension, and not in front of one that is missing.
         arrays = [
             array if dim is None or array.ndim == 1 else jnp.moveaxis(array, dim, 1)

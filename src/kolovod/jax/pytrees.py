@@ -14,12 +14,12 @@ from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
-from kolovod.core.submission import Group, position_of
+from kolovod.core.submission import Group, Request, position_of
+from kolovod.core.verbs import BROADCAST
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.gradients.compression import Compression, Compressor
 from kolovod.jax.frontend import DTYPES
-from kolovod.jax.primitive import Call
 from kolovod.jax.verbs import JaxCollectives
 
 Tree = TypeVar("Tree")
@@ -104,8 +104,10 @@ class Pytrees:
         leaves = [leaf for _, leaf in pairs]
         arrays = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
         if any(isinstance(leaves[i], jax.core.Tracer) for i in arrays):
-            call = Call("broadcast", self._verbs, name, process_set, root_rank=root_rank)
-            received = call.of([_sendable(leaves[i], keys[i]) for i in arrays])
+            root = position_of(root_rank, process_set)
+            request = Request(BROADCAST, name, process_set, root=root)
+            sent = [_sendable(leaves[i], keys[i]) for i in arrays]
+            received = self._verbs.new_group(request, sent)
         else:
             over = self._verbs.world if process_set is None else process_set.membership
             root = position_of(root_rank, process_set)
@@ -127,7 +129,7 @@ class Pytrees:
 
 
 def _broadcast(
-    arrays: Sequence[Any], root: int, name: str, on_arrays: Collectives[Any], on_jax: JaxCollectives
+    arrays: Sequence[Any], root: int, name: str, on_arrays: Collectives, on_jax: JaxCollectives
 ) -> list[Any]:
     """NumPy's arrays, and JAX's, which come back to where they were."""
     host = jax.local_devices(backend="cpu")[0]

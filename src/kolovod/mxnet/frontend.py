@@ -64,9 +64,9 @@ class MxnetFrontend:
         return dense
 
     def from_bytes(
-        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
+        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...], like: Any = None
     ) -> mx.nd.NDArray:
-        """A classic array with a copy of ``data``.
+        """An array of the kind of ``like``, else a classic one, with a copy of ``data``.
 
         MXNet could take the memory itself, but would give it back from a thread of its own, which
         it may do after Python has ended.
@@ -74,7 +74,7 @@ class MxnetFrontend:
         array = mx.nd.empty(shape, dtype=_BY_CODE[dtype])
         if data.nbytes:
             ctypes.memmove(_address(array), data.ctypes.data, data.nbytes)
-        return array
+        return array.as_np_ndarray() if isinstance(like, mx.np.ndarray) else array
 
 
 def check(tensor: Any) -> int:

@@ -30,7 +30,7 @@ from kolovod.lifecycle import init, shutdown
 from kolovod.numpy.functions import Functions
 from kolovod.observe.timeline import start_timeline, stop_timeline
 
-collectives: Collectives[Array] = Collectives(NumpyFrontend(), current)
+collectives: Collectives = Collectives(NumpyFrontend(), current)
 _objects = Objects(collectives.world)
 _functions = Functions(collectives)
 _transfers = Transfers(collectives.frontend, collectives.world)

@@ -14,7 +14,7 @@ from kolovod.gradients.agreement import agree
 class Functions:
     """The functions over one world; ``kolovod.numpy`` binds them to the process's own."""
 
-    def __init__(self, verbs: Collectives[Array]) -> None:
+    def __init__(self, verbs: Collectives) -> None:
         """``verbs``: on arrays."""
         self._verbs = verbs
         self._objects = Objects(verbs.world)

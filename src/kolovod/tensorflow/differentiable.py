@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from kolovod.core.collectives import Collectives
 from kolovod.core.process_sets import number_of
-from kolovod.core.submission import Group
+from kolovod.core.submission import Group, Request
 from kolovod.tensorflow import gradients, graph
 from kolovod.tensorflow.gradients import Tensors
-
-if TYPE_CHECKING:
-    from kolovod.tensorflow.verbs import TensorflowCollectives
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class VerbsOfSet:
     """The verbs on one process set in the mode of the moment, as gradients need them."""
 
-    def __init__(self, verbs: TensorflowCollectives, process_set: Group | None) -> None:
+    def __init__(self, verbs: Collectives, process_set: Group | None) -> None:
         self._verbs = verbs
         self._set = process_set
 
@@ -35,16 +32,8 @@ class VerbsOfSet:
         """The set's. Raises InvalidArgumentError if this rank is not in it."""
         return number_of(self._set)
 
-    def allreduce(
-        self, tensors: Tensors, name: str | None, op: int, scales: tuple[float, float]
-    ) -> list[tf.Tensor]:
-        return self._verbs.grouped_allreduce(list(tensors), name, op, *scales, self._set)
-
-    def allgather(self, tensors: Tensors, name: str | None) -> list[tf.Tensor]:
-        return self._verbs.grouped_allgather(list(tensors), name, self._set)
-
-    def alltoall(self, tensor: tf.Tensor, splits: Any, name: str | None) -> tf.Tensor:
-        return self._verbs.alltoall(tensor, splits, name, self._set)[0]
+    def run(self, request: Request, tensors: Tensors) -> list[tf.Tensor]:
+        return self._verbs.new_group(request._replace(process_set=self._set), list(tensors))
 
     def rank(self) -> Any:
         return (

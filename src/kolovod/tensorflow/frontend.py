@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
@@ -61,7 +63,7 @@ class TensorflowFrontend:
         return dense
 
     def from_bytes(
-        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...]
+        self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...], like: Any = None
     ) -> tf.Tensor:
         """See Frontend.from_bytes. TensorFlow copies where it has to."""
         with tf.device("CPU:0"):

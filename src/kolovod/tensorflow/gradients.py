@@ -1,8 +1,4 @@
-"""The gradients of the verbs, in terms of other verbs; eager or in a graph.
-
-The gradient is that of the *sum of all ranks' losses* with respect to this rank's input, as for
-PyTorch: what reached the output on every rank is added up and goes back the way it came. So the
-gradient of an Average is an Average, that of a Sum a Sum.
+"""The gradients of the verbs in TensorFlow, eager or in a graph (kolovod/core/derivatives.py).
 
 ``tf.custom_gradient`` uses them (verbs.py). They are also registered for the ops, for graphs that
 were not built by it here: such as those that were imported.
@@ -10,35 +6,25 @@ were not built by it here: such as those that were imported.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 
-from kolovod.core.ops import Average, Op, Sum
-from kolovod.errors import InvalidArgumentError
+from kolovod.core.derivatives import Given, backward_request, finish
+from kolovod.core.ops import Average
+from kolovod.core.submission import Request
+from kolovod.core.verbs import ALLGATHER, ALLTOALL, VERBS, Then
 from kolovod.tensorflow import graph
 
 Tensors = Sequence[tf.Tensor]
-Gradient = Callable[..., list[tf.Tensor | None]]
 
 
 class Verbs(Protocol):
     """The verbs on one process set that gradients consist of."""
 
-    def allreduce(
-        self, tensors: Tensors, name: str | None, op: int, scales: tuple[float, float]
-    ) -> list[tf.Tensor]:
-        """As one group."""
-        ...
-
-    def allgather(self, tensors: Tensors, name: str | None) -> list[tf.Tensor]:
-        """As one group."""
-        ...
-
-    def alltoall(self, tensor: tf.Tensor, splits: Any, name: str | None) -> tf.Tensor:
-        """The rows received."""
+    def run(self, request: Request, tensors: Tensors) -> list[tf.Tensor]:
+        """Any of them, as one group."""
         ...
 
     def rank(self) -> Any:
@@ -50,52 +36,51 @@ class Verbs(Protocol):
         ...
 
 
-def of_allreduce(
-    verbs: Verbs, name: str | None, op: int, scales: tuple[float, float], upstream: Tensors
-) -> list[tf.Tensor]:
-    """The same reduction of the gradients."""
-    _need_linear("allreduce", op)
-    return verbs.allreduce(upstream, _backward(name), op, scales)
+class Arithmetic:
+    """See derivatives.Arithmetic."""
+
+    @staticmethod
+    def zero_unless(rank: Any, root: int, tensor: tf.Tensor) -> tf.Tensor:
+        """See derivatives.Arithmetic."""
+        return tf.where(tf.equal(rank, root), tensor, tf.zeros_like(tensor))
+
+    @staticmethod
+    def rows(tensor: tf.Tensor, start: Any, count: Any) -> tf.Tensor:
+        """See derivatives.Arithmetic."""
+        return tensor[start : start + tf.cast(count, tf.int64)]
+
+    @staticmethod
+    def padded(tensor: tf.Tensor, rows: Any) -> tf.Tensor:
+        """See derivatives.Arithmetic."""
+        missing = tf.concat([[rows - tf.shape(tensor)[0]], tf.shape(tensor)[1:]], 0)
+        return tf.concat([tensor, tf.zeros(missing, tensor.dtype)], 0)
+
+    @staticmethod
+    def scaled(tensor: tf.Tensor, factor: float, divisor: Any) -> tf.Tensor:
+        """See derivatives.Arithmetic; no ``divisor``: None or 1."""
+        if factor != 1.0:
+            tensor = tensor * tf.constant(factor, tensor.dtype)  # tf.cast would round to float32
+        if divisor is None:
+            return tensor
+        return tensor / tf.cast(divisor, tensor.dtype)
 
 
-def of_broadcast(verbs: Verbs, name: str | None, root: int, upstream: Tensors) -> list[tf.Tensor]:
-    """The sum of the gradients on the root, zeros elsewhere."""
-    totals = verbs.allreduce(upstream, _backward(name), Sum, (1.0, 1.0))
-    is_root = tf.equal(verbs.rank(), root)
-    return [tf.where(is_root, total, tf.zeros_like(total)) for total in totals]
-
-
-def of_allgather(
+def of_verb(
     verbs: Verbs,
-    name: str | None,
-    starts: Sequence[Any],
+    request: Request,
     rows: Sequence[Any],
+    starts: Sequence[Any],
+    received: Any,
     upstream: Tensors,
 ) -> list[tf.Tensor]:
-    """Of the summed gradients the ``rows`` of this rank, from the row where they start."""
-    totals = verbs.allreduce(upstream, _backward(name), Sum, (1.0, 1.0))
-    return [
-        total[start : start + tf.cast(count, tf.int64)]
-        for total, start, count in zip(totals, starts, rows, strict=True)
-    ]
-
-
-def of_alltoall(
-    verbs: Verbs, name: str | None, received: Any, rows: Any, upstream: tf.Tensor
-) -> tf.Tensor:
-    """What was received goes back; of the ``rows`` of the input, those that stayed get zeros."""
-    sent = verbs.alltoall(upstream, received, _backward(name))
-    kept = tf.concat([[rows - tf.shape(sent)[0]], tf.shape(sent)[1:]], 0)
-    return tf.concat([sent, tf.zeros(kept, sent.dtype)], 0)
-
-
-def of_reducescatter(
-    verbs: Verbs, name: str | None, op: int, scales: tuple[float, float], upstream: Tensors
-) -> list[tf.Tensor]:
-    """All ranks' gradients, one after the other, with the factors of the sum."""
-    _need_linear("reducescatter", op)
-    gathered = verbs.allgather(upstream, _backward(name))
-    return [scaled(gradient, op, scales, verbs) for gradient in gathered]
+    """The gradients of ``request``; see derivatives.Given for ``rows`` and what follows."""
+    results = verbs.run(backward_request(request, received), upstream)
+    adjoint = request.verb.adjoint
+    assert adjoint is not None
+    # In a graph rank and size are ops, which are made only where they are needed.
+    rank = verbs.rank() if adjoint.then is Then.ZERO_UNLESS_ROOT else None
+    size = verbs.size() if adjoint.then is Then.SCALE and request.op == Average else None
+    return finish(request, Given(rank, size, rows, starts, received), results, Arithmetic())
 
 
 def of_group(
@@ -122,12 +107,8 @@ def scaled(
     tensor: tf.Tensor, op: int, scales: tuple[float, float], verbs: Verbs | None
 ) -> tf.Tensor:
     """``tensor`` with both factors, and divided by the number of ranks if ``op`` is Average."""
-    factor = scales[0] * scales[1]
-    if factor != 1.0:
-        tensor = tensor * tf.constant(factor, tensor.dtype)  # tf.cast would round to float32
-    if op == Average and verbs is not None:
-        tensor = tensor / tf.cast(verbs.size(), tensor.dtype)
-    return tensor
+    divisor = verbs.size() if op == Average and verbs is not None else None
+    return Arithmetic.scaled(tensor, scales[0] * scales[1], divisor)
 
 
 def rows_of(tensor: tf.Tensor) -> Any:
@@ -136,17 +117,6 @@ def rows_of(tensor: tf.Tensor) -> Any:
         return 0
     known = tensor.shape[0] if tensor.shape.rank else None
     return tf.shape(tensor)[0] if known is None else known
-
-
-def _backward(name: str | None) -> str | None:
-    return f"{name}.backward" if name else None
-
-
-def _need_linear(verb: str, op: int) -> None:
-    if op not in (Average, Sum):
-        raise InvalidArgumentError(
-            f"{verb} with op {Op(op).name} has no gradient here; use Average or Sum"
-        )
 
 
 # Of the ops ---------------------------------------------------------------------------------------
@@ -158,16 +128,8 @@ class _GraphVerbs:
     def __init__(self, node: tf.Operation) -> None:
         self._set = node.get_attr("process_set")
 
-    def allreduce(
-        self, tensors: Tensors, name: str | None, op: int, scales: tuple[float, float]
-    ) -> list[tf.Tensor]:
-        return graph.allreduce(tensors, name, op, scales, self._set)
-
-    def allgather(self, tensors: Tensors, name: str | None) -> list[tf.Tensor]:
-        return graph.allgather(tensors, name, self._set)[0]
-
-    def alltoall(self, tensor: tf.Tensor, splits: Any, name: str | None) -> tf.Tensor:
-        return graph.alltoall(tensor, splits, name, self._set)[0]
+    def run(self, request: Request, tensors: Tensors) -> list[tf.Tensor]:
+        return graph.run(request, tensors, self._set)[0]
 
     def rank(self) -> tf.Tensor:
         return graph.fact("rank", self._set)
@@ -176,79 +138,32 @@ class _GraphVerbs:
         return graph.fact("size", self._set)
 
 
-def _name(node: tf.Operation) -> str:
-    name: str = node.get_attr("tensor_name").decode()
-    return name
+def _of_node(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
+    """The gradients of an op of ours; none of the anchor, and of splits."""
+    request, inputs = graph.request_of(node), list(node.inputs)[1:]
+    has_rows = request.verb in (ALLGATHER, ALLTOALL)
+    outputs = node.outputs[:-1] if has_rows else node.outputs
 
-
-def _scales(node: tf.Operation) -> tuple[float, float]:
-    bits = struct.pack("<qq", node.get_attr("prescale_bits"), node.get_attr("postscale_bits"))
-    prescale, postscale = struct.unpack("<dd", bits)
-    return prescale, postscale
-
-
-def _tensors(node: tf.Operation) -> Tensors:
-    return list(node.inputs)[1:]  # without the anchor
-
-
-def _registered(op_type: str) -> Callable[[Gradient], Gradient]:
-    """For a function of a node and what reaches its outputs."""
-
-    def register(gradient: Gradient) -> Gradient:
-        def run(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
-            with graph.anchored(None if graph.is_of_session() else node.inputs[0]):
-                return gradient(node, *upstream)
-
-        tf.RegisterGradient(op_type)(run)
-        return gradient
-
-    return register
-
-
-@_registered("KolovodAllreduce")
-def _allreduce(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
     def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
-        op = node.get_attr("op")
-        return of_allreduce(_GraphVerbs(node), _name(node), op, _scales(node), given)
+        rows = [rows_of(inputs[i]) for i in places]
+        starts = [node.outputs[-1][i] for i in places] if request.verb is ALLGATHER else []
+        received = node.outputs[-1] if request.verb is ALLTOALL else None
+        return of_verb(_GraphVerbs(node), request, rows, starts, received, given)
 
-    return [None, *of_group(node.outputs, upstream, formula)]
-
-
-@_registered("KolovodBroadcast")
-def _broadcast(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
-    def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
-        return of_broadcast(_GraphVerbs(node), _name(node), node.get_attr("root"), given)
-
-    return [None, *of_group(node.outputs, upstream, formula)]
+    found = of_group(outputs, upstream[: len(outputs)], formula)
+    return [None, *found, *([None] if request.verb is ALLTOALL else [])]
 
 
-@_registered("KolovodAllgather")
-def _allgather(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
-    def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
-        rows = [rows_of(_tensors(node)[i]) for i in places]
-        starts = [node.outputs[-1][i] for i in places]
-        return of_allgather(_GraphVerbs(node), _name(node), starts, rows, given)
+def _register(op_type: str) -> None:
+    def run(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
+        with graph.anchored(None if graph.is_of_session() else node.inputs[0]):
+            return _of_node(node, *upstream)
 
-    return [None, *of_group(node.outputs[:-1], upstream[:-1], formula)]
+    tf.RegisterGradient(op_type)(run)
 
 
-@_registered("KolovodAlltoall")
-def _alltoall(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
-    def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
-        rows, received = rows_of(_tensors(node)[0]), node.outputs[1]
-        return [of_alltoall(_GraphVerbs(node), _name(node), received, rows, given[0])]
-
-    return [None, *of_group(node.outputs[:1], upstream[:1], formula), None]
-
-
-@_registered("KolovodReducescatter")
-def _reducescatter(node: tf.Operation, *upstream: tf.Tensor | None) -> list[tf.Tensor | None]:
-    def formula(places: list[int], given: list[tf.Tensor]) -> list[tf.Tensor]:
-        op = node.get_attr("op")
-        return of_reducescatter(_GraphVerbs(node), _name(node), op, _scales(node), given)
-
-    return [None, *of_group(node.outputs, upstream, formula)]
-
-
+for _verb in VERBS.values():
+    if _verb.adjoint is not None:
+        _register(f"Kolovod{_verb.name.capitalize()}")
 for _type in ("KolovodBarrier", "KolovodJoin", "KolovodFact"):
     tf.no_gradient(_type)

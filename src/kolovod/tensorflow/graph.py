@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from kolovod import _native
 from kolovod.core.ops import Sum
-from kolovod.core.submission import check_arguments
+from kolovod.core.submission import Request, check_arguments
+from kolovod.core.verbs import ALLGATHER, ALLTOALL, BROADCAST, VERBS
 from kolovod.errors import InvalidArgumentError
 from kolovod.tensorflow.frontend import code_of
 
@@ -37,74 +38,48 @@ def register() -> None:
         raise ImportError(f"kolovod.tensorflow with TensorFlow {tf.__version__}: {error}")
 
 
-def allreduce(
-    tensors: Sequence[Any],
-    name: str | None,
-    op: int,
-    scales: tuple[float, float],
-    process_set: int,
-) -> list[tf.Tensor]:
-    """Reduce ``tensors`` as one group."""
-    inputs = _converted(tensors)
-    types = [tensor.dtype for tensor in inputs]
-    reduction = _reduction(op, scales)
-    return _group("KolovodAllreduce", inputs, types, name, process_set, **reduction)
+def run(
+    request: Request, tensors: Sequence[Any], process_set: int
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    """Any verb that makes new tensors, on ``tensors`` as one group.
 
-
-def broadcast(
-    tensors: Sequence[Any], root: int, name: str | None, process_set: int
-) -> list[tf.Tensor]:
-    """The values of ``tensors`` on the rank at the place ``root`` of the set, as one group."""
-    inputs = _converted(tensors)
-    types = [tensor.dtype for tensor in inputs]
-    check_arguments(None, Sum, 1.0, 1.0, root)
-    return _group("KolovodBroadcast", inputs, types, name, process_set, root=_int(root))
-
-
-def allgather(
-    tensors: Sequence[Any], name: str | None, process_set: int
-) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """The gathered tensors, and of each, in an int64 vector, the first row that is this rank's."""
-    inputs = _converted(tensors)
-    types = [*(tensor.dtype for tensor in inputs), tf.int64]
-    *results, starts = _group("KolovodAllgather", inputs, types, name, process_set) or [None]
-    return results, starts
-
-
-def alltoall(
-    tensor: Any, splits: Any, name: str | None, process_set: int
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """The rows received, and, int64, how many from each rank.
-
-    ``splits``: a tensor or a list of whole numbers, one for each rank, or None for equal parts.
+    ``request.splits``: a tensor or a list of whole numbers, one for each rank, or None for equal
+    parts. Its process set is not looked at. Second, an int64 vector: of an allgather, for each
+    tensor, the first row that is this rank's; of an alltoall, the rows received, by rank.
     """
-    (checked,) = _converted([tensor])
-    if splits is None:
-        splits = tf.zeros([0], tf.int64)
-    elif not isinstance(splits, tf.Tensor):
-        splits = tf.convert_to_tensor(splits, tf.int64)
-    elif not splits.dtype.is_integer:
-        raise InvalidArgumentError(f"splits are of {splits.dtype.name}: give whole numbers")
-    inputs = [checked, tf.cast(splits, tf.int64)]
-    types = [checked.dtype, tf.int64]
-    attributes = {"T": tf.compat.v1.AttrValue(type=checked.dtype.as_datatype_enum)}
-    node = _node("KolovodAlltoall", inputs, types, name, process_set, attributes)
-    result, received = node.outputs
-    return result, received
-
-
-def reducescatter(
-    tensors: Sequence[Any],
-    name: str | None,
-    op: int,
-    scales: tuple[float, float],
-    process_set: int,
-) -> list[tf.Tensor]:
-    """The rows of this rank, of the sums of ``tensors``, as one group."""
     inputs = _converted(tensors)
-    types = [tensor.dtype for tensor in inputs]
-    reduction = _reduction(op, scales)
-    return _group("KolovodReducescatter", inputs, types, name, process_set, **reduction)
+    if not inputs:
+        return [], None
+    verb, types = request.verb, [tensor.dtype for tensor in inputs]
+    attribute = tf.compat.v1.AttrValue
+    enums = [dtype.as_datatype_enum for dtype in types]
+    attributes: dict[str, Any] = {"T": attribute(list=attribute.ListValue(type=enums))}
+    has_rows = verb in (ALLGATHER, ALLTOALL)
+    if verb.reduces:
+        attributes |= _reduction(request.op, (request.prescale, request.postscale))
+    elif verb is BROADCAST:
+        check_arguments(None, Sum, 1.0, 1.0, request.root)
+        attributes["root"] = _int(request.root)
+    elif verb is ALLTOALL:
+        attributes["T"] = attribute(type=enums[0])
+        inputs = [*inputs, _splits(request.splits)]
+    outputs = [*types, tf.int64] if has_rows else types
+    node = _node(
+        f"Kolovod{verb.name.capitalize()}", inputs, outputs, request.name, process_set, attributes
+    )
+    results = list(node.outputs)
+    return (results[:-1], results[-1]) if has_rows else (results, None)
+
+
+def request_of(node: tf.Operation) -> Request:
+    """What ``run`` has made ``node`` of, but for splits."""
+    verb = VERBS[node.type.removeprefix("Kolovod").lower()]
+    request = Request(verb, node.get_attr("tensor_name").decode() or None)
+    if verb.reduces:
+        bits = struct.pack("<qq", node.get_attr("prescale_bits"), node.get_attr("postscale_bits"))
+        prescale, postscale = struct.unpack("<dd", bits)
+        request = request._replace(op=node.get_attr("op"), prescale=prescale, postscale=postscale)
+    return request._replace(root=node.get_attr("root")) if verb is BROADCAST else request
 
 
 def barrier(name: str | None, process_set: int) -> None:
@@ -157,21 +132,14 @@ def _reduction(op: int, scales: tuple[float, float]) -> dict[str, Any]:
     return {"op": _int(op), "prescale_bits": _int(bits[0]), "postscale_bits": _int(bits[1])}
 
 
-def _group(
-    op_type: str,
-    inputs: list[tf.Tensor],
-    output_types: list[tf.DType],
-    name: str | None,
-    process_set: int,
-    **attributes: Any,
-) -> list[tf.Tensor]:
-    """The outputs of an op on several tensors; nothing for no tensors."""
-    if not inputs:
-        return []
-    types = [tensor.dtype.as_datatype_enum for tensor in inputs]
-    attribute = tf.compat.v1.AttrValue
-    attributes["T"] = attribute(list=attribute.ListValue(type=types))
-    return list(_node(op_type, inputs, output_types, name, process_set, attributes).outputs)
+def _splits(splits: Any) -> tf.Tensor:
+    if splits is None:
+        splits = tf.zeros([0], tf.int64)
+    elif not isinstance(splits, tf.Tensor):
+        splits = tf.convert_to_tensor(splits, tf.int64)
+    elif not splits.dtype.is_integer:
+        raise InvalidArgumentError(f"splits are of {splits.dtype.name}: give whole numbers")
+    return tf.cast(splits, tf.int64)
 
 
 def _node(

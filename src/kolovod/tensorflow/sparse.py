@@ -7,29 +7,22 @@ optimizers that take slices add them up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from kolovod.core.collectives import Collectives
 from kolovod.core.ops import Average, Op, Sum
-from kolovod.core.submission import Group
+from kolovod.core.submission import Request
 from kolovod.errors import InvalidArgumentError
 from kolovod.tensorflow import gradients
 from kolovod.tensorflow.differentiable import VerbsOfSet
 
-if TYPE_CHECKING:
-    from kolovod.tensorflow.verbs import TensorflowCollectives
-
 
 def summed(
-    verbs: TensorflowCollectives,
-    slices: Sequence[tf.IndexedSlices],
-    name: str | None,
-    op: int,
-    scales: tuple[float, float],
-    process_set: Group | None,
+    verbs: Collectives, slices: Sequence[tf.IndexedSlices], request: Request
 ) -> list[tf.IndexedSlices]:
     """All ranks' slices, as one: the sum, once those of the same index are added."""
+    op, scales, process_set = request.op, (request.prescale, request.postscale), request.process_set
     if op not in (Average, Sum):
         label = Op(op).name if op in list(Op) else repr(op)
         raise InvalidArgumentError(
@@ -44,7 +37,7 @@ def summed(
                 "factors: give op=Sum"
             )
     parts = [part for one in slices for part in (one.values, one.indices)]
-    gathered = verbs.grouped_allgather(parts, name, process_set)
+    gathered = verbs.grouped_allgather(parts, request.name, process_set)
     members = VerbsOfSet(verbs, process_set)
     return [
         tf.IndexedSlices(

@@ -7,11 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod import _native
 from kolovod.core.collectives import Collectives
-from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import number_of
-from kolovod.core.submission import Group, position_of, several
+from kolovod.core.submission import Group, Request, several
+from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, VERBS
 from kolovod.core.world import current
 from kolovod.tensorflow import gradients, graph
 from kolovod.tensorflow.asynchronous import TensorflowHandle, eager
@@ -21,10 +20,8 @@ from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.tensorflow.gradients import Tensors
 from kolovod.tensorflow.sparse import summed
 
-_ALLGATHER = _native.VERBS["allgather"]
 
-
-class TensorflowCollectives(Collectives[tf.Tensor]):
+class TensorflowCollectives(Collectives):
     """The verbs on eager tensors, on variables, and on those of a ``tf.function``.
 
     In a ``tf.function`` a verb adds an op: all those whose inputs are ready are on their way at the
@@ -35,210 +32,90 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
     gone or the world is over, AlreadyExistsError for a name that is pending, InvalidArgumentError.
     What is raised in Python is of such a class and of the one of ``kolovod.errors``.
 
-    Verbs that make a new tensor and are not asynchronous can be differentiated; the others see
-    values only, and their results carry no history. In-place verbs take variables.
+    Verbs that make a new tensor and are not asynchronous can be differentiated (reductions: Average
+    and Sum only); the others see values only, and their results carry no history. In-place verbs
+    take variables.
+
+    Of ``tf.IndexedSlices`` an allreduce gathers the values and indices, as one further operation,
+    so that an index may come several times; only Average and Sum. In a graph an alltoall returns
+    the rows that each rank has sent as an int64 tensor, and its splits may be one.
     """
 
-    _handle_type = TensorflowHandle
+    handle_type = TensorflowHandle
 
-    allreduce_async = eager(Collectives.allreduce_async)
-    allreduce_async_ = eager(Collectives.allreduce_async_)
-    grouped_allreduce_async = eager(Collectives.grouped_allreduce_async)
-    grouped_allreduce_async_ = eager(Collectives.grouped_allreduce_async_)
-    broadcast_async = eager(Collectives.broadcast_async)
-    broadcast_async_ = eager(Collectives.broadcast_async_)
-    allgather_async = eager(Collectives.allgather_async)
-    grouped_allgather_async = eager(Collectives.grouped_allgather_async)
-    alltoall_async = eager(Collectives.alltoall_async)
-    reducescatter_async = eager(Collectives.reducescatter_async)
-    grouped_reducescatter_async = eager(Collectives.grouped_reducescatter_async)
-
-    @raising_tensorflows
-    def allreduce(
-        self,
-        tensor: tf.Tensor,
-        name: str | None = None,
-        op: int = Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: Group | None = None,
-    ) -> tf.Tensor:
-        """See Collectives.allreduce. Differentiable for Average and Sum.
-
-        Of ``tf.IndexedSlices`` the values and indices are gathered, so that an index may come
-        several times; only Average and Sum.
-        """
-        scales = (prescale_factor, postscale_factor)
-        (result,) = self._allreduce([tensor], name, op, scales, process_set)
+    def new(self, request: Request, tensor: Any) -> Any:
+        """See Collectives.new."""
+        ((result,), _) = self.new_with_rows(request, [tensor])
         return result
 
-    @raising_tensorflows
-    def grouped_allreduce(
-        self,
-        tensors: Sequence[tf.Tensor],
-        name: str | None = None,
-        op: int = Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: Group | None = None,
-    ) -> list[tf.Tensor]:
-        """See Collectives.grouped_allreduce, and allreduce.
+    def new_with_rows(
+        self, request: Request, tensors: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """See Collectives.new_with_rows."""
+        sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
+        if not sparse or request.verb is not ALLREDUCE:
+            return self._new_dense(request, tensors)
+        dense = [i for i in range(len(tensors)) if i not in sparse]
+        results = dict(
+            zip(dense, self._new_dense(request, [tensors[i] for i in dense])[0], strict=True)
+        )
+        of_sparse = request._replace(name=request.name and f"{request.name}.sparse")
+        totals = summed(self, [tensors[i] for i in sparse], of_sparse)
+        results |= zip(sparse, totals, strict=True)
+        return [results[i] for i in range(len(tensors))], []
 
-        ``tf.IndexedSlices`` may be among the tensors; they are gathered as one further operation.
-        """
-        scales = (prescale_factor, postscale_factor)
-        return self._allreduce(several(tensors), name, op, scales, process_set)
-
-    @raising_tensorflows
-    def allreduce_(
-        self,
-        tensor: tf.Variable,
-        name: str | None = None,
-        op: int = Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: Group | None = None,
-    ) -> tf.Variable:
-        """See Collectives.allreduce_."""
-        scales = (prescale_factor, postscale_factor)
-        if tf.executing_eagerly():
-            return super().allreduce_(tensor, name, op, *scales, process_set)
-        (result,) = self._reduced_in_graph([tensor], name, op, scales, process_set)
-        return result
-
-    @raising_tensorflows
-    def grouped_allreduce_(
-        self,
-        tensors: Sequence[tf.Variable],
-        name: str | None = None,
-        op: int = Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: Group | None = None,
-    ) -> list[tf.Variable]:
-        """See Collectives.grouped_allreduce_."""
-        scales = (prescale_factor, postscale_factor)
-        if tf.executing_eagerly():
-            return super().grouped_allreduce_(tensors, name, op, *scales, process_set)
-        return self._reduced_in_graph(several(tensors), name, op, scales, process_set)
-
-    @raising_tensorflows
-    def broadcast(
-        self,
-        tensor: tf.Tensor,
-        root_rank: int = 0,
-        name: str | None = None,
-        process_set: Group | None = None,
-    ) -> tf.Tensor:
-        """See Collectives.broadcast. Differentiable."""
-        root = position_of(root_rank, process_set)
-        verbs = VerbsOfSet(self, process_set)
+    def _new_dense(
+        self, request: Request, tensors: Sequence[Any]
+    ) -> tuple[list[tf.Tensor], list[Any]]:
+        verb, verbs = request.verb, VerbsOfSet(self, request.process_set)
+        told: Any = []  # what the operation says of rows
+        own_rows: list[Any] = []
 
         def run(inputs: Tensors) -> list[tf.Tensor]:
+            nonlocal told, own_rows
             if verbs.in_graph:
-                return graph.broadcast(inputs, root, name, verbs.number())
-            return [Collectives.broadcast(self, inputs[0], root_rank, name, process_set)]
+                results, rows = graph.run(request, inputs, verbs.number())
+                told = [rows] if verb is ALLTOALL else rows
+            else:
+                results, told = Collectives.new_with_rows(self, request, inputs)
+                if verb is ALLGATHER:
+                    rank = verbs.rank()
+                    told = [sum(rows[:rank]) for rows in told]
+            own_rows = (
+                [gradients.rows_of(tensor) for tensor in inputs] if verb.makes_outputs else []
+            )
+            return results
 
         def formula(places: list[int], upstream: list[tf.Tensor]) -> list[tf.Tensor]:
-            return gradients.of_broadcast(verbs, name, root, upstream)
+            rows = [own_rows[i] for i in places] if verb.makes_outputs else []
+            starts = [told[i] for i in places] if verb is ALLGATHER else []
+            received = told[0] if verb is ALLTOALL else None
+            return gradients.of_verb(verbs, request, rows, starts, received, upstream)
 
-        (result,) = differentiable(run, formula, [tensor])
-        return result
+        return differentiable(run, formula, tensors), told
 
-    @raising_tensorflows
-    def broadcast_(
-        self,
-        tensor: tf.Variable,
-        root_rank: int = 0,
-        name: str | None = None,
-        process_set: Group | None = None,
-    ) -> tf.Variable:
-        """See Collectives.broadcast_."""
+    def in_place(self, request: Request, tensor: Any) -> Any:
+        """See Collectives.in_place."""
         if tf.executing_eagerly():
-            return super().broadcast_(tensor, root_rank, name, process_set)
-        self.frontend.claim(tensor)
-        tensor.assign(self.broadcast(tensor, root_rank, name, process_set))
+            return super().in_place(request, tensor)
+        self._assign_in_graph(request, [tensor])
         return tensor
 
-    @raising_tensorflows
-    def allgather(
-        self, tensor: tf.Tensor, name: str | None = None, process_set: Group | None = None
-    ) -> tf.Tensor:
-        """See Collectives.allgather. Differentiable."""
-        (result,) = self._gathered([tensor], name, process_set)
-        return result
+    def group_in_place(self, request: Request, tensors: Sequence[Any]) -> list[Any]:
+        """See Collectives.group_in_place."""
+        if tf.executing_eagerly():
+            return super().group_in_place(request, tensors)
+        self._assign_in_graph(request, several(tensors))
+        return list(tensors)
 
-    @raising_tensorflows
-    def grouped_allgather(
-        self,
-        tensors: Sequence[tf.Tensor],
-        name: str | None = None,
-        process_set: Group | None = None,
-    ) -> list[tf.Tensor]:
-        """See Collectives.grouped_allgather. Differentiable."""
-        return self._gathered(several(tensors), name, process_set)
+    def _assign_in_graph(self, request: Request, variables: Sequence[Any]) -> None:
+        """Let the ``variables`` be assigned what an op of the graph makes of their values."""
+        for variable in variables:
+            self.frontend.claim(variable)
+        results, _ = graph.run(request, variables, number_of(request.process_set))
+        for variable, result in zip(variables, results, strict=True):
+            variable.assign(result)
 
-    @raising_tensorflows
-    def alltoall(
-        self,
-        tensor: tf.Tensor,
-        splits: Sequence[int] | tf.Tensor | None = None,
-        name: str | None = None,
-        process_set: Group | None = None,
-    ) -> tuple[tf.Tensor, Any]:
-        """See Collectives.alltoall. Differentiable.
-
-        In a graph the rows that each rank has sent are an int64 tensor, and the splits may be one.
-        """
-        verbs = VerbsOfSet(self, process_set)
-        received: Any = None
-        rows: Any = None
-
-        def run(inputs: Tensors) -> list[tf.Tensor]:
-            nonlocal received, rows
-            if verbs.in_graph:
-                result, received = graph.alltoall(inputs[0], splits, name, verbs.number())
-            else:
-                result, received = Collectives.alltoall(self, inputs[0], splits, name, process_set)
-            rows = gradients.rows_of(inputs[0])
-            return [result]
-
-        def formula(places: list[int], upstream: list[tf.Tensor]) -> list[tf.Tensor]:
-            return [gradients.of_alltoall(verbs, name, received, rows, upstream[0])]
-
-        (result,) = differentiable(run, formula, [tensor])
-        return result, received
-
-    @raising_tensorflows
-    def reducescatter(
-        self,
-        tensor: tf.Tensor,
-        name: str | None = None,
-        op: int = Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: Group | None = None,
-    ) -> tf.Tensor:
-        """See Collectives.reducescatter. Differentiable for Average and Sum."""
-        scales = (prescale_factor, postscale_factor)
-        (result,) = self._scattered([tensor], name, op, scales, process_set)
-        return result
-
-    @raising_tensorflows
-    def grouped_reducescatter(
-        self,
-        tensors: Sequence[tf.Tensor],
-        name: str | None = None,
-        op: int = Average,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: Group | None = None,
-    ) -> list[tf.Tensor]:
-        """See Collectives.grouped_reducescatter. Differentiable for Average and Sum."""
-        scales = (prescale_factor, postscale_factor)
-        return self._scattered(several(tensors), name, op, scales, process_set)
-
-    @raising_tensorflows
     def barrier(self, name: str | None = None, process_set: Group | None = None) -> None:
         """See Collectives.barrier. In a graph it runs though nothing depends on it."""
         if tf.executing_eagerly():
@@ -246,7 +123,6 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         else:
             graph.barrier(name, number_of(process_set))
 
-    @raising_tensorflows
     def join(self, process_set: Group | None = None) -> Any:
         """See Collectives.join. In a graph the result is an int32 tensor.
 
@@ -258,130 +134,11 @@ class TensorflowCollectives(Collectives[tf.Tensor]):
         last = graph.join(number_of(process_set))
         return last if process_set is None else tf.gather(tf.constant(process_set.ranks), last)
 
-    # inside -------------------------------------------------------------------------------------
 
-    def _allreduce(
-        self,
-        tensors: Sequence[Any],
-        name: str | None,
-        op: int,
-        scales: tuple[float, float],
-        process_set: Group | None,
-    ) -> list[Any]:
-        sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
-        dense = [i for i in range(len(tensors)) if i not in sparse]
-        results = [None] * len(tensors)
-        if dense or not sparse:
-            reduced = self._reduced([tensors[i] for i in dense], name, op, scales, process_set)
-            for i, result in zip(dense, reduced, strict=True):
-                results[i] = result
-        if sparse:
-            slices = [tensors[i] for i in sparse]
-            name = name and f"{name}.sparse"
-            for i, total in zip(
-                sparse, summed(self, slices, name, op, scales, process_set), strict=True
-            ):
-                results[i] = total
-        return results
-
-    def _reduced(
-        self,
-        tensors: Sequence[Any],
-        name: str | None,
-        op: int,
-        scales: tuple[float, float],
-        process_set: Group | None,
-    ) -> list[tf.Tensor]:
-        verbs = VerbsOfSet(self, process_set)
-
-        def run(inputs: Tensors) -> list[tf.Tensor]:
-            if verbs.in_graph:
-                return graph.allreduce(inputs, name, op, scales, verbs.number())
-            return Collectives.grouped_allreduce(self, inputs, name, op, *scales, process_set)
-
-        def formula(places: list[int], upstream: list[tf.Tensor]) -> list[tf.Tensor]:
-            return gradients.of_allreduce(verbs, name, op, scales, upstream)
-
-        return differentiable(run, formula, tensors)
-
-    def _reduced_in_graph(
-        self,
-        variables: Sequence[Any],
-        name: str | None,
-        op: int,
-        scales: tuple[float, float],
-        process_set: Group | None,
-    ) -> list[Any]:
-        """``variables``, once they are assigned what an op of the graph makes of their values."""
-        for variable in variables:
-            self.frontend.claim(variable)
-        results = graph.allreduce(variables, name, op, scales, number_of(process_set))
-        for variable, result in zip(variables, results, strict=True):
-            variable.assign(result)
-        return list(variables)
-
-    def _gathered(
-        self, tensors: Sequence[Any], name: str | None, process_set: Group | None
-    ) -> list[tf.Tensor]:
-        verbs = VerbsOfSet(self, process_set)
-        starts: Any = None
-        rows: list[Any] = []
-
-        def run(inputs: Tensors) -> list[tf.Tensor]:
-            nonlocal starts, rows
-            if verbs.in_graph:
-                results, starts = graph.allgather(inputs, name, verbs.number())
-            else:
-                results, starts = self._gathered_now(inputs, name, process_set)
-            rows = [gradients.rows_of(tensor) for tensor in inputs]
-            return results
-
-        def formula(places: list[int], upstream: list[tf.Tensor]) -> list[tf.Tensor]:
-            mine = [starts[i] for i in places], [rows[i] for i in places]
-            return gradients.of_allgather(verbs, name, *mine, upstream)
-
-        return differentiable(run, formula, tensors)
-
-    def _gathered_now(
-        self, tensors: Tensors, name: str | None, process_set: Group | None
-    ) -> tuple[list[tf.Tensor], list[int]]:
-        """The gathered eager tensors, and the first row of each that is this rank's."""
-        views = [self._view(tensor) for tensor in tensors]
-        rank = self.membership(process_set).rank
-
-        def finish(engine: _native.Engine, number: int) -> Any:
-            rows = [engine.rows(number, i) for i in range(len(views))]
-            outputs = [
-                self._made(engine, number, i, view, sum(rows[i]), tensors[i])
-                for i, view in enumerate(views)
-            ]
-            return outputs, [sum(each[:rank]) for each in rows]
-
-        entries = [(*view[:3], 0) for view in views]
-        results: tuple[list[tf.Tensor], list[int]] = self._run(
-            process_set, _ALLGATHER, name, entries, Sum, 1.0, 1.0, 0, views, finish
-        )
-        return results
-
-    def _scattered(
-        self,
-        tensors: Sequence[Any],
-        name: str | None,
-        op: int,
-        scales: tuple[float, float],
-        process_set: Group | None,
-    ) -> list[tf.Tensor]:
-        verbs = VerbsOfSet(self, process_set)
-
-        def run(inputs: Tensors) -> list[tf.Tensor]:
-            if verbs.in_graph:
-                return graph.reducescatter(inputs, name, op, scales, verbs.number())
-            return Collectives.grouped_reducescatter(self, inputs, name, op, *scales, process_set)
-
-        def formula(places: list[int], upstream: list[tf.Tensor]) -> list[tf.Tensor]:
-            return gradients.of_reducescatter(verbs, name, op, scales, upstream)
-
-        return differentiable(run, formula, tensors)
-
+for _verb in VERBS.values():
+    for _form in _verb.forms:
+        if method := getattr(TensorflowCollectives, _form, None):  # send and recv are none
+            _wrap = eager if "_async" in _form else raising_tensorflows
+            setattr(TensorflowCollectives, _form, _wrap(method))
 
 collectives = TensorflowCollectives(TensorflowFrontend(), current)

@@ -73,7 +73,7 @@ class Loopback(Generic[T]):
         self.ranks = [LoopbackRank(engine, r, size) for r, engine in enumerate(engines)]
         self.collectives = [Collectives(frontend, _returning(facts)) for facts in self.ranks]
 
-    def run(self, work: Callable[[Collectives[T]], R], timeout_s: float = 60.0) -> list[R]:
+    def run(self, work: Callable[[Collectives], R], timeout_s: float = 60.0) -> list[R]:
         """Call ``work`` for every rank, each in its own thread; return the results by rank.
 
         When a rank raises, the others have a few seconds to finish, then the world is aborted; the

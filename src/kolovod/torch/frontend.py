@@ -78,7 +78,9 @@ class TorchFrontend:
             return self.device.to_device(dense, like)
         return dense
 
-    def from_bytes(self, data: Any, dtype: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def from_bytes(
+        self, data: Any, dtype: int, shape: tuple[int, ...], like: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See Frontend.from_bytes. ``data`` is an array, or for ON_DEVICE a flat tensor there."""
         if dtype >= ON_DEVICE:
             data, dtype = data.view(torch.uint8), dtype % ON_DEVICE

@@ -1,0 +1,166 @@
+"""What the engine is told about tensors, and what makes the results of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+from kolovod import _native
+from kolovod.core.frontend import Frontend
+from kolovod.core.submission import EngineTensor, Finish, Request, WorldLike
+from kolovod.core.verbs import ALLTOALL, REDUCESCATTER
+from kolovod.errors import InvalidArgumentError
+
+__all__ = ["Buffers", "Prepared", "all_of", "both", "only"]
+
+Shape = Callable[[list[Any], list[list[int]]], Any]
+"""Makes what a verb returns of its results and, by result, of the rows that each rank gave."""
+
+
+def only(results: list[Any], rows: list[list[int]]) -> Any:
+    """The result of a verb on one tensor; of an alltoall the received rows, too."""
+    return results[0]
+
+
+def all_of(results: list[Any], rows: list[list[int]]) -> Any:
+    """The results of a grouped verb."""
+    return results
+
+
+def both(results: list[Any], rows: list[list[int]]) -> Any:
+    """The results, and by result the rows of each rank; ``[]`` for verbs that keep shapes."""
+    return results, rows
+
+
+class Prepared(NamedTuple):
+    """The arguments of ``Submitter.run`` and ``start``, behind the request."""
+
+    entries: list[EngineTensor]
+    buffers: object
+    result: Any
+    """What the verb returns if there is no ``finish``."""
+    finish: Finish[Any] | None
+    splits: Sequence[int] = ()
+
+
+class Buffers:
+    """Views of the tensors of one framework, and results made like them."""
+
+    def __init__(self, frontend: Frontend[Any]) -> None:
+        """``frontend``: of that framework."""
+        self._frontend = frontend
+        self._view = frontend.view
+        self._empty_like = frontend.empty_like
+
+    def new(
+        self, request: Request, tensors: Sequence[Any], world: WorldLike, shape: Shape
+    ) -> Prepared:
+        """For results in new memory."""
+        if request.verb.makes_outputs:
+            return self._made_by_engine(request, tensors, world, shape)
+        entries, results, owners = [], [], []
+        for tensor in tensors:
+            entry, result, owner = self._fresh(tensor)
+            entries.append(entry)
+            results.append(result)
+            owners.append(owner)
+        buffers = (tuple(tensors), results)
+        finish: Finish[Any] | None = None
+        if any(owner is not None for owner in owners):
+            placed = self._frontend.placed
+
+            def finish(engine: _native.Engine, number: int) -> Any:
+                made = [
+                    result if tensor is None else placed(result, tensor)
+                    for result, tensor in zip(results, owners, strict=True)
+                ]
+                return shape(made, [])
+
+        return Prepared(entries, buffers, shape(results, []), finish)
+
+    def in_place(self, tensors: Sequence[Any], shape: Shape) -> Prepared:
+        """For results that replace the values of ``tensors``."""
+        tensors = list(tensors)
+        owned = [self.own(tensor) for tensor in tensors]
+        entries, owners = [pair[0] for pair in owned], [pair[1] for pair in owned]
+        result = shape(tensors, [])
+        finish = self._copying_back(owners, tensors, result)
+        return Prepared(entries, owners, result, finish)
+
+    def own(self, tensor: Any) -> tuple[EngineTensor, Any]:
+        """For work in place; the second is ``tensor`` or a dense stand-in for it."""
+        self._frontend.claim(tensor)
+        dtype, shape, address, owner = self._view(tensor)
+        return (dtype, shape, address, address), owner
+
+    def _fresh(self, tensor: Any) -> tuple[EngineTensor, Any, Any]:
+        """What the engine is told about ``tensor``, and the new tensor that receives the result.
+
+        Third, ``tensor`` if the result is received in a private copy that is elsewhere, else None.
+        """
+        dtype, shape, source, owner = self._view(tensor)
+        if owner is tensor:
+            output, target = self._empty_like(tensor)
+            return (dtype, shape, source, target), output, None
+        return (dtype, shape, source, source), owner, tensor
+
+    def _copying_back(
+        self, owners: Sequence[Any], tensors: Sequence[Any], result: Any
+    ) -> Finish[Any] | None:
+        pairs = [(owner, t) for owner, t in zip(owners, tensors, strict=True) if owner is not t]
+        if not pairs:
+            return None
+        copy_back = self._frontend.copy_back
+
+        def finish(engine: _native.Engine, number: int) -> Any:
+            for owner, tensor in pairs:
+                copy_back(owner, tensor)
+            return result
+
+        return finish
+
+    def _made_by_engine(
+        self, request: Request, tensors: Sequence[Any], world: WorldLike, shape: Shape
+    ) -> Prepared:
+        tensors = tuple(tensors)  # the caller may change the list meanwhile
+        views = [self._view(tensor) for tensor in tensors]
+        splits: Sequence[int] = ()
+        if request.verb is ALLTOALL:
+            splits = _splits(request.splits, views[0][1], world.size)
+        scatters = request.verb is REDUCESCATTER
+        frontend = self._frontend
+
+        def finish(engine: _native.Engine, number: int) -> Any:
+            results, rows = [], []
+            for i, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
+                given = [_part(view[1][0], world)] if scatters else engine.rows(number, i)
+                data = engine.output(number, i)
+                made = frontend.from_bytes(data, view[0], (sum(given), *view[1][1:]), tensor)
+                results.append(made if view[3] is tensor else frontend.placed(made, tensor))
+                rows.append(given)
+            return shape(results, rows)
+
+        return Prepared([(*view[:3], 0) for view in views], views, None, finish, splits)
+
+
+def _part(rows: int, world: WorldLike) -> int:
+    """How many of the rows a reducescatter leaves on this rank."""
+    return rows // world.size + (world.rank < rows % world.size)
+
+
+def _splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
+    """The splits of an alltoall as plain numbers; the engine checks how many and how large."""
+    if splits is None:
+        rows = shape[0] if shape else 0
+        if rows % size != 0:
+            raise InvalidArgumentError(
+                f"alltoall: {rows} rows cannot be split evenly over {size} ranks; give splits"
+            )
+        return [rows // size] * size
+    try:
+        return [index(split) for split in splits]
+    except TypeError:
+        raise InvalidArgumentError(
+            f"splits is {splits!r}: give one whole number of rows for each rank, or None"
+        ) from None

@@ -1,0 +1,157 @@
+"""The verbs: one row each.
+
+A row says what the verb is given besides tensors, in which forms it comes, and what its derivative
+is. The methods of ``Collectives``, the derivatives of all frameworks, and the names that the front
+ends export follow from it. What the engine does with a verb is in csrc/base/verb_traits.h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kolovod import _native
+
+__all__ = [
+    "ALLGATHER",
+    "ALLREDUCE",
+    "ALLTOALL",
+    "BARRIER",
+    "BROADCAST",
+    "JOIN",
+    "RECV",
+    "REDUCESCATTER",
+    "SEND",
+    "VERBS",
+    "Adjoint",
+    "Then",
+    "Verb",
+]
+
+
+class Then(Enum):
+    """What is left to do with the result of a backward operation."""
+
+    NOTHING = 0
+    ZERO_UNLESS_ROOT = 1
+    """Zeros on all ranks but the root."""
+    TAKE_OWN_ROWS = 2
+    """The rows that this rank had given."""
+    PAD_WITH_ZEROS = 3
+    """Zeros for the rows that stayed on this rank."""
+    SCALE = 4
+    """Times both factors, and for Average divided by the number of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adjoint:
+    """How gradients go back the way that the tensors came."""
+
+    verb: str
+    reduces_alike: bool = False
+    """With the op and the factors of the verb itself; else with Sum, without factors."""
+    then: Then = Then.NOTHING
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verb:
+    """One row of the table."""
+
+    name: str
+    number: int
+    """As the engine has it."""
+    arguments: tuple[str, ...] = ()
+    """What it is given besides tensors, a name and a process set, in the public order."""
+    before_name: bool = False
+    """Whether ``arguments`` stand before the name in calls."""
+    grouped: bool = False
+    """Whether several tensors can be one operation."""
+    in_place: bool = False
+    makes_outputs: bool = False
+    """Results have another first dimension than what is given, so the engine makes them."""
+    adjoint: Adjoint | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it does arithmetic; then only Average and Sum are linear."""
+        return "op" in self.arguments
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The names under which front ends export it."""
+        if self.adjoint is None:
+            return (self.name,)
+        names = [self.name, *([f"grouped_{self.name}"] if self.grouped else [])]
+        ends = ("", "_async", "_", "_async_") if self.in_place else ("", "_async")
+        return tuple(name + end for name in names for end in ends)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_REDUCTION = ("op", "prescale_factor", "postscale_factor")
+VERBS: dict[str, Verb] = {}
+
+
+def _verb(
+    name: str,
+    arguments: tuple[str, ...] = (),
+    adjoint: Adjoint | None = None,
+    *,
+    before_name: bool = False,
+    grouped: bool = False,
+    in_place: bool = False,
+    makes_outputs: bool = False,
+) -> Verb:
+    verb = VERBS[name] = Verb(
+        name,
+        _native.VERBS[name],
+        arguments,
+        before_name,
+        grouped,
+        in_place,
+        makes_outputs,
+        adjoint,
+    )
+    return verb
+
+
+ALLREDUCE = _verb(
+    "allreduce",
+    _REDUCTION,
+    Adjoint("allreduce", reduces_alike=True),
+    grouped=True,
+    in_place=True,
+)
+BROADCAST = _verb(
+    "broadcast",
+    ("root_rank",),
+    Adjoint("allreduce", then=Then.ZERO_UNLESS_ROOT),
+    before_name=True,
+    in_place=True,
+)
+ALLGATHER = _verb(
+    "allgather",
+    (),
+    Adjoint("allreduce", then=Then.TAKE_OWN_ROWS),
+    grouped=True,
+    makes_outputs=True,
+)
+ALLTOALL = _verb(
+    "alltoall",
+    ("splits",),
+    Adjoint("alltoall", then=Then.PAD_WITH_ZEROS),
+    before_name=True,
+    makes_outputs=True,
+)
+REDUCESCATTER = _verb(
+    "reducescatter",
+    _REDUCTION,
+    Adjoint("allgather", then=Then.SCALE),
+    grouped=True,
+    makes_outputs=True,
+)
+BARRIER = _verb("barrier")
+JOIN = _verb("join")
+SEND = _verb("send", ("dst", "tag"))
+RECV = _verb("recv", ("src", "tag"))
