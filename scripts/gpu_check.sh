@@ -23,6 +23,6 @@ pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet)
 }
 "${pip[@]}" ".[test]"
 status=0
-"$VENV/bin/python" -m pytest -q tests/frontends/torch/test_gpu.py tests/frontends/torch/test_nccl.py tests/frontends/torch/test_no_cuda_context.py || status=$?
+"$VENV/bin/python" -m pytest -q tests/frontends/torch/test_gpu.py tests/backends/test_nccl.py tests/backends/test_no_cuda_context.py || status=$?
 "$VENV/bin/python" bench/gpu.py || status=$?
 exit "$status"

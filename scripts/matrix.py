@@ -123,7 +123,7 @@ def runs_of(row: Row) -> list[list[str]]:
     runs = [sorted(found)] if found else []
     if row.front_ends:
         of_table = " or ".join(f"processes and {front_end}" for front_end in row.front_ends)
-        runs.append(["tests/test_conformance.py", "-k", of_table])
+        runs.append(["tests/core/test_conformance.py", "-k", of_table])
     return runs
 
 
@@ -142,7 +142,7 @@ def table(outcomes: dict[str, dict[str, Any]]) -> str:
         "By `make matrix` (`scripts/matrix.py`): one wheel, compiled against no framework, in an",
         "environment of its own for each row. `make matrix MATRIX_ARGS='--only NAME'` runs one row",
         "again. Run are the tests of the front end, and its part of the conformance table",
-        "(`tests/test_conformance.py`) with 1, 2 and 3 ranks. What is skipped says why in its",
+        "(`tests/core/test_conformance.py`) with 1, 2 and 3 ranks. What is skipped says why in its",
         "test: a framework that is not in that environment, or what a version lacks.\n",
     ]
     return environments.table(TABLE, head, "environment", COLUMNS, ROWS, outcomes)

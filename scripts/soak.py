@@ -2,7 +2,7 @@
 
 usage: python scripts/soak.py [--seconds S] [--np N] [--seed SEED] [--folder FOLDER] [--slack-s S]
 
-Starts N ranks of tests/soaking.py by `kolovod run`: every verb, random dtypes, shapes, ops and
+Starts N ranks of tests/support/soaking.py by `kolovod run`: every verb, random dtypes, shapes, ops and
 process sets, several operations at once in another order on each rank. Prints how many were done
 and verified, and the resident memory of each rank over time. A seed repeats the operations. Exits
 with 1 if a result is wrong, if something hangs, or if a rank's own memory (RssAnon) still grows
@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-RANK = Path(__file__).resolve().parent.parent / "tests" / "soaking.py"
+RANK = Path(__file__).resolve().parent.parent / "tests" / "support" / "soaking.py"
 GROWTH, GROWTH_KIB = 1.2, 32 << 10
 _KINDS = ("RssAnon", "RssShmem", "RssFile")
 

@@ -32,7 +32,7 @@ def test_a_rank_notes_whom_it_blames_and_may_take_it_back(file):
 
 
 def test_another_process_finds_the_file_without_its_descriptor(file):
-    code = "from kolovod.launch import blame; blame.note(3)"
+    code = "from kolovod import blame; blame.note(3)"
     subprocess.run([sys.executable, "-c", code], check=True, close_fds=True)
     assert blame.read(file) == 3
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import ROOT
 
 from kolovod import _native
 from kolovod.config import KNOBS, Knob, Settings, load, parse_bool
 from kolovod.errors import InvalidArgumentError
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_the_engine_has_the_same_fields_and_defaults() -> None:

@@ -53,15 +53,15 @@ def keep(folder: Path, kind: str, data: bytes) -> None:
 def kind_of(message: Any) -> str:
     """The target for a message, by what is in it."""
     if "timeout_s" in message:
-        return "store_join"
+        return "rendezvous_join"
     if "formed" in message:
-        return "store_word"
+        return "rendezvous_word"
     if "operations" in message:
         return "timeline_report"
     if "pidfds" in message or ("error" in message and "message" not in message):
         return "leader_answer"
     if "members" in message or "message" in message:
-        return "store_answer"
+        return "rendezvous_answer"
     if "purpose" in message:
         return "hello"
     return "follower" if "pidfd" in message else "signed_frame"
@@ -75,7 +75,7 @@ def tap(folder: Path) -> None:
         message = json.loads(body)
         keep(folder, kind_of(message), body)
         if "error" in message and "message" not in message:
-            keep(folder, "store_word", body)  # ranks and leaders say alike what keeps them
+            keep(folder, "rendezvous_word", body)  # ranks and leaders say alike what keeps them
         keep(folder, "signed_frame", body)
         proof = channels._digest(self._key, self._out, channels._SEQUENCE.pack(self._sent), body)
         keep(folder, "frames", channels._LENGTH.pack(len(body)) + proof + body)
@@ -171,7 +171,7 @@ def handshakes(folder: Path, *, sealed: bool) -> None:
     near.sendall(proof)
     accepting.join()
     calling.join()
-    keep(folder, "frames_sealed" if sealed else "frames", near.recv(1000))
+    keep(folder, "frames_encrypted" if sealed else "frames", near.recv(1000))
     keep(folder, "handshake_of_client", answer)
     keep(folder, "handshake_of_server", challenge + proof)
     keep(folder, "handshake_of_server", challenge + bytes(32))
@@ -216,12 +216,17 @@ def main() -> int:
         for begin in (0, 20, 40):
             keep(found, "timeline", json.dumps(events[:2] + events[begin : begin + 20]).encode())
         keep(found, "config_file", CONFIG_FILE.encode())
-        told = {"host": "a", "store": "127.0.0.1:4000", "has_secret": False, "door": "kolovod-00"}
-        keep(found, "torchrun_door", json.dumps(told).encode())
+        told = {
+            "host": "a",
+            "rendezvous": "127.0.0.1:4000",
+            "has_secret": False,
+            "exchange": "kolovod-00",
+        }
+        keep(found, "torchrun_exchange", json.dumps(told).encode())
         keep(
             found,
-            "torchrun_door",
-            json.dumps({"store": "127.0.0.1:4000", "secret": "0" * 64}).encode(),
+            "torchrun_exchange",
+            json.dumps({"rendezvous": "127.0.0.1:4000", "secret": "0" * 64}).encode(),
         )
         keep(
             found,

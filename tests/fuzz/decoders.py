@@ -76,7 +76,7 @@ def frames(data: bytes) -> None:
             raise AssertionError("a frame was accepted that nobody has signed")
 
 
-def frames_sealed(data: bytes) -> None:
+def frames_encrypted(data: bytes) -> None:
     """The same on a connection that is encrypted."""
     mine, others = _native.KeyExchange(), _native.KeyExchange()
     agreement = mine.agree(os.urandom(32), others.public, 2, True)
@@ -168,8 +168,8 @@ def _report(message: Any) -> None:
 def told_at_the_door(data: bytes) -> None:
     """What rank 0 gives out, or somebody has written to torch.distributed's store."""
     with contextlib.suppress(BootstrapError):
-        told = torchrun._parse(data, ("store", "secret"))
-        assert isinstance(told["store"], str)
+        told = torchrun._parse(data, ("rendezvous", "secret"))
+        assert isinstance(told["rendezvous"], str)
 
 
 class _InMemory:
@@ -221,16 +221,16 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "handshake_of_client": handshake_of_client,
     "handshake_of_server": handshake_of_server,
     "frames": frames,
-    "frames_sealed": frames_sealed,
+    "frames_encrypted": frames_encrypted,
     "signed_frame": signed_frame,
-    "store_join": _of_message(_join),
-    "store_answer": _of_message(_told_by_store),
-    "store_word": _of_message(_word),
+    "rendezvous_join": _of_message(_join),
+    "rendezvous_answer": _of_message(_told_by_store),
+    "rendezvous_word": _of_message(_word),
     "leader_answer": _of_message(_told_by_leader),
     "follower": _of_message(_told_by_follower),
     "hello": _of_message(_hello),
     "timeline_report": _of_message(_report),
-    "torchrun_door": told_at_the_door,
+    "torchrun_exchange": told_at_the_door,
     "timeline": timeline,
     "config_file": config_file,
     "environment": environment,

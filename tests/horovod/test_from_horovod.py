@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from forked import KERAS_2, KERAS_RUNNERS
 from frameworks import is_installed
+from paths import ROOT
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-PAGE = Path(__file__).parents[2] / "docs" / "from-horovod.md"
+PAGE = ROOT / "docs" / "from-horovod.md"
 X, Y = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
 
 

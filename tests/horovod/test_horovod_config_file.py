@@ -3,9 +3,9 @@
 import builtins
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from horovod.runner.config_file import SECTIONS, apply_config_file
 from horovod.runner.flags import parse_args, variables_of
@@ -78,7 +78,7 @@ def test_every_key(tmp_path):
 
 
 def test_the_page_on_launching_shows_every_key(tmp_path):
-    page = Path(__file__).parents[2] / "docs" / "launching.md"
+    page = ROOT / "docs" / "launching.md"
     (shown,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     options = apply(tmp_path, textwrap.dedent(shown))
     assert options.use_gloo

@@ -8,19 +8,19 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import EXAMPLES
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "horovod"
+HOROVOD = EXAMPLES / "horovod"
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 KOLOVOD = [sys.executable, "-m", "kolovod", "run"]
 
 
 def run(launcher, size, script, *arguments):
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    command = [sys.executable, str(HOROVOD / script), *arguments]
     if size > 1:
         command = [*launcher, "-np", str(size), *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -28,7 +28,7 @@ def run(launcher, size, script, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", sorted(HOROVOD.glob("*.py")), ids=lambda path: path.stem)
 def test_scripts_know_of_horovod_and_torch_only(script):
     modules = set()
     for node in ast.walk(ast.parse(script.read_text())):

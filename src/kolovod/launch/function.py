@@ -186,9 +186,9 @@ def main_of_rank() -> int:
         with contextlib.suppress(Exception):
             record["exception"] = cloudpickle.dumps(error)
         write_memory_file(result, pickle.dumps(record))
-        worlds = sys.modules.get("kolovod.core.world")
-        if worlds is not None:  # without it there is no world
-            worlds.end_by(error)
+        lifecycle = sys.modules.get("kolovod.lifecycle")
+        if lifecycle is not None:  # without it there is no world
+            lifecycle.end_by(error)
         return 1
     write_memory_file(result, packed)
     return 0

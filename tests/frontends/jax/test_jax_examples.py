@@ -7,18 +7,17 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import QUICKLY_COMPILED, run_jax_ranks
 from frameworks import is_installed
+from paths import EXAMPLES
 
 pytestmark = [
     pytest.mark.skipif(not is_installed(module), reason=f"{module} is not installed")
     for module in ("jax", "optax")
 ] + [pytest.mark.timeout(150)]
-EXAMPLES = Path(__file__).parents[3] / "examples"
 TWO = [sys.executable, "-m", "kolovod", "run", "-np", "2", "--"]
 
 

@@ -7,16 +7,15 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from frameworks import is_installed
 from keras_jobs import prepared, runs, weights
+from paths import EXAMPLES
 
 pytestmark = pytest.mark.timeout(150)
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 SHORT = ["--layers", "1", "--width", "32", "--context", "16", "--characters", "50000"]
 
 

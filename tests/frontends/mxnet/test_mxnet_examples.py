@@ -6,16 +6,15 @@ import importlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import run_mxnet_ranks
 from frameworks import is_installed
+from paths import EXAMPLES
 
 pytestmark = pytest.mark.skipif(not is_installed("mxnet"), reason="MXNet is not installed")
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 SHORT = ["--layers", "1", "--width", "32", "--context", "16", "--characters", "50000"]
 
 

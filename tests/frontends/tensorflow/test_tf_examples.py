@@ -8,12 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import run_tensorflow_ranks
 from frameworks import is_installed
+from paths import EXAMPLES
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
@@ -24,7 +24,6 @@ needs_digits = pytest.mark.skipif(
     not is_installed("sklearn"), reason="scikit-learn, whose digits they are, is not installed"
 )
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 OF_HOROVOD = EXAMPLES / "horovod" / "tensorflow"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -7,15 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import run_torch_ranks
+from paths import EXAMPLES
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 KOLOVOD = [sys.executable, "-m", "kolovod", "run", "-np", "2", "--"]
 TINY_TEXT = ["--steps", "40", "--report-every", "20", "--width", "32", "--layers", "1"]
 

@@ -31,7 +31,7 @@ from kolovod.net.server import Server, same_user
 
 __all__ = ["AddressExchange", "ask", "ask_once", "close_at_exit", "tcp_exchange", "unix_exchange"]
 
-LABEL = "address exchange"
+LABEL = "address-exchange"
 _RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 _REFUSED_S = 3.0  # a rank 0 that is just ending breaks off as one with another secret does

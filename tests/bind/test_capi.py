@@ -9,17 +9,17 @@ import ctypes
 import os
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from forked import run_ranks
+from paths import ROOT
 
 import kolovod
 from kolovod import _native
 from kolovod.errors import NotInitializedError
 
-HEADER = Path(__file__).parents[1] / "csrc" / "include" / "kolovod.h"
+HEADER = ROOT / "csrc" / "include" / "kolovod.h"
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
 
 

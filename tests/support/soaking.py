@@ -1,6 +1,6 @@
 """A rank of scripts/soak.py: rounds of operations drawn at random (drawn.py), all verified.
 
-usage: python tests/soaking.py FOLDER SEED SECONDS, by `kolovod run`
+usage: python tests/support/soaking.py FOLDER SEED SECONDS, by `kolovod run`
 
 In a round each rank submits some operations of the world and of process sets in an order of its
 own, waits for them in another, and then calls some that block. Sets come and go. How many

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import soak
 from drawn import NON_BLOCKING, VERBS, Draw
+from paths import SUPPORT
 
 import kolovod
 from kolovod.testing import loopback
@@ -140,7 +141,7 @@ soaking.main()
 )
 def test_it_fails(script, says, tmp_path, monkeypatch, capfd):
     changed = tmp_path / "changed.py"
-    folder = str(Path(__file__).parent)
+    folder = str(SUPPORT)
     changed.write_text(script.replace("sys.argv.pop(1)", repr(folder)))
     monkeypatch.setattr(soak, "RANK", changed)
     given = ["--np", "2", "--seed", "1", "--seconds", "30", *SLACK]

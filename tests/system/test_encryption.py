@@ -237,7 +237,7 @@ def test_a_launcher_without_libcrypto_is_said_and_nothing_goes_in_the_clear(
         server.start()
         with Middle(port_of(server.address)) as middle:
             address = "{}:{}".format(*middle.address)
-            with pytest.raises(AuthenticationError, match="the rendezvous server cannot encrypt"):
+            with pytest.raises(AuthenticationError, match="the rendezvous cannot encrypt"):
                 join(address, SECRET, [0, 1], encrypting(0), 5)
         assert len(middle.seen[True]) == 8 + 32 + OFFER_BYTES + 32
 

@@ -57,7 +57,7 @@ def all_meet(store, size):
         found = list(pool.map(lambda rank: meet(store, rank, size, TIMEOUT_S), range(size)))
     for one in found:
         one.close()
-    return [one.place for one in found]
+    return [one.environment for one in found]
 
 
 def test_all_ranks_find_rank_0_and_share_a_secret_that_is_not_in_the_store():
@@ -67,7 +67,7 @@ def test_all_ranks_find_rank_0_and_share_a_secret_that_is_not_in_the_store():
         places = all_meet(store, 4)
         assert [place.rank for place in places] == [0, 1, 2, 3]
         assert {place.size for place in places} == {4}
-        ((address, secret),) = {(place.store, place.secret) for place in places}
+        ((address, secret),) = {(place.rendezvous, place.secret) for place in places}
         assert address.startswith("127.0.0.1:")
         assert not any(secret.encode() in value for value in store.values.values())
         seen.add(secret)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from netbed import Bed, unavailable
-from test_started import CODE, SECRET
+from test_external_meeting import CODE, SECRET
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 

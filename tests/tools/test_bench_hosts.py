@@ -6,16 +6,12 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
+import hosts_report
 import pytest
+from hosts_report import MIB, Link
 from netbed import unavailable
-
-BENCH = Path(__file__).resolve().parent.parent / "bench"
-sys.path.insert(0, str(BENCH))
-
-import hosts_report  # noqa: E402
-from hosts_report import MIB, Link  # noqa: E402
+from paths import BENCH
 
 SLOW, FAST = Link("100M", 100e6, 0), Link("unlimited", 0, 0)
 

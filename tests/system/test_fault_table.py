@@ -22,6 +22,7 @@ from typing import NamedTuple
 import pytest
 from frameworks import is_installed
 from launched import KOLOVOD
+from paths import SUPPORT
 from slow import slow_but
 
 from kolovod.launch import guard
@@ -151,7 +152,7 @@ def run(cell: Cell, folder: Path) -> list[str]:
     """The job, and what is wrong with its end."""
     mark = secrets.token_hex(16)
     flags = ["-np", str(cell.size), "--label-hosts", HOSTS[cell.way][cell.size], *cell.limits]
-    script = [str(Path(__file__).with_name("faulty_script.py"))]
+    script = [str(SUPPORT / "faulty_script.py")]
     # Of several that wait for a stopped rank the first to give up has the others ended, too.
     on_sigterm = "ends" if cell.obeys or cell.fault == "SIGSTOP" else "goes on"
     words = [cell.place, cell.fault, str(cell.culprit), cell.framework, on_sigterm]

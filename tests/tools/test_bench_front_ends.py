@@ -10,17 +10,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
+import front_ends
+import gangs
 import pytest
 from forked import run_keras_ranks, run_torch_ranks
 from frameworks import is_installed
-
-BENCH = Path(__file__).parents[1] / "bench"
-sys.path.insert(0, str(BENCH))
-
-import front_ends  # noqa: E402
-import gangs  # noqa: E402
+from paths import BENCH
 
 
 def be_rank(rank, commands, environment):

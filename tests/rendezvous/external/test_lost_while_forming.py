@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from slow import slow_but
-from test_started import CODE, run, slurm
+from test_external_meeting import CODE, run, slurm
 
 COMMON = {
     "KOLOVOD_SECRET": "a secret of the user, which is long",
@@ -16,7 +16,7 @@ COMMON = {
 }
 DYING = """
 import os
-from kolovod.launch import {module}
+from kolovod.rendezvous import {module}
 if os.environ["SLURM_PROCID"] == "{rank}":
     {module}.{place} = lambda *_: os._exit(9)
 """
@@ -38,7 +38,7 @@ def survivors(done: list[tuple[int, str, str]], dead: int) -> list[str]:
 
 def test_before_all_have_come() -> None:
     ranks = [slurm(rank, 2, size=4, **COMMON) for rank in range(3)]  # rank 3 never comes
-    for text in survivors(run(ranks, code=die(1, "joining.parse_answer")), 1):
+    for text in survivors(run(ranks, code=die(1, "client.parse_answer")), 1):
         assert "RankLostError: rank 1 on host n2 (pid " in text
         assert "ended while the world was forming" in text
 
@@ -64,5 +64,5 @@ def test_a_follower_before_it_has_met_its_leader() -> None:
 
 def test_a_leader_before_it_has_met_its_followers() -> None:
     ranks = [slurm(rank, 2, size=4, **COMMON) for rank in range(4)]
-    for text in survivors(run(ranks, code=die(1, "sharing.Leader.run")), 1):
+    for text in survivors(run(ranks, code=die(1, "segment_handover.Leader.run")), 1):
         assert "RankLostError: rank 1 on host n2 (pid " in text

@@ -43,7 +43,7 @@ def test_closures_arrays_and_variables_travel() -> None:
 
 
 def test_a_forked_rank_is_like_a_new_process() -> None:
-    """Those of tests/forked.py, in what a test may look at."""
+    """Those of tests/support/forked.py, in what a test may look at."""
 
     def facts(rank: int) -> tuple[Any, ...]:
         of_the_job = ("KOLOVOD_", "MASTER_PORT", "LC_CTYPE")  # the last is Python's own doing

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from frameworks import is_installed
+from paths import BENCH
 
-SCRIPT = Path(__file__).parents[1] / "bench" / "tf_ops.py"
+SCRIPT = BENCH / "tf_ops.py"
 
 
 @pytest.mark.slow

@@ -159,7 +159,7 @@ def test_a_malformed_question_is_answered(message):
     deadline = time.monotonic() + TIMEOUT_S
     with (
         closing(unix_exchange(name, FACTS, 2)),
-        closing(connect(socket.AF_UNIX, f"\0{name}", "", "door", deadline)) as channel,
+        closing(connect(socket.AF_UNIX, f"\0{name}", "", "address-exchange", deadline)) as channel,
     ):
         channel.send(message, deadline)
         assert channel.receive(deadline)["gone"].startswith("a malformed message")

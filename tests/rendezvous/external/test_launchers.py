@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from paths import EXAMPLES
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.rendezvous.external.launchers import LAUNCHERS, expand_hosts, find
@@ -194,7 +194,7 @@ def test_what_is_no_host_list(text):
 
 def test_the_manifest_for_kubernetes_gives_what_a_rank_needs():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    path = Path(__file__).parents[1] / "examples" / "kubernetes" / "job.yaml"
+    path = EXAMPLES / "kubernetes" / "job.yaml"
     service, job = yaml.safe_load_all(path.read_text())
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     environ = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}

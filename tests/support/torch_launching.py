@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paths import ROOT
+
 import kolovod
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -19,7 +21,7 @@ def entry_point(folder: Path) -> str:
     Tests may run from the source folder: pyproject.toml's section is written there as an
     installation would write it.
     """
-    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
     section = text.split('[project.entry-points."torch.backends"]\n')[1].split("\n\n")[0]
     info = folder / "kolovod_entry-1.dist-info"
     info.mkdir(exist_ok=True)

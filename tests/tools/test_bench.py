@@ -8,23 +8,19 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
+import collectives
+import gangs
+import goals
+import machine
 import numpy as np
+import overhead
 import pytest
-
-BENCH = Path(__file__).resolve().parent.parent / "bench"
-sys.path.insert(0, str(BENCH))
-
-import collectives  # noqa: E402
-import gangs  # noqa: E402
-import goals  # noqa: E402
-import machine  # noqa: E402
-import overhead  # noqa: E402
-import report  # noqa: E402
-import training  # noqa: E402
-from peers import Peer  # noqa: E402
-from worker import SLOT, Barrier, Data, Layout, Measurer  # noqa: E402
+import report
+import training
+from paths import BENCH
+from peers import Peer
+from worker import SLOT, Barrier, Data, Layout, Measurer
 
 TIMEOUT_S = 110
 
