@@ -10,13 +10,7 @@ from horovod.common.arguments import named
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch import handles
 from horovod.torch.arguments import Tensor, Tensors, several
-from horovod.torch.autograd import (
-    HorovodAllgather,
-    HorovodAlltoall,
-    HorovodBroadcast,
-    HorovodGroupedAllgather,
-    plain,
-)
+from horovod.torch.autograd import plain, verbs
 from kolovod.errors import InvalidArgumentError
 
 
@@ -24,10 +18,7 @@ def allgather(
     tensor: Tensor, name: str | None = None, process_set: Any = global_process_set
 ) -> Tensor:
     """The ranks' tensors one after the other; has a gradient."""
-    arguments = named("allgather", name), group_of(process_set)
-    if not _wants_grad(tensor):
-        return plain.allgather(tensor, *arguments)
-    return HorovodAllgather.apply(tensor, *arguments)  # type: ignore
+    return verbs.allgather(tensor, named("allgather", name), group_of(process_set))
 
 
 def allgather_async(
@@ -43,9 +34,7 @@ def grouped_allgather(
 ) -> list[Tensor]:
     """``allgather`` of several tensors as one operation."""
     arguments = named("grouped_allgather", name), group_of(process_set)
-    if not any(map(_wants_grad, several(tensors))):
-        return plain.grouped_allgather(tensors, *arguments)
-    return list(HorovodGroupedAllgather.apply(*arguments, *tensors))  # type: ignore
+    return verbs.grouped_allgather(several(tensors), *arguments)
 
 
 def grouped_allgather_async(
@@ -63,8 +52,7 @@ def broadcast(
     process_set: Any = global_process_set,
 ) -> Tensor:
     """``root_rank``'s values as a new tensor; has a gradient. ``root_rank`` is one of the world."""
-    arguments = root_rank, named("broadcast", name), group_of(process_set)
-    return HorovodBroadcast.apply(tensor, *arguments)  # type: ignore
+    return verbs.broadcast(tensor, root_rank, named("broadcast", name), group_of(process_set))
 
 
 def broadcast_async(
@@ -111,8 +99,10 @@ def alltoall(
     ``splits`` is there.
     """
     arguments = _splits(splits), named("alltoall", name), group_of(process_set)
-    result, received = HorovodAlltoall.apply(tensor, *arguments)  # type: ignore
-    return result if splits is None else (result, received.to(_device_of(splits)))
+    result, received = verbs.alltoall(tensor, *arguments)
+    if splits is None:
+        return result
+    return result, torch.tensor(received, dtype=torch.int32, device=_device_of(splits))
 
 
 def alltoall_async(
@@ -130,10 +120,6 @@ def alltoall_async(
         return result[0], torch.tensor(result[1], dtype=torch.int32, device=device)
 
     return handles.number_of(plain.alltoall_async(tensor, *arguments), finish)
-
-
-def _wants_grad(tensor: Any) -> bool:
-    return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
 
 
 def _device_of(splits: Any) -> torch.device:

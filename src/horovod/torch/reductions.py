@@ -12,13 +12,7 @@ from horovod.common.basics import Average
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch import handles
 from horovod.torch.arguments import Tensor, Tensors, given, several
-from horovod.torch.autograd import (
-    HorovodAllreduce,
-    HorovodGroupedAllreduce,
-    HorovodGroupedReducescatter,
-    HorovodReducescatter,
-    plain,
-)
+from horovod.torch.autograd import plain, verbs
 from horovod.torch.compression import Compression
 
 
@@ -36,7 +30,7 @@ def allreduce(
     scales = prescale_factor, postscale_factor
     arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
     small, context = compression.compress(tensor)
-    result: Tensor = HorovodAllreduce.apply(small, *arguments)  # type: ignore[no-untyped-call]
+    result = verbs.allreduce(small, *arguments)
     return compression.decompress(result, context)  # type: ignore[no-any-return]
 
 
@@ -99,7 +93,7 @@ def grouped_allreduce(
     scales = prescale_factor, postscale_factor
     arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
     smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
-    results = HorovodGroupedAllreduce.apply(*arguments, *smalls)  # type: ignore[no-untyped-call]
+    results = verbs.grouped_allreduce(smalls, *arguments)
     return list(map(compression.decompress, results, contexts))
 
 
@@ -183,7 +177,7 @@ def reducescatter(
     scales = prescale_factor, postscale_factor
     arguments = given("reducescatter", name, op, *scales, process_set)
     small, context = compression.compress(tensor)
-    result = HorovodReducescatter.apply(small, *arguments)  # type: ignore[no-untyped-call]
+    result = verbs.reducescatter(small, *arguments)
     return compression.decompress(result, context)  # type: ignore[no-any-return]
 
 
@@ -214,7 +208,7 @@ def grouped_reducescatter(
     scales = prescale_factor, postscale_factor
     arguments = given("grouped_reducescatter", name, op, *scales, process_set)
     smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
-    results = HorovodGroupedReducescatter.apply(*arguments, *smalls)  # type: ignore
+    results = verbs.grouped_reducescatter(smalls, *arguments)
     return list(map(compression.decompress, results, contexts))
 
 

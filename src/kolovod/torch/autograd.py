@@ -17,7 +17,7 @@ def _wants_grad(tensor: object) -> bool:
     return getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
 
 
-class _Arithmetic:
+class Arithmetic:
     """See derivatives.Arithmetic."""
 
     @staticmethod
@@ -62,8 +62,7 @@ class _Verb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         verbs, request, given = ctx.call
-        results = verbs.new_group(backward_request(request, given.received), grads)
-        return None, None, None, *finish(request, given, results, _Arithmetic())
+        return None, None, None, *verbs.send_back(request, given, grads)
 
 
 class TorchCollectives(Collectives):
@@ -89,3 +88,10 @@ class TorchCollectives(Collectives):
         told: list[list[list[int]]] = []
         results = _Verb.apply(self, request, told, *tensors)  # type: ignore[no-untyped-call]
         return list(results), told[0]
+
+    def send_back(
+        self, request: Request, given: Given, grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The gradients of the inputs of ``request``, from those of its results."""
+        results = self.new_group(backward_request(request, given.received), grads)
+        return finish(request, given, results, Arithmetic())

@@ -1,0 +1,44 @@
+"""The names that have nothing to do with a framework."""
+
+from __future__ import annotations
+
+from kolovod.core.handles import Handle
+from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
+from kolovod.core.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
+from kolovod.core.spans import span
+from kolovod.core.world import is_initialized
+from kolovod.lifecycle import init, shutdown
+from kolovod.observe.timeline import start_timeline, stop_timeline
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Handle",
+    "Max",
+    "Min",
+    "Op",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "remove_process_set",
+    "shutdown",
+    "size",
+    "span",
+    "start_timeline",
+    "stop_timeline",
+]
