@@ -5,39 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from horovod import NO_ELASTIC
-from horovod.common.basics import (
-    Adasum,
-    Average,
-    Sum,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from horovod.common import surface as _surface
+from horovod.common.surface import *
 from horovod.keras import callbacks
 from horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from horovod.keras.values import (
@@ -50,14 +19,18 @@ from horovod.keras.values import (
 from kolovod.keras import Compression
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "PartialDistributedOptimizer",
-    "ProcessSet", "Sum", "add_process_set", "allgather", "allreduce", "broadcast",
-    "broadcast_global_variables", "callbacks", "ccl_built", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "load_model", "local_rank", "local_size", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "reducescatter",
-    "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline",
-]  # fmt: skip
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "load_model",
+    "reducescatter",
+]
+__all__ += _surface.__all__
 
 
 def allreduce(

@@ -11,57 +11,27 @@ from typing import Any, TypeAlias
 import mxnet as mx
 import numpy as np
 
+from horovod.common import surface as _surface
 from horovod.common.arguments import named, op_of
-from horovod.common.basics import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    group_of,
-    remove_process_set,
-)
+from horovod.common.process_sets import group_of
+from horovod.common.surface import *
 from kolovod.errors import InvalidArgumentError
 from kolovod.mxnet import collectives
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set",
-    "allgather", "allreduce", "allreduce_", "alltoall", "broadcast", "broadcast_", "ccl_built",
-    "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
-    "gloo_enabled", "grouped_allgather", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "local_rank",
-    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
-    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline",
-    "stop_timeline",
-]  # fmt: skip
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+__all__ += _surface.__all__
 
 Array: TypeAlias = "mx.nd.NDArray"
 Arrays: TypeAlias = "Sequence[mx.nd.NDArray]"

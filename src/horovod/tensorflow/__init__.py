@@ -11,6 +11,7 @@ if _error := _missing("tensorflow"):
     raise _error
 
 from horovod.common.util import gpu_available
+from horovod.tensorflow import mpi_ops as _mpi_ops
 from horovod.tensorflow.arguments import (
     check_num_rank_power_of_2,
     handle_average_backwards_compatibility,
@@ -25,55 +26,7 @@ from horovod.tensorflow.functions import (
     vars_to_refs,
 )
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
-from horovod.tensorflow.mpi_ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    broadcast_,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_rank_op,
-    local_size,
-    local_size_op,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    process_set_included_op,
-    rank,
-    rank_op,
-    reducescatter,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    size_op,
-    start_timeline,
-    stop_timeline,
-)
+from horovod.tensorflow.mpi_ops import *
 from horovod.tensorflow.optimizer import DistributedOptimizer
 from horovod.tensorflow.session import BroadcastGlobalVariablesHook, broadcast_global_variables
 from horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
@@ -93,18 +46,22 @@ def __getattr__(name: str) -> _Any:
 
 
 __all__ = [
-    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression",
-    "DistributedGradientTape", "DistributedOptimizer", "LocalGradientAggregationHelper", "Max",
-    "Min", "PartialDistributedGradientTape", "ProcessSet", "Product", "Sum",
-    "SyncBatchNormalization", "add_process_set", "allgather", "allgather_object", "allreduce",
-    "alltoall", "broadcast", "broadcast_", "broadcast_global_variables", "broadcast_object",
-    "broadcast_object_fn", "broadcast_variables", "ccl_built", "check_num_rank_power_of_2",
-    "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
-    "gloo_enabled", "gpu_available", "grouped_allgather", "grouped_allreduce",
-    "grouped_reducescatter", "handle_average_backwards_compatibility", "init", "is_homogeneous",
-    "is_initialized", "join", "local_rank", "local_rank_op", "local_size", "local_size_op",
-    "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "process_set_included_op", "rank", "rank_op", "reducescatter", "refs_to_vars",
-    "remove_process_set", "rocm_built", "shutdown", "size", "size_op", "start_timeline",
-    "stop_timeline", "vars_to_refs",
-]  # fmt: skip
+    "BroadcastGlobalVariablesHook",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "LocalGradientAggregationHelper",
+    "PartialDistributedGradientTape",
+    "SyncBatchNormalization",
+    "allgather_object",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+    "check_num_rank_power_of_2",
+    "gpu_available",
+    "handle_average_backwards_compatibility",
+    "refs_to_vars",
+    "vars_to_refs",
+]
+__all__ += _mpi_ops.__all__

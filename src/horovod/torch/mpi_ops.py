@@ -5,41 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from horovod.common import basics
-from horovod.common.basics import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    group_of,
-    remove_process_set,
-)
+from horovod.common import surface as _surface
+from horovod.common.process_sets import group_of
+from horovod.common.surface import *
 from horovod.torch import handles
 from horovod.torch.autograd import (
     HorovodAllgather,
@@ -82,30 +50,53 @@ from horovod.torch.reductions import (
 )
 
 __all__ = [
-    "Adasum", "Average", "HorovodAllgather", "HorovodAllreduce", "HorovodAlltoall",
-    "HorovodBroadcast", "HorovodGroupedAllgather", "HorovodGroupedAllreduce",
-    "HorovodGroupedReducescatter", "HorovodReducescatter", "Max", "Min", "ProcessSet", "Product",
-    "Sum", "add_process_set", "allgather", "allgather_async", "allreduce", "allreduce_",
-    "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async", "barrier", "broadcast",
-    "broadcast_", "broadcast_async", "broadcast_async_", "ccl_built", "cross_rank", "cross_size",
-    "cuda_built", "ddl_built", "global_process_set", "gloo_built", "gloo_enabled",
-    "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built",
-    "shutdown", "size", "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
-]  # fmt: skip
+    "HorovodAllgather",
+    "HorovodAllreduce",
+    "HorovodAlltoall",
+    "HorovodBroadcast",
+    "HorovodGroupedAllgather",
+    "HorovodGroupedAllreduce",
+    "HorovodGroupedReducescatter",
+    "HorovodReducescatter",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+__all__ += _surface.__all__
 
 
-def init(comm: Any = None, process_sets: Any = None) -> None:
+def init(comm: Any = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
     """See horovod.common.basics.init; numbers of handles begin at 1 with each world."""
     if not is_initialized():
         handles.forget()
     basics.init(comm, process_sets)
 
 
-def shutdown() -> None:
+def shutdown() -> None:  # type: ignore[no-redef]
     """Leave the world; what is pending fails, and its handles are forgotten."""
     basics.shutdown()
     handles.forget()

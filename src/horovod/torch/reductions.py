@@ -14,6 +14,9 @@ from horovod.torch import handles
 from horovod.torch.arguments import Tensor, Tensors, given, several
 from horovod.torch.autograd import plain, verbs
 from horovod.torch.compression import Compression
+from kolovod.core.handles import Handle
+
+Finish = Callable[[Any], Any]
 
 
 def allreduce(
@@ -34,51 +37,6 @@ def allreduce(
     return compression.decompress(result, context)  # type: ignore[no-any-return]
 
 
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> int:
-    """``allreduce`` that returns a handle at once."""
-    scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
-    return handles.number_of(plain.allreduce_async(tensor, *arguments))
-
-
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> Tensor:
-    """``allreduce`` in place."""
-    scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
-    return plain.allreduce_(tensor, *arguments)
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> int:
-    """``allreduce_`` that returns a handle at once."""
-    scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
-    return handles.number_of(plain.allreduce_async_(tensor, *arguments))
-
-
 def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
@@ -97,49 +55,65 @@ def grouped_allreduce(
     return list(map(compression.decompress, results, contexts))
 
 
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> int:
-    """``grouped_allreduce`` that returns a handle at once."""
-    scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
-    return handles.number_of(plain.grouped_allreduce_async(tensors, *arguments), tuple)
+def _of_one(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
+    """A form of allreduce without compression; ``finish`` makes what it returns."""
+    form = getattr(plain, verb)
+
+    def run(
+        tensor: Tensor,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Any = global_process_set,
+    ) -> Any:
+        scales = prescale_factor, postscale_factor
+        arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
+        return finish(form(tensor, *arguments))
+
+    run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
+    return run
 
 
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> tuple[Tensor, ...]:
-    """``grouped_allreduce`` in place; a tuple, as from ``synchronize``."""
-    scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
-    return tuple(plain.grouped_allreduce_(tensors, *arguments))
+def _of_several(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
+    """The same for a group."""
+    form = getattr(plain, verb)
+
+    def run(
+        tensors: Tensors,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Any = global_process_set,
+    ) -> Any:
+        scales = prescale_factor, postscale_factor
+        arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
+        return finish(form(tensors, *arguments))
+
+    run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
+    return run
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-) -> int:
-    """``grouped_allreduce_`` that returns a handle at once."""
-    scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
-    return handles.number_of(plain.grouped_allreduce_async_(tensors, *arguments), tuple)
+def _number_of_tuple(handle: Handle[Any]) -> int:
+    return handles.number_of(handle, tuple)
+
+
+_AT_ONCE = "Return a handle of ``{}`` at once."
+allreduce_ = _of_one("allreduce_", "Reduce in place.", lambda tensor: tensor)
+allreduce_async = _of_one("allreduce_async", _AT_ONCE.format("allreduce"), handles.number_of)
+allreduce_async_ = _of_one("allreduce_async_", _AT_ONCE.format("allreduce_"), handles.number_of)
+grouped_allreduce_ = _of_several(
+    "grouped_allreduce_", "Reduce in place; a tuple, as from ``synchronize``.", tuple
+)
+grouped_allreduce_async = _of_several(
+    "grouped_allreduce_async", _AT_ONCE.format("grouped_allreduce"), _number_of_tuple
+)
+grouped_allreduce_async_ = _of_several(
+    "grouped_allreduce_async_", _AT_ONCE.format("grouped_allreduce_"), _number_of_tuple
+)
 
 
 def sparse_allreduce_async(

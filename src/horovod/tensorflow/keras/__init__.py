@@ -5,38 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from horovod import NO_ELASTIC
-from horovod.common.basics import (
-    Average,
-    Sum,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from horovod.common.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from horovod.common import surface as _surface
+from horovod.common.surface import *
 from horovod.keras.optimizer import PartialDistributedOptimizer as _distributed
 from horovod.keras.optimizer import groups_of, load_model
 from horovod.keras.values import (
@@ -50,14 +20,17 @@ from horovod.tensorflow.keras import callbacks
 from kolovod.keras import Compression
 
 __all__ = [
-    "Average", "Compression", "DistributedOptimizer", "ProcessSet", "Sum", "add_process_set",
-    "allgather", "allreduce", "broadcast", "broadcast_global_variables", "callbacks",
-    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set",
-    "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "load_model",
-    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported",
-    "nccl_built", "rank", "reducescatter", "remove_process_set", "rocm_built", "shutdown",
-    "size", "start_timeline", "stop_timeline",
-]  # fmt: skip
+    "Compression",
+    "DistributedOptimizer",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "load_model",
+    "reducescatter",
+]
+__all__ += _surface.__all__
 
 
 def DistributedOptimizer(
