@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kolovod import errors
 from kolovod import numpy as _numpy
-from kolovod.numpy import allgather_object, broadcast_object, broadcast_parameters
+from kolovod.numpy import broadcast_parameters
 from kolovod.observe.last_operations import last_operations
 from kolovod.surface import bind as _bind
 from kolovod.surface.in_place import *
@@ -34,8 +34,6 @@ __all__ = [
     "RankFailed",
     "SshOptions",
     "__version__",
-    "allgather_object",
-    "broadcast_object",
     "broadcast_parameters",
     "errors",
     "last_operations",

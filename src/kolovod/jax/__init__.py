@@ -30,7 +30,6 @@ from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, averag
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.verbs import JaxCollectives, collectives
 from kolovod.metrics import Metrics as _Metrics
-from kolovod.numpy import allgather_object, broadcast_object
 from kolovod.surface import bind as _bind
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *
@@ -51,11 +50,9 @@ __all__ = [
     "DistributedOptimizer",
     "JaxCollectives",
     "JaxFrontend",
-    "allgather_object",
     "allreduce_pytree",
     "average_gradients",
     "average_metrics",
-    "broadcast_object",
     "broadcast_pytree",
     "collectives",
     "gather_samples",

@@ -28,7 +28,7 @@ from kolovod.keras.functions import (
 from kolovod.keras.optimizer import DistributedOptimizer
 from kolovod.keras.saving import load_model
 from kolovod.metrics import average_metrics
-from kolovod.numpy import allgather_object, barrier, broadcast_object, join
+from kolovod.numpy import barrier, join
 from kolovod.surface import world as _world
 from kolovod.surface.world import *
 
@@ -40,13 +40,11 @@ __all__ = [
     "Compressor",
     "DistributedOptimizer",
     "allgather",
-    "allgather_object",
     "allreduce",
     "average_metrics",
     "barrier",
     "broadcast",
     "broadcast_model",
-    "broadcast_object",
     "broadcast_variables",
     "callbacks",
     "join",

@@ -34,8 +34,6 @@ _store.register()
 _functions = Functions(collectives)
 
 broadcast_parameters = _functions.broadcast_parameters
-broadcast_object = _functions.broadcast_object
-allgather_object = _functions.allgather_object
 
 __all__ = [
     "Compression",
@@ -45,8 +43,6 @@ __all__ = [
     "Kolovod",
     "MxnetCollectives",
     "MxnetFrontend",
-    "allgather_object",
-    "broadcast_object",
     "broadcast_parameters",
     "collectives",
 ]

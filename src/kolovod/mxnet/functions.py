@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import mxnet as mx
 
 from kolovod.core.objects import Objects
-from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.mxnet.frontend import check
@@ -73,22 +72,6 @@ class Functions:
             initialize(parameter, self._verbs.broadcast(data, root_rank, name), contexts)
 
         parameter._init_impl = with_the_roots
-
-    def broadcast_object(
-        self,
-        obj: Any,
-        root_rank: int = 0,
-        name: str | None = None,
-        process_set: Group | None = None,
-    ) -> Any:
-        """Return, on every rank, the ``obj`` of ``root_rank``; see ``kolovod.broadcast_object``."""
-        return self._objects.broadcast_object(obj, root_rank, name, process_set)
-
-    def allgather_object(
-        self, obj: Any, name: str | None = None, process_set: Group | None = None
-    ) -> list[Any]:
-        """Return the ``obj`` of every rank; see ``kolovod.allgather_object``."""
-        return self._objects.allgather_object(obj, name, process_set)
 
 
 def _items(params: Parameters) -> list[tuple[str, Any]]:

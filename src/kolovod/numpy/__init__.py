@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import Array, NumpyFrontend
-from kolovod.core.objects import Objects
 from kolovod.core.transfers import Transfers
 from kolovod.core.world import current
 from kolovod.numpy.functions import Functions
@@ -24,19 +23,14 @@ from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 
 collectives: Collectives = Collectives(NumpyFrontend(), current)
-_objects = Objects(collectives.world)
 _functions = Functions(collectives)
 _transfers = Transfers(collectives.frontend, collectives.world)
 
 broadcast_parameters = _functions.broadcast_parameters
-broadcast_object = _objects.broadcast_object
-allgather_object = _objects.allgather_object
 
 __all__ = [
     "Array",
     "NumpyFrontend",
-    "allgather_object",
-    "broadcast_object",
     "broadcast_parameters",
     "collectives",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kolovod.core.handles import Handle
+from kolovod.core.objects import Objects as _Objects
 from kolovod.core.ops import Adasum, Average, Max, Min, Op, Product, Sum
 from kolovod.core.process_sets import (
     ProcessSet,
@@ -12,9 +13,14 @@ from kolovod.core.process_sets import (
 )
 from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_size, rank, size
 from kolovod.core.spans import span
+from kolovod.core.world import current as _current
 from kolovod.core.world import is_initialized
 from kolovod.lifecycle import init, shutdown
 from kolovod.observe.timeline import start_timeline, stop_timeline
+
+_objects = _Objects(_current)
+broadcast_object = _objects.broadcast_object
+allgather_object = _objects.allgather_object
 
 __all__ = [
     "Adasum",
@@ -27,6 +33,8 @@ __all__ = [
     "Product",
     "Sum",
     "add_process_set",
+    "allgather_object",
+    "broadcast_object",
     "cross_rank",
     "cross_size",
     "global_process_set",

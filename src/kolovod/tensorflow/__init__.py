@@ -33,8 +33,6 @@ from kolovod.surface.world import *
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.tensorflow.functions import (
-    allgather_object,
-    broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
 )
@@ -71,8 +69,6 @@ __all__ = [
     "SyncBatchNormalization",
     "TensorflowCollectives",
     "TensorflowFrontend",
-    "allgather_object",
-    "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
     "collectives",

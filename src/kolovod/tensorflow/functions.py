@@ -11,7 +11,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.agreement import agree
-from kolovod.numpy import allgather_object, broadcast_object
+from kolovod.numpy import broadcast_object
 from kolovod.numpy import collectives as _on_arrays
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.errors import raising_tensorflows
@@ -19,7 +19,7 @@ from kolovod.tensorflow.exchange import variable_of
 from kolovod.tensorflow.frontend import DTYPES
 from kolovod.tensorflow.verbs import collectives
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_object_fn", "broadcast_variables"]
+__all__ = ["broadcast_object_fn", "broadcast_variables"]
 
 _SAME_BITS = {
     tf.uint32: tf.int32,

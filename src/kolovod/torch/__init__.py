@@ -39,8 +39,6 @@ _metrics = _Metrics(collectives)
 
 broadcast_parameters = _functions.broadcast_parameters
 broadcast_optimizer_state = _functions.broadcast_optimizer_state
-broadcast_object = _functions.broadcast_object
-allgather_object = _functions.allgather_object
 average_metrics = _metrics.average_metrics
 gather_samples = _metrics.gather_samples
 
@@ -51,9 +49,7 @@ __all__ = [
     "SyncBatchNorm",
     "TorchCollectives",
     "TorchFrontend",
-    "allgather_object",
     "average_metrics",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "collectives",

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from kolovod.core.objects import Objects
-from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
@@ -87,22 +86,6 @@ class Functions:
             if not was_on_cpu and own is not None:
                 received[i] = received[i].to(own.device)
         optimizer.load_state_dict(_put_back(outline, received))
-
-    def broadcast_object(
-        self,
-        obj: Any,
-        root_rank: int = 0,
-        name: str | None = None,
-        process_set: Group | None = None,
-    ) -> Any:
-        """Return, on every rank, the ``obj`` of ``root_rank``; see ``kolovod.broadcast_object``."""
-        return self._objects.broadcast_object(obj, root_rank, name, process_set)
-
-    def allgather_object(
-        self, obj: Any, name: str | None = None, process_set: Group | None = None
-    ) -> list[Any]:
-        """Return the ``obj`` of every rank; see ``kolovod.allgather_object``."""
-        return self._objects.allgather_object(obj, name, process_set)
 
 
 def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 import kolovod.torch as kvt  # noqa: E402
+from kolovod.core.objects import Objects  # noqa: E402
 from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
@@ -243,9 +244,9 @@ def test_broadcast_optimizer_state_of_different_models_fails_on_every_rank():
 
 def test_broadcast_object_with_tensors():
     def work(kv, rank):
-        got = Functions(kv).broadcast_object({"t": torch.full((2,), rank)}, 1)
+        got = Objects(kv.world).broadcast_object({"t": torch.full((2,), rank)}, 1)
         assert got["t"].tolist() == [1, 1]
-        assert [int(t) for t in Functions(kv).allgather_object(torch.tensor(rank))] == [0, 1]
+        assert [int(t) for t in Objects(kv.world).allgather_object(torch.tensor(rank))] == [0, 1]
 
     run(2, work)
 
