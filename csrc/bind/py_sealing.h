@@ -1,6 +1,6 @@
 #pragma once
 
-// Encryption between hosts as the handshake in Python needs it (src/kolovod/launch/sealing.py).
+// Encryption between hosts as the handshake in Python needs it (src/kolovod/net/encryption.py).
 
 #include <nanobind/stl/unique_ptr.h>
 

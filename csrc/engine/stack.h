@@ -1,5 +1,5 @@
 // Where this process's main thread is in Python. Python's faulthandler has a handler on a real-time signal
-// that writes the stack into a pipe: it runs at once, whoever holds the GIL (src/kolovod/observe/stacks.py).
+// that writes the stack into a pipe: it runs at once, whoever holds the GIL (src/kolovod/core/stacks.py).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The keys of an encrypted connection: agreed on in the handshake (src/kolovod/launch/auth.py), one for each
+// The keys of an encrypted connection: agreed on in the handshake (src/kolovod/net/channel.py), one for each
 // direction and purpose.
 //
 //   shared   := X25519(own private key, the other's public key)         RFC 7748; fresh for each connection

@@ -2,7 +2,7 @@
 // ranks are made when an algorithm first wants them, by somebody else, while the world goes on.
 //
 // Who connects is agreed upon by the two ranks alone: among processes the later one of the two
-// (src/kolovod/launch/mesh.py), for both will ask. A connection may come before it is asked for.
+// (src/kolovod/rendezvous/mesh.py), for both will ask. A connection may come before it is asked for.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
 """The scripts of examples/horovod, started by horovodrun, by kolovod run, and alone.
 
-The two launchers start a script in the same way (launch/spawn.py), so that each script runs under
+The two launchers start a script in the same way (launch/job.py), so that each script runs under
 one of them, and both start several.
 """
 

@@ -1,4 +1,4 @@
-"""What the handshake (auth.py) does besides on a connection that is to be encrypted.
+"""What the handshake (channel.py) does besides on a connection that is to be encrypted.
 
 Each end has a fresh X25519 key pair, and offers its public key with the ciphers that its host does
 well. The server chooses one of those that both offer. What both then know, the shared secret of

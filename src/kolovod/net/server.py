@@ -1,4 +1,4 @@
-"""The end of authenticated connections that accepts them (auth.py has the handshake)."""
+"""The end of authenticated connections that accepts them (channel.py has the handshake)."""
 
 from __future__ import annotations
 

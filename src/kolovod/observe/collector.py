@@ -10,7 +10,7 @@ Each other rank connects and, several times a second, reports::
 Rank 0 says whether to record, how many timelines it has begun, and what time it is, so that all
 times in the trace are rank 0's. The other rank repeats the number, so that rank 0 knows who has
 heard of a timeline. A rank that is told to stop reports what is left, and that it is off. Both ends
-prove the job's secret first (auth.py).
+prove the job's secret first (net/channel.py).
 """
 
 from __future__ import annotations

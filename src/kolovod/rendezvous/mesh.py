@@ -4,7 +4,7 @@ Every rank listens on the interface by which it reaches the rendezvous server, f
 there until its world ends. While the world forms, each host's leader (its first rank) connects to
 the one above it in the tree of leaders, for the control plane. For data, two ranks are connected
 when an algorithm first wants that: the engine asks (``_native.Switchboard``), and of the two the
-one that comes later in the world connects. After the handshake (auth.py)::
+one that comes later in the world connects. After the handshake (net/channel.py)::
 
     connecting -> listening   {"protocol": n, "version": text,
                                "rank": rank, "purpose": "data" or "control", "epoch": n}

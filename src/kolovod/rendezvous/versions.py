@@ -1,6 +1,6 @@
 """Which releases of Kolovod understand each other: those that have one protocol.
 
-Who connects says both, in the first message that he sends after the handshake (auth.py), as
+Who connects says both, in the first message that he sends after the handshake (net/channel.py), as
 ``"protocol"`` and ``"version"``. These two, and which rank it is, must be found in the messages of
 every release.
 """
