@@ -1,7 +1,7 @@
 """The fields of a message from another process, each checked before anything is done with it.
 
-A message is one JSON value (channel.py). Its sender knows the secret, but may be another version, or
-out of its mind: whatever it says, the answer is one BootstrapError that names the field.
+A message is one JSON value (channel.py). Its sender knows the secret, but may be another version,
+or out of its mind: whatever it says, the answer is one BootstrapError that names the field.
 """
 
 from __future__ import annotations
