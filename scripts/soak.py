@@ -2,12 +2,12 @@
 
 usage: python scripts/soak.py [--seconds S] [--np N] [--seed SEED] [--folder FOLDER] [--slack-s S]
 
-Starts N ranks of tests/support/soaking.py by `kolovod run`: every verb, random dtypes, shapes,
-ops and process sets, several operations at once in another order on each rank. Prints how many were
-done and verified, and the resident memory of each rank over time. A seed repeats the operations. Exits
-with 1 if a result is wrong, if something hangs, or if a rank's own memory (RssAnon) still grows
-after the first half: the median of the last quarter may be above that of the second by 20 % and
-32 MiB.
+Starts N ranks of tests/support/soaking.py by `kolovod run`: every verb, random dtypes, shapes, ops
+and process sets, several operations at once in another order on each rank. Prints how many were
+done and verified, and the resident memory of each rank over time. A seed repeats the operations.
+Exits with 1 if a result is wrong, if something hangs, or if a rank's own memory (RssAnon) still
+grows after the first half: the median of the last quarter may be above that of the second by 20 %
+and 32 MiB.
 """
 
 from __future__ import annotations
