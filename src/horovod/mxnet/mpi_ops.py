@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import mxnet as mx
@@ -37,68 +37,56 @@ Array: TypeAlias = "mx.nd.NDArray"
 Arrays: TypeAlias = "Sequence[mx.nd.NDArray]"
 
 
-def allreduce(
-    tensor: Array,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-    op: int | None = None,
-) -> Array:
-    """The ranks' arrays combined, as a new array."""
-    scales = prescale_factor, postscale_factor
-    label, group = named("allreduce", name), group_of(process_set)
-    return collectives.allreduce(tensor, label, op_of(average, op), *scales, group)
+def _of_one(verb: str, doc: str) -> Callable[..., Array]:
+    """A form of allreduce."""
+    form = getattr(collectives, verb)
+
+    def run(
+        tensor: Array,
+        average: bool | None = None,
+        name: str | None = None,
+        priority: int = 0,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Any = global_process_set,
+        op: int | None = None,
+    ) -> Array:
+        scales = prescale_factor, postscale_factor
+        label, group = named("allreduce", name), group_of(process_set)
+        return form(tensor, label, op_of(average, op), *scales, group)
+
+    run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
+    return run
 
 
-def allreduce_(
-    tensor: Array,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-    op: int | None = None,
-) -> Array:
-    """``allreduce`` in place."""
-    scales = prescale_factor, postscale_factor
-    label, group = named("allreduce", name), group_of(process_set)
-    return collectives.allreduce_(tensor, label, op_of(average, op), *scales, group)
+def _of_several(verb: str, doc: str) -> Callable[..., list[Array]]:
+    """The same for a group."""
+    form = getattr(collectives, verb)
+
+    def run(
+        tensors: Arrays,
+        average: bool | None = None,
+        name: str | None = None,
+        priority: int = 0,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: Any = global_process_set,
+        op: int | None = None,
+    ) -> list[Array]:
+        scales = prescale_factor, postscale_factor
+        label, group = named("grouped_allreduce", name), group_of(process_set)
+        return form(tensors, label, op_of(average, op), *scales, group)  # type: ignore[no-any-return]
+
+    run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
+    return run
 
 
-def grouped_allreduce(
-    tensors: Arrays,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-    op: int | None = None,
-) -> list[Array]:
-    """``allreduce`` of several arrays as one operation."""
-    scales = prescale_factor, postscale_factor
-    label, group = named("grouped_allreduce", name), group_of(process_set)
-    return collectives.grouped_allreduce(tensors, label, op_of(average, op), *scales, group)
-
-
-def grouped_allreduce_(
-    tensors: Arrays,
-    average: bool | None = None,
-    name: str | None = None,
-    priority: int = 0,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = global_process_set,
-    op: int | None = None,
-) -> list[Array]:
-    """``grouped_allreduce`` in place."""
-    scales = prescale_factor, postscale_factor
-    label, group = named("grouped_allreduce", name), group_of(process_set)
-    return collectives.grouped_allreduce_(tensors, label, op_of(average, op), *scales, group)
+allreduce = _of_one("allreduce", "The ranks' arrays combined, as a new array.")
+allreduce_ = _of_one("allreduce_", "``allreduce`` in place.")
+grouped_allreduce = _of_several(
+    "grouped_allreduce", "``allreduce`` of several arrays as one operation."
+)
+grouped_allreduce_ = _of_several("grouped_allreduce_", "``grouped_allreduce`` in place.")
 
 
 def allgather(
