@@ -141,7 +141,7 @@ sys.exit(5 if rank == 0 else 0)
 
 
 DIES_WHILE_IT_JOINS = """
-import kolovod as kv, kolovod.core.world
+import kolovod as kv, kolovod.lifecycle
 if rank == 0:
     sys.exit()
 if rank == 2:

@@ -147,6 +147,6 @@ class FakeFrontend(TorchFrontend):
             return self._slow_view(tensor)
         return super().view(tensor)
 
-    def from_bytes(self, data, dtype, shape):
-        made = super().from_bytes(data, dtype, shape)
+    def from_bytes(self, data, dtype, shape, like=None):
+        made = super().from_bytes(data, dtype, shape, like)
         return made if isinstance(data, torch.Tensor) else self.device.in_host_memory(made)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from kolovod import _native
 
@@ -87,6 +88,14 @@ class Verb:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> Any:
+        """Stay one object each: verbs are compared by identity."""
+        return _named, (self.name,)
+
+
+def _named(name: str) -> Verb:
+    return VERBS[name]
 
 
 _REDUCTION = ("op", "prescale_factor", "postscale_factor")

@@ -8,6 +8,8 @@ from forked import run_tensorflow_ranks
 from frameworks import is_installed
 
 from kolovod.core.ops import Average, Max, Sum
+from kolovod.core.submission import Request
+from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
 
 pytestmark = [
@@ -77,14 +79,18 @@ def test_gradients_are_adjoint():
                 check_adjoint(tf, kv, verb, shape, way)
         scales = (0.5, 3.0)
         ops = {
-            lambda x: graph.allreduce([x], None, Average, scales, 0)[0]: even,
-            lambda x: graph.broadcast([x], 1, None, 0)[0]: even,
-            lambda x: graph.allgather([x], None, 0)[0][0]: uneven,
-            lambda x: graph.alltoall(x, splits, None, 0)[0]: lambda rank: (7, 2),
-            lambda x: graph.reducescatter([x], None, Average, scales, 0)[0]: even,
+            Request(ALLREDUCE, None, None, Average, *scales): even,
+            Request(BROADCAST, root=1): even,
+            Request(ALLGATHER): uneven,
+            Request(ALLTOALL, splits=tuple(splits)): lambda rank: (7, 2),
+            Request(REDUCESCATTER, None, None, Average, *scales): even,
         }
-        for op, shape in ops.items():
-            check_adjoint(tf, kv, tf.function(op), shape, symbolic)
+        for request, shape in ops.items():
+            made = tf.autograph.experimental.do_not_convert(
+                lambda x, request=request: graph.run(request, [x], 0)[0][0]
+            )
+            op = tf.function(made)
+            check_adjoint(tf, kv, op, shape, symbolic)
         second = tf.function(lambda x: taped(lambda x: kv.allreduce(x**3), x, tf.ones_like(x)))
         with tf.GradientTape() as tape:  # of the gradient
             x = tf.constant([2.0 + rank])

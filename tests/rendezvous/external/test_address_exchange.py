@@ -123,7 +123,7 @@ def test_a_door_of_another_user_is_not_believed():
     script = (
         "import os, sys\n"
         "from kolovod.rendezvous.external.address_exchange import unix_exchange\n"
-        "os.setuid(65534); door = unix_door(sys.argv[1], {}, 2)\n"
+        "os.setuid(65534); made = unix_exchange(sys.argv[1], {}, 2)\n"
         "print('open', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
