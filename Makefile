@@ -189,13 +189,14 @@ c10d: $(STAMPS)/package $(STAMPS)/c10d
 launchers: $(STAMPS)/package $(STAMPS)/test
 	$(BIN)/python scripts/launchers_check.py $(LAUNCHERS_ARGS)
 
-# --quick in BENCH_ARGS: three minutes, into files of their own, the README stays as it is.
+# --quick in BENCH_ARGS: three minutes, into files of their own; docs/benchmarks.md and the chart stay as they are.
 bench: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/python bench/collectives.py $(BENCH_ARGS)
 	$(BIN)/python bench/training.py $(BENCH_ARGS)
 	$(BIN)/python bench/overhead.py $(if $(findstring --quick,$(BENCH_ARGS)),--rounds 1 --steps 10 --output build/bench)
 ifeq ($(findstring --quick,$(BENCH_ARGS)),)
 	$(BIN)/python bench/report.py
+	$(BIN)/python bench/chart.py
 endif
 
 clean:
