@@ -1,0 +1,75 @@
+"""Teaches the reference's generator (griffe) two habits of this code; loaded by mkdocs.yml.
+
+A front end publishes its verbs as bound methods, ``allreduce = collectives.allreduce``: the
+reference shows such a name as the function that it is, with the method's signature and docstring.
+And a docstring marks a literal block with ``::``, where Markdown has a plain colon.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import griffe
+
+
+class BoundVerbs(griffe.Extension):
+    """Replaces ``name = instance.method`` in modules by the method, as a function."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """After a whole package was read: base classes are known then."""
+        for module in _modules(pkg):
+            _plain_colons(module)
+            for name, member in list(module.members.items()):
+                if isinstance(member, griffe.Alias) or not member.is_attribute:
+                    continue
+                method = _method(module, member)
+                if method is not None:
+                    module.set_member(name, _as_function(method, name, module))
+
+
+def _modules(module: griffe.Module) -> list[griffe.Module]:
+    found = [module]
+    for member in module.members.values():
+        if isinstance(member, griffe.Module):
+            found += _modules(member)
+    return found
+
+
+def _method(module: griffe.Module, attribute: Any) -> griffe.Function | None:
+    """What ``instance.method`` names, if that is what the attribute's value is."""
+    instance, dot, method = str(attribute.value).partition(".")
+    if not dot or not method.isidentifier() or instance not in module.members:
+        return None
+    try:
+        made: Any = _itself(module[instance])
+        call = getattr(made, "value", None)
+        if not isinstance(call, griffe.ExprCall):
+            return None
+        owner = _itself(made.modules_collection[call.function.canonical_path])
+        found = _itself(owner.all_members[method]) if owner.is_class else None
+    except (griffe.AliasResolutionError, KeyError):  # of another package
+        return None
+    return found if isinstance(found, griffe.Function) else None
+
+
+def _itself(found: Any) -> Any:
+    return found.final_target if found.is_alias else found
+
+
+def _as_function(method: griffe.Function, name: str, module: griffe.Module) -> griffe.Function:
+    function = copy.copy(method)
+    function.name, function.parent = name, module
+    function.parameters = griffe.Parameters(*list(method.parameters)[1:])
+    if method.docstring is not None:
+        function.docstring = griffe.Docstring(method.docstring.value, parent=function)
+    return function
+
+
+def _plain_colons(thing: griffe.Object) -> None:
+    if thing.docstring is not None:
+        text = thing.docstring.value.replace("::\n", ":\n")
+        thing.docstring.value = text.removeprefix(":\n").lstrip("\n")
+    for member in thing.members.values():
+        if isinstance(member, griffe.Object) and not member.is_module:
+            _plain_colons(member)
