@@ -1,16 +1,20 @@
 """Teaches the reference's generator (griffe) two habits of this code; loaded by mkdocs.yml.
 
 A front end publishes its verbs as bound methods, ``allreduce = collectives.allreduce``: the
-reference shows such a name as the function that it is, with the method's signature and docstring.
-And a docstring marks a literal block with ``::``, where Markdown has a plain colon.
+reference shows such a name as the function that it is, with the method's signature and docstring,
+and with that of the base class where the method's own says "See Collectives.allreduce". And a
+docstring marks a literal block with ``::``, where Markdown has a plain colon.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import griffe
+
+REFERS = re.compile(r"See Collectives\.(\w+)(?:\.|, and \w+\.)")
 
 
 class BoundVerbs(griffe.Extension):
@@ -61,9 +65,22 @@ def _as_function(method: griffe.Function, name: str, module: griffe.Module) -> g
     function = copy.copy(method)
     function.name, function.parent = name, module
     function.parameters = griffe.Parameters(*list(method.parameters)[1:])
-    if method.docstring is not None:
-        function.docstring = griffe.Docstring(method.docstring.value, parent=function)
+    text = _whole_text(method)
+    function.docstring = griffe.Docstring(text, parent=function) if text else None
     return function
+
+
+def _whole_text(method: griffe.Function) -> str:
+    """The docstring; where it only refers to that of a base class, that one comes first."""
+    own = method.docstring.value if method.docstring else ""
+    found = REFERS.match(own)
+    if found is None or not isinstance(method.parent, griffe.Class):
+        return own
+    for base in method.parent.mro():
+        text = base.members[found[1]].docstring if found[1] in base.members else None
+        if text is not None and not REFERS.match(text.value):
+            return f"{text.value}\n\n{own[found.end() :].strip()}".strip()
+    return own
 
 
 def _plain_colons(thing: griffe.Object) -> None:
