@@ -15,6 +15,7 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 MARK = re.compile(r"^<!-- members of ([a-z_.]+) -->$", re.MULTILINE)
 HOME = "kolovod"
+INSIDE = "For front ends of your own"
 # Each name is in the first section whose pattern it matches as a whole.
 SECTIONS = (
     ("Start and end", r"init|shutdown|is_initialized|run|RankFailed|SshOptions"),
@@ -34,7 +35,7 @@ SECTIONS = (
     ("Process sets", r"ProcessSet|\w+_process_set"),
     ("Operations and compression", r"Op|Compress(ion|or)"),
     ("Look inside", r"last_operations|span|\w+_timeline"),
-    ("For front ends of your own", r"collectives|\w+(Collectives|Frontend)|Array"),
+    (INSIDE, r"collectives|\w+(Collectives|Frontend)|Array"),
 )
 REST = "Members"
 OPS = ("Average", "Sum", "Min", "Max", "Product", "Adasum")
@@ -80,7 +81,8 @@ def _members(module: str) -> str:
         sections.setdefault(_section(name), []).append(name)
     for title, members in sections.items():
         if members:
-            entries = "\n".join(_entry(module, name) for name in members)
+            options = "    options: {members: false}\n" if title == INSIDE else ""
+            entries = "\n".join(_entry(module, name) + options for name in members)
             parts.append(f"## {title}\n\n{entries}" if is_front_end else entries)
     return "\n\n".join(parts)
 
