@@ -133,7 +133,7 @@ def short(groups: Groups, facts: dict[str, Any]) -> str:
         f"microseconds, mode {shown} unless the row names another (near: the two cores share a "
         f"cache; far: they do not). The bound: all processes read and write their buffer once. "
         f"TCP: over loopback, as if each process were on a host of its own.\n\n"
-        f"{table(head, rows)}\n{_short_verbs(groups, modes)}\n"
+        f"{table(head, rows)}\n{_short_verbs(groups, modes)}\n{_missed(groups, shown)}\n"
         f"({machine_line(facts)}; `make bench`, see "
         f"[collectives.md](../bench/results/collectives.md))\n"
     )
@@ -170,6 +170,16 @@ def groups_of(result: Mapping[str, Any]) -> Groups:
 
 def _marked(name: str, mode: str, shown: str) -> str:
     return name if mode in ("", shown) else f"{name} ({mode})"
+
+
+def _missed(groups: Groups, mode: str) -> str:
+    """The goals that 2 ranks missed in this mode, as a table."""
+    found = goals.collective_rows(2, mode, groups[2, mode])
+    rows = [list(row[:3]) for row in found if not row[3]]
+    if not rows:
+        return f"All {len(found)} goals for 2 processes in mode {mode} were reached.\n"
+    head = [f"missed, of {len(found)} goals for 2 processes in mode {mode}", "measured", "wanted"]
+    return table(head, rows)
 
 
 def _short_verbs(groups: Groups, modes: list[str]) -> str:

@@ -190,8 +190,11 @@ def test_a_size_that_the_shown_mode_lacks_comes_from_another():
     assert rows[1].startswith("| 4 B | 8.00 |")
     assert rows[1].endswith("| 0.25x | 50.0x | 8.00x | - |")
     assert rows[2].startswith("| 1 MiB (far) | 100 |")  # of one mode, rather than of a mixed one
-    assert rows[4:] == ["| broadcast, 1 MiB | 0.50x | - | - |",
-                        "| broadcast, 64 MiB (mixed) | - | 3.00x | - |"]  # fmt: skip
+    assert rows[4:6] == ["| broadcast, 1 MiB | 0.50x | - | - |",
+                         "| broadcast, 64 MiB (mixed) | - | 3.00x | - |"]  # fmt: skip
+    wanted = "| broadcast, 1 MiB, over the better MPI | 0.50x | at least 1.00x |"
+    assert rows[6].startswith("| missed, of ")
+    assert rows[7:] == [wanted]
     points = chart.points({"cells": cells})
     assert points["gloo"] == [(4, 50.0, False), (1 << 20, 2.0, True)]
     assert points["the faster MPI"] == [(4, 0.25, False), (1 << 20, 1.5, True)]
