@@ -10,11 +10,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"
 MARK = re.compile(r"^<!-- members of ([a-z_.]+) -->$", re.MULTILINE)
 HOME = "kolovod"
+SURFACE = "kolovod.surface."
 INSIDE = "For front ends of your own"
 # Each name is in the first section whose pattern it matches as a whole.
 SECTIONS = (
@@ -52,15 +54,43 @@ def filled(markdown: str) -> str:
 
 
 def public_names(module: str) -> list[str]:
-    """``__all__`` of a module, or without one what does not begin with an underscore."""
+    """What a module exports: ``__all__``, and what it takes over from kolovod.surface.
+
+    Without ``__all__``: its classes and functions that do not begin with an underscore.
+    """
     tree = _tree(module)
+    names = [name for surface in surfaces(module) for name in names_of(surface)]
     for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return list(ast.literal_eval(node.value))
+            return [*ast.literal_eval(node.value), *names]
     kinds = (ast.ClassDef, ast.FunctionDef)
     return [n.name for n in tree.body if isinstance(n, kinds) and not n.name.startswith("_")]
 
 
+def surfaces(module: str) -> list[str]:
+    """The modules of kolovod.surface of which this one imports all names."""
+    return [
+        node.module
+        for node in _tree(module).body
+        if isinstance(node, ast.ImportFrom)
+        and node.module
+        and node.module.startswith(SURFACE)
+        and node.names[0].name == "*"
+    ]
+
+
+def names_of(surface: str) -> list[str]:
+    """What such a module brings: its ``__all__``, or what it has for type checkers only."""
+    for node in _tree(surface).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+        if isinstance(node, ast.If):  # TYPE_CHECKING
+            targets = [ast.unparse(n.targets[0]) for n in node.body if isinstance(n, ast.Assign)]
+            return [name for name in targets if not name.startswith("_")]
+    return []
+
+
+@cache
 def _tree(module: str) -> ast.Module:
     path = SOURCES.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
@@ -68,7 +98,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _members(module: str) -> str:
-    names = public_names(module)
+    names = sorted(public_names(module))
     is_front_end = set(OPS) <= set(names)
     names = [name for name in names if name not in (*OPS, *LEFT_OUT)]
     parts = []

@@ -1,19 +1,27 @@
 """Teaches the reference's generator (griffe) two habits of this code; loaded by mkdocs.yml.
 
-A front end publishes its verbs as bound methods, ``allreduce = collectives.allreduce``: the
-reference shows such a name as the function that it is, with the method's signature and docstring,
-and with that of the base class where the method's own says "See Collectives.allreduce". And a
-docstring marks a literal block with ``::``, where Markdown has a plain colon.
+A front end's verbs are methods of its ``collectives``. It takes over those that kolovod.surface
+names, and binds others by hand, ``allreduce_pytree = _pytrees.allreduce_pytree``: the reference
+shows all of them as the functions that they are, with the method's signature and docstring, and
+with that of the base class where the method's own says "See Collectives.allreduce". And a docstring
+marks a literal block with ``::``, where Markdown has a plain colon.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import docs_members
+
+TRANSFERS = "core.transfers.Transfers"  # below the package
 REFERS = re.compile(r"See Collectives\.(\w+)(?:\.|, and \w+\.)")
 
 
@@ -22,14 +30,34 @@ class BoundVerbs(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """After a whole package was read: base classes are known then."""
+        if pkg.name != docs_members.HOME:
+            return
         for module in _modules(pkg):
             _plain_colons(module)
             for name, member in list(module.members.items()):
                 if isinstance(member, griffe.Alias) or not member.is_attribute:
                     continue
-                method = _method(module, member)
+                method = _method(module, str(member.value))
                 if method is not None:
                     module.set_member(name, _as_function(method, name, module))
+        for name in ("", "numpy", "torch", "tensorflow", "jax", "mxnet"):
+            _take_over(pkg, pkg[name] if name else pkg)
+
+
+def _take_over(pkg: griffe.Module, module: griffe.Module) -> None:
+    """Give a front end the verbs that kolovod.surface names for it."""
+    owner = module if "collectives" in module.members else pkg["numpy"]
+    for surface in docs_members.surfaces(module.path):
+        for name in docs_members.names_of(surface):
+            if surface.endswith(".transfers"):
+                found = _itself(pkg[TRANSFERS].all_members[name])
+            elif not surface.endswith(".world"):
+                found = _method(owner, f"collectives.{name}")
+            else:  # imported like anything else
+                continue
+            if not isinstance(found, griffe.Function):
+                raise SystemExit(f"{module.path}.{name}: no method of that name was found")
+            module.set_member(name, _as_function(found, name, module))
 
 
 def _modules(module: griffe.Module) -> list[griffe.Module]:
@@ -40,9 +68,9 @@ def _modules(module: griffe.Module) -> list[griffe.Module]:
     return found
 
 
-def _method(module: griffe.Module, attribute: Any) -> griffe.Function | None:
-    """What ``instance.method`` names, if that is what the attribute's value is."""
-    instance, dot, method = str(attribute.value).partition(".")
+def _method(module: griffe.Module, value: str) -> griffe.Function | None:
+    """The method, if the value is ``instance.method`` of an instance that the module has."""
+    instance, dot, method = value.partition(".")
     if not dot or not method.isidentifier() or instance not in module.members:
         return None
     try:

@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
+from importlib import import_module
 
+import docs_members
 import pytest
 from frameworks import is_installed
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
@@ -69,3 +70,15 @@ def test_a_block_runs(tmp_path, page, code):
         assert "in load_a_batch" in ended.stderr
     if page.stem == "failures":
         assert "rank 1 of 2: [2.]" in ended.stdout
+
+
+@pytest.mark.parametrize("module", ["", ".numpy", ".torch", ".metrics", ".errors", ".testing"])
+def test_the_reference_has_every_public_name(module):
+    if module == ".torch" and not is_installed("torch"):
+        pytest.skip("torch is not installed")
+    name = f"kolovod{module}"
+    assert set(docs_members.public_names(name)) == set(import_module(name).__all__)
+    page = (DOCS / "reference" / f"{name.rpartition('.')[2]}.md").read_text()
+    filled = docs_members.filled(page)
+    for public in set(import_module(name).__all__) - {*docs_members.OPS, *docs_members.LEFT_OUT}:
+        assert re.search(rf"::: kolovod[a-z._]*\.{public}\n|\[kolovod\.{public}\]", filled), public
