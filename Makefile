@@ -194,9 +194,9 @@ $(STAMPS)/docs: pyproject.toml $(STAMPS)/venv | $(STAMPS)/package
 	$(PIP) install --quiet --no-build-isolation '.[docs]'
 	touch $@
 
-# The package, for the commands' help; everything else is read from the sources.
+# The package, for the commands' help; everything else is read from the sources. --quiet would not count warnings.
 docs: $(STAMPS)/package $(STAMPS)/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python scripts/docs_links.py build/site
 
 docs-links: docs
