@@ -95,7 +95,7 @@ def main() -> int:
         with ThreadPoolExecutor(8) as pool:
             for link, error in zip(external, pool.map(answer, external), strict=True):
                 if error:
-                    problems.append(f"{', '.join(external[link])}: {link}: {error}")
+                    problems.append(f"{link}, on {len(external[link])} pages: {error}")
     print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
     count = len(external)
     print(
