@@ -9,6 +9,7 @@
 # make clients   train by Lightning, DeepSpeed, RETURNN and others over one wheel, compared with gloo (12 GB, 40 minutes)
 # make c10d      PyTorch's own tests of torch.distributed over gloo and Kolovod, into bench/results/c10d.md (20 minutes)
 # make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
+# make docs      the documentation as a site, into build/site; a broken link is an error (make docs-links asks other servers, too)
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
 #
 # Needs Python 3.10+, a C++20 compiler and make; everything else goes into .venv in this folder.
@@ -45,7 +46,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-python test-slow test-mxnet native-tests test-native test-slow-native soak-short lint sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers bench clean
+.PHONY: help demo test test-all test-python test-slow test-mxnet native-tests test-native test-slow-native soak-short lint sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -189,13 +190,26 @@ c10d: $(STAMPS)/package $(STAMPS)/c10d
 launchers: $(STAMPS)/package $(STAMPS)/test
 	$(BIN)/python scripts/launchers_check.py $(LAUNCHERS_ARGS)
 
-# --quick in BENCH_ARGS: three minutes, into files of their own, the README stays as it is.
+$(STAMPS)/docs: pyproject.toml $(STAMPS)/venv | $(STAMPS)/package
+	$(PIP) install --quiet --no-build-isolation '.[docs]'
+	touch $@
+
+# The package, for the commands' help; everything else is read from the sources. --quiet would not count warnings.
+docs: $(STAMPS)/package $(STAMPS)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python scripts/docs_links.py build/site
+
+docs-links: docs
+	$(BIN)/python scripts/docs_links.py build/site --external
+
+# --quick in BENCH_ARGS: three minutes, into files of their own; docs/benchmarks.md and the chart stay as they are.
 bench: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/python bench/collectives.py $(BENCH_ARGS)
 	$(BIN)/python bench/training.py $(BENCH_ARGS)
 	$(BIN)/python bench/overhead.py $(if $(findstring --quick,$(BENCH_ARGS)),--rounds 1 --steps 10 --output build/bench)
 ifeq ($(findstring --quick,$(BENCH_ARGS)),)
 	$(BIN)/python bench/report.py
+	$(BIN)/python bench/chart.py
 endif
 
 clean:

@@ -277,7 +277,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--peers", type=words, default=names, help=",".join(names))
     add("--quick", action="store_true", help="fewer sizes and rounds, np=2; under 90 s")
     add("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
-    add("--readme", action="store_true", help="then bring the README's table up to date")
+    add("--docs", "--readme", action="store_true", help="then bring docs/benchmarks.md up to date")
     options = parser.parse_args(arguments)
     for what, chosen, known in (
         ("peers", options.peers, names),
@@ -308,8 +308,8 @@ def main(arguments: list[str] | None = None) -> int:
     result, markdown = collectives_report.make(record, facts, options)
     name = "collectives-quick" if options.quick else "collectives"
     report.write(name, result, markdown, options.output)
-    if options.readme:
-        report.update_readme(options.output)
+    if options.docs:
+        report.update_page(options.output)
     print(f"\n{markdown}")
     failed = dict(record.dropped)
     failed |= {who: f"{count} wrong elements" for who, count in record.wrong.items() if count}

@@ -30,8 +30,10 @@ WORDS_OF_WAY = {
     "grouped": "one grouped call",
 }
 RATIOS = ("over better MPI", "over gloo", "TCP over gloo", "of the bound")
-README_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
-README_VERB_SIZES = (1 << 20, 64 << 20)
+SHORT_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
+SHORT_VERB_SIZES = (1 << 20, 64 << 20)
+MIXED = "mixed"  # as machine.mode_of calls it
+SHORT_COLUMNS = ("kolovod", "openmpi", "mpich", "gloo", "kolovod-tcp")
 
 Groups = dict[tuple[int, str], dict[tuple[str, int], dict[str, Any]]]
 """(ranks, mode) -> (what, bytes) -> column -> summary."""
@@ -110,39 +112,85 @@ def _dtypes_table(cells: goals.Cells) -> str:
     return table(["elements", *head], rows) if rows else ""
 
 
-def _readme(groups: Groups, facts: dict[str, Any]) -> str:
-    """The short tables: 2 ranks, in the mode that most sizes were measured in."""
-    at_two = {mode: cells for (np, mode), cells in groups.items() if np == 2}
-    if not at_two:
+def short(groups: Groups, facts: dict[str, Any]) -> str:
+    """The short tables: 2 ranks, in the mode that most sizes were measured in.
+
+    A size that was not measured in that mode comes from another one, whose name stands in its row.
+    """
+    modes = modes_of_two(groups)
+    if not modes:
         return ""
-    mode, cells = max(at_two.items(), key=lambda item: len(item[1]))
-    columns = ["kolovod", "openmpi", "mpich", "gloo", "kolovod-tcp"]
+    shown = modes[0]
     rows = []
-    for size in README_SIZES:
-        cell = cells.get(("allreduce", size))
+    for size in SHORT_SIZES:
+        mode, cell = in_some_mode(groups, modes, ("allreduce", size))
         if cell:
-            medians = [number(goals.median(cell, column)) for column in columns]
-            rows.append([size_name(size), *medians, *_ratios(cell)])
-    head = ["allreduce", *[PEER_NAMES[c] for c in columns], *RATIOS]
+            medians = [number(goals.median(cell, column)) for column in SHORT_COLUMNS]
+            rows.append([_marked(size_name(size), mode, shown), *medians, *_ratios(cell)])
+    head = ["allreduce", *[PEER_NAMES[c] for c in SHORT_COLUMNS], *RATIOS]
     return (
         f"In-place sum of float32, 2 processes on one host, called from Python; medians in "
-        f"microseconds, mode {mode}. The bound: all processes read and write their buffer once. "
+        f"microseconds, mode {shown} unless the row names another (near: the two cores share a "
+        f"cache; far: they do not). The bound: all processes read and write their buffer once. "
         f"TCP: over loopback, as if each process were on a host of its own.\n\n"
-        f"{table(head, rows)}\n{_readme_verbs(cells)}\n"
-        f"({machine_line(facts)}; `make bench`, see bench/results/collectives.md)\n"
+        f"{table(head, rows)}\n{_short_verbs(groups, modes)}\n{_missed(groups, shown)}\n"
+        f"({machine_line(facts)}; `make bench`, see "
+        f"[collectives.md](../bench/results/collectives.md))\n"
     )
 
 
-def _readme_verbs(cells: goals.Cells) -> str:
+def modes_of_two(groups: Groups) -> list[str]:
+    """The modes that 2 ranks were measured in, the one with the most cells first.
+
+    The last is "mixed", unless there is no other: there a ratio may be one of two modes.
+    """
+    found = {mode: len(cells) for (np, mode), cells in groups.items() if np == 2}
+    return sorted(found, key=lambda mode: (mode == MIXED, -found[mode]))
+
+
+def in_some_mode(
+    groups: Groups, modes: list[str], key: tuple[str, int]
+) -> tuple[str, dict[str, Any]]:
+    """The first of these modes in which 2 ranks of Kolovod were measured so, and its cell."""
+    for mode in modes:
+        cell = groups[2, mode].get(key, {})
+        if "kolovod" in cell:
+            return mode, cell
+    return "", {}
+
+
+def groups_of(result: Mapping[str, Any]) -> Groups:
+    """The cells of collectives.json by ranks and mode."""
+    groups: Groups = {}
+    for cell in result["cells"]:
+        cells = groups.setdefault((cell["np"], cell["mode"]), {})
+        cells.setdefault((cell["what"], cell["bytes"]), {})[cell["column"]] = cell["us"]
+    return groups
+
+
+def _marked(name: str, mode: str, shown: str) -> str:
+    return name if mode in ("", shown) else f"{name} ({mode})"
+
+
+def _missed(groups: Groups, mode: str) -> str:
+    """The goals that 2 ranks missed in this mode, as a table."""
+    found = goals.collective_rows(2, mode, groups[2, mode])
+    rows = [list(row[:3]) for row in found if not row[3]]
+    if not rows:
+        return f"All {len(found)} goals for 2 processes in mode {mode} were reached.\n"
+    head = [f"missed, of {len(found)} goals for 2 processes in mode {mode}", "measured", "wanted"]
+    return table(head, rows)
+
+
+def _short_verbs(groups: Groups, modes: list[str]) -> str:
     rows = []
     for verb in goals.VERBS:
-        row = [verb]
-        for size in README_VERB_SIZES:
-            row += _ratios(cells.get((verb, size), {}))[:-1]
-        if set(row[1:]) != {"-"}:
-            rows.append(row)
-    head = [f"{size_name(size)}: {what}" for size in README_VERB_SIZES for what in RATIOS[:-1]]
-    return table(["times as fast", *head], rows) if rows else ""
+        for size in SHORT_VERB_SIZES:
+            mode, cell = in_some_mode(groups, modes, (verb, size))
+            if cell:
+                name = _marked(f"{verb}, {size_name(size)}", mode, modes[0])
+                rows.append([name, *_ratios(cell)[:-1]])
+    return table(["times as fast", *RATIOS[:-1]], rows) if rows else ""
 
 
 def make(
@@ -192,6 +240,6 @@ def make(
             for (what, size), cell in cells.items()
             for column, found in cell.items()
         ],
-        "readme": _readme(groups, facts),
+        "short": short(groups, facts),
     }
     return result, "\n".join(part for part in parts if part)

@@ -1,6 +1,6 @@
-"""Figures to text: statistics, Markdown tables, result files, the table in the README.
+"""Figures to text: statistics, Markdown tables, result files, the tables in docs/benchmarks.md.
 
-``python bench/report.py`` writes the summary of bench/results into README.md again.
+``python bench/report.py`` writes the summary of bench/results into docs/benchmarks.md again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import machine
 
 RESULTS = machine.BENCH / "results"
-README = machine.ROOT / "README.md"
+PAGE = machine.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 Json = dict[str, Any]
@@ -92,16 +92,21 @@ def between_markers(text: str, inner: str) -> str:
     return f"{head}{BEGIN}\n{inner.strip()}\n{END}{tail}"
 
 
-def update_readme(folder: Path = RESULTS, readme: Path = README) -> None:
-    """Put the short tables of the latest full runs into the README."""
+def update_page(folder: Path = RESULTS, page: Path = PAGE) -> None:
+    """Put the short tables of the latest full runs into docs/benchmarks.md."""
+    page.write_text(between_markers(page.read_text(), short_tables(folder)))
+
+
+def short_tables(folder: Path = RESULTS) -> str:
+    """What docs/benchmarks.md shows of the runs whose results are in ``folder``."""
     parts = []
     for name in ("collectives", "training"):
         path = folder / f"{name}.json"
         if path.exists():
-            parts.append(json.loads(path.read_text())["readme"])
+            parts.append(json.loads(path.read_text())["short"])
     if not parts:
         raise ValueError(f"no results in {folder.name}: run bench/collectives.py first")
-    readme.write_text(between_markers(readme.read_text(), "\n".join(parts)))
+    return "\n".join(parts)
 
 
 def machine_line(facts: Json) -> str:
@@ -113,4 +118,4 @@ def machine_line(facts: Json) -> str:
 
 
 if __name__ == "__main__":
-    update_readme()
+    update_page()

@@ -187,11 +187,11 @@ def make(
     if rows:
         parts.append(goals.goals_table(rows))
     parts += [f"Dropped: {who}: {why.splitlines()[-1]}\n" for who, why in record.dropped.items()]
-    readme = (
+    short = (
         "Training step, 2 processes with one compute thread each; milliseconds, median (p90). "
         "Efficiency: the same step without communication over the step. "
         f"Mode {modes}.\n\n{main_table}\n"
-        f"({report.machine_line(facts)}; see bench/results/training.md)\n"
+        f"({report.machine_line(facts)}; see [training.md](../bench/results/training.md))\n"
     )
     result = {
         "command": machine.command_line(),
@@ -200,7 +200,7 @@ def make(
         "dropped": {who: why.splitlines()[-1] for who, why in record.dropped.items()},
         "models": {model: {"ms": ways} for model, ways in found.items()},
         "digests": {f"{model}/{way}": digest for (model, way), digest in record.digests.items()},
-        "readme": readme,
+        "short": short,
     }
     return result, "\n".join(parts)
 
@@ -219,7 +219,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="per round; default 6, 8 and 40; with --quick 3")
     parser.add_argument("--quick", action="store_true", help="under 90 s")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
-    parser.add_argument("--readme", action="store_true", help="bring the README's table up to date")
+    parser.add_argument(
+        "--docs", "--readme", action="store_true", help="bring docs/benchmarks.md up to date"
+    )
     options = parser.parse_args(arguments)
     for chosen, known in ((options.models, MODELS), (options.ways, names)):
         unknown = sorted(set(chosen) - set(known))
@@ -243,8 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     result, markdown = make(record, facts, options)
     name = "training-quick" if options.quick else "training"
     report.write(name, result, markdown, options.output)
-    if options.readme:
-        report.update_readme(options.output)
+    if options.docs:
+        report.update_page(options.output)
     print(f"\n{markdown}")
     return 1 if record.dropped else 0
 

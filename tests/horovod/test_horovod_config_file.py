@@ -77,8 +77,8 @@ def test_every_key(tmp_path):
         assert all(getattr(options, dest) is not None for dest in section.values())
 
 
-def test_the_page_on_launching_shows_every_key(tmp_path):
-    page = ROOT / "docs" / "launching.md"
+def test_the_page_shows_every_key(tmp_path):
+    page = ROOT / "docs" / "from-horovod.md"
     (shown,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     options = apply(tmp_path, textwrap.dedent(shown))
     assert options.use_gloo

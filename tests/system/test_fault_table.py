@@ -1,4 +1,4 @@
-"""What becomes of a job in which one rank goes wrong: the table of docs/launching.md, cell by cell.
+"""What becomes of a job in which one rank goes wrong: the table of docs/failures.md, cell by cell.
 
 Every place in a training script, every way to go wrong there, 2 to 4 ranks, over shared memory and
 over TCP, each a job of ``kolovod run``: its exit code, whom it names, what the other ranks are told
@@ -232,7 +232,7 @@ def test_two_ranks(place: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["exception", "SIGKILL"])
 def test_half_a_second_is_enough_to_hear_of_it(fault: str, tmp_path: Path) -> None:
-    """docs/launching.md: so long after the fault the others get SIGTERM."""
+    """docs/failures.md: so long after the fault the others get SIGTERM."""
     check_all([Cell("first op", fault, 2, "shm", obeys=True)], tmp_path)
 
 

@@ -1,6 +1,6 @@
 """Faults between hosts: who is named, and how soon. Ranks run on the hosts of a bed.
 
-Every limit is five times what DESIGN promises or what was measured, for busy machines.
+Every limit is five times what docs/design.md promises or what was measured, for busy machines.
 """
 
 from __future__ import annotations

@@ -8,8 +8,11 @@ import json
 import os
 import subprocess
 import sys
+from xml.etree import ElementTree
 
+import chart
 import collectives
+import collectives_report
 import gangs
 import goals
 import machine
@@ -140,24 +143,63 @@ def test_statistics():
     assert report.spans(answers, 10.0) == [2.0, 7.0]
 
 
-def test_readme_is_filled_between_its_markers(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+def test_the_page_is_filled_between_its_markers(tmp_path):
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     with pytest.raises(ValueError, match="no results"):
-        report.update_readme(tmp_path, readme)
+        report.update_page(tmp_path, page)
     for name in ("collectives", "training"):
-        report.write(name, {"readme": f"table of {name}\n"}, "", tmp_path)
+        report.write(name, {"short": f"table of {name}\n"}, "", tmp_path)
     for _ in range(2):  # again: the same text
-        report.update_readme(tmp_path, readme)
+        report.update_page(tmp_path, page)
         tables = "table of collectives\n\ntable of training"
         wanted = f"above\n{report.BEGIN}\n{tables}\n{report.END}\nbelow\n"
-        assert readme.read_text() == wanted
+        assert page.read_text() == wanted
     with pytest.raises(ValueError, match="bench:begin"):
-        report.between_markers("a README without a place", "table")
+        report.between_markers("a page without a place", "table")
 
 
-def test_the_real_readme_has_a_place():
-    assert "table" in report.between_markers(report.README.read_text(), "table")
+def test_the_real_page_and_chart_show_the_real_results():
+    text = report.PAGE.read_text()
+    assert text == report.between_markers(text, report.short_tables())
+    result = json.loads((report.RESULTS / "collectives.json").read_text())
+    groups = collectives_report.groups_of(result)
+    assert result["short"] == collectives_report.short(groups, result["machine"])
+    assert chart.CHART.read_text() == chart.svg(result)
+    ElementTree.fromstring(chart.CHART.read_text())
+
+
+def cells_of(mode, what, size, **medians):
+    return [{"np": 2, "mode": mode, "what": what, "bytes": size, "column": column.replace("_", "-"),
+             "us": {"median": us, "p90": us}} for column, us in medians.items()]  # fmt: skip
+
+
+def test_a_size_that_the_shown_mode_lacks_comes_from_another():
+    cells = [
+        *cells_of("near", "allreduce", 4, kolovod=8.0, gloo=400.0, mpich=2.0, kolovod_tcp=50.0),
+        *cells_of("near", "allreduce", 1 << 20, gloo=9.0, mpich=9.0),  # too noisy for Kolovod
+        *cells_of("near", "broadcast", 1 << 20, kolovod=2.0, mpich=1.0),
+        *cells_of("mixed", "allreduce", 1 << 20, kolovod=1.0, gloo=9.0),
+        *cells_of("mixed", "broadcast", 64 << 20, kolovod=2.0, gloo=6.0),
+        *cells_of("far", "allreduce", 1 << 20, kolovod=100.0, gloo=200.0, mpich=150.0),
+    ]
+    groups = collectives_report.groups_of({"cells": cells})
+    facts = {"date": "2026-11-23", "cpu": "x", "cores": 2, "kernel": "6", "python": "3.11"}
+    text = collectives_report.short(groups, facts)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows[1].startswith("| 4 B | 8.00 |")
+    assert rows[1].endswith("| 0.25x | 50.0x | 8.00x | - |")
+    assert rows[2].startswith("| 1 MiB (far) | 100 |")  # of one mode, rather than of a mixed one
+    assert rows[4:6] == ["| broadcast, 1 MiB | 0.50x | - | - |",
+                         "| broadcast, 64 MiB (mixed) | - | 3.00x | - |"]  # fmt: skip
+    wanted = "| broadcast, 1 MiB, over the better MPI | 0.50x | at least 1.00x |"
+    assert rows[6].startswith("| missed, of ")
+    assert rows[7:] == [wanted]
+    points = chart.points({"cells": cells})
+    assert points["gloo"] == [(4, 50.0, False), (1 << 20, 2.0, True)]
+    assert points["the faster MPI"] == [(4, 0.25, False), (1 << 20, 1.5, True)]
+    picture = chart.svg({"cells": cells, "machine": facts})
+    assert picture.count(" hollow") == 3  # two points, and the style
 
 
 @pytest.mark.parametrize(("mine", "reached"), [(10.0, True), (40.0, False)])

@@ -1,0 +1,84 @@
+"""Every Python block of the README and of the pages for newcomers is a script that runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+
+import docs_members
+import pytest
+from frameworks import is_installed
+from paths import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    *sorted((DOCS / "start").glob("*.md")),
+    *(
+        DOCS / f"{name}.md"
+        for name in (
+            "debug-a-hang",
+            "failures",
+            "from-ddp",
+            "gradients",
+            "launching",
+            "point-to-point",
+            "process-sets",
+            "uneven-data",
+        )
+    ),
+]
+FLAGS = {
+    "failures": ["-np", "3", "--keep-going"],
+    "process-sets": ["-np", "3"],
+    "debug-a-hang": ["-np", "2", "--late-report-s=2"],
+}
+FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "optax", "mxnet")
+FAST = ("numpy", "point-to-point", "process-sets")  # these import no framework
+TIMEOUT_S = 100
+
+
+def blocks():
+    """Page and number of each block, and the block; slow where a framework is imported."""
+    for page in PAGES:
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
+            marks = [] if page.stem in FAST else [pytest.mark.slow]
+            yield pytest.param(page, code, id=f"{page.stem}-{number}", marks=marks)
+
+
+@pytest.mark.parametrize(("page", "code"), list(blocks()))
+def test_a_block_runs(tmp_path, page, code):
+    missing = [f for f in FRAMEWORKS if re.search(rf"\b{f}\b", code) and not is_installed(f)]
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    command = [sys.executable, str(script)]
+    if "kolovod.run(" not in code:
+        flags = FLAGS.get(page.stem, ["-np", "2"])
+        command = [sys.executable, "-m", "kolovod", "run", *flags, "--", *command]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    if page.stem == "debug-a-hang":
+        assert "rank 1" in ended.stderr
+        assert "in load_a_batch" in ended.stderr
+    if page.stem == "failures":
+        assert "rank 1 of 2: [2.]" in ended.stdout
+
+
+@pytest.mark.parametrize("module", ["", ".numpy", ".torch", ".metrics", ".errors", ".testing"])
+def test_the_reference_has_every_public_name(module):
+    if module == ".torch" and not is_installed("torch"):
+        pytest.skip("torch is not installed")
+    name = f"kolovod{module}"
+    assert set(docs_members.public_names(name)) == set(import_module(name).__all__)
+    page = (DOCS / "reference" / f"{name.rpartition('.')[2]}.md").read_text()
+    filled = docs_members.filled(page)
+    for public in set(import_module(name).__all__) - {*docs_members.OPS, *docs_members.LEFT_OUT}:
+        assert re.search(rf"::: kolovod[a-z._]*\.{public}\n|\[kolovod\.{public}\]", filled), public
