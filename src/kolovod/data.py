@@ -1,4 +1,4 @@
-"""Loading data: each rank its own share, ahead of time in a thread.
+"""Loads data: each rank its own share, ahead of time in a thread.
 
 ``ShardedSampler`` and ``shard`` need only rank and size, no framework.
 """
@@ -43,7 +43,7 @@ class ShardedSampler:
         self._rank, self._size = rank, size
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle otherwise from now on; the same on all ranks."""
+        """Choose another shuffled order for ``epoch``, the same on all ranks."""
         self.epoch = epoch
 
     def _place(self) -> tuple[int, int]:
@@ -101,7 +101,9 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Put before a loader: ``class Async(AsyncDataLoaderMixin, Loader)``. Loads ahead in a thread.
+    """Loads ahead in a thread, for a loader that is named behind it.
+
+    ``class Async(AsyncDataLoaderMixin, Loader)``.
 
     What the loader raises is raised where the batches are consumed. Leaving the loop early, or
     ``close_async_loader``, ends the thread; a loop that goes on still gets the batches that wait,

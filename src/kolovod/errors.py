@@ -57,7 +57,7 @@ class KolovodError(RuntimeError):
 
 
 class CollectiveError(KolovodError):
-    """What ranks do together failed, through no argument of this call."""
+    """An operation of several ranks failed, through no argument of this call."""
 
 
 class NotInitializedError(CollectiveError, ValueError):
@@ -161,7 +161,7 @@ def _by_code() -> dict[int, type[KolovodError]]:
 
 
 def from_engine(exc: BaseException) -> KolovodError:
-    """The error of this tree for an ``EngineError``, whose ``args`` are ``(code, message)``."""
+    """Return the error of this tree for an ``EngineError`` (``args``: code and message)."""
     code, message = exc.args if len(exc.args) == 2 else (None, str(exc))
     kind = _by_code().get(code) if isinstance(code, int) else None
     if kind is None:

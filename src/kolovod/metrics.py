@@ -43,7 +43,7 @@ class _Rows(NamedTuple):
 
 
 class Metrics:
-    """The functions over one world, on the tensors of one framework."""
+    """Computes metrics over one world, on the tensors of one framework."""
 
     def __init__(self, collectives: Collectives) -> None:
         """``collectives``: on the tensors that ``gather_samples`` is to take."""

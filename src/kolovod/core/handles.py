@@ -95,7 +95,7 @@ class Handle(Generic[T]):
         return f"<kolovod Handle {self._number or 'used'}>"
 
     def poll(self) -> bool:
-        """Whether ``wait`` would return (or raise) at once. A used handle polls True."""
+        """Return whether ``wait`` would return or raise at once; True after it has returned."""
         number = self._number
         if number == 0:
             return True

@@ -84,14 +84,17 @@ class ProcessSet:
         return self.position(current().rank)
 
     def position(self, rank: int) -> int:
-        """Where world rank ``rank`` stands among the members; InvalidArgumentError if nowhere."""
+        """Return the position of world rank ``rank``; InvalidArgumentError if it is no member."""
         try:
             return self._ranks.index(rank)
         except ValueError:
             raise InvalidArgumentError(f"rank {rank} is not in {self}") from None
 
     def membership(self) -> Membership:
-        """What a verb needs. Raises InvalidArgumentError if it is not added, or not for us."""
+        """Return engine, rank and size of the set, for a verb.
+
+        Raises InvalidArgumentError if the set is not added, or this rank is not in it.
+        """
         membership = self._membership
         if membership is None or not self._is_current():
             if current() is not self._world:

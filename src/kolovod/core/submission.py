@@ -54,7 +54,7 @@ class Group(Protocol):
         ...
 
     def position(self, rank: int) -> int:
-        """Where world rank ``rank`` stands in it. Raises InvalidArgumentError if nowhere."""
+        """Return the position of world rank ``rank``; InvalidArgumentError if it is no member."""
         ...
 
 
@@ -183,7 +183,7 @@ def no_process_set(given: object) -> InvalidArgumentError:
 
 
 def position_of(rank: int, process_set: Group | None) -> int:
-    """Where world rank ``rank`` stands. InvalidArgumentError if nowhere, or for no set."""
+    """Return the position of world rank ``rank`` in the set; InvalidArgumentError for others."""
     if process_set is None:
         return rank
     try:

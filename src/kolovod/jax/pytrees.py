@@ -28,7 +28,7 @@ _BUCKET_BYTES = 1 << 20
 
 
 class Pytrees:
-    """The functions over one world; ``kolovod.jax`` binds them to the process's own."""
+    """Has the functions for one world; ``kolovod.jax`` binds those for the process's own."""
 
     def __init__(self, verbs: JaxCollectives) -> None:
         """``verbs``: on arrays."""

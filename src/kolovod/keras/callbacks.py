@@ -55,7 +55,7 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
         self.local_variables.append(variable)
 
     def set_model(self, model: Any) -> None:
-        """As usual."""
+        """Keep the model, as every callback does."""
         super().set_model(model)
         is_on_tensorflow = is_keras_3(_keras) and backend_of(_keras) == "tensorflow"
         is_distributed = isinstance(getattr(model, "optimizer", None), Distributed)
@@ -63,12 +63,12 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
             model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if there are variables."""
+        """Broadcast the model now if it is built."""
         if self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if there were none."""
+        """Broadcast the model after the first batch if it was not built before."""
         self._broadcast()
 
     def _broadcast(self) -> None:

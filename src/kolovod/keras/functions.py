@@ -48,7 +48,7 @@ def allreduce(
     compression: type[Compressor] = Compression.none,
     process_set: ProcessSet | None = None,
 ) -> Array:
-    """Combine ``value`` over all ranks; an array. See ``kolovod.allreduce``.
+    """Combine ``value`` over all ranks, and return an array. See ``kolovod.allreduce``.
 
     ``value``: a number, array, tensor or variable of any framework.
     """
@@ -60,7 +60,7 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet | None = None) -> Array:
-    """The ranks' ``value`` one after the other. See ``kolovod.allgather``."""
+    """Return the ranks' ``value`` one after the other. See ``kolovod.allgather``."""
     return collectives.allgather(to_numpy(value), name, process_set)
 
 
@@ -70,7 +70,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Array:
-    """The ``value`` of ``root_rank``. See ``kolovod.broadcast``."""
+    """Return the ``value`` of ``root_rank``. See ``kolovod.broadcast``."""
     return collectives.broadcast(to_numpy(value), root_rank, name, process_set)
 
 
@@ -82,7 +82,7 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Array:
-    """Of the combined ``value``, the rows of this rank. See ``kolovod.reducescatter``."""
+    """Combine ``value``, and return this rank's rows. See ``kolovod.reducescatter``."""
     scales = prescale_factor, postscale_factor
     return collectives.reducescatter(to_numpy(value), name, op, *scales, process_set)
 

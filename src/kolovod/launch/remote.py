@@ -39,7 +39,7 @@ _FORGOTTEN = re.compile(
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How other hosts are reached."""
+    """Says how other hosts are reached."""
 
     port: int | None = None
     identity: str | None = None

@@ -18,7 +18,7 @@ _DEFERRED = "not initialized before the first forward"
 
 
 class Functions:
-    """The functions over one world; ``kolovod.mxnet`` binds them to the process's own."""
+    """Has the functions for one world; ``kolovod.mxnet`` binds those for the process's own."""
 
     def __init__(self, verbs: MxnetCollectives) -> None:
         """``verbs``: on arrays."""

@@ -12,7 +12,7 @@ from kolovod.gradients.agreement import agree
 
 
 class Functions:
-    """The functions over one world; ``kolovod.numpy`` binds them to the process's own."""
+    """Has the functions for one world; ``kolovod.numpy`` binds those for the process's own."""
 
     def __init__(self, verbs: Collectives) -> None:
         """``verbs``: on arrays."""

@@ -17,7 +17,7 @@ _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 
 class TensorflowFrontend:
-    """Eager tensors; as input, and for work in place, also variables."""
+    """Takes eager tensors; as input, and for work in place, variables as well."""
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is an eager tensor or a variable."""

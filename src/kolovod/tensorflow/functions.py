@@ -60,7 +60,7 @@ def broadcast_variables(
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Callable[[Any], Any]:
-    """``broadcast_object`` with everything but the object given already."""
+    """Return ``broadcast_object`` with all its arguments but the object."""
 
     def broadcast(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, name, process_set)

@@ -1,4 +1,4 @@
-"""Several ranks as threads of this process, over the real engine and segment code.
+"""Runs several ranks as threads of this process, over the real engine and segment code.
 
 A fake world for tests: no launcher, no sockets, and faults on request.
 

@@ -26,7 +26,7 @@ _empty_like = torch.empty_like
 
 
 class TorchFrontend:
-    """Tensors of any device that has memory; autograd history is neither read nor made."""
+    """Takes tensors of any device that has memory; it neither reads nor makes autograd history."""
 
     def __init__(self, device: Cuda = cuda, is_direct: Callable[[], bool] = has_nccl) -> None:
         """``device``: copies to and from the GPU (tests have another).

@@ -17,7 +17,7 @@ Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 class Functions:
-    """The functions over one world; ``kolovod.torch`` binds them to the process's own."""
+    """Has the functions for one world; ``kolovod.torch`` binds those for the process's own."""
 
     def __init__(self, verbs: TorchCollectives) -> None:
         """``verbs``: on tensors."""

@@ -90,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
         *,
         verbs: TorchCollectives | None = None,
     ) -> nn.Module:
-        """``module`` with every BatchNorm of it, and itself, made one of these.
+        """Replace every BatchNorm in ``module``, or ``module`` itself, by one of these.
 
         Parameters, buffers and mode are taken over.
         """
