@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kolovod import _native
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group, WorldLike
 from kolovod.errors import MismatchError
@@ -51,6 +52,44 @@ def agree_on_optimizer(
     ranks = None if process_set is None else process_set.ranks
     _compare([theirs for _, theirs, _ in said], "optimizer parameter", advice, ranks)
     return number, [max(dims) for dims in zip(*(theirs for _, _, theirs in said), strict=True)]
+
+
+class Agreement:
+    """One optimizer's agreement with the ranks of its world: once in each, and its number there."""
+
+    def __init__(self, world: Callable[[], WorldLike], process_set: Group | None = None) -> None:
+        """``world``: is asked for the ranks; of them those of ``process_set`` agree, or all."""
+        self.engine: _native.Engine | None = None
+        """Of the world whose ranks have agreed."""
+        self.number = 0
+        """Of this optimizer in that world, the same on all ranks."""
+        self._world = world
+        self._process_set = process_set
+
+    def is_current(self) -> bool:
+        """Whether the ranks of the world of now have agreed."""
+        return self._engine_of_now() is self.engine
+
+    def reach(self, mine: list[tuple[str, Any]], sparse_dims: Sequence[int] = ()) -> list[int]:
+        """Agree that all ranks have ``mine``; see ``agree_on_optimizer``."""
+        self.number, dims = self._agree(mine, SAME_MODEL, sparse_dims)
+        self.engine = self._engine_of_now()
+        return dims
+
+    def extend(
+        self, mine: list[tuple[str, Any]], advice: str, sparse_dims: Sequence[int] = ()
+    ) -> list[int]:
+        """Agree upon ``mine`` as well; the number stays."""
+        return self._agree(mine, advice, sparse_dims)[1]
+
+    def _agree(
+        self, mine: list[tuple[str, Any]], advice: str, sparse_dims: Sequence[int]
+    ) -> tuple[int, list[int]]:
+        return agree_on_optimizer(self._world, mine, advice, list(sparse_dims), self._process_set)
+
+    def _engine_of_now(self) -> _native.Engine:
+        process_set = self._process_set
+        return (self._world() if process_set is None else process_set.membership()).engine
 
 
 def _compare(

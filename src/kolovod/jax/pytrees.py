@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -16,15 +17,37 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import Group, position_of
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import agree
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import AnyCompressor, Compression, adapted
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.jax.frontend import DTYPES
 from kolovod.jax.primitive import Call
 from kolovod.jax.verbs import JaxCollectives
 
 Tree = TypeVar("Tree")
 
-_BUCKET_BYTES = 1 << 20
+
+def start(
+    verbs: JaxCollectives,
+    spec: ReduceSpec,
+    process_set: Group | None,
+    verb: str,
+    name: str,
+    arrays: Sequence[Any],
+) -> Callable[[], Sequence[jax.Array]]:
+    """Reduce or gather ``arrays`` as one group; what waits for the results.
+
+    In a program that is being traced they are there at once.
+    """
+    arguments: tuple[Any, ...] = (list(arrays), name)
+    if verb == "allreduce":
+        arguments = (*arguments, spec.op, spec.prescale, spec.postscale)
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        verb_async = getattr(verbs, f"grouped_{verb}_async")
+        return verb_async(*arguments, process_set).wait  # type: ignore[no-any-return]
+    results = getattr(verbs, f"grouped_{verb}")(*arguments, process_set)
+    return lambda: results
 
 
 class Pytrees:
@@ -43,7 +66,7 @@ class Pytrees:
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
         *,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
     ) -> Tree:
         """``allreduce`` of every array of ``tree``: gradients, inside or outside of ``jax.jit``.
 
@@ -53,7 +76,7 @@ class Pytrees:
         ``name``: what the buckets' names begin with. Trees that are on their way at the same time
         in different programs (of other threads) need names of their own; within one program, and
         one program after the other, nothing is needed.
-        ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
 
         Raises what ``allreduce`` raises; MismatchError when the trees differ.
         """
@@ -65,23 +88,34 @@ class Pytrees:
                     f"{type(leaf).__name__}, which cannot be reduced: make it an array with "
                     "jax.numpy.asarray(), or leave it out (equinox.filter does)"
                 )
+        spec = ReduceSpec(op, prescale_factor, postscale_factor, adapted(compression))
         leaves = [leaf for _, leaf in pairs]
         results = list(leaves)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            exchange.refuse_state(spec.compressor, "a program of JAX")
         sent = [i for i, leaf in enumerate(leaves) if _dtype(leaf) != jax.dtypes.float0]
-        buckets = _cut(sent, leaves)
-        for number, bucket in enumerate(buckets):
-            small, contexts = zip(*(compression.compress(leaves[i]) for i in bucket), strict=True)
-            scales = (prescale_factor, postscale_factor)
-            reduced = self._verbs.grouped_allreduce(
-                small, f"{name}.{number}", op, *scales, process_set
+        # The backward pass comes to the last layers first, as far as a tree is in their order.
+        sizes = {i: leaves[i].size * leaves[i].dtype.itemsize for i in reversed(sent)}
+        waiting = []
+        for number, bucket in enumerate(plan.cut(sizes)):
+            submit = partial(start, self._verbs, spec, process_set)
+            keyed = [(jax.tree_util.keystr(pairs[i][0]), leaves[i]) for i in bucket]
+            scaled = partial(self._scaled, spec, process_set)
+            waiting.append(
+                (bucket, exchange.start(spec, f"{name}.{number}", keyed, submit, scaled))
             )
-            for i, array, context in zip(bucket, reduced, contexts, strict=True):
-                results[i] = compression.decompress(array, context)
-        if len(buckets) > 1:
+        for bucket, wait in waiting:
+            for i, array in zip(bucket, wait(), strict=True):
+                results[i] = array
+        if len(waiting) > 1:
             together = self._verbs.together([results[i] for i in sent], process_set)
             for i, array in zip(sent, together, strict=True):
                 results[i] = array
         return jax.tree.unflatten(structure, results)  # type: ignore[no-any-return]
+
+    def _scaled(self, spec: ReduceSpec, process_set: Group | None, total: Any) -> Any:
+        """What becomes of the sum of gathered gradients."""
+        return total * spec.scale_of_sum(1.0 / self._verbs.membership(process_set).size)
 
     def broadcast_pytree(
         self,
@@ -196,20 +230,3 @@ def _is_key(leaf: Any) -> bool:
 def _describe(leaf: Any) -> Any:
     """What must be equal on all ranks."""
     return (leaf.shape, str(leaf.dtype)) if _is_array(leaf) else type(leaf).__name__
-
-
-def _cut(indices: Sequence[int], leaves: Sequence[Any]) -> list[list[int]]:
-    """What is sent together: neighbours, about so many bytes; the last ones first.
-
-    The backward pass comes to the last layers first, as far as a tree is in their order.
-    """
-    buckets: list[list[int]] = []
-    filled = _BUCKET_BYTES
-    for index in reversed(indices):
-        size = leaves[index].size * leaves[index].dtype.itemsize
-        if filled + size > _BUCKET_BYTES:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += size
-    return buckets

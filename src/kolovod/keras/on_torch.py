@@ -8,22 +8,28 @@ from typing import Any
 import torch
 
 from kolovod.core.submission import Group
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.verbs import collectives
 
 varies = True
 """Whether a variable may have a gradient in one step and none in the next."""
 
 
+SPARSE = None
+"""Sends what ``is_sparse``."""
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def start(
-    tensors: Sequence[torch.Tensor],
-    name: str,
-    op: int,
-    scales: tuple[float, float],
-    process_set: Group | None,
-) -> Callable[[], list[torch.Tensor]]:
-    """Send ``tensors`` as one group, to be overwritten; what waits for the results."""
-    return collectives.grouped_allreduce_async_(list(tensors), name, op, *scales, process_set).wait
+    spec: ReduceSpec, verb: str, name: str, tensors: Sequence[torch.Tensor]
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Reduce or gather ``tensors`` as one group, maybe in place; what waits for the results."""
+    if verb == "allgather":
+        return collectives.grouped_allgather_async(tensors, name, spec.process_set).wait
+    scales = spec.prescale, spec.postscale
+    return collectives.grouped_allreduce_async_(
+        list(tensors), name, spec.op, *scales, spec.process_set
+    ).wait
 
 
 def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list[torch.Tensor]:

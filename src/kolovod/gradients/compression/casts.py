@@ -1,31 +1,16 @@
-"""Sending gradients in 16 bits, in any framework.
+"""Sending gradients in 16 bits: what travels is summed in float32 and rounded once.
 
-A compressor is a class with two static methods: ``compress(tensor) -> (tensor, context)`` and
-``decompress(tensor, context) -> tensor``. What travels is summed in float32 and rounded once.
+These are values as Horovod has them, classes with two static methods (``stateless.py``), so that
+scripts can call them themselves.
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any, Protocol
-
-from kolovod.errors import InvalidArgumentError
+from typing import Any
 
 _WIDE = ("float32", "float64")
-
-
-class Compressor(Protocol):
-    """What ``compression=`` accepts."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """What to send, and what ``decompress`` needs to know."""
-        ...
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        """The values in their original dtype."""
-        ...
 
 
 class NoneCompressor:
@@ -78,21 +63,18 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def check_compression(compression: Any) -> None:
-    """Raise InvalidArgumentError for what is no compressor."""
-    for method in ("compress", "decompress"):
-        if not callable(getattr(compression, method, None)):
-            raise InvalidArgumentError(
-                f"compression is {compression!r}: give Compression.none, .fp16 or .bf16"
-            )
-
-
 def dtype_name(tensor: Any) -> str:
     """Of a tensor of any of the frameworks: "float32" and so on."""
     dtype = tensor.dtype
     # PyTorch's dtypes have no name, and MXNet's are NumPy's classes.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     return str(name).removeprefix("torch.")
+
+
+def element_bytes(dtype: str) -> int:
+    """How many an element has: 4 for "float32", 2 for "bfloat16", 1 for "bool"."""
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else max(int(bits.group()) // 8, 1)
 
 
 def cast(tensor: Any, dtype: str) -> Any:
