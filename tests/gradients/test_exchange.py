@@ -38,7 +38,7 @@ LARGE, SMALL = np.float32([[1, -1], [1, -1]]), np.float32([1, 2, 3])
 def test_without_compression_tensors_travel_as_they_are():
     verbs = Verbs()
     gradients = [("a", LARGE), ("b", SMALL)]
-    found = exchange.start(ReduceSpec(), "name", gradients, verbs.submit)()
+    found = exchange.start(ReduceSpec(), "name", gradients, verbs.submit, abs)()
     assert found[0] is LARGE
     assert found[1] is SMALL
     assert verbs.calls == [("allreduce", "name", 2)]
@@ -74,7 +74,7 @@ def test_casts_are_the_simplest_case():
         sent.extend(tensors)
         return lambda: tensors
 
-    (found,) = exchange.start(spec, "name", [("a", SMALL)], submit)()
+    (found,) = exchange.start(spec, "name", [("a", SMALL)], submit, abs)()
     assert sent[0].dtype == np.float16
     assert found.dtype == np.float32
 
@@ -82,14 +82,12 @@ def test_casts_are_the_simplest_case():
 def test_adasum_does_not_gather():
     spec = replace(signs(), op=Adasum)
     with pytest.raises(InvalidArgumentError, match=r"op Adasum .* SignsWithFeedback"):
-        exchange.start(spec, "name", [("a", LARGE)], Verbs().submit)
+        exchange.start(spec, "name", [("a", LARGE)], Verbs().submit, abs)
 
 
 def test_what_keeps_a_state_is_not_traced():
     exchange.refuse_state(adapted(Compression.bf16), "a program")
-    with pytest.raises(
-        InvalidArgumentError, match=r"SignsWithFeedback, .* but a program is traced"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"WithFeedback, .* but a program is traced"):
         exchange.refuse_state(signs().compressor, "a program")
 
 

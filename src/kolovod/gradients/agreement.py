@@ -29,31 +29,6 @@ def agree(
     _compare(said, what, SAME_MODEL, None if process_set is None else process_set.ranks)
 
 
-def agree_on_optimizer(
-    world: Callable[[], WorldLike],
-    mine: list[tuple[str, Any]],
-    advice: str,
-    sparse_dims: list[int],
-    process_set: Group | None = None,
-) -> tuple[int, list[int]]:
-    """Raise MismatchError unless all ranks (of ``process_set``) say the same ``mine``.
-
-    Returns a number that all may take (numbers keep the names of several optimizers apart, of
-    dropped ones too), and the largest of all ranks' ``sparse_dims``, one by one.
-    """
-    objects = Objects(world)
-    proposal = next(_numbers)
-    said = objects.allgather_object(
-        (proposal, mine, sparse_dims), "optimizer.parameters", process_set
-    )
-    number: int = max(proposal for proposal, _, _ in said)
-    while proposal < number:
-        proposal = next(_numbers)
-    ranks = None if process_set is None else process_set.ranks
-    _compare([theirs for _, theirs, _ in said], "optimizer parameter", advice, ranks)
-    return number, [max(dims) for dims in zip(*(theirs for _, _, theirs in said), strict=True)]
-
-
 class Agreement:
     """One optimizer's agreement with the ranks of its world: once in each, and its number there."""
 
@@ -71,21 +46,35 @@ class Agreement:
         return self._engine_of_now() is self.engine
 
     def reach(self, mine: list[tuple[str, Any]], sparse_dims: Sequence[int] = ()) -> list[int]:
-        """Agree that all ranks have ``mine``; see ``agree_on_optimizer``."""
-        self.number, dims = self._agree(mine, SAME_MODEL, sparse_dims)
+        """Agree that all ranks have ``mine``, and take a number; see ``extend``."""
+        self.number, dims = self._agree(mine, SAME_MODEL, list(sparse_dims))
         self.engine = self._engine_of_now()
         return dims
 
     def extend(
         self, mine: list[tuple[str, Any]], advice: str, sparse_dims: Sequence[int] = ()
     ) -> list[int]:
-        """Agree upon ``mine`` as well; the number stays."""
-        return self._agree(mine, advice, sparse_dims)[1]
+        """Raise MismatchError, on every rank, unless all ranks say the same ``mine``.
+
+        Returns the largest of all ranks' ``sparse_dims``, one by one.
+        """
+        return self._agree(mine, advice, list(sparse_dims))[1]
 
     def _agree(
-        self, mine: list[tuple[str, Any]], advice: str, sparse_dims: Sequence[int]
+        self, mine: list[tuple[str, Any]], advice: str, sparse_dims: list[int]
     ) -> tuple[int, list[int]]:
-        return agree_on_optimizer(self._world, mine, advice, list(sparse_dims), self._process_set)
+        """Agree, and find a number that all may take, and no dropped optimizer has had."""
+        process_set = self._process_set
+        proposal = next(_numbers)
+        said = Objects(self._world).allgather_object(
+            (proposal, mine, sparse_dims), "optimizer.parameters", process_set
+        )
+        number: int = max(proposal for proposal, _, _ in said)
+        while proposal < number:
+            proposal = next(_numbers)
+        ranks = None if process_set is None else process_set.ranks
+        _compare([theirs for _, theirs, _ in said], "optimizer parameter", advice, ranks)
+        return number, [max(dims) for dims in zip(*(theirs for _, _, theirs in said), strict=True)]
 
     def _engine_of_now(self) -> _native.Engine:
         process_set = self._process_set

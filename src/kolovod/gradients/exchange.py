@@ -17,8 +17,28 @@ Submit = Callable[[Verb, str, "list[Any]"], Wait]
 results."""
 
 
-def _as_it_is(result: Any) -> Any:
-    return result
+def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = False) -> Submit:
+    """What submits through ``verbs``, a framework's Collectives.
+
+    ``in_place``: the tensors may be overwritten. ``at_once``: by the verbs that return results.
+    """
+
+    def submit(verb: Verb, name: str, tensors: list[Any]) -> Wait:
+        how: tuple[Any, ...] = ()
+        suffix = "" if at_once else "_async"
+        if verb == "allreduce":
+            how = spec.op, spec.prescale, spec.postscale
+            suffix += "_" if in_place else ""
+        call = getattr(verbs, f"grouped_{verb}{suffix}")
+        started = call(tensors, name or None, *how, spec.process_set)
+        return (lambda: started) if at_once else started.wait
+
+    return submit
+
+
+def scaling(verbs: Any, spec: ReduceSpec) -> Callable[[Any], Any]:
+    """What makes of a sum of gathered tensors what ``spec`` makes of it."""
+    return lambda total: total * spec.scale_of_sum(1.0 / verbs.membership(spec.process_set).size)
 
 
 def start(
@@ -26,7 +46,7 @@ def start(
     name: str,
     gradients: Sequence[tuple[str, Any]],
     submit: Submit,
-    scaled: Callable[[Any], Any] = _as_it_is,
+    scaled: Callable[[Any], Any],
     further: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
     """Send a bucket; what is returned waits for its gradients, combined, in their order.

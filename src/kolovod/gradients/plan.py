@@ -118,7 +118,7 @@ class Groups:
     def _unknown(self, number: int, label: str) -> InvalidArgumentError:
         return InvalidArgumentError(
             f"groups[{number}] contains {label}, which the optimizer does not change: give lists "
-            f"of {self._members} that it does"
+            f"of {self._members}"
         )
 
 

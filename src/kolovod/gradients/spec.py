@@ -11,7 +11,7 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
 from kolovod.errors import InvalidArgumentError, NotInitializedError
-from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, Stateless, adapted
+from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, adapted
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ReduceSpec:
     compressor: Compressor = NOTHING
     sparse_as_dense: bool = False
     """Sparse gradients are sent with all their zeros."""
-    process_set: ProcessSet | None = None
+    process_set: Any = None  # a ProcessSet, or another Group where only its engine is asked for
     """None: all ranks."""
 
     @classmethod
@@ -73,15 +73,9 @@ class ReduceSpec:
         return self.scale * share if self.op == Average else self.scale
 
     @property
-    def compression(self) -> AnyCompressor:
-        """The compressor as it was given."""
-        compressor = self.compressor
-        return compressor.given if isinstance(compressor, Stateless) else compressor
-
-    @property
     def is_member(self) -> bool:
         """Whether this rank takes part. Raises NotInitializedError, for a process set."""
-        return self.process_set is None or self.process_set.included()
+        return self.process_set is None or bool(self.process_set.included())
 
     def has_others(self, world: Callable[[], WorldLike], *, without_world: bool) -> bool:
         """Whether there is another rank to combine gradients with, in the world of now.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -26,28 +25,6 @@ from kolovod.jax.primitive import Call
 from kolovod.jax.verbs import JaxCollectives
 
 Tree = TypeVar("Tree")
-
-
-def start(
-    verbs: JaxCollectives,
-    spec: ReduceSpec,
-    process_set: Group | None,
-    verb: str,
-    name: str,
-    arrays: Sequence[Any],
-) -> Callable[[], Sequence[jax.Array]]:
-    """Reduce or gather ``arrays`` as one group; what waits for the results.
-
-    In a program that is being traced they are there at once.
-    """
-    arguments: tuple[Any, ...] = (list(arrays), name)
-    if verb == "allreduce":
-        arguments = (*arguments, spec.op, spec.prescale, spec.postscale)
-    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
-        verb_async = getattr(verbs, f"grouped_{verb}_async")
-        return verb_async(*arguments, process_set).wait  # type: ignore[no-any-return]
-    results = getattr(verbs, f"grouped_{verb}")(*arguments, process_set)
-    return lambda: results
 
 
 class Pytrees:
@@ -88,19 +65,21 @@ class Pytrees:
                     f"{type(leaf).__name__}, which cannot be reduced: make it an array with "
                     "jax.numpy.asarray(), or leave it out (equinox.filter does)"
                 )
-        spec = ReduceSpec(op, prescale_factor, postscale_factor, adapted(compression))
+        scales = prescale_factor, postscale_factor
+        spec = ReduceSpec(op, *scales, adapted(compression), process_set=process_set)
         leaves = [leaf for _, leaf in pairs]
         results = list(leaves)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if is_traced:
             exchange.refuse_state(spec.compressor, "a program of JAX")
         sent = [i for i, leaf in enumerate(leaves) if _dtype(leaf) != jax.dtypes.float0]
         # The backward pass comes to the last layers first, as far as a tree is in their order.
         sizes = {i: leaves[i].size * leaves[i].dtype.itemsize for i in reversed(sent)}
+        submit = exchange.by(self._verbs, spec, at_once=is_traced)
+        scaled = exchange.scaling(self._verbs, spec)
         waiting = []
         for number, bucket in enumerate(plan.cut(sizes)):
-            submit = partial(start, self._verbs, spec, process_set)
             keyed = [(jax.tree_util.keystr(pairs[i][0]), leaves[i]) for i in bucket]
-            scaled = partial(self._scaled, spec, process_set)
             waiting.append(
                 (bucket, exchange.start(spec, f"{name}.{number}", keyed, submit, scaled))
             )
@@ -112,10 +91,6 @@ class Pytrees:
             for i, array in zip(sent, together, strict=True):
                 results[i] = array
         return jax.tree.unflatten(structure, results)  # type: ignore[no-any-return]
-
-    def _scaled(self, spec: ReduceSpec, process_set: Group | None, total: Any) -> Any:
-        """What becomes of the sum of gathered gradients."""
-        return total * spec.scale_of_sum(1.0 / self._verbs.membership(process_set).size)
 
     def broadcast_pytree(
         self,

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from kolovod.core.submission import Group
+from kolovod.gradients import exchange
+from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
-from kolovod.jax import pytrees
 from kolovod.jax.verbs import collectives
 
 varies = False
@@ -21,10 +22,10 @@ SPARSE = None
 
 
 def start(
-    spec: ReduceSpec, verb: str, name: str, tensors: Sequence[jax.Array]
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[jax.Array]
 ) -> Callable[[], Sequence[jax.Array]]:
     """Reduce or gather ``tensors`` as one group; what waits for the results."""
-    return pytrees.start(collectives, spec, spec.process_set, verb, name, tensors)
+    return exchange.by(collectives, spec, at_once=is_traced(tensors))(verb, name, tensors)
 
 
 def together(tensors: Sequence[jax.Array], process_set: Group | None) -> list[jax.Array]:

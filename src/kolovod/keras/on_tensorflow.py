@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients import exchange
 from kolovod.gradients.compression import Compressor, Payload
+from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
@@ -41,7 +43,7 @@ SPARSE = _Slices()
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def start(
-    spec: ReduceSpec, verb: str, name: str, tensors: Sequence[tf.Tensor]
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[tf.Tensor]
 ) -> Callable[[], Sequence[tf.Tensor]]:
     """Reduce or gather ``tensors`` as one group; what waits for the results.
 
@@ -49,17 +51,11 @@ def start(
     be there several times. The scope keeps that place free of Keras's names, which count how many
     optimizers the process has made.
     """
-    options: tuple[Any, ...] = ()
-    if verb == "allreduce":
-        options = spec.op, spec.prescale, spec.postscale
-    options = *options, spec.process_set
     if tf.executing_eagerly():
-        verb_async = getattr(collectives, f"grouped_{verb}_async")
-        return verb_async(list(tensors), name, *options).wait  # type: ignore[no-any-return]
+        return exchange.by(collectives, spec)(verb, name, tensors)
     _refuse_xla()
     with tf.name_scope(f"kolovod_{name.replace('.', '_')}/"):
-        results = getattr(collectives, f"grouped_{verb}")(list(tensors), None, *options)
-    return lambda: results
+        return exchange.by(collectives, spec, at_once=True)(verb, "", tensors)
 
 
 def together(tensors: Sequence[Any], process_set: Group | None) -> list[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from kolovod.core.submission import Group
+from kolovod.gradients import exchange
+from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.verbs import collectives
 
@@ -21,15 +23,10 @@ SPARSE = None
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def start(
-    spec: ReduceSpec, verb: str, name: str, tensors: Sequence[torch.Tensor]
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor]
 ) -> Callable[[], Sequence[torch.Tensor]]:
     """Reduce or gather ``tensors`` as one group, maybe in place; what waits for the results."""
-    if verb == "allgather":
-        return collectives.grouped_allgather_async(tensors, name, spec.process_set).wait
-    scales = spec.prescale, spec.postscale
-    return collectives.grouped_allreduce_async_(
-        list(tensors), name, spec.op, *scales, spec.process_set
-    ).wait
+    return exchange.by(collectives, spec, in_place=True)(verb, name, tensors)
 
 
 def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list[torch.Tensor]:

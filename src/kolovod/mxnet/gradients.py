@@ -85,7 +85,9 @@ class GradientReducer:
             _add_up(gradient.arrays)
         sent = [(gradient.name, gradient.arrays[0]) for gradient in bucket]
         full_name = f"{self._prefix}gradients.{self._agreement.number}.{name}"
-        wait = exchange.start(self.spec, full_name, sent, self._submit, self._scaled)
+        submit = exchange.by(self._verbs, self.spec, in_place=True)
+        scaled = exchange.scaling(self._verbs, self.spec)
+        wait = exchange.start(self.spec, full_name, sent, submit, scaled)
 
         def finish() -> None:
             for result, gradient in zip(wait(), bucket, strict=True):
@@ -94,20 +96,6 @@ class GradientReducer:
                         result.copyto(array)
 
         return finish
-
-    def _submit(self, verb: str, name: str, arrays: list[mx.nd.NDArray]) -> exchange.Wait:
-        spec = self.spec
-        if verb == "allgather":
-            return self._verbs.grouped_allgather_async(arrays, name, spec.process_set).wait
-        scales = spec.prescale, spec.postscale
-        return self._verbs.grouped_allreduce_async_(
-            arrays, name, spec.op, *scales, spec.process_set
-        ).wait
-
-    def _scaled(self, total: mx.nd.NDArray) -> mx.nd.NDArray:
-        """What becomes of the sum of gathered gradients."""
-        size = self._verbs.membership(self.spec.process_set).size
-        return total * self.spec.scale_of_sum(1.0 / size)
 
 
 def _add_up(arrays: list[mx.nd.NDArray]) -> None:

@@ -62,7 +62,7 @@ class GradientExchange:
                 f"local_sources is a {type(local_sources).__name__}: give a list of such"
             )
         self.verbs = verbs
-        self._groups = Groups(groups, "tf.Variables", _key)
+        self._groups = Groups(groups, "variables", _key)
         self._scale_local = scale_local_gradients
         self._local = list(local_sources)
         for source in self._local:
@@ -128,25 +128,13 @@ class GradientExchange:
 
     def _combine(self, bucket: list[int], results: list[Gradient]) -> None:
         gradients = [(str(i), results[i]) for i in bucket]
-        combined = exchange.start(self.spec, "", gradients, self._submit, self._scaled)()
+        submit = exchange.by(self.verbs, self.spec, at_once=True)  # a graph knows ops by place
+        how = self.spec.op, (1.0, self.spec.scale), self._members()
+        combined = exchange.start(
+            self.spec, "", gradients, submit, lambda total: scaled(total, *how)
+        )()
         for i, gradient in zip(bucket, combined, strict=True):
             results[i] = gradient
-
-    def _submit(self, verb: str, name: str, tensors: list[tf.Tensor]) -> exchange.Wait:
-        """Start it without a name: ops of a graph are known by their places there."""
-        spec = self.spec
-        if verb == "allreduce":
-            scales = spec.prescale, spec.postscale
-            results = self.verbs.grouped_allreduce(
-                tensors, None, spec.op, *scales, spec.process_set
-            )
-        else:
-            results = self.verbs.grouped_allgather(tensors, None, spec.process_set)
-        return lambda: results
-
-    def _scaled(self, total: tf.Tensor) -> tf.Tensor:
-        """What becomes of the sum of gathered gradients."""
-        return scaled(total, self.spec.op, (1.0, self.spec.scale), self._members())
 
     def _combine_sparse(self, indices: list[int], results: list[Gradient]) -> None:
         """Gather values and indices: a row that several ranks have is there several times."""

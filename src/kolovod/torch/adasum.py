@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from kolovod.core import spans
-from kolovod.core.ops import Adasum
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.spec import ReduceSpec, checked_passes
@@ -73,11 +71,12 @@ class ByAdasum(torch.optim.Optimizer):
         with spans.span(spans.OPTIMIZER_STEP):
             result = super().step() if closure is None else super().step(closure)
         waits = []
-        submit = partial(_submit, verbs)
+        submit = exchange.by(verbs, spec, in_place=True)
+        scaled = exchange.scaling(verbs, spec)
         with torch.no_grad():
             for (name, parameter), start in zip(named, before, strict=True):
                 step = [(name, parameter - start)]
-                waits.append(exchange.start(spec, f"step.{name}", step, submit))
+                waits.append(exchange.start(spec, f"step.{name}", step, submit, scaled))
             for (_, parameter), start, wait in zip(named, before, waits, strict=True):
                 parameter.copy_(start + wait()[0])
         return result
@@ -122,9 +121,3 @@ def by_adasum(
     optimizer._kolovod_spec = spec
     optimizer._kolovod_passes = passes
     return optimizer
-
-
-def _submit(
-    verbs: TorchCollectives, verb: str, name: str, tensors: list[torch.Tensor]
-) -> exchange.Wait:
-    return verbs.grouped_allreduce_async_(tensors, name, Adasum).wait

@@ -68,7 +68,7 @@ class GradientReducer:
         self.in_flight = InFlight(over)
         self.sender = Sender(self.parameters, spec, verbs, self.in_flight)
         self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
-        self.agreement = Agreement(verbs.world)
+        self.agreement = Agreement(verbs.world, spec.process_set)
         self._used = False  # there was a step, and no zero_grad since
         self._is_watched = False
         if spec.is_member:

@@ -107,23 +107,24 @@ class Sender:
         if grad.is_sparse and self._spec.sparse_as_dense:
             grad = grad.to_dense()
         plain, key = grad.detach(), self._parameters.names[index]
-        parcel = _parcel(self._spec.compressor, key, plain)
-        if parcel.payload.verb == "allgather":
-            return parcel, []
-        views, owners = [], []
-        for small in parcel.payload.tensors:
-            tensor = grad if small is plain else small
-            try:
-                is_far = self.device.is_on_device(tensor) and not self._frontend.is_direct()
-                if is_far and not tensor.is_sparse:
-                    view = code_of(tensor), tensor.shape, _LATER, _LATER
+        views: list[EngineTensor] = []
+        owners: list[torch.Tensor] = []
+        try:
+            if plain.is_sparse:
+                self._frontend.view(plain)  # which says that it cannot be sent
+            parcel = _parcel(self._spec.compressor, key, plain)
+            if parcel.payload.verb == "allgather":
+                return parcel, views
+            for small in parcel.payload.tensors:
+                tensor = grad if small is plain else small
+                if self.device.is_on_device(tensor) and not self._frontend.is_direct():
+                    views.append((code_of(tensor), tensor.shape, _LATER, _LATER))
                 else:
                     code, shape, address, tensor = self._frontend.view(tensor)
-                    view = code, shape, address, address
-            except InvalidArgumentError as error:
-                raise InvalidArgumentError(f"gradient of '{key}': {error}") from None
-            views.append(view)
-            owners.append(tensor)
+                    views.append((code, shape, address, address))
+                owners.append(tensor)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"gradient of '{key}': {error}") from None
         parcel.received = owners
         return parcel, views
 

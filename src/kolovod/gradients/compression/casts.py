@@ -1,6 +1,6 @@
 """Sending gradients in 16 bits: what travels is summed in float32 and rounded once.
 
-These are values as Horovod has them, classes with two static methods (``stateless.py``), so that
+These are values as Horovod has them, classes with two methods (``stateless.py``), so that
 scripts can call them themselves.
 """
 
@@ -27,32 +27,33 @@ class NoneCompressor:
         return tensor
 
 
-class FP16Compressor:
+class _Cast:
+    """Send floats wider than 16 bits as ``_dtype``."""
+
+    _dtype: str
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Round, and remember the dtype."""
+        name = dtype_name(tensor)
+        return (cast(tensor, cls._dtype), name) if name in _WIDE else (tensor, None)
+
+    @classmethod
+    def decompress(cls, tensor: Any, context: Any) -> Any:
+        """Back to the original dtype."""
+        return tensor if context is None else cast(tensor, context)
+
+
+class FP16Compressor(_Cast):
     """Send floats wider than 16 bits as float16: 11 bits of precision, values up to 65504."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Round to float16."""
-        return _narrow(tensor, "float16")
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        """Back to the original dtype."""
-        return tensor if context is None else cast(tensor, context)
+    _dtype = "float16"
 
 
-class BF16Compressor:
+class BF16Compressor(_Cast):
     """Send floats wider than 16 bits as bfloat16: 8 bits of precision, the range of float32."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Round to bfloat16."""
-        return _narrow(tensor, "bfloat16")
-
-    @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
-        """Back to the original dtype."""
-        return tensor if context is None else cast(tensor, context)
+    _dtype = "bfloat16"
 
 
 class Compression:
@@ -86,8 +87,3 @@ def cast(tensor: Any, dtype: str) -> Any:
     if tf is not None and tf.is_tensor(tensor):
         return tf.cast(tensor, dtype)
     return tensor.astype(dtype)
-
-
-def _narrow(tensor: Any, dtype: str) -> tuple[Any, Any]:
-    name = dtype_name(tensor)
-    return (cast(tensor, dtype), name) if name in _WIDE else (tensor, None)
