@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kolovod.errors import MismatchError
-from kolovod.gradients.agreement import agree_on_optimizer
+from kolovod.gradients.agreement import Agreement
 from kolovod.testing.loopback import loopback
 
 
@@ -20,7 +20,7 @@ def test_culprits_are_named_by_their_ranks_in_the_world(members):
                 return ""
             mine = [("weight", (2, 3) if rank == 3 else (2, 4))]
             with pytest.raises(MismatchError) as raised:
-                agree_on_optimizer(kv.world, mine, "build the same", [], group)
+                Agreement(kv.world, group).extend(mine, "build the same")
             return str(raised.value)
 
         texts = world.run(work)

@@ -9,36 +9,42 @@ from kolovod.core.objects import Objects
 from kolovod.core.ops import Adasum, Average, Max, Sum
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import Compression
-from kolovod.gradients.validation import check_averaging, checked_passes
+from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.testing.loopback import loopback
 
-GOOD = {"compression": Compression.fp16, "op": Average, "factor": 2.0, "process_set": None}
+GOOD = {
+    "compression": Compression.fp16,
+    "op": Average,
+    "gradient_predivide_factor": 2.0,
+    "process_set": None,
+}
+PREDIVIDE = "gradient_predivide_factor"
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         ({"op": Max}, "op is <Op.Max: 4>: gradients are combined by Average, Sum or Adasum"),
-        ({"op": "sum", "factor": 1}, "op is 'sum'"),
+        ({"op": "sum", PREDIVIDE: 1}, "op is 'sum'"),
         ({"op": Sum}, "gradient_predivide_factor is 2.0: .* only with op Average"),
-        ({"factor": 0}, "gradient_predivide_factor is 0: give a number above 0"),
-        ({"factor": float("inf")}, "is inf"),
-        ({"factor": float("nan")}, "is nan"),
-        ({"factor": "2"}, "gradient_predivide_factor is '2'"),
-        ({"factor": None}, "gradient_predivide_factor is None"),
+        ({PREDIVIDE: 0}, "gradient_predivide_factor is 0: give a number above 0"),
+        ({PREDIVIDE: float("inf")}, "is inf"),
+        ({PREDIVIDE: float("nan")}, "is nan"),
+        ({PREDIVIDE: "2"}, "gradient_predivide_factor is '2'"),
+        ({PREDIVIDE: None}, "gradient_predivide_factor is None"),
         ({"process_set": 7}, "process_set is 7: give a ProcessSet"),
         ({"compression": "fp16"}, "compression is 'fp16'"),
     ],
 )
 def test_what_cannot_combine_gradients(change, text):
     with pytest.raises(InvalidArgumentError, match=text):
-        check_averaging(**GOOD | change, ops=(Average, Sum, Adasum))
+        ReduceSpec.checked(**GOOD | change, ops=(Average, Sum, Adasum))
 
 
 def test_what_can():
-    check_averaging(**GOOD, ops=(Average, Sum))
-    check_averaging(**GOOD | {"factor": 1, "op": Sum}, ops=(Average, Sum))
-    check_averaging(**GOOD | {"process_set": ProcessSet([0])}, ops=(Average,))
+    ReduceSpec.checked(**GOOD, ops=(Average, Sum))
+    ReduceSpec.checked(**GOOD | {PREDIVIDE: 1, "op": Sum}, ops=(Average, Sum))
+    ReduceSpec.checked(**GOOD | {"process_set": ProcessSet([0])}, ops=(Average,))
     assert checked_passes(3) == 3
 
 

@@ -175,7 +175,7 @@ def check_arguments(keras, rank):
             function(sgd(), **options)
     for function in (hvd.DistributedOptimizer, tf_hvd.DistributedOptimizer):
         with pytest.warns(DeprecationWarning, match="num_groups"):
-            assert function(sgd(), num_groups=2)._kolovod_reducer.way.groups == 2
+            assert function(sgd(), num_groups=2)._kolovod_reducer.groups.is_number
     for options in ({}, {"scale_local_gradients": False}):
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.layers.Input((1,)), layer])
@@ -187,7 +187,7 @@ def check_arguments(keras, rank):
     members = hvd.add_process_set([0, 1][:1])
     optimizer = tf_hvd.DistributedOptimizer(sgd(), process_set=members, backward_passes_per_step=2)
     assert KERAS_2 == "keras" or optimizer.gradient_accumulation_steps == 2
-    assert optimizer._kolovod_reducer.way.process_set is members
+    assert optimizer._kolovod_reducer.spec.process_set is members
     hvd.remove_process_set(members)
 
 
@@ -231,7 +231,7 @@ def check_script(keras, rank, folder):
     assert losses[0] == losses[1]
     assert [path.name for path in Path(folder).glob("*")] == ["best0.keras"]
     again = hvd.load_model(f"{folder}/best0.keras", compression=hvd.Compression.fp16)
-    assert again.optimizer._kolovod_reducer.way.compression is hvd.Compression.fp16
+    assert again.optimizer._kolovod_reducer.spec.compressor.given is hvd.Compression.fp16
 
 
 @pytest.mark.slow

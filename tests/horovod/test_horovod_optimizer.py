@@ -227,7 +227,7 @@ def check_errors():
         ({"named_parameters": [1]}, "instead of"),
         ({"groups": -1}, "groups is -1"),
         ({"groups": "two"}, "groups is 'two'"),
-        ({"groups": [[torch.ones(1)]]}, "no parameter of the optimizer"),
+        ({"groups": [[torch.ones(1)]]}, "which the optimizer does not change"),
         ({"groups": [[named[0][1]], [named[0][1]]]}, "groups 0 and 1"),
     )
     for options, text in wrong:

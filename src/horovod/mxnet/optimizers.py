@@ -8,6 +8,7 @@ them say, count on the sum.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import mxnet as mx
@@ -17,7 +18,8 @@ from horovod.common.process_sets import global_process_set, group_of
 from horovod.mxnet.compression import Compression
 from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.mxnet.gradients import Way, way_of
+from kolovod.gradients.spec import ReduceSpec
+from kolovod.mxnet.gradients import groups_of, spec_of
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]
 
@@ -38,9 +40,10 @@ class DistributedOptimizer(kv.DistributedOptimizer):
         ValueError for arguments that cannot work.
         """
         group = group_of(process_set)
-        way, share = _way(gradient_predivide_factor, num_groups, Compression.none, group)
+        groups_of(num_groups)
+        spec, share = _spec(gradient_predivide_factor, Compression.none, group)
         super().__init__(optimizer, process_set=group)
-        self._kolovod_reducer.way = way
+        self._kolovod_reducer.spec = spec
         self.__dict__["_kolovod_share"] = share
         optimizer.rescale_grad *= share
 
@@ -52,7 +55,7 @@ class DistributedOptimizer(kv.DistributedOptimizer):
     def __reduce__(self) -> Any:
         """Wrap again when loaded, perhaps among another number of ranks."""
         super().__reduce__()  # refuses one of a process set
-        factor = 1.0 / self._kolovod_reducer.way.prescale
+        factor = 1.0 / self._kolovod_reducer.spec.prescale
         return _loaded, (self._kolovod_optimizer, self._kolovod_share, factor)
 
 
@@ -81,22 +84,28 @@ class DistributedTrainer(kv.DistributedTrainer):
                 stacklevel=2,
             )
             optimizer = optimizer._kolovod_unwrapped()
-        way, share = _way(gradient_predivide_factor, num_groups, compression, group)
+        spec, share = _spec(gradient_predivide_factor, compression, group)
         super().__init__(
-            params, optimizer, optimizer_params, compression, process_set=group, prefix=prefix
+            params,
+            optimizer,
+            optimizer_params,
+            compression,
+            process_set=group,
+            groups=num_groups,
+            prefix=prefix,
         )
-        self._kolovod_store.reducer.way = way
+        self._kolovod_store.reducer.spec = spec
         self._scale *= share
 
 
-def _way(factor: float, groups: int, compression: Any, group: Any) -> tuple[Way, float]:
+def _spec(factor: float, compression: Any, group: Any) -> tuple[ReduceSpec, float]:
     """How gradients travel, and what their sum is to be multiplied by for an average."""
     if not factor > 0:
         raise InvalidArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
-    way = way_of(compression, Sum, 1.0, groups, group)._replace(prescale=1.0 / factor)
-    if group is not None and not group.included():
-        return way, 1.0  # steps with its own gradients
-    return way, factor / kv.collectives.membership(group).size
+    spec = replace(spec_of(compression, Sum, 1.0, group), prescale=1.0 / factor)
+    if not spec.is_member:
+        return spec, 1.0  # steps with its own gradients
+    return spec, factor / kv.collectives.membership(group).size
 
 
 def _loaded(optimizer: mx.optimizer.Optimizer, share: float, factor: float) -> DistributedOptimizer:

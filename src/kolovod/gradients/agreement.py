@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kolovod import _native
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group, WorldLike
 from kolovod.errors import MismatchError
@@ -28,29 +29,56 @@ def agree(
     _compare(said, what, SAME_MODEL, None if process_set is None else process_set.ranks)
 
 
-def agree_on_optimizer(
-    world: Callable[[], WorldLike],
-    mine: list[tuple[str, Any]],
-    advice: str,
-    sparse_dims: list[int],
-    process_set: Group | None = None,
-) -> tuple[int, list[int]]:
-    """Raise MismatchError unless all ranks (of ``process_set``) say the same ``mine``.
+class Agreement:
+    """One optimizer's agreement with the ranks of its world: once in each, and its number there."""
 
-    Returns a number that all may take (numbers keep the names of several optimizers apart, of
-    dropped ones too), and the largest of all ranks' ``sparse_dims``, one by one.
-    """
-    objects = Objects(world)
-    proposal = next(_numbers)
-    said = objects.allgather_object(
-        (proposal, mine, sparse_dims), "optimizer.parameters", process_set
-    )
-    number: int = max(proposal for proposal, _, _ in said)
-    while proposal < number:
+    def __init__(self, world: Callable[[], WorldLike], process_set: Group | None = None) -> None:
+        """``world``: is asked for the ranks; of them those of ``process_set`` agree, or all."""
+        self.engine: _native.Engine | None = None
+        """Of the world whose ranks have agreed."""
+        self.number = 0
+        """Of this optimizer in that world, the same on all ranks."""
+        self._world = world
+        self._process_set = process_set
+
+    def is_current(self) -> bool:
+        """Whether the ranks of the world of now have agreed."""
+        return self._engine_of_now() is self.engine
+
+    def reach(self, mine: list[tuple[str, Any]], sparse_dims: Sequence[int] = ()) -> list[int]:
+        """Agree that all ranks have ``mine``, and take a number; see ``extend``."""
+        self.number, dims = self._agree(mine, SAME_MODEL, list(sparse_dims))
+        self.engine = self._engine_of_now()
+        return dims
+
+    def extend(
+        self, mine: list[tuple[str, Any]], advice: str, sparse_dims: Sequence[int] = ()
+    ) -> list[int]:
+        """Raise MismatchError, on every rank, unless all ranks say the same ``mine``.
+
+        Returns the largest of all ranks' ``sparse_dims``, one by one.
+        """
+        return self._agree(mine, advice, list(sparse_dims))[1]
+
+    def _agree(
+        self, mine: list[tuple[str, Any]], advice: str, sparse_dims: list[int]
+    ) -> tuple[int, list[int]]:
+        """Agree, and find a number that all may take, and no dropped optimizer has had."""
+        process_set = self._process_set
         proposal = next(_numbers)
-    ranks = None if process_set is None else process_set.ranks
-    _compare([theirs for _, theirs, _ in said], "optimizer parameter", advice, ranks)
-    return number, [max(dims) for dims in zip(*(theirs for _, _, theirs in said), strict=True)]
+        said = Objects(self._world).allgather_object(
+            (proposal, mine, sparse_dims), "optimizer.parameters", process_set
+        )
+        number: int = max(proposal for proposal, _, _ in said)
+        while proposal < number:
+            proposal = next(_numbers)
+        ranks = None if process_set is None else process_set.ranks
+        _compare([theirs for _, theirs, _ in said], "optimizer parameter", advice, ranks)
+        return number, [max(dims) for dims in zip(*(theirs for _, _, theirs in said), strict=True)]
+
+    def _engine_of_now(self) -> _native.Engine:
+        process_set = self._process_set
+        return (self._world() if process_set is None else process_set.membership()).engine
 
 
 def _compare(

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.gradients.validation import check_averaging, checked_passes
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.verbs import collectives
 
@@ -23,7 +23,7 @@ _pytrees = Pytrees(collectives)
 
 
 def average_gradients(
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet | None = None,
     *,
@@ -37,7 +37,8 @@ def average_gradients(
     average. Within ``optax.MultiSteps`` it is right, too, but that runs what it holds on every
     call and drops all results but every k-th; ``DistributedOptimizer`` sends only then.
 
-    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``; outside of ``jax.jit`` also a
+    ``Compressor`` that keeps a state.
     ``op``: Average or Sum.
     ``process_set``: its members average among themselves, other ranks keep their own gradients.
     ``gradient_predivide_factor``: with Average, divide gradients by it before they are added up,
@@ -48,22 +49,23 @@ def average_gradients(
     Raises InvalidArgumentError for arguments that cannot work.
     """
     optax = _optax()
-    check_averaging(compression, op, gradient_predivide_factor, process_set, (Average, Sum))
+    predivide = gradient_predivide_factor
+    spec = ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))
 
     def init(params: Any) -> Any:
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if process_set is not None and not process_set.included():
+        if not spec.is_member:
             return updates, state
         averaged = _pytrees.allreduce_pytree(
             updates,
             name,
             op,
-            1.0 / gradient_predivide_factor,
-            gradient_predivide_factor,
+            spec.prescale,
+            spec.postscale,
             process_set,
-            compression=compression,
+            compression=spec.compressor,
         )
         return averaged, state
 
@@ -72,7 +74,7 @@ def average_gradients(
 
 def DistributedOptimizer(
     optimizer: optax.GradientTransformation,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     process_set: ProcessSet | None = None,

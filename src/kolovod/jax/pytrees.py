@@ -17,14 +17,14 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import Group, Request, position_of
 from kolovod.core.verbs import BROADCAST
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import agree
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import AnyCompressor, Compression, adapted
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.jax.frontend import DTYPES
 from kolovod.jax.verbs import JaxCollectives
 
 Tree = TypeVar("Tree")
-
-_BUCKET_BYTES = 1 << 20
 
 
 class Pytrees:
@@ -43,7 +43,7 @@ class Pytrees:
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
         *,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
     ) -> Tree:
         """``allreduce`` of every array of ``tree``: gradients, inside or outside of ``jax.jit``.
 
@@ -53,7 +53,7 @@ class Pytrees:
         ``name``: what the buckets' names begin with. Trees that are on their way at the same time
         in different programs (of other threads) need names of their own; within one program, and
         one program after the other, nothing is needed.
-        ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
 
         Raises what ``allreduce`` raises; MismatchError when the trees differ.
         """
@@ -65,19 +65,28 @@ class Pytrees:
                     f"{type(leaf).__name__}, which cannot be reduced: make it an array with "
                     "jax.numpy.asarray(), or leave it out (equinox.filter does)"
                 )
+        scales = prescale_factor, postscale_factor
+        spec = ReduceSpec(op, *scales, adapted(compression), process_set=process_set)
         leaves = [leaf for _, leaf in pairs]
         results = list(leaves)
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        if is_traced:
+            exchange.refuse_state(spec.compressor, "a program of JAX")
         sent = [i for i, leaf in enumerate(leaves) if _dtype(leaf) != jax.dtypes.float0]
-        buckets = _cut(sent, leaves)
-        for number, bucket in enumerate(buckets):
-            small, contexts = zip(*(compression.compress(leaves[i]) for i in bucket), strict=True)
-            scales = (prescale_factor, postscale_factor)
-            reduced = self._verbs.grouped_allreduce(
-                small, f"{name}.{number}", op, *scales, process_set
+        # The backward pass comes to the last layers first, as far as a tree is in their order.
+        sizes = {i: leaves[i].size * leaves[i].dtype.itemsize for i in reversed(sent)}
+        submit = exchange.by(self._verbs, spec, at_once=is_traced)
+        scaled = exchange.scaling(self._verbs, spec)
+        waiting = []
+        for number, bucket in enumerate(plan.cut(sizes)):
+            keyed = [(jax.tree_util.keystr(pairs[i][0]), leaves[i]) for i in bucket]
+            waiting.append(
+                (bucket, exchange.start(spec, f"{name}.{number}", keyed, submit, scaled))
             )
-            for i, array, context in zip(bucket, reduced, contexts, strict=True):
-                results[i] = compression.decompress(array, context)
-        if len(buckets) > 1:
+        for bucket, wait in waiting:
+            for i, array in zip(bucket, wait(), strict=True):
+                results[i] = array
+        if len(waiting) > 1:
             together = self._verbs.together([results[i] for i in sent], process_set)
             for i, array in zip(sent, together, strict=True):
                 results[i] = array
@@ -198,20 +207,3 @@ def _is_key(leaf: Any) -> bool:
 def _describe(leaf: Any) -> Any:
     """What must be equal on all ranks."""
     return (leaf.shape, str(leaf.dtype)) if _is_array(leaf) else type(leaf).__name__
-
-
-def _cut(indices: Sequence[int], leaves: Sequence[Any]) -> list[list[int]]:
-    """What is sent together: neighbours, about so many bytes; the last ones first.
-
-    The backward pass comes to the last layers first, as far as a tree is in their order.
-    """
-    buckets: list[list[int]] = []
-    filled = _BUCKET_BYTES
-    for index in reversed(indices):
-        size = leaves[index].size * leaves[index].dtype.itemsize
-        if filled + size > _BUCKET_BYTES:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(index)
-        filled += size
-    return buckets

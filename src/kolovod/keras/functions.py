@@ -14,7 +14,7 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.core.rank_info import rank
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.agreement import agree
-from kolovod.gradients.compression import Compression, Compressor, dtype_name
+from kolovod.gradients.compression import Compression, StaticCompressor, dtype_name
 from kolovod.keras.framework_detection import is_keras_3, keras_of
 from kolovod.keras.optimizer import build_in_keras_2
 from kolovod.numpy import collectives
@@ -45,7 +45,7 @@ def allreduce(
     op: int = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    compression: type[Compressor] = Compression.none,
+    compression: type[StaticCompressor] = Compression.none,
     process_set: ProcessSet | None = None,
 ) -> Array:
     """Combine ``value`` over all ranks, and return an array. See ``kolovod.allreduce``.

@@ -8,24 +8,24 @@ from typing import Any
 import jax
 
 from kolovod.core.submission import Group
+from kolovod.gradients import exchange
+from kolovod.gradients.compression.compressor import Verb
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.jax.verbs import collectives
 
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""
 
 
+SPARSE = None
+"""Sends what ``is_sparse``."""
+
+
 def start(
-    tensors: Sequence[jax.Array],
-    name: str,
-    op: int,
-    scales: tuple[float, float],
-    process_set: Group | None,
-) -> Callable[[], list[jax.Array]]:
-    """Send ``tensors`` as one group; what waits for the results."""
-    if is_traced(tensors):
-        results = collectives.grouped_allreduce(list(tensors), name, op, *scales, process_set)
-        return lambda: results
-    return collectives.grouped_allreduce_async(list(tensors), name, op, *scales, process_set).wait
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[jax.Array]
+) -> Callable[[], Sequence[jax.Array]]:
+    """Reduce or gather ``tensors`` as one group; what waits for the results."""
+    return exchange.by(collectives, spec, at_once=is_traced(tensors))(verb, name, tensors)
 
 
 def together(tensors: Sequence[jax.Array], process_set: Group | None) -> list[jax.Array]:

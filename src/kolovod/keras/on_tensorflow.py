@@ -7,10 +7,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.core.ops import Average
 from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
-from kolovod.keras.reducer import Way
+from kolovod.gradients import exchange
+from kolovod.gradients.compression import Compressor, Payload
+from kolovod.gradients.compression.compressor import Verb
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
 
@@ -18,27 +20,42 @@ varies = False
 """Whether a variable may have a gradient in one step and none in the next."""
 
 
+class _Slices(Compressor):
+    """Sends values and indices; a row that several ranks have comes back several times."""
+
+    keeps_state = False
+
+    def compress(self, key: str, tensor: tf.IndexedSlices) -> Payload:
+        """Both, for an allgather."""
+        return Payload((tensor.values, tensor.indices), "allgather", tensor.dense_shape)
+
+    def decompress(
+        self, key: str, payload: Payload, received: Sequence[tf.Tensor]
+    ) -> tf.IndexedSlices:
+        """All ranks' slices as one."""
+        values, indices = received
+        return tf.IndexedSlices(values, indices, payload.context)
+
+
+SPARSE = _Slices()
+"""Sends what ``is_sparse``."""
+
+
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def start(
-    tensors: Sequence[tf.Tensor],
-    name: str,
-    op: int,
-    scales: tuple[float, float],
-    process_set: Group | None,
-) -> Callable[[], list[tf.Tensor]]:
-    """Send ``tensors`` as one group; what waits for the results.
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[tf.Tensor]
+) -> Callable[[], Sequence[tf.Tensor]]:
+    """Reduce or gather ``tensors`` as one group; what waits for the results.
 
     In a graph they are the outputs of an op, which is known by its place in the graph: the op may
     be there several times. The scope keeps that place free of Keras's names, which count how many
     optimizers the process has made.
     """
     if tf.executing_eagerly():
-        handle = collectives.grouped_allreduce_async(list(tensors), name, op, *scales, process_set)
-        return handle.wait
+        return exchange.by(collectives, spec)(verb, name, tensors)
     _refuse_xla()
     with tf.name_scope(f"kolovod_{name.replace('.', '_')}/"):
-        results = collectives.grouped_allreduce(list(tensors), None, op, *scales, process_set)
-    return lambda: results
+        return exchange.by(collectives, spec, at_once=True)(verb, "", tensors)
 
 
 def together(tensors: Sequence[Any], process_set: Group | None) -> list[Any]:
@@ -54,25 +71,6 @@ def is_traced(grads: Sequence[Any]) -> bool:
 def is_sparse(grad: Any) -> bool:
     """Whether it has indices and values, which are gathered."""
     return isinstance(grad, tf.IndexedSlices)
-
-
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def gather(grad: tf.IndexedSlices, name: str, share: Any, way: Way) -> Callable[[], Any]:
-    """Send indices and values; a row that several ranks have is there several times."""
-    parts = [grad.values, grad.indices]
-    if tf.executing_eagerly():
-        handle = collectives.grouped_allgather_async(parts, name, way.process_set)
-    else:
-        _refuse_xla()
-        with tf.name_scope(f"kolovod_{name.replace('.', '_')}/"):
-            gathered = collectives.grouped_allgather(parts, None, way.process_set)
-
-    def together() -> tf.IndexedSlices:
-        values, indices = handle.wait() if tf.executing_eagerly() else gathered
-        factor = way.factor * (share if way.op == Average else 1.0)
-        return tf.IndexedSlices(scaled(values, factor), indices, grad.dense_shape)
-
-    return together
 
 
 def place() -> tf.Graph | None:

@@ -8,22 +8,25 @@ from typing import Any
 import torch
 
 from kolovod.core.submission import Group
+from kolovod.gradients import exchange
+from kolovod.gradients.compression.compressor import Verb
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.verbs import collectives
 
 varies = True
 """Whether a variable may have a gradient in one step and none in the next."""
 
 
+SPARSE = None
+"""Sends what ``is_sparse``."""
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def start(
-    tensors: Sequence[torch.Tensor],
-    name: str,
-    op: int,
-    scales: tuple[float, float],
-    process_set: Group | None,
-) -> Callable[[], list[torch.Tensor]]:
-    """Send ``tensors`` as one group, to be overwritten; what waits for the results."""
-    return collectives.grouped_allreduce_async_(list(tensors), name, op, *scales, process_set).wait
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor]
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Reduce or gather ``tensors`` as one group, maybe in place; what waits for the results."""
+    return exchange.by(collectives, spec, in_place=True)(verb, name, tensors)
 
 
 def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -13,10 +14,11 @@ from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.gradients.validation import check_averaging, checked_passes
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.plan import Groups
+from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.keras.framework_detection import backend_of, is_keras_3, keras_of
-from kolovod.keras.reducer import GradientReducer, Way
+from kolovod.keras.reducer import GradientReducer
 
 O = TypeVar("O")  # noqa: E741
 
@@ -61,8 +63,7 @@ class Distributed:
         is_scaler = isinstance(scaler, keras.mixed_precision.LossScaleOptimizer)
         if is_scaler and not isinstance(scaler, Distributed):
             if not getattr(self, "gradient_accumulation_steps", None):
-                self._kolovod_reducer = GradientReducer(reducer.way, reducer.backend, reducer._key)
-                self._kolovod_reducer.is_idle = True
+                self._kolovod_reducer = reducer.idle()
             _adopt(scaler, reducer, keras)
             if isinstance(self, InKeras2):
                 scaler._kolovod_passes, self._kolovod_passes = self._kolovod_passes, None
@@ -168,7 +169,7 @@ class InKeras2(Distributed):
         pairs = list(grads_and_vars)
         reducer = self._kolovod_reducer
         variables = [variable for _, variable in pairs]
-        found = reducer.take_back(pairs)
+        found = reducer.handed_out.take_back(pairs)
         is_last = next((out.note for out in found if out is not None), None)
         if (own := [i for i, out in enumerate(found) if out is None]) or not pairs:
             combined, is_last = self._kolovod_combined([pairs[i] for i in own])
@@ -199,7 +200,7 @@ class InKeras2(Distributed):
     def _kolovod_handed_out(self, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         """The same, which ``apply_gradients`` will take as they are, or as they have become."""
         combined, is_last = self._kolovod_combined(pairs)
-        self._kolovod_reducer.hand_out(combined, is_last)
+        self._kolovod_reducer.handed_out.hand_out(combined, is_last)
         return combined
 
 
@@ -234,14 +235,14 @@ class InLegacyKeras2(InKeras2):
 
 def DistributedOptimizer(
     optimizer: O,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     process_set: ProcessSet | None = None,
     *,
     average_aggregated_gradients: bool = False,
     gradient_predivide_factor: float = 1.0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
+    groups: int | Sequence[Iterable[Any]] | None = None,
     sparse_as_dense: bool = False,
     local_sources: Iterable[Any] = (),
     scale_local_gradients: bool = True,
@@ -252,7 +253,7 @@ def DistributedOptimizer(
     after it was built. The object stays what it was, an instance of its own class too, and keeps
     its state; a model saved with it is read by any Keras. In a world of one nothing is added.
 
-    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
     ``backward_passes_per_step``: gradients of so many steps of Keras are summed locally, then sent
     and applied; in Keras 3 this is its own ``gradient_accumulation_steps``, which an optimizer that
     was built already must have been made with. ``average_aggregated_gradients``: their mean.
@@ -273,29 +274,23 @@ def DistributedOptimizer(
     keras = keras_of(optimizer)
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
-    check_averaging(compression, op, gradient_predivide_factor, process_set, (Average, Sum))
     passes = checked_passes(backward_passes_per_step)
-    is_right = isinstance(groups, list | tuple) or groups is None
-    if not is_right and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 0):
-        raise InvalidArgumentError(
-            f"groups is {groups!r}: give a number >= 0, or lists of variables"
-        )
-    current()  # raises where there is no world
-    takes_mean = average_aggregated_gradients
-    factor = _accumulating(optimizer, passes, takes_mean) if is_keras_3(keras) else 1.0
-    way = Way(
+    key = optimizer._var_key if is_keras_3(keras) else _key_in_keras_2  # type: ignore[attr-defined]
+    grouped = Groups(groups, "variables", key)
+    spec = ReduceSpec.checked(
         compression,
         op,
         gradient_predivide_factor,
-        factor,
-        groups,
         process_set,
-        scale_local_gradients,
-        sparse_as_dense,
+        (Average, Sum),
+        sparse_as_dense=sparse_as_dense,
     )
+    current()  # raises where there is no world
+    takes_mean = average_aggregated_gradients
+    factor = _accumulating(optimizer, passes, takes_mean) if is_keras_3(keras) else 1.0
+    spec = replace(spec, postscale=spec.postscale * factor)
     backend = importlib.import_module(f"kolovod.keras.on_{backend_of(keras)}")
-    key = optimizer._var_key if is_keras_3(keras) else _key_in_keras_2  # type: ignore[attr-defined]
-    reducer = GradientReducer(way, backend, key)
+    reducer = GradientReducer(spec, grouped, backend, key, scale_local_gradients)
     reducer.local_sources += _checked_sources(local_sources)
     adopted = _adopt(optimizer, reducer, keras)
     if isinstance(adopted, ScalerInKeras3) and adopted._adds_up_first:
@@ -358,8 +353,7 @@ def _checked_sources(sources: Iterable[Any]) -> list[Any]:
 def _summing_in_keras_2(passes: int, reducer: GradientReducer, takes_mean: bool) -> Any:
     from kolovod.tensorflow.aggregation import LocalAggregation
 
-    way = reducer.way
-    return LocalAggregation(passes, reducer.reduced, takes_mean, way.sparse_as_dense)
+    return LocalAggregation(passes, reducer.reduced, takes_mean, reducer.spec.sparse_as_dense)
 
 
 def build_in_keras_2(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -1,74 +1,62 @@
 """From a step's gradients to those of all ranks, for every framework that Keras runs on.
 
-Gradients travel in groups of about 1 MiB, the last layers' first, since backward has those first.
-All groups are on their way before one is waited for. Where Keras traces its step once, this runs
-once too: what it sends becomes a part of the program.
+Gradients travel in buckets, the last layers' first, since backward has those first. All buckets are
+on their way before one is waited for. Where Keras traces its step once, this runs once too: what it
+sends becomes a part of the program.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from kolovod import _native
-from kolovod.core.ops import Average, Sum
-from kolovod.core.process_sets import ProcessSet
+from kolovod.core.ops import Sum
 from kolovod.core.submission import WorldLike
 from kolovod.core.world import current
-from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.agreement import SAME_MODEL, agree_on_optimizer
-from kolovod.gradients.compression import Compression, Compressor, dtype_name
-
-_BUCKET_BYTES = 1 << 20
-
-
-class Way(NamedTuple):
-    """How gradients travel."""
-
-    compression: type[Compressor] = Compression.none
-    op: int = Average
-    predivide: float = 1.0
-    factor: float = 1.0
-    """What the combined gradients are multiplied with: for sums over several passes."""
-    groups: int | Sequence[Sequence[Any]] | None = None
-    process_set: ProcessSet | None = None
-    scale_local_gradients: bool = True
-    sparse_as_dense: bool = False
-
-
-class HandedOut(NamedTuple):
-    """Combined gradients that whoever computes and applies them has got."""
-
-    place: Any
-    """Where they are of use: see the backend's ``place``."""
-    note: Any
+from kolovod.gradients import exchange, plan
+from kolovod.gradients.agreement import Agreement
+from kolovod.gradients.compression import dtype_name, element_bytes
+from kolovod.gradients.plan import Groups
+from kolovod.gradients.spec import ReduceSpec
+from kolovod.keras.handed_out import HandedOut
 
 
 class GradientReducer:
     """Combines the gradients of one optimizer. ``is_idle``: hands them through instead."""
 
-    def __init__(self, way: Way, backend: Any, key: Callable[[Any], Hashable]) -> None:
+    def __init__(
+        self,
+        spec: ReduceSpec,
+        groups: Groups,
+        backend: Any,
+        key: Callable[[Any], Hashable],
+        scale_local_gradients: bool = True,
+    ) -> None:
         """``backend``: the module for what Keras runs on. ``key``: what identifies a variable."""
-        self.way = way
-        self.is_idle = False
+        self.spec = spec
+        self.groups = groups
         self.backend = backend
+        self.key = key
+        self.scale_local_gradients = scale_local_gradients
+        self.is_idle = False
         self.local_sources: list[Any] = []
         """Variables, and layers, that may have no variables yet."""
         self.latest: Sequence[Any] = ()
         """The variables whose gradients are being applied."""
-        self._handed_out: dict[int, tuple[weakref.ref[Any], HandedOut]] = {}
-        """By ``id`` of a gradient, as long as that exists."""
-        self._not_applied: dict[Hashable, HandedOut] = {}
-        """By variable: the last that was handed out and has not been applied, or only changed."""
-        self._key = key
-        self._number = 0
-        self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
+        self.handed_out = HandedOut(backend, key)
+        self._agreement = Agreement(current, spec.process_set)
         self._agreed: list[tuple[frozenset[tuple[str, int]], int]] = []
         """Processes that have agreed, and on which number, the last at the end."""
         self._plans: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def idle(self) -> GradientReducer:
+        """One that hands through, in the place of this one."""
+        other = GradientReducer(self.spec, self.groups, self.backend, self.key)
+        other.is_idle = True
+        return other
 
     def reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """What the ranks' ``grads`` make together, in their order.
@@ -79,73 +67,36 @@ class GradientReducer:
         """
         if self.is_idle:
             return list(grads)
-        world, factor = self._members(), self.way.factor
+        world, factor, backend = self._members(), self.spec.scale, self.backend
         if world is None or world.size == 1:
-            return [
-                g if g is None or factor == 1 else self.backend.scaled(g, factor) for g in grads
-            ]
-        local = self._local()
-        is_local = [self._key(variable) in local for variable in variables]
-        if self._engine is not world.engine:
-            self._meet(world, grads, variables, is_local)
+            return [g if g is None or factor == 1 else backend.scaled(g, factor) for g in grads]
+        if backend.is_traced(grads):
+            exchange.refuse_state(self.spec.compressor, "Keras's step (without run_eagerly=True)")
+        is_local = self._meet(world, grads, variables)
         results = list(grads)
         for i, grad in enumerate(grads):
             if is_local[i] and grad is not None:
-                share = self._share(world) if self.way.scale_local_gradients else 1.0
-                results[i] = self.backend.scaled(grad, factor * share)
-        varies = self.backend.varies
+                share = self._share(world) if self.scale_local_gradients else 1.0
+                results[i] = backend.scaled(grad, factor * share)
+        varies = backend.varies
         sent = [
             i for i, grad in enumerate(grads) if not is_local[i] and (varies or grad is not None)
         ]
         gathered = {i for i in sent if self._is_sparse(results[i])}
-        waits = [
-            (i, self.backend.gather(results[i], self._name(i), self._share(world), self.way))
-            for i in sorted(gathered, reverse=True)
-        ]
-        self._combine(results, variables, [i for i in sent if i not in gathered])
+        waits = [(i, self._gather(i, results[i], world)) for i in sorted(gathered, reverse=True)]
+        self._combine(results, variables, [i for i in sent if i not in gathered], world)
         for i, wait in waits:
-            results[i] = wait()
+            (results[i],) = wait()
         return results
-
-    def hand_out(self, pairs: Sequence[tuple[Any, Any]], note: Any) -> None:
-        """``pairs`` of combined gradients and variables are about to be returned."""
-        out, known = HandedOut(self.backend.place(), note), self._handed_out
-
-        for grad, variable in pairs:
-            self._not_applied[self._key(variable)] = out
-            if grad is not None:
-                number = id(grad)
-                known[number] = weakref.ref(grad, partial(_forget, known, number)), out
-
-    def take_back(self, pairs: Sequence[tuple[Any, Any]]) -> list[HandedOut | None]:
-        """Which of ``pairs``, of gradients and variables, to be applied now, were handed out.
-
-        First, the very gradients, whenever and however often they are applied. Then what comes for
-        a variable whose gradient was handed out last, and has not been applied: so many things
-        can be done to a gradient that nothing tells a changed one from another.
-        """
-        found = []
-        for grad, variable in pairs:
-            key = self._key(variable)
-            _, out = self._handed_out.get(id(grad), (None, None))
-            waiting = self._not_applied.get(key)
-            if out is None and waiting is not None and self.backend.is_within(waiting.place):
-                out = waiting
-            if out is None or out is waiting:
-                self._not_applied.pop(key, None)
-            found.append(out)
-        return found
 
     def total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""
         world = None if self.is_idle else self._members()
         if world is None or world.size == 1:
             return value
-        if self._engine is not world.engine:
-            local = self._local()
-            self._meet(world, grads, variables, [self._key(v) in local for v in variables])
-        name, process_set = f"keras.{self._number}.about", self.way.process_set
-        return self.backend.start([value], name, Sum, (1.0, 1.0), process_set)()[0]
+        self._meet(world, grads, variables)
+        spec = ReduceSpec(Sum, process_set=self.spec.process_set)
+        return self.backend.start(spec, "allreduce", self._name("about"), [value])()[0]
 
     def filled(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """``grads`` with zeros for None where that varies, to be added up over passes."""
@@ -157,40 +108,58 @@ class GradientReducer:
 
     def _share(self, world: WorldLike) -> Any:
         """What one rank's gradient counts in an average."""
-        return self.backend.share(world.size, self.way.process_set)
+        return self.backend.share(world.size, self.spec.process_set)
+
+    def _scaled(self, world: WorldLike, total: Any) -> Any:
+        """What becomes of the sum of gathered gradients."""
+        return self.backend.scaled(total, self.spec.scale_of_sum(self._share(world)))
 
     def _is_sparse(self, grad: Any) -> bool:
-        return not self.way.sparse_as_dense and bool(self.backend.is_sparse(grad))
+        return not self.spec.sparse_as_dense and bool(self.backend.is_sparse(grad))
 
-    def _name(self, index: int) -> str:
-        return f"keras.{self._number}.{index}"
+    def _name(self, what: object) -> str:
+        return f"keras.{self._agreement.number}.{what}"
 
-    def _combine(self, results: list[Any], variables: Sequence[Any], sent: list[int]) -> None:
-        way, backend = self.way, self.backend
-        scales = 1.0 / way.predivide, way.predivide * way.factor
+    def _gather(self, index: int, grad: Any, world: WorldLike) -> Callable[[], list[Any]]:
+        """Send a gradient that has indices and values."""
+        spec = replace(self.spec, compressor=self.backend.SPARSE)
+        return self._start(spec, index, [(str(index), grad)], world)
+
+    def _start(
+        self,
+        spec: ReduceSpec,
+        index: int,
+        grads: list[tuple[str, Any]],
+        world: WorldLike,
+        further: Sequence[Any] = (),
+    ) -> Callable[[], list[Any]]:
+        """Send a bucket, which is called by ``index``."""
+        submit, scaled = partial(self.backend.start, spec), partial(self._scaled, world)
+        return exchange.start(spec, self._name(index), grads, submit, scaled, further)
+
+    def _combine(
+        self, results: list[Any], variables: Sequence[Any], sent: list[int], world: WorldLike
+    ) -> None:
+        """Put the combined gradients of ``sent`` in the place of this rank's, bucket by bucket."""
+        spec, backend = self.spec, self.backend
         present = [results[i] is not None for i in sent] if backend.varies else []
-        waiting: list[tuple[list[int], list[Any], Callable[[], list[Any]]]] = []
+        waiting: list[tuple[list[int], Callable[[], list[Any]]]] = []
         for indices in self._plan(variables, sent):
-            tensors, contexts = [], []
-            for i in indices:
-                grad = backend.zeros(variables[i]) if results[i] is None else results[i]
-                small, context = way.compression.compress(backend.dense(grad))
-                tensors.append(small)
-                contexts.append(context)
-            if present and not waiting:
-                tensors.append(backend.flags(present, tensors[0]))
-            name = self._name(indices[0])
-            wait = backend.start(tensors, name, way.op, scales, way.process_set)
-            waiting.append((indices, contexts, wait))
+            grads = [
+                backend.zeros(variables[i]) if results[i] is None else results[i] for i in indices
+            ]
+            dense = [(str(i), backend.dense(grad)) for i, grad in zip(indices, grads, strict=True)]
+            flags = [backend.flags(present, dense[0][1])] if present and not waiting else []
+            waiting.append((indices, self._start(spec, indices[0], dense, world, flags)))
         known: list[bool] = []
-        for indices, contexts, wait in waiting:
-            reduced = wait()
-            if present and not known:
-                known = (reduced.pop() > 0).tolist()
-            for i, context, small in zip(indices, contexts, reduced, strict=True):
-                results[i] = way.compression.decompress(small, context)
+        for number, (indices, wait) in enumerate(waiting):
+            combined = wait()
+            if present and number == 0:
+                known = (combined.pop() > 0).tolist()
+            for i, grad in zip(indices, combined, strict=True):
+                results[i] = grad
         if len(waiting) > 1:
-            whole = backend.together([results[i] for i in sent], way.process_set)
+            whole = backend.together([results[i] for i in sent], spec.process_set)
             for i, tensor in zip(sent, whole, strict=True):
                 results[i] = tensor
         for i, is_known in zip(sent, known, strict=bool(known)):
@@ -199,51 +168,53 @@ class GradientReducer:
 
     def _members(self) -> WorldLike | None:
         """Where this rank stands among those that communicate; None if it does not."""
-        process_set = self.way.process_set
+        process_set = self.spec.process_set
         if process_set is None:
             return current()
         return process_set.membership() if process_set.included() else None
 
-    def _local(self) -> set[Hashable]:
-        return {
-            self._key(variable)
+    def _local(self, variables: Sequence[Any]) -> list[bool]:
+        """Which of ``variables`` each rank has of its own."""
+        local = {
+            self.key(variable)
             for source in self.local_sources
             for variable in getattr(source, "trainable_weights", [source])
         }
+        return [self.key(variable) in local for variable in variables]
 
     def _meet(
-        self,
-        world: WorldLike,
-        grads: Sequence[Any],
-        variables: Sequence[Any],
-        is_local: Sequence[bool],
-    ) -> None:
-        """Once per world: have all ranks the same variables? They number the optimizer, too.
+        self, world: WorldLike, grads: Sequence[Any], variables: Sequence[Any]
+    ) -> Sequence[bool]:
+        """Find out, once per world, whether all ranks have the same variables; which are local.
 
         Ranks that have agreed in a world before may go on with the program that was traced there.
         So one of them that traces anew must not wait for the others; the number stays the same.
         """
+        is_local = self._local(variables)
+        agreement = self._agreement
+        if agreement.engine is world.engine:
+            return is_local
         self._plans.clear()
         members = self._processes()
         known = [number for processes, number in self._agreed if members <= processes]
-        if known and self.backend.is_traced(grads):
-            self._number = known[-1]
-            return
-        number = self._agree(grads, variables, is_local)
-        if not known:
-            self._agreed.append((members, number))
-        self._number = known[-1] if known else number
-        self._engine = world.engine
+        if not (known and self.backend.is_traced(grads)):
+            agreement.reach(self._details(grads, variables, is_local))
+            if not known:
+                self._agreed.append((members, agreement.number))
+        if known:
+            agreement.number = known[-1]
+        return is_local
 
     def _processes(self) -> frozenset[tuple[str, int]]:
         """Those that communicate, as they are known in every world: by the launcher's ranks."""
-        world, process_set = current(), self.way.process_set
+        world, process_set = current(), self.spec.process_set
         ranks = range(world.size) if process_set is None else process_set.ranks
         return frozenset((world.environment.rendezvous, world.members[rank]) for rank in ranks)
 
-    def _agree(
+    def _details(
         self, grads: Sequence[Any], variables: Sequence[Any], is_local: Sequence[bool]
-    ) -> int:
+    ) -> list[tuple[str, Any]]:
+        """What must be the same on all ranks."""
         mine = []
         for grad, variable, local in zip(grads, variables, is_local, strict=True):
             # Without the layer's name, which counts how many the process has made.
@@ -251,68 +222,17 @@ class GradientReducer:
             lacks = grad is None and not self.backend.varies
             detail = [tuple(variable.shape), dtype_name(variable)]
             mine.append((name, (*detail, *["local"] * local, *["without gradient"] * lacks)))
-        return agree_on_optimizer(current, mine, SAME_MODEL, [], self.way.process_set)[0]
+        return mine
 
     def _plan(self, variables: Sequence[Any], sent: list[int]) -> list[list[int]]:
         places = tuple(sent)
         if places not in self._plans:
-            self._plans[places] = self._cut(variables, sent)
+            self.groups.check_known(variables)
+            groups = self.groups.among({i: variables[i] for i in sent})
+            self._plans[places] = plan.cut({i: _bytes(variables[i]) for i in sent[::-1]}, groups)
         return self._plans[places]
 
-    def _cut(self, variables: Sequence[Any], sent: list[int]) -> list[list[int]]:
-        """What is sent together: the user's groups, else neighbours by size, the last first."""
-        groups = self.way.groups
-        if isinstance(groups, int) and groups > 0:
-            count = min(groups, len(sent))
-            parts: list[list[int]] = [[] for _ in range(count)]
-            for place, i in enumerate(sent):
-                parts[place * count // len(sent)].append(i)
-            return parts[::-1]
-        buckets: list[list[int]] = []
-        by_group: dict[int, list[int]] = {}
-        group_of = self._groups(groups, variables) if isinstance(groups, list | tuple) else {}
-        filled = _BUCKET_BYTES
-        for i in reversed(sent):
-            group = group_of.get(self._key(variables[i]))
-            if group is not None:
-                if group not in by_group:
-                    by_group[group] = []
-                    buckets.append(by_group[group])
-                by_group[group].append(i)
-                continue
-            size = math.prod(variables[i].shape) * _bytes_of(dtype_name(variables[i]))
-            if filled + size > _BUCKET_BYTES:
-                neighbours: list[int] = []
-                buckets.append(neighbours)
-                filled = 0
-            neighbours.append(i)
-            filled += size
-        return buckets
 
-    def _groups(
-        self, groups: Sequence[Sequence[Any]], variables: Sequence[Any]
-    ) -> dict[Hashable, int]:
-        known = {self._key(variable) for variable in variables}
-        found: dict[Hashable, int] = {}
-        for number, group in enumerate(groups):
-            for variable in group:
-                key = self._key(variable)
-                if key not in known:
-                    raise InvalidArgumentError(
-                        f"groups[{number}] contains {variable!r}, which the optimizer does not "
-                        "change: give lists of the model's trainable variables"
-                    )
-                if found.setdefault(key, number) != number:
-                    raise InvalidArgumentError(
-                        f"{variable!r} is in groups {found[key]} and {number}: give it once"
-                    )
-        return found
-
-
-def _forget(known: dict[int, Any], number: int, _: object) -> None:
-    known.pop(number, None)
-
-
-def _bytes_of(dtype: str) -> int:
-    """Of an element."""
-    return {"float64": 8, "float16": 2, "bfloat16": 2}.get(dtype, 4)
+def _bytes(variable: Any) -> int:
+    count: int = math.prod(variable.shape)
+    return count * element_bytes(dtype_name(variable))

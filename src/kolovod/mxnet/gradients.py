@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mxnet as mx
 import numpy as np
 
-from kolovod import _native
-from kolovod.core.handles import Handle
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.agreement import SAME_MODEL, agree_on_optimizer
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.gradients.validation import check_averaging
+from kolovod.gradients import exchange, plan
+from kolovod.gradients.agreement import Agreement
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.plan import Groups
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.mxnet.verbs import MxnetCollectives
-
-_BUCKET_BYTES = 1 << 20
-
-
-class Way(NamedTuple):
-    """How gradients travel: ``postscale * op(prescale * gradient)``, compressed."""
-
-    compression: type[Compressor] = Compression.none
-    op: int = Average
-    prescale: float = 1.0
-    postscale: float = 1.0
-    groups: int = 0
-    """So many groups of neighbours travel whole; 0: buckets of about 1 MiB."""
 
 
 class Gradient(NamedTuple):
@@ -44,19 +31,23 @@ class GradientReducer:
     """Makes gradients equal on the ranks of a process set. One per optimizer."""
 
     def __init__(
-        self, verbs: MxnetCollectives, way: Way, process_set: Any = None, prefix: str = ""
+        self,
+        verbs: MxnetCollectives,
+        spec: ReduceSpec,
+        groups: Groups | None = None,
+        prefix: str = "",
     ) -> None:
-        """``process_set``: others keep their own gradients. ``prefix``: begins the names."""
-        self.way = way
+        """Ranks outside of ``spec.process_set`` keep their gradients. ``prefix``: begins names."""
+        self.spec = spec
         self._verbs = verbs
-        self._set = process_set
+        self._groups = groups
         self._prefix = prefix
-        self._engine: _native.Engine | None = None  # of the world whose ranks have agreed
-        self._number = 0  # of this optimizer in that world
+        self._agreement = Agreement(verbs.world, spec.process_set)
 
     def is_member(self) -> bool:
         """Whether this rank takes part. Raises NotInitializedError."""
-        return self._set is None or self._verbs.world().rank in self._set.ranks
+        process_set = self.spec.process_set
+        return process_set is None or self._verbs.world().rank in process_set.ranks
 
     def reduce_all(self, gradients: Sequence[Gradient]) -> None:
         """Overwrite the gradients of a whole model, the last first: backward makes them so.
@@ -68,10 +59,12 @@ class GradientReducer:
             return
         described = [(g.name, (g.arrays[0].shape, str(g.arrays[0].dtype))) for g in gradients]
         self._agree(described)
-        buckets = self._buckets(gradients)
-        pending = [self._start(bucket, str(i)) for i, bucket in enumerate(buckets)]
+        sizes = {i: _bytes(gradients[i].arrays[0]) for i in reversed(range(len(gradients)))}
+        groups = self._groups.among(dict(enumerate(gradients))) if self._groups else None
+        buckets = enumerate(plan.cut(sizes, groups))
+        pending = [self._start([gradients[i] for i in part], str(n)) for n, part in buckets]
         for finish in pending:
-            finish.wait()
+            finish()
 
     def reduce(self, gradients: Sequence[Gradient]) -> None:
         """Overwrite some gradients, of which all ranks know that they come together."""
@@ -79,68 +72,30 @@ class GradientReducer:
             return
         self._agree([])
         names = [gradient.name for gradient in gradients]
-        self._start(gradients, names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}").wait()
+        self._start(gradients, names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}")()
 
     def _agree(self, described: list[tuple[str, Any]]) -> None:
         """Once in each world, find a number for this optimizer that it has on all ranks."""
-        engine = self._verbs.membership(self._set).engine
-        if engine is not self._engine:
-            self._number, _ = agree_on_optimizer(
-                self._verbs.world, described, SAME_MODEL, [], self._set
-            )
-            self._engine = engine
+        if not self._agreement.is_current():
+            self._agreement.reach(described)
 
-    def _buckets(self, gradients: Sequence[Gradient]) -> Iterator[Sequence[Gradient]]:
-        backwards = gradients[::-1]
-        if self.way.groups:
-            parts = np.array_split(np.arange(len(backwards)), self.way.groups)
-            yield from (backwards[part[0] : part[-1] + 1] for part in parts if len(part))
-            return
-        bucket: list[Gradient] = []
-        filled = 0
-        for gradient in backwards:
-            array = gradient.arrays[0]
-            size = array.size * np.dtype(array.dtype).itemsize
-            if bucket and filled + size > _BUCKET_BYTES:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(gradient)
-            filled += size
-        if bucket:
-            yield bucket
-
-    def _start(self, bucket: Sequence[Gradient], name: str) -> _Pending:
-        way = self.way
+    def _start(self, bucket: Sequence[Gradient], name: str) -> Callable[[], None]:
+        """Send a bucket; what waits, and writes the results where the gradients were."""
         for gradient in bucket:
             _add_up(gradient.arrays)
-        sent = [way.compression.compress(gradient.arrays[0]) for gradient in bucket]
-        handle = self._verbs.grouped_allreduce_async_(
-            [small for small, _ in sent],
-            f"{self._prefix}gradients.{self._number}.{name}",
-            way.op,
-            way.prescale,
-            way.postscale,
-            self._set,
-        )
-        return _Pending(handle, bucket, [context for _, context in sent], way.compression)
+        sent = [(gradient.name, gradient.arrays[0]) for gradient in bucket]
+        full_name = f"{self._prefix}gradients.{self._agreement.number}.{name}"
+        submit = exchange.by(self._verbs, self.spec, in_place=True)
+        scaled = exchange.scaling(self._verbs, self.spec)
+        wait = exchange.start(self.spec, full_name, sent, submit, scaled)
 
+        def finish() -> None:
+            for result, gradient in zip(wait(), bucket, strict=True):
+                for array in gradient.arrays:
+                    if array is not result:
+                        result.copyto(array)
 
-class _Pending(NamedTuple):
-    """A bucket that is on its way."""
-
-    handle: Handle[list[mx.nd.NDArray]]
-    bucket: Sequence[Gradient]
-    contexts: list[Any]
-    compression: type[Compressor]
-
-    def wait(self) -> None:
-        """Wait, and write the results where the gradients were."""
-        results = self.handle.wait()
-        for small, context, gradient in zip(results, self.contexts, self.bucket, strict=True):
-            result = self.compression.decompress(small, context)
-            for array in gradient.arrays:
-                if array is not result:
-                    result.copyto(array)
+        return finish
 
 
 def _add_up(arrays: list[mx.nd.NDArray]) -> None:
@@ -149,20 +104,23 @@ def _add_up(arrays: list[mx.nd.NDArray]) -> None:
         arrays[0][:] = arrays[0] + other.as_in_context(arrays[0].context)
 
 
-def way_of(
-    compression: type[Compressor],
+def _bytes(array: mx.nd.NDArray) -> int:
+    return array.size * np.dtype(array.dtype).itemsize  # type: ignore[no-any-return]
+
+
+def groups_of(groups: Any) -> Groups:
+    """What travels together. Raises InvalidArgumentError for what is no number, and no lists."""
+    return Groups(groups, "parameters", lambda parameter: getattr(parameter, "name", None))
+
+
+def spec_of(
+    compression: AnyCompressor,
     op: int,
     gradient_predivide_factor: float,
-    groups: int,
     process_set: ProcessSet | None,
-) -> Way:
+) -> ReduceSpec:
     """Check what an optimizer was given. Raises InvalidArgumentError for what cannot work."""
-    factor = gradient_predivide_factor
-    check_averaging(compression, op, factor, process_set, (Average, Sum))
-    if not isinstance(groups, int) or groups < 0:
-        raise InvalidArgumentError(
-            f"groups is {groups!r}: give how many, or 0 for buckets of a fixed size"
-        )
     if compression is Compression.bf16:
         raise InvalidArgumentError("MXNet has no bfloat16: give Compression.none or .fp16")
-    return Way(compression, op, 1.0 / factor, factor, groups)
+    predivide = gradient_predivide_factor
+    return ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))

@@ -9,8 +9,8 @@ import mxnet as mx
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.mxnet.gradients import Gradient, GradientReducer, way_of
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.mxnet.gradients import Gradient, GradientReducer, spec_of
 from kolovod.mxnet.verbs import collectives
 
 
@@ -29,7 +29,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
     def __init__(
         self,
         optimizer: mx.optimizer.Optimizer,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
         op: int = Average,
         process_set: ProcessSet | None = None,
         *,
@@ -47,13 +47,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
             )
         if isinstance(optimizer, DistributedOptimizer):
             raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
-        way = way_of(compression, op, gradient_predivide_factor, 0, process_set)
+        spec = spec_of(compression, op, gradient_predivide_factor, process_set)
         own = {
             "_kolovod_optimizer": optimizer,
             "_kolovod_options": (compression, op, gradient_predivide_factor, prefix),
             "_kolovod_set": process_set,
             "_kolovod_reducer": GradientReducer(
-                collectives, way, process_set, f"{prefix or ''}optimizer."
+                collectives, spec, prefix=f"{prefix or ''}optimizer."
             ),
         }
         self.__dict__.update(own)  # not through __setattr__, which is the optimizer's
@@ -96,7 +96,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
 
 def _loaded(
     optimizer: mx.optimizer.Optimizer,
-    compression: type[Compressor],
+    compression: AnyCompressor,
     op: int,
     factor: float,
     prefix: str | None,

@@ -15,7 +15,9 @@ import mxnet as mx
 
 from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.mxnet.gradients import Gradient, GradientReducer, Way
+from kolovod.gradients.plan import Groups
+from kolovod.gradients.spec import ReduceSpec
+from kolovod.mxnet.gradients import Gradient, GradientReducer
 from kolovod.mxnet.verbs import MxnetCollectives, collectives
 
 Arrays: TypeAlias = "mx.nd.NDArray | Sequence[mx.nd.NDArray]"
@@ -30,12 +32,14 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
     def __init__(
         self,
         process_set: Any = None,
-        way: Way | None = None,
+        spec: ReduceSpec | None = None,
         prefix: str = "",
         verbs: MxnetCollectives = collectives,
+        groups: Groups | None = None,
     ) -> None:
-        """``way``: None for sums as they are."""
-        self.reducer = GradientReducer(verbs, way or Way(op=Sum), process_set, prefix or "kvstore.")
+        """``spec``: of the same process set; None for sums as they are."""
+        spec = spec or ReduceSpec(Sum, process_set=process_set)
+        self.reducer = GradientReducer(verbs, spec, groups, prefix or "kvstore.")
         self._verbs = verbs
         self._set = process_set
         self._prefix = prefix or "kvstore."

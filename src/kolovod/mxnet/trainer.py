@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -9,8 +10,8 @@ import mxnet as mx
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.mxnet.gradients import Gradient, way_of
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.mxnet.gradients import Gradient, groups_of, spec_of
 from kolovod.mxnet.optimizer import DistributedOptimizer
 from kolovod.mxnet.store import Kolovod
 
@@ -33,12 +34,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
         params: Any,
         optimizer: Any,
         optimizer_params: dict[str, Any] | None = None,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
         op: int = Average,
         process_set: ProcessSet | None = None,
         *,
         gradient_predivide_factor: float = 1.0,
-        groups: int = 0,
+        groups: int | Sequence[Iterable[Any]] = 0,
         prefix: str | None = None,
     ) -> None:
         """``params``, ``optimizer`` and ``optimizer_params`` are Gluon's.
@@ -46,8 +47,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
         ``process_set``: ranks outside of it step with their own gradients.
         ``gradient_predivide_factor``: gradients are divided by it before they are added up, and
         multiplied after; with op Average. ``groups``: so many groups of neighbouring gradients
-        travel whole; 0: buckets of about 1 MiB. ``prefix``: begins the operations' names, for
-        trainers that ranks use in different orders.
+        travel whole, or lists of parameters; 0: buckets of about 1 MiB. ``prefix``: begins the
+        operations' names, for trainers that ranks use in different orders.
 
         Raises InvalidArgumentError for arguments that cannot work; a step raises it for sparse
         gradients, and MismatchError, on every rank, when the ranks' parameters differ.
@@ -57,8 +58,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
                 "the optimizer is a DistributedOptimizer, which averages gradients, too: give the "
                 "one that it was made of"
             )
-        way = way_of(compression, op, gradient_predivide_factor, groups, process_set)
-        self._kolovod_store = Kolovod(process_set, way, f"{prefix or ''}trainer.")
+        spec = spec_of(compression, op, gradient_predivide_factor, process_set)
+        prefix = f"{prefix or ''}trainer."
+        self._kolovod_store = Kolovod(process_set, spec, prefix, groups=groups_of(groups))
         super().__init__(
             params,
             optimizer,

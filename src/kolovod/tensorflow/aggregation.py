@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.validation import checked_passes
+from kolovod.gradients.spec import checked_passes
 from kolovod.tensorflow.exchange import Gradient, variable_of
 
 Combine = Callable[[Sequence[Gradient], Sequence[Any]], list[Gradient]]

@@ -16,13 +16,13 @@ import tensorflow as tf
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.gradients.validation import check_averaging
+from kolovod.gradients import exchange, plan
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.plan import Groups
+from kolovod.gradients.spec import ReduceSpec
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.gradients import scaled
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
-
-_BUCKET_BYTES = 1 << 20
 
 Gradient = Any
 """A tf.Tensor, tf.IndexedSlices, or None where the target does not depend on the source."""
@@ -37,29 +37,32 @@ class GradientExchange:
 
     def __init__(
         self,
-        compression: type[Compressor] = Compression.none,
+        compression: AnyCompressor = Compression.none,
         op: int = Average,
         process_set: ProcessSet | None = None,
         *,
         gradient_predivide_factor: float = 1.0,
-        groups: int | Sequence[Sequence[Any]] | None = None,
+        groups: int | Sequence[Iterable[Any]] | None = None,
         sparse_as_dense: bool = False,
         local_sources: Iterable[Any] = (),
         scale_local_gradients: bool = True,
         verbs: TensorflowCollectives = collectives,
     ) -> None:
         """See ``DistributedGradientTape``. Raises InvalidArgumentError."""
-        factor = gradient_predivide_factor
-        check_averaging(compression, op, factor, process_set, (Average, Sum, Adasum))
+        self.spec = ReduceSpec.checked(
+            compression,
+            op,
+            gradient_predivide_factor,
+            process_set,
+            (Average, Sum, Adasum),
+            sparse_as_dense=sparse_as_dense,
+        )
         if _is_local_source(local_sources):
             raise InvalidArgumentError(
                 f"local_sources is a {type(local_sources).__name__}: give a list of such"
             )
-        self.op, self.process_set, self.verbs = op, process_set, verbs
-        self._compression = compression
-        self._scales = 1.0 / factor, factor
-        self._groups = checked_groups(groups)
-        self._sparse_as_dense = sparse_as_dense
+        self.verbs = verbs
+        self._groups = Groups(groups, "variables", _key)
         self._scale_local = scale_local_gradients
         self._local = list(local_sources)
         for source in self._local:
@@ -73,17 +76,15 @@ class GradientExchange:
     @property
     def is_member(self) -> bool:
         """Whether this rank takes part. Raises InvalidArgumentError for a set not added."""
-        process_set = self.process_set
-        if process_set is None:
-            return True
-        if process_set.process_set_id is None:
+        process_set = self.spec.process_set
+        if process_set is not None and process_set.process_set_id is None:
             process_set.membership()
-        return process_set.included()
+        return self.spec.is_member
 
     @property
     def size(self) -> int:
         """How many ranks take part."""
-        return self.verbs.membership(self.process_set).size
+        return self.verbs.membership(self.spec.process_set).size
 
     def __call__(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         """The combined gradients, in the order given.
@@ -96,17 +97,18 @@ class GradientExchange:
             return results
         if self.size == 1 and tf.executing_eagerly():  # a graph may be used in another world, too
             return results
+        if not tf.executing_eagerly():
+            exchange.refuse_state(self.spec.compressor, "a graph of TensorFlow")
         local = {id(variable_of(source)) for source in self._all_local()}
         dense, sparse = [], []
         for i, (gradient, source) in enumerate(zip(gradients, sources, strict=True)):
             if gradient is None:
                 continue
             if id(variable_of(source)) in local:
-                members = VerbsOfSet(self.verbs, self.process_set)
-                results[i] = divided(gradient, members) if self._scale_local else gradient
+                results[i] = divided(gradient, self._members()) if self._scale_local else gradient
             elif not isinstance(gradient, tf.IndexedSlices):
                 dense.append(i)
-            elif self._sparse_as_dense:
+            elif self.spec.sparse_as_dense:
                 results[i] = tf.convert_to_tensor(gradient)
                 dense.append(i)
             else:
@@ -121,17 +123,22 @@ class GradientExchange:
         for source in self._local:  # a layer has its weights only once it is built
             yield from getattr(source, "trainable_weights", [source])
 
+    def _members(self) -> VerbsOfSet:
+        return VerbsOfSet(self.verbs, self.spec.process_set)
+
     def _combine(self, bucket: list[int], results: list[Gradient]) -> None:
-        small = [self._compression.compress(results[i]) for i in bucket]
-        combined = self.verbs.grouped_allreduce(
-            [tensor for tensor, _ in small], None, self.op, *self._scales, self.process_set
-        )
-        for i, tensor, (_, context) in zip(bucket, combined, small, strict=True):
-            results[i] = self._compression.decompress(tensor, context)
+        gradients = [(str(i), results[i]) for i in bucket]
+        submit = exchange.by(self.verbs, self.spec, at_once=True)  # a graph knows ops by place
+        how = self.spec.op, (1.0, self.spec.scale), self._members()
+        combined = exchange.start(
+            self.spec, "", gradients, submit, lambda total: scaled(total, *how)
+        )()
+        for i, gradient in zip(bucket, combined, strict=True):
+            results[i] = gradient
 
     def _combine_sparse(self, indices: list[int], results: list[Gradient]) -> None:
         """Gather values and indices: a row that several ranks have is there several times."""
-        if self.op not in (Average, Sum):
+        if self.spec.op not in (Average, Sum):
             raise SparseOpError(
                 "op Adasum cannot combine sparse gradients: give sparse_as_dense=True"
             )
@@ -139,7 +146,7 @@ class GradientExchange:
         for part in [indices] if tf.executing_eagerly() else [[i] for i in reversed(indices)]:
             slices = [results[i] for i in part]
             combined = self.verbs.grouped_allreduce(
-                slices, op=self.op, process_set=self.process_set
+                slices, op=self.spec.op, process_set=self.spec.process_set
             )
             for i, together in zip(part, combined, strict=True):
                 results[i] = together
@@ -147,37 +154,11 @@ class GradientExchange:
     def _buckets(
         self, dense: list[int], gradients: list[Gradient], sources: Sequence[Any]
     ) -> list[list[int]]:
-        """Which gradients travel together; see ``groups``."""
-        groups = self._groups
-        if isinstance(groups, int):
-            count = min(groups, len(dense))
-            if count:
-                return [
-                    dense[n * len(dense) // count : (n + 1) * len(dense) // count]
-                    for n in reversed(range(count))
-                ]
-            groups = {}
-        if not groups and tf.executing_eagerly():
+        """Which gradients travel together, the last first; see ``groups``."""
+        if not self._groups and tf.executing_eagerly():
             return [dense] if dense else []
-        buckets: list[list[int]] = []
-        by_group: dict[int, list[int]] = {}
-        filled = _BUCKET_BYTES
-        for i in reversed(dense):
-            group = groups.get(id(variable_of(sources[i])))
-            if group is not None:
-                if group not in by_group:
-                    by_group[group] = []
-                    buckets.append(by_group[group])
-                by_group[group].append(i)
-                continue
-            size = _bytes(gradients[i], sources[i])
-            if filled + size > _BUCKET_BYTES:
-                neighbours: list[int] = []
-                buckets.append(neighbours)
-                filled = 0
-            neighbours.append(i)
-            filled += size
-        return buckets
+        groups = self._groups.among({i: sources[i] for i in dense})
+        return plan.cut({i: _bytes(gradients[i], sources[i]) for i in reversed(dense)}, groups)
 
 
 def divided(gradient: Gradient, members: VerbsOfSet) -> Gradient:
@@ -194,30 +175,10 @@ def variable_of(source: Any) -> Any:
     return value if isinstance(value, tf.Variable) else source
 
 
-def checked_groups(groups: int | Sequence[Sequence[Any]] | None) -> int | dict[int, int]:
-    """A number of groups, or the number of each variable's group by its ``id``."""
-    if groups is None:
-        return {}
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups < 0:
-            raise InvalidArgumentError(f"groups is {groups}: give a number of groups, 0 for none")
-        return groups
-    if not isinstance(groups, list | tuple) or not all(isinstance(g, list | tuple) for g in groups):
-        raise InvalidArgumentError(f"groups is {groups!r}: give a number, or lists of variables")
-    found: dict[int, int] = {}
-    for number, group in enumerate(groups):
-        for source in group:
-            variable = variable_of(source)
-            if not isinstance(variable, tf.Variable):
-                raise InvalidArgumentError(
-                    f"groups[{number}] contains a {type(source).__name__}: give tf.Variables"
-                )
-            if found.setdefault(id(variable), number) != number:
-                raise InvalidArgumentError(
-                    f"a variable of shape {tuple(variable.shape)} is in groups "
-                    f"{found[id(variable)]} and {number}: give it once"
-                )
-    return found
+def _key(source: Any) -> int | None:
+    """What identifies a variable."""
+    variable = variable_of(source)
+    return id(variable) if isinstance(variable, tf.Variable) else None
 
 
 def _is_local_source(value: Any) -> bool:
@@ -234,6 +195,6 @@ def _check_local(source: Any) -> None:
 def _bytes(gradient: tf.Tensor, source: Any) -> int:
     shape = gradient.shape if gradient.shape.is_fully_defined() else tf.TensorShape(source.shape)
     if not shape.is_fully_defined():
-        return _BUCKET_BYTES
+        return plan.BUCKET_BYTES
     count: int = shape.num_elements() * gradient.dtype.size
     return count

@@ -10,8 +10,8 @@ import tensorflow as tf
 from kolovod.core.ops import Adasum, Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.gradients.validation import checked_passes
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.spec import checked_passes
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.aggregation import LocalAggregation
 from kolovod.tensorflow.errors import raising_tensorflows
@@ -33,7 +33,7 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         MismatchError (in a ``tf.function`` tf.errors.FailedPreconditionError) on every rank when
         ranks have other variables.
         """
-        is_plain = self._kolovod_aggregation is None and self._kolovod_exchange.op != Adasum
+        is_plain = self._kolovod_aggregation is None and self._kolovod_exchange.spec.op != Adasum
         if graph.is_of_session() and not is_plain:
             raise InvalidArgumentError(
                 "backward_passes_per_step above 1 and op Adasum need TensorFlow 2: use tf.function "
@@ -43,7 +43,7 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         if self._kolovod_aggregation is not None:
             gradients, self._kolovod_is_last = self._kolovod_aggregation.add(gradients, variables)
-        elif self._kolovod_exchange.op != Adasum:
+        elif self._kolovod_exchange.spec.op != Adasum:
             gradients = self._kolovod_exchange(gradients, variables)
         return list(zip(gradients, variables, strict=True))
 
@@ -56,7 +56,7 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         is_last, self._kolovod_is_last = self._kolovod_is_last, None
 
         def apply() -> Any:
-            if self._kolovod_exchange.op == Adasum:
+            if self._kolovod_exchange.spec.op == Adasum:
                 return self._kolovod_step_by_adasum(pairs, global_step, name)
             return super(Distributed, self).apply_gradients(pairs, global_step, name)
 
@@ -85,14 +85,14 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 @raising_tensorflows
 def DistributedOptimizer(
     optimizer: Any,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     process_set: ProcessSet | None = None,
     *,
     average_aggregated_gradients: bool = False,
     gradient_predivide_factor: float = 1.0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
+    groups: int | Sequence[Iterable[Any]] | None = None,
     sparse_as_dense: bool = False,
     local_sources: Iterable[Any] = (),
     scale_local_gradients: bool = True,

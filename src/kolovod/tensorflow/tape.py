@@ -10,7 +10,7 @@ import tensorflow as tf
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.exchange import GradientExchange
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
@@ -51,12 +51,12 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
 @raising_tensorflows
 def DistributedGradientTape(
     tape: tf.GradientTape,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet | None = None,
     *,
     gradient_predivide_factor: float = 1.0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
+    groups: int | Sequence[Iterable[Any]] | None = None,
     sparse_as_dense: bool = False,
     local_sources: Iterable[Any] = (),
     scale_local_gradients: bool = True,
@@ -67,7 +67,8 @@ def DistributedGradientTape(
     The object stays what it was; wrap it before, within or after its ``with`` block, in a
     ``tf.function`` or outside. Its other methods (``jacobian``, ...) stay this rank's own.
 
-    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``; for dense gradients.
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or, outside of a ``tf.function``, a
+    ``Compressor``; for dense gradients.
     ``op``: Average, Sum, or Adasum, which combines the gradients themselves here.
     ``process_set``: its members combine among themselves, other ranks keep their own gradients.
     None: all ranks.

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from kolovod.core import spans
-from kolovod.core.ops import Adasum
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compressor
-from kolovod.gradients.validation import checked_passes
+from kolovod.gradients import exchange
+from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal
 from kolovod.torch.wrapping import unwrapped, wrap
@@ -31,8 +30,7 @@ class ByAdasum(torch.optim.Optimizer):
     _kolovod_base: type[torch.optim.Optimizer]
     _kolovod_named: list[tuple[str, torch.Tensor]]
     _kolovod_verbs: TorchCollectives
-    _kolovod_compression: type[Compressor]
-    _kolovod_active: bool
+    _kolovod_spec: ReduceSpec
     _kolovod_passes: int
 
     def synchronize(self) -> None:
@@ -62,7 +60,8 @@ class ByAdasum(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, combine the ranks' steps, and take that from where the parameters were."""
-        if not self._kolovod_active:
+        spec, verbs = self._kolovod_spec, self._kolovod_verbs
+        if not spec.has_others(verbs.world, without_world=False):
             return super().step() if closure is None else super().step(closure)
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
         for name, parameter in named:
@@ -71,17 +70,15 @@ class ByAdasum(torch.optim.Optimizer):
         before = [parameter.detach().clone() for _, parameter in named]
         with spans.span(spans.OPTIMIZER_STEP):
             result = super().step() if closure is None else super().step(closure)
-        handles = []
+        waits = []
+        submit = exchange.by(verbs, spec, in_place=True)
+        scaled = exchange.scaling(verbs, spec)
         with torch.no_grad():
             for (name, parameter), start in zip(named, before, strict=True):
-                small, context = self._kolovod_compression.compress(parameter - start)
-                handle = self._kolovod_verbs.allreduce_async_(small, f"step.{name}", Adasum)
-                handles.append((handle, context))
-            for (_, parameter), start, (handle, context) in zip(
-                named, before, handles, strict=True
-            ):
-                step = self._kolovod_compression.decompress(handle.wait(), context)
-                parameter.copy_(start + step)
+                step = [(name, parameter - start)]
+                waits.append(exchange.start(spec, f"step.{name}", step, submit, scaled))
+            for (_, parameter), start, wait in zip(named, before, waits, strict=True):
+                parameter.copy_(start + wait()[0])
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # see optimizer.py
@@ -109,9 +106,8 @@ class SkippedAdasumError(InvalidArgumentError, AssertionError):
 def by_adasum(
     optimizer: O,
     named: list[tuple[str | None, torch.Tensor]],
-    compression: type[Compressor],
+    spec: ReduceSpec,
     verbs: TorchCollectives,
-    is_member: bool,
     passes: int,
 ) -> O:
     """Make ``optimizer`` one of these, and return it. Raises InvalidArgumentError."""
@@ -122,7 +118,6 @@ def by_adasum(
     assert isinstance(optimizer, ByAdasum)
     optimizer._kolovod_named = [(name, p) for name, p in named if name is not None]
     optimizer._kolovod_verbs = verbs
-    optimizer._kolovod_compression = compression
-    optimizer._kolovod_active = is_member and size > 1
+    optimizer._kolovod_spec = spec
     optimizer._kolovod_passes = passes
     return optimizer

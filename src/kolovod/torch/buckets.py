@@ -1,46 +1,61 @@
-"""Gradients that travel together."""
+"""Which gradients travel together, and what is known of them until they are back.
+
+The plan follows from the order in which the first backward has made gradients on the first rank,
+and from their sizes (``gradients/plan.py``), so it is the same on every rank, in whatever order
+gradients appear. Until ranks have agreed, each parameter is a bucket of its own, whose completion
+tells that order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from kolovod import _native
-from kolovod.core.ops import Average
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.torch.frontend import DTYPES
-from kolovod.torch.stager import Queued
+from kolovod.gradients import plan
+from kolovod.gradients.compression import Compressor, Payload
+from kolovod.torch.countdown import Countdown
+from kolovod.torch.parameters import Parameters
 
-_BUCKET_BYTES = 1 << 20
-
-Entry = tuple[int, tuple[int, ...], int, int]  # dtype, shape, input, output address
-
-Item = tuple[int, "torch.Tensor | None", int, Any, Any, Any]
+Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, "Parcel | None"]
 """One gradient of a bucket: the parameter's index; its ``grad`` and the version of that; what takes
-the result (``grad`` itself, or zeros where there is none); the dense tensor the engine works on
-(the same unless it is compressed or not dense), or of a sparse one indices and values; and the
-compressor's context, or of a sparse one the dtypes of the two as the engine knows them."""
+the result (``grad`` itself, or zeros where there is none); and what travels in its place, or None
+where the engine works on the gradient itself. A plain tuple: one is made per gradient and step."""
 
 
-class Way(NamedTuple):
-    """How gradients travel: ``postscale * op(prescale * gradient)``, compressed."""
+class Parcel:
+    """What travels instead of a gradient: it is compressed, or not one dense block of memory."""
 
-    compression: type[Compressor] = Compression.none
-    op: int = Average
-    prescale: float = 1.0
-    postscale: float = 1.0
-    sparse_as_dense: bool = False
-    """Sparse gradients are sent with all their zeros, and made sparse again."""
+    __slots__ = ("compressor", "key", "payload", "received")
+
+    def __init__(self, compressor: Compressor, key: str, payload: Payload) -> None:
+        self.compressor, self.key, self.payload = compressor, key, payload
+        self.received: Sequence[torch.Tensor] = ()
+        """What the engine reduces in place, or has gathered."""
+
+    def opened(self, scale_of_sum: float) -> torch.Tensor:
+        """The combined gradient."""
+        result: torch.Tensor = self.compressor.decompress(self.key, self.payload, self.received)
+        is_sum = self.payload.verb == "allgather" and scale_of_sum != 1.0
+        return result * scale_of_sum if is_sum else result
+
+
+class Cargo(NamedTuple):
+    """What is on its way in one operation."""
+
+    bucket: Bucket
+    items: list[Item]
+    staged: list[tuple[torch.Tensor, list[torch.Tensor]]]
+    """Host memory, and the tensors on a GPU whose copies it holds, one after the other."""
 
 
 class Bucket:
     """Parameters whose gradients are sent together; one only if its gradient is sparse."""
 
     __slots__ = (
-        "agreed", "engine", "indices", "items", "missing", "name", "number", "queued", "sparse_dim",
-        "staged", "streams", "unused",
+        "agreed", "indices", "is_sent", "items", "missing", "name", "sparse_dim", "streams",
+        "unused",
     )  # fmt: skip
 
     def __init__(self, indices: list[int]) -> None:
@@ -48,43 +63,119 @@ class Bucket:
         self.missing = len(indices)  # gradients that backward has not finished yet
         self.agreed = False  # all ranks of this world have it, under this name
         self.name = ""
-        self.engine: _native.Engine | None = None  # set while on its way
-        self.number = 0
-        self.queued: Queued | None = None  # set instead of the number: gradients on a GPU
-        self.staged: list[tuple[torch.Tensor, list[torch.Tensor]]] = []  # host memory, and of what
+        self.is_sent = False
         self.streams: set[Any] = set()  # of GPUs, on which backward has made its gradients
         self.items: list[Item] = []  # as they were when backward had finished them
         self.unused: list[int] = []
         self.sparse_dim = 0  # how many dimensions the gradient has indices for; 0: it is dense
 
-
-def cut(
-    indices: Sequence[int], parameters: Sequence[torch.Tensor], groups: Mapping[int, int]
-) -> list[list[int]]:
-    """What is sent together: the user's ``groups`` (by ``id``), else neighbours, by their sizes."""
-    buckets: list[list[int]] = []
-    by_group: dict[int, list[int]] = {}
-    neighbours: list[int] = []
-    filled = _BUCKET_BYTES
-    for index in indices:
-        group = groups.get(id(parameters[index]))
-        if group is not None:
-            if group not in by_group:
-                by_group[group] = []
-                buckets.append(by_group[group])
-            by_group[group].append(index)
-            continue
-        size = parameters[index].numel() * parameters[index].element_size()
-        if filled + size > _BUCKET_BYTES:
-            neighbours = []
-            buckets.append(neighbours)
-            filled = 0
-        neighbours.append(index)
-        filled += size
-    return buckets
+    def begun(self) -> bool:
+        """Whether backward has finished one of its gradients."""
+        return self.missing < len(self.indices)
 
 
-def zeros_for(parameter: torch.Tensor) -> torch.Tensor:
-    """To send instead of a gradient that cannot be sent, for those who wait for it."""
-    dtype = parameter.dtype if parameter.dtype in DTYPES else torch.float32
-    return torch.zeros(parameter.shape, dtype=dtype)
+def over(cargo: Cargo) -> None:
+    """Its bucket is not on its way any more."""
+    bucket = cargo.bucket
+    bucket.is_sent, bucket.items, bucket.unused = False, [], []
+
+
+class Buckets:
+    """All buckets of an optimizer; each of its parameters is in one."""
+
+    def __init__(
+        self, parameters: Parameters, countdown: Countdown, groups: Mapping[int, int]
+    ) -> None:
+        """``groups``: the number of a parameter's group, by its ``id``; groups travel whole."""
+        self.all: list[Bucket] = []
+        self.of: list[Bucket] = []
+        """By the parameter's index. It stays the same list, so that hooks can have it at hand."""
+        self.order: dict[int, None] = {}
+        """What backward has finished so far, the first time, in that order."""
+        self._parameters = parameters
+        self._countdown = countdown
+        self._groups = groups
+        self._is_planned = False
+
+    def extend(self, indices: Iterable[int]) -> None:
+        """Put more parameters into buckets that ranks have not agreed upon yet."""
+        fresh = list(indices)
+        self._countdown.add(len(fresh))
+        for part in self._cut(fresh) if self._is_planned else [[index] for index in fresh]:
+            self._add(Bucket(part))
+
+    def note(self, bucket: Bucket) -> None:
+        """Backward has finished ``bucket``, which cannot be sent yet."""
+        for index in bucket.indices:
+            self.order.setdefault(index)
+            grad = self._parameters.tensors[index].grad
+            if grad is not None:
+                bucket.items.append((index, grad, grad._version, grad, None))
+
+    def rearrange(self, order: Sequence[int]) -> None:
+        """Cut all anew, for gradients that backward makes in ``order``."""
+        items = {item[0]: item for bucket in self.all for item in bucket.items}
+        streams = {stream for bucket in self.all for stream in bucket.streams}
+        self.all.clear()
+        self._is_planned = True
+        for indices in self._cut(order):
+            bucket = Bucket(indices)
+            bucket.items = [items[index] for index in indices if index in items]
+            bucket.streams |= streams
+            self._add(bucket)
+            self._count(bucket)
+
+    def single_out(self, sparse_dims: Sequence[int]) -> None:
+        """Let what is sparse on some rank travel alone, and as sparse, on all."""
+        for bucket in list(self.all):
+            for index in [index for index in bucket.indices if sparse_dims[index]]:
+                alone = bucket
+                if len(bucket.indices) > 1:
+                    alone = Bucket([index])
+                    alone.items = [item for item in bucket.items if item[0] == index]
+                    bucket.indices.remove(index)
+                    bucket.items = [item for item in bucket.items if item[0] != index]
+                    self._add(alone)
+                alone.sparse_dim = sparse_dims[index]
+                self._count(bucket)
+                self._count(alone)
+
+    def sparse_dims(self) -> dict[int, int]:
+        """By index, of what travels as sparse."""
+        return {bucket.indices[0]: bucket.sparse_dim for bucket in self.all if bucket.sparse_dim}
+
+    def agreed(self) -> list[Bucket]:
+        """Those that all ranks have."""
+        return [bucket for bucket in self.all if bucket.agreed]
+
+    def fresh(self) -> list[Bucket]:
+        """Those that ranks have not agreed upon."""
+        return [bucket for bucket in self.all if not bucket.agreed]
+
+    def accept(self, buckets: Sequence[Bucket], number: int) -> None:
+        """All ranks have these, in the optimizer of that ``number``."""
+        for bucket in buckets:
+            bucket.agreed = True
+            bucket.name = f"gradients.{number}.{self._parameters.names[bucket.indices[0]]}"
+
+    def reset(self) -> None:
+        """Wait for all gradients anew."""
+        for bucket in self.all:
+            bucket.missing = len(bucket.indices)
+            if not bucket.is_sent:
+                bucket.items = []
+
+    def _cut(self, order: Sequence[int]) -> list[list[int]]:
+        tensors = self._parameters.tensors
+        sizes = {i: tensors[i].numel() * tensors[i].element_size() for i in order}
+        numbers = ((i, self._groups.get(id(tensors[i]))) for i in order)
+        return plan.cut(sizes, {i: number for i, number in numbers if number is not None})
+
+    def _add(self, bucket: Bucket) -> None:
+        self.all.append(bucket)
+        self.of.extend([bucket] * (len(self._parameters) - len(self.of)))
+        for index in bucket.indices:
+            self.of[index] = bucket
+
+    def _count(self, bucket: Bucket) -> None:
+        bucket.missing = sum(self._countdown.numbers[index] > 0 for index in bucket.indices)

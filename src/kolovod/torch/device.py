@@ -11,21 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Event(Protocol):
-    """A place in a stream."""
-
-    def synchronize(self) -> None:
-        """Wait, on the host, until the device has come to it."""
-        ...
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
+from kolovod.gradients.stager import Event
 
 
 class Cuda:

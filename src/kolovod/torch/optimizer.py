@@ -14,12 +14,13 @@ from kolovod.core import spans
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compression, Compressor
-from kolovod.gradients.validation import check_averaging, checked_passes
-from kolovod.torch import clipping, verbs
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.plan import Groups
+from kolovod.gradients.spec import ReduceSpec, checked_passes
+from kolovod.torch import verbs
 from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Way
+from kolovod.torch.parameters import checked_names, names_of_group
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.wrapping import unwrapped, wrap
 
@@ -55,7 +56,7 @@ class Distributed(torch.optim.Optimizer):
     def _kolovod_prepare(self) -> None:
         """Average the gradients unless that is done, or not wanted."""
         reducer = self._kolovod_reducer
-        if not reducer.active:
+        if not reducer.follow_world():
             return
         if reducer.skips:
             if reducer.sending:
@@ -126,7 +127,7 @@ class Distributed(torch.optim.Optimizer):
 
         def averaged() -> Any:
             loss = closure()
-            if reducer.skips or not reducer.active:
+            if reducer.skips or not reducer.follow_world():
                 self._kolovod_prepare()
                 return loss
             if not reducer.settled:
@@ -156,13 +157,13 @@ class Distributed(torch.optim.Optimizer):
 def DistributedOptimizer(
     optimizer: O,
     named_parameters: NamedParameters | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: AnyCompressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     process_set: ProcessSet | None = None,
     *,
     gradient_predivide_factor: float = 1.0,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    groups: int | Sequence[Iterable[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     collectives: TorchCollectives | None = None,
 ) -> O:
@@ -175,7 +176,7 @@ def DistributedOptimizer(
     ``named_parameters``: ``model.named_parameters()``; it must name every parameter of the
     optimizer that wants a gradient, now or when it is thawed later, and may name more. Names must
     be the same on all ranks. None: parameters are known by their place in the optimizer.
-    ``compression``: ``Compression.none``, ``.fp16`` or ``.bf16``.
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
     ``backward_passes_per_step``: gradients of so many passes are summed locally before they are
     sent.
     ``op``: Average or Sum. Adasum: every rank steps by itself, and the steps are combined; see
@@ -199,10 +200,16 @@ def DistributedOptimizer(
         )
     if isinstance(optimizer, Distributed | ByAdasum):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
-    known = (Average, Sum, Adasum)
-    check_averaging(compression, op, gradient_predivide_factor, process_set, known)
+    spec = ReduceSpec.checked(
+        compression,
+        op,
+        gradient_predivide_factor,
+        process_set,
+        (Average, Sum, Adasum),
+        sparse_as_dense=sparse_as_dense,
+    )
     passes = checked_passes(backward_passes_per_step)
-    names = _checked_names(optimizer, named_parameters)
+    names = checked_names(optimizer, named_parameters)
     named = [
         pair
         for group in range(len(optimizer.param_groups))
@@ -215,12 +222,11 @@ def DistributedOptimizer(
     if process_set is not None:
         collectives = TorchCollectives(collectives.frontend, process_set.membership)
     if op == Adasum:
-        is_member = process_set is None or process_set.included()
-        return by_adasum(optimizer, named, compression, collectives, is_member, passes)
-    factor = gradient_predivide_factor
-    way = Way(compression, op, 1.0 / factor, factor, sparse_as_dense)
-    grouped = _checked_groups(named, groups)
-    reducer = GradientReducer(named, way, passes, collectives, grouped, process_set)
+        return by_adasum(optimizer, named, spec, collectives, passes)
+    grouped = Groups(groups, "parameters")
+    grouped.check_known([parameter for _, parameter in named])
+    members = {id(p): p for _, p in named if p.requires_grad or not grouped.is_number}
+    reducer = GradientReducer(named, spec, passes, collectives, grouped.among(members))
     return _adopt(optimizer, reducer, names)
 
 
@@ -229,92 +235,6 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str]) -> O:
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
     optimizer._kolovod_names = names
-    if reducer.active:
-        clipping.watch(reducer)
     # The hooks know the reducer only, so dropping the optimizer frees the parameters of them.
-    weakref.finalize(optimizer, reducer.remove_hooks)
+    weakref.finalize(optimizer, reducer.close)
     return optimizer
-
-
-def _checked_names(
-    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
-) -> dict[int, str]:
-    """The name of each parameter, by its ``id``; empty when none were given."""
-    if named_parameters is None:
-        return {}
-    names: dict[int, str] = {}
-    owners: dict[str, int] = {}
-    for item in named_parameters:
-        if not (
-            isinstance(item, tuple)
-            and len(item) == 2
-            and isinstance(item[0], str)
-            and isinstance(item[1], torch.Tensor)
-        ):
-            raise InvalidArgumentError(
-                f"named_parameters contains a {type(item).__name__} instead of (name, parameter); "
-                "pass model.named_parameters()"
-            )
-        name, parameter = item
-        if owners.setdefault(name, id(parameter)) != id(parameter):
-            raise InvalidArgumentError(
-                f"named_parameters has two parameters named '{name}'; with several models, put the "
-                "model's name in front of each"
-            )
-        names[id(parameter)] = name
-    missing = [
-        f"group {g} parameter {i} of shape {tuple(parameter.shape)}"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, parameter in enumerate(group["params"])
-        if parameter.requires_grad and id(parameter) not in names
-    ]
-    if missing:
-        raise InvalidArgumentError(
-            f"named_parameters lacks {len(missing)} parameter(s) of the optimizer: "
-            + ", ".join(missing[:5])
-        )
-    return names
-
-
-def _checked_groups(
-    named: list[tuple[str | None, torch.Tensor]],
-    groups: int | Sequence[Sequence[torch.Tensor]] | None,
-) -> dict[int, int]:
-    """The number of each parameter's group, by its ``id``."""
-    if groups is None:
-        return {}
-    wanted = [parameter for _, parameter in named if parameter.requires_grad]
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups < 0:
-            raise InvalidArgumentError(f"groups is {groups}: give a number of groups, 0 for none")
-        count = min(groups, len(wanted))
-        return {id(p): i * count // len(wanted) for i, p in enumerate(wanted)} if count else {}
-    if not isinstance(groups, list | tuple):
-        raise InvalidArgumentError(f"groups is {groups!r}: give a number, or lists of parameters")
-    known = {id(parameter) for _, parameter in named}
-    found: dict[int, int] = {}
-    for number, group in enumerate(groups):
-        for parameter in group:
-            if not isinstance(parameter, torch.Tensor) or id(parameter) not in known:
-                raise InvalidArgumentError(
-                    f"groups[{number}] contains what is no parameter of the optimizer: a "
-                    f"{type(parameter).__name__}"
-                )
-            if found.setdefault(id(parameter), number) != number:
-                raise InvalidArgumentError(
-                    f"a parameter of shape {tuple(parameter.shape)} is in groups "
-                    f"{found[id(parameter)]} and {number}: give it once"
-                )
-    return found
-
-
-def names_of_group(
-    optimizer: torch.optim.Optimizer, group: int, names: dict[int, str]
-) -> list[tuple[str | None, torch.Tensor]]:
-    """None is the name of a frozen parameter that ``named_parameters`` left out."""
-    parameters = optimizer.param_groups[group]["params"]
-    places = [
-        None if names and not parameter.requires_grad else f"{group}.{i}"
-        for i, parameter in enumerate(parameters)
-    ]
-    return [(names.get(id(p), place), p) for p, place in zip(parameters, places, strict=True)]

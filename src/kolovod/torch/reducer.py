@@ -1,9 +1,10 @@
 """Averaging gradients while backward is still computing others.
 
-The trip of one gradient: autograd accumulates it and calls our hook [1]; the hook that completes a
-bucket submits all of it to the engine as one group [2] and returns; ``synchronize`` submits what no
-hook has submitted [3], waits for everything [4], and puts the results where the optimizer looks for
-them [5].
+The trip of one gradient: autograd accumulates it and calls our hook [1] (``hooks.py``); the hook
+that completes a bucket submits all of it to the engine as one group [2] (``sender.py``) and
+returns; ``synchronize`` submits what no hook has submitted [3], waits for everything [4]
+(``gradients/in_flight.py``), and puts the results where the optimizer looks for them [5]
+(``results.py``).
 
 Nothing is sent for parameters that the ranks have not agreed upon: a name that is missing elsewhere
 would be waited for forever. So the first ``synchronize`` in a world sends everything by itself.
@@ -11,69 +12,135 @@ would be waited for forever. So the first ``synchronize`` in a world sends every
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from kolovod.core import spans
+from kolovod.core.collectives import Collectives
+from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max, Sum
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.torch.arrangement import Arrangement
-from kolovod.torch.buckets import Bucket, Item
+from kolovod.gradients.agreement import Agreement
+from kolovod.gradients.in_flight import InFlight
+from kolovod.gradients.spec import ReduceSpec
+from kolovod.torch import clipping, results, sparse
+from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, over
+from kolovod.torch.countdown import Countdown
+from kolovod.torch.hooks import Hooks
+from kolovod.torch.parameters import Named, Parameters
+from kolovod.torch.sender import Sender
 
 # What a rank says of itself in every trip; each rank sees what all ranks together have said.
 _STEPS, _DROPS, _FAILED, _AGAIN = range(4)
 _MARKS = 4
 
 
-class GradientReducer(Arrangement):
+class GradientReducer:
     """Keeps the gradients of named parameters equal on all ranks. One per optimizer."""
 
-    synchronized = False
-    """Gradients were equal everywhere since the last step."""
-    skips = False
-    """Gradients are used as they are."""
-    _used = False  # there was a step, and no zero_grad since
+    def __init__(
+        self,
+        named: Iterable[Named],
+        spec: ReduceSpec,
+        passes: int,
+        verbs: TorchCollectives,
+        groups: Mapping[int, int],
+    ) -> None:
+        """``passes``: backward passes that are summed locally before a gradient is sent.
+
+        ``verbs``: among the members of ``spec.process_set``; other ranks' gradients stay as they
+        are. ``groups``: the number of a parameter's group, by its ``id``; groups travel whole.
+        """
+        self.synchronized = False
+        """Gradients were equal everywhere since the last step."""
+        self.skips = False
+        """Gradients are used as they are."""
+        self.verbs = verbs
+        self.spec = spec
+        self.parameters = Parameters()
+        self.countdown = Countdown(passes)
+        self.buckets = Buckets(self.parameters, self.countdown, groups)
+        self.in_flight = InFlight(over)
+        self.sender = Sender(self.parameters, spec, verbs, self.in_flight)
+        self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
+        self.agreement = Agreement(verbs.world, spec.process_set)
+        self._used = False  # there was a step, and no zero_grad since
+        self._is_watched = False
+        if spec.is_member:
+            verbs.world()  # raises where there is none
+        self.add(named)
+        self.follow_world()
+
+    def add(self, named: Iterable[Named]) -> None:
+        """Take more parameters; those that want no gradient are left alone until they do.
+
+        Name None: not known, which is an error as soon as the parameter wants a gradient.
+        """
+        self.parameters.add(named)
+        self._thaw()
+
+    def follow_world(self) -> bool:
+        """Whether there are other ranks now; hooks are on the parameters if so.
+
+        Worlds grow and shrink, so this is asked in every step. What is left of the gradients that
+        hooks have counted when the last of the others went is this rank's own.
+        """
+        hooks = self.hooks
+        if not self.spec.has_others(self.verbs.world, without_world=hooks.are_on):
+            if hooks.are_on:
+                hooks.take_off()
+                self.in_flight.discard()
+                self._reset()
+            return False
+        if not hooks.are_on:
+            hooks.put_on(range(len(self.parameters)), self._complete)
+            if not self._is_watched:
+                clipping.watch(self)
+                self._is_watched = True
+        return True
 
     @property
     def passes(self) -> int:
         """Backward passes that are summed before a gradient is sent."""
-        return self._countdown.passes
+        return self.countdown.passes
 
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
-        self._countdown.passes = passes
+        self.countdown.passes = passes
         self._reset()
 
     @property
     def pending(self) -> bool:
         """Whether backward has finished gradients that ``synchronize`` has not seen."""
-        return any(bucket.missing < len(bucket.indices) for bucket in self._buckets)
+        return any(bucket.begun() for bucket in self.buckets.all)
 
     @property
     def settled(self) -> bool:
         """Whether all gradients are averaged: since then there was no backward, and no step."""
-        return self.synchronized and not self._countdown.begun
+        return self.synchronized and not self.countdown.begun
 
     @property
     def sending(self) -> bool:
         """Whether gradients may be on their way, so that their values are not to be used."""
-        return any(bucket.missing == 0 for bucket in self._buckets)
+        return any(bucket.missing == 0 for bucket in self.buckets.all)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Within this context backward adds up gradients here, and no pass is counted."""
         try:
-            with self._countdown.hold():
+            with self.countdown.hold():
                 yield
         finally:
             self.synchronized = self._used = False
 
     def owns(self, ids: set[int]) -> bool:
         """See clipping.Averaging."""
-        return any(id(parameter) in ids for parameter in self._parameters)
+        return any(id(parameter) in ids for parameter in self.parameters.tensors)
 
     def settle(self) -> None:
         """See clipping.Averaging.
@@ -82,9 +149,9 @@ class GradientReducer(Arrangement):
         this rank has. More passes may follow, and are averaged with it; but not when the ranks'
         gradients are summed, for that would count the first ones several times.
         """
-        if self.skips or self.settled or self._countdown.is_held or self._is_spent():
+        if self.skips or self.settled or self.countdown.is_held or self._is_spent():
             return
-        if self.pending or self._countdown.passes == 1 or self._way.op != Sum:
+        if self.pending or self.countdown.passes == 1 or self.spec.op != Sum:
             self.synchronize()
 
     def _is_spent(self) -> bool:
@@ -92,19 +159,19 @@ class GradientReducer(Arrangement):
 
         Thrown away, they are those of a rank without a batch, which the others wait for.
         """
-        if not self._used or self._countdown.begun:
+        if not self._used or self.countdown.begun:
             return False
-        return any(parameter.grad is not None for parameter in self._parameters)
+        return any(parameter.grad is not None for parameter in self.parameters.tensors)
 
     @spans.shown(spans.WAIT_FOR_GRADIENTS)
     def synchronize(self) -> None:
         """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
-        if not self.active or not (self._parameters or self._frozen):
+        if not self.follow_world() or not (self.parameters or self.parameters.frozen):
             return
         problems = self._thaw()
         try:
             self._meet()
-            self._trip([bucket for bucket in self._buckets if bucket.agreed], problems)
+            self._trip(self.buckets.agreed(), problems)
         except Exception:
             self._reset()
             raise
@@ -113,18 +180,77 @@ class GradientReducer(Arrangement):
 
     def drop(self) -> None:
         """Forget the gradients. What was sent comes back first, on all ranks alike."""
-        if not self.active:
+        if not self.hooks.are_on:
             return
         try:
-            if self.pending and self._engine is self.verbs.world().engine:
-                self._travel([bucket for bucket in self._buckets if bucket.agreed], _DROPS, [])
+            if self.pending and self.agreement.is_current():
+                self._travel(self.buckets.agreed(), _DROPS, [])
             elif self.pending:
-                self._discard()
+                self.in_flight.discard()
         finally:
             self.reset(used=False)
         self._thaw()
 
-    def _trip(self, buckets: list[Bucket], problems: list[InvalidArgumentError]) -> None:
+    def reset(self, *, used: bool) -> None:
+        """The optimizer has used the gradients, or zeroed them: count passes anew."""
+        if not self.hooks.are_on:  # nothing was counted
+            return
+        self._reset()
+        self.synchronized, self._used = False, used
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        self.hooks.take_off(for_good=True)
+
+    def _reset(self) -> None:
+        self.countdown.reset()
+        self.buckets.reset()
+
+    def _thaw(self) -> list[InvalidArgumentError]:
+        """Take the parameters that want a gradient by now. Returns what is wrong with some."""
+        thawed = self.parameters.thaw()
+        if thawed:
+            self.buckets.extend(thawed)
+            if self.hooks.are_on:
+                self.hooks.put_on(thawed, self._complete)
+        return self.parameters.without_name()
+
+    def _complete(self, bucket: Bucket) -> None:
+        """Backward has finished a bucket: send it, if all ranks have agreed upon it."""
+        is_known = self.verbs.world().engine is self.agreement.engine
+        if is_known and bucket.agreed:
+            self.sender.submit(bucket)
+            return
+        if not is_known:
+            self.in_flight.discard()
+        self.buckets.note(bucket)
+
+    def _meet(self) -> None:
+        """Find out, once per world, whether all ranks have the same parameters.
+
+        Then the buckets are cut in the order in which backward makes gradients on the first rank,
+        in whatever order they were noted: a bucket leaves when the last of its gradients is there.
+        """
+        if self.agreement.is_current():
+            return
+        self.in_flight.discard()
+        everyone = range(len(self.parameters))
+        dims = self.agreement.reach(self.parameters.details(everyone), self._sparse_dims())
+        noted = self.buckets.order
+        order = np.array([*noted, *(i for i in everyone if i not in noted)], np.int64)
+        Collectives(NumpyFrontend(), self.verbs.world).broadcast_(order, 0, "optimizer.order")
+        self.buckets.rearrange(order.tolist())
+        self.buckets.single_out(dims)
+        self.buckets.accept(self.buckets.all, self.agreement.number)
+
+    def _sparse_dims(self) -> list[int]:
+        """What this rank knows; what ranks of an earlier world have agreed upon stays sparse."""
+        dims = [sparse.sparse_dim_of(p.grad, self.spec) for p in self.parameters.tensors]
+        for index, dim in self.buckets.sparse_dims().items():
+            dims[index] = dim
+        return dims
+
+    def _trip(self, buckets: Sequence[Bucket], problems: list[InvalidArgumentError]) -> None:
         """Average the gradients of ``buckets``, and then those that need a second trip."""
         marks, done, redo = self._travel(buckets, _STEPS, problems)
         if problems:
@@ -139,113 +265,64 @@ class GradientReducer(Arrangement):
                 "every rank must step, or skip the step, alike"
             )
         if not redo:
-            self._store(done, marks)
-        if not marks[_AGAIN]:
-            return
-        fresh = [bucket for bucket in self._buckets if not bucket.agreed]
+            scale = self.spec.scale_of_sum(1.0 / self.verbs.world().size)
+            used = marks[_MARKS:]
+            results.store(self.parameters.tensors, done, lambda i: used[i] != 0, scale)
+        if marks[_AGAIN]:
+            self._trip(self._agree_further(redo), [])
+
+    def _agree_further(self, redo: bool) -> Sequence[Bucket]:
+        """Agree upon what is new on this rank; the buckets that need a trip of their own."""
+        new = {index for bucket in self.buckets.fresh() for index in bucket.indices}
         again: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
-        new = {index: None for bucket in fresh for index in bucket.indices}
-        advice = "every rank must add, thaw and zero the same parameters"
-        _, dims = self._compared(new, again, advice)
-        self._single_out([dim if index in new else 0 for index, dim in enumerate(dims)])
-        fresh = [bucket for bucket in self._buckets if not bucket.agreed]
-        self._accept(fresh)
+        dims = self.agreement.extend(
+            [*again, *self.parameters.details(sorted(new))],
+            "every rank must add, thaw and zero the same parameters",
+            self._sparse_dims(),
+        )
+        self.buckets.single_out([dim if index in new else 0 for index, dim in enumerate(dims)])
+        fresh = self.buckets.fresh()
+        self.buckets.accept(fresh, self.agreement.number)
         self._reset()
-        self._trip(self._buckets if redo else fresh, [])
+        return self.buckets.all if redo else fresh
 
     def _travel(
-        self, buckets: list[Bucket], purpose: int, problems: list[InvalidArgumentError]
+        self, buckets: Sequence[Bucket], purpose: int, problems: list[InvalidArgumentError]
     ) -> tuple[bytearray, list[Item], bool]:
-        """[3] Send what no hook has sent, and wait for all.
+        """Send what no hook has sent [3], and wait for all [4].
 
         Returns all ranks' marks, the items, and whether to do it again, since this rank threw away
         what it had sent. After the marks there is a byte per parameter: is it used?
         """
-        redo = purpose == _STEPS and self._look_at_sent(problems)
+        redo = False
+        if purpose == _STEPS:
+            redo, problem = results.looked_at(self.parameters, self.buckets, self.countdown)
+            problems += [] if problem is None else [problem]
         for bucket in buckets:
-            if bucket.engine is None:
-                self._submit(bucket, problems, blank=redo or purpose == _DROPS)
-        marks = bytearray(_MARKS) + b"\1" * self._agreed
+            if not bucket.is_sent:
+                self.sender.submit(bucket, problems, blank=redo or purpose == _DROPS)
+        marks = bytearray(_MARKS) + b"\1" * sum(len(b.indices) for b in self.buckets.agreed())
         for bucket in buckets:
             for index in bucket.unused:  # here, but maybe not elsewhere: zeros were sent
                 marks[_MARKS + index] = 0
         marks[purpose] = 1
         if purpose == _STEPS:
             marks[_FAILED] = bool(problems)
-            marks[_AGAIN] = redo or not all(bucket.agreed for bucket in self._buckets)
+            marks[_AGAIN] = redo or bool(self.buckets.fresh())
         view = torch.frombuffer(marks, dtype=torch.uint8)
-        handle = self.verbs.allreduce_async_(view, f"used.{self._number}", Max)
-        done = self._wait_for_all()
+        handle = self.verbs.allreduce_async_(view, f"used.{self.agreement.number}", Max)
+        done = self.arrived()
         handle.wait()
         return marks, done, redo
 
-    def _look_at_sent(self, problems: list[InvalidArgumentError]) -> bool:
-        """Were the gradients thrown away since they were sent? Changed ones are problems.
+    def arrived(self) -> list[Item]:
+        """Wait for all that is on its way [4]."""
+        done: list[Item] = []
 
-        What was sent is not this rank's gradient any more, so a change to it cannot be made good.
-        """
-        left = self._countdown.numbers
-        redo = min(left, default=0) < 0  # a gradient is a second one: see _one_more
-        parameters = self._parameters
-        kept = changed = None
-        for bucket in self._buckets:
-            for index, own, version, _, _, _ in bucket.items:
-                now = parameters[index].grad
-                if now is own:
-                    if own is None or own._version == version:
-                        continue
-                    changed = changed or f"'{self._names[index]}'"
-                elif now is not None and left[index] >= 0:
-                    changed = changed or f"'{self._names[index]}'"
-                elif bucket.engine is not None:
-                    redo = True
-        if redo:
-            for index, own, *_ in (item for bucket in self._in_flight for item in bucket.items):
-                if own is not None and own is parameters[index].grad:
-                    kept = f"'{self._names[index]}'"
-        what = ""
-        if changed:
-            what = (
-                f"the gradient of {changed} was changed while it was on its way "
-                "to the other ranks: call optimizer.synchronize() after backward(), then change "
-                "it, then step within optimizer.skip_synchronize()"
-            )
-        elif kept:
-            what = (
-                f"gradients were thrown away, but not that of {kept}, which is "
-                "on its way to the other ranks: use optimizer.zero_grad()"
-            )
-        if what:
-            problems.append(InvalidArgumentError(what))
-        return redo
+        def landed(cargo: Cargo) -> None:
+            for host, tensors in cargo.staged:  # back to the GPU, on the current stream
+                self.sender.device.unpack(host, tensors)
+            done.extend(cargo.items)
 
-    def _store(self, done: list[Item], marks: bytearray) -> None:
-        """[5] A parameter that no rank has used keeps no gradient, as with one process."""
-        with torch.no_grad():
-            for index, own, _, grad, dense, context in done:
-                is_used = own is not None or marks[_MARKS + index]
-                if isinstance(dense, torch.Tensor) and dense.is_sparse:
-                    self._parameters[index].grad = dense if is_used else None
-                    continue
-                if dense is not grad:
-                    result = self._way.compression.decompress(dense, context)
-                    if grad.is_sparse:  # and sent as dense
-                        self._parameters[index].grad = result.to_sparse(grad.sparse_dim())
-                        continue
-                    grad.copy_(result)
-                if own is None and is_used:
-                    self._parameters[index].grad = grad
-
-    def reset(self, *, used: bool) -> None:
-        """The optimizer has used the gradients, or zeroed them: count passes anew."""
-        if not self.active:  # nothing was counted: no hook
-            return
-        self._reset()
-        self.synchronized, self._used = False, used
-
-    def _reset(self) -> None:
-        self._countdown.reset()
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.indices)
-            if bucket.engine is None:
-                bucket.items = []
+        self.in_flight.wait_for_all(landed)
+        return done

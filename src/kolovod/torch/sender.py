@@ -1,229 +1,231 @@
-"""Buckets of gradients on their way: submitted, waited for, let go."""
+"""From a bucket's gradients to an operation of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from kolovod import _native
-from kolovod.core.handles import keeper
+from kolovod.core.submission import EngineTensor
 from kolovod.errors import InvalidArgumentError, from_engine
-from kolovod.gradients.compression import Compression
+from kolovod.gradients.compression import NOTHING, Compressor
+from kolovod.gradients.in_flight import Handled, InFlight, Staged, Submitted
+from kolovod.gradients.spec import ReduceSpec
+from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch import sparse
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Entry, Item, Way, zeros_for
-from kolovod.torch.device import Event
+from kolovod.torch.buckets import Bucket, Cargo, Item, Parcel
 from kolovod.torch.frontend import DTYPES, TorchFrontend, code_of
-from kolovod.torch.stager import Queued, stager
+from kolovod.torch.parameters import Parameters
 
 _ALLREDUCE = _native.VERBS["allreduce"]
-_ALLGATHER = _native.VERBS["allgather"]
 _LATER = -1  # the address of a gradient on a GPU, until there is memory for its copy
 
 
 class Sender:
-    """The half of GradientReducer that talks to the engine. Numbers in brackets: see there."""
+    """Makes views of gradients, or what travels in their place, and submits them [2]."""
 
-    def __init__(self, way: Way, verbs: TorchCollectives) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        spec: ReduceSpec,
+        verbs: TorchCollectives,
+        in_flight: InFlight,
+    ) -> None:
+        """``in_flight`` gets what is submitted."""
         assert isinstance(verbs.frontend, TorchFrontend)
-        self.verbs = verbs
+        self.device = verbs.frontend.device
+        self._parameters = parameters
+        self._verbs = verbs
         self._frontend = verbs.frontend
-        self._device = verbs.frontend.device
-        self._way = way
-        self._op = int(way.op)
-        self._names: list[str] = []
-        self._parameters: list[torch.Tensor] = []
-        self._in_flight: list[Bucket] = []
+        self._in_flight = in_flight
+        self._spec = spec
+        self._how = (int(spec.op), spec.prescale, spec.postscale, 0, False)
+        self._is_plain = spec.compressor is NOTHING
 
-    def _submit(
+    def submit(
         self,
         bucket: Bucket,
         problems: list[InvalidArgumentError] | None = None,
         blank: bool = False,
     ) -> None:
-        """[2] Send a bucket; a parameter without a gradient counts as zeros.
+        """Send a bucket; a parameter without a gradient counts as zeros.
 
         ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
         it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
         """
-        is_plain = self._way.compression is Compression.none
-        is_prepared = bucket.sparse_dim or self._way.sparse_as_dense or not is_plain
+        is_plain, parameters = self._is_plain, self._parameters.tensors
+        is_prepared = bucket.sparse_dim or self._spec.sparse_as_dense or not is_plain
         if bucket.streams and (is_prepared or self._frontend.is_direct()):
-            self._device.follow(bucket.streams)  # what is made of gradients comes after them
+            self.device.follow(bucket.streams)  # what is made of gradients comes after them
             bucket.streams.clear()
         if bucket.sparse_dim:
             self._submit_sparse(bucket, blank)
             return
         items: list[Item] = []
         unused: list[int] = []
-        entries: list[Entry] = []
-        is_on_device = self._device.is_on_device
-        later: list[int] = []
+        entries: list[EngineTensor] = []
+        is_on_device = self.device.is_on_device
+        later: list[tuple[int, torch.Tensor]] = []
         for index in bucket.indices:
-            own = grad = None if blank else self._parameters[index].grad
+            own = grad = None if blank else parameters[index].grad
             if grad is None:
                 unused.append(index)
-                grad = torch.zeros_like(self._parameters[index], requires_grad=False)
+                grad = torch.zeros_like(parameters[index], requires_grad=False)
             version = grad._version
             is_near = is_plain and grad.is_cpu and not is_on_device(grad)
             code = DTYPES.get(grad.dtype) if is_near else None
             if code is not None and not grad.is_sparse and grad.is_contiguous():
                 address = grad.data_ptr()
                 entries.append((code, grad.shape, address, address))
-                items.append((index, own, version, grad, grad, None))
+                items.append((index, own, version, grad, None))
                 continue
             try:
-                entry, dense, context = self._prepare(index, grad)
+                parcel, views = self._pack(index, grad)
             except InvalidArgumentError as error:
                 if problems is None:
                     raise
                 problems.append(error)
-                entry, dense, context = self._prepare(index, zeros_for(self._parameters[index]))
-            if entry[2] == _LATER:
-                later.append(len(entries))
-            entries.append(entry)
-            items.append((index, own, version, grad, dense, context))
-        events = self._stage(bucket, entries, items, later) if later else ()
-        self._send(bucket, _ALLREDUCE, entries, items, unused, events)
+                parcel, views = self._pack(index, _zeros_for(parameters[index]))
+            for view, tensor in zip(views, parcel.received, strict=True):
+                if view[2] == _LATER:
+                    later.append((len(entries), tensor))
+                entries.append(view)
+            items.append((index, own, version, grad, parcel))
+        if is_plain:
+            self._launch(bucket, entries, items, later)
+        else:
+            self._launch_parcels(bucket, entries, items, later)
+        bucket.items, bucket.unused = items, unused
 
-    def _stage(
-        self, bucket: Bucket, entries: list[Entry], items: list[Item], later: list[int]
-    ) -> list[Event]:
-        """Enqueue the copies of gradients to pinned memory, beside what backward goes on with."""
-        groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place in later:
-            tensor = items[place][4]
-            groups.setdefault((tensor.device, tensor.dtype), []).append(place)
-        events = []
-        for (_, dtype), places in groups.items():
-            tensors = [items[place][4] for place in places]
-            host = self._device.pinned(sum(tensor.numel() for tensor in tensors), dtype)
-            streams = {self._device.stream_of(tensors[0]), *bucket.streams}
-            with self._device.beside(tensors[0], streams):
-                self._device.pack(tensors, host)
-                events.append(self._device.mark(tensors[0], sleeps=True))
-            address = host.data_ptr()
-            for place, tensor in zip(places, tensors, strict=True):
-                entries[place] = (*entries[place][:2], address, address)
-                address += tensor.numel() * host.element_size()
-            bucket.staged.append((host, tensors))
-        bucket.streams.clear()
-        return events
+    def _pack(self, index: int, grad: torch.Tensor) -> tuple[Parcel, list[EngineTensor]]:
+        """What travels of a gradient that is compressed or not dense; no views of what is gathered.
+
+        What is on a GPU is looked at when it has been copied.
+        """
+        if grad.is_sparse and self._spec.sparse_as_dense:
+            grad = grad.to_dense()
+        plain, key = grad.detach(), self._parameters.names[index]
+        views: list[EngineTensor] = []
+        owners: list[torch.Tensor] = []
+        try:
+            if plain.is_sparse:
+                self._frontend.view(plain)  # which says that it cannot be sent
+            parcel = _parcel(self._spec.compressor, key, plain)
+            if parcel.payload.verb == "allgather":
+                return parcel, views
+            for small in parcel.payload.tensors:
+                tensor = grad if small is plain else small
+                if self.device.is_on_device(tensor) and not self._frontend.is_direct():
+                    views.append((code_of(tensor), tensor.shape, _LATER, _LATER))
+                else:
+                    code, shape, address, tensor = self._frontend.view(tensor)
+                    views.append((code, shape, address, address))
+                owners.append(tensor)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"gradient of '{key}': {error}") from None
+        parcel.received = owners
+        return parcel, views
 
     def _submit_sparse(self, bucket: Bucket, blank: bool) -> None:
         (index,) = bucket.indices
-        own = None if blank else self._parameters[index].grad
-        sent = sparse.parts(own, self._parameters[index], bucket.sparse_dim, self._way)
-        entries, owners = zip(*(sparse.entry(p, self._frontend) for p in sent), strict=True)
+        parameter = self._parameters.tensors[index]
+        own = None if blank else parameter.grad
+        grad = sparse.without_entries(parameter, bucket.sparse_dim) if own is None else own
         version = 0 if own is None else own._version
-        codes = [code for code, *_ in entries]
-        item: Item = (index, own, version, own, (*sent, *owners), codes)
-        self._send(bucket, _ALLGATHER, list(entries), [item], [index] if own is None else [])
+        key = self._parameters.names[index]
+        parcel = _parcel(sparse.Entries(bucket.sparse_dim), key, grad)
+        items: list[Item] = [(index, own, version, grad, parcel)]
+        self._gather(bucket, items, bucket.name)
+        bucket.items, bucket.unused = items, [index] if own is None else []
 
-    def _send(
+    def _launch_parcels(
         self,
         bucket: Bucket,
-        verb: int,
-        entries: list[Entry],
+        entries: list[EngineTensor],
         items: list[Item],
-        unused: list[int],
-        events: Sequence[Event] = (),
+        later: list[tuple[int, torch.Tensor]],
     ) -> None:
-        """``events``: of the copies to memory that the engine can reach, or none."""
-        engine, way = self.verbs.world().engine, self._way
-        scales = (way.prescale, way.postscale)
-        number = 0
-        if events:
-            submit = partial(engine.submit, verb, bucket.name, entries, self._op, *scales, 0, False)
-            bucket.queued = Queued(events, submit, engine, (items, bucket.staged))
-            stager.put(bucket.queued)
+        """Send what is reduced in one operation, and what is gathered in another."""
+        reduced: list[Item] = []
+        gathered: list[Item] = []
+        for item in items:
+            is_gathered = item[4] is not None and item[4].payload.verb == "allgather"
+            (gathered if is_gathered else reduced).append(item)
+        if reduced:
+            self._launch(bucket, entries, reduced, later)
+        if gathered:
+            self._gather(bucket, gathered, f"{bucket.name}.gathered" if reduced else bucket.name)
+
+    def _launch(
+        self,
+        bucket: Bucket,
+        entries: list[EngineTensor],
+        items: list[Item],
+        later: list[tuple[int, torch.Tensor]],
+    ) -> None:
+        """``later``: places in ``entries`` of what is on a GPU, and the tensors."""
+        cargo = Cargo(bucket, items, [])
+        engine = self._verbs.world().engine
+        if later:
+            events = self._stage(cargo, entries, later)
+            submit = partial(engine.submit, _ALLREDUCE, bucket.name, entries, *self._how)
+            queued = Queued(events, submit, engine, cargo)
+            stager.put(queued)
+            self._in_flight.add(Staged(queued, cargo))
         else:
             try:
-                number = engine.submit(verb, bucket.name, entries, self._op, *scales, 0, False)
+                number = engine.submit(_ALLREDUCE, bucket.name, entries, *self._how)
             except _native.EngineError as error:
                 raise from_engine(error) from None
-        bucket.engine, bucket.number, bucket.items, bucket.unused = engine, number, items, unused
-        self._in_flight.append(bucket)
+            self._in_flight.add(Submitted(engine, number, cargo))
+        bucket.is_sent = True
 
-    def _prepare(self, index: int, grad: torch.Tensor) -> tuple[Entry, torch.Tensor, Any]:
-        """What the engine gets of a gradient that is compressed or not dense."""
-        if grad.is_sparse and self._way.sparse_as_dense:
-            grad = grad.to_dense()
-        plain = grad.detach()
-        small, context = self._way.compression.compress(plain)
-        if small is plain:
-            small = grad
-        try:
-            is_far = self._device.is_on_device(small) and not self._frontend.is_direct()
-            if is_far and not small.is_sparse:
-                return (code_of(small), small.shape, _LATER, _LATER), small, context
-            code, shape, address, dense = self._frontend.view(small)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"gradient of '{self._names[index]}': {error}") from None
-        return (code, shape, address, address), dense, context
+    def _gather(self, bucket: Bucket, items: list[Item], name: str) -> None:
+        """Gather the tensors of all parcels in one operation."""
+        parcels = [item[4] for item in items if item[4] is not None]
 
-    def _wait_for_all(self) -> list[Item]:
-        """[4] Last submitted first: one wait drives the engine through all of them.
+        def take(results: list[torch.Tensor]) -> None:
+            rest = iter(results)
+            for parcel in parcels:
+                parcel.received = [next(rest) for _ in parcel.payload.tensors]
 
-        Those of a GPU first submitted first, so that results go back while others are combined.
-        """
-        done: list[Item] = []
-        failure: Exception | None = None
-        while self._in_flight:
-            at = 0 if self._in_flight[0].queued else -1
-            bucket = self._in_flight[at]
-            assert bucket.engine is not None
-            try:
-                number = bucket.queued.number() if bucket.queued else bucket.number
-                bucket.engine.wait(number, -1.0)
-                self._bring_back(bucket)
-            except Exception as error:  # the engine's, or CUDA's
-                failure = failure or error
-            done += self._gathered(bucket) if bucket.sparse_dim and not failure else bucket.items
-            self._in_flight.pop(at)
-            self._let_go(bucket)
-        if isinstance(failure, _native.EngineError):
-            raise from_engine(failure)
-        if failure is not None:
-            raise failure
-        return done
+        tensors = [tensor for parcel in parcels for tensor in parcel.payload.tensors]
+        handle = self._verbs.grouped_allgather_async(tensors, name)
+        self._in_flight.add(Handled(handle, take, Cargo(bucket, items, [])))
+        bucket.is_sent = True
 
-    def _bring_back(self, bucket: Bucket) -> None:
-        """Enqueue, on the current stream, the copies of results to the GPU."""
-        for host, tensors in bucket.staged:
-            self._device.unpack(host, tensors)
+    def _stage(
+        self, cargo: Cargo, entries: list[EngineTensor], later: list[tuple[int, torch.Tensor]]
+    ) -> list[Event]:
+        """Enqueue the copies of gradients to pinned memory, beside what backward goes on with."""
+        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+        for place, tensor in later:
+            groups.setdefault((tensor.device, tensor.dtype), []).append((place, tensor))
+        events = []
+        streams = cargo.bucket.streams
+        for (_, dtype), placed in groups.items():
+            tensors = [tensor for _, tensor in placed]
+            host = self.device.pinned(sum(tensor.numel() for tensor in tensors), dtype)
+            with self.device.beside(tensors[0], {self.device.stream_of(tensors[0]), *streams}):
+                self.device.pack(tensors, host)
+                events.append(self.device.mark(tensors[0], sleeps=True))
+            address = host.data_ptr()
+            for place, tensor in placed:
+                entries[place] = (*entries[place][:2], address, address)
+                address += tensor.numel() * host.element_size()
+            cargo.staged.append((host, tensors))
+        streams.clear()
+        return events
 
-    def _gathered(self, bucket: Bucket) -> list[Item]:
-        """The item of a sparse bucket, with what the ranks' parts make together."""
-        ((index, own, version, grad, sent, codes),) = bucket.items
-        assert bucket.engine is not None
-        assert isinstance(sent, tuple)
-        shape, size = self._parameters[index].shape, self.verbs.world().size
-        number, sent = bucket.number, sent[:2]
-        total = sparse.joined(
-            bucket.engine, number, sent, codes, shape, self._way, size, self._frontend
-        )
-        return [(index, own, version, grad, total, None)]
 
-    def _discard(self) -> None:
-        """Do not wait for what is on its way, in a world that is gone."""
-        while self._in_flight:
-            self._let_go(self._in_flight.pop())
+def _parcel(compressor: Compressor, key: str, grad: torch.Tensor) -> Parcel:
+    with torch.no_grad():
+        return Parcel(compressor, key, compressor.compress(key, grad))
 
-    def _let_go(self, bucket: Bucket) -> None:
-        """Its buffers stay alive until the engine is done with them."""
-        assert bucket.engine is not None
-        if bucket.queued is not None:
-            bucket.queued.let_go()
-        else:
-            keeper.keep(bucket.engine, bucket.number, [item[4] for item in bucket.items])
-        bucket.engine, bucket.number, bucket.items, bucket.unused = None, 0, [], []
-        bucket.queued, bucket.staged = None, []
 
-    def __del__(self) -> None:
-        """Gradients on their way outlive this object."""
-        for bucket in getattr(self, "_in_flight", ()):
-            self._let_go(bucket)
+def _zeros_for(parameter: torch.Tensor) -> torch.Tensor:
+    """To send instead of a gradient that cannot be sent, for those who wait for it."""
+    dtype = parameter.dtype if parameter.dtype in DTYPES else torch.float32
+    return torch.zeros(parameter.shape, dtype=dtype)

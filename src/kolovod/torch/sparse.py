@@ -6,67 +6,45 @@ index may come several times, until the tensor is coalesced.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kolovod import _native
-from kolovod.core.ops import Average
-from kolovod.torch.buckets import Entry, Way
-from kolovod.torch.frontend import TorchFrontend
+from kolovod.gradients.compression import Compressor, Payload
+from kolovod.gradients.spec import ReduceSpec
 
 
-def sparse_dim_of(grad: torch.Tensor | None, way: Way) -> int:
+def sparse_dim_of(grad: torch.Tensor | None, spec: ReduceSpec) -> int:
     """How many dimensions a gradient has indices for; 0 for those that are sent with all zeros."""
-    return 0 if grad is None or not grad.is_sparse or way.sparse_as_dense else grad.sparse_dim()
+    return 0 if grad is None or not grad.is_sparse or spec.sparse_as_dense else grad.sparse_dim()
 
 
-def parts(
-    grad: torch.Tensor | None, parameter: torch.Tensor, sparse_dim: int, way: Way
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indices, int64 of shape (entries, sparse_dim), and the values, to be sent."""
-    if grad is None:
-        shape = (0, *parameter.shape[sparse_dim:])
-        indices = parameter.new_empty((0, sparse_dim), dtype=torch.int64)
-        return indices, parameter.new_empty(shape)
-    grad = grad.detach()
-    if not grad.is_sparse:
-        grad = grad.to_sparse(sparse_dim)
-    grad = grad.coalesce()
-    values = grad.values()
-    if way.prescale != 1.0:
-        values = values * way.prescale
-    return grad.indices().t().contiguous(), values.contiguous()
+def without_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """The gradient of a parameter that has none."""
+    indices = parameter.new_empty((sparse_dim, 0), dtype=torch.int64)
+    values = parameter.new_empty((0, *parameter.shape[sparse_dim:]))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def entry(tensor: torch.Tensor, frontend: TorchFrontend) -> tuple[Entry, torch.Tensor]:
-    """What the engine is told about one of the parts, and the tensor whose memory that is."""
-    code, shape, address, owner = frontend.view(tensor)
-    return (code, shape, address, 0), owner
+class Entries(Compressor):
+    """Sends the entries of gradients that have indices for ``sparse_dim`` dimensions."""
 
+    def __init__(self, sparse_dim: int) -> None:
+        """A gradient that is dense is made sparse."""
+        self._sparse_dim = sparse_dim
 
-def joined(
-    engine: _native.Engine,
-    number: int,
-    sent: tuple[torch.Tensor, torch.Tensor],
-    codes: list[int],
-    shape: torch.Size,
-    way: Way,
-    size: int,
-    frontend: TorchFrontend,
-) -> torch.Tensor:
-    """The gradient that the ranks' parts make together, once they have been gathered.
+    def compress(self, key: str, tensor: torch.Tensor) -> Payload:
+        """Send the indices, int64 of shape (entries, sparse_dim), and the values."""
+        grad = tensor.detach()
+        if not grad.is_sparse:
+            grad = grad.to_sparse(self._sparse_dim)
+        grad = grad.coalesce()
+        parts = grad.indices().t().contiguous(), grad.values().contiguous()
+        return Payload(parts, "allgather", grad.shape)
 
-    ``codes``: the dtypes of the two parts in their entries.
-    """
-    indices, values = (
-        frontend.placed(
-            frontend.from_bytes(
-                engine.output(number, i), code, (sum(engine.rows(number, i)), *part.shape[1:])
-            ),
-            part,
-        )
-        for i, (part, code) in enumerate(zip(sent, codes, strict=True))
-    )
-    factor = way.postscale / (size if way.op == Average else 1)
-    if factor != 1.0:
-        values = values * factor
-    return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
+    def decompress(
+        self, key: str, payload: Payload, received: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """All ranks' entries in one tensor."""
+        indices, values = received
+        return torch.sparse_coo_tensor(indices.t(), values, payload.context, check_invariants=False)

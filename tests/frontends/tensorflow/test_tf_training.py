@@ -295,7 +295,7 @@ def check_refusals(tf, kv, rank):
         (lambda: Tape(tf.GradientTape(), gradient_predivide_factor=0.0), "above 0"),
         (lambda: Tape(tf.GradientTape(), groups=-1), "0 for none"),
         (lambda: Tape(tf.GradientTape(), groups="all"), "lists of variables"),
-        (lambda: Tape(tf.GradientTape(), groups=[[1.0]]), "give tf.Variables"),
+        (lambda: Tape(tf.GradientTape(), groups=[[1.0]]), "give lists of variables"),
         (lambda: Tape(tf.GradientTape(), groups=[[x], [x]]), r"groups 0 and 1"),
         (lambda: Tape(tf.GradientTape(), local_sources=["x"]), "a variable, or a Keras layer"),
         (lambda: Optimizer(old, backward_passes_per_step=0), "give an int >= 1"),

@@ -35,7 +35,8 @@ def step(net, optimizer, rank, order):
 
 def contents(optimizer):
     reducer = optimizer._kolovod_reducer
-    return [[reducer._names[index] for index in bucket.indices] for bucket in reducer._buckets]
+    names = reducer.parameters.names
+    return [[names[index] for index in bucket.indices] for bucket in reducer.buckets.all]
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -67,7 +68,7 @@ def test_all_but_the_last_are_on_their_way_when_backward_ends():
         sent = []
         reducer = optimizer._kolovod_reducer
         handles = [  # called after the optimizer's own
-            layer.register_post_accumulate_grad_hook(lambda _: sent.append(len(reducer._in_flight)))
+            layer.register_post_accumulate_grad_hook(lambda _: sent.append(len(reducer.in_flight)))
             for layer in net.layers
         ]
         step(net, optimizer, rank, order)

@@ -87,7 +87,7 @@ def test_a_new_optimizer_after_one_that_was_given_up_with_gradients_on_their_way
             given_up.append(optimizer)
             net.zero_grad()
             net(inputs(rank)).backward()
-            optimizer._kolovod_reducer.remove_hooks()
+            optimizer._kolovod_reducer.close()
         optimizer = wrapped(net, kv)
         net.zero_grad()
         net(inputs(rank)).backward()

@@ -27,12 +27,12 @@ from test_optimizer_lifetime import (  # noqa: E402, F401
 )
 
 from kolovod.errors import CollectiveAbortedError, RankLostError  # noqa: E402
+from kolovod.gradients import stager  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import (  # noqa: E402
     Compression,
     DistributedOptimizer,
     TorchCollectives,
-    stager,
 )
 
 
@@ -130,15 +130,15 @@ def test_an_optimizer_that_is_dropped_meanwhile_is_submitted_all_the_same():
         kv.barrier()
         if rank == 1:
             reducer = optimizer._kolovod_reducer
-            (bucket,) = reducer._in_flight
+            (flight,) = reducer.in_flight.flights
             del optimizer
-            reducer.remove_hooks()
-            reducer._discard()
-            assert bucket.engine is None
+            reducer.close()
+            reducer.in_flight.discard()
+            assert not flight.cargo.bucket.is_sent
         there.set()
         if rank == 0:
             reducer = optimizer._kolovod_reducer
-            assert len(reducer._wait_for_all()) == 2
+            assert len(reducer.arrived()) == 2
             assert net.a.grad.tolist() == [1.5] * 3
         kv.barrier()
 
@@ -159,7 +159,7 @@ def late_gradients(kv, rank, is_sparse=False, **kwargs):
     late = FakeStream()
     late.enqueue(partial(values.data.fill_, rank + 1.0))
     reducer = optimizer._kolovod_reducer
-    (bucket,) = reducer._buckets
+    (bucket,) = reducer.buckets.all
     bucket.streams.add(late)
     return reducer, bucket
 
@@ -177,7 +177,7 @@ def test_what_is_made_of_gradients_comes_after_the_streams_that_make_them(is_spa
     def work(world, kv, rank):
         reducer, _ = late_gradients(kv, rank, is_sparse, **kwargs)
         reducer.synchronize()
-        return reducer._parameters[0].grad.to_dense().tolist()
+        return reducer.parameters.tensors[0].grad.to_dense().tolist()
 
     assert on_ranks(FakeDevice(), 2, work) == [[[1.5, 1.5], [1.5, 1.5]]] * 2
 
@@ -186,11 +186,11 @@ def test_so_do_copies_of_gradients_that_are_not_staged():
     def work(world, kv, rank):
         reducer, bucket = late_gradients(kv, rank)
         kv.frontend.is_direct = lambda: True
-        reducer._send = lambda bucket, verb, entries, items, *_: copies.extend(items)
+        reducer.sender._launch = lambda bucket, entries, items, later: copies.extend(items)
         copies = []
-        reducer._submit(bucket)
-        ((*_, copy, _),) = copies
-        return copy.tolist()
+        reducer.sender.submit(bucket)
+        ((*_, parcel),) = copies
+        return parcel.received[0].tolist()
 
     assert on_ranks(FakeDevice(), 2, work) == [[[r + 1.0] * 2] * 2 for r in range(2)]
 

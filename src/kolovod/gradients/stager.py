@@ -10,12 +10,24 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from kolovod import _native
 from kolovod.core.handles import keeper
-from kolovod.torch.device import Event
 
 _IDLE_S = 0.1  # to start a thread anew costs 0.1 ms
+
+
+class Event(Protocol):
+    """A place in a stream of a device."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until the device has come to it."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
 
 
 class Queued:
@@ -34,7 +46,7 @@ class Queued:
         """
         self._events = events
         self._submit = submit
-        self._engine = engine
+        self.engine = engine
         self._buffers = buffers
         self._lock = threading.RLock()  # a collection of garbage within may let go of it
         self._over = threading.Event()
@@ -76,7 +88,7 @@ class Queued:
         number, self._number = self._number, 0
         buffers, self._buffers = self._buffers, None
         if number:
-            keeper.keep(self._engine, number, buffers)
+            keeper.keep(self.engine, number, buffers)
 
 
 class Stager:

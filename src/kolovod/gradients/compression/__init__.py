@@ -1,0 +1,42 @@
+"""What travels in a gradient's place.
+
+``compressor`` has the shape of every compressor, ``casts`` the two that round to 16 bits, and
+``stateless`` the way from Horovod's shape, two static methods, to ours.
+"""
+
+from __future__ import annotations
+
+from kolovod.gradients.compression.casts import (
+    BF16Compressor,
+    Compression,
+    FP16Compressor,
+    NoneCompressor,
+    cast,
+    dtype_name,
+    element_bytes,
+)
+from kolovod.gradients.compression.compressor import Compressor, Payload
+from kolovod.gradients.compression.stateless import (
+    NOTHING,
+    AnyCompressor,
+    Stateless,
+    StaticCompressor,
+    adapted,
+)
+
+__all__ = [
+    "NOTHING",
+    "AnyCompressor",
+    "BF16Compressor",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "NoneCompressor",
+    "Payload",
+    "Stateless",
+    "StaticCompressor",
+    "adapted",
+    "cast",
+    "dtype_name",
+    "element_bytes",
+]

@@ -1,0 +1,69 @@
+"""The shape of a compressor: an object with a state for each gradient, in any framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from kolovod.errors import InvalidArgumentError
+
+Verb = Literal["allreduce", "allgather"]
+
+
+class Payload(NamedTuple):
+    """What travels of one gradient, by which verb, and what is needed when it comes back."""
+
+    tensors: Sequence[Any]
+    """Of the gradient's framework; of an allreduce they may be overwritten by the results. For an
+    allgather each has a first dimension, of rows."""
+    verb: Verb = "allreduce"
+    """The same on all ranks for one gradient, as are the number of tensors and their dtypes.
+
+    ``allreduce``: shapes are the same, too; tensors come back combined by the optimizer's op and
+    factors. ``allgather``: all ranks' rows come back, in the order of ranks; how many a rank sends
+    is up to it.
+    """
+    context: Any = None
+    """For ``decompress``, as it is; it does not travel."""
+
+
+class Compressor(ABC):
+    """Says what is sent instead of a gradient. Give each optimizer an instance of its own.
+
+    All ranks make it alike. ``key`` names a gradient: the same in every step and on every rank, and
+    in the next run of the program; a state (what was left out so far, say) is kept by it. A
+    gradient that this rank lacks counts as zeros, and is compressed as such. What was sent and then
+    thrown away (``zero_grad`` before ``step``) is lost with what it took from the state.
+    """
+
+    keeps_state: ClassVar[bool] = True
+    """Compressing changes something, so it must run in every step, not once in a traced one."""
+
+    @abstractmethod
+    def compress(self, key: str, tensor: Any) -> Payload:
+        """What to send of ``tensor``, a dense gradient of any shape and dtype.
+
+        It belongs to the caller: to be read only, or returned as it is.
+        """
+
+    @abstractmethod
+    def decompress(self, key: str, payload: Payload, received: Sequence[Any]) -> Any:
+        """The combined gradient, of the shape and dtype that ``compress`` was given.
+
+        ``payload``: what ``compress`` returned. ``received``: what came back of its tensors; they
+        are this method's. Of an allgather it makes the *sum* over the ranks, which the caller
+        divides for an average.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` takes to go on from here: this rank's state, by key; or {}."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``. Raises InvalidArgumentError for that of another compressor."""
+        if state:
+            raise InvalidArgumentError(
+                f"{type(self).__name__} keeps no state, but is to go on from that of "
+                f"{', '.join(sorted(state)[:5])}: give it the compressor that made it"
+            )

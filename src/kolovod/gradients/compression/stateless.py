@@ -1,0 +1,68 @@
+"""Horovod's compressors as ours: the one place that knows their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression.casts import NoneCompressor
+from kolovod.gradients.compression.compressor import Compressor, Payload
+
+
+class StaticCompressor(Protocol):
+    """Horovod's shape: a class (or an object) with these two, which keeps nothing."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """What to send, to be combined by an allreduce, and what ``decompress`` needs to know."""
+        ...
+
+    @staticmethod
+    def decompress(tensor: Any, context: Any) -> Any:
+        """The combined values in their original dtype."""
+        ...
+
+
+AnyCompressor: TypeAlias = "Compressor | StaticCompressor | type[StaticCompressor]"
+"""What ``compression=`` takes."""
+
+
+class Stateless(Compressor):
+    """One of Horovod's shape as one of ours."""
+
+    keeps_state = False
+
+    def __init__(self, given: StaticCompressor | type[StaticCompressor]) -> None:
+        """``given``: has ``compress(tensor)`` and ``decompress(tensor, context)``."""
+        self.given = given
+
+    def compress(self, key: str, tensor: Any) -> Payload:
+        """By the static method."""
+        small, context = self.given.compress(tensor)
+        return Payload((small,), "allreduce", context)
+
+    def decompress(self, key: str, payload: Payload, received: Sequence[Any]) -> Any:
+        """By the static method."""
+        return self.given.decompress(received[0], payload.context)
+
+
+NOTHING = Stateless(NoneCompressor)
+"""Sends gradients as they are."""
+
+
+def adapted(compression: AnyCompressor) -> Compressor:
+    """``compression`` as a Compressor. Raises InvalidArgumentError for what is none."""
+    if isinstance(compression, Compressor):
+        return compression
+    for method in ("compress", "decompress"):
+        if not callable(getattr(compression, method, None)):
+            raise InvalidArgumentError(
+                f"compression is {compression!r}: give Compression.none, .fp16 or .bf16"
+            )
+    if isinstance(compression, type) and issubclass(compression, Compressor):
+        name = compression.__name__
+        raise InvalidArgumentError(
+            f"compression is the class {name}: give an object of it, {name}(...)"
+        )
+    return NOTHING if compression is NoneCompressor else Stateless(compression)

@@ -1,0 +1,102 @@
+"""A bucket's way there and back: compressed, sent by a framework's verbs, decompressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kolovod.core.ops import Average, Op, Sum
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import Compressor, Payload
+from kolovod.gradients.compression.compressor import Verb
+from kolovod.gradients.spec import ReduceSpec
+
+Wait = Callable[[], Sequence[Any]]
+Submit = Callable[[Verb, str, "list[Any]"], Wait]
+"""Starts a grouped allreduce or allgather of tensors, under a name; what it returns waits for the
+results."""
+
+
+def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = False) -> Submit:
+    """What submits through ``verbs``, a framework's Collectives.
+
+    ``in_place``: the tensors may be overwritten. ``at_once``: by the verbs that return results.
+    """
+
+    def submit(verb: Verb, name: str, tensors: list[Any]) -> Wait:
+        how: tuple[Any, ...] = ()
+        suffix = "" if at_once else "_async"
+        if verb == "allreduce":
+            how = spec.op, spec.prescale, spec.postscale
+            suffix += "_" if in_place else ""
+        call = getattr(verbs, f"grouped_{verb}{suffix}")
+        started = call(tensors, name or None, *how, spec.process_set)
+        return (lambda: started) if at_once else started.wait
+
+    return submit
+
+
+def scaling(verbs: Any, spec: ReduceSpec) -> Callable[[Any], Any]:
+    """What makes of a sum of gathered tensors what ``spec`` makes of it."""
+    return lambda total: total * spec.scale_of_sum(1.0 / verbs.membership(spec.process_set).size)
+
+
+def start(
+    spec: ReduceSpec,
+    name: str,
+    gradients: Sequence[tuple[str, Any]],
+    submit: Submit,
+    scaled: Callable[[Any], Any],
+    further: Sequence[Any] = (),
+) -> Callable[[], list[Any]]:
+    """Send a bucket; what is returned waits for its gradients, combined, in their order.
+
+    ``gradients``: each with its key. ``submit``: is called once for each verb that is needed, the
+    operations being called ``name`` or, where there are two, ``name`` with a suffix.
+    ``scaled``: makes of a sum over the ranks what ``spec`` makes of it. ``further``: tensors that
+    are combined beside them, as they are; the results come last. Raises InvalidArgumentError for a
+    compressor whose payloads cannot be combined so.
+    """
+    compressor = spec.compressor
+    payloads = [(key, compressor.compress(key, gradient)) for key, gradient in gradients]
+    reduced, gathered = _by_verb([payload for _, payload in payloads])
+    if gathered and spec.op not in (Average, Sum):
+        raise InvalidArgumentError(
+            f"op {Op(spec.op).name} combines what is reduced, but {type(compressor).__name__} has "
+            "its payloads gathered: give Average or Sum"
+        )
+    reduced += further
+    of_reduced = submit("allreduce", name, reduced) if reduced else tuple
+    second = f"{name}.gathered" if reduced else name
+    of_gathered = submit("allgather", second, gathered) if gathered else tuple
+
+    def wait() -> list[Any]:
+        combined, rows = iter(of_reduced()), iter(of_gathered())
+        results = []
+        for key, payload in payloads:
+            is_reduced = payload.verb == "allreduce"
+            received = combined if is_reduced else rows
+            own = [next(received) for _ in payload.tensors]
+            result = compressor.decompress(key, payload, own)
+            results.append(result if is_reduced else scaled(result))
+        return [*results, *combined]
+
+    return wait
+
+
+def refuse_state(compressor: Compressor, where: str) -> None:
+    """Raise InvalidArgumentError for a compressor that cannot work in a traced program."""
+    if compressor.keeps_state:
+        raise InvalidArgumentError(
+            f"compression is a {type(compressor).__name__}, which keeps a state from step to step, "
+            f"but {where} is traced once: use Compression.none, .fp16 or .bf16 there"
+        )
+
+
+def _by_verb(payloads: Sequence[Payload]) -> tuple[list[Any], list[Any]]:
+    """The tensors to be reduced, and those to be gathered."""
+    reduced: list[Any] = []
+    gathered: list[Any] = []
+    for payload in payloads:
+        (reduced if payload.verb == "allreduce" else gathered).extend(payload.tensors)
+    return reduced, gathered

@@ -1,0 +1,134 @@
+"""The bucket plan: which gradients travel together.
+
+Neighbours in the order in which backward makes them share a bucket of about a mebibyte, so that a
+bucket leaves early and 500 small tensors are two operations. The user's groups travel whole. The
+plan follows from sizes, groups and order alone, so it is the same on every rank that has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kolovod.errors import InvalidArgumentError
+
+BUCKET_BYTES = 1 << 20
+"""A bucket takes no further gradient that would make it larger; one that is larger is alone."""
+
+
+def cut(sizes: Mapping[int, int], groups: Mapping[int, int] | None = None) -> list[list[int]]:
+    """The buckets, each a list of indices, in the order in which they get their first gradient.
+
+    ``sizes``: bytes by index, in the order in which backward makes gradients. ``groups``: the
+    number of the user's group by index, for those that are in one.
+    """
+    buckets: list[list[int]] = []
+    by_group: dict[int, list[int]] = {}
+    neighbours: list[int] | None = None
+    filled = 0
+    for index, size in sizes.items():
+        group = None if groups is None else groups.get(index)
+        if group is not None:
+            if group not in by_group:
+                by_group[group] = []
+                buckets.append(by_group[group])
+            by_group[group].append(index)
+            continue
+        if neighbours is None or filled + size > BUCKET_BYTES:
+            neighbours = []
+            buckets.append(neighbours)
+            filled = 0
+        neighbours.append(index)
+        filled += size
+    return buckets
+
+
+class Groups:
+    """What the user wants to travel together: a number of groups, or lists of members."""
+
+    def __init__(
+        self,
+        given: int | Sequence[Iterable[Any]] | None,
+        members: str,
+        key: Callable[[Any], Hashable | None] = id,
+    ) -> None:
+        """Raises InvalidArgumentError for what is neither, or has a member twice.
+
+        ``given``: a number of groups of neighbours, lists, or None for none. ``members``: what
+        they are, for errors ("parameters"). ``key``: what identifies a member; None: it is none.
+        """
+        self._count = 0
+        self._numbers: dict[Hashable, int] = {}
+        self._labels: dict[Hashable, str] = {}
+        self._members = members
+        self._key = key
+        if given is None:
+            return
+        if isinstance(given, int) and not isinstance(given, bool):
+            if given < 0:
+                raise InvalidArgumentError(
+                    f"groups is {given}: give a number of groups, 0 for none"
+                )
+            self._count = given
+            return
+        if not isinstance(given, list | tuple) or not all(map(_is_group, given)):
+            raise InvalidArgumentError(f"groups is {given!r}: give a number, or lists of {members}")
+        for number, group in enumerate(given):
+            for member in group:
+                self._put(member, number)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._count or self._numbers)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether they are cut from whatever members there are."""
+        return self._count > 0
+
+    def among(self, members: Mapping[int, Any]) -> dict[int, int]:
+        """The number of the group of each of ``members`` that is in one, both by index.
+
+        A number of groups are cut from ``members`` in their order, as equal as can be.
+        """
+        if self._count:
+            count = min(self._count, len(members))
+            return {index: i * count // len(members) for i, index in enumerate(members)}
+        if not self._numbers:
+            return {}
+        keys = {index: self._key(member) for index, member in members.items()}
+        return {i: self._numbers[key] for i, key in keys.items() if key in self._numbers}
+
+    def check_known(self, members: Sequence[Any]) -> None:
+        """Raise InvalidArgumentError if lists contain what is none of ``members``."""
+        known = {self._key(member) for member in members}
+        for key, number in self._numbers.items():
+            if key not in known:
+                raise self._unknown(number, self._labels[key])
+
+    def _put(self, member: Any, number: int) -> None:
+        key, label = self._key(member), _label(member)
+        if key is None:
+            raise self._unknown(number, label)
+        self._labels[key] = label
+        before = self._numbers.setdefault(key, number)
+        if before != number:
+            raise InvalidArgumentError(f"{label} is in groups {before} and {number}: give it once")
+
+    def _unknown(self, number: int, label: str) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"groups[{number}] contains {label}, which the optimizer does not change: give lists "
+            f"of {self._members}"
+        )
+
+
+def _is_group(value: object) -> bool:
+    return isinstance(value, Iterable) and not hasattr(value, "shape")  # a tensor is iterable, too
+
+
+def _label(member: Any) -> str:
+    kind, shape = type(member).__name__, getattr(member, "shape", None)
+    if shape is None:
+        return f"a {kind}"
+    name = getattr(member, "name", None)
+    return f"a {kind} of shape {tuple(shape)}" + (f" named '{name}'" if name else "")

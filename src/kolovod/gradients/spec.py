@@ -1,0 +1,95 @@
+"""How gradients are combined: one record, made and checked once per optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kolovod.core.ops import Average
+from kolovod.core.process_sets import ProcessSet
+from kolovod.core.submission import WorldLike, no_process_set
+from kolovod.errors import InvalidArgumentError, NotInitializedError
+from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, adapted
+
+
+@dataclass(frozen=True)
+class ReduceSpec:
+    """``postscale * op(prescale * gradient)`` over the members of ``process_set``."""
+
+    op: int = Average
+    prescale: float = 1.0
+    postscale: float = 1.0
+    compressor: Compressor = NOTHING
+    sparse_as_dense: bool = False
+    """Sparse gradients are sent with all their zeros."""
+    process_set: Any = None  # a ProcessSet, or another Group where only its engine is asked for
+    """None: all ranks."""
+
+    @classmethod
+    def checked(
+        cls,
+        compression: AnyCompressor,
+        op: int,
+        gradient_predivide_factor: float,
+        process_set: ProcessSet | None,
+        ops: tuple[int, ...],
+        *,
+        sparse_as_dense: bool = False,
+    ) -> ReduceSpec:
+        """What an optimizer was asked for. Raises InvalidArgumentError for what cannot work.
+
+        ``ops``: those that the optimizer can do.
+        """
+        if op not in ops:
+            *most, last = (known.name for known in map(type(Average), ops))
+            raise InvalidArgumentError(
+                f"op is {op!r}: gradients are combined by {', '.join(most)} or {last}"
+            )
+        predivide: Any = gradient_predivide_factor
+        try:
+            fits = math.isfinite(predivide) and predivide > 0 and (predivide == 1 or op == Average)
+        except TypeError:
+            fits = False
+        if not fits:
+            raise InvalidArgumentError(
+                f"gradient_predivide_factor is {predivide!r}: give a number above 0, and other "
+                "than 1 only with op Average"
+            )
+        if process_set is not None and not hasattr(process_set, "membership"):
+            raise no_process_set(process_set)
+        compressor = adapted(compression)
+        return cls(op, 1.0 / predivide, predivide, compressor, bool(sparse_as_dense), process_set)
+
+    @property
+    def scale(self) -> float:
+        """What a sum is multiplied with in all; exactly 1 where only rounding is left of it."""
+        scale = self.prescale * self.postscale
+        return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-12) else scale
+
+    def scale_of_sum(self, share: Any) -> Any:
+        """What the sum of gathered gradients is multiplied with; ``share``: one by the ranks."""
+        return self.scale * share if self.op == Average else self.scale
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank takes part. Raises NotInitializedError, for a process set."""
+        return self.process_set is None or bool(self.process_set.included())
+
+    def has_others(self, world: Callable[[], WorldLike], *, without_world: bool) -> bool:
+        """Whether there is another rank to combine gradients with, in the world of now.
+
+        ``world``: that of the members. ``without_world``: the answer where there is none.
+        """
+        try:
+            return self.is_member and world().size > 1
+        except NotInitializedError:
+            return without_world
+
+
+def checked_passes(passes: Any) -> int:
+    """``backward_passes_per_step``, or InvalidArgumentError."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+    return passes

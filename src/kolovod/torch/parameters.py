@@ -1,0 +1,109 @@
+"""The parameters of an optimizer by name, and which of them want a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from kolovod.errors import InvalidArgumentError
+
+Named = tuple[str | None, torch.Tensor]
+"""A name of None: not known, which is an error as soon as the parameter wants a gradient."""
+
+
+class Parameters:
+    """Those that want a gradient, known by an index; and those that do not yet."""
+
+    def __init__(self) -> None:
+        """None so far."""
+        self.names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self.frozen: list[Named] = []
+
+    def __len__(self) -> int:
+        """How many want a gradient."""
+        return len(self.names)
+
+    def add(self, named: Iterable[Named]) -> None:
+        """Take more. They are frozen until ``thaw`` finds that they want a gradient."""
+        self.frozen += named
+
+    def thaw(self) -> range:
+        """Take those that want a gradient by now; their indices."""
+        first = len(self.names)
+        if self.frozen:
+            named = self.frozen
+            self.frozen = [pair for pair in named if pair[0] is None or not pair[1].requires_grad]
+            wanted = [(name, p) for name, p in named if name is not None and p.requires_grad]
+            self.names += [name for name, _ in wanted]
+            self.tensors += [parameter for _, parameter in wanted]
+        return range(first, len(self.names))
+
+    def without_name(self) -> list[InvalidArgumentError]:
+        """What is wrong with those that want a gradient and have no name."""
+        return [
+            InvalidArgumentError(
+                f"a parameter of shape {tuple(parameter.shape)} wants a gradient now, but "
+                "named_parameters did not name it: pass the frozen parameters' names too"
+            )
+            for _, parameter in self.frozen
+            if parameter.requires_grad
+        ]
+
+    def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
+        """What must be the same on all ranks."""
+        return [(self.names[index], tuple(self.tensors[index].shape)) for index in indices]
+
+
+def checked_names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[int, str]:
+    """The name of each parameter, by its ``id``; empty when none were given."""
+    if named_parameters is None:
+        return {}
+    names: dict[int, str] = {}
+    owners: dict[str, int] = {}
+    for item in named_parameters:
+        if not (
+            isinstance(item, tuple)
+            and len(item) == 2
+            and isinstance(item[0], str)
+            and isinstance(item[1], torch.Tensor)
+        ):
+            raise InvalidArgumentError(
+                f"named_parameters contains a {type(item).__name__} instead of (name, parameter); "
+                "pass model.named_parameters()"
+            )
+        name, parameter = item
+        if owners.setdefault(name, id(parameter)) != id(parameter):
+            raise InvalidArgumentError(
+                f"named_parameters has two parameters named '{name}'; with several models, put the "
+                "model's name in front of each"
+            )
+        names[id(parameter)] = name
+    missing = [
+        f"group {g} parameter {i} of shape {tuple(parameter.shape)}"
+        for g, group in enumerate(optimizer.param_groups)
+        for i, parameter in enumerate(group["params"])
+        if parameter.requires_grad and id(parameter) not in names
+    ]
+    if missing:
+        raise InvalidArgumentError(
+            f"named_parameters lacks {len(missing)} parameter(s) of the optimizer: "
+            + ", ".join(missing[:5])
+        )
+    return names
+
+
+def names_of_group(
+    optimizer: torch.optim.Optimizer, group: int, names: Mapping[int, str]
+) -> list[Named]:
+    """None is the name of a frozen parameter that ``named_parameters`` left out."""
+    parameters = optimizer.param_groups[group]["params"]
+    places = [
+        None if names and not parameter.requires_grad else f"{group}.{i}"
+        for i, parameter in enumerate(parameters)
+    ]
+    return [(names.get(id(p), place), p) for p, place in zip(parameters, places, strict=True)]

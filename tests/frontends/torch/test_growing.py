@@ -1,0 +1,125 @@
+"""One optimizer in worlds of different sizes, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from optimizing import Net, inputs, wrapped  # noqa: E402
+
+from kolovod.core.ops import Adasum  # noqa: E402
+from kolovod.errors import NotInitializedError  # noqa: E402
+from kolovod.testing.loopback import loopback  # noqa: E402
+from kolovod.torch import Compression, TorchCollectives, TorchFrontend  # noqa: E402
+
+
+def hooks_of(net):
+    return [len(p._post_accumulate_grad_hooks or ()) for p in net.parameters()]
+
+
+def growing(work):
+    """``work(verbs, rank, enter)``; ``enter(world)``: "alone", "both" or "none"."""
+    with loopback(2, TorchFrontend()) as both:
+
+        def on_rank(kv):
+            rank = kv.world().rank
+            with loopback(1, TorchFrontend()) as alone:
+                worlds = {"alone": alone.ranks[0], "both": both.ranks[rank]}
+                now = ["alone"]
+
+                def world():
+                    if now[0] == "none":
+                        raise NotInitializedError("there is no world")
+                    return worlds[now[0]]
+
+                def enter(name):
+                    now[0] = name
+
+                return work(TorchCollectives(kv.frontend, world), rank, enter)
+
+        return both.run(on_rank)
+
+
+@pytest.mark.parametrize("compression", [Compression.none, Compression.bf16])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_optimizer_follows_the_world(compression, passes):
+    def work(kv, rank, enter):
+        net = Net()
+        options = {"compression": compression, "backward_passes_per_step": passes}
+        optimizer = wrapped(net, kv, lr=0.0, **options)
+
+        def grads():
+            for _ in range(3):
+                optimizer.zero_grad()
+                for _ in range(passes):
+                    net(inputs(rank)).backward()
+                optimizer.step()
+                yield net.a.grad[0].item() / passes
+
+        own = [rank + 1.0] * 3
+        assert list(grads()) == own
+        assert hooks_of(net) == [0, 0]
+        enter("both")
+        assert list(grads()) == [1.5] * 3
+        assert hooks_of(net) == [1, 1]
+        enter("alone")
+        assert list(grads()) == own
+        assert hooks_of(net) == [0, 0]
+        enter("both")
+        assert list(grads()) == [1.5] * 3
+        enter("none")  # nothing of ours is in the way of a script's end
+        optimizer.zero_grad(set_to_none=True)
+
+    growing(work)
+
+
+def test_gradients_clipped_in_a_world_that_has_grown():
+    def work(kv, rank, enter):
+        net = Net()
+        optimizer = wrapped(net, kv, lr=0.0)
+        enter("both")
+        for _ in range(2):
+            net(inputs(rank)).backward()
+            optimizer.step()
+            net(inputs(rank)).backward()
+            torch.nn.utils.clip_grad_value_(net.parameters(), 10.0)
+            assert net.a.grad[0].item() in (1.5, 1.5 + 1.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    growing(work)
+
+
+def test_steps_combined_in_a_world_that_has_grown():
+    def work(kv, rank, enter):
+        net = Net()
+        optimizer = wrapped(net, kv, op=Adasum)
+        net(inputs(rank)).backward()
+        optimizer.step()
+        alone = net.a[0].item()
+        assert alone == -rank
+        enter("both")
+        with torch.no_grad():
+            net.a.fill_(1.0)
+        optimizer.zero_grad()
+        net(inputs(rank)).backward()
+        optimizer.step()
+        return net.a[0].item()
+
+    first, second = growing(work)
+    assert first == second
+
+
+def test_a_world_of_one_goes_on_after_its_end():
+    def work(kv, rank, enter):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        enter("none")
+        net(inputs(rank)).backward()
+        optimizer.step()
+        assert net.a[0].item() == -rank
+        with pytest.raises(NotInitializedError):
+            wrapped(net, kv)
+
+    growing(work)
