@@ -31,10 +31,11 @@ _INSIDE = frozenset(
         "kolovod.backends.pair",
         "kolovod.core.handles",
         "kolovod.core.submission",
+        "kolovod.gradients.in_flight",
         "kolovod.torch.sender",
     }
 )
-"""The modules that call what waits in an engine."""
+"""The modules that call into an engine."""
 
 
 def first_line(error: BaseException) -> str:
