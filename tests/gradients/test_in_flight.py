@@ -7,7 +7,7 @@ import pytest
 from kolovod.core import handles
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import in_flight
-from kolovod.gradients.in_flight import Handled, InFlight, Staged, Submitted
+from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
 from kolovod.gradients.stager import Queued
 
 
@@ -27,16 +27,16 @@ class Engine:
         return True
 
 
-def flying(numbers, fails=(), staged=()):
+def flying(numbers, fails=(), late=()):
     log, over = [], []
     flights, engine = InFlight(over.append), Engine(log, fails)
     for number in numbers:
-        if number in staged:
+        if number in late:
             queued = Queued((), lambda number=number: number, engine, "buffers")
             queued.run()
-            flights.add(Staged(queued, number))
+            flights.add(staged(queued, number))
         else:
-            flights.add(Submitted(engine, number, number))
+            flights.add(submitted(engine, number, number))
     return flights, log, over
 
 
@@ -50,7 +50,7 @@ def test_the_last_submitted_is_waited_for_first():
 
 
 def test_those_that_were_staged_come_in_their_order():
-    flights, _, over = flying([1, 2, 3], staged=[1, 2, 3])
+    flights, _, over = flying([1, 2, 3], late=[1, 2, 3])
     flights.wait_for_all(id)
     assert over == [1, 2, 3]
 
@@ -77,14 +77,14 @@ def test_what_lands_badly_is_let_go_as_well():
 
 
 def test_nobody_waits_in_a_world_that_is_gone():
-    flights, log, over = flying([1, 2], staged=[1])
+    flights, log, over = flying([1, 2], late=[1])
     flights.discard()
     assert log == [-2, -1]
     assert over == [2, 1]
 
 
 def test_what_is_on_its_way_outlives_them():
-    flights, log, over = flying([1, 2], staged=[2])
+    flights, log, over = flying([1, 2], late=[2])
     del flights
     assert log == [-1, -2]
     assert over == []
@@ -98,7 +98,7 @@ def test_buffers_live_until_the_engine_is_done(monkeypatch):
     keeper = handles.Keeper()
     monkeypatch.setattr(in_flight, "keeper", keeper)
     flights = InFlight(id)
-    flights.add(Submitted(Busy([]), 1, "buffers"))
+    flights.add(submitted(Busy([]), 1, "buffers"))
     assert not keeper
     del flights
     assert keeper
@@ -111,6 +111,6 @@ def test_the_results_of_a_handle():
 
     taken = []
     flights = InFlight(id)
-    flights.add(Handled(Ready(), taken.append, "cargo"))
+    flights.add(handled(Ready(), taken.append, "cargo"))
     flights.wait_for_all(id)
     assert taken == [["result"]]

@@ -7,7 +7,8 @@ with it, whatever becomes of the optimizer meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 from kolovod import _native
 from kolovod.core.handles import Handle, keeper
@@ -17,80 +18,33 @@ from kolovod.gradients.stager import Queued
 _FOREVER = -1.0
 
 
-class Flight(Protocol):
+class Flight(NamedTuple):
     """One operation that is on its way."""
 
     cargo: Any
     """What the front end knows of it."""
-    is_staged: bool
+    wait: Callable[[], object]
+    """Returns when it is complete. Raises the engine's errors, and a device's."""
+    let_go: Callable[[], object]
+    """Nobody waits for it (any more); its buffers live on as long as they are in use."""
+    is_staged: bool = False
     """A thread submits it when its data are there."""
 
-    def wait(self) -> None:
-        """Return when it is complete. Raises the engine's errors, and a device's."""
-        ...
 
-    def let_go(self) -> None:
-        """Nobody waits for it (any more); its buffers live on as long as they are in use."""
-        ...
+def submitted(engine: _native.Engine, number: int, cargo: Any) -> Flight:
+    """An operation that the engine has, by its number there; ``cargo`` holds its buffers."""
+    wait = partial(engine.wait, number, _FOREVER)
+    return Flight(cargo, wait, partial(keeper.keep, engine, number, cargo))
 
 
-class Submitted:
-    """An operation that the engine has, by its number there."""
-
-    __slots__ = ("cargo", "engine", "number")
-    is_staged = False
-
-    def __init__(self, engine: _native.Engine, number: int, cargo: Any) -> None:
-        """``cargo`` holds the buffers."""
-        self.engine, self.number, self.cargo = engine, number, cargo
-
-    def wait(self) -> None:
-        """See Flight."""
-        self.engine.wait(self.number, _FOREVER)
-
-    def let_go(self) -> None:
-        """See Flight."""
-        keeper.keep(self.engine, self.number, self.cargo)
-
-
-class Staged:
+def staged(queued: Queued, cargo: Any) -> Flight:
     """An operation that a thread submits when its data have come from a device."""
-
-    __slots__ = ("cargo", "queued")
-    is_staged = True
-
-    def __init__(self, queued: Queued, cargo: Any) -> None:
-        """``queued`` holds the buffers."""
-        self.queued, self.cargo = queued, cargo
-
-    def wait(self) -> None:
-        """See Flight."""
-        self.queued.engine.wait(self.queued.number(), _FOREVER)
-
-    def let_go(self) -> None:
-        """See Flight."""
-        self.queued.let_go()
+    return Flight(cargo, lambda: queued.engine.wait(queued.number(), _FOREVER), queued.let_go, True)
 
 
-class Handled:
-    """An operation of a verb; ``take(results)`` gets what it comes to."""
-
-    __slots__ = ("_handle", "_take", "cargo")
-    is_staged = False
-
-    def __init__(self, handle: Handle[Any], take: Callable[[Any], None], cargo: Any) -> None:
-        """``handle`` holds the buffers."""
-        self._handle: Handle[Any] | None = handle
-        self._take, self.cargo = take, cargo
-
-    def wait(self) -> None:
-        """See Flight."""
-        assert self._handle is not None
-        self._take(self._handle.wait())
-
-    def let_go(self) -> None:
-        """See Flight."""
-        self._handle = None  # which lets go by itself
+def handled(handle: Handle[Any], take: Callable[[Any], None], cargo: Any) -> Flight:
+    """An operation of a verb; ``take(results)`` gets what it comes to. It lets go by itself."""
+    return Flight(cargo, lambda: take(handle.wait()), int)
 
 
 class InFlight:

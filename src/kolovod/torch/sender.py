@@ -10,7 +10,7 @@ from kolovod import _native
 from kolovod.core.submission import EngineTensor
 from kolovod.errors import InvalidArgumentError, from_engine
 from kolovod.gradients.compression import NOTHING, Compressor
-from kolovod.gradients.in_flight import Handled, InFlight, Staged, Submitted
+from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch import sparse
@@ -173,13 +173,13 @@ class Sender:
             submit = partial(engine.submit, _ALLREDUCE, bucket.name, entries, *self._how)
             queued = Queued(events, submit, engine, cargo)
             stager.put(queued)
-            self._in_flight.add(Staged(queued, cargo))
+            self._in_flight.add(staged(queued, cargo))
         else:
             try:
                 number = engine.submit(_ALLREDUCE, bucket.name, entries, *self._how)
             except _native.EngineError as error:
                 raise from_engine(error) from None
-            self._in_flight.add(Submitted(engine, number, cargo))
+            self._in_flight.add(submitted(engine, number, cargo))
         bucket.is_sent = True
 
     def _gather(self, bucket: Bucket, items: list[Item], name: str) -> None:
@@ -193,7 +193,7 @@ class Sender:
 
         tensors = [tensor for parcel in parcels for tensor in parcel.payload.tensors]
         handle = self._verbs.grouped_allgather_async(tensors, name)
-        self._in_flight.add(Handled(handle, take, Cargo(bucket, items, [])))
+        self._in_flight.add(handled(handle, take, Cargo(bucket, items, [])))
         bucket.is_sent = True
 
     def _stage(
