@@ -17,6 +17,7 @@ using kolovod::OperationPtr;
 using kolovod::Request;
 using kolovod::Status;
 using kolovod::SubmittedTensor;
+using kolovod::TensorCount;
 using kolovod::Verb;
 
 struct kolovod_engine {
@@ -102,12 +103,16 @@ Status ReadTensor(const kolovod_tensor& from, size_t index, bool makes_outputs, 
 
 Status CheckTensorCount(Verb verb, size_t count) {
   const char* need = nullptr;
-  if (verb == Verb::kBarrier || verb == Verb::kJoin) {
-    if (count != 0) need = "none";
-  } else if (verb == Verb::kAlltoall) {
-    if (count != 1) need = "exactly one";
-  } else if (count == 0) {
-    need = "at least one";
+  switch (TraitsOf(verb).tensors) {
+    case TensorCount::kNone:
+      if (count != 0) need = "none";
+      break;
+    case TensorCount::kOne:
+      if (count != 1) need = "exactly one";
+      break;
+    case TensorCount::kAny:
+      if (count == 0) need = "at least one";
+      break;
   }
   if (need == nullptr) return Status();
   return Invalid(std::string(NameOf(verb)) + " with " + std::to_string(count) + " tensors: needs " + need);
@@ -136,7 +141,7 @@ Status Read(const kolovod_request* from, Request* request, std::vector<Submitted
   if (from->split_count > 0 && from->splits == nullptr) return Invalid("splits is NULL");
   request->splits.assign(from->splits, from->splits + from->split_count);
   tensors->resize(from->tensor_count);
-  const bool makes_outputs = MakesOutputs(request->verb);
+  const bool makes_outputs = TraitsOf(request->verb).makes_outputs;
   const size_t* output_bytes = from->struct_size >= kRequestBytes2 ? from->output_bytes : nullptr;
   const char* at = reinterpret_cast<const char*>(from->tensors);
   for (size_t t = 0; t < tensors->size(); ++t, at += from->tensor_size) {

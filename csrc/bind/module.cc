@@ -119,6 +119,46 @@ nb::dict Names(int count) {
   return names;
 }
 
+// By name: what the table of a dtype says, for Python.
+nb::dict DTypeTable() {
+  nb::dict table;
+  for (const DTypeTraits& dtype : kDTypeTable) {
+    nb::dict row;
+    row["number"] = static_cast<int>(dtype.dtype);
+    row["bytes"] = dtype.bytes;
+    row["kind"] = dtype.kind == DTypeKind::kBool    ? "bool"
+                  : dtype.kind == DTypeKind::kFloat ? "float"
+                                                    : "integer";
+    row["accumulator"] = NameOf(dtype.accumulator);
+    row["mean_accumulator"] = NameOf(dtype.mean_accumulator);
+    row["scales"] = dtype.scales;
+    row["adasum"] = dtype.adasum;
+    table[dtype.name] = row;
+  }
+  return table;
+}
+
+nb::dict VerbTable() {
+  nb::dict table;
+  for (const VerbTraits& verb : kVerbTable) {
+    nb::dict row;
+    row["number"] = static_cast<int>(verb.verb);
+    row["tensors"] = verb.tensors == TensorCount::kNone  ? "none"
+                     : verb.tensors == TensorCount::kOne ? "one"
+                                                         : "any";
+    row["reduces"] = verb.reduces;
+    row["fuses"] = verb.fuses;
+    row["makes_outputs"] = verb.makes_outputs;
+    row["has_root"] = verb.has_root;
+    row["has_splits"] = verb.rows_differ == RowsDiffer::kSplits;
+    row["rows_differ"] = verb.rows_differ != RowsDiffer::kNo;
+    row["is_transfer"] = verb.is_transfer;
+    row["allows_joined"] = verb.allows_joined;
+    table[verb.name] = row;
+  }
+  return table;
+}
+
 nb::dict StatusNames() {
   nb::dict names;
   const char* const kNames[] = {"ok",        "invalid_argument", "duplicate_name", "mismatch",    "rank_lost",
@@ -244,6 +284,8 @@ NB_MODULE(_native, m) {
   m.attr("PROTOCOL") = kProtocolVersion;
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
+  m.attr("VERB_TRAITS") = VerbTable();
+  m.attr("DTYPE_TRAITS") = DTypeTable();
   m.attr("OPS") = Names<Op>(kOpCount);
   m.attr("STATUS") = StatusNames();
 }

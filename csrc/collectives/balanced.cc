@@ -15,11 +15,11 @@ class Partials {
   Partials(const PackedRange& range, const Combine& combine, char* at)
       : range_(range),
         combine_(combine),
-        ratio_(SizeOf(PartialOf(combine.dtype, combine.op)) / SizeOf(combine.dtype)),
+        ratio_(SizeOf(AccumulatorOf(combine.dtype, combine.op)) / SizeOf(combine.dtype)),
         at_(at) {}
 
   static size_t Bytes(const PackedRange& range, const Combine& combine) {
-    return range.total() * SizeOf(PartialOf(combine.dtype, combine.op)) / SizeOf(combine.dtype);
+    return range.total() * SizeOf(AccumulatorOf(combine.dtype, combine.op)) / SizeOf(combine.dtype);
   }
   size_t ratio() const { return ratio_; }
   char* Place(size_t position) const { return at_ + position * ratio_; }
@@ -159,7 +159,7 @@ class Halving {
   }
 
   Status Run(Scratch& scratch) {
-    const size_t ratio = SizeOf(PartialOf(combine_.dtype, combine_.op)) / SizeOf(combine_.dtype);
+    const size_t ratio = SizeOf(AccumulatorOf(combine_.dtype, combine_.op)) / SizeOf(combine_.dtype);
     const size_t partial_bytes = RoundUp(Partials::Bytes(range_, combine_), kLine);
     KV_RETURN_IF_ERROR(scratch.Reserve(partial_bytes + kWindow * portion_bytes_ * ratio));
     Partials partials(range_, combine_, scratch.data());

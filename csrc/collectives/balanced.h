@@ -11,7 +11,7 @@
 // Collective Communication Operations in MPICH", IJHPCA 19(1), 2005. Where N is no power of two they let the
 // second of every pair rest; here it works on (docs/decisions/0016), each of a pair on a half of the range.
 //
-// Partial sums travel in the type in which they are accumulated (PartialOf), and are rounded once.
+// Partial sums travel in the type in which they are accumulated (AccumulatorOf), and are rounded once.
 #pragma once
 
 #include <vector>

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "collectives/reduce.h"
+#include "collectives/combine.h"
 
 namespace kolovod {
 
@@ -36,16 +36,7 @@ std::optional<StagedBackend> EagerSlots::Find(uint64_t tag, int root) const {
 
 char* StagedBackend::Stage(const void* in, size_t count, DType dtype, double prescale, char* to) {
   const size_t bytes = count * SizeOf(dtype);
-  if (bytes > 0 && prescale == 1.0) std::memcpy(to, in, bytes);
-  if (bytes > 0 && prescale != 1.0) {
-    Exchange x;
-    x.reduce.dtype = dtype;
-    x.reduce.prescale = prescale;
-    x.pack_from = static_cast<const char*>(in);
-    x.pack_to = to;
-    x.pack_bytes = bytes;
-    ActiveKernels().exchange(x);
-  }
+  CopyScaled(dtype, prescale, static_cast<const char*>(in), to, bytes);
   return to + PlaceBytes(bytes);
 }
 
@@ -55,10 +46,7 @@ void StagedBackend::Reduce(const FusedRange& range, size_t begin, size_t count, 
   std::vector<const void*> sources;
   for (const char* from : given_) sources.push_back(from + begin * SizeOf(range.dtype));
   Exchange x;
-  x.reduce.dtype = range.dtype;
-  x.reduce.op = range.op;
-  x.reduce.scale = range.postscale;
-  x.reduce.divisor = range.op == Op::kAverage ? size : 1;
+  x.reduce = Combine::Of(range, size).ToReduction();
   x.reduce.sources = sources.data();
   x.reduce.source_count = size;
   x.reduce.out = out;

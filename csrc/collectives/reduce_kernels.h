@@ -268,8 +268,13 @@ void ExchangeTyped(const Exchange& x) {
 }
 
 template <class T>
-void ExchangeOp(const Exchange& x) {
+void ExchangeOp(const Exchange& x, T) {
   switch (x.reduce.op) {
+    case Op::kAverage:
+      if constexpr (!kIsFloating<typename Arithmetic<T>::Acc> && sizeof(T) < sizeof(int64_t)) {
+        return ExchangeTyped<Averaged<T>, AddOp>(x);
+      }
+      return ExchangeTyped<T, AddOp>(x);
     case Op::kMin:
       return ExchangeTyped<T, MinOp>(x);
     case Op::kMax:
@@ -281,43 +286,13 @@ void ExchangeOp(const Exchange& x) {
   }
 }
 
-template <class T>
-void ExchangeInteger(const Exchange& x) {
-  if (x.reduce.op == Op::kAverage) return ExchangeTyped<Averaged<T>, AddOp>(x);
-  return ExchangeOp<T>(x);
-}
-
-void ExchangeBool(const Exchange& x) {
-  const Op op = x.reduce.op;
-  if (op == Op::kMin || op == Op::kProduct) return ExchangeTyped<BoolByte, AndOp>(x);
-  return ExchangeTyped<BoolByte, OrOp>(x);
+void ExchangeOp(const Exchange& x, BoolByte) {
+  const bool is_and = x.reduce.op == Op::kMin || x.reduce.op == Op::kProduct;
+  return is_and ? ExchangeTyped<BoolByte, AndOp>(x) : ExchangeTyped<BoolByte, OrOp>(x);
 }
 
 void ExchangeAny(const Exchange& x) {
-  switch (x.reduce.dtype) {
-    case DType::kUInt8:
-      return ExchangeInteger<uint8_t>(x);
-    case DType::kInt8:
-      return ExchangeInteger<int8_t>(x);
-    case DType::kUInt16:
-      return ExchangeInteger<uint16_t>(x);
-    case DType::kInt16:
-      return ExchangeInteger<int16_t>(x);
-    case DType::kInt32:
-      return ExchangeInteger<int32_t>(x);
-    case DType::kInt64:
-      return ExchangeOp<int64_t>(x);
-    case DType::kFloat16:
-      return ExchangeOp<Half>(x);
-    case DType::kFloat32:
-      return ExchangeOp<float>(x);
-    case DType::kFloat64:
-      return ExchangeOp<double>(x);
-    case DType::kBFloat16:
-      return ExchangeOp<BFloat16>(x);
-    case DType::kBool:
-      return ExchangeBool(x);
-  }
+  VisitElement(x.reduce.dtype, [&](auto element) { ExchangeOp(x, element); });
 }
 
 }  // namespace

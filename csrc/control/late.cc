@@ -48,7 +48,7 @@ class Judge {
         if (!record.pending()) continue;
         const Wait wait{static_cast<int>(r), &record, SinceNs(record)};
         if (view_.now_ns - wait.since_ns < least_ns) continue;
-        if (IsTransfer(record.verb)) {
+        if (TraitsOf(record.verb).is_transfer) {
           JudgeTransfer(wait);
           continue;
         }

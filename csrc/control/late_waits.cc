@@ -25,7 +25,7 @@ std::vector<LateWait> LateWaits(const LateView& view, const LateLimits& limits, 
     for (const OperationRecord& record : view.records[r]) {
       const int64_t since_ns =
           record.state == RecordState::kStarted ? record.started_ns : record.submitted_ns;
-      if (IsTransfer(record.verb)) continue;  // its own rank knows whom it waits for
+      if (TraitsOf(record.verb).is_transfer) continue;  // its own rank knows whom it waits for
       if (!record.pending() || view.now_ns - since_ns < ShortestLimit(limits) / 2) continue;
       waits.push_back({static_cast<int>(r), record, 0});
     }

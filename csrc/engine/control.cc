@@ -332,7 +332,7 @@ void Control::Forget(const OperationPtr& op) {
 
 OperationPtr Control::MakeZeros(const Response& response) {
   std::optional<Request> request = DecodeRequest(response.request);
-  if (!request || request->verb != Verb::kAllreduce) return nullptr;
+  if (!request || !TraitsOf(request->verb).allows_joined) return nullptr;
   auto op = std::make_shared<Operation>();
   op->request = std::move(*request);
   for (const TensorMeta& meta : op->request.tensors) {

@@ -149,7 +149,7 @@ void Engine::Complete(const std::vector<OperationPtr>& ops) {
 }
 
 void Engine::EraseLocked(const Operation& op) {
-  if (!IsTransfer(op.request.verb)) return control_->Erase(op.request.name);
+  if (!TraitsOf(op.request.verb).is_transfer) return control_->Erase(op.request.name);
   transfers_->Erase(op);
   control_->CountBeside(transfers_->pending().size());
 }

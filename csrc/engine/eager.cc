@@ -12,10 +12,10 @@ bool Engine::FitsSlot(const Operation& op) const {
   for (size_t t = 0; t < op.counts.size(); ++t) {
     const DType dtype = request.tensors[t].dtype;
     bytes += StagedBackend::PlaceBytes(op.counts[t] * SizeOf(dtype));
-    if (!IsReduction(request.verb)) continue;
+    if (!TraitsOf(request.verb).reduces) continue;
     if (request.op == Op::kAdasum) return false;
-    const bool narrow = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-    limit = std::min(limit, ShmBackend::OneShotLimit(config_, size_, kEagerBytes, narrow));
+    limit =
+        std::min(limit, ShmBackend::OneShotLimit(config_, size_, kEagerBytes, TraitsOf(dtype).converts()));
   }
   return bytes <= limit;
 }
@@ -24,7 +24,7 @@ bool Engine::Stage(Operation& op) {
   const Request& request = op.request;
   if (size_ == 1) return false;
   const bool unnamed = (op.tag & kUnnamedTag) != 0;
-  const bool gives = (request.verb != Verb::kBroadcast || request.root == rank_) && FitsSlot(op);
+  const bool gives = (!TraitsOf(request.verb).has_root || request.root == rank_) && FitsSlot(op);
   const bool announces = unnamed && OwnRows(request).size() <= kSlotRows;
   if (!gives && !announces) return false;
   char* slot = eager_->Claim(op.tag);
@@ -40,12 +40,12 @@ bool Engine::Stage(Operation& op) {
 
 Status Engine::ExecuteStaged(Operation& op, bool* done) {
   const Request& request = op.request;
-  const int root = request.verb == Verb::kBroadcast ? request.root : -1;
+  const int root = TraitsOf(request.verb).has_root ? request.root : -1;
   std::optional<StagedBackend> by = eager_->Find(op.tag, root);
   if (!by) return Status();
   *done = true;
   op.was_staged = true;
-  if (request.verb != Verb::kAllreduce) return ExecuteMove(op, *by);
+  if (!TraitsOf(request.verb).fuses) return ExecuteMove(op, *by);
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     const FusedRange range{request.tensors[t].dtype,
                            request.op,

@@ -43,7 +43,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
                                               std::string(kUnnamed) + "' are the engine's own");
   }
   const bool is_join = request.verb == Verb::kJoin;
-  const bool is_transfer = IsTransfer(request.verb);
+  const bool is_transfer = TraitsOf(request.verb).is_transfer;
   auto op = std::make_shared<Operation>();
   if (is_join) {
     request.name = kJoin;
@@ -68,7 +68,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     op->bytes += count * SizeOf(tensor.meta.dtype);
     request.tensors.push_back(std::move(tensor.meta));
   }
-  if (!IsReduction(request.verb)) {
+  if (!TraitsOf(request.verb).reduces) {
     request.op = Op::kSum;
     request.prescale = request.postscale = 1.0;
   }

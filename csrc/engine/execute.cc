@@ -93,11 +93,11 @@ Status Engine::Execute(const std::vector<OperationPtr>& all) {
 
 Status Engine::ExecuteMove(Operation& op, Backend& by) {
   const Request& request = op.request;
-  if (MakesOutputs(request.verb)) op.buffers.resize(op.inputs.size());
+  if (TraitsOf(request.verb).makes_outputs) op.buffers.resize(op.inputs.size());
   if (request.verb == Verb::kAllgather) KV_RETURN_IF_ERROR(ExecuteAllgather(op, by));
   if (request.verb == Verb::kAlltoall) KV_RETURN_IF_ERROR(ExecuteAlltoall(op, by));
   if (request.verb == Verb::kReducescatter) KV_RETURN_IF_ERROR(ExecuteReducescatter(op, by));
-  if (MakesOutputs(request.verb)) NoteMisfits(&op);
+  if (TraitsOf(request.verb).makes_outputs) NoteMisfits(&op);
   if (request.verb != Verb::kBroadcast) return Status();
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     KV_RETURN_IF_ERROR(by.Broadcast(Piece{op.inputs[t], op.outputs[t], op.counts[t]},
@@ -112,7 +112,7 @@ Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
   std::vector<const std::string*> names;
   for (const OperationPtr& op : ops) {
     const Request& request = op->request;
-    if (request.verb != Verb::kAllreduce) continue;
+    if (!TraitsOf(request.verb).fuses) continue;
     for (size_t t = 0; t < op->inputs.size(); ++t) {
       if (op->counts[t] == 0) continue;
       keys.push_back({request.tensors[t].dtype, request.op, request.prescale, request.postscale});

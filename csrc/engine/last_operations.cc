@@ -47,7 +47,7 @@ void Engine::KeepRecord(Operation& op, int64_t submitted_ns) {
   const std::vector<TensorMeta>& tensors = op.request.tensors;
   const DType dtype = tensors.empty() ? DType::kUInt8 : tensors.front().dtype;
   // A transfer is of one tensor; what is noted is with whom.
-  const bool transfer = IsTransfer(op.request.verb);
+  const bool transfer = TraitsOf(op.request.verb).is_transfer;
   const size_t tensors_or_peer = transfer ? static_cast<size_t>(op.request.root + 1) : tensors.size();
   op.record =
       records_->Open(op.request.name, op.request.verb, dtype, tensors_or_peer, op.bytes, submitted_ns);

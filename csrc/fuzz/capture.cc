@@ -195,7 +195,7 @@ struct Rank {
       SubmittedTensor tensor;
       tensor.meta = {dtype, std::move(shape)};
       tensor.in = memory.back().data();
-      tensor.out = MakesOutputs(verb) ? nullptr : memory.back().data();
+      tensor.out = TraitsOf(verb).makes_outputs ? nullptr : memory.back().data();
       tensors.push_back(std::move(tensor));
     }
     uint64_t handle = 0;

@@ -56,7 +56,8 @@ std::optional<OperationRecord> ReadOne(const RecordSlot& slot) {
   record.verb = static_cast<Verb>(kind & 0xFF);
   record.dtype = static_cast<DType>(kind >> 8 & 0xFF);
   record.tensors = static_cast<uint32_t>(kind >> 32);
-  if (IsTransfer(record.verb)) record.peer = static_cast<int32_t>(std::exchange(record.tensors, 1)) - 1;
+  if (TraitsOf(record.verb).is_transfer)
+    record.peer = static_cast<int32_t>(std::exchange(record.tensors, 1)) - 1;
   record.name.assign(name, std::min<size_t>(kind >> 16 & 0xFF, sizeof(name)));
   return record;
 }
