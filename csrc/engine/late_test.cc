@@ -251,7 +251,7 @@ TEST(the_last_operations_of_a_rank) {
     std::vector<float> data(8, 1.0f);
     CHECK_OK(rank.Allreduce("a", data));
     CHECK_OK(rank.Allreduce("b", data));
-    const auto records = rank.engine().LastOperations();
+    const auto records = rank.engine().ReadLastOperations();
     CHECK(records.size() == 2);
     CHECK(records[0].name == "a" && records[0].state == RecordState::kDone && records[0].bytes == 32);
     CHECK(records[1].bucket == records[0].bucket + 1);

@@ -1,7 +1,12 @@
-// Buckets of operations that all ranks have agreed on, carried out by the backend. Runs under the lease.
+#include "engine/executor.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
 #include "collectives/adasum.h"
+#include "collectives/shm.h"
 #include "control/fusion.h"
-#include "engine/engine.h"
 
 namespace kolovod {
 
@@ -26,79 +31,103 @@ size_t RowBytes(const TensorMeta& meta) {
 }
 }  // namespace
 
-Status Engine::ExecuteBucket(bool* progressed) {
-  if (!CanExecute()) return Status();
-  std::optional<uint64_t> end = control_->SealedEnd(bucket_, executed_);
-  if (!end) {
-    std::vector<size_t> bytes;
-    bytes.reserve(ready_.size());
-    for (const OperationPtr& op : ready_) bytes.push_back(op == nullptr ? 0 : op->bytes);
-    const size_t taken = EntriesForBucket(bytes, static_cast<size_t>(config_.fusion_bytes));
-    end = control_->Seal(bucket_, executed_, executed_ + taken);
+Executor::Executor(const Membership& membership, std::unique_ptr<Backend> backend, bool has_slots)
+    : membership_(membership),
+      backend_(std::move(backend)),
+      slots_(has_slots ? std::make_unique<EagerSlots>(*membership.segment, membership.topology.local_rank)
+                       : nullptr) {}
+
+bool Executor::FitsSlot(const Operation& op) const {
+  const Request& request = op.request;
+  size_t limit = kEagerBytes;
+  size_t bytes = 0;
+  for (size_t t = 0; t < op.counts.size(); ++t) {
+    const DType dtype = request.tensors[t].dtype;
+    bytes += StagedBackend::PlaceBytes(op.counts[t] * SizeOf(dtype));
+    if (!TraitsOf(request.verb).reduces) continue;
+    if (request.op == Op::kAdasum) return false;
+    limit = std::min(limit, ShmBackend::OneShotLimit(membership_.config, membership_.size, kEagerBytes,
+                                                     TraitsOf(dtype).converts()));
   }
-  while (control_->position() < *end) {
-    // The sealing rank saw entries that this one has not read yet: they are in the log.
-    KV_RETURN_IF_ERROR(control_->Pump());
-    KV_RETURN_IF_ERROR(control_->ReadLog(&ready_));
-    if (control_->position() >= *end) break;
-    KV_RETURN_IF_ERROR(waiter_->Wait([&] { return control_->HasInput(); }, [&] { control_->RingLagging(); },
-                                     /*in_bucket=*/true));
+  return bytes <= limit;
+}
+
+bool Executor::Stage(Operation& op) {
+  const Request& request = op.request;
+  if (membership_.size == 1) return false;
+  const bool unnamed = (op.tag & kUnnamedTag) != 0;
+  const bool gives = (!TraitsOf(request.verb).has_root || request.root == membership_.rank) && FitsSlot(op);
+  const bool announces = unnamed && OwnRows(request).size() <= kSlotRows;
+  if (!gives && !announces) return false;
+  char* slot = slots_->Claim(op.tag);
+  if (slot == nullptr) return false;
+  op.claimed = op.tag;
+  if (!gives) return announces;
+  for (size_t t = 0; t < op.counts.size(); ++t) {
+    slot = StagedBackend::Stage(op.inputs[t], op.counts[t], request.tensors[t].dtype, request.prescale, slot);
   }
-  std::vector<OperationPtr> ops;
-  while (executed_ < *end) {
-    if (ready_.front() != nullptr && ready_.front()->links) {
-      UseLinks(*ready_.front()->links);
-      link_revisions_.fetch_add(1, std::memory_order_relaxed);
-    } else if (ready_.front() != nullptr) {
-      ops.push_back(std::move(ready_.front()));
-    }
-    ready_.pop_front();
-    ++executed_;
+  slots_->Publish(op.tag);
+  return announces;
+}
+
+Status Executor::ExecuteEager(Operation& op, bool* done) {
+  const Request& request = op.request;
+  const int root = TraitsOf(request.verb).has_root ? request.root : -1;
+  std::optional<StagedBackend> by = slots_->Find(op.tag, root);
+  if (!by) return Status();
+  *done = true;
+  op.was_eager = true;
+  if (!TraitsOf(request.verb).fuses) return ExecuteAlone(op, *by);
+  for (size_t t = 0; t < op.inputs.size(); ++t) {
+    const FusedRange range{request.tensors[t].dtype,
+                           request.op,
+                           1.0,
+                           request.postscale,
+                           {Piece{op.inputs[t], op.outputs[t], op.counts[t]}},
+                           &request.name};
+    KV_RETURN_IF_ERROR(by->Allreduce(range));
   }
-  ++bucket_;
-  *progressed = true;
-  ready_bytes_.store(0, std::memory_order_relaxed);
-  if (mesh_ != nullptr) mesh_->BeginOperation(static_cast<uint32_t>(bucket_));
-  KeepStart(ops);
-  Status status = Execute(ops);
-  if (!status.ok()) {
-    if (status.code() == Code::kRankLost) status = EndForAll(status);
-    {
-      std::lock_guard lock(mutex_);
-      for (const OperationPtr& op : ops) FailLocked(op, status);
-    }
-    RunCallbacks();
-    return status;
-  }
-  if (eager_ != nullptr) eager_->Executed(executed_);
-  if (hierarchical_ != nullptr && topology_.is_root()) {
-    if (const std::optional<LinkCost> cost = hierarchical_->Revise()) control_->TellLinks(*cost);
-  }
-  Complete(ops);
   return Status();
 }
 
-Status Engine::Execute(const std::vector<OperationPtr>& all) {
+Status Executor::Execute(const std::vector<OperationPtr>& all) {
   std::vector<OperationPtr> ops;  // those whose data are not there yet
   ops.reserve(all.size());
   for (const OperationPtr& op : all) {
     bool done = !op->status.ok();
-    if (!done && op->tag != 0 && eager_ != nullptr) KV_RETURN_IF_ERROR(ExecuteStaged(*op, &done));
+    if (!done && op->tag != 0 && slots_ != nullptr) KV_RETURN_IF_ERROR(ExecuteEager(*op, &done));
     if (!done) ops.push_back(op);
   }
-  KV_RETURN_IF_ERROR(ExecuteReductions(ops));
-  for (const OperationPtr& op : ops) KV_RETURN_IF_ERROR(ExecuteMove(*op, *backend_));
+  KV_RETURN_IF_ERROR(ExecuteFused(ops));
+  for (const OperationPtr& op : ops) KV_RETURN_IF_ERROR(ExecuteAlone(*op, *backend_));
   return Status();
 }
 
-Status Engine::ExecuteMove(Operation& op, Backend& by) {
+Status Executor::ExecuteAlone(Operation& op, Backend& by) {
+  const bool makes_outputs = TraitsOf(op.request.verb).makes_outputs;
+  if (makes_outputs) op.buffers.resize(op.inputs.size());
+  switch (op.request.verb) {
+    case Verb::kBroadcast:
+      KV_RETURN_IF_ERROR(Broadcast(op, by));
+      break;
+    case Verb::kAllgather:
+      KV_RETURN_IF_ERROR(Allgather(op, by));
+      break;
+    case Verb::kAlltoall:
+      KV_RETURN_IF_ERROR(Alltoall(op, by));
+      break;
+    case Verb::kReducescatter:
+      KV_RETURN_IF_ERROR(Reducescatter(op, by));
+      break;
+    default:  // fused, or without data
+      break;
+  }
+  if (makes_outputs) NoteMisfits(&op);
+  return Status();
+}
+
+Status Executor::Broadcast(Operation& op, Backend& by) {
   const Request& request = op.request;
-  if (TraitsOf(request.verb).makes_outputs) op.buffers.resize(op.inputs.size());
-  if (request.verb == Verb::kAllgather) KV_RETURN_IF_ERROR(ExecuteAllgather(op, by));
-  if (request.verb == Verb::kAlltoall) KV_RETURN_IF_ERROR(ExecuteAlltoall(op, by));
-  if (request.verb == Verb::kReducescatter) KV_RETURN_IF_ERROR(ExecuteReducescatter(op, by));
-  if (TraitsOf(request.verb).makes_outputs) NoteMisfits(&op);
-  if (request.verb != Verb::kBroadcast) return Status();
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     KV_RETURN_IF_ERROR(by.Broadcast(Piece{op.inputs[t], op.outputs[t], op.counts[t]},
                                     request.tensors[t].dtype, request.root, request.name));
@@ -106,7 +135,7 @@ Status Engine::ExecuteMove(Operation& op, Backend& by) {
   return Status();
 }
 
-Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
+Status Executor::ExecuteFused(const std::vector<OperationPtr>& ops) {
   std::vector<FusionKey> keys;
   std::vector<Piece> pieces;
   std::vector<const std::string*> names;
@@ -126,8 +155,8 @@ Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
     range.pieces.reserve(group.size());
     for (size_t i : group) range.pieces.push_back(pieces[i]);
     if (range.op == Op::kAdasum) {
-      Status status = Adasum(*backend_, range, rank_, size_);
-      if (status.code() == Code::kInternal) segment_->Revoke(status.code(), status.message());
+      Status status = Adasum(*backend_, range, membership_.rank, membership_.size);
+      if (status.code() == Code::kInternal) membership_.segment->Revoke(status.code(), status.message());
       KV_RETURN_IF_ERROR(status);
     } else {
       KV_RETURN_IF_ERROR(backend_->Allreduce(range));
@@ -136,7 +165,7 @@ Status Engine::ExecuteReductions(const std::vector<OperationPtr>& ops) {
   return Status();
 }
 
-Status Engine::OutputFor(Operation& op, size_t t, size_t bytes, char** out) {
+Status Executor::OutputFor(Operation& op, size_t t, size_t bytes, char** out) {
   OutputBuffer& buffer = op.buffers[t];
   buffer.bytes = bytes;
   if (op.out_bytes[t] == bytes && bytes > 0) {
@@ -146,14 +175,14 @@ Status Engine::OutputFor(Operation& op, size_t t, size_t bytes, char** out) {
   buffer.data = AllocateOutput(bytes);
   *out = buffer.data.get();
   if (buffer.data != nullptr) return Status();
-  const Status status(Code::kInternal, liveness_->Describe(rank_) + " has no memory for " +
+  const Status status(Code::kInternal, membership_.Describe(membership_.rank) + " has no memory for " +
                                            std::to_string(bytes) + " bytes of " + NameOf(op.request.verb) +
                                            " '" + op.request.name + "'");
-  segment_->Revoke(status.code(), status.message());
+  membership_.segment->Revoke(status.code(), status.message());
   return status;
 }
 
-Status Engine::ExecuteAllgather(Operation& op, Backend& by) {
+Status Executor::Allgather(Operation& op, Backend& by) {
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     const size_t row_bytes = RowBytes(op.request.tensors[t]);
     std::vector<size_t> bytes;
@@ -169,12 +198,12 @@ Status Engine::ExecuteAllgather(Operation& op, Backend& by) {
   return Status();
 }
 
-Status Engine::ExecuteAlltoall(Operation& op, Backend& by) {
+Status Executor::Alltoall(Operation& op, Backend& by) {
   const size_t row_bytes = RowBytes(op.request.tensors[0]);
   std::vector<int64_t> received;
   size_t total = 0;
-  for (int s = 0; s < size_; ++s) {
-    received.push_back(op.splits->received(s, rank_));
+  for (int s = 0; s < membership_.size; ++s) {
+    received.push_back(op.splits->received(s, membership_.rank));
     total += static_cast<size_t>(received.back()) * row_bytes;
   }
   char* out = nullptr;
@@ -185,16 +214,18 @@ Status Engine::ExecuteAlltoall(Operation& op, Backend& by) {
   return Status();
 }
 
-Status Engine::ExecuteReducescatter(Operation& op, Backend& by) {
+Status Executor::Reducescatter(Operation& op, Backend& by) {
   const Request& request = op.request;
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     const TensorMeta& meta = request.tensors[t];
     const auto rows = static_cast<size_t>(meta.shape[0]);
     const size_t row_elements = RowBytes(meta) / SizeOf(meta.dtype);
     std::vector<size_t> counts;
-    for (int r = 0; r < size_; ++r) counts.push_back(PartOf(rows, size_, r) * row_elements);
+    for (int r = 0; r < membership_.size; ++r)
+      counts.push_back(PartOf(rows, membership_.size, r) * row_elements);
     char* out = nullptr;
-    KV_RETURN_IF_ERROR(OutputFor(op, t, counts[static_cast<size_t>(rank_)] * SizeOf(meta.dtype), &out));
+    KV_RETURN_IF_ERROR(
+        OutputFor(op, t, counts[static_cast<size_t>(membership_.rank)] * SizeOf(meta.dtype), &out));
     if (op.counts[t] == 0) continue;
     const FusedRange range{meta.dtype,
                            request.op,
