@@ -3,10 +3,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "base/thread_annotations.h"
 
 using kolovod::Code;
 using kolovod::DType;
@@ -21,9 +22,9 @@ using kolovod::TensorCount;
 using kolovod::Verb;
 
 struct kolovod_engine {
-  std::mutex mutex;
-  std::shared_ptr<Engine> engine;  // guarded by mutex; null: detached
-  kolovod_engine* next = nullptr;  // of all that were ever made
+  kolovod::Mutex mutex;
+  std::shared_ptr<Engine> engine GUARDED_BY(mutex);  // null: detached
+  kolovod_engine* next = nullptr;                    // of all that were ever made
 };
 
 struct kolovod_memory {
@@ -69,7 +70,7 @@ Status Invalid(std::string message) { return Status(Code::kInvalidArgument, std:
 
 Status Find(kolovod_engine* handle, std::shared_ptr<Engine>* engine) {
   if (handle == nullptr) return Invalid("engine is NULL");
-  std::lock_guard lock(handle->mutex);
+  kolovod::MutexLock lock(handle->mutex);
   *engine = handle->engine;
   return *engine != nullptr ? Status() : Status(Code::kShutDown, "the world that this handle was of is over");
 }
@@ -207,7 +208,10 @@ namespace kolovod {
 
 kolovod_engine* Attach(std::shared_ptr<Engine> engine) {
   auto* handle = new kolovod_engine;
-  handle->engine = std::move(engine);
+  {
+    kolovod::MutexLock lock(handle->mutex);
+    handle->engine = std::move(engine);
+  }
   handle->next = all_handles.load();
   while (!all_handles.compare_exchange_weak(handle->next, handle)) {
   }
@@ -216,7 +220,7 @@ kolovod_engine* Attach(std::shared_ptr<Engine> engine) {
 
 void Detach(kolovod_engine* handle) {
   std::shared_ptr<Engine> last;  // destroyed without the lock
-  std::lock_guard lock(handle->mutex);
+  kolovod::MutexLock lock(handle->mutex);
   last.swap(handle->engine);
 }
 

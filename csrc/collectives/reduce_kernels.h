@@ -13,6 +13,13 @@
 #include <immintrin.h>
 #endif
 
+// Of a loop whose output may be an input, element for element: its steps do not depend on each other.
+#if defined(__clang__)
+#define KV_IN_PLACE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define KV_IN_PLACE _Pragma("GCC ivdep")
+#endif
+
 namespace kolovod {
 namespace {
 
@@ -27,7 +34,7 @@ size_t Least(size_t a, size_t b) { return a < b ? a : b; }
 template <class T>
 void ScaleArray(double factor, const T* src, T* dst, size_t count) {
   const auto f = static_cast<typename Arithmetic<T>::Factor>(factor);
-#pragma GCC ivdep  // dst may be src, element for element
+  KV_IN_PLACE
   for (size_t i = 0; i < count; ++i) dst[i] = Scaled(src[i], f);
 }
 
@@ -126,7 +133,7 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   size_t begin = 0;  // narrow types: of those that are left
   if (r.divisor == 1 && r.scale == 1.0) {
     if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, false>(a, b, n, 1.0f, out, copy);
-#pragma GCC ivdep  // out may be a or b, element for element
+    KV_IN_PLACE
     for (size_t i = begin; i < n; ++i) {
       const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])));
       out[i] = value;
@@ -138,7 +145,7 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
     if (r.divisor == 2) {
       const auto factor = static_cast<typename Ar::Acc>(r.scale * 0.5);
       if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, true>(a, b, n, factor, out, copy);
-#pragma GCC ivdep
+      KV_IN_PLACE
       for (size_t i = begin; i < n; ++i) {
         const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])) * factor);
         out[i] = value;

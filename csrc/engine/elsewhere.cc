@@ -14,7 +14,7 @@ constexpr int64_t kPatienceNs = 3'000'000'000;  // for an answer
 }  // namespace
 
 void Elsewhere::Hear(int host, std::vector<LateWait> waits, int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   Other& other = others_[static_cast<size_t>(host)];
   other.waits = std::move(waits);
   other.heard_ns = now_ns;
@@ -22,20 +22,20 @@ void Elsewhere::Hear(int host, std::vector<LateWait> waits, int64_t now_ns) {
 }
 
 void Elsewhere::HearAnswer(int host, bool blames, int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   Other& other = others_[static_cast<size_t>(host)];
   other.answered_ns = now_ns;
   other.blames = blames;
 }
 
 void Elsewhere::Told(int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (now_ns - last_told_ns_ > kFreshNs) first_told_ns_ = now_ns;
   last_told_ns_ = now_ns;
 }
 
 std::vector<LateWait> Elsewhere::Waits(int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   std::vector<LateWait> waits;
   for (const Other& other : others_) {
     if (now_ns - other.heard_ns <= kFreshNs)
@@ -45,12 +45,12 @@ std::vector<LateWait> Elsewhere::Waits(int64_t now_ns) {
 }
 
 bool Elsewhere::TakeUnanswered() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return std::exchange(unanswered_, false);
 }
 
 Elsewhere::Answers Elsewhere::Judge(int64_t now_ns, int* silent) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (now_ns - first_told_ns_ < kPatienceNs) return Answers::kOutstanding;
   for (const Other& other : others_) {
     if (other.blames && now_ns - other.answered_ns <= kFreshNs) return Answers::kBlaming;

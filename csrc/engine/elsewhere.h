@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "control/late.h"
 
 namespace kolovod {
@@ -41,11 +41,11 @@ class Elsewhere {
   };
 
   const int host_;
-  std::mutex mutex_;           // guards what follows
-  std::vector<Other> others_;  // by host
-  int64_t first_told_ns_ = 0;  // of the present trouble
-  int64_t last_told_ns_ = 0;
-  bool unanswered_ = false;
+  Mutex mutex_;
+  std::vector<Other> others_ GUARDED_BY(mutex_);  // by host
+  int64_t first_told_ns_ GUARDED_BY(mutex_) = 0;  // of the present trouble
+  int64_t last_told_ns_ GUARDED_BY(mutex_) = 0;
+  bool unanswered_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace kolovod

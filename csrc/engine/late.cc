@@ -58,8 +58,12 @@ LateWatch::LateWatch(Segment& segment, const Config& config, LateOptions options
 
 void LateWatch::Tick() {
   if (options_.topology.size() == 1 || ShortestLimit(limits_) == 0) return;
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) return;
+  if (!mutex_.try_lock()) return;
+  TickLocked();
+  mutex_.unlock();
+}
+
+void LateWatch::TickLocked() {
   const int64_t now_ns = NowNs();
   Answer(now_ns);
   if (segment_.revoked()) {
@@ -73,7 +77,7 @@ void LateWatch::Tick() {
 }
 
 std::string LateWatch::last_report() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return last_report_;
 }
 
@@ -246,7 +250,10 @@ void LateWatch::Finish(int64_t now_ns) {
   if (report.is_clear && findings.front().cause == LateCause::kNoProgress) return;
   RankNames names;
   for (int rank : shown_) names.numbers.push_back(options_.names.numbers[static_cast<size_t>(rank)]);
-  names.describe = [this](int r) { return options_.names.describe(shown_[static_cast<size_t>(r)]); };
+  names.describe = [this](int r) {
+    AssumeHeld(mutex_);
+    return options_.names.describe(shown_[static_cast<size_t>(r)]);
+  };
   const std::string where = options_.where.empty() ? "" : "; " + options_.where;
   std::string text;
   std::string causes;

@@ -12,12 +12,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/config.h"
+#include "base/thread_annotations.h"
 #include "base/topology.h"
 #include "control/late.h"
 #include "control/message.h"
@@ -46,7 +46,7 @@ class LateWatch {
 
   uint64_t reports() const { return reports_.load(std::memory_order_relaxed); }
   // The last report that this rank wrote to standard error.
-  std::string last_report();
+  std::string last_report() EXCLUDES(mutex_);
 
  private:
   // A report that waits for the late ranks' stacks. Ranks here are those of the segment.
@@ -59,19 +59,20 @@ class LateWatch {
   };
 
   bool several_hosts() const { return options_.topology.hosts() > 1; }
-  void Answer(int64_t now_ns);
-  bool HasReasonToLook(int64_t now_ns);
-  void Look(int64_t now_ns);
-  void Begin(const LateVerdict& verdict, int64_t now_ns, int64_t last_ns);
+  void TickLocked() REQUIRES(mutex_);
+  void Answer(int64_t now_ns) REQUIRES(mutex_);
+  bool HasReasonToLook(int64_t now_ns) REQUIRES(mutex_);
+  void Look(int64_t now_ns) REQUIRES(mutex_);
+  void Begin(const LateVerdict& verdict, int64_t now_ns, int64_t last_ns) REQUIRES(mutex_);
   // The ranks of this host, then those of others that wait.
-  LateView View(int64_t now_ns, int64_t last_report_ns);
+  LateView View(int64_t now_ns, int64_t last_report_ns) REQUIRES(mutex_);
   // With several hosts, what nobody here is to blame for is the other hosts' to tell, if they can.
   void LeaveToOthers(LateVerdict* verdict, int64_t now_ns);
-  void TellOthers(const LateView& view, const LateVerdict& verdict);
+  void TellOthers(const LateView& view, const LateVerdict& verdict) REQUIRES(mutex_);
   bool HaveAnswered(const Report& report);
-  void Finish(int64_t now_ns);
+  void Finish(int64_t now_ns) REQUIRES(mutex_);
   std::vector<LateFinding> BlameSilent(std::vector<LateFinding> findings, const Report& report);
-  std::string WhereIs(int rank, const Report& report);
+  std::string WhereIs(int rank, const Report& report) REQUIRES(mutex_);
   std::string InnermostCall(int rank, const Report& report);
   std::string Stack(int rank);
 
@@ -84,12 +85,12 @@ class LateWatch {
   std::atomic<uint64_t> reports_{0};
   Elsewhere elsewhere_;
 
-  std::mutex mutex_;  // guards what follows
-  int64_t next_look_ns_ = 0;
-  uint32_t answered_ = 0;
-  std::vector<int> shown_;  // of the last view: the engine's number of each rank
-  std::optional<Report> report_;
-  std::string last_report_;
+  Mutex mutex_;
+  int64_t next_look_ns_ GUARDED_BY(mutex_) = 0;
+  uint32_t answered_ GUARDED_BY(mutex_) = 0;
+  std::vector<int> shown_ GUARDED_BY(mutex_);  // of the last view: the engine's number of each rank
+  std::optional<Report> report_ GUARDED_BY(mutex_);
+  std::string last_report_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
+
+#include "base/thread_annotations.h"
 
 namespace kolovod {
 
@@ -21,16 +22,16 @@ class StackSource {
 
  private:
   using Handler = void (*)(int);
-  std::string Begin(int64_t now_ns);
-  bool Read();
+  std::string Begin(int64_t now_ns) REQUIRES(mutex_);
+  bool Read() REQUIRES(mutex_);
 
   const int signum_;
   const int read_fd_;
   const Handler handler_;
-  std::mutex mutex_;
-  int64_t begun_ns_ = 0;  // guarded by mutex_; 0: no capture under way
-  int64_t read_ns_ = 0;   // guarded by mutex_; when the last part came
-  std::string text_;      // guarded by mutex_
+  Mutex mutex_;
+  int64_t begun_ns_ GUARDED_BY(mutex_) = 0;  // 0: no capture under way
+  int64_t read_ns_ GUARDED_BY(mutex_) = 0;   // when the last part came
+  std::string text_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

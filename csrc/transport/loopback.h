@@ -8,13 +8,13 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "base/config.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "base/topology.h"
 #include "base/tree.h"
 #include "transport/liveness.h"
@@ -38,7 +38,7 @@ class LoopbackWorld {
     std::vector<int> labels;
     for (int rank : members) labels.push_back(hosts[static_cast<size_t>(rank)]);
     KV_RETURN_IF_ERROR(Create(std::move(members), std::move(labels), config, this, out));
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     sets_.push_back(*out);
     return Status();
   }
@@ -146,7 +146,7 @@ class LoopbackWorld {
   template <class Visit>
   void ForEach(int rank, Visit visit) {
     visit(*this, rank);
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     for (const auto& set : sets_) {
       const auto found = std::find(set->ranks.begin(), set->ranks.end(), rank);
       if (found != set->ranks.end()) visit(*set, static_cast<int>(found - set->ranks.begin()));
@@ -156,7 +156,7 @@ class LoopbackWorld {
   // Connects two ranks when the first of them wants that.
   struct Exchange {
     void Connect(int a, int b) {
-      std::lock_guard lock(mutex);
+      MutexLock lock(mutex);
       if (!connected.insert({std::min(a, b), std::max(a, b)}).second) return;
       int fds[2];
       const Status status = MakePair(&fds[0], &fds[1]);
@@ -166,14 +166,14 @@ class LoopbackWorld {
       }
     }
     std::vector<std::shared_ptr<Switchboard>> switchboards;  // by rank
-    std::mutex mutex;
-    std::set<std::pair<int, int>> connected;  // guarded by mutex
+    Mutex mutex;
+    std::set<std::pair<int, int>> connected GUARDED_BY(mutex);
   };
 
   std::vector<std::vector<int>> uplinks_;  // by rank, by host; those that were not taken
   std::shared_ptr<Exchange> exchange_;
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<LoopbackWorld>> sets_;  // guarded by mutex_
+  Mutex mutex_;
+  std::vector<std::shared_ptr<LoopbackWorld>> sets_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

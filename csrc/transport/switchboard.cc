@@ -16,20 +16,20 @@ Switchboard::~Switchboard() { Forget(); }
 
 void Switchboard::Want(int peer) {
   if (ask_) return ask_(peer);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   wanted_.push_back(peer);
   eventfd_write(wanted_bell_, 1);
 }
 
 std::vector<int> Switchboard::TakeWanted() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   eventfd_t rings;
   if (!closed_.load()) eventfd_read(wanted_bell_, &rings);
   return std::exchange(wanted_, {});
 }
 
 std::vector<MadeConnection> Switchboard::Take() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   has_news_.store(false, std::memory_order_relaxed);
   eventfd_t rings;
   eventfd_read(news_, &rings);
@@ -37,7 +37,7 @@ std::vector<MadeConnection> Switchboard::Take() {
 }
 
 void Switchboard::Connected(MadeConnection made) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (closed_.load()) {
     close(made.fd);
     return;
@@ -49,7 +49,7 @@ void Switchboard::Connected(MadeConnection made) {
 
 void Switchboard::Failed(const std::string& text) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (failure_) return;
     failure_ = text;
   }
@@ -57,19 +57,18 @@ void Switchboard::Failed(const std::string& text) {
 }
 
 std::optional<std::string> Switchboard::failure() const {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   return failure_;
 }
 
 void Switchboard::Close() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   closed_.store(true);
   for (const MadeConnection& made : connected_) close(made.fd);
   connected_.clear();
   eventfd_write(wanted_bell_, 1);
 }
 
-// Without the lock: in a forked child a thread that does not exist there may hold it.
 void Switchboard::Forget() {
   closed_.store(true);
   for (const MadeConnection& made : connected_) close(made.fd);
