@@ -33,10 +33,10 @@ struct BalancedGroups {
   int levels;  // log2(P)
 };
 
-Status DoublingAllreduce(Group& group, PackedRange& range, const Combine& combine, Scratch& scratch);
+Status DoublingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, Scratch& scratch);
 
 // Parts are received in portions, each added while the next is on its way.
-Status HalvingAllreduce(Group& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
+Status HalvingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
                         Scratch& scratch);
 
 }  // namespace kolovod

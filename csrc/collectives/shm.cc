@@ -49,7 +49,7 @@ void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {
   if (before_post_) before_post_();
   RankBlock& self = segment_.rank(rank_);
   for (const auto& [flag, value] : flags) (self.*flag).store(value, std::memory_order_seq_cst);
-  segment_.RingDataWaiting();
+  segment_.WakeDataWaiting();
 }
 
 Status ShmBackend::WaitFor(int peer, Flag flag, uint64_t value) {
@@ -59,7 +59,7 @@ Status ShmBackend::WaitFor(int peer, Flag flag, uint64_t value) {
   const auto wake = [&] {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || (peer != r && peer != DataWait::kAll)) continue;
-      if (!segment_.Reached(rank_, {r, wait.done, value})) segment_.RingUndriven(r);
+      if (!segment_.Reached(rank_, {r, wait.done, value})) segment_.WakeUndriven(r);
     }
   };
   return waiter_.Wait(ready, wake, /*in_bucket=*/true, wait);

@@ -11,12 +11,12 @@ namespace {
 // Of the n-th announcement by a bit that was given out at `position`; the same on all ranks.
 uint64_t TagOf(uint64_t position, uint32_t n) { return ((position + 1) & INT32_MAX) << 32 | n; }
 
-std::unique_ptr<RingWriter> RingToLeader(const Membership& membership) {
+std::unique_ptr<MessageRingWriter> RingToLeader(const Membership& membership) {
   if (membership.topology.leads()) return nullptr;
   RankBlock& self = membership.self();
-  return std::make_unique<RingWriter>(self.control_ring, kControlRingBytes, &self.control_head,
-                                      std::vector<std::atomic<uint64_t>*>{&self.control_tail},
-                                      membership.epoch);
+  return std::make_unique<MessageRingWriter>(self.control_ring, kControlRingBytes, &self.control_head,
+                                             std::vector<std::atomic<uint64_t>*>{&self.control_tail},
+                                             membership.epoch);
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ bool Announcer::Announce(const OperationPtr& op) {
     const auto id = static_cast<uint32_t>(cached->second.id);
     op->announced_id = cached->second.id;
     op->tag = TagOf(cached->second.position, cached->second.announced++);
-    if (stage_) (void)stage_(*op);
+    if (eager_copy_) (void)eager_copy_(*op);
     by_id_[id] = op;
     ++stats_.bit_announcements;
     if (lost || !log_.AnnounceId(id)) return false;
@@ -56,7 +56,7 @@ bool Announcer::Announce(const OperationPtr& op) {
     log_.AppendId(id);
     return true;
   }
-  const bool by_slot = stage_ && op->tag != 0 && stage_(*op) && !some_have_joined_;
+  const bool by_slot = eager_copy_ && op->tag != 0 && eager_copy_(*op) && !some_have_joined_;
   if (lost) return false;
   if (by_slot) return AnnounceBySlot(op, std::move(body));
   SendInFull(op, std::move(body));
@@ -155,9 +155,9 @@ void Announcer::Tell(Note note) {
     to_leader_->Flush(&moved);
     outgoing_.store(!to_leader_->empty(), std::memory_order_seq_cst);
   }
-  membership_.segment->RingWaiting();
+  membership_.segment->WakeWaiting();
   // Ranks of other hosts may wait for this, and cannot wake our leader.
-  if (hosts_ > 1) membership_.segment->RingUndriven(0);
+  if (hosts_ > 1) membership_.segment->WakeUndriven(0);
 }
 
 bool Announcer::CanSend() const {

@@ -17,7 +17,7 @@
 
 #include "control/log.h"
 #include "control/message.h"
-#include "control/ring.h"
+#include "control/message_ring.h"
 #include "control/roll_call.h"
 #include "engine/locks.h"
 #include "engine/membership.h"
@@ -52,8 +52,8 @@ class Announcer {
 
   // Called before an operation with a tag is announced; true: the slot of the tag is claimed for it. There
   // are slots, then. Once, before anything is announced.
-  void SetStage(std::function<bool(Operation&)> stage) {
-    stage_ = std::move(stage);
+  void SetEagerCopy(std::function<bool(Operation&)> stage) {
+    eager_copy_ = std::move(stage);
     roll_call_.emplace(*membership_.segment, membership_.topology.local_rank);
   }
 
@@ -100,7 +100,7 @@ class Announcer {
   const int hosts_;
   OperationsMutex& mutex_;
   Log& log_;
-  std::function<bool(Operation&)> stage_;
+  std::function<bool(Operation&)> eager_copy_;
   std::optional<RollCall> roll_call_;
 
   std::unordered_map<std::string, OperationPtr> pending_ GUARDED_BY(kOperations);
@@ -110,7 +110,7 @@ class Announcer {
   OperationPtr join_ GUARDED_BY(kOperations);                // not announced yet
   bool some_have_joined_ GUARDED_BY(kOperations) = false;
   AnnouncerStats stats_ GUARDED_BY(kOperations);
-  const std::unique_ptr<RingWriter> to_leader_;          // a leader has none; Push and Flush: kOperations
+  const std::unique_ptr<MessageRingWriter> to_leader_;   // a leader has none; Push and Flush: kOperations
   std::vector<Note> own_notes_ GUARDED_BY(kOperations);  // of a leader
   std::atomic<bool> outgoing_{false};                    // something waits in one of these two
 };

@@ -4,7 +4,7 @@
 
 namespace kolovod {
 
-Control::Control(const Membership& membership, OperationsMutex& mutex, Uplink* link)
+Control::Control(const Membership& membership, OperationsMutex& mutex, ControlLink* link)
     : segment_(*membership.segment),
       topology_(membership.topology),
       link_(link),
@@ -33,8 +33,8 @@ ControlStats Control::stats() const {
   return stats;
 }
 
-void Control::SetStage(std::function<bool(Operation&)> stage) {
-  announcer_.SetStage(std::move(stage));
+void Control::SetEagerCopy(std::function<bool(Operation&)> stage) {
+  announcer_.SetEagerCopy(std::move(stage));
   if (root_ != nullptr) root_->UseSlots();
 }
 
@@ -44,7 +44,7 @@ bool Control::HasInput() {
       (link_ != nullptr && link_->Look())) {
     return true;
   }
-  for (const RingReader& reader : from_ranks_) {
+  for (const MessageRingReader& reader : from_ranks_) {
     if (reader.HasData()) return true;
   }
   return false;
@@ -88,7 +88,7 @@ Status Control::ReadLocalRings() {
 }
 
 Status Control::ReadLink() {
-  for (const Uplink::Frame& frame : link_->Take()) {
+  for (const ControlLink::Frame& frame : link_->Take()) {
     const std::optional<Note> note = DecodeNote(frame.payload);
     if (!note) {
       return Status(Code::kInternal, "the leader of host " + std::to_string(frame.host) +
@@ -132,22 +132,22 @@ Status Control::ReadLog(std::deque<OperationPtr>* ready) {
   return Status();
 }
 
-uint64_t Control::Seal(uint64_t bucket, uint64_t begin, uint64_t end) {
-  const uint64_t sealed = log_.Seal(bucket, begin, end);
-  if (root_ != nullptr) root_->TellSeal(bucket, sealed);
-  return sealed;
+uint64_t Control::CloseBucket(uint64_t bucket, uint64_t begin, uint64_t end) {
+  const uint64_t holds = log_.CloseBucket(bucket, begin, end);
+  if (root_ != nullptr) root_->TellBucketEnd(bucket, holds);
+  return holds;
 }
 
 void Control::Wake(int local_rank) {
-  segment_.RingUndriven(local_rank);
-  segment_.RingWaiting();
+  segment_.WakeUndriven(local_rank);
+  segment_.WakeWaiting();
 }
 
-void Control::RingLagging() {
+void Control::WakeLagging() {
   if (host_log_ == nullptr) {
-    segment_.RingUndriven(0);
+    segment_.WakeUndriven(0);
   } else if (host_log_->lags()) {
-    host_log_->RingUndriven();
+    host_log_->WakeUndriven();
   }
 }
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "control/log.h"
-#include "control/ring.h"
+#include "control/message_ring.h"
 #include "engine/announcer.h"
 #include "engine/forwarder.h"
 #include "engine/host_log.h"
@@ -22,7 +22,7 @@
 #include "engine/membership.h"
 #include "engine/operation.h"
 #include "engine/root.h"
-#include "transport/uplink.h"
+#include "transport/control_link.h"
 
 namespace kolovod {
 
@@ -35,15 +35,15 @@ struct ControlStats : AnnouncerStats {
 class Control {
  public:
   // `mutex`: the engine's. `link`: of a leader in a world of several hosts, else null.
-  Control(const Membership& membership, OperationsMutex& mutex, Uplink* link);
+  Control(const Membership& membership, OperationsMutex& mutex, ControlLink* link);
 
   Announcer& announcer() { return announcer_; }
   const Announcer& announcer() const { return announcer_; }
   // Null unless this rank leads a host of several.
   Forwarder* forwarder() { return forwarder_.get(); }
   ControlStats stats() const REQUIRES(kOperations);
-  // Once, before anything is announced: Announcer::SetStage.
-  void SetStage(std::function<bool(Operation&)> stage);
+  // Once, before anything is announced: Announcer::SetEagerCopy.
+  void SetEagerCopy(std::function<bool(Operation&)> stage);
 
   // A leader passes on what has arrived, the root negotiates it; every rank moves what waits to be sent.
   Status Pump() REQUIRES(kLease);
@@ -59,18 +59,18 @@ class Control {
   // entry without data (an error, a forgotten name), which still has its position.
   Status ReadLog(std::deque<OperationPtr>* ready) REQUIRES(kLease);
   // Wakes the engine threads that a long message waits for.
-  void RingLagging() REQUIRES(kLease);
+  void WakeLagging() REQUIRES(kLease);
   // Position after the last entry read.
   uint64_t position() const REQUIRES(kLease) { return position_; }
 
   // Where bucket `bucket`, which begins at `begin`, ends; nullopt: not decided.
-  std::optional<uint64_t> SealedEnd(uint64_t bucket, uint64_t begin) const REQUIRES(kLease) {
-    return log_.SealedEnd(bucket, begin);
+  std::optional<uint64_t> BucketEnd(uint64_t bucket, uint64_t begin) const REQUIRES(kLease) {
+    return log_.BucketEnd(bucket, begin);
   }
   // Whether this rank may decide that: on one host whoever comes first, else the root.
-  bool MaySeal() const { return topology_.hosts() == 1 || topology_.is_root(); }
+  bool MayCloseBucket() const { return topology_.hosts() == 1 || topology_.is_root(); }
   // Proposes `end`; returns the one that holds.
-  uint64_t Seal(uint64_t bucket, uint64_t begin, uint64_t end) REQUIRES(kLease);
+  uint64_t CloseBucket(uint64_t bucket, uint64_t begin, uint64_t end) REQUIRES(kLease);
   // Root::TellLinks, of the root.
   void TellLinks(const LinkCost& cost) REQUIRES(kLease) { root_->TellLinks(cost); }
 
@@ -87,16 +87,16 @@ class Control {
 
   Segment& segment_;
   const Topology& topology_;
-  Uplink* const link_;
+  ControlLink* const link_;
   Log log_;
   Announcer announcer_;
   // Of a leader:
   std::unique_ptr<HostLog> host_log_;
   std::unique_ptr<Forwarder> forwarder_;
   std::unique_ptr<Root> root_;
-  std::vector<RingReader> from_ranks_ GUARDED_BY(kLease);
+  std::vector<MessageRingReader> from_ranks_ GUARDED_BY(kLease);
 
-  RingReader responses_in_ GUARDED_BY(kLease);
+  MessageRingReader responses_in_ GUARDED_BY(kLease);
   std::optional<std::string> arrived_ GUARDED_BY(kLease);  // the next response, whose entry was not read yet
   uint64_t position_ GUARDED_BY(kLease) = 0;
 };

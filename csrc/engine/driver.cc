@@ -69,7 +69,7 @@ void Driver::ReleaseLease() {
     const bool pending = membership_.self().pending.load(std::memory_order_seq_cst) != 0;
     Lease::Left left;
     left.more = over ? pending : MustDrive() || SeesLeavers() || (pending && HasWork());
-    // What this look has read of the uplink nobody else will be told of.
+    // What this look has read of the control link nobody else will be told of.
     left.unread = !over && control_.HasUnread();
     // A caller comes again soon; and waking the reading thread at every small operation would cost more than
     // they do.
@@ -82,7 +82,7 @@ void Driver::ReleaseLease() {
 }
 
 bool Driver::CanExecute() const {
-  return !ready_.empty() && (control_.MaySeal() || control_.SealedEnd(bucket_, executed_).has_value());
+  return !ready_.empty() && (control_.MayCloseBucket() || control_.BucketEnd(bucket_, executed_).has_value());
 }
 
 bool Driver::SeesLeavers() const {
@@ -106,7 +106,7 @@ Status Driver::Drive(const Operation* until, int64_t deadline_ns) {
   };
   const auto lag = [&] {
     AssumeHeld(kLease);
-    control_.RingLagging();
+    control_.WakeLagging();
   };
   while (!done()) {
     bool progressed = false;
@@ -140,25 +140,25 @@ Status Driver::Step(bool* progressed) {
 }
 
 Status Driver::AwaitBucketEnd(uint64_t* end) {
-  std::optional<uint64_t> sealed = control_.SealedEnd(bucket_, executed_);
-  if (!sealed) {
+  std::optional<uint64_t> decided = control_.BucketEnd(bucket_, executed_);
+  if (!decided) {
     std::vector<size_t> bytes;
     bytes.reserve(ready_.size());
     for (const OperationPtr& op : ready_) bytes.push_back(op == nullptr ? 0 : op->bytes);
     const size_t taken = EntriesForBucket(bytes, static_cast<size_t>(membership_.config.fusion_bytes));
-    sealed = control_.Seal(bucket_, executed_, executed_ + taken);
+    decided = control_.CloseBucket(bucket_, executed_, executed_ + taken);
   }
-  *end = *sealed;
+  *end = *decided;
   const auto has_input = [&] {
     AssumeHeld(kLease);
     return control_.HasInput();
   };
   const auto lag = [&] {
     AssumeHeld(kLease);
-    control_.RingLagging();
+    control_.WakeLagging();
   };
   while (control_.position() < *end) {
-    // The sealing rank saw entries that this one has not read yet: they are in the log.
+    // The rank that closed the bucket saw entries that this one has not read yet: they are in the log.
     KV_RETURN_IF_ERROR(control_.Pump());
     KV_RETURN_IF_ERROR(control_.ReadLog(&ready_));
     if (control_.position() >= *end) break;

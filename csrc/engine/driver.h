@@ -63,7 +63,8 @@ class Driver {
 
   // Operations that were submitted here and are not complete.
   size_t CountPending() const REQUIRES(kOperations);
-  // The same with those that shutting down has failed: their number and one name; empty: none.
+  // How many operations never completed, and the name of one, counting those that shutting down has failed;
+  // empty: none.
   std::string DescribeUnfinished() const REQUIRES(kOperations);
 
  private:

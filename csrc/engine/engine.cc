@@ -50,16 +50,16 @@ Membership MembershipOf(EngineOptions& options) {
   return membership;
 }
 
-std::unique_ptr<Uplink> MakeUplink(const Membership& membership, const EngineOptions& options) {
+std::unique_ptr<ControlLink> MakeControlLink(const Membership& membership, const EngineOptions& options) {
   const Topology& topology = membership.topology;
   if (topology.hosts() == 1 || !topology.leads()) return nullptr;
-  std::vector<UplinkPeer> peers;
+  std::vector<ControlLinkPeer> peers;
   for (const int host : Tree(topology.hosts(), topology.host()).neighbours) {
     const auto h = static_cast<size_t>(host);
     peers.push_back(
-        {host, options.uplink_fds[h], options.uplink_keys.empty() ? nullptr : options.uplink_keys[h]});
+        {host, options.control_fds[h], options.control_keys.empty() ? nullptr : options.control_keys[h]});
   }
-  return std::make_unique<Uplink>(std::move(peers), options.epoch);
+  return std::make_unique<ControlLink>(std::move(peers), options.epoch);
 }
 
 }  // namespace
@@ -88,8 +88,8 @@ Engine::Engine(EngineOptions& options)
     : membership_(MembershipOf(options)),
       idle_sleep_ns_(options.idle_sleep_ns),
       lease_(membership_),
-      switchboard_(std::move(options.switchboard)),
-      uplink_(MakeUplink(membership_, options)) {
+      broker_(std::move(options.broker)),
+      control_link_(MakeControlLink(membership_, options)) {
   const auto r = static_cast<size_t>(membership_.rank);
   LoopbackFaults* const faults = membership_.faults.get();
   waiter_ = std::make_unique<Waiter>(*membership_.segment, membership_.topology, *membership_.liveness, stop_,
@@ -105,11 +105,11 @@ Status Engine::Form(EngineOptions& options) {
   LimitUnusedOutputs(static_cast<size_t>(membership_.config.unused_output_bytes));
   last_operations_ =
       std::make_unique<LastOperations>(membership_, *waiter_, std::move(options.last_operations_prefix));
-  MakeLateWatch(std::move(options.stacks));
-  control_ = std::make_unique<Control>(membership_, registry_.mutex(), uplink_.get());
+  MakeStragglerWatch(std::move(options.stacks));
+  control_ = std::make_unique<Control>(membership_, registry_.mutex(), control_link_.get());
   line_latency_ns_ = formation.MeasureLineLatencyNs();
   if (membership_.topology.hosts() > 1) {
-    KV_RETURN_IF_ERROR(HostLinks::Create(membership_, *waiter_, switchboard_, &links_));
+    KV_RETURN_IF_ERROR(HostLinks::Create(membership_, *waiter_, broker_, &links_));
   }
   MakeExecutor(options.external, std::move(peers));
   PointToPointOptions transfers{membership_.topology, membership_.numbers, reads_peers,
@@ -119,7 +119,7 @@ Status Engine::Form(EngineOptions& options) {
   driver_ =
       std::make_unique<Driver>(DriverParts{membership_, registry_, lease_, *waiter_, *control_, *transfers_,
                                            *executor_, *last_operations_, links_.get(), stop_});
-  if (uplink_ != nullptr) StartUplink();
+  if (control_link_ != nullptr) StartControlLink();
   return links_ == nullptr ? Status() : MeasureLinks(options.believed_bytes_per_us);
 }
 
@@ -139,44 +139,45 @@ void Engine::MakeExecutor(bool is_external, std::unique_ptr<PeerMemory> peers) {
   const bool has_slots = links_ == nullptr && !is_external;
   executor_ = std::make_unique<Executor>(membership_, std::move(backend), has_slots);
   if (!has_slots) return;
-  control_->SetStage([executor = executor_.get()](Operation& op) {
+  control_->SetEagerCopy([executor = executor_.get()](Operation& op) {
     AssumeHeld(kOperations);
-    return executor->Stage(op);
+    return executor->CopyEagerly(op);
   });
 }
 
-void Engine::MakeLateWatch(std::shared_ptr<StackSource> stacks) {
+void Engine::MakeStragglerWatch(std::shared_ptr<StackSource> stacks) {
   std::string where;
   if (membership_.segment->belongs()) {
     for (int rank : membership_.numbers)
       where += (where.empty() ? "process set [" : ", ") + std::to_string(rank);
     where += "]";
   }
-  LateOptions options;
+  StragglerOptions options;
   options.topology = membership_.topology;
   options.names = {membership_.numbers, [this](int r) { return membership_.Describe(r); }};
   options.where = std::move(where);
   options.stacks = std::move(stacks);
   options.tell_leaders = [this](const Note& note) { control_->forwarder()->TellLeaders(note); };
-  late_ = std::make_unique<LateWatch>(*membership_.segment, membership_.config, std::move(options));
-  waiter_->SetWatch([this] { late_->Tick(); });
+  stragglers_ =
+      std::make_unique<StragglerWatch>(*membership_.segment, membership_.config, std::move(options));
+  waiter_->SetWatch([this] { stragglers_->Tick(); });
 }
 
-void Engine::StartUplink() {
-  Uplink::Events events;
+void Engine::StartControlLink() {
+  ControlLink::Events events;
   Forwarder* const forwarder = control_->forwarder();
-  forwarder->set_on_straggler([this](const Note& note) { late_->Hear(note); });
-  events.read = [forwarder](const Uplink::Frame& frame) { return forwarder->Forward(frame); };
+  forwarder->set_on_straggler([this](const Note& note) { stragglers_->Hear(note); });
+  events.read = [forwarder](const ControlLink::Frame& frame) { return forwarder->Forward(frame); };
   events.arrived = [this] {
-    membership_.RingDriver();
-    if (membership_.self().driving.load(std::memory_order_seq_cst) == 0) membership_.RingIdle();
+    membership_.WakeDriver();
+    if (membership_.self().driving.load(std::memory_order_seq_cst) == 0) membership_.WakeIdle();
   };
   events.lost = [this, forwarder](int host, const std::string& reason) {
     forwarder->Lost(host, reason,
                     membership_.Describe(membership_.topology.leaders[static_cast<size_t>(host)]));
   };
-  uplink_->Start(std::move(events));
-  waiter_->set_before_sleep([this] { uplink_->LookAway(); });
+  control_link_->Start(std::move(events));
+  waiter_->set_before_sleep([this] { control_link_->LookAway(); });
 }
 
 // When leaders listen to each other already: of a rank that fails here all are to hear.
@@ -255,7 +256,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   if (drives) {
     DriveFor(*op, drive_ns);
   } else if (driven || (!blocking && appended && driver_->AddReady(op->bytes))) {
-    membership_.RingIdle();
+    membership_.WakeIdle();
   }
   return Status();
 }
@@ -320,7 +321,7 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
     registry_.AddDriven();  // the engine thread drives as if the operation had a callback
     NudgeForAsync();
     const Status status = WaitAsleep(op, timeout_s, /*wants_lease=*/false, interrupted);
-    if (registry_.DropDriven()) membership_.RingDriver();  // it may stop
+    if (registry_.DropDriven()) membership_.WakeDriver();  // it may stop
     return status.ok() ? op->status : status;
   }
   while (!op->done.load(std::memory_order_acquire)) {
@@ -338,13 +339,13 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
 
 Status Engine::WaitForLease(const OperationPtr& op, const std::function<bool()>& interrupted) {
   lease_.AddWanted();
-  if (membership_.self().driver_sleeping.load(std::memory_order_seq_cst) != 0) membership_.RingDriver();
+  if (membership_.self().driver_sleeping.load(std::memory_order_seq_cst) != 0) membership_.WakeDriver();
   const Status status = WaitAsleep(op, 0.1, /*wants_lease=*/true, interrupted);
   lease_.DropWanted();
   // It let go for this caller, which may not need the lease any more.
   if (op->done.load(std::memory_order_acquire) &&
       (driver_->MustDrive() || membership_.self().pending.load(std::memory_order_seq_cst) != 0)) {
-    membership_.RingIdle();
+    membership_.WakeIdle();
   }
   return status.code() == Code::kTimeout ? Status() : status;
 }
@@ -362,7 +363,7 @@ Status Engine::WaitDriving(uint64_t handle, double timeout_s, const std::functio
 }
 
 void Engine::DriveFor(const Operation& op, int64_t drive_ns) {
-  if (!driver_->TryTakeLease(/*background=*/false, nullptr)) return membership_.RingIdle();
+  if (!driver_->TryTakeLease(/*background=*/false, nullptr)) return membership_.WakeIdle();
   (void)driver_->Drive(&op, NowNs() + drive_ns);  // an error of it is that of every pending operation
   driver_->ReleaseLease();
 }
@@ -373,8 +374,8 @@ void Engine::StartTransfer() {
     driver_->ReleaseLease();
     return;
   }
-  if (membership_.self().driver_sleeping.load(std::memory_order_seq_cst) != 0) membership_.RingDriver();
-  membership_.RingIdle();
+  if (membership_.self().driver_sleeping.load(std::memory_order_seq_cst) != 0) membership_.WakeDriver();
+  membership_.WakeIdle();
 }
 
 // Leaves the driving to the engine thread: a driver cannot give up in the middle of a bucket. Also
@@ -399,9 +400,9 @@ Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_l
 
 // Wakes the threads that could bring an operation forward while no caller drives.
 void Engine::NudgeForAsync() {
-  membership_.RingIdle();
+  membership_.WakeIdle();
   if (!membership_.topology.leads() && membership_.segment->rank(0).driving.load() == 0)
-    membership_.segment->RingIdle(0);
+    membership_.segment->WakeIdle(0);
 }
 
 Status Engine::Poll(uint64_t handle, bool* done) {
@@ -430,7 +431,7 @@ void Engine::EngineThread() {
       driver_->ReleaseLease();
     }
     SpreadRevocation();
-    late_->Tick();
+    stragglers_->Tick();
     if (stop_.load()) break;
     self.idle_sleeping.store(1, std::memory_order_seq_cst);
     FutexWait(&self.idle_bell, bell, idle_sleep_ns_);
@@ -452,14 +453,14 @@ void Engine::Shutdown() {
   stop_.store(true);   // first: whatever fails here fails with kShutDown
   SpreadRevocation();  // why, before that this rank leaves
   if (!killed) AnnounceLeave();
-  membership_.RingDriver();
-  membership_.RingIdle();
+  membership_.WakeDriver();
+  membership_.WakeIdle();
   if (thread_.joinable()) thread_.join();
-  if (uplink_ != nullptr) {
+  if (control_link_ != nullptr) {
     SpreadRevocation();
-    uplink_->Stop(kFarewellMs);
+    control_link_->Stop(kFarewellMs);
   }
-  if (switchboard_ != nullptr) switchboard_->Close();
+  if (broker_ != nullptr) broker_->Close();
   while (!lease_.TryKeep()) std::this_thread::sleep_for(std::chrono::microseconds(50));
   if (links_ != nullptr && !killed) links_->mesh().Farewell(kFarewellMs);
   driver_->Break(Status(Code::kShutDown, "this rank was shut down"));
@@ -479,14 +480,14 @@ void Engine::AnnounceLeave() {
   segment.left(membership_.rank).store(1, std::memory_order_seq_cst);
   segment.header().left_count.fetch_add(1, std::memory_order_seq_cst);
   for (int r = 0; r < membership_.topology.local_size(); ++r) {
-    segment.RingDriver(r);
-    segment.RingIdle(r);
+    segment.WakeDriver(r);
+    segment.WakeIdle(r);
   }
   if (Forwarder* const forwarder = control_->forwarder()) forwarder->TellLeft(membership_.rank);
 }
 
 void Engine::SpreadRevocation() {
-  if (uplink_ == nullptr || !membership_.segment->revoked()) return;
+  if (control_link_ == nullptr || !membership_.segment->revoked()) return;
   control_->forwarder()->TellRevoked(membership_.segment->RevokedStatus());
 }
 
@@ -495,7 +496,7 @@ void Engine::Forget() {
   stop_.store(true);
   // The thread object refers to a thread that exists only in the parent.
   if (thread_.joinable()) thread_.detach();
-  if (uplink_ != nullptr) uplink_->Forget();
+  if (control_link_ != nullptr) control_link_->Forget();
   if (links_ != nullptr) links_->mesh().Close();
   membership_.segment->Forget();
 }
@@ -511,7 +512,7 @@ EngineStats Engine::Stats() {
   static_cast<CompletionStats&>(stats) = registry_.stats();
   if (links_ != nullptr) static_cast<LinkStats&>(stats) = links_->stats();
   stats.control = control_->stats();
-  stats.late_reports = late_->reports();
+  stats.late_reports = stragglers_->reports();
   stats.line_latency_ns = line_latency_ns_;
   return stats;
 }

@@ -8,7 +8,7 @@
 //
 // The engine is made of parts, each with a header that says what it does: Registry (operations and who waits
 // for them), Lease and Driver (who drives, and what that is), Control (announcements out, log in), Executor
-// (buckets to backends), PointToPoint, HostLinks, LateWatch, LastOperations; Formation brings the ranks
+// (buckets to backends), PointToPoint, HostLinks, StragglerWatch, LastOperations; Formation brings the ranks
 // together before that.
 #pragma once
 
@@ -27,17 +27,17 @@
 #include "engine/executor.h"
 #include "engine/host_links.h"
 #include "engine/last_operations.h"
-#include "engine/late.h"
 #include "engine/lease.h"
 #include "engine/membership.h"
 #include "engine/operation.h"
 #include "engine/registry.h"
 #include "engine/stack.h"
+#include "engine/straggler_watch.h"
 #include "p2p/point_to_point.h"
+#include "transport/connection_broker.h"
+#include "transport/control_link.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
-#include "transport/switchboard.h"
-#include "transport/uplink.h"
 #include "transport/waiter.h"
 
 namespace kolovod {
@@ -49,9 +49,9 @@ struct EngineOptions {
   std::vector<int> hosts;
   // Between hosts, connected stream sockets that are this engine's from now on. By host, in the order of
   // their first ranks: from a leader to those of its neighbours in the tree (base/tree.h); else -1.
-  std::vector<int> uplink_fds;
-  std::vector<std::shared_ptr<const RecordKeys>> uplink_keys;  // of each; empty: they are not encrypted
-  std::shared_ptr<Switchboard> switchboard;  // between hosts: gives connections for data, by rank
+  std::vector<int> control_fds;
+  std::vector<std::shared_ptr<const ConnectionKeys>> control_keys;  // of each; empty: they are not encrypted
+  std::shared_ptr<ConnectionBroker> broker;  // between hosts: gives connections for data, by rank
   // Of a process set: the number in the world of each rank, for messages. Empty: the same.
   std::vector<int> ranks;
   uint32_t epoch = 0;
@@ -123,7 +123,7 @@ class Engine {
   // From now on the times in them are exact for small operations, too (see RecordNs).
   void KeepExactTimes(bool exact) { last_operations_->KeepExactTimes(exact); }
   // The last report on late ranks that this rank has written to standard error; empty: none.
-  std::string LastLateReport() { return late_->last_report(); }
+  std::string LastLateReport() { return stragglers_->last_report(); }
   ExternalBackend* external() { return external_; }
   int rank() const { return membership_.rank; }
   int size() const { return membership_.size; }
@@ -135,9 +135,9 @@ class Engine {
   // Makes the parts, together with the other ranks.
   Status Form(EngineOptions& options);
   void MakeExecutor(bool is_external, std::unique_ptr<PeerMemory> peers);
-  void MakeLateWatch(std::shared_ptr<StackSource> stacks);
+  void MakeStragglerWatch(std::shared_ptr<StackSource> stacks);
   // A leader's connection to the others.
-  void StartUplink();
+  void StartControlLink();
   Status MeasureLinks(double believed_bytes_per_us);
 
   // What it is called, and by what tag it is matched.
@@ -173,11 +173,11 @@ class Engine {
   // Constant once formed. Each may refer to those before it.
   Registry registry_;
   Lease lease_;
-  const std::shared_ptr<Switchboard> switchboard_;
-  std::unique_ptr<Uplink> uplink_;  // of a leader in a world of several hosts
+  const std::shared_ptr<ConnectionBroker> broker_;
+  std::unique_ptr<ControlLink> control_link_;  // of a leader in a world of several hosts
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<LastOperations> last_operations_;
-  std::unique_ptr<LateWatch> late_;
+  std::unique_ptr<StragglerWatch> stragglers_;
   std::unique_ptr<Control> control_;
   std::unique_ptr<HostLinks> links_;  // of several hosts
   std::unique_ptr<PointToPoint> transfers_;

@@ -43,7 +43,7 @@ bool Executor::FitsSlot(const Operation& op) const {
   size_t bytes = 0;
   for (size_t t = 0; t < op.counts.size(); ++t) {
     const DType dtype = request.tensors[t].dtype;
-    bytes += StagedBackend::PlaceBytes(op.counts[t] * SizeOf(dtype));
+    bytes += EagerBackend::PlaceBytes(op.counts[t] * SizeOf(dtype));
     if (!TraitsOf(request.verb).reduces) continue;
     if (request.op == Op::kAdasum) return false;
     limit = std::min(limit, ShmBackend::OneShotLimit(membership_.config, membership_.size, kEagerBytes,
@@ -52,7 +52,7 @@ bool Executor::FitsSlot(const Operation& op) const {
   return bytes <= limit;
 }
 
-bool Executor::Stage(Operation& op) {
+bool Executor::CopyEagerly(Operation& op) {
   const Request& request = op.request;
   if (membership_.size == 1) return false;
   const bool unnamed = (op.tag & kUnnamedTag) != 0;
@@ -64,7 +64,7 @@ bool Executor::Stage(Operation& op) {
   op.claimed = op.tag;
   if (!gives) return announces;
   for (size_t t = 0; t < op.counts.size(); ++t) {
-    slot = StagedBackend::Stage(op.inputs[t], op.counts[t], request.tensors[t].dtype, request.prescale, slot);
+    slot = EagerBackend::Copy(op.inputs[t], op.counts[t], request.tensors[t].dtype, request.prescale, slot);
   }
   slots_->Publish(op.tag);
   return announces;
@@ -73,7 +73,7 @@ bool Executor::Stage(Operation& op) {
 Status Executor::ExecuteEager(Operation& op, bool* done) {
   const Request& request = op.request;
   const int root = TraitsOf(request.verb).has_root ? request.root : -1;
-  std::optional<StagedBackend> by = slots_->Find(op.tag, root);
+  std::optional<EagerBackend> by = slots_->Find(op.tag, root);
   if (!by) return Status();
   *done = true;
   op.was_eager = true;

@@ -24,7 +24,7 @@ class Executor {
 
   // Before the operation is announced: what this rank gives goes into its slot, if it is little. True: it can
   // be announced by its slot (engine/announcer.h).
-  bool Stage(Operation& op) REQUIRES(kOperations);
+  bool CopyEagerly(Operation& op) REQUIRES(kOperations);
   // The operation is over here, as everything before `position` of the log.
   void Release(const Operation& op, uint64_t position) REQUIRES(kOperations) {
     if (op.claimed != 0) slots_->Release(op.claimed, position);

@@ -4,7 +4,7 @@
 
 namespace kolovod {
 
-Forwarder::Forwarder(const Membership& membership, HostLog& log, Uplink& link)
+Forwarder::Forwarder(const Membership& membership, HostLog& log, ControlLink& link)
     : membership_(membership),
       log_(log),
       link_(link),
@@ -12,13 +12,13 @@ Forwarder::Forwarder(const Membership& membership, HostLog& log, Uplink& link)
       tally_(membership.segment->layout().cache_capacity, tree_.children.size() + 1),
       leaving_(static_cast<size_t>(membership.topology.hosts())) {}
 
-bool Forwarder::Forward(const Uplink::Frame& frame) {
+bool Forwarder::Forward(const ControlLink::Frame& frame) {
   const std::optional<Note> note = DecodeNote(frame.payload);
   if (!note) return false;  // the driver will say so
   const auto host = static_cast<size_t>(frame.host);
   if (note->kind == Note::Kind::kLeft && note->rank == membership_.topology.leaders[host])
     leaving_[host].store(true);
-  if (note->kind == Note::Kind::kLate || note->kind == Note::Kind::kLateSeen) {
+  if (note->kind == Note::Kind::kOverdue || note->kind == Note::Kind::kOverdueSeen) {
     SendToOthers(frame.host, frame.payload);
     on_straggler_(*note);
     return true;
@@ -116,8 +116,8 @@ Status Forwarder::Obey(int host, const Note& note) {
       if (!is_id) break;
       log_.Reset(static_cast<uint32_t>(note.number));
       return Status();
-    case Note::Kind::kSeal:
-      log_.Seal(note.number, note.end);
+    case Note::Kind::kBucketEnd:
+      log_.CloseBucket(note.number, note.end);
       return Status();
     case Note::Kind::kLeft:
       if (note.rank < 0 || note.rank >= membership_.size) break;

@@ -1,12 +1,12 @@
 // A leader's part of the control plane between hosts: it passes messages on along the tree of leaders
 // (base/tree.h).
 //
-//   rank --ring--> leader --uplink--> ... --> root: negotiates, orders
-//   rank <--log--- leader <--uplink-- ... <-- root
+//   rank --ring--> leader --link----> ... --> root: negotiates, orders
+//   rank <--log--- leader <--link---- ... <-- root
 //
-// Whoever reads the uplink passes on, before the driver sees the frame: a leader that computes, or is in the
-// middle of a bucket, holds nobody up. What goes to a driver is queued after it went to the children, and
-// they are read under the same lock, so whatever a child answers comes later than what it answers to.
+// Whoever reads the control link passes on, before the driver sees the frame: a leader that computes, or is
+// in the middle of a bucket, holds nobody up. What goes to a driver is queued after it went to the children,
+// and they are read under the same lock, so whatever a child answers comes later than what it answers to.
 //
 // Up go requests as they are, and a bit once all of the subtree have announced it: one message for each
 // connection, however many hosts. Down goes what the root says, as it is; what is for one host alone, to the
@@ -25,13 +25,13 @@
 #include "engine/host_log.h"
 #include "engine/locks.h"
 #include "engine/membership.h"
-#include "transport/uplink.h"
+#include "transport/control_link.h"
 
 namespace kolovod {
 
 class Forwarder {
  public:
-  Forwarder(const Membership& membership, HostLog& log, Uplink& link);
+  Forwarder(const Membership& membership, HostLog& log, ControlLink& link);
 
   // Called with what leaders tell each other about stragglers. Before the link is started.
   void set_on_straggler(std::function<void(const Note&)> on_straggler) {
@@ -39,8 +39,8 @@ class Forwarder {
   }
 
   // From whoever reads the link: passes the frame on in the tree. True: this host has no more to do with it.
-  bool Forward(const Uplink::Frame& frame);
-  // From there, too: the connection to `leader` of this host ended.
+  bool Forward(const ControlLink::Frame& frame);
+  // From whoever reads the link, too: the connection to `leader`, which leads `host`, has ended.
   void Lost(int host, const std::string& reason, const std::string& leader);
 
   // Of a leader that is not the root. From a rank of this host, for the root.
@@ -64,7 +64,7 @@ class Forwarder {
 
   const Membership& membership_;
   HostLog& log_;
-  Uplink& link_;
+  ControlLink& link_;
   const Tree tree_;
   Tally tally_;  // of bits: this host and each child's subtree
   std::function<void(const Note&)> on_straggler_;

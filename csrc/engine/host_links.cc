@@ -6,7 +6,7 @@
 namespace kolovod {
 
 Status HostLinks::Create(const Membership& membership, Waiter& waiter,
-                         std::shared_ptr<Switchboard> switchboard, std::unique_ptr<HostLinks>* out) {
+                         std::shared_ptr<ConnectionBroker> broker, std::unique_ptr<HostLinks>* out) {
   std::unique_ptr<HostLinks> links(new HostLinks(membership, waiter));
   std::vector<MeshPeer> peers;
   for (int r = 0; r < membership.size; ++r) peers.push_back({-1, membership.Describe(r)});
@@ -21,9 +21,9 @@ Status HostLinks::Create(const Membership& membership, Waiter& waiter,
     return waits.MustStop() ? waits.Stopped() : waits.Periodic(/*in_bucket=*/true);
   };
   // The peer waits for the connection as well: it must hear that there will be none.
-  switchboard->set_on_failure(
+  broker->set_on_failure(
       [segment = membership.segment](const std::string& text) { segment->Revoke(Code::kRankLost, text); });
-  options.switchboard = std::move(switchboard);
+  options.broker = std::move(broker);
   KV_RETURN_IF_ERROR(Mesh::Create(membership.rank, std::move(peers), std::move(options), &links->mesh_));
   waiter.set_background([mesh = links->mesh_.get()] { return mesh->Background(); });
   *out = std::move(links);

@@ -11,8 +11,8 @@
 #include "collectives/hierarchical.h"
 #include "engine/locks.h"
 #include "engine/membership.h"
+#include "transport/connection_broker.h"
 #include "transport/mesh.h"
-#include "transport/switchboard.h"
 #include "transport/waiter.h"
 
 namespace kolovod {
@@ -25,7 +25,7 @@ struct LinkStats {
 
 class HostLinks {
  public:
-  static Status Create(const Membership& membership, Waiter& waiter, std::shared_ptr<Switchboard> switchboard,
+  static Status Create(const Membership& membership, Waiter& waiter, std::shared_ptr<ConnectionBroker> broker,
                        std::unique_ptr<HostLinks>* out);
 
   Mesh& mesh() { return *mesh_; }

@@ -28,17 +28,17 @@ void HostLog::PushResponse(const std::string& body) {
   message_bytes_.fetch_add(responses_.bytes_pushed() - before, std::memory_order_relaxed);
 }
 
-void HostLog::Seal(uint64_t bucket, uint64_t end) {
-  log_.Seal(bucket, 0, end);
-  membership_.segment->RingWaiting();
-  RingUndriven();
+void HostLog::CloseBucket(uint64_t bucket, uint64_t end) {
+  log_.CloseBucket(bucket, 0, end);
+  membership_.segment->WakeWaiting();
+  WakeUndriven();
 }
 
 void HostLog::Flush() {
   bool moved = false;
   complete_ += responses_.Flush(&moved);
   AppendInOrder();
-  if (moved && !responses_.empty()) membership_.segment->RingWaiting();  // a piece: no entry tells of it
+  if (moved && !responses_.empty()) membership_.segment->WakeWaiting();  // a piece: no entry tells of it
 }
 
 // A rank leaves after all it took part in: the ranks here must find that in the log first.
@@ -64,12 +64,12 @@ void HostLog::MarkLeft(int rank) {
   if (membership_.topology.on_this_host(rank)) return;
   if (segment.left(rank).exchange(1, std::memory_order_seq_cst) != 0) return;
   segment.header().left_count.fetch_add(1, std::memory_order_seq_cst);
-  segment.RingWaiting();
+  segment.WakeWaiting();
 }
 
-void HostLog::RingUndriven() const {
+void HostLog::WakeUndriven() const {
   for (int r = 0; r < membership_.topology.local_size(); ++r) {
-    if (r != membership_.topology.local_rank) membership_.segment->RingUndriven(r);
+    if (r != membership_.topology.local_rank) membership_.segment->WakeUndriven(r);
   }
 }
 

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "control/log.h"
-#include "control/ring.h"
+#include "control/message_ring.h"
 #include "engine/locks.h"
 #include "engine/membership.h"
 
@@ -27,15 +27,15 @@ class HostLog {
   // Bit `id` will stand for another name.
   void Reset(uint32_t id) REQUIRES(kLease) { log_.Reset(id); }
   // The root of another host has decided where a bucket ends.
-  void Seal(uint64_t bucket, uint64_t end) REQUIRES(kLease);
+  void CloseBucket(uint64_t bucket, uint64_t end) REQUIRES(kLease);
 
   // Moves to the ring what there is room for, and appends what is complete.
   void Flush() REQUIRES(kLease);
   bool CanFlush() const REQUIRES(kLease) { return !responses_.empty() && responses_.HasRoom(); }
-  // The ranks of this host must read before more can be written.
+  // True: the ranks of this host must read before more can be written.
   bool lags() const REQUIRES(kLease) { return !responses_.empty(); }
   // Ranks of other hosts wait for the data of those of this host that nobody drives.
-  void RingUndriven() const;
+  void WakeUndriven() const;
 
   // Any thread.
   uint64_t message_bytes() const { return message_bytes_.load(std::memory_order_relaxed); }
@@ -50,7 +50,7 @@ class HostLog {
 
   const Membership& membership_;
   Log& log_;
-  RingWriter responses_ GUARDED_BY(kLease);
+  MessageRingWriter responses_ GUARDED_BY(kLease);
   std::deque<int64_t> order_ GUARDED_BY(kLease);  // not in the log yet
   int complete_ GUARDED_BY(kLease) = 0;           // responses that are in the ring and not in the log
   std::atomic<uint64_t> message_bytes_{0};

@@ -1,5 +1,5 @@
-// What this rank notes of its operations in the segment (transport/record.h), and the file that they are
-// written to when the world ends.
+// What this rank notes of its operations in the segment (transport/operation_record.h), and the file that
+// they are written to when the world ends.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 #include "engine/locks.h"
 #include "engine/membership.h"
 #include "engine/operation.h"
-#include "transport/record.h"
+#include "transport/operation_record.h"
 #include "transport/waiter.h"
 
 namespace kolovod {
@@ -46,7 +46,7 @@ class LastOperations {
   Waiter& waiter_;
   const std::string path_prefix_;
   std::atomic<bool> exact_times_{false};
-  RecordRing records_;
+  OperationRecorder records_;
   std::optional<std::string> path_ GUARDED_BY(kOperations);  // empty: could not be written
 };
 

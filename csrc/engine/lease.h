@@ -48,13 +48,13 @@ class Lease {
     const bool rung = self.idle_bell.load(std::memory_order_seq_cst) != bell;
     const bool is_wanted = wanted();
     // Our thread itself, too: what was announced after its last step, while it was driving, nobody rang for.
-    if (left.unread || ((left.more || rung) && !(was_background && is_wanted))) membership_.RingIdle();
+    if (left.unread || ((left.more || rung) && !(was_background && is_wanted))) membership_.WakeIdle();
     return is_wanted;
   }
 
   // Any thread.
   bool held() const { return held_.load(); }
-  // Callers that wait for it.
+  // Whether callers wait for it.
   bool wanted() const { return wanted_.load(std::memory_order_seq_cst) > 0; }
   void AddWanted() { wanted_.fetch_add(1); }
   void DropWanted() { wanted_.fetch_sub(1); }

@@ -31,8 +31,8 @@ struct Membership {
   int number() const { return numbers[static_cast<size_t>(rank)]; }
   bool has_left(int r) const { return segment->left(r).load(std::memory_order_seq_cst) != 0; }
   // Wakes this rank's engine thread, respectively its driver.
-  void RingIdle() const { segment->RingIdle(topology.local_rank); }
-  void RingDriver() const { segment->RingDriver(topology.local_rank); }
+  void WakeIdle() const { segment->WakeIdle(topology.local_rank); }
+  void WakeDriver() const { segment->WakeDriver(topology.local_rank); }
 };
 
 }  // namespace kolovod

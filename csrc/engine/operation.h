@@ -12,7 +12,7 @@
 #include "collectives/select.h"
 #include "control/message.h"
 #include "engine/output_memory.h"
-#include "transport/record.h"
+#include "transport/operation_record.h"
 
 namespace kolovod {
 

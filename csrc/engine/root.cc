@@ -12,7 +12,7 @@ Status Malformed(int host, const Note& note) {
                                      std::to_string(note.rank));
 }
 
-Root::Root(const Membership& membership, HostLog& log, Uplink* link)
+Root::Root(const Membership& membership, HostLog& log, ControlLink* link)
     : membership_(membership),
       log_(log),
       link_(link),
@@ -109,11 +109,11 @@ void Root::TellLinks(const LinkCost& cost) {
   Publish({links});
 }
 
-void Root::TellSeal(uint64_t bucket, uint64_t end) {
+void Root::TellBucketEnd(uint64_t bucket, uint64_t end) {
   if (link_ == nullptr) return;
-  SendDown(Note{Note::Kind::kSeal, 0, bucket, end, {}});
-  membership_.segment->RingWaiting();
-  log_.RingUndriven();
+  SendDown(Note{Note::Kind::kBucketEnd, 0, bucket, end, {}});
+  membership_.segment->WakeWaiting();
+  log_.WakeUndriven();
 }
 
 void Root::SendDown(const Note& note) {

@@ -15,14 +15,14 @@
 #include "engine/host_log.h"
 #include "engine/locks.h"
 #include "engine/membership.h"
-#include "transport/uplink.h"
+#include "transport/control_link.h"
 
 namespace kolovod {
 
 class Root {
  public:
   // `link`: to other hosts; null: there are none.
-  Root(const Membership& membership, HostLog& log, Uplink* link);
+  Root(const Membership& membership, HostLog& log, ControlLink* link);
 
   // Operations without a name may be announced by a slot.
   void UseSlots() { roll_call_.emplace(*membership_.segment, membership_.topology.local_rank); }
@@ -31,7 +31,7 @@ class Root {
   // All ranks are to estimate with this from the bucket on in whose place it comes.
   void TellLinks(const LinkCost& cost) REQUIRES(kLease);
   // All other hosts are told where a bucket ends.
-  void TellSeal(uint64_t bucket, uint64_t end) REQUIRES(kLease);
+  void TellBucketEnd(uint64_t bucket, uint64_t end) REQUIRES(kLease);
 
  private:
   bool Knows(int host, int rank) const;
@@ -46,7 +46,7 @@ class Root {
 
   const Membership& membership_;
   HostLog& log_;
-  Uplink* const link_;
+  ControlLink* const link_;
   const Tree tree_;
   Tally tally_;  // of bits: this host and each child's subtree
   std::optional<RollCall> roll_call_;

@@ -17,7 +17,8 @@ class StackSource {
   // kept open by the caller).
   StackSource(int signum, int read_fd);
 
-  // To be called again and again until it returns the text: the stack, or why there is none. Never blocks.
+  // Returns the text (the stack, or why there is none) once it is there: the caller asks again until then.
+  // Never blocks.
   std::optional<std::string> Capture(int64_t now_ns);
 
  private:

@@ -324,7 +324,7 @@ Status PointToPoint::ReadMail() {
   }
   if (read == 0 || !inbox_.TakeWanted()) return Status();
   for (int r = 0; r < options_.topology.local_size(); ++r) {
-    if (r != options_.topology.local_rank) segment_.RingReceiver(r);
+    if (r != options_.topology.local_rank) segment_.WakeReceiver(r);
   }
   return Status();
 }

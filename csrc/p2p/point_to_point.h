@@ -56,7 +56,7 @@ class PointToPoint : public Receiver {
   bool HasWork();
   // Moves what can be moved without waiting. An error is the end of the world.
   Status Progress();
-  // Those that have become done, with their status.
+  // Takes the operations that have become done, with their status.
   std::vector<OperationPtr> TakeDone() { return std::exchange(done_, {}); }
   // Rank `rank` has left. What it has sent before can still be received.
   void Left(int rank, const Status& status);

@@ -1,4 +1,4 @@
-#include "transport/switchboard.h"
+#include "transport/connection_broker.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -7,28 +7,28 @@
 
 namespace kolovod {
 
-Switchboard::Switchboard(Ask ask) : ask_(std::move(ask)) {
+ConnectionBroker::ConnectionBroker(Ask ask) : ask_(std::move(ask)) {
   news_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   wanted_bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 
-Switchboard::~Switchboard() { Forget(); }
+ConnectionBroker::~ConnectionBroker() { Forget(); }
 
-void Switchboard::Want(int peer) {
+void ConnectionBroker::Want(int peer) {
   if (ask_) return ask_(peer);
   MutexLock lock(mutex_);
   wanted_.push_back(peer);
   eventfd_write(wanted_bell_, 1);
 }
 
-std::vector<int> Switchboard::TakeWanted() {
+std::vector<int> ConnectionBroker::TakeWanted() {
   MutexLock lock(mutex_);
   eventfd_t rings;
   if (!closed_.load()) eventfd_read(wanted_bell_, &rings);
   return std::exchange(wanted_, {});
 }
 
-std::vector<MadeConnection> Switchboard::Take() {
+std::vector<MadeConnection> ConnectionBroker::Take() {
   MutexLock lock(mutex_);
   has_news_.store(false, std::memory_order_relaxed);
   eventfd_t rings;
@@ -36,7 +36,7 @@ std::vector<MadeConnection> Switchboard::Take() {
   return std::exchange(connected_, {});
 }
 
-void Switchboard::Connected(MadeConnection made) {
+void ConnectionBroker::Connected(MadeConnection made) {
   MutexLock lock(mutex_);
   if (closed_.load()) {
     close(made.fd);
@@ -47,7 +47,7 @@ void Switchboard::Connected(MadeConnection made) {
   eventfd_write(news_, 1);
 }
 
-void Switchboard::Failed(const std::string& text) {
+void ConnectionBroker::Failed(const std::string& text) {
   {
     MutexLock lock(mutex_);
     if (failure_) return;
@@ -56,12 +56,12 @@ void Switchboard::Failed(const std::string& text) {
   if (on_failure_) on_failure_(text);
 }
 
-std::optional<std::string> Switchboard::failure() const {
+std::optional<std::string> ConnectionBroker::failure() const {
   MutexLock lock(mutex_);
   return failure_;
 }
 
-void Switchboard::Close() {
+void ConnectionBroker::Close() {
   MutexLock lock(mutex_);
   closed_.store(true);
   for (const MadeConnection& made : connected_) close(made.fd);
@@ -69,7 +69,7 @@ void Switchboard::Close() {
   eventfd_write(wanted_bell_, 1);
 }
 
-void Switchboard::Forget() {
+void ConnectionBroker::Forget() {
   closed_.store(true);
   for (const MadeConnection& made : connected_) close(made.fd);
   connected_.clear();

@@ -1,4 +1,4 @@
-#include "transport/uplink.h"
+#include "transport/control_link.h"
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -40,8 +40,9 @@ void Prepare(int fd) {
 
 }  // namespace
 
-Uplink::Uplink(std::vector<UplinkPeer> peers, uint32_t epoch) : peers_(std::move(peers)), epoch_(epoch) {
-  for (const UplinkPeer& link : peers_) {
+ControlLink::ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch)
+    : peers_(std::move(peers)), epoch_(epoch) {
+  for (const ControlLinkPeer& link : peers_) {
     Prepare(link.fd);
     incoming_.emplace_back();
     outgoing_.emplace_back();
@@ -52,15 +53,15 @@ Uplink::Uplink(std::vector<UplinkPeer> peers, uint32_t epoch) : peers_(std::move
   bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 
-Uplink::~Uplink() {
+ControlLink::~ControlLink() {
   Stop(0);
-  for (const UplinkPeer& peer : peers_) {
+  for (const ControlLinkPeer& peer : peers_) {
     if (peer.fd >= 0) close(peer.fd);
   }
   if (bell_ >= 0) close(bell_);
 }
 
-void Uplink::Start(Events events) {
+void ControlLink::Start(Events events) {
   events_ = std::move(events);
   thread_ = std::thread([this] {
     AskForShortTurns();
@@ -68,7 +69,7 @@ void Uplink::Start(Events events) {
   });
 }
 
-void Uplink::Stop(int patience_ms) {
+void ControlLink::Stop(int patience_ms) {
   const auto unsent = [this] {
     MutexLock lock(mutex_);
     for (const Outgoing& outgoing : outgoing_) {
@@ -86,22 +87,22 @@ void Uplink::Stop(int patience_ms) {
   if (thread_.joinable()) thread_.join();
 }
 
-void Uplink::Forget() {
+void ControlLink::Forget() {
   if (thread_.joinable()) thread_.detach();
-  for (UplinkPeer& peer : peers_) {
+  for (ControlLinkPeer& peer : peers_) {
     if (peer.fd >= 0) close(peer.fd);
     peer.fd = -1;
   }
 }
 
-void Uplink::Send(std::span<const int> hosts, const std::string& payload) {
+void ControlLink::Send(std::span<const int> hosts, const std::string& payload) {
   MutexLock lock(mutex_);
   for (size_t peer = 0; peer < peers_.size(); ++peer) {
     if (std::find(hosts.begin(), hosts.end(), peers_[peer].host) != hosts.end()) Push(peer, payload);
   }
 }
 
-void Uplink::Push(size_t peer, const std::string& payload) {
+void ControlLink::Push(size_t peer, const std::string& payload) {
   Outgoing& outgoing = outgoing_[peer];
   if (outgoing.ended) return;
   const auto length = static_cast<uint32_t>(payload.size());
@@ -125,7 +126,7 @@ void Uplink::Push(size_t peer, const std::string& payload) {
 }
 
 // Moves what the socket takes. An error shows itself to the reader too, which says so.
-void Uplink::Flush(size_t peer) {
+void ControlLink::Flush(size_t peer) {
   auto& [sealer, bytes, written, ended] = outgoing_[peer];
   while (written < bytes.size()) {
     const ssize_t n = send(peers_[peer].fd, bytes.data() + written, bytes.size() - written, MSG_NOSIGNAL);
@@ -139,13 +140,13 @@ void Uplink::Flush(size_t peer) {
   }
 }
 
-std::deque<Uplink::Frame> Uplink::Take() {
+std::deque<ControlLink::Frame> ControlLink::Take() {
   MutexLock lock(mutex_);
   has_data_.store(false, std::memory_order_relaxed);
   return std::exchange(arrived_, {});
 }
 
-void Uplink::Read() {
+void ControlLink::Read() {
   std::vector<pollfd> polled;
   uint64_t seen = 0;
   while (!stop_.load()) {
@@ -182,7 +183,7 @@ void Uplink::Read() {
   }
 }
 
-bool Uplink::Look() {
+bool ControlLink::Look() {
   if (HasData()) return true;
   if (!read_mutex_.try_lock()) return false;
   looks_.fetch_add(1, std::memory_order_relaxed);
@@ -193,13 +194,13 @@ bool Uplink::Look() {
 }
 
 // Whichever of the two stores comes first, the thread looks at the sockets again.
-void Uplink::LookAway() {
+void ControlLink::LookAway() {
   looking_.store(false, std::memory_order_seq_cst);
   if (aside_.load(std::memory_order_seq_cst)) eventfd_write(bell_, 1);
 }
 
 // True: there is a new frame for the driver.
-bool Uplink::Receive(size_t peer) {
+bool ControlLink::Receive(size_t peer) {
   Incoming& incoming = incoming_[peer];
   bool arrived = false;
   char plain[kReadBytes];
@@ -233,7 +234,7 @@ bool Uplink::Receive(size_t peer) {
   return arrived;
 }
 
-Status Uplink::Open(Incoming& incoming) {
+Status ControlLink::Open(Incoming& incoming) {
   for (;;) {
     size_t bytes = 0;
     KV_RETURN_IF_ERROR(incoming.reader->Next(&bytes));
@@ -244,7 +245,7 @@ Status Uplink::Open(Incoming& incoming) {
   }
 }
 
-bool Uplink::Parse(size_t peer) {
+bool ControlLink::Parse(size_t peer) {
   std::string& bytes = incoming_[peer].bytes;
   size_t at = 0;
   while (bytes.size() - at >= kHeader) {
@@ -266,7 +267,7 @@ bool Uplink::Parse(size_t peer) {
   return true;
 }
 
-void Uplink::End(size_t peer, const std::string& reason) {
+void ControlLink::End(size_t peer, const std::string& reason) {
   incoming_[peer].ended = true;
   {
     MutexLock lock(mutex_);

@@ -23,13 +23,13 @@
 
 namespace kolovod {
 
-struct UplinkPeer {
+struct ControlLinkPeer {
   int host;
-  int fd;                                    // connected stream socket
-  std::shared_ptr<const RecordKeys> keys{};  // null: it is not encrypted
+  int fd;                                        // connected stream socket
+  std::shared_ptr<const ConnectionKeys> keys{};  // null: it is not encrypted
 };
 
-class Uplink {
+class ControlLink {
  public:
   struct Frame {
     int host;
@@ -45,10 +45,10 @@ class Uplink {
   };
 
   // Takes the descriptors over.
-  Uplink(std::vector<UplinkPeer> peers, uint32_t epoch);
-  ~Uplink();
-  Uplink(const Uplink&) = delete;
-  Uplink& operator=(const Uplink&) = delete;
+  ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch);
+  ~ControlLink();
+  ControlLink(const ControlLink&) = delete;
+  ControlLink& operator=(const ControlLink&) = delete;
 
   void Start(Events events);
   // What has been sent goes out for up to `patience_ms`; then no event comes any more.
@@ -92,7 +92,7 @@ class Uplink {
   void Push(size_t peer, const std::string& payload) REQUIRES(mutex_);
   void Flush(size_t peer) REQUIRES(mutex_);
 
-  std::vector<UplinkPeer> peers_;
+  std::vector<ControlLinkPeer> peers_;
   const uint32_t epoch_;
   Events events_;
   int bell_ = -1;  // eventfd: there is something to write, or it is time to stop

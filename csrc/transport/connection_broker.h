@@ -19,19 +19,19 @@ namespace kolovod {
 
 struct MadeConnection {
   int peer;
-  int fd;                                  // a connected stream socket
-  std::shared_ptr<const RecordKeys> keys;  // null: it is not encrypted
+  int fd;                                      // a connected stream socket
+  std::shared_ptr<const ConnectionKeys> keys;  // null: it is not encrypted
 };
 
 // Any thread, except where it says otherwise.
-class Switchboard {
+class ConnectionBroker {
  public:
   using Ask = std::function<void(int peer)>;
   // `ask`: called by the mesh, must not block. Null: `wanted_fd` and `TakeWanted` tell instead.
-  explicit Switchboard(Ask ask = nullptr);
-  ~Switchboard();
-  Switchboard(const Switchboard&) = delete;
-  Switchboard& operator=(const Switchboard&) = delete;
+  explicit ConnectionBroker(Ask ask = nullptr);
+  ~ConnectionBroker();
+  ConnectionBroker(const ConnectionBroker&) = delete;
+  ConnectionBroker& operator=(const ConnectionBroker&) = delete;
 
   // The mesh: it needs a connection to `peer`. Once for each.
   void Want(int peer);
