@@ -2,7 +2,7 @@
 # make test      tests, Python and C++: all but the slow ones (9 minutes)
 # make test-all  these, the slow ones, and MXNet's
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
-# make lint      style, types, warnings as errors
+# make lint      style, types, warnings as errors; which lock guards what, if there is a Clang
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
 # make matrix    the tests of each front end with old and new versions, over one wheel (8 GB, an hour)
@@ -46,7 +46,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-python test-slow test-mxnet native-tests test-native test-slow-native soak-short lint sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo test test-all test-python test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -128,7 +128,19 @@ test-native: native-tests
 test-slow-native: native-tests
 	$(call ctest,native-tests) -L slow
 
-lint: $(STAMPS)/lint
+# The newest Clang that is here; without one the locks are not checked.
+CLANG_FOUND := $(firstword $(foreach name,$(CLANG) $(addprefix clang++-,22 21 20 19 18 17 16 15),$(shell command -v $(name))))
+LOCKED_FILES := $(shell find csrc -name '*.cc' -not -name '*_test.cc' -not -path 'csrc/fuzz/*' -not -name module.cc)
+
+# Which lock guards what (csrc/base/thread_annotations.h).
+lint-locks:
+ifeq ($(CLANG_FOUND),)
+	@echo "no clang++ is here (CLANG=...): that locks are held where they must be is not checked"
+else
+	@printf '%s\n' $(LOCKED_FILES) | xargs -P $$(nproc) -n 8 $(CLANG_FOUND) -std=c++20 -Icsrc -DKOLOVOD_RELEASE='""' -fsyntax-only -Wthread-safety -Werror
+endif
+
+lint: $(STAMPS)/lint lint-locks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

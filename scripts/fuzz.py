@@ -28,15 +28,15 @@ PYTHON_FUZZER = ROOT / "tests" / "fuzz" / "fuzz.py"
 DECODERS = (
     "csrc/base/text.cc",
     "csrc/control/bytes.h",
-    "csrc/control/late_waits.cc",
+    "csrc/control/overdue_waits.cc",
     "csrc/control/message.cc",
     "csrc/control/negotiate.cc",
-    "csrc/control/ring.cc",
+    "csrc/control/message_ring.cc",
     "csrc/engine/record_file.cc",
-    "csrc/transport/record.cc",
+    "csrc/transport/operation_record.cc",
     "csrc/transport/stream.cc",
     "csrc/transport/sealer.cc",
-    "csrc/transport/uplink.cc",
+    "csrc/transport/control_link.cc",
 )
 """The files with decoders, and with what is done with a message before it is known to be sound."""
 

@@ -1,7 +1,7 @@
 // What ranks send to each other in an alltoall, as far as those of one host need to know it. PURE.
 //
 // A world of n ranks has n * n numbers, and a rank of it uses 2 * n: what it sends, and what it receives.
-// Those of its host use each other's, too, since they share memory (docs/decisions/0024).
+// The ranks of one host use each other's numbers, too, since they share memory (docs/decisions/0024).
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ class Splits {
   int64_t received(int from, int to) const { return numbers_[ReceivedAt(from, to)]; }
   // All rows of the world, the same on every rank; INT64_MAX if they are that many or more.
   int64_t total() const { return total_; }
-  // The same in bytes, or SIZE_MAX.
+  // The bytes of all rows, or SIZE_MAX.
   size_t TotalBytes(size_t row_bytes) const;
   // What of total() the ranks here send.
   int64_t SumSent() const;

@@ -3,10 +3,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "base/thread_annotations.h"
 
 using kolovod::Code;
 using kolovod::DType;
@@ -17,12 +18,13 @@ using kolovod::OperationPtr;
 using kolovod::Request;
 using kolovod::Status;
 using kolovod::SubmittedTensor;
+using kolovod::TensorCount;
 using kolovod::Verb;
 
 struct kolovod_engine {
-  std::mutex mutex;
-  std::shared_ptr<Engine> engine;  // guarded by mutex; null: detached
-  kolovod_engine* next = nullptr;  // of all that were ever made
+  kolovod::Mutex mutex;
+  std::shared_ptr<Engine> engine GUARDED_BY(mutex);  // null: detached
+  kolovod_engine* next = nullptr;                    // of all that were ever made
 };
 
 struct kolovod_memory {
@@ -68,7 +70,7 @@ Status Invalid(std::string message) { return Status(Code::kInvalidArgument, std:
 
 Status Find(kolovod_engine* handle, std::shared_ptr<Engine>* engine) {
   if (handle == nullptr) return Invalid("engine is NULL");
-  std::lock_guard lock(handle->mutex);
+  kolovod::MutexLock lock(handle->mutex);
   *engine = handle->engine;
   return *engine != nullptr ? Status() : Status(Code::kShutDown, "the world that this handle was of is over");
 }
@@ -102,12 +104,16 @@ Status ReadTensor(const kolovod_tensor& from, size_t index, bool makes_outputs, 
 
 Status CheckTensorCount(Verb verb, size_t count) {
   const char* need = nullptr;
-  if (verb == Verb::kBarrier || verb == Verb::kJoin) {
-    if (count != 0) need = "none";
-  } else if (verb == Verb::kAlltoall) {
-    if (count != 1) need = "exactly one";
-  } else if (count == 0) {
-    need = "at least one";
+  switch (TraitsOf(verb).tensors) {
+    case TensorCount::kNone:
+      if (count != 0) need = "none";
+      break;
+    case TensorCount::kOne:
+      if (count != 1) need = "exactly one";
+      break;
+    case TensorCount::kAny:
+      if (count == 0) need = "at least one";
+      break;
   }
   if (need == nullptr) return Status();
   return Invalid(std::string(NameOf(verb)) + " with " + std::to_string(count) + " tensors: needs " + need);
@@ -136,7 +142,7 @@ Status Read(const kolovod_request* from, Request* request, std::vector<Submitted
   if (from->split_count > 0 && from->splits == nullptr) return Invalid("splits is NULL");
   request->splits.assign(from->splits, from->splits + from->split_count);
   tensors->resize(from->tensor_count);
-  const bool makes_outputs = MakesOutputs(request->verb);
+  const bool makes_outputs = TraitsOf(request->verb).makes_outputs;
   const size_t* output_bytes = from->struct_size >= kRequestBytes2 ? from->output_bytes : nullptr;
   const char* at = reinterpret_cast<const char*>(from->tensors);
   for (size_t t = 0; t < tensors->size(); ++t, at += from->tensor_size) {
@@ -202,7 +208,10 @@ namespace kolovod {
 
 kolovod_engine* Attach(std::shared_ptr<Engine> engine) {
   auto* handle = new kolovod_engine;
-  handle->engine = std::move(engine);
+  {
+    kolovod::MutexLock lock(handle->mutex);
+    handle->engine = std::move(engine);
+  }
   handle->next = all_handles.load();
   while (!all_handles.compare_exchange_weak(handle->next, handle)) {
   }
@@ -211,7 +220,7 @@ kolovod_engine* Attach(std::shared_ptr<Engine> engine) {
 
 void Detach(kolovod_engine* handle) {
   std::shared_ptr<Engine> last;  // destroyed without the lock
-  std::lock_guard lock(handle->mutex);
+  kolovod::MutexLock lock(handle->mutex);
   last.swap(handle->engine);
 }
 

@@ -12,12 +12,12 @@ using namespace nanobind::literals;
 namespace kolovod {
 namespace {
 
-using UplinkKeys = std::vector<std::shared_ptr<const RecordKeys>>;
+using ControlLinkKeys = std::vector<std::shared_ptr<const ConnectionKeys>>;
 
-UplinkKeys ToUplinkKeys(const nb::sequence& given) {
-  UplinkKeys keys;
+ControlLinkKeys ToControlLinkKeys(const nb::sequence& given) {
+  ControlLinkKeys keys;
   for (nb::handle item : given) {
-    keys.push_back(item.is_none() ? nullptr : nb::cast<std::shared_ptr<RecordKeys>>(item));
+    keys.push_back(item.is_none() ? nullptr : nb::cast<std::shared_ptr<ConnectionKeys>>(item));
   }
   return keys;
 }
@@ -25,8 +25,8 @@ UplinkKeys ToUplinkKeys(const nb::sequence& given) {
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
                              bool external, std::vector<int> ranks, const PyEngine* world,
-                             std::vector<int> hosts, std::vector<int> uplink_fds, UplinkKeys uplink_keys,
-                             std::shared_ptr<Switchboard> switchboard, std::shared_ptr<StackSource> stacks,
+                             std::vector<int> hosts, std::vector<int> uplink_fds, ControlLinkKeys uplink_keys,
+                             std::shared_ptr<ConnectionBroker> broker, std::shared_ptr<StackSource> stacks,
                              std::string last_operations_prefix) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
     throw nb::value_error("peers: need one (pidfd, description) for each rank");
@@ -45,21 +45,21 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   options.stacks = std::move(stacks);
   options.last_operations_prefix = std::move(last_operations_prefix);
   options.hosts = std::move(hosts);
-  options.uplink_fds = std::move(uplink_fds);
-  options.uplink_keys = std::move(uplink_keys);
-  if (!options.uplink_keys.empty() && options.uplink_keys.size() != options.uplink_fds.size()) {
+  options.control_fds = std::move(uplink_fds);
+  options.control_keys = std::move(uplink_keys);
+  if (!options.control_keys.empty() && options.control_keys.size() != options.control_fds.size()) {
     throw nb::value_error("uplink_keys: need one for each of uplink_fds, or none");
   }
-  options.switchboard = std::move(switchboard);
+  options.broker = std::move(broker);
   int on_host = size;
   if (!options.hosts.empty()) {
     const Topology topology(rank, options.hosts);
     on_host = topology.local_size();
     if (options.hosts.size() != peers.size()) throw nb::value_error("hosts: need one for each rank");
-    if (topology.hosts() > 1 && options.switchboard == nullptr) {
+    if (topology.hosts() > 1 && options.broker == nullptr) {
       throw nb::value_error("links: several hosts need them");
     }
-    if (topology.hosts() > 1 && topology.leads() && options.uplink_fds.size() != topology.leaders.size()) {
+    if (topology.hosts() > 1 && topology.leads() && options.control_fds.size() != topology.leaders.size()) {
       throw nb::value_error("uplink_fds: need one for each host");
     }
   }
@@ -75,8 +75,8 @@ EngineOptions LoopbackOptions(LoopbackWorld& world, int rank) {
   options.size = world.size();
   options.config = world.config;
   options.hosts = world.hosts;
-  options.uplink_fds = world.TakeUplinks(rank);
-  options.switchboard = world.SwitchboardOf(rank);
+  options.control_fds = world.TakeControlLinks(rank);
+  options.broker = world.BrokerOf(rank);
   options.segment = world.SegmentOf(rank);
   options.faults = world.faults;
   options.ranks = world.ranks;
@@ -119,6 +119,46 @@ nb::dict Names(int count) {
   return names;
 }
 
+// By name: what the table of a dtype says, for Python.
+nb::dict DTypeTable() {
+  nb::dict table;
+  for (const DTypeTraits& dtype : kDTypeTable) {
+    nb::dict row;
+    row["number"] = static_cast<int>(dtype.dtype);
+    row["bytes"] = dtype.bytes;
+    row["kind"] = dtype.kind == DTypeKind::kBool    ? "bool"
+                  : dtype.kind == DTypeKind::kFloat ? "float"
+                                                    : "integer";
+    row["accumulator"] = NameOf(dtype.accumulator);
+    row["mean_accumulator"] = NameOf(dtype.mean_accumulator);
+    row["scales"] = dtype.scales;
+    row["adasum"] = dtype.adasum;
+    table[dtype.name] = row;
+  }
+  return table;
+}
+
+nb::dict VerbTable() {
+  nb::dict table;
+  for (const VerbTraits& verb : kVerbTable) {
+    nb::dict row;
+    row["number"] = static_cast<int>(verb.verb);
+    row["tensors"] = verb.tensors == TensorCount::kNone  ? "none"
+                     : verb.tensors == TensorCount::kOne ? "one"
+                                                         : "any";
+    row["reduces"] = verb.reduces;
+    row["fuses"] = verb.fuses;
+    row["makes_outputs"] = verb.makes_outputs;
+    row["has_root"] = verb.has_root;
+    row["has_splits"] = verb.rows_differ == RowsDiffer::kSplits;
+    row["rows_differ"] = verb.rows_differ != RowsDiffer::kNo;
+    row["is_transfer"] = verb.is_transfer;
+    row["allows_joined"] = verb.allows_joined;
+    table[verb.name] = row;
+  }
+  return table;
+}
+
 nb::dict StatusNames() {
   nb::dict names;
   const char* const kNames[] = {"ok",        "invalid_argument", "duplicate_name", "mismatch",    "rank_lost",
@@ -147,20 +187,20 @@ NB_MODULE(_native, m) {
   });
   BindSealing(m);
   nb::class_<StackSource>(m, "StackSource").def(nb::init<int, int>(), "signum"_a, "read_fd"_a);
-  nb::class_<Switchboard>(m, "Switchboard")
+  nb::class_<ConnectionBroker>(m, "Switchboard")
       .def(nb::init<>())
-      .def("fileno", &Switchboard::wanted_fd)
-      .def("wanted", &Switchboard::TakeWanted)
+      .def("fileno", &ConnectionBroker::wanted_fd)
+      .def("wanted", &ConnectionBroker::TakeWanted)
       .def(
           "connected",
-          [](Switchboard& self, int peer, int fd, std::shared_ptr<RecordKeys> keys) {
+          [](ConnectionBroker& self, int peer, int fd, std::shared_ptr<ConnectionKeys> keys) {
             self.Connected({peer, fd, std::move(keys)});
           },
           "peer"_a, "fd"_a, "keys"_a = nb::none())
-      .def("failed", &Switchboard::Failed, "text"_a)
-      .def("close", &Switchboard::Close)
-      .def("forget", &Switchboard::Forget)
-      .def_prop_ro("closed", &Switchboard::closed);
+      .def("failed", &ConnectionBroker::Failed, "text"_a)
+      .def("close", &ConnectionBroker::Close)
+      .def("forget", &ConnectionBroker::Forget)
+      .def_prop_ro("closed", &ConnectionBroker::closed);
   nb::class_<PyEngine>(m, "Engine")
       .def(
           "__init__",
@@ -169,13 +209,13 @@ NB_MODULE(_native, m) {
              std::vector<int> ranks, const PyEngine* world, std::vector<int> hosts,
              std::vector<int> uplink_fds, const nb::sequence& uplink_keys, const nb::object& links,
              std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
-            std::shared_ptr<Switchboard> switchboard;
+            std::shared_ptr<ConnectionBroker> broker;
             if (!links.is_none())
-              switchboard = nb::cast<std::shared_ptr<Switchboard>>(links.attr("switchboard"));
+              broker = nb::cast<std::shared_ptr<ConnectionBroker>>(links.attr("switchboard"));
             new (self) PyEngine(
                 ProcessOptions(rank, size, epoch, segment_fd, peers, config, external, std::move(ranks),
-                               world, std::move(hosts), std::move(uplink_fds), ToUplinkKeys(uplink_keys),
-                               std::move(switchboard), std::move(stacks), std::move(last_operations_prefix)),
+                               world, std::move(hosts), std::move(uplink_fds), ToControlLinkKeys(uplink_keys),
+                               std::move(broker), std::move(stacks), std::move(last_operations_prefix)),
                 links);
           },
           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
@@ -244,6 +284,8 @@ NB_MODULE(_native, m) {
   m.attr("PROTOCOL") = kProtocolVersion;
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
+  m.attr("VERB_TRAITS") = VerbTable();
+  m.attr("DTYPE_TRAITS") = DTypeTable();
   m.attr("OPS") = Names<Op>(kOpCount);
   m.attr("STATUS") = StatusNames();
 }

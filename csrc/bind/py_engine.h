@@ -299,7 +299,7 @@ class PyEngine {
   nb::list LastOperations(uint64_t after) {
     Check();
     nb::list list;
-    for (const OperationRecord& record : engine_->LastOperations()) {
+    for (const OperationRecord& record : engine_->ReadLastOperations()) {
       if (record.number <= after) continue;
       nb::dict fields;
       fields["number"] = record.number;

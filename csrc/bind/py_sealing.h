@@ -39,8 +39,8 @@ inline std::unique_ptr<Agreement> Agree(const KeyExchange& mine, const nb::bytes
   return made;
 }
 
-inline std::shared_ptr<RecordKeys> KeysFor(const Agreement& agreement, const std::string& purpose) {
-  auto keys = std::make_shared<RecordKeys>();
+inline std::shared_ptr<ConnectionKeys> KeysFor(const Agreement& agreement, const std::string& purpose) {
+  auto keys = std::make_shared<ConnectionKeys>();
   ThrowIfError(agreement.Keys(purpose, keys.get()));
   return keys;
 }
@@ -48,7 +48,7 @@ inline std::shared_ptr<RecordKeys> KeysFor(const Agreement& agreement, const std
 // Both directions of a connection whose messages Python sends: each is one record.
 class MessageSealer {
  public:
-  explicit MessageSealer(const RecordKeys& keys)
+  explicit MessageSealer(const ConnectionKeys& keys)
       : sealer_(keys.cipher, keys.send), opener_(keys.cipher, keys.receive) {}
 
   nb::bytes Seal(const nb::bytes& body) {
@@ -74,7 +74,7 @@ class MessageSealer {
 
 inline void BindSealing(nb::module_& m) {
   using namespace nanobind::literals;
-  nb::class_<RecordKeys>(m, "RecordKeys");
+  nb::class_<ConnectionKeys>(m, "RecordKeys");
   nb::class_<Agreement>(m, "Agreement").def("keys", &KeysFor, "purpose"_a);
   nb::class_<KeyExchange>(m, "KeyExchange")
       .def(nb::new_(&NewKeyExchange))
@@ -84,7 +84,7 @@ inline void BindSealing(nb::module_& m) {
                    })
       .def("agree", &Agree, "session"_a, "others_public"_a, "cipher"_a, "is_server"_a);
   nb::class_<MessageSealer>(m, "MessageSealer")
-      .def(nb::init<const RecordKeys&>(), "keys"_a)
+      .def(nb::init<const ConnectionKeys&>(), "keys"_a)
       .def("seal", &MessageSealer::Seal, "body"_a)
       .def("open", &MessageSealer::Open, "record"_a);
   m.def("libcrypto", [] { return std::string(RequireLibcrypto().version_text(0)); });

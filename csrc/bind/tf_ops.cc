@@ -6,10 +6,10 @@
 // ahead of time. Barrier and join are stateful: nothing depends on them, and they are run in their place.
 #include <dlfcn.h>
 
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "bind/graph_clients.h"
 #include "bind/tf_ops_kernels.h"
 
@@ -177,9 +177,9 @@ std::string Register() {
 }  // namespace tensorflow
 
 std::string RegisterTensorFlowOps() {
-  static std::mutex mutex;
+  static Mutex mutex;
   static bool registered = false;
-  std::lock_guard lock(mutex);
+  MutexLock lock(mutex);
   if (registered) return "";
   const std::string error = tensorflow::Register();
   registered = error.empty();

@@ -7,9 +7,10 @@
 #include <cstddef>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <utility>
+
+#include "base/thread_annotations.h"
 
 namespace kolovod {
 
@@ -22,15 +23,15 @@ class Threads {
   explicit Threads(size_t most, const char* name) : most_(most), name_(name) {}
 
   void Run(std::function<void()> task) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     tasks_.push_back(std::move(task));
     WakeOne();
   }
 
  private:
-  // Under mutex_. One at a time is on its way, and it sends for the next before it runs what it finds: so no
+  // One at a time is on its way, and it sends for the next before it runs what it finds: so no
   // task waits behind another that takes long, yet short ones do not wake a thread each.
-  void WakeOne() {
+  void WakeOne() REQUIRES(mutex_) {
     if (is_waking_) return;
     if (idle_ > 0) {
       is_waking_ = true;
@@ -44,32 +45,32 @@ class Threads {
 
   void Work() {
     pthread_setname_np(pthread_self(), name_);
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     while (true) {
       ++idle_;
-      changed_.wait(lock, [&] { return is_waking_; });
+      while (!is_waking_) changed_.wait(lock.native());
       --idle_;
       is_waking_ = false;
       while (!tasks_.empty()) {
         std::function<void()> task = std::move(tasks_.front());
         tasks_.pop_front();
         if (!tasks_.empty()) WakeOne();
-        lock.unlock();
+        lock.Unlock();
         task();
         task = nullptr;  // what it holds is let go without the lock
-        lock.lock();
+        lock.Lock();
       }
     }
   }
 
   const size_t most_;
   const char* const name_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;  // guarded by mutex_
-  size_t idle_ = 0;                          // guarded by mutex_
-  bool is_waking_ = false;                   // guarded by mutex_; a thread has been told, and is not here yet
-  size_t threads_ = 0;                       // guarded by mutex_
+  std::deque<std::function<void()>> tasks_ GUARDED_BY(mutex_);
+  size_t idle_ GUARDED_BY(mutex_) = 0;
+  bool is_waking_ GUARDED_BY(mutex_) = false;  // a thread has been told, and is not here yet
+  size_t threads_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace kolovod

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "collectives/reduce.h"
+#include "collectives/combine.h"
 #include "collectives/reduce_arithmetic.h"
 
 namespace kolovod {
@@ -58,46 +58,22 @@ void PairTyped(const T* a, const T* b, T* out, size_t count) {
   }
 }
 
-void Scale(DType dtype, double factor, const void* in, void* out, size_t count) {
-  if (count == 0) return;
-  if (factor == 1.0) {
-    if (in != out) std::memcpy(out, in, count * SizeOf(dtype));
-    return;
-  }
-  Exchange x;
-  x.reduce.dtype = dtype;
-  x.reduce.sources = &in;
-  x.reduce.source_count = 1;
-  x.reduce.scale = factor;
-  x.reduce.out = out;
-  x.reduce.count = count;
-  ActiveKernels().exchange(x);
-}
-
 }  // namespace
 
 void AdasumPair(DType dtype, const void* a, const void* b, void* out, size_t count) {
-  const auto pair = [&]<class T>(T*) {
-    PairTyped(static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(out), count);
-  };
-  switch (dtype) {
-    case DType::kFloat16:
-      return pair(static_cast<Half*>(nullptr));
-    case DType::kBFloat16:
-      return pair(static_cast<BFloat16*>(nullptr));
-    case DType::kFloat32:
-      return pair(static_cast<float*>(nullptr));
-    case DType::kFloat64:
-      return pair(static_cast<double*>(nullptr));
-    default:
-      return;  // refused when it was submitted
-  }
+  // What is no floating dtype was refused when it was submitted.
+  VisitElement(dtype, [&]<class T>(T) {
+    if constexpr (kIsFloating<typename Arithmetic<T>::Acc>) {
+      PairTyped(static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(out), count);
+    }
+  });
 }
 
 Status Adasum(Backend& backend, const FusedRange& range, int rank, int size) {
   const size_t item = SizeOf(range.dtype);
-  size_t total = 0;
-  for (const Piece& piece : range.pieces) total += piece.count * item;
+  const PackedRange view(range);
+  const size_t total = view.total();
+  const Slice all{0, total};
   const std::unique_ptr<char[]> memory(new (std::nothrow) char[2 * total + 1]);
   if (memory == nullptr) {
     return Status(Code::kInternal, "rank " + std::to_string(rank) + " has no memory for " +
@@ -106,11 +82,7 @@ Status Adasum(Backend& backend, const FusedRange& range, int rank, int size) {
   }
   char* own = memory.get();
   char* theirs = own + total;
-  size_t at = 0;
-  for (const Piece& piece : range.pieces) {
-    Scale(range.dtype, range.prescale, piece.in, own + at, piece.count);
-    at += piece.count * item;
-  }
+  PackSlice(Combine::Of(range, 1), view, all, own);
   const auto n = static_cast<size_t>(size);
   std::vector<int> everybody(n);
   std::iota(everybody.begin(), everybody.end(), 0);
@@ -119,19 +91,15 @@ Status Adasum(Backend& backend, const FusedRange& range, int rank, int size) {
     for (size_t r = 0; r < n; ++r) pairs.Set(static_cast<int>(r), static_cast<int>(r ^ distance), 1);
     KV_RETURN_IF_ERROR(backend.Alltoall(own, theirs, pairs, total));
     const bool is_first = (static_cast<size_t>(rank) & distance) == 0;
-    at = 0;
-    for (const Piece& piece : range.pieces) {
-      const char* a = (is_first ? own : theirs) + at;
-      const char* b = (is_first ? theirs : own) + at;
-      AdasumPair(range.dtype, a, b, own + at, piece.count);
-      at += piece.count * item;
-    }
+    view.ForEach(all, [&](const PackedRange::Part& part) {
+      const char* a = (is_first ? own : theirs) + part.in_slice;
+      const char* b = (is_first ? theirs : own) + part.in_slice;
+      AdasumPair(range.dtype, a, b, own + part.in_slice, part.bytes / item);
+    });
   }
-  at = 0;
-  for (const Piece& piece : range.pieces) {
-    Scale(range.dtype, range.postscale, own + at, piece.out, piece.count);
-    at += piece.count * item;
-  }
+  view.ForEach(all, [&](const PackedRange::Part& part) {
+    CopyScaled(range.dtype, range.postscale, own + part.in_slice, part.out, part.bytes);
+  });
   return Status();
 }
 

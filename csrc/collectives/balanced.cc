@@ -15,11 +15,11 @@ class Partials {
   Partials(const PackedRange& range, const Combine& combine, char* at)
       : range_(range),
         combine_(combine),
-        ratio_(SizeOf(PartialOf(combine.dtype, combine.op)) / SizeOf(combine.dtype)),
+        ratio_(SizeOf(AccumulatorOf(combine.dtype, combine.op)) / SizeOf(combine.dtype)),
         at_(at) {}
 
   static size_t Bytes(const PackedRange& range, const Combine& combine) {
-    return range.total() * SizeOf(PartialOf(combine.dtype, combine.op)) / SizeOf(combine.dtype);
+    return range.total() * SizeOf(AccumulatorOf(combine.dtype, combine.op)) / SizeOf(combine.dtype);
   }
   size_t ratio() const { return ratio_; }
   char* Place(size_t position) const { return at_ + position * ratio_; }
@@ -87,7 +87,7 @@ Slice UpperHalf(Slice slice) { return Slice{LowerHalf(slice).end, slice.end}; }
 
 class Doubling {
  public:
-  Doubling(Group& group, PackedRange& range, const Combine& combine, char* scratch)
+  Doubling(MeshGroup& group, PackedRange& range, const Combine& combine, char* scratch)
       : group_(group),
         range_(range),
         // Many tensors are gathered once instead of by every system call.
@@ -139,7 +139,7 @@ class Doubling {
     return Status();
   }
 
-  Group& group_;
+  MeshGroup& group_;
   PackedRange& range_;
   const bool packs_;
   Partials partials_;
@@ -149,7 +149,7 @@ class Doubling {
 
 class Halving {
  public:
-  Halving(Group& group, PackedRange& range, const Combine& combine, size_t portion_bytes)
+  Halving(MeshGroup& group, PackedRange& range, const Combine& combine, size_t portion_bytes)
       : group_(group),
         range_(range),
         combine_(combine),
@@ -159,7 +159,7 @@ class Halving {
   }
 
   Status Run(Scratch& scratch) {
-    const size_t ratio = SizeOf(PartialOf(combine_.dtype, combine_.op)) / SizeOf(combine_.dtype);
+    const size_t ratio = SizeOf(AccumulatorOf(combine_.dtype, combine_.op)) / SizeOf(combine_.dtype);
     const size_t partial_bytes = RoundUp(Partials::Bytes(range_, combine_), kLine);
     KV_RETURN_IF_ERROR(scratch.Reserve(partial_bytes + kWindow * portion_bytes_ * ratio));
     Partials partials(range_, combine_, scratch.data());
@@ -296,7 +296,7 @@ class Halving {
     return Status();
   }
 
-  Group& group_;
+  MeshGroup& group_;
   PackedRange& range_;
   const Combine combine_;
   const bool packs_;
@@ -312,13 +312,13 @@ BalancedGroups::BalancedGroups(int members)
       pairs(members - groups),
       levels(std::countr_zero(static_cast<unsigned>(groups))) {}
 
-Status DoublingAllreduce(Group& group, PackedRange& range, const Combine& combine, Scratch& scratch) {
+Status DoublingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, Scratch& scratch) {
   if (range.total() == 0) return Status();
   KV_RETURN_IF_ERROR(scratch.Reserve(2 * RoundUp(Partials::Bytes(range, combine), kLine)));
   return Doubling(group, range, combine, scratch.data()).Run();
 }
 
-Status HalvingAllreduce(Group& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
+Status HalvingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
                         Scratch& scratch) {
   if (range.total() == 0) return Status();
   return Halving(group, range, combine, portion_bytes).Run(scratch);

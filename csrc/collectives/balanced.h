@@ -11,7 +11,7 @@
 // Collective Communication Operations in MPICH", IJHPCA 19(1), 2005. Where N is no power of two they let the
 // second of every pair rest; here it works on (docs/decisions/0016), each of a pair on a half of the range.
 //
-// Partial sums travel in the type in which they are accumulated (PartialOf), and are rounded once.
+// Partial sums travel in the type in which they are accumulated (AccumulatorOf), and are rounded once.
 #pragma once
 
 #include <vector>
@@ -33,10 +33,10 @@ struct BalancedGroups {
   int levels;  // log2(P)
 };
 
-Status DoublingAllreduce(Group& group, PackedRange& range, const Combine& combine, Scratch& scratch);
+Status DoublingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, Scratch& scratch);
 
 // Parts are received in portions, each added while the next is on its way.
-Status HalvingAllreduce(Group& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
+Status HalvingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
                         Scratch& scratch);
 
 }  // namespace kolovod

@@ -7,7 +7,7 @@ namespace {
 
 class Direct {
  public:
-  Direct(Group& group, PackedRange& range, const Combine& combine, size_t block_bytes)
+  Direct(MeshGroup& group, PackedRange& range, const Combine& combine, size_t block_bytes)
       : group_(group),
         range_(range),
         combine_(combine),
@@ -73,7 +73,7 @@ class Direct {
     return Status();
   }
 
-  Group& group_;
+  MeshGroup& group_;
   PackedRange& range_;
   const Combine combine_;
   const bool packs_;
@@ -85,13 +85,13 @@ class Direct {
 
 }  // namespace
 
-Status DirectAllreduce(Group& group, PackedRange& range, const Combine& combine, size_t block_bytes,
+Status DirectAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, size_t block_bytes,
                        Scratch& scratch) {
   if (range.total() == 0) return Status();
   return Direct(group, range, combine, block_bytes).Run(scratch);
 }
 
-Status TreeAllreduce(Group& group, PackedRange& range, const Combine& combine, Scratch& scratch) {
+Status TreeAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, Scratch& scratch) {
   const size_t total = range.total();
   if (total == 0) return Status();
   const auto size = static_cast<size_t>(group.size());

@@ -9,11 +9,11 @@
 namespace kolovod {
 
 // One message from everybody to everybody per block of `block_bytes`; blocks are pipelined.
-Status DirectAllreduce(Group& group, PackedRange& range, const Combine& combine, size_t block_bytes,
+Status DirectAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, size_t block_bytes,
                        Scratch& scratch);
 
 // N binomial trees at once, each member the root of one: after step k a member has the data of the 2^k
 // members before it, and passes all of that on. log2(N) messages per member instead of N-1.
-Status TreeAllreduce(Group& group, PackedRange& range, const Combine& combine, Scratch& scratch);
+Status TreeAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, Scratch& scratch);
 
 }  // namespace kolovod

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "collectives/reduce.h"
+#include "collectives/combine.h"
 
 namespace kolovod {
 
@@ -23,7 +23,7 @@ char* EagerSlots::Claim(uint64_t tag) {
   return At(rank_, tag).data;
 }
 
-std::optional<StagedBackend> EagerSlots::Find(uint64_t tag, int root) const {
+std::optional<EagerBackend> EagerSlots::Find(uint64_t tag, int root) const {
   std::vector<const char*> given(static_cast<size_t>(segment_.layout().size), nullptr);
   for (int r = 0; r < segment_.layout().size; ++r) {
     if (root >= 0 && r != root) continue;
@@ -31,34 +31,22 @@ std::optional<StagedBackend> EagerSlots::Find(uint64_t tag, int root) const {
     if (slot.tag.load(std::memory_order_acquire) != tag) return std::nullopt;
     given[static_cast<size_t>(r)] = slot.data;
   }
-  return StagedBackend(rank_, std::move(given));
+  return EagerBackend(rank_, std::move(given));
 }
 
-char* StagedBackend::Stage(const void* in, size_t count, DType dtype, double prescale, char* to) {
+char* EagerBackend::Copy(const void* in, size_t count, DType dtype, double prescale, char* to) {
   const size_t bytes = count * SizeOf(dtype);
-  if (bytes > 0 && prescale == 1.0) std::memcpy(to, in, bytes);
-  if (bytes > 0 && prescale != 1.0) {
-    Exchange x;
-    x.reduce.dtype = dtype;
-    x.reduce.prescale = prescale;
-    x.pack_from = static_cast<const char*>(in);
-    x.pack_to = to;
-    x.pack_bytes = bytes;
-    ActiveKernels().exchange(x);
-  }
+  CopyScaled(dtype, prescale, static_cast<const char*>(in), to, bytes);
   return to + PlaceBytes(bytes);
 }
 
-void StagedBackend::Reduce(const FusedRange& range, size_t begin, size_t count, void* out) const {
+void EagerBackend::Reduce(const FusedRange& range, size_t begin, size_t count, void* out) const {
   if (count == 0) return;
   const auto size = static_cast<int>(given_.size());
   std::vector<const void*> sources;
   for (const char* from : given_) sources.push_back(from + begin * SizeOf(range.dtype));
   Exchange x;
-  x.reduce.dtype = range.dtype;
-  x.reduce.op = range.op;
-  x.reduce.scale = range.postscale;
-  x.reduce.divisor = range.op == Op::kAverage ? size : 1;
+  x.reduce = Combine::Of(range, size).ToReduction();
   x.reduce.sources = sources.data();
   x.reduce.source_count = size;
   x.reduce.out = out;
@@ -66,7 +54,7 @@ void StagedBackend::Reduce(const FusedRange& range, size_t begin, size_t count, 
   ActiveKernels().exchange(x);
 }
 
-Status StagedBackend::Allreduce(const FusedRange& range) {
+Status EagerBackend::Allreduce(const FusedRange& range) {
   for (const Piece& piece : range.pieces) {
     Reduce(range, 0, piece.count, piece.out);
     for (const char*& from : given_) from += PlaceBytes(piece.count * SizeOf(range.dtype));
@@ -74,7 +62,7 @@ Status StagedBackend::Allreduce(const FusedRange& range) {
   return Status();
 }
 
-Status StagedBackend::Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) {
+Status EagerBackend::Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) {
   const auto self = counts.begin() + rank_;
   const Piece& piece = range.pieces.front();
   Reduce(range, std::accumulate(counts.begin(), self, size_t{0}), *self, piece.out);
@@ -82,7 +70,7 @@ Status StagedBackend::Reducescatter(const FusedRange& range, const std::vector<s
   return Status();
 }
 
-Status StagedBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string&) {
+Status EagerBackend::Broadcast(const Piece& piece, DType dtype, int root, const std::string&) {
   const char*& from = given_[static_cast<size_t>(root)];
   const size_t bytes = piece.count * SizeOf(dtype);
   const bool there = rank_ == root && piece.in == piece.out;
@@ -91,7 +79,7 @@ Status StagedBackend::Broadcast(const Piece& piece, DType dtype, int root, const
   return Status();
 }
 
-Status StagedBackend::Allgather(const void*, char* out, const std::vector<size_t>& bytes) {
+Status EagerBackend::Allgather(const void*, char* out, const std::vector<size_t>& bytes) {
   for (size_t r = 0; r < bytes.size(); ++r) {
     if (bytes[r] > 0) std::memcpy(out, given_[r], bytes[r]);
     out += bytes[r];
@@ -101,7 +89,7 @@ Status StagedBackend::Allgather(const void*, char* out, const std::vector<size_t
 }
 
 // There is one tensor, so nothing follows.
-Status StagedBackend::Alltoall(const char*, char* out, const Splits& rows, size_t row_bytes) {
+Status EagerBackend::Alltoall(const char*, char* out, const Splits& rows, size_t row_bytes) {
   for (int r = 0; r < rows.size(); ++r) {
     size_t before = 0;
     for (int to = 0; to < rank_; ++to) before += static_cast<size_t>(rows.sent(r, to)) * row_bytes;

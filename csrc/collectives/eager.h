@@ -22,15 +22,15 @@ namespace kolovod {
 
 // The verbs over what ranks have staged. Calls take the tensors of an operation in their order; factors are
 // applied when data are staged, so prescale is ignored.
-class StagedBackend : public Backend {
+class EagerBackend : public Backend {
  public:
   // `given`: by rank, where it has staged what it gives; of a broadcast, the root's only.
-  StagedBackend(int rank, std::vector<const char*> given) : rank_(rank), given_(std::move(given)) {}
+  EagerBackend(int rank, std::vector<const char*> given) : rank_(rank), given_(std::move(given)) {}
 
   // What a tensor takes in a slot.
   static size_t PlaceBytes(size_t bytes) { return RoundUp(bytes, sizeof(uint64_t)); }
   // Copies a tensor, multiplied by prescale; returns where the next one goes.
-  static char* Stage(const void* in, size_t count, DType dtype, double prescale, char* to);
+  static char* Copy(const void* in, size_t count, DType dtype, double prescale, char* to);
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -61,7 +61,7 @@ class EagerSlots {
 
   // What carries an operation that all ranks have announced; nothing: not all have published what they give
   // (`root` has not; -1: all). The same answer on all ranks. Good until this rank says Executed.
-  std::optional<StagedBackend> Find(uint64_t tag, int root) const;
+  std::optional<EagerBackend> Find(uint64_t tag, int root) const;
   // Everything before this position of the log is over here. One thread at a time.
   void Executed(uint64_t position) {
     segment_.rank(rank_).executed.store(position, std::memory_order_release);

@@ -44,7 +44,7 @@ TEST(a_slot_is_used_again_when_all_have_executed_what_was_in_it) {
   world.Execute(0, first, 1);
   world.Execute(1, first, 1);
   CHECK(world.ranks[0].Claim(second) == nullptr);  // rank 2 may be reading
-  std::optional<StagedBackend> slow = world.ranks[2].Find(first, -1);
+  std::optional<EagerBackend> slow = world.ranks[2].Find(first, -1);
   CHECK(slow.has_value());
   testing::Bytes got(kSize);
   CHECK_OK(slow->Allgather(nullptr, got.data(), {1, 1, 1}));
@@ -74,12 +74,12 @@ TEST(the_verbs_that_reduce_over_staged_data) {
         for (int r = 0; r < kSize; ++r) {
           all.push_back(testing::ValuesOf(dtype, counts[t], r, t));
           char*& end = ends[static_cast<size_t>(r)];
-          end = StagedBackend::Stage(all.back().data(), counts[t], dtype, prescale, end);
+          end = EagerBackend::Copy(all.back().data(), counts[t], dtype, prescale, end);
         }
         wanted.push_back(reference(dtype, op, factors, std::move(all)));
       }
       for (int r = 0; r < kSize; ++r) {
-        StagedBackend backend(r, {slots[0].data(), slots[1].data(), slots[2].data()});
+        EagerBackend backend(r, {slots[0].data(), slots[1].data(), slots[2].data()});
         const std::string name = "t";
         for (size_t t = 0; t < counts.size(); ++t) {
           testing::Bytes out(wanted[t].size());
@@ -88,7 +88,7 @@ TEST(the_verbs_that_reduce_over_staged_data) {
           CHECK(out == wanted[t]);
         }
         // The first tensor again, of which each rank keeps a part.
-        StagedBackend scattering(r, {slots[0].data(), slots[1].data(), slots[2].data()});
+        EagerBackend scattering(r, {slots[0].data(), slots[1].data(), slots[2].data()});
         const std::vector<size_t> parts = {3, 0, 4};
         const size_t item = SizeOf(dtype);
         const size_t begin = r == 2 ? 3 * item : 0;
@@ -110,10 +110,10 @@ TEST(a_broadcast_of_staged_data) {
     std::vector<testing::Bytes> wanted;
     for (unsigned t = 0; t < counts.size(); ++t) {
       wanted.push_back(testing::ValuesOf(DType::kInt32, counts[t], root, t));
-      end = StagedBackend::Stage(wanted.back().data(), counts[t], DType::kInt32, 1.0, end);
+      end = EagerBackend::Copy(wanted.back().data(), counts[t], DType::kInt32, 1.0, end);
     }
     for (int r = 0; r < kSize; ++r) {
-      StagedBackend backend(r, {slots[0].data(), slots[1].data(), slots[2].data()});
+      EagerBackend backend(r, {slots[0].data(), slots[1].data(), slots[2].data()});
       for (size_t t = 0; t < counts.size(); ++t) {
         testing::Bytes out(wanted[t].size());
         CHECK_OK(backend.Broadcast(Piece{nullptr, out.data(), counts[t]}, DType::kInt32, root, name));
@@ -121,7 +121,7 @@ TEST(a_broadcast_of_staged_data) {
       }
     }
     // In place the root's are there already: they are not written, since others may look at them.
-    StagedBackend backend(root, {slots[0].data(), slots[1].data(), slots[2].data()});
+    EagerBackend backend(root, {slots[0].data(), slots[1].data(), slots[2].data()});
     testing::Bytes own(wanted[0].size(), 'o');
     CHECK_OK(backend.Broadcast(Piece{own.data(), own.data(), counts[0]}, DType::kInt32, root, name));
     CHECK(own == testing::Bytes(own.size(), 'o'));
@@ -145,10 +145,10 @@ TEST(an_alltoall_of_staged_data) {
         wanted[to].push_back(value);
       }
     }
-    (void)StagedBackend::Stage(in.data(), in.size(), DType::kUInt8, 1.0, slots[from].data());
+    (void)EagerBackend::Copy(in.data(), in.size(), DType::kUInt8, 1.0, slots[from].data());
   }
   for (int r = 0; r < kSize; ++r) {
-    StagedBackend backend(r, {slots[0].data(), slots[1].data(), slots[2].data()});
+    EagerBackend backend(r, {slots[0].data(), slots[1].data(), slots[2].data()});
     testing::Bytes out(wanted[static_cast<size_t>(r)].size());
     CHECK_OK(backend.Alltoall(nullptr, out.data(), Splits::OfAll(by_rank), kRowBytes));
     CHECK(out == wanted[static_cast<size_t>(r)]);

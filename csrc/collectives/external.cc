@@ -76,25 +76,25 @@ Status ExternalBackend::Reducescatter(const FusedRange& range, const std::vector
 }
 
 Status ExternalBackend::Run(ExternalJob job) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   job.token = ++last_token_;
   offered_ = std::move(job);
   changed_.notify_all();
   while (finished_token_ != last_token_) {
-    changed_.wait_for(lock, kLook);
-    lock.unlock();  // the driver's wait: signals are served with the GIL, which the foreign thread has
+    changed_.wait_for(lock.native(), kLook);
+    lock.Unlock();  // the driver's wait: signals are served with the GIL, which the foreign thread has
     const Status status = waiter_.MustStop() ? waiter_.Stopped() : waiter_.Periodic(/*in_bucket=*/true);
-    lock.lock();
+    lock.Lock();
     if (status.ok()) continue;
     // The caller may free the tensors once this returns.
     offered_.reset();
     given_up_token_ = last_token_;
-    changed_.wait(lock, [&] { return !memory_open_; });
+    while (memory_open_) changed_.wait(lock.native());
     return status;
   }
   if (error_.empty()) return Status();
   const std::string text = "the external engine failed: " + error_;
-  lock.unlock();
+  lock.Unlock();
   return Blame(text);
 }
 
@@ -111,12 +111,12 @@ Status ExternalBackend::Blame(const std::string& text) {
 
 Status ExternalBackend::NextJob(double timeout_s, ExternalJob* job) {
   const auto deadline = std::chrono::steady_clock::now() + duration<double>(timeout_s);
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!offered_.has_value()) {
     if (segment_.revoked()) return segment_.RevokedStatus();
     if (stop_.load()) return Status(Code::kShutDown, "the engine was shut down");
     if (std::chrono::steady_clock::now() >= deadline) return Status(Code::kTimeout, "no bucket yet");
-    changed_.wait_for(lock, kLook);
+    changed_.wait_for(lock.native(), kLook);
   }
   *job = std::move(*offered_);
   offered_.reset();
@@ -124,7 +124,7 @@ Status ExternalBackend::NextJob(double timeout_s, ExternalJob* job) {
 }
 
 Status ExternalBackend::OpenMemory(uint64_t token) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (token != last_token_ || token == given_up_token_) {
     return Status(Code::kShutDown, "bucket " + std::to_string(token) + " was given up");
   }
@@ -133,13 +133,13 @@ Status ExternalBackend::OpenMemory(uint64_t token) {
 }
 
 void ExternalBackend::CloseMemory() {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   memory_open_ = false;
   changed_.notify_all();
 }
 
 Status ExternalBackend::JobDone(uint64_t token, const std::string& error) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (token != last_token_) {
     return Status(Code::kInvalidArgument, "bucket_done: token " + std::to_string(token) +
                                               " is not the bucket in flight (" + std::to_string(last_token_) +

@@ -5,11 +5,11 @@
 
 #include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "collectives/backend.h"
 #include "transport/waiter.h"
 
@@ -67,14 +67,14 @@ class ExternalBackend : public Backend {
   Segment& segment_;
   Waiter& waiter_;  // the driver's
   const std::atomic<bool>& stop_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::condition_variable changed_;
-  uint64_t last_token_ = 0;             // guarded by mutex_
-  std::optional<ExternalJob> offered_;  // guarded by mutex_
-  uint64_t finished_token_ = 0;         // guarded by mutex_
-  uint64_t given_up_token_ = 0;         // guarded by mutex_
-  bool memory_open_ = false;            // guarded by mutex_
-  std::string error_;                   // guarded by mutex_
+  uint64_t last_token_ GUARDED_BY(mutex_) = 0;
+  std::optional<ExternalJob> offered_ GUARDED_BY(mutex_);
+  uint64_t finished_token_ GUARDED_BY(mutex_) = 0;
+  uint64_t given_up_token_ GUARDED_BY(mutex_) = 0;
+  bool memory_open_ GUARDED_BY(mutex_) = false;
+  std::string error_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

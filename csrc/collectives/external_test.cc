@@ -41,7 +41,7 @@ class Alone {
     std::vector<SubmittedTensor> tensors(1);
     tensors[0].meta = {DType::kFloat32, {static_cast<int64_t>(data.size())}};
     tensors[0].in = data.data();
-    if (!MakesOutputs(verb)) tensors[0].out = data.data();
+    if (!TraitsOf(verb).makes_outputs) tensors[0].out = data.data();
     uint64_t handle = 0;
     CHECK_OK(engine_->Submit(std::move(request), std::move(tensors), true, &handle));
     return handle;
@@ -104,7 +104,7 @@ TEST(then_every_verb_goes_to_the_foreign_thread_with_the_sizes_of_all_ranks) {
   for (Verb verb : kVerbs) {
     std::vector<float> data(7, 1);
     CHECK_OK(alone.Run(verb, data));
-    CHECK(data[0] == (MakesOutputs(verb) ? 1 : 5));
+    CHECK(data[0] == (TraitsOf(verb).makes_outputs ? 1 : 5));
   }
   foreign.join();
 }

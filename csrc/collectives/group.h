@@ -10,10 +10,10 @@
 
 namespace kolovod {
 
-class Group {
+class MeshGroup {
  public:
   // `members`: ranks of the mesh, each once; `index`: where this rank stands among them.
-  Group(Mesh& mesh, std::vector<int> members, int index)
+  MeshGroup(Mesh& mesh, std::vector<int> members, int index)
       : mesh_(mesh), members_(std::move(members)), index_(index) {}
 
   int size() const { return static_cast<int>(members_.size()); }

@@ -50,7 +50,7 @@ Status HierarchicalBackend::MeasureLinks() {
   if (place_ == 0) {
     std::vector<int> leaders;
     for (const std::vector<int>& there : hosts_.ranks) leaders.push_back(there.front());
-    Group group(mesh_, std::move(leaders), host_);
+    MeshGroup group(mesh_, std::move(leaders), host_);
     KV_RETURN_IF_ERROR(MeasureLink(group, &cost));
   }
   // A choice that was made from what each had seen itself could differ.
@@ -125,7 +125,7 @@ class HierarchicalBackend::Block {
   // The exchange between the hosts at once, by whatever algorithm is best.
   Status Exchange() { return InLane() ? owner_.lane_->Reduce(*lane_view_, Between()) : Status(); }
 
-  // The same in parts, so that blocks overlap.
+  // The exchange in parts, so that blocks overlap.
   Status Contribute() {
     if (!InLane()) return Status();
     const auto hosts = static_cast<int>(owner_.hosts_.ranks.size());

@@ -18,7 +18,7 @@ constexpr int64_t kBurstNs = 4'000'000;
 // second -> first   byte[8]
 class Link {
  public:
-  explicit Link(Group& group) : group_(group), bytes_(kLastBurstBytes) {}
+  explicit Link(MeshGroup& group) : group_(group), bytes_(kLastBurstBytes) {}
 
   Status Measure(LinkCost* cost) {
     int64_t best_ns = INT64_MAX, elapsed_ns = 0;
@@ -75,7 +75,7 @@ class Link {
     return Status();
   }
 
-  Group& group_;
+  MeshGroup& group_;
   std::vector<char> bytes_;
   uint64_t next_ = 0;
   uint64_t echo_ = 0;
@@ -83,7 +83,7 @@ class Link {
 
 }  // namespace
 
-Status MeasureLink(Group& group, LinkCost* cost) {
+Status MeasureLink(MeshGroup& group, LinkCost* cost) {
   if (group.size() < 2 || group.index() > 1) return Status();
   Link link(group);
   // As in the operations that are to be estimated: a wait does not sleep at once.

@@ -10,6 +10,6 @@ namespace kolovod {
 // one takes 4 ms: in all about 10 ms, and where one of 64 KiB takes longer than that, three times as long as
 // it does. On the first `latency_us` and `bytes_per_us` are replaced; the second helps; others have nothing
 // to do. The other costs are those of the processors, and stay.
-Status MeasureLink(Group& group, LinkCost* cost);
+Status MeasureLink(MeshGroup& group, LinkCost* cost);
 
 }  // namespace kolovod

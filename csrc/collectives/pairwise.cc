@@ -5,7 +5,7 @@
 
 namespace kolovod {
 
-Pairwise::Pairwise(Group& group, PackedRange& range, const Combine& combine, std::vector<Slice> owned,
+Pairwise::Pairwise(MeshGroup& group, PackedRange& range, const Combine& combine, std::vector<Slice> owned,
                    bool gathers, size_t portion_bytes, size_t lead)
     : group_(group),
       range_(range),

@@ -19,8 +19,8 @@ class Pairwise {
   // `owned[m]`: the slice that member m reduces; none overlap. `gathers`: everybody gets all results, else
   // each only its own. `portion_bytes`: of a slice, per step; a multiple of every dtype's size. `lead`: how
   // many steps' parts go out before the first result. All must outlive it.
-  Pairwise(Group& group, PackedRange& range, const Combine& combine, std::vector<Slice> owned, bool gathers,
-           size_t portion_bytes, size_t lead = 1);
+  Pairwise(MeshGroup& group, PackedRange& range, const Combine& combine, std::vector<Slice> owned,
+           bool gathers, size_t portion_bytes, size_t lead = 1);
 
   size_t ScratchBytes() const;
   // All steps. `scratch`: ScratchBytes().
@@ -44,7 +44,7 @@ class Pairwise {
   char* Received(int member, size_t step) const;
   char* Packed(int member, size_t step) const;
 
-  Group& group_;
+  MeshGroup& group_;
   PackedRange& range_;
   const Combine combine_;
   const std::vector<Slice> owned_;

@@ -45,22 +45,6 @@ const Kernels& ActiveKernels() {
   return best;
 }
 
-DType PartialOf(DType dtype, Op op) {
-  switch (dtype) {
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return DType::kFloat32;
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kUInt16:
-    case DType::kInt16:
-    case DType::kInt32:
-      return op == Op::kAverage ? DType::kInt64 : dtype;
-    default:
-      return dtype;
-  }
-}
-
 void StreamingFence() {
 #if defined(__x86_64__)
   _mm_sfence();

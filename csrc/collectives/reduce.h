@@ -27,15 +27,12 @@ struct Reduction {
   int copy_count = 0;
   size_t count = 0;        // elements
   bool streaming = false;  // write `copies` past the cache
-  // The sources, respectively `out`, are partial results of PartialOf(dtype, op): what passes through several
-  // ranks is rounded once, by the last. Without copies; to a partial result also without divisor and scale.
+  // The sources, respectively `out`, are partial results of AccumulatorOf(dtype, op): what passes through
+  // several ranks is rounded once, by the last. Without copies; to a partial result also without divisor and
+  // scale.
   bool from_partials = false;
   bool to_partials = false;
 };
-
-// The type in which sources are accumulated: float32 for 16-bit floats, int64 for integers to be averaged,
-// else `dtype` itself.
-DType PartialOf(DType dtype, Op op);
 
 // The three tasks of one pipeline step on contiguous memory, each possibly empty, done a few hundred bytes
 // of each in turn: one waits for main memory, another for the peer's cache, and so they wait at the same

@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/dtype_traits.h"
 #include "base/half.h"
 
 namespace kolovod {
@@ -130,6 +131,35 @@ T FromScaled(double v) {
   if (v <= kLow) return static_cast<T>(kLow);
   if (v >= kHigh) return static_cast<T>(~static_cast<T>(0) ^ static_cast<T>(kLow));
   return static_cast<T>(v);
+}
+
+// Calls visit(T()) with the type of an element of `dtype`: the one place that knows it.
+template <class Visit>
+void VisitElement(DType dtype, Visit visit) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return visit(uint8_t());
+    case DType::kInt8:
+      return visit(int8_t());
+    case DType::kUInt16:
+      return visit(uint16_t());
+    case DType::kInt16:
+      return visit(int16_t());
+    case DType::kInt32:
+      return visit(int32_t());
+    case DType::kInt64:
+      return visit(int64_t());
+    case DType::kFloat16:
+      return visit(Half());
+    case DType::kFloat32:
+      return visit(float());
+    case DType::kFloat64:
+      return visit(double());
+    case DType::kBool:
+      return visit(BoolByte());
+    case DType::kBFloat16:
+      return visit(BFloat16());
+  }
 }
 
 template <class T>

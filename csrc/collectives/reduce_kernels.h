@@ -13,6 +13,13 @@
 #include <immintrin.h>
 #endif
 
+// Of a loop whose output may be an input, element for element: its steps do not depend on each other.
+#if defined(__clang__)
+#define KV_IN_PLACE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define KV_IN_PLACE _Pragma("GCC ivdep")
+#endif
+
 namespace kolovod {
 namespace {
 
@@ -27,7 +34,7 @@ size_t Least(size_t a, size_t b) { return a < b ? a : b; }
 template <class T>
 void ScaleArray(double factor, const T* src, T* dst, size_t count) {
   const auto f = static_cast<typename Arithmetic<T>::Factor>(factor);
-#pragma GCC ivdep  // dst may be src, element for element
+  KV_IN_PLACE
   for (size_t i = 0; i < count; ++i) dst[i] = Scaled(src[i], f);
 }
 
@@ -126,7 +133,7 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   size_t begin = 0;  // narrow types: of those that are left
   if (r.divisor == 1 && r.scale == 1.0) {
     if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, false>(a, b, n, 1.0f, out, copy);
-#pragma GCC ivdep  // out may be a or b, element for element
+    KV_IN_PLACE
     for (size_t i = begin; i < n; ++i) {
       const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])));
       out[i] = value;
@@ -138,7 +145,7 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
     if (r.divisor == 2) {
       const auto factor = static_cast<typename Ar::Acc>(r.scale * 0.5);
       if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, true>(a, b, n, factor, out, copy);
-#pragma GCC ivdep
+      KV_IN_PLACE
       for (size_t i = begin; i < n; ++i) {
         const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])) * factor);
         out[i] = value;
@@ -268,8 +275,13 @@ void ExchangeTyped(const Exchange& x) {
 }
 
 template <class T>
-void ExchangeOp(const Exchange& x) {
+void ExchangeOp(const Exchange& x, T) {
   switch (x.reduce.op) {
+    case Op::kAverage:
+      if constexpr (!kIsFloating<typename Arithmetic<T>::Acc> && sizeof(T) < sizeof(int64_t)) {
+        return ExchangeTyped<Averaged<T>, AddOp>(x);
+      }
+      return ExchangeTyped<T, AddOp>(x);
     case Op::kMin:
       return ExchangeTyped<T, MinOp>(x);
     case Op::kMax:
@@ -281,43 +293,13 @@ void ExchangeOp(const Exchange& x) {
   }
 }
 
-template <class T>
-void ExchangeInteger(const Exchange& x) {
-  if (x.reduce.op == Op::kAverage) return ExchangeTyped<Averaged<T>, AddOp>(x);
-  return ExchangeOp<T>(x);
-}
-
-void ExchangeBool(const Exchange& x) {
-  const Op op = x.reduce.op;
-  if (op == Op::kMin || op == Op::kProduct) return ExchangeTyped<BoolByte, AndOp>(x);
-  return ExchangeTyped<BoolByte, OrOp>(x);
+void ExchangeOp(const Exchange& x, BoolByte) {
+  const bool is_and = x.reduce.op == Op::kMin || x.reduce.op == Op::kProduct;
+  return is_and ? ExchangeTyped<BoolByte, AndOp>(x) : ExchangeTyped<BoolByte, OrOp>(x);
 }
 
 void ExchangeAny(const Exchange& x) {
-  switch (x.reduce.dtype) {
-    case DType::kUInt8:
-      return ExchangeInteger<uint8_t>(x);
-    case DType::kInt8:
-      return ExchangeInteger<int8_t>(x);
-    case DType::kUInt16:
-      return ExchangeInteger<uint16_t>(x);
-    case DType::kInt16:
-      return ExchangeInteger<int16_t>(x);
-    case DType::kInt32:
-      return ExchangeInteger<int32_t>(x);
-    case DType::kInt64:
-      return ExchangeOp<int64_t>(x);
-    case DType::kFloat16:
-      return ExchangeOp<Half>(x);
-    case DType::kFloat32:
-      return ExchangeOp<float>(x);
-    case DType::kFloat64:
-      return ExchangeOp<double>(x);
-    case DType::kBFloat16:
-      return ExchangeOp<BFloat16>(x);
-    case DType::kBool:
-      return ExchangeBool(x);
-  }
+  VisitElement(x.reduce.dtype, [&](auto element) { ExchangeOp(x, element); });
 }
 
 }  // namespace

@@ -129,7 +129,7 @@ TEST(partial_results_lose_nothing) {
         if (r.dtype == DType::kBool && (factor != 1.0 || op == Op::kAverage)) continue;
         std::vector<std::vector<char>> in;
         for (int s = 0; s < 3; ++s) in.push_back(RandomBytes(r.dtype, r.count, random));
-        const size_t partial_bytes = r.count * SizeOf(PartialOf(r.dtype, op));
+        const size_t partial_bytes = r.count * SizeOf(AccumulatorOf(r.dtype, op));
         std::vector<char> once(in[0].size()), sum(partial_bytes), alone(partial_bytes), last(in[0].size());
         const auto run = [&](int k, const std::vector<const void*>& sources, int own,
                              std::vector<char>& out) {

@@ -25,7 +25,7 @@ Relay ChainRelay(int size, int root, int index) {
   return relay;
 }
 
-Status RunRelay(Group& group, const Relay& relay, char* data, size_t bytes, size_t block_bytes,
+Status RunRelay(MeshGroup& group, const Relay& relay, char* data, size_t bytes, size_t block_bytes,
                 const std::function<Status(size_t, size_t)>& on_block) {
   std::vector<uint64_t> positions;
   const auto length = [&](size_t begin) { return std::min(block_bytes, bytes - begin); };

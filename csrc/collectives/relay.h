@@ -21,7 +21,7 @@ Relay ChainRelay(int size, int root, int index);
 
 // On the root `data` is read, elsewhere written. `on_block(begin, bytes)` is called when a block is here and
 // on its way to the children.
-Status RunRelay(Group& group, const Relay& relay, char* data, size_t bytes, size_t block_bytes,
+Status RunRelay(MeshGroup& group, const Relay& relay, char* data, size_t bytes, size_t block_bytes,
                 const std::function<Status(size_t, size_t)>& on_block);
 
 }  // namespace kolovod

@@ -7,7 +7,7 @@ namespace {
 
 class Ring {
  public:
-  Ring(Group& group, PackedRange& range, const std::vector<Slice>& slices, size_t portion_bytes)
+  Ring(MeshGroup& group, PackedRange& range, const std::vector<Slice>& slices, size_t portion_bytes)
       : group_(group),
         range_(range),
         slices_(slices),
@@ -98,7 +98,7 @@ class Ring {
     group_.Send(right_, range_.Outputs(portion));
   }
 
-  Group& group_;
+  MeshGroup& group_;
   PackedRange& range_;
   const std::vector<Slice> slices_;
   const size_t size_;
@@ -112,7 +112,7 @@ class Ring {
 
 }  // namespace
 
-Status RingAllreduce(Group& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
+Status RingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
                      Scratch& scratch) {
   if (range.total() == 0) return Status();
   std::vector<Slice> slices;
@@ -122,7 +122,7 @@ Status RingAllreduce(Group& group, PackedRange& range, const Combine& combine, s
   return ring.Gather(1);
 }
 
-Status RingAllgather(Group& group, PackedRange& range, const std::vector<Slice>& slices,
+Status RingAllgather(MeshGroup& group, PackedRange& range, const std::vector<Slice>& slices,
                      size_t portion_bytes) {
   if (range.total() == 0) return Status();
   Ring ring(group, range, slices, portion_bytes);

@@ -12,11 +12,11 @@
 namespace kolovod {
 
 // Not for what needs one place (NeedsOnePlace).
-Status RingAllreduce(Group& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
+Status RingAllreduce(MeshGroup& group, PackedRange& range, const Combine& combine, size_t portion_bytes,
                      Scratch& scratch);
 
 // Member m has slices[m] of the outputs; afterwards everybody has all.
-Status RingAllgather(Group& group, PackedRange& range, const std::vector<Slice>& slices,
+Status RingAllgather(MeshGroup& group, PackedRange& range, const std::vector<Slice>& slices,
                      size_t portion_bytes);
 
 }  // namespace kolovod

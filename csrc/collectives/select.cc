@@ -27,13 +27,9 @@ bool Serves(Algorithm algorithm, const SelectQuestion& question) {
       return algorithm == Algorithm::kDirect;
     case Verb::kReducescatter:
       return algorithm == Algorithm::kPairwise;
-    case Verb::kBarrier:
-    case Verb::kJoin:
-    case Verb::kSend:
-    case Verb::kRecv:
+    default:
       return false;
   }
-  return false;
 }
 
 // The part of an estimate that is the same for a byte and a gigabyte.
@@ -174,12 +170,8 @@ Choice Select(const SelectQuestion& question, Algorithm forced, const LinkCost& 
   if (Serves(forced, question)) return {forced, std::string(NameOf(forced)) + " was asked for"};
   Choice choice = Automatic(question, cost);
   choice.reason = std::string(NameOf(forced)) + " was asked for but cannot do a" +
-                  (question.verb == Verb::kAllreduce || question.verb == Verb::kAllgather ||
-                           question.verb == Verb::kAlltoall
-                       ? "n "
-                       : " ") +
-                  NameOf(question.verb) + " of " + NameOf(question.dtype) + " " + NameOf(question.op) + "; " +
-                  choice.reason;
+                  (NameOf(question.verb)[0] == 'a' ? "n " : " ") + NameOf(question.verb) + " of " +
+                  NameOf(question.dtype) + " " + NameOf(question.op) + "; " + choice.reason;
   return choice;
 }
 

@@ -16,8 +16,8 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       size_(segment.layout().size),
       crowded_(config.cores < size_),
       chunk_bytes_(ChunkBytes(segment, config, crowded_)),
-      one_shot_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/false)),
-      one_shot_narrow_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*narrow=*/true)),
+      one_shot_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*converts=*/false)),
+      one_shot_converted_bytes_(OneShotLimit(config, size_, chunk_bytes_, /*converts=*/true)),
       slots_(segment.layout().chunk_slots),
       waiter_(waiter),
       peer_read_bytes_(static_cast<size_t>(config.peer_read_bytes)),
@@ -34,13 +34,13 @@ size_t ShmBackend::ChunkBytes(const Segment& segment, const Config& config, bool
   return config.chunk_bytes > 0 || crowded ? most : std::min<size_t>(most, 64 << 10);
 }
 
-size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow) {
+size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool converts) {
   // One exchange moves (size-1)*bytes to each rank, two exchanges 2*(size-1)/size*bytes; measured
   // crossovers are in docs/decisions/0004-allreduce-on-one-host.md.
   size_t limit = 32 << 10;
   if (size > 4) limit = 16 << 10;
   if (size > 16) limit = 4 << 10;
-  if (narrow) limit /= 4;  // twice the elements to a byte, and each is converted to and fro
+  if (converts) limit /= 4;  // twice the elements to a byte, and each is converted to and fro
   if (config.one_shot_bytes > 0) limit = static_cast<size_t>(config.one_shot_bytes);
   return std::min(limit, chunk_bytes);
 }
@@ -49,7 +49,7 @@ void ShmBackend::Post(std::initializer_list<std::pair<Flag, uint64_t>> flags) {
   if (before_post_) before_post_();
   RankBlock& self = segment_.rank(rank_);
   for (const auto& [flag, value] : flags) (self.*flag).store(value, std::memory_order_seq_cst);
-  segment_.RingDataWaiting();
+  segment_.WakeDataWaiting();
 }
 
 Status ShmBackend::WaitFor(int peer, Flag flag, uint64_t value) {
@@ -59,7 +59,7 @@ Status ShmBackend::WaitFor(int peer, Flag flag, uint64_t value) {
   const auto wake = [&] {
     for (int r = 0; r < size_; ++r) {
       if (r == rank_ || (peer != r && peer != DataWait::kAll)) continue;
-      if (!segment_.Reached(rank_, {r, wait.done, value})) segment_.RingUndriven(r);
+      if (!segment_.Reached(rank_, {r, wait.done, value})) segment_.WakeUndriven(r);
     }
   };
   return waiter_.Wait(ready, wake, /*in_bucket=*/true, wait);
@@ -71,92 +71,12 @@ Status ShmBackend::WaitForSlot(uint64_t chunk) {
   return chunk > slots_ ? WaitForAll(&RankBlock::done, chunk - slots_) : Status();
 }
 
-ShmBackend::View ShmBackend::MakeView(const FusedRange& range) {
-  View view{&range, {}, SizeOf(range.dtype), 0};
-  view.offset.reserve(range.pieces.size());
-  for (const Piece& piece : range.pieces) {
-    view.offset.push_back(view.total);
-    view.total += RoundUp(piece.count * view.item, kLine);
-  }
-  return view;
-}
+// A chunk of the range, or some of its slices; positions are relative to the chunk.
+struct ShmBackend::Walk {
+  bool done() const { return cursor.done(); }
 
-// Walks over one or two spans of a chunk, in parts that cross neither a tensor's nor a slice's edge.
-class ShmBackend::Walk {
- public:
-  Walk() = default;  // nothing to do
-  // The chunk is [begin, begin + length) of the view's range; spans are relative to it. Own slice only, or
-  // (`others`) the rest, beginning behind the own slice so that ranks do not all read from the same peer.
-  Walk(const View& view, uint64_t chunk, size_t begin, size_t length, int size, int rank, bool others)
-      : view_(&view),
-        chunk_(chunk),
-        begin_(begin),
-        slice_bytes_(std::max(SliceOf(length, size, 0).end, kLine)) {
-    const Slice own = SliceOf(length, size, rank);
-    if (others) {
-      spans_[0] = Slice{own.end, length};
-      spans_[1] = Slice{0, own.begin};
-    } else {
-      spans_[0] = own;
-    }
-    Enter(0);
-  }
-
-  bool done() const { return span_ == 2; }
-  uint64_t chunk() const { return chunk_; }
-
-  // Where the walk stands: a contiguous part of one tensor and one slice.
-  struct Part {
-    const char* in;
-    char* out;
-    size_t in_chunk;  // byte offset within the chunk
-    size_t bytes;
-  };
-  Part part() const {
-    const Piece& piece = view_->range->pieces[index_];
-    const size_t in_piece = at_ - view_->offset[index_];
-    char* out = piece.out == nullptr ? nullptr : static_cast<char*>(piece.out) + in_piece;
-    return Part{static_cast<const char*>(piece.in) + in_piece, out, at_ - begin_, edge_ - at_};
-  }
-  // Goes on by at most part().bytes.
-  void Take(size_t bytes) {
-    at_ += bytes;
-    if (at_ == edge_) Settle();
-  }
-
- private:
-  void Enter(size_t span) {
-    while (span < 2 && spans_[span].begin >= spans_[span].end) ++span;
-    span_ = span;
-    if (span_ == 2) return;
-    at_ = begin_ + spans_[span_].begin;
-    const auto next = std::upper_bound(view_->offset.begin(), view_->offset.end(), at_);
-    index_ = static_cast<size_t>(next - view_->offset.begin()) - 1;
-    Settle();
-  }
-
-  // Finds the end of the part at at_, after skipping the padding between tensors and finished spans.
-  void Settle() {
-    const size_t span_end = begin_ + spans_[span_].end;
-    while (at_ < span_end && at_ >= PieceEnd()) {
-      at_ = ++index_ < view_->offset.size() ? view_->offset[index_] : span_end;
-    }
-    if (at_ >= span_end) return Enter(span_ + 1);
-    const size_t slice_end = begin_ + ((at_ - begin_) / slice_bytes_ + 1) * slice_bytes_;
-    edge_ = std::min({span_end, slice_end, PieceEnd()});
-  }
-
-  size_t PieceEnd() const { return view_->offset[index_] + view_->range->pieces[index_].count * view_->item; }
-
-  const View* view_ = nullptr;
-  uint64_t chunk_ = 0;
-  size_t begin_ = 0;
-  size_t slice_bytes_ = kLine;
-  Slice spans_[2] = {};
-  size_t span_ = 2;
-  size_t at_ = 0;
-  size_t edge_ = 0;
-  size_t index_ = 0;
+  PackedRange::Cursor cursor{};
+  uint64_t chunk = 0;
 };
 
 // The tasks of one pipeline step; the kernels do them side by side.
@@ -174,12 +94,7 @@ void ShmBackend::Run(const FusedRange& range, Tasks& t) {
   const void* sources[kMaxSources];
   void* copies[kMaxSources];
   Exchange x;
-  Reduction& r = x.reduce;
-  r.dtype = range.dtype;
-  r.op = range.op;
-  r.prescale = range.prescale;
-  r.scale = range.postscale;
-  r.divisor = r.op == Op::kAverage ? size_ : 1;
+  Reduction& r = x.reduce = Combine::Of(range, size_).ToReduction();
   r.sources = sources;
   r.source_count = size_;
   r.own_source = rank_;
@@ -195,29 +110,29 @@ void ShmBackend::Run(const FusedRange& range, Tasks& t) {
     // As far as no task crosses an edge, counted in bytes of the reduction and in whole cache lines.
     size_t level = SIZE_MAX;
     const auto limit = [&](const Walk& walk, size_t w) {
-      if (!walk.done()) level = std::min(level, RoundUp((walk.part().bytes + w - 1) / w, kLine));
+      if (!walk.done()) level = std::min(level, RoundUp((walk.cursor.part().bytes + w - 1) / w, kLine));
     };
     limit(t.pack, weight);
     limit(t.reduce, 1);
     limit(t.out, weight);
     const auto take = [&](Walk& walk, size_t w) {
-      const Walk::Part part = walk.part();
-      const size_t bytes = std::min(part.bytes, level * w);
-      walk.Take(bytes);
-      return Walk::Part{part.in, part.out, part.in_chunk, bytes};
+      PackedRange::Part part = walk.cursor.part();
+      part.bytes = std::min(part.bytes, level * w);
+      walk.cursor.Take(part.bytes);
+      return part;
     };
     x.pack_bytes = x.out_bytes = r.count = 0;
     if (!t.pack.done()) {
-      const Walk::Part part = take(t.pack, weight);
+      const PackedRange::Part part = take(t.pack, weight);
       x.pack_from = part.in;
-      x.pack_to = segment_.staging(rank_, t.pack.chunk()) + part.in_chunk;
+      x.pack_to = segment_.staging(rank_, t.pack.chunk) + part.in_slice;
       x.pack_bytes = part.bytes;
     }
     if (!t.reduce.done()) {
-      const Walk::Part part = take(t.reduce, 1);
+      const PackedRange::Part part = take(t.reduce, 1);
       int copy = 0;
       for (int s = 0; s < size_; ++s) {
-        char* staged = segment_.staging(s, t.reduce.chunk()) + part.in_chunk;
+        char* staged = segment_.staging(s, t.reduce.chunk) + part.in_slice;
         sources[s] = s == rank_ ? part.in : staged;
         if (s != rank_) copies[copy++] = staged;
       }
@@ -225,8 +140,8 @@ void ShmBackend::Run(const FusedRange& range, Tasks& t) {
       r.count = part.bytes / item;
     }
     if (!t.out.done()) {
-      const Walk::Part part = take(t.out, weight);
-      x.out_from = segment_.staging(rank_, t.out.chunk()) + part.in_chunk;
+      const PackedRange::Part part = take(t.out, weight);
+      x.out_from = segment_.staging(rank_, t.out.chunk) + part.in_slice;
       x.out_to = part.out;
       x.out_bytes = part.bytes;
     }
@@ -234,59 +149,36 @@ void ShmBackend::Run(const FusedRange& range, Tasks& t) {
   }
 }
 
-void ShmBackend::ReduceAlone(const FusedRange& range) {
-  for (const Piece& piece : range.pieces) {
-    Exchange x;
-    Reduction& r = x.reduce;
-    r.dtype = range.dtype;
-    r.op = range.op;
-    r.sources = &piece.in;
-    r.source_count = 1;
-    r.own_source = 0;
-    r.prescale = range.prescale;
-    r.scale = range.postscale;
-    r.out = piece.out;
-    r.count = piece.count;
-    const bool identity = range.prescale == 1.0 && range.postscale == 1.0;
-    if (!identity) {
-      kernels_.exchange(x);
-    } else if (piece.in != piece.out && piece.count > 0) {
-      std::memcpy(piece.out, piece.in, piece.count * SizeOf(range.dtype));
-    }
-  }
-}
-
 Status ShmBackend::Allreduce(const FusedRange& range) {
   if (size_ == 1) {
-    ReduceAlone(range);
+    ReduceAlone(range, kernels_);
     return Status();
   }
-  const View view = MakeView(range);
-  if (view.total == 0) return Status();
-  const bool narrow = range.dtype == DType::kFloat16 || range.dtype == DType::kBFloat16;
-  return view.total <= (narrow ? one_shot_narrow_bytes_ : one_shot_bytes_)
+  const PackedRange view(range, kLine);
+  if (view.total() == 0) return Status();
+  return view.total() <= (TraitsOf(range.dtype).converts() ? one_shot_converted_bytes_ : one_shot_bytes_)
              ? OneShot(view)
-             : Sliced(view, PlanChunks(view.total, chunk_bytes_, size_), /*gathers=*/true);
+             : Sliced(view, PlanChunks(view.total(), chunk_bytes_, size_), /*gathers=*/true);
 }
 
-Status ShmBackend::OneShot(const View& view) {
+Status ShmBackend::OneShot(const PackedRange& view) {
   const uint64_t chunk = ++chunk_;
   KV_RETURN_IF_ERROR(WaitForSlot(chunk));
   // One slice, which is everybody's own: all of the range.
-  const Walk all(view, chunk, 0, view.total, /*size=*/1, /*rank=*/0, /*others=*/false);
+  const Walk all{PackedRange::Cursor(view, 0, 0, Slice{0, view.total()}), chunk};
   Tasks pack{.pack = all, .publish = false};
-  pack.pack_streaming = allreduce_.streaming() && view.total >= kStreamingFloor;
-  Run(*view.range, pack);
+  pack.pack_streaming = allreduce_.streaming() && view.total() >= kStreamingFloor;
+  Run(view.range(), pack);
   if (pack.pack_streaming) kernels_.fence();
   Post({{&RankBlock::packed, chunk}});
   KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk));
   Tasks reduce{.reduce = all, .publish = false};
-  Run(*view.range, reduce);
+  Run(view.range(), reduce);
   Post({{&RankBlock::done, chunk}});
   return Status();
 }
 
-Status ShmBackend::Sliced(const View& view, const ChunkPlan& plan, bool gathers) {
+Status ShmBackend::Sliced(const PackedRange& view, const ChunkPlan& plan, bool gathers) {
   const uint64_t first = chunk_ + 1;
   chunk_ += plan.count;
   StreamingChooser& chooser = gathers ? allreduce_ : reducescatter_;
@@ -304,13 +196,22 @@ Status ShmBackend::Sliced(const View& view, const ChunkPlan& plan, bool gathers)
   return Status();
 }
 
-Status ShmBackend::Step(const View& view, const ChunkPlan& plan, bool gathers, uint64_t first, size_t step) {
-  // Chunk step - lag, or nothing before the first and after the last.
+Status ShmBackend::Step(const PackedRange& view, const ChunkPlan& plan, bool gathers, uint64_t first,
+                        size_t step) {
+  // Of chunk step - lag, or nothing before the first and after the last: the own slice, or (`others`) the
+  // rest.
   const auto walk = [&](size_t lag, bool others) {
     if (step < lag || step - lag >= plan.count) return Walk();
     const size_t begin = (step - lag) * plan.chunk_bytes;
-    return Walk(view, first + step - lag, begin, std::min(plan.chunk_bytes, view.total - begin), size_, rank_,
-                others);
+    const size_t length = std::min(plan.chunk_bytes, view.total() - begin);
+    const Slice own = SliceOf(length, size_, rank_);
+    // Beginning behind the own slice, so that ranks do not all read from the same peer.
+    const Slice behind{begin + own.end, begin + length}, before{begin, begin + own.begin};
+    const Slice mine{begin + own.begin, begin + own.end};
+    const size_t slice_bytes = std::max(SliceOf(length, size_, 0).end, kLine);
+    return Walk{others ? PackedRange::Cursor(view, begin, slice_bytes, behind, before)
+                       : PackedRange::Cursor(view, begin, slice_bytes, mine),
+                first + step - lag};
   };
   const uint64_t chunk = first + step;
   const bool packs = step < plan.count;
@@ -325,7 +226,7 @@ Status ShmBackend::Step(const View& view, const ChunkPlan& plan, bool gathers, u
   tasks.pack_streaming = packs && chooser.Use(step);
   tasks.reduce_streaming = reduces && chooser.Use(step - 1);
   tasks.out_streaming = copies && chooser.Use(step - 2);
-  Run(*view.range, tasks);
+  Run(view.range(), tasks);
   if (tasks.pack_streaming || tasks.reduce_streaming) kernels_.fence();
   if (packs) Post({{&RankBlock::packed, chunk}});
   if (reduces) Post({{&RankBlock::done, chunk - 1}});
@@ -336,7 +237,7 @@ Status ShmBackend::Step(const View& view, const ChunkPlan& plan, bool gathers, u
 // rank's part, so that the slices of the chunk are what their owners keep.
 Status ShmBackend::Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) {
   if (size_ == 1) {
-    ReduceAlone(range);
+    ReduceAlone(range, kernels_);
     return Status();
   }
   const auto size = static_cast<size_t>(size_);
@@ -346,7 +247,7 @@ Status ShmBackend::Reducescatter(const FusedRange& range, const std::vector<size
   const size_t portion = PlanChunks(longest * size, chunk_bytes_, size_).chunk_bytes / size;
   const ChunkPlan plan{(longest + portion - 1) / portion, portion * size};
   FusedRange parts{range.dtype, range.op, range.prescale, range.postscale, {}, range.name};
-  View view{&parts, {}, item, plan.count * plan.chunk_bytes};
+  std::vector<size_t> begins;
   for (size_t c = 0; c < plan.count; ++c) {
     const char* part = static_cast<const char*>(range.pieces.front().in);
     for (size_t r = 0; r < size; ++r) {
@@ -355,10 +256,11 @@ Status ShmBackend::Reducescatter(const FusedRange& range, const std::vector<size
       const bool own = r == static_cast<size_t>(rank_);
       char* out = own ? static_cast<char*>(range.pieces.front().out) + begin : nullptr;
       parts.pieces.push_back(Piece{part + begin, out, (end - begin) / item});
-      view.offset.push_back((c * size + r) * portion);
+      begins.push_back((c * size + r) * portion);
       part += counts[r] * item;
     }
   }
+  const PackedRange view(parts, std::move(begins), plan.count * plan.chunk_bytes);
   return Sliced(view, plan, /*gathers=*/false);
 }
 

@@ -23,6 +23,7 @@
 
 #include "base/config.h"
 #include "collectives/backend.h"
+#include "collectives/combine.h"
 #include "collectives/reduce.h"
 #include "collectives/streaming.h"
 #include "control/fusion.h"
@@ -49,26 +50,18 @@ class ShmBackend : public Backend {
   Status Reducescatter(const FusedRange& range, const std::vector<size_t>& counts) override;
 
   static size_t ChunkBytes(const Segment& segment, const Config& config, bool crowded);
-  // Bytes up to which every rank reduces everything itself (one exchange instead of two).
-  static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool narrow);
+  // Bytes up to which every rank reduces everything itself (one exchange instead of two), for dtypes that
+  // are converted to be added (DTypeTraits) and for others.
+  static size_t OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool converts);
 
  private:
-  // A fused range as one virtual byte range: piece i begins at offset[i], a multiple of a cache line.
-  struct View {
-    const FusedRange* range;
-    std::vector<size_t> offset;
-    size_t item;
-    size_t total;
-  };
-  static View MakeView(const FusedRange& range);
-  class Walk;
+  struct Walk;
   struct Tasks;
 
-  void ReduceAlone(const FusedRange& range);
-  Status OneShot(const View& view);
+  Status OneShot(const PackedRange& view);
   // In slices, chunk by chunk; `gathers`: every rank gets all results, not only its own slice.
-  Status Sliced(const View& view, const ChunkPlan& plan, bool gathers);
-  Status Step(const View& view, const ChunkPlan& plan, bool gathers, uint64_t first, size_t step);
+  Status Sliced(const PackedRange& view, const ChunkPlan& plan, bool gathers);
+  Status Step(const PackedRange& view, const ChunkPlan& plan, bool gathers, uint64_t first, size_t step);
   void Run(const FusedRange& range, Tasks& tasks);
   bool Reads(size_t bytes) const {
     return peers_ != nullptr && peers_->usable() && bytes >= peer_read_bytes_;
@@ -108,7 +101,7 @@ class ShmBackend : public Backend {
   const bool crowded_;  // fewer cores than ranks: every point of synchronisation is a switch of processes
   const size_t chunk_bytes_;
   const size_t one_shot_bytes_;
-  const size_t one_shot_narrow_bytes_;  // of float16 and bfloat16
+  const size_t one_shot_converted_bytes_;  // of dtypes that are converted to be added
   const uint64_t slots_;
   Waiter& waiter_;
   const size_t peer_read_bytes_;  // from which on parts are read from the peers' memory

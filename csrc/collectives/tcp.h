@@ -34,7 +34,7 @@ class TcpBackend : public Backend {
 
   // An allreduce whose factors are given, not derived from the number of members: a level of several.
   Status Reduce(PackedRange& range, const Combine& combine);
-  Group& group() { return group_; }
+  MeshGroup& group() { return group_; }
   // Between two verbs; the same on every rank.
   void set_cost(const LinkCost& cost) { options_.cost = cost; }
 
@@ -52,7 +52,7 @@ class TcpBackend : public Backend {
   Algorithm Choose(const SelectQuestion& question);
   Status RunPairwise(PackedRange& range, const Combine& combine, std::vector<Slice> owned, bool gathers);
 
-  Group group_;
+  MeshGroup group_;
   TcpOptions options_;
   Scratch scratch_;
   Choice choice_{Algorithm::kAuto, "nothing has run yet"};

@@ -11,7 +11,9 @@ namespace {
 
 uint64_t Parts(uint64_t bytes, uint64_t portion_bytes) { return (bytes + portion_bytes - 1) / portion_bytes; }
 
-uint64_t PartialRatio(const TrafficQuestion& q) { return SizeOf(PartialOf(q.dtype, q.op)) / SizeOf(q.dtype); }
+uint64_t PartialRatio(const TrafficQuestion& q) {
+  return SizeOf(AccumulatorOf(q.dtype, q.op)) / SizeOf(q.dtype);
+}
 
 Traffic Symmetric(uint64_t messages, uint64_t bytes) { return {messages, bytes, messages, bytes}; }
 

@@ -68,7 +68,7 @@ Bytes Widened(DType dtype, const Bytes& values) {
 
 // acc / divisor * scale as a 16-bit float, or an integer cut off toward zero.
 Bytes Narrowed(DType dtype, const Factors& factors, const Bytes& partial) {
-  const size_t count = partial.size() / SizeOf(PartialOf(dtype, Op::kAverage));
+  const size_t count = partial.size() / SizeOf(AccumulatorOf(dtype, Op::kAverage));
   Bytes out(count * SizeOf(dtype));
   for (size_t i = 0; i < count; ++i) {
     char* const at = out.data() + i * SizeOf(dtype);
@@ -89,7 +89,7 @@ Bytes Narrowed(DType dtype, const Factors& factors, const Bytes& partial) {
 // The order of balanced.h, level by level.
 Bytes BalancedReference(DType dtype, Op op, const Factors& factors, std::vector<Bytes> sources) {
   if (sources.size() == 2) return Combined(dtype, op, factors, std::move(sources));
-  const DType wide = PartialOf(dtype, op);
+  const DType wide = AccumulatorOf(dtype, op);
   if (factors.prescale != 1.0) {
     for (Bytes& source : sources) {
       std::vector<Bytes> one;
@@ -251,7 +251,7 @@ std::vector<Case> TypedCases(int size) {
     const auto dtype = static_cast<DType>(d);
     const Op op = kOps[(size + d) % 5];
     if (dtype == DType::kBool && op == Op::kAverage) continue;
-    const bool integer = PartialOf(dtype, Op::kAverage) == DType::kInt64 || dtype == DType::kBool;
+    const bool integer = AccumulatorOf(dtype, Op::kAverage) == DType::kInt64 || dtype == DType::kBool;
     const Factors factors = integer || size / 5 % 2 == 0 ? Factors{} : Factors{0.5, 3.0};
     const bool alone = size / 10 % 2 == 1;
     for (const Algorithm algorithm : kBalanced) {

@@ -10,7 +10,7 @@
 namespace kolovod {
 
 // How many of the entries that are ready (in log order) the next bucket takes: all, up to limit_bytes,
-// at least one. Whoever seals a bucket decides this alone and writes the result into the log.
+// at least one. Whoever closes a bucket decides this alone and writes the result into the log.
 size_t EntriesForBucket(const std::vector<size_t>& entry_bytes, size_t limit_bytes);
 
 // Tensors with equal keys are reduced as one byte range.

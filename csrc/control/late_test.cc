@@ -1,5 +1,4 @@
-#include "control/late.h"
-
+#include "control/stragglers.h"
 #include "testing/check.h"
 
 namespace kolovod {
@@ -21,30 +20,30 @@ struct World {
     record.number = records.size();
     record.name = name;
     record.name_hash = HashName(name);
-    record.state = RecordState::kSubmitted;
+    record.state = OperationState::kSubmitted;
     record.submitted_ns = submitted_s * kSecond;
     return record;
   }
   void Start(int rank, const std::string& name, int64_t submitted_s, int64_t started_s, uint64_t bucket = 1) {
     OperationRecord& record = Add(rank, name, submitted_s);
     record.bucket = bucket;
-    record.state = RecordState::kStarted;
+    record.state = OperationState::kStarted;
     record.started_ns = started_s * kSecond;
   }
   void Finish(int rank, const std::string& name, int64_t submitted_s, int64_t ended_s, uint64_t bucket = 1) {
     Start(rank, name, submitted_s, ended_s, bucket);
-    view.records[static_cast<size_t>(rank)].back().state = RecordState::kDone;
+    view.records[static_cast<size_t>(rank)].back().state = OperationState::kDone;
     view.records[static_cast<size_t>(rank)].back().ended_ns = ended_s * kSecond;
   }
-  LateVerdict Judge(int64_t report_s = 60, int64_t failure_s = 0) const {
-    return JudgeLate(view, LateLimits{report_s * kSecond, failure_s * kSecond});
+  StragglerVerdict Judge(int64_t report_s = 60, int64_t failure_s = 0) const {
+    return JudgeStragglers(view, StragglerLimits{report_s * kSecond, failure_s * kSecond});
   }
-  static std::string Text(const LateFinding& finding, size_t max_names = 6) {
+  static std::string Text(const StragglerFinding& finding, size_t max_names = 6) {
     const RankNames names{{0, 1, 2, 3}, [](int r) { return "rank " + std::to_string(r); }};
-    return LateText(finding, names, max_names);
+    return StragglerText(finding, names, max_names);
   }
 
-  LateView view;
+  StragglerView view;
 };
 
 TEST(all_is_well) {
@@ -53,7 +52,7 @@ TEST(all_is_well) {
   w.Finish(0, "a", 1, 2);
   w.Finish(1, "a", 1, 2);
   w.Add(0, "b", 41);
-  const LateVerdict verdict = w.Judge();
+  const StragglerVerdict verdict = w.Judge();
   CHECK(!verdict.report && !verdict.fail);
 }
 
@@ -63,9 +62,9 @@ TEST(who_has_not_sent_is_known_by_the_receive) {
   OperationRecord& waits = w.Add(0, "rank 7, tag 3", 10);
   waits.verb = Verb::kRecv;
   waits.peer = 7;
-  LateVerdict verdict = w.Judge();
+  StragglerVerdict verdict = w.Judge();
   CHECK(verdict.report && verdict.findings.size() == 1);
-  CHECK(verdict.findings[0].rank == 2 && verdict.findings[0].cause == LateCause::kNoPartner);
+  CHECK(verdict.findings[0].rank == 2 && verdict.findings[0].cause == StragglerCause::kNoPartner);
   CHECK(World::Text(verdict.findings[0]) ==
         "rank 2 has not sent or received what is waited for by 'rank 7, tag 3' (recv, 90 s); rank 0 waits");
   w.view.records[0][0].peer = -1;  // any
@@ -79,7 +78,7 @@ TEST(who_has_not_submitted_what_and_who_waits) {
   w.Add(0, "layer1.weight", 39);
   w.Add(1, "layer1.weight", 38);
   w.Add(0, "layer2.weight", 40);
-  const LateVerdict verdict = w.Judge();
+  const StragglerVerdict verdict = w.Judge();
   CHECK(verdict.report && !verdict.fail);
   CHECK(verdict.findings.size() == 2);
   CHECK(World::Text(verdict.findings[0]) ==
@@ -101,7 +100,7 @@ TEST(different_tensors_missing_on_different_ranks) {
   World w(3);
   for (int r : {0, 2}) w.Add(r, "x", 10);
   for (int r : {1, 2}) w.Add(r, "y", 20);
-  const LateVerdict verdict = w.Judge();
+  const StragglerVerdict verdict = w.Judge();
   CHECK(verdict.findings.size() == 2);
   CHECK(World::Text(verdict.findings[0]) ==
         "rank 1 has not submitted 'x' (allreduce, 90 s); ranks 0, 2 wait");
@@ -112,7 +111,7 @@ TEST(different_tensors_missing_on_different_ranks) {
 TEST(many_names_are_counted) {
   World w(2);
   for (int i = 0; i < 9; ++i) w.Add(0, "t" + std::to_string(i), 10);
-  const LateVerdict verdict = w.Judge();
+  const StragglerVerdict verdict = w.Judge();
   CHECK(World::Text(verdict.findings[0], 1) ==
         "rank 1 has not submitted 't0' (allreduce, 90 s) and 8 more; rank 0 waits");
   CHECK(World::Text(verdict.findings[0]).find("'t5'") != std::string::npos);
@@ -158,7 +157,7 @@ TEST(the_second_limit_is_independent_of_the_first) {
   w.Add(0, "a", 50);
   CHECK(!w.Judge(60, 51).fail && w.Judge(60, 50).fail);
   CHECK(!w.Judge(60, 50).report);
-  LateVerdict verdict = w.Judge(0, 50);
+  StragglerVerdict verdict = w.Judge(0, 50);
   CHECK(verdict.fail && !verdict.report && verdict.findings[0].rank == 1);
   verdict = w.Judge(50, 0);
   CHECK(!verdict.fail && verdict.report);
@@ -184,28 +183,28 @@ TEST(an_earlier_use_of_a_name_does_not_count) {
   u.Add(1, "a", 2);
   u.Add(0, "a", 15);
   bool named = false;
-  for (const LateFinding& finding : u.Judge().findings) named = named || World::Text(finding) == wanted;
+  for (const StragglerFinding& finding : u.Judge().findings) named = named || World::Text(finding) == wanted;
   CHECK(named);
   // The same, but in the next one: there is nobody to blame.
   World t(2);
   for (int r : {0, 1}) t.Finish(r, "a", 1, 14, 7);
   for (int r : {0, 1}) t.Add(r, "a", 15);
-  CHECK(t.Judge().findings.at(0).cause == LateCause::kNoProgress);
+  CHECK(t.Judge().findings.at(0).cause == StragglerCause::kNoProgress);
 }
 
 TEST(a_rank_that_is_through_is_not_late) {
   World w(2);
   w.Add(0, "a", 10);
   w.Finish(1, "a", 11, 12);
-  const LateVerdict verdict = w.Judge();
-  CHECK(verdict.findings.at(0).cause == LateCause::kNoProgress);
+  const StragglerVerdict verdict = w.Judge();
+  CHECK(verdict.findings.at(0).cause == StragglerCause::kNoProgress);
 }
 
 TEST(a_rank_with_unknown_operations_is_not_accused) {
   World w(3);
   w.Add(0, "a", 10);
   w.view.incomplete[1] = true;
-  const LateVerdict verdict = w.Judge();
+  const StragglerVerdict verdict = w.Judge();
   CHECK(verdict.findings.size() == 1 && verdict.findings[0].rank == 2);
 }
 
@@ -215,7 +214,7 @@ TEST(a_rank_that_takes_no_part_in_the_bucket) {
   w.Start(1, "a", 1, 21);
   w.Add(2, "a", 5);
   w.view.waits_for[0] = 1;  // which waits for rank 2, but that is not noted
-  const LateVerdict verdict = w.Judge();
+  const StragglerVerdict verdict = w.Judge();
   CHECK(verdict.findings.size() == 1);
   CHECK(World::Text(verdict.findings[0]) ==
         "rank 2 has submitted 'a' (allreduce, 80 s), but takes no part in it; ranks 0, 1 wait");
@@ -225,13 +224,13 @@ TEST(data_that_do_not_come_are_followed_to_their_source) {
   World w(4);
   for (int r = 0; r < 4; ++r) w.Start(r, "a", 1, 20);
   w.view.waits_for = {1, 2, -1, 2};
-  LateVerdict verdict = w.Judge();
+  StragglerVerdict verdict = w.Judge();
   CHECK(verdict.findings.size() == 1);
   CHECK(World::Text(verdict.findings[0]) ==
         "rank 2 does not deliver its data of 'a' (allreduce, 80 s); ranks 0, 1, 3 wait");
   w.view.waits_for = {1, 2, 0, 0};  // a circle: somebody is named, and nothing hangs
   verdict = w.Judge();
-  CHECK(!verdict.findings.empty() && verdict.findings[0].cause == LateCause::kNoData);
+  CHECK(!verdict.findings.empty() && verdict.findings[0].cause == StragglerCause::kNoData);
 }
 
 TEST(what_waits_behind_other_trouble_is_not_told) {
@@ -239,7 +238,7 @@ TEST(what_waits_behind_other_trouble_is_not_told) {
   for (int r = 0; r < 2; ++r) w.Start(r, "a", 1, 20);
   for (int r = 0; r < 2; ++r) w.Add(r, "behind", 21);
   w.view.waits_for[0] = 1;
-  const LateVerdict verdict = w.Judge();
+  const StragglerVerdict verdict = w.Judge();
   CHECK(verdict.findings.size() == 1);
   CHECK(verdict.findings[0].operations.size() == 1);
 }
@@ -248,7 +247,7 @@ TEST(ranks_of_a_process_set_have_the_numbers_of_the_world) {
   World w(3);
   for (int r : {0, 2}) w.Add(r, "a", 10);
   const RankNames names{{4, 6, 9}, [](int r) { return "rank of index " + std::to_string(r); }};
-  CHECK(LateText(w.Judge().findings.at(0), names, 6) ==
+  CHECK(StragglerText(w.Judge().findings.at(0), names, 6) ==
         "rank of index 1 has not submitted 'a' (allreduce, 90 s); ranks 4, 9 wait");
 }
 
@@ -276,7 +275,7 @@ TEST(a_wait_of_another_host) {
   u.Add(0, "a", 10);
   u.Add(1, "a", 10);
   u.view.incomplete[1] = true;
-  CHECK(u.Judge().findings.at(0).cause == LateCause::kNoProgress);
+  CHECK(u.Judge().findings.at(0).cause == StragglerCause::kNoProgress);
 }
 
 TEST(waits_survive_the_way_to_another_host) {
@@ -285,32 +284,32 @@ TEST(waits_survive_the_way_to_another_host) {
   w.Add(1, "a", 30);
   w.Start(0, "b", 1, 20, 8);
   w.Add(0, "new", 99);
-  const LateLimits limits{60 * kSecond, 0};
-  const std::vector<LateWait> waits = LateWaits(w.view, limits, 2);
+  const StragglerLimits limits{60 * kSecond, 0};
+  const std::vector<OverdueWait> waits = OverdueWaits(w.view, limits, 2);
   CHECK(waits.size() == 2);
-  const std::string bytes = EncodeLateWaits(waits, 100 * kSecond);
-  const auto there = DecodeLateWaits(bytes, 1100 * kSecond);
+  const std::string bytes = EncodeOverdueWaits(waits, 100 * kSecond);
+  const auto there = DecodeOverdueWaits(bytes, 1100 * kSecond);
   CHECK(there.has_value() && there->size() == 2);
-  CHECK(there->at(0).rank == 0 && there->at(0).record.state == RecordState::kStarted);
+  CHECK(there->at(0).rank == 0 && there->at(0).record.state == OperationState::kStarted);
   CHECK(there->at(0).record.started_ns == 1020 * kSecond && there->at(0).record.bucket == 8);
   CHECK(there->at(1).rank == 1 && there->at(1).used == 7 && there->at(1).record.name == "a");
   CHECK(there->at(1).record.submitted_ns == 1030 * kSecond && there->at(1).record.started_ns == 0);
   CHECK(there->at(1).record.name_hash == HashName("a"));
-  for (size_t n = 0; n < bytes.size(); ++n) CHECK(!DecodeLateWaits(bytes.substr(0, n), 0).has_value());
-  CHECK(!DecodeLateWaits(bytes + "x", 0).has_value());
+  for (size_t n = 0; n < bytes.size(); ++n) CHECK(!DecodeOverdueWaits(bytes.substr(0, n), 0).has_value());
+  CHECK(!DecodeOverdueWaits(bytes + "x", 0).has_value());
   for (size_t n = 0; n < bytes.size(); ++n) {
     std::string other = bytes;
     other[n] = static_cast<char>(other[n] ^ 0x80);
-    (void)DecodeLateWaits(other, 0);  // whatever it says, it reads no byte that is not there
+    (void)DecodeOverdueWaits(other, 0);  // whatever it says, it reads no byte that is not there
   }
   // An age that no clock has: sums would overflow.
   const size_t second = 4 + (4 + 1 + 1 + 8 * 5 + 4 + waits[0].record.name.size());
   std::string old = bytes;
   old[second + 4 + 1 + 1 + 3 * 8 + 7] = 0x7F;
-  CHECK(!DecodeLateWaits(old, 0).has_value());
+  CHECK(!DecodeOverdueWaits(old, 0).has_value());
   World many(1);
   for (int i = 0; i < 100; ++i) many.Add(0, "t" + std::to_string(i), 100 - 40 - i % 3);
-  CHECK(LateWaits(many.view, limits, 1).size() == kMaxLateWaits);
+  CHECK(OverdueWaits(many.view, limits, 1).size() == kMaxOverdueWaits);
 }
 
 TEST(who_has_joined_is_not_late_and_waits_for_long) {
@@ -324,7 +323,7 @@ TEST(who_has_joined_is_not_late_and_waits_for_long) {
   v.Add(0, "join", 1).verb = Verb::kJoin;
   v.Finish(2, "a", 15, 16);
   v.Add(1, "b", 60);
-  const LateVerdict verdict = v.Judge();
+  const StragglerVerdict verdict = v.Judge();
   CHECK(verdict.findings.size() == 1);
   CHECK(World::Text(verdict.findings[0]) ==
         "rank 2 has not submitted 'join' (join, 99 s), 'b' (allreduce, 40 s); ranks 0, 1 wait");
@@ -333,7 +332,7 @@ TEST(who_has_joined_is_not_late_and_waits_for_long) {
 TEST(nothing_happens_and_nobody_is_missing) {
   World w(2);
   for (int r = 0; r < 2; ++r) w.Add(r, "a", 10);
-  const LateVerdict verdict = w.Judge(60, 90);
+  const StragglerVerdict verdict = w.Judge(60, 90);
   CHECK(verdict.report && verdict.fail);
   CHECK(World::Text(verdict.findings.at(0)) ==
         "every rank has submitted 'a' (allreduce, 90 s), but nothing happens; ranks 0, 1 wait");

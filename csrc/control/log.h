@@ -1,7 +1,7 @@
 // The numbered log that every rank of a host executes in the same order, in shared memory.
 //
 // Whoever announces a cached name last appends its entry, so a lone small tensor needs no trip to a
-// coordinator. Only rank 0 appends negotiated messages. Buckets are sealed by whichever rank wants to
+// coordinator. Only rank 0 appends negotiated messages. Buckets are closed by whichever rank wants to
 // execute next: the first compare-and-swap decides, the others read it.
 #pragma once
 
@@ -47,18 +47,18 @@ class Log {
   // Rank 0: `id` will stand for another name, and ranks may have announced it before it was forgotten.
   void Reset(uint32_t id) { segment_.counters()[id].store(0, std::memory_order_seq_cst); }
 
-  // Log position where bucket `bucket`, which begins at `begin`, ends; nullopt: not sealed.
-  std::optional<uint64_t> SealedEnd(uint64_t bucket, uint64_t begin) const {
-    return Unpack(segment_.seals()[bucket & mask_].load(std::memory_order_acquire), bucket, begin);
+  // Log position where bucket `bucket`, which begins at `begin`, ends; nullopt: not closed.
+  std::optional<uint64_t> BucketEnd(uint64_t bucket, uint64_t begin) const {
+    return Unpack(segment_.bucket_ends()[bucket & mask_].load(std::memory_order_acquire), bucket, begin);
   }
 
   // Proposes `end`; returns the end that holds.
-  uint64_t Seal(uint64_t bucket, uint64_t begin, uint64_t end) {
-    std::atomic<uint64_t>& slot = segment_.seals()[bucket & mask_];
+  uint64_t CloseBucket(uint64_t bucket, uint64_t begin, uint64_t end) {
+    std::atomic<uint64_t>& slot = segment_.bucket_ends()[bucket & mask_];
     uint64_t current = slot.load(std::memory_order_acquire);
     const uint64_t proposed = (end << 32) | Tag(bucket);
     while (true) {
-      if (const auto sealed = Unpack(current, bucket, begin)) return *sealed;
+      if (const auto closed = Unpack(current, bucket, begin)) return *closed;
       if (slot.compare_exchange_weak(current, proposed, std::memory_order_acq_rel)) return end;
     }
   }
@@ -77,7 +77,7 @@ class Log {
     const uint64_t position = segment_.header().log_tail.fetch_add(1, std::memory_order_seq_cst);
     segment_.log()[position & mask_].store((static_cast<uint64_t>(value) << 32) | Tag(position),
                                            std::memory_order_seq_cst);
-    segment_.RingWaiting();
+    segment_.WakeWaiting();
   }
 
   Segment& segment_;

@@ -61,7 +61,8 @@ bool IsCountable(const TensorMeta& tensor) {
 }  // namespace
 
 std::vector<int64_t> OwnRows(const Request& request) {
-  if (request.verb != Verb::kAllgather) return request.splits;  // empty but for an alltoall
+  // The splits are empty unless the verb has some.
+  if (TraitsOf(request.verb).rows_differ != RowsDiffer::kFirstDimension) return request.splits;
   std::vector<int64_t> rows;
   for (const TensorMeta& tensor : request.tensors)
     rows.push_back(tensor.shape.empty() ? 1 : tensor.shape.front());
@@ -70,8 +71,9 @@ std::vector<int64_t> OwnRows(const Request& request) {
 
 void SetRows(Verb verb, const std::vector<std::vector<int64_t>>& by_rank,
              std::vector<std::vector<int64_t>>* rows, std::shared_ptr<const Splits>* splits) {
-  if (verb == Verb::kAlltoall) *splits = std::make_shared<const Splits>(Splits::OfAll(by_rank));
-  if (verb != Verb::kAllgather) return;
+  const RowsDiffer differ = TraitsOf(verb).rows_differ;
+  if (differ == RowsDiffer::kSplits) *splits = std::make_shared<const Splits>(Splits::OfAll(by_rank));
+  if (differ != RowsDiffer::kFirstDimension) return;
   rows->assign(by_rank.front().size(), {});
   for (const std::vector<int64_t>& own : by_rank) {
     for (size_t t = 0; t < own.size(); ++t) (*rows)[t].push_back(own[t]);

@@ -75,13 +75,13 @@ struct Note {
   enum class Kind : uint8_t {
     kRequest = 0,  // up: `rank` has this ready; body: the request
     kId = 1,  // up: all ranks of the host have announced bit `number`; down: all have, it is next in the log
-    kResponse = 2,  // down: next in the log; body: the response; rank: 0, or for which leader's host alone
-    kReset = 3,     // down: bit `number` will stand for another name
-    kSeal = 4,      // down: bucket `number` ends at log position `end`
-    kLeft = 5,      // both: `rank` has left cleanly
-    kRevoked = 6,   // both: the world is over; number: the code, body: the text
-    kLate = 7,      // both: body: for what the ranks of leader `rank`'s host wait too long
-    kLateSeen = 8,  // both: that leader has read it; number: 1 if it knows a rank of its host to be late
+    kResponse = 2,     // down: next in the log; body: the response; rank: 0, or for which leader's host alone
+    kReset = 3,        // down: bit `number` will stand for another name
+    kBucketEnd = 4,    // down: bucket `number` ends at log position `end`
+    kLeft = 5,         // both: `rank` has left cleanly
+    kRevoked = 6,      // both: the world is over; number: the code, body: the text
+    kOverdue = 7,      // both: body: for what the ranks of leader `rank`'s host wait too long
+    kOverdueSeen = 8,  // both: that leader has read it; number: 1 if it knows a rank of its host to be late
   };
   static constexpr int kKindCount = 9;
   Kind kind = Kind::kRequest;

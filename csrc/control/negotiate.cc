@@ -23,9 +23,8 @@ std::string Number(double value) {
   return text;
 }
 
-// Allgather and alltoall join along dimension 0, so that one may differ.
 bool ShapesAgree(Verb verb, const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
-  if (verb != Verb::kAllgather && verb != Verb::kAlltoall) return a == b;
+  if (TraitsOf(verb).rows_differ == RowsDiffer::kNo) return a == b;
   if (a.size() != b.size()) return false;
   for (size_t d = 1; d < a.size(); ++d) {
     if (a[d] != b[d]) return false;
@@ -175,7 +174,7 @@ std::string Negotiator::FindReason(const Waiting& waiting) const {
     return text + ". Every rank must submit the same operation under one name.";
   }
   const Request& first = *waiting.by_rank[FirstOf(waiting.by_rank)];
-  if (joined_count_ == 0 || first.verb == Verb::kAllreduce) return "";
+  if (joined_count_ == 0 || TraitsOf(first.verb).allows_joined) return "";
   std::string who;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     if (joined_[r]) who += (who.empty() ? "" : ", ") + std::to_string(ranks_[r]);

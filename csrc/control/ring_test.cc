@@ -1,7 +1,6 @@
-#include "control/ring.h"
-
 #include <thread>
 
+#include "control/message_ring.h"
 #include "testing/check.h"
 
 namespace kolovod {
@@ -21,8 +20,8 @@ TEST(every_reader_sees_every_frame_in_order) {
   Shared shared;
   constexpr int kFrames = 500;
   std::thread writer([&] {
-    RingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0], &shared.tails[1]},
-                 9);
+    MessageRingWriter w(shared.data.data(), shared.data.size(), &shared.head,
+                        {&shared.tails[0], &shared.tails[1]}, 9);
     int complete = 0;
     bool moved = false;
     for (int i = 0; i < kFrames; ++i) w.Push(Frame(i));
@@ -35,7 +34,7 @@ TEST(every_reader_sees_every_frame_in_order) {
     CHECK(moved && w.empty());
   });
   const auto read = [&](int which) {
-    RingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[which], 9);
+    MessageRingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[which], 9);
     for (int i = 0; i < kFrames;) {
       std::optional<std::string> frame;
       bool freed = false;
@@ -63,11 +62,11 @@ TEST(every_reader_sees_every_frame_in_order) {
 TEST(bytes_of_another_epoch_or_absurd_lengths_are_refused) {
   for (const uint32_t epoch : {1u, 2u}) {
     Shared shared;
-    RingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0]}, epoch);
+    MessageRingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0]}, epoch);
     w.Push("hello");
     bool moved = false;
     CHECK(w.Flush(&moved) == 1);
-    RingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[0], 2);
+    MessageRingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[0], 2);
     std::optional<std::string> frame;
     bool freed = false;
     const Status status = r.Next(&frame, &freed);
@@ -77,7 +76,7 @@ TEST(bytes_of_another_epoch_or_absurd_lengths_are_refused) {
   Shared shared;
   std::fill(shared.data.begin(), shared.data.end(), '\xff');
   shared.head = 100;
-  RingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[0], 0xffffffffu);
+  MessageRingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[0], 0xffffffffu);
   std::optional<std::string> frame;
   bool freed = false;
   CHECK(!r.Next(&frame, &freed).ok());

@@ -4,8 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <vector>
+
+#include "base/thread_annotations.h"
 
 namespace kolovod {
 
@@ -13,11 +14,11 @@ namespace kolovod {
 class Tally {
  public:
   // `parts`: how many must announce a bit.
-  Tally(size_t bits, size_t parts) : parts_(static_cast<uint32_t>(parts)), counts_(bits) {}
+  Tally(size_t bits, size_t parts) : bits_(bits), parts_(static_cast<uint32_t>(parts)), counts_(bits) {}
 
   // One part has announced `bit` (which must exist); true if that was the last, and then it counts anew.
   bool Count(uint64_t bit) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     uint32_t& count = counts_[bit];
     if (++count < parts_) return false;
     count = 0;
@@ -25,15 +26,16 @@ class Tally {
   }
   // The bit will stand for another name, and some may have announced it before it was forgotten.
   void Reset(uint64_t bit) {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     counts_[bit] = 0;
   }
-  bool Has(uint64_t bit) const { return bit < counts_.size(); }
+  bool Has(uint64_t bit) const { return bit < bits_; }
 
  private:
+  const size_t bits_;
   const uint32_t parts_;
-  std::mutex mutex_;
-  std::vector<uint32_t> counts_;  // by bit; guarded by mutex_
+  Mutex mutex_;
+  std::vector<uint32_t> counts_ GUARDED_BY(mutex_);  // by bit
 };
 
 }  // namespace kolovod

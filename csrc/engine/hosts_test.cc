@@ -141,7 +141,7 @@ TEST(a_response_that_went_astray_ends_the_world) {
   for (const int32_t rank : {2, 3, 4, -1}) {
     std::shared_ptr<LoopbackWorld> world;
     CHECK_OK(LoopbackWorld::Create({0, 1, 1, 2}, testing::SmallConfig(), &world));
-    const int fd = dup(world->UplinksOf(0)[1]);
+    const int fd = dup(world->ControlLinksOf(0)[1]);
     std::atomic<int> done{0};
     std::vector<std::thread> threads;
     for (int r = 0; r < world->size(); ++r) {
@@ -295,8 +295,8 @@ TEST(links_are_measured_for_no_longer_than_a_start_may_take) {
     options.rank = rank;
     options.size = 2;
     options.hosts = world->hosts;
-    options.uplink_fds = world->TakeUplinks(rank);
-    options.switchboard = world->SwitchboardOf(rank);
+    options.control_fds = world->TakeControlLinks(rank);
+    options.broker = world->BrokerOf(rank);
     options.config = config;
     options.segment = world->SegmentOf(rank);
     options.faults = world->faults;

@@ -1,10 +1,8 @@
-// The end of a world: what its ranks did last, written down.
+#include "engine/last_operations.h"
+
 #include <time.h>
 #include <unistd.h>
 
-#include <algorithm>
-
-#include "engine/engine.h"
 #include "engine/record_file.h"
 
 namespace kolovod {
@@ -27,71 +25,58 @@ int64_t WallNs() {
 
 }  // namespace
 
-void Engine::MakeLateWatch() {
-  std::string where;
-  if (segment_->belongs()) {
-    for (int rank : ranks_) where += (where.empty() ? "process set [" : ", ") + std::to_string(rank);
-    where += "]";
-  }
-  LateOptions options;
-  options.topology = topology_;
-  options.names = {ranks_, [this](int r) { return liveness_->Describe(r); }};
-  options.where = std::move(where);
-  options.stacks = std::move(stacks_);
-  options.tell_leaders = [this](const Note& note) { control_->TellLeaders(note); };
-  late_ = std::make_unique<LateWatch>(*segment_, config_, std::move(options));
-  waiter_->SetWatch([this] { late_->Tick(); });
-}
+LastOperations::LastOperations(const Membership& membership, Waiter& waiter, std::string path_prefix)
+    : membership_(membership),
+      waiter_(waiter),
+      path_prefix_(std::move(path_prefix)),
+      records_(membership.segment->records(membership.topology.local_rank), &membership.self().unrecorded) {}
 
-void Engine::KeepRecord(Operation& op, int64_t submitted_ns) {
+void LastOperations::Submitted(Operation& op, int64_t submitted_ns) {
   const std::vector<TensorMeta>& tensors = op.request.tensors;
   const DType dtype = tensors.empty() ? DType::kUInt8 : tensors.front().dtype;
   // A transfer is of one tensor; what is noted is with whom.
-  const bool transfer = IsTransfer(op.request.verb);
+  const bool transfer = TraitsOf(op.request.verb).is_transfer;
   const size_t tensors_or_peer = transfer ? static_cast<size_t>(op.request.root + 1) : tensors.size();
-  op.record =
-      records_->Open(op.request.name, op.request.verb, dtype, tensors_or_peer, op.bytes, submitted_ns);
+  op.record = records_.Open(op.request.name, op.request.verb, dtype, tensors_or_peer, op.bytes, submitted_ns);
 }
 
-void Engine::KeepStart(const std::vector<OperationPtr>& ops) {
-  const int64_t now_ns = RecordNs(BytesOf(ops), ExactTimes());
-  for (const OperationPtr& op : ops) records_->Started(op->record, bucket_, now_ns);
+void LastOperations::Started(const std::vector<OperationPtr>& ops, uint64_t bucket) {
+  const int64_t now_ns = Now(BytesOf(ops));
+  for (const OperationPtr& op : ops) records_.Started(op->record, bucket, now_ns);
 }
 
-void Engine::KeepEnd(const std::vector<OperationPtr>& ops) {
-  const int64_t now_ns = RecordNs(BytesOf(ops), ExactTimes());
-  for (const OperationPtr& op : ops) records_->Ended(op->record, op->status.ok(), now_ns);
+void LastOperations::Ended(const std::vector<OperationPtr>& ops) {
+  const int64_t now_ns = Now(BytesOf(ops));
+  for (const OperationPtr& op : ops) records_.Ended(op->record, op->status.ok(), now_ns);
 }
 
-Status Engine::WithLastOperations(const Status& status) {
-  if (last_operations_prefix_.empty()) return status;
-  if (!last_operations_path_) {
-    const std::string suffix = "-pid" + std::to_string(getpid());
-    last_operations_path_ = LastOperations().empty() ? "" : WriteLastOperations(rank_, suffix, status);
+Status LastOperations::WithFile(const Status& status) {
+  if (path_prefix_.empty()) return status;
+  if (!path_) {
+    path_ = Read().empty() ? "" : Write(membership_.rank, "-pid" + std::to_string(getpid()), status);
     // A rank that was killed cannot, but what it noted is in shared memory: the first of the others does.
-    const int dead = status.code() == Code::kRankLost ? waiter_->FindLost() : -1;
-    if (dead >= 0 && topology_.on_this_host(dead) && segment_->header().lost_written.exchange(1) == 0) {
-      WriteLastOperations(dead, "-lost", status);
+    const int dead = status.code() == Code::kRankLost ? waiter_.FindLost() : -1;
+    if (dead >= 0 && membership_.topology.on_this_host(dead) &&
+        membership_.segment->header().lost_written.exchange(1) == 0) {
+      Write(dead, "-lost", status);
     }
   }
-  if (last_operations_path_->empty()) return status;
-  return Status(status.code(),
-                status.message() + "; the last operations of this rank: " + *last_operations_path_);
+  if (path_->empty()) return status;
+  return Status(status.code(), status.message() + "; the last operations of this rank: " + *path_);
 }
 
-std::string Engine::WriteLastOperations(int rank, const std::string& suffix, const Status& status) {
-  const std::vector<int>& local = topology_.local_ranks;
-  const auto index = std::find(local.begin(), local.end(), rank) - local.begin();
+std::string LastOperations::Write(int rank, const std::string& suffix, const Status& status) const {
+  const auto r = static_cast<size_t>(rank);
   RecordFileHeader header;
-  header.rank = ranks_[static_cast<size_t>(rank)];
-  header.size = size_;
-  header.epoch = epoch_;
-  header.who = liveness_->Describe(rank);
+  header.rank = membership_.numbers[r];
+  header.size = membership_.size;
+  header.epoch = membership_.epoch;
+  header.who = membership_.Describe(rank);
   header.reason = status.message();
   header.now_ns = NowNs();
   header.wall_ns = WallNs();
-  const auto records = ReadRecords(segment_->records(static_cast<int>(index)));
-  const std::string path = last_operations_prefix_ + "rank" + std::to_string(header.rank) + suffix + ".jsonl";
+  const auto records = ReadRecords(membership_.segment->records(membership_.topology.local_of[r]));
+  const std::string path = path_prefix_ + "rank" + std::to_string(header.rank) + suffix + ".jsonl";
   const Status written = WriteNewFile(path, RecordFileText(header, records, kLastOperations));
   return written.ok() ? path : "";  // no disk, no rights: the world's end matters more
 }

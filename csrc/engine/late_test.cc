@@ -210,38 +210,38 @@ TEST(the_second_limit_ends_the_world_on_all_hosts) {
 
 TEST(hosts_that_tell_and_answer) {
   constexpr int64_t kSecond = 1'000'000'000;
-  Elsewhere elsewhere(3, 0);
+  StragglerNews elsewhere(3, 0);
   int silent = -1;
   CHECK(!elsewhere.TakeUnanswered());
-  std::vector<LateWait> waits(2);
+  std::vector<OverdueWait> waits(2);
   elsewhere.Hear(1, waits, 100 * kSecond);
   CHECK(elsewhere.TakeUnanswered() && !elsewhere.TakeUnanswered());
   CHECK(elsewhere.Waits(101 * kSecond).size() == 2 && elsewhere.Waits(106 * kSecond).empty());
   elsewhere.Told(200 * kSecond);
-  CHECK(elsewhere.Judge(202 * kSecond, &silent) == Elsewhere::Answers::kOutstanding);
+  CHECK(elsewhere.Judge(202 * kSecond, &silent) == StragglerNews::Answers::kOutstanding);
   elsewhere.HearAnswer(1, false, 203 * kSecond);
-  CHECK(elsewhere.Judge(203 * kSecond, &silent) == Elsewhere::Answers::kSilent && silent == 2);
+  CHECK(elsewhere.Judge(203 * kSecond, &silent) == StragglerNews::Answers::kSilent && silent == 2);
   elsewhere.HearAnswer(2, false, 203 * kSecond);
-  CHECK(elsewhere.Judge(204 * kSecond, &silent) == Elsewhere::Answers::kNone);
+  CHECK(elsewhere.Judge(204 * kSecond, &silent) == StragglerNews::Answers::kNone);
   elsewhere.HearAnswer(2, true, 204 * kSecond);
-  CHECK(elsewhere.Judge(205 * kSecond, &silent) == Elsewhere::Answers::kBlaming);
+  CHECK(elsewhere.Judge(205 * kSecond, &silent) == StragglerNews::Answers::kBlaming);
   elsewhere.Told(300 * kSecond);  // other trouble: they have time to answer again
-  CHECK(elsewhere.Judge(301 * kSecond, &silent) == Elsewhere::Answers::kOutstanding);
-  CHECK(elsewhere.Judge(304 * kSecond, &silent) == Elsewhere::Answers::kSilent && silent == 1);
+  CHECK(elsewhere.Judge(301 * kSecond, &silent) == StragglerNews::Answers::kOutstanding);
+  CHECK(elsewhere.Judge(304 * kSecond, &silent) == StragglerNews::Answers::kSilent && silent == 1);
 }
 
 // A host that does not answer keeps those behind it from being heard, too.
 TEST(of_several_silent_hosts_the_nearest_is_named) {
   constexpr int64_t kSecond = 1'000'000'000;
   for (const int here : {0, 3, 25, 22}) {  // 5 leads to 21, 22, 23, 24; 6 to 25
-    Elsewhere elsewhere(64, here);
+    StragglerNews elsewhere(64, here);
     elsewhere.Told(100 * kSecond);
     for (int host = 0; host < 64; ++host) {
       const bool behind = here == 22 || host == 5 || Tree::ParentOf(host) == 5;
       if (!behind && host != here) elsewhere.HearAnswer(host, false, 102 * kSecond);
     }
     int silent = -1;
-    CHECK(elsewhere.Judge(104 * kSecond, &silent) == Elsewhere::Answers::kSilent);
+    CHECK(elsewhere.Judge(104 * kSecond, &silent) == StragglerNews::Answers::kSilent);
     CHECK(silent == 5);
   }
 }
@@ -251,9 +251,9 @@ TEST(the_last_operations_of_a_rank) {
     std::vector<float> data(8, 1.0f);
     CHECK_OK(rank.Allreduce("a", data));
     CHECK_OK(rank.Allreduce("b", data));
-    const auto records = rank.engine().LastOperations();
+    const auto records = rank.engine().ReadLastOperations();
     CHECK(records.size() == 2);
-    CHECK(records[0].name == "a" && records[0].state == RecordState::kDone && records[0].bytes == 32);
+    CHECK(records[0].name == "a" && records[0].state == OperationState::kDone && records[0].bytes == 32);
     CHECK(records[1].bucket == records[0].bucket + 1);
     CHECK(records[1].submitted_ns <= records[1].started_ns && records[1].started_ns <= records[1].ended_ns);
   });
@@ -264,7 +264,7 @@ TEST(the_file_of_last_operations) {
   for (size_t i = 0; i < records.size(); ++i) {
     records[i].number = i + 1;
     records[i].name = "t" + std::to_string(i);
-    records[i].state = i == 1 ? RecordState::kSubmitted : RecordState::kDone;
+    records[i].state = i == 1 ? OperationState::kSubmitted : OperationState::kDone;
     records[i].tensors = 1;
     records[i].submitted_ns = 1'000'000'000;
   }

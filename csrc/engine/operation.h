@@ -12,7 +12,7 @@
 #include "collectives/select.h"
 #include "control/message.h"
 #include "engine/output_memory.h"
-#include "transport/record.h"
+#include "transport/operation_record.h"
 
 namespace kolovod {
 
@@ -43,7 +43,7 @@ struct Operation {
   uint64_t transfer = 0;         // of send and recv: its number here; request.root is the peer, or -1 for any
   uint64_t tag = 0;              // in EagerSlots, of what may go that way; guarded by the engine's mutex
   uint64_t claimed = 0;          // the tag for which this rank has claimed a slot there; the same
-  bool was_staged = false;       // it was carried out by that
+  bool was_eager = false;        // it was carried out by that
   int32_t announced_id = kNoId;  // guarded by the engine's mutex
   bool in_log = false;           // guarded by the engine's mutex
   // As in Response, set when the entry is read from the log. Once an alltoall is done: the rows received, by

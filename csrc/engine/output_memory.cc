@@ -4,9 +4,9 @@
 
 #include <cstdlib>
 #include <deque>
-#include <mutex>
 #include <utility>
 
+#include "base/thread_annotations.h"
 #include "base/types.h"
 #include "transport/waiter.h"
 
@@ -26,11 +26,11 @@ struct Unused {
 // Never destroyed: results may be let go while the process ends. Whoever finds the mutex taken does without,
 // since the thread that holds it may not exist in a forked child.
 struct Kept {
-  std::mutex mutex;
-  std::deque<Unused> pieces;  // the oldest first
-  size_t bytes = 0;
-  size_t limit = 0;
-  int64_t longest_ns = 0;
+  Mutex mutex;
+  std::deque<Unused> pieces GUARDED_BY(mutex);  // the oldest first
+  size_t bytes GUARDED_BY(mutex) = 0;
+  size_t limit GUARDED_BY(mutex) = 0;
+  int64_t longest_ns GUARDED_BY(mutex) = 0;
 };
 Kept& TheKept() {
   static Kept* const kept = new Kept;
@@ -52,7 +52,7 @@ char* Map(size_t length, size_t alignment) {
 }
 
 // What is beyond the limit goes, and what lies there since `since_ns` or longer.
-void Shrink(Kept& kept, size_t limit, int64_t since_ns = 0) {
+void Shrink(Kept& kept, size_t limit, int64_t since_ns = 0) REQUIRES(kept.mutex) {
   while (!kept.pieces.empty() && (kept.bytes > limit || kept.pieces.front().since_ns <= since_ns)) {
     kept.bytes -= kept.pieces.front().length;
     munmap(kept.pieces.front().data, kept.pieces.front().length);
@@ -61,19 +61,36 @@ void Shrink(Kept& kept, size_t limit, int64_t since_ns = 0) {
 }
 
 // The newest piece, which is the likeliest to be in a cache, of those that fit without much waste.
-char* TakeKept(size_t length, size_t* taken) {
-  Kept& kept = TheKept();
-  const std::unique_lock lock(kept.mutex, std::try_to_lock);
-  if (!lock.owns_lock()) return nullptr;
+char* TakeFrom(Kept& kept, size_t length, size_t* taken) REQUIRES(kept.mutex) {
+  char* found = nullptr;
   for (auto piece = kept.pieces.rbegin(); piece != kept.pieces.rend(); ++piece) {
     if (piece->length < length || piece->length > length + length / 4) continue;
-    const Unused found = *piece;
+    found = piece->data;
+    *taken = piece->length;
+    kept.bytes -= piece->length;
     kept.pieces.erase(std::next(piece).base());
-    kept.bytes -= found.length;
-    *taken = found.length;
-    return found.data;
+    break;
   }
-  return nullptr;
+  return found;
+}
+
+// As TakeFrom, if nobody has the mutex.
+char* TakeKept(size_t length, size_t* taken) {
+  Kept& kept = TheKept();
+  if (!kept.mutex.try_lock()) return nullptr;
+  char* const found = TakeFrom(kept, length, taken);
+  kept.mutex.unlock();
+  return found;
+}
+
+// Whether it is kept.
+bool Keep(Kept& kept, char* data, size_t length) REQUIRES(kept.mutex) {
+  if (length > kept.limit) return false;
+  const int64_t now_ns = NowNs();
+  kept.pieces.push_back(Unused{data, length, now_ns});
+  kept.bytes += length;
+  Shrink(kept, kept.limit, now_ns - kept.longest_ns);
+  return true;
 }
 
 }  // namespace
@@ -84,15 +101,12 @@ void OutputDeleter::operator()(char* data) const {
     return;
   }
   Kept& kept = TheKept();
-  const std::unique_lock lock(kept.mutex, std::try_to_lock);
-  if (lock.owns_lock() && length_ <= kept.limit) {
-    const int64_t now_ns = NowNs();
-    kept.pieces.push_back(Unused{data, length_, now_ns});
-    kept.bytes += length_;
-    Shrink(kept, kept.limit, now_ns - kept.longest_ns);
-  } else {
-    munmap(data, length_);
+  bool is_kept = false;
+  if (kept.mutex.try_lock()) {
+    is_kept = Keep(kept, data, length_);
+    kept.mutex.unlock();
   }
+  if (!is_kept) munmap(data, length_);
 }
 
 OutputMemory AllocateOutput(size_t bytes) {
@@ -112,7 +126,7 @@ OutputMemory AllocateOutput(size_t bytes) {
 
 void LimitUnusedOutputs(size_t bytes, int64_t longest_ns) {
   Kept& kept = TheKept();
-  const std::lock_guard lock(kept.mutex);
+  MutexLock lock(kept.mutex);
   kept.limit = bytes;
   kept.longest_ns = longest_ns;
   Shrink(kept, bytes);
@@ -120,13 +134,13 @@ void LimitUnusedOutputs(size_t bytes, int64_t longest_ns) {
 
 void DropUnusedOutputs() {
   Kept& kept = TheKept();
-  const std::lock_guard lock(kept.mutex);
+  MutexLock lock(kept.mutex);
   Shrink(kept, 0);
 }
 
 size_t UnusedOutputBytes() {
   Kept& kept = TheKept();
-  const std::lock_guard lock(kept.mutex);
+  MutexLock lock(kept.mutex);
   return kept.bytes;
 }
 

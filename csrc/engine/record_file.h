@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "transport/record.h"
+#include "transport/operation_record.h"
 
 namespace kolovod {
 

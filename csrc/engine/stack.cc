@@ -33,7 +33,7 @@ StackSource::StackSource(int signum, int read_fd)
     : signum_(signum), read_fd_(read_fd), handler_(HandlerOf(signum)) {}
 
 std::optional<std::string> StackSource::Capture(int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   if (begun_ns_ == 0) {
     std::string trouble = Begin(now_ns);
     if (!trouble.empty()) return trouble;

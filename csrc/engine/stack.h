@@ -3,9 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
+
+#include "base/thread_annotations.h"
 
 namespace kolovod {
 
@@ -16,21 +17,22 @@ class StackSource {
   // kept open by the caller).
   StackSource(int signum, int read_fd);
 
-  // To be called again and again until it returns the text: the stack, or why there is none. Never blocks.
+  // Returns the text (the stack, or why there is none) once it is there: the caller asks again until then.
+  // Never blocks.
   std::optional<std::string> Capture(int64_t now_ns);
 
  private:
   using Handler = void (*)(int);
-  std::string Begin(int64_t now_ns);
-  bool Read();
+  std::string Begin(int64_t now_ns) REQUIRES(mutex_);
+  bool Read() REQUIRES(mutex_);
 
   const int signum_;
   const int read_fd_;
   const Handler handler_;
-  std::mutex mutex_;
-  int64_t begun_ns_ = 0;  // guarded by mutex_; 0: no capture under way
-  int64_t read_ns_ = 0;   // guarded by mutex_; when the last part came
-  std::string text_;      // guarded by mutex_
+  Mutex mutex_;
+  int64_t begun_ns_ GUARDED_BY(mutex_) = 0;  // 0: no capture under way
+  int64_t read_ns_ GUARDED_BY(mutex_) = 0;   // when the last part came
+  std::string text_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

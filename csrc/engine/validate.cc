@@ -60,10 +60,9 @@ Status ValidateAdasum(const std::string& what, const Request& request,
                       "ranks, not " + std::to_string(size) + "; use Average");
   }
   for (const SubmittedTensor& tensor : tensors) {
-    const DType dtype = tensor.meta.dtype;
-    if (dtype != DType::kFloat16 && dtype != DType::kBFloat16 && dtype != DType::kFloat32 &&
-        dtype != DType::kFloat64) {
-      return Status(Code::kInvalidArgument, what + "op Adasum needs a floating dtype, not " + NameOf(dtype));
+    const DTypeTraits& dtype = TraitsOf(tensor.meta.dtype);
+    if (!dtype.adasum) {
+      return Status(Code::kInvalidArgument, what + "op Adasum needs a floating dtype, not " + dtype.name);
     }
   }
   return Status();
@@ -116,13 +115,14 @@ Status ValidateTransfer(const Request& request, const std::vector<SubmittedTenso
 Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors,
                 const std::vector<int>& ranks) {
   const auto size = static_cast<int>(ranks.size());
-  if (IsTransfer(request.verb)) return ValidateTransfer(request, tensors, size);
+  const VerbTraits& verb = TraitsOf(request.verb);
+  if (verb.is_transfer) return ValidateTransfer(request, tensors, size);
   const std::string what = std::string(NameOf(request.verb)) + " '" + request.name + "': ";
   if (request.root < 0 || request.root >= size) {
     return Status(Code::kInvalidArgument, what + "root rank " + std::to_string(request.root) +
                                               " is not in 0.." + std::to_string(size - 1));
   }
-  if (request.op == Op::kAdasum && IsReduction(request.verb)) {
+  if (request.op == Op::kAdasum && verb.reduces) {
     KV_RETURN_IF_ERROR(ValidateAdasum(what, request, tensors, size));
   }
   for (double factor : {request.prescale, request.postscale}) {
@@ -131,31 +131,33 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
                                                 "; prescale and postscale factors are finite numbers");
     }
   }
-  if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors, MakesOutputs(request.verb)));
+  if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors, verb.makes_outputs));
   for (const SubmittedTensor& tensor : tensors) {
+    const DTypeTraits& dtype = TraitsOf(tensor.meta.dtype);
     if (tensor.meta.shape.size() > kMaxDims) {
       return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +
                                                 " dimensions; at most " + std::to_string(kMaxDims));
     }
-    if (MakesOutputs(request.verb) && tensor.meta.shape.empty()) {
+    if (verb.makes_outputs && tensor.meta.shape.empty()) {
       return Status(Code::kInvalidArgument,
                     what + "a scalar has no first dimension to join or split along; reshape it to (1,)");
     }
-    if (IsReduction(request.verb) && tensor.meta.dtype == DType::kBool &&
+    if (verb.reduces && !dtype.scales &&
         (request.op == Op::kAverage || request.prescale != 1.0 || request.postscale != 1.0)) {
       return Status(Code::kInvalidArgument,
-                    what + "bool cannot be averaged or scaled; use Sum (or), Min (and) or Max (or)");
+                    what + dtype.name + " cannot be averaged or scaled; use Sum (or), Min (and) or Max (or)");
     }
   }
-  return request.verb == Verb::kAlltoall ? ValidateSplits(what, request, tensors, ranks) : Status();
+  return verb.rows_differ == RowsDiffer::kSplits ? ValidateSplits(what, request, tensors, ranks) : Status();
 }
 
 bool IsSound(const Request& request, int size) {
-  if (IsTransfer(request.verb) || request.root < 0 || request.root >= size) return false;
+  const VerbTraits& verb = TraitsOf(request.verb);
+  if (verb.is_transfer || request.root < 0 || request.root >= size) return false;
   for (const TensorMeta& tensor : request.tensors) {
-    if (MakesOutputs(request.verb) && tensor.shape.empty()) return false;
+    if (verb.makes_outputs && tensor.shape.empty()) return false;
   }
-  if (request.verb != Verb::kAlltoall) return request.splits.empty();
+  if (verb.rows_differ != RowsDiffer::kSplits) return request.splits.empty();
   if (request.tensors.size() != 1 || request.splits.size() != static_cast<size_t>(size)) return false;
   int64_t left = request.tensors.front().shape.front();
   for (int64_t rows : request.splits) {
@@ -191,7 +193,7 @@ bool RowsFit(const Request& request, const std::vector<std::vector<int64_t>>& ro
   if (request.verb == Verb::kJoin) {
     return rows.size() == 1 && rows[0].size() == 1 && rows[0][0] >= 0;
   }
-  if (request.verb == Verb::kAllgather) {
+  if (TraitsOf(request.verb).rows_differ == RowsDiffer::kFirstDimension) {
     if (rows.size() != request.tensors.size()) return false;
     for (size_t t = 0; t < rows.size(); ++t) {
       const TensorMeta& tensor = request.tensors[t];
@@ -205,7 +207,7 @@ bool RowsFit(const Request& request, const std::vector<std::vector<int64_t>>& ro
 }
 
 bool SplitsFit(const Request& request, const Splits* splits, const Topology& topology) {
-  if (request.verb != Verb::kAlltoall) return splits == nullptr;
+  if (TraitsOf(request.verb).rows_differ != RowsDiffer::kSplits) return splits == nullptr;
   if (splits == nullptr || splits->size() != topology.size() || splits->ranks() != topology.local_ranks ||
       !AreCountable(splits->numbers(), request.tensors.front())) {
     return false;

@@ -16,7 +16,7 @@ size_t ElementsOf(const TensorMeta& meta);
 Status Validate(const Request& request, const std::vector<SubmittedTensor>& tensors,
                 const std::vector<int>& ranks);
 
-// The same for a request that came from rank `rank` of `size`: whether what follows from it stays within its
+// Validates a request that came from rank `rank` of `size`: whether what follows from it stays within its
 // buffers. A sound one may still be refused for what the others submit.
 bool IsSound(const Request& request, int size);
 
@@ -24,7 +24,7 @@ bool IsSound(const Request& request, int size);
 // follow from them can be counted.
 bool RowsFit(const Request& request, const std::vector<std::vector<int64_t>>& rows, int rank, int size);
 
-// The same for Response::splits, of which the ranks of this host must be told all that concerns them.
+// Whether `splits` are what rank 0 must answer (Response::splits): all that concerns the ranks of this host.
 bool SplitsFit(const Request& request, const Splits* splits, const Topology& topology);
 
 }  // namespace kolovod

@@ -136,7 +136,7 @@ void AddControl(Corpus* corpus, std::string_view stream, std::string* announced)
                                : response->rows.empty()    ? ""
                                                            : "_rows";
       corpus->Add("response", "kind" + std::to_string(static_cast<int>(response->kind)) + with, note->body);
-    } else if (note->kind == Note::Kind::kLate) {
+    } else if (note->kind == Note::Kind::kOverdue) {
       corpus->Add("waits", "waits", note->body);
     }
   }
@@ -195,7 +195,7 @@ struct Rank {
       SubmittedTensor tensor;
       tensor.meta = {dtype, std::move(shape)};
       tensor.in = memory.back().data();
-      tensor.out = MakesOutputs(verb) ? nullptr : memory.back().data();
+      tensor.out = TraitsOf(verb).makes_outputs ? nullptr : memory.back().data();
       tensors.push_back(std::move(tensor));
     }
     uint64_t handle = 0;
@@ -237,14 +237,14 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
   config.late_report_ms = 400;
   CHECK_OK(LoopbackWorld::Create({0, 0, 1, 1}, config, &world));
   std::vector<std::vector<int>> uplinks;
-  for (int r = 0; r < world->size(); ++r) uplinks.push_back(world->TakeUplinks(r));
+  for (int r = 0; r < world->size(); ++r) uplinks.push_back(world->TakeControlLinks(r));
   Tap control(&uplinks[0][1]);
   // The one that ranks 0 and 2 would ask for.
   int pair[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
   Tap data(&pair[0]);
-  world->SwitchboardOf(0)->Connected(2, pair[0]);
-  world->SwitchboardOf(2)->Connected(0, pair[1]);
+  world->BrokerOf(0)->Connected(2, pair[0]);
+  world->BrokerOf(2)->Connected(0, pair[1]);
   std::vector<std::thread> threads;
   for (int r = 0; r < world->size(); ++r) {
     threads.emplace_back([&, r] {
@@ -253,8 +253,8 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
       options.size = world->size();
       options.epoch = kEpoch;
       options.hosts = world->hosts;
-      options.uplink_fds = uplinks[static_cast<size_t>(r)];
-      options.switchboard = world->SwitchboardOf(r);
+      options.control_fds = uplinks[static_cast<size_t>(r)];
+      options.broker = world->BrokerOf(r);
       options.config = world->config;
       options.segment = world->SegmentOf(r);
       options.faults = world->faults;
@@ -267,7 +267,7 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  for (int r = 0; r < world->size(); ++r) world->SwitchboardOf(r)->Close();
+  for (int r = 0; r < world->size(); ++r) world->BrokerOf(r)->Close();
   control.thread.join();
   data.thread.join();
   std::string announced;
@@ -278,7 +278,7 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
   std::string notes;
   Append(&notes, static_cast<uint8_t>(14));
   notes += "rank 3 is late";
-  corpus->Add("records", "slots", notes + std::string(slots, 8 * sizeof(RecordSlot)));
+  corpus->Add("records", "slots", notes + std::string(slots, 8 * sizeof(OperationSlot)));
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include "base/text.h"
 #include "engine/record_file.h"
 #include "fuzz/fuzz.h"
-#include "transport/record.h"
+#include "transport/operation_record.h"
 
 using namespace kolovod;
 
@@ -35,15 +35,15 @@ void RequireLine(std::string_view line) {
 
 // Begins with: bytes of the reason, the reason; the rest is memory.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static const auto slots = std::make_unique<RecordSlot[]>(kRecordSlots);
+  static const auto slots = std::make_unique<OperationSlot[]>(kRecordSlots);
   fuzz::Steering steering(data, size);
   RecordFileHeader header;
   header.reason = steering.TakeBytes(steering.Take<uint8_t>());
   header.who = "rank 0";
   header.now_ns = 1'000'000'000'000;
   header.wall_ns = 1'790'000'000'000'000'000;
-  const std::string_view memory = steering.rest().substr(0, 16 * sizeof(RecordSlot));
-  std::memset(static_cast<void*>(slots.get()), 0, 16 * sizeof(RecordSlot));
+  const std::string_view memory = steering.rest().substr(0, 16 * sizeof(OperationSlot));
+  std::memset(static_cast<void*>(slots.get()), 0, 16 * sizeof(OperationSlot));
   if (!memory.empty()) std::memcpy(static_cast<void*>(slots.get()), memory.data(), memory.size());
   (void)OldestPendingNs(slots.get());
   std::string text = RecordFileText(header, ReadRecords(slots.get()), 8);

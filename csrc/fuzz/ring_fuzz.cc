@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "control/ring.h"
+#include "control/message_ring.h"
 #include "fuzz/fuzz.h"
 
 using namespace kolovod;
@@ -13,7 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
   std::vector<char> ring(kCapacity);
   std::atomic<uint64_t> head{0}, tail{0};
-  RingReader reader(ring.data(), kCapacity, &head, &tail, kEpoch);
+  MessageRingReader reader(ring.data(), kCapacity, &head, &tail, kEpoch);
   std::string seen;
   size_t at = 0;
   while (true) {

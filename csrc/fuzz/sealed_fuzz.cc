@@ -13,9 +13,9 @@ constexpr size_t kMaxRecords = 8;
 constexpr uint64_t kPerKey = 3;
 
 // A machine without OpenSSL has nothing to open.
-RecordKeys Keys(Cipher cipher) {
+ConnectionKeys Keys(Cipher cipher) {
   fuzz::Require(Libcrypto::Get() != nullptr, "the machine has OpenSSL");
-  RecordKeys keys;
+  ConnectionKeys keys;
   keys.cipher = cipher;
   keys.send.data()[0] = keys.receive.data()[0] = 7;
   return keys;
@@ -29,7 +29,7 @@ RecordKeys Keys(Cipher cipher) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz::Steering steering(data, size);
   const auto begin = steering.Take<uint8_t>();
-  const RecordKeys keys = Keys((begin & 1) != 0 ? Cipher::kAes256Gcm : Cipher::kChaCha20Poly1305);
+  const ConnectionKeys keys = Keys((begin & 1) != 0 ? Cipher::kAes256Gcm : Cipher::kChaCha20Poly1305);
   const bool placed = (begin & 2) != 0;
   Sealer sealer(keys.cipher, keys.send, kPerKey);
   std::vector<std::string> plain(1 + (begin >> 2) % kMaxRecords), records;

@@ -45,11 +45,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     options.epoch = kEpoch;
     std::unique_ptr<Mesh> mesh;
     fuzz::Require(Mesh::Create(0, {{-1, "rank 0"}, {pair[0], "rank 1"}}, options, &mesh).ok(), "it connects");
-    std::mutex mutex;
+    OperationsMutex mutex;
     PointToPoint transfers(*segment, mutex, {Topology(0, {0, 1}), {0, 1}, false, mesh.get()});
     std::vector<char> first(steering.Take<uint16_t>() % 9000), second(20), large(100'000);
     {
-      std::lock_guard lock(mutex);
+      OperationsLock lock(mutex);
       transfers.Submit(Make(Verb::kRecv, 1, 0, first));
       transfers.Submit(Make(Verb::kRecv, kAnySource, 0, second));
       transfers.Submit(Make(Verb::kSend, 1, 0, large));
@@ -69,7 +69,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       status = transfers.Progress();
       for (const OperationPtr& op : transfers.TakeDone()) {
         ++done;
-        std::lock_guard lock(mutex);
+        OperationsLock lock(mutex);
         transfers.Erase(*op);
       }
       if (!transfers.HasWork() && i > 20) break;

@@ -1,4 +1,4 @@
-// A connection between leaders: frames, read while they arrive (transport/uplink.h).
+// A connection between leaders: frames, read while they arrive (transport/control_link.h).
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -6,7 +6,7 @@
 
 #include "control/message.h"
 #include "fuzz/fuzz.h"
-#include "transport/uplink.h"
+#include "transport/control_link.h"
 
 using namespace kolovod;
 
@@ -18,9 +18,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::atomic<bool> lost{false};
   std::string urgent;  // under the uplink's reading lock
   {
-    Uplink uplink({UplinkPeer{1, pair[0]}}, kEpoch);
-    Uplink::Events events;
-    events.read = [&](const Uplink::Frame& frame) {
+    ControlLink uplink({ControlLinkPeer{1, pair[0]}}, kEpoch);
+    ControlLink::Events events;
+    events.read = [&](const ControlLink::Frame& frame) {
       const auto note = DecodeNote(frame.payload);
       if (!note || note->kind != Note::Kind::kRevoked) return false;
       urgent += frame.payload;
@@ -37,7 +37,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     std::string seen;
     // The end of the connection is an event, too, so this ends.
     while (!lost.load()) uplink.Look();
-    for (const Uplink::Frame& frame : uplink.Take()) {
+    for (const ControlLink::Frame& frame : uplink.Take()) {
       const auto length = static_cast<uint32_t>(frame.payload.size());
       seen.append(reinterpret_cast<const char*>(&length), sizeof(length));
       seen.append(reinterpret_cast<const char*>(&kEpoch), sizeof(kEpoch));

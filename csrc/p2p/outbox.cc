@@ -43,7 +43,7 @@ void Outbox::FlushQueue(int to) {
       inbox_.WantRoom(to);
       if (inbox_.HasRoom(to)) continue;
       // With nothing of its own pending its thread sleeps, and nobody else wakes it.
-      if (segment_.rank(to).driving.load(std::memory_order_seq_cst) == 0) segment_.RingIdle(to);
+      if (segment_.rank(to).driving.load(std::memory_order_seq_cst) == 0) segment_.WakeIdle(to);
       break;
     }
     moved = true;
@@ -53,7 +53,7 @@ void Outbox::FlushQueue(int to) {
     queue.pop_front();
     if (queue.empty()) --busy_;
   }
-  if (moved && to != topology_.local_rank) segment_.RingReceiver(to);
+  if (moved && to != topology_.local_rank) segment_.WakeReceiver(to);
 }
 
 bool Outbox::HasWork() {

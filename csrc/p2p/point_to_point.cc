@@ -7,7 +7,7 @@
 
 namespace kolovod {
 
-PointToPoint::PointToPoint(Segment& segment, std::mutex& mutex, PointToPointOptions options)
+PointToPoint::PointToPoint(Segment& segment, OperationsMutex& mutex, PointToPointOptions options)
     : segment_(segment),
       mutex_(mutex),
       options_(std::move(options)),
@@ -324,7 +324,7 @@ Status PointToPoint::ReadMail() {
   }
   if (read == 0 || !inbox_.TakeWanted()) return Status();
   for (int r = 0; r < options_.topology.local_size(); ++r) {
-    if (r != options_.topology.local_rank) segment_.RingReceiver(r);
+    if (r != options_.topology.local_rank) segment_.WakeReceiver(r);
   }
   return Status();
 }
@@ -338,7 +338,7 @@ Status PointToPoint::Progress() {
   if (has_fresh_.load(std::memory_order_seq_cst)) {
     std::vector<OperationPtr> fresh;
     {
-      std::lock_guard lock(mutex_);
+      OperationsLock lock(mutex_);
       fresh.swap(fresh_);
       has_fresh_.store(false, std::memory_order_seq_cst);
     }
@@ -435,7 +435,7 @@ void PointToPoint::Drop() {
   outbox_.Drop();
   arriving_.clear();
   done_.clear();
-  std::lock_guard lock(mutex_);
+  OperationsLock lock(mutex_);
   fresh_.clear();
   has_fresh_.store(false, std::memory_order_seq_cst);
 }

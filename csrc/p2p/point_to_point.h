@@ -11,7 +11,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -19,6 +18,7 @@
 #include <vector>
 
 #include "base/topology.h"
+#include "engine/locks.h"
 #include "engine/operation.h"
 #include "p2p/departures.h"
 #include "p2p/matching.h"
@@ -41,13 +41,13 @@ struct PointToPointOptions {
 class PointToPoint : public Receiver {
  public:
   // `mutex`: the engine's.
-  PointToPoint(Segment& segment, std::mutex& mutex, PointToPointOptions options);
+  PointToPoint(Segment& segment, OperationsMutex& mutex, PointToPointOptions options);
 
-  // Under the mutex. Registers a send or a recv.
-  void Submit(const OperationPtr& op);
-  // Under the mutex. By number, those that are not done.
-  const std::map<uint64_t, OperationPtr>& pending() const { return pending_; }
-  void Erase(const Operation& op);
+  // Registers a send or a recv.
+  void Submit(const OperationPtr& op) REQUIRES(kOperations);
+  // By number, those that are not done.
+  const std::map<uint64_t, OperationPtr>& pending() const REQUIRES(kOperations) { return pending_; }
+  void Erase(const Operation& op) REQUIRES(kOperations);
 
   // Any thread: some wait for another host.
   bool WaitsElsewhere() const { return elsewhere_.load(std::memory_order_seq_cst) > 0; }
@@ -56,7 +56,7 @@ class PointToPoint : public Receiver {
   bool HasWork();
   // Moves what can be moved without waiting. An error is the end of the world.
   Status Progress();
-  // Those that have become done, with their status.
+  // Takes the operations that have become done, with their status.
   std::vector<OperationPtr> TakeDone() { return std::exchange(done_, {}); }
   // Rank `rank` has left. What it has sent before can still be received.
   void Left(int rank, const Status& status);
@@ -123,16 +123,16 @@ class PointToPoint : public Receiver {
   OperationPtr FindReceive(uint64_t id, int source) const;
 
   Segment& segment_;
-  std::mutex& mutex_;
+  OperationsMutex& mutex_;
   const PointToPointOptions options_;
   const int rank_;
   Inbox inbox_;
   PeerMemory peers_;
   Outbox outbox_;
 
-  uint64_t next_id_ = 0;                      // guarded by mutex_
-  std::map<uint64_t, OperationPtr> pending_;  // guarded by mutex_
-  std::vector<OperationPtr> fresh_;           // guarded by mutex_: not started yet
+  uint64_t next_id_ GUARDED_BY(kOperations) = 0;
+  std::map<uint64_t, OperationPtr> pending_ GUARDED_BY(kOperations);
+  std::vector<OperationPtr> fresh_ GUARDED_BY(kOperations);  // not started yet
   std::atomic<bool> has_fresh_{false};
   std::atomic<int> elsewhere_{0};
 

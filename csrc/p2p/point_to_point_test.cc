@@ -1,8 +1,6 @@
 // Two ranks of two hosts, moved by hand; with an engine around them: engine/transfers_test.cc.
 #include "p2p/point_to_point.h"
 
-#include <mutex>
-
 #include "base/config.h"
 #include "testing/mesh_world.h"
 
@@ -39,20 +37,20 @@ struct Two {
     op->inputs = {data};
     op->outputs = {data};
     op->bytes = bytes;
-    std::lock_guard lock(mutexes[r]);
+    OperationsLock lock(mutexes[r]);
     ranks[r]->Submit(op);
     return op;
   }
   void Take(int r, const OperationPtr& op) {
     CHECK(ranks[r]->TakeDone() == std::vector<OperationPtr>({op}));
     CHECK_OK(op->status);
-    std::lock_guard lock(mutexes[r]);
+    OperationsLock lock(mutexes[r]);
     ranks[r]->Erase(*op);
   }
 
   std::unique_ptr<Mesh> meshes[2];
   std::shared_ptr<Segment> segments[2];
-  std::mutex mutexes[2];
+  OperationsMutex mutexes[2];
   std::unique_ptr<PointToPoint> ranks[2];
 };
 

@@ -22,7 +22,8 @@ enum class Wire { kSocketPair, kTcp, kSealed };  // the last: socket pairs whose
 
 // Keys of both ends of a connection.
 struct KeyPair {
-  std::shared_ptr<RecordKeys> ends[2] = {std::make_shared<RecordKeys>(), std::make_shared<RecordKeys>()};
+  std::shared_ptr<ConnectionKeys> ends[2] = {std::make_shared<ConnectionKeys>(),
+                                             std::make_shared<ConnectionKeys>()};
 };
 
 inline Key KeyOf(uint8_t first) {
@@ -35,7 +36,7 @@ inline KeyPair MakeKeys(Cipher cipher) {
   CHECK(Libcrypto::Get() != nullptr);  // the machine that tests are run on has OpenSSL
   KeyPair pair;
   for (uint8_t end : {0, 1}) {
-    RecordKeys& keys = *pair.ends[end];
+    ConnectionKeys& keys = *pair.ends[end];
     keys.cipher = cipher;
     keys.send = KeyOf(end == 0 ? 1 : 2);
     keys.receive = KeyOf(end == 0 ? 2 : 1);

@@ -21,8 +21,8 @@ class Rank {
     options.rank = rank;
     options.size = world_->size();
     options.hosts = world_->hosts;
-    options.uplink_fds = world_->TakeUplinks(rank);
-    options.switchboard = world_->SwitchboardOf(rank);
+    options.control_fds = world_->TakeControlLinks(rank);
+    options.broker = world_->BrokerOf(rank);
     options.config = world_->config;
     options.segment = world_->SegmentOf(rank);
     options.faults = world_->faults;

@@ -45,7 +45,7 @@ class Receiver {
   virtual Status Begin(int peer, const Envelope& envelope, uint64_t bytes, std::vector<iovec>* places) = 0;
   // They are all there.
   virtual Status End(int peer) = 0;
-  // That connection is closed, between messages: nothing more comes. `status` says how.
+  // The connection to `peer` is closed, between messages: nothing more comes. `status` says how.
   virtual void Closed(int peer, const Status& status) = 0;
 };
 

@@ -19,13 +19,13 @@ struct LoopbackFaults {
   // quiet machine hardly ever shows.
   std::atomic<uint32_t> shuffle{0};
 
-  // Where it matters who comes first.
+  // Holds the thread up where it matters who comes first.
   void Pause(int rank) {
     const int us = delay_us[static_cast<size_t>(rank)].load(std::memory_order_relaxed);
     if (us > 0) std::this_thread::sleep_for(std::chrono::microseconds(us));
     if (shuffle.load(std::memory_order_relaxed) != 0) Shuffle();
   }
-  // The same without the delay.
+  // Holds the thread up at random, without the delay.
   void Shuffle() const {
     const uint32_t seed = shuffle.load(std::memory_order_relaxed);
     if (seed == 0) return;

@@ -72,12 +72,13 @@ Status HkdfExpand(const Libcrypto& library, const Key& agreed, std::string_view 
   return Status();
 }
 
-Status Agreement::Keys(std::string_view purpose, RecordKeys* out) const {
+Status Agreement::Keys(std::string_view purpose, ConnectionKeys* out) const {
   const std::string info = "kolovod " + std::string(purpose);
   Key of_client, of_server;
   KV_RETURN_IF_ERROR(HkdfExpand(library_, agreed_, info + " client", {of_client.data(), Key::kBytes}));
   KV_RETURN_IF_ERROR(HkdfExpand(library_, agreed_, info + " server", {of_server.data(), Key::kBytes}));
-  *out = is_server_ ? RecordKeys{cipher_, of_server, of_client} : RecordKeys{cipher_, of_client, of_server};
+  *out = is_server_ ? ConnectionKeys{cipher_, of_server, of_client}
+                    : ConnectionKeys{cipher_, of_client, of_server};
   return Status();
 }
 

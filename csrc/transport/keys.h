@@ -45,7 +45,7 @@ class Key {
 };
 
 // What one connection is sealed and opened with: own direction, and the peer's.
-struct RecordKeys {
+struct ConnectionKeys {
   Cipher cipher = Cipher::kAes256Gcm;
   Key send;
   Key receive;
@@ -67,7 +67,7 @@ class Agreement {
       : library_(library), cipher_(cipher), agreed_(agreed), is_server_(is_server) {}
 
   // For one use: "messages" of the handshake's connection, "records" of the engine's.
-  Status Keys(std::string_view purpose, RecordKeys* out) const;
+  Status Keys(std::string_view purpose, ConnectionKeys* out) const;
   Cipher cipher() const { return cipher_; }
 
  private:

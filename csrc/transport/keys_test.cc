@@ -109,7 +109,7 @@ TEST(both_ends_have_the_same_keys_and_every_connection_direction_and_purpose_oth
   for (int connection = 0; connection < 3; ++connection) {  // of one session key, as if nonces were repeated
     const Ends ends = AgreeAnew(session);
     for (const char* purpose : {"messages", "records"}) {
-      RecordKeys client, server;
+      ConnectionKeys client, server;
       CHECK_OK(ends.client->Keys(purpose, &client));
       CHECK_OK(ends.server->Keys(purpose, &server));
       CHECK(client.send == server.receive && client.receive == server.send);
@@ -131,7 +131,7 @@ TEST(who_does_not_know_the_session_key_has_other_keys) {
   CHECK_OK(a->Agree(session, b->public_key(), Cipher::kAes256Gcm, false, &one));
   session.data()[31] = 1;
   CHECK_OK(b->Agree(session, a->public_key(), Cipher::kAes256Gcm, true, &other));
-  RecordKeys client, server;
+  ConnectionKeys client, server;
   CHECK_OK(one->Keys("records", &client));
   CHECK_OK(other->Keys("records", &server));
   CHECK(!(client.send == server.receive));

@@ -8,18 +8,18 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "base/config.h"
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "base/topology.h"
 #include "base/tree.h"
+#include "transport/connection_broker.h"
 #include "transport/liveness.h"
 #include "transport/segment.h"
-#include "transport/switchboard.h"
 
 namespace kolovod {
 
@@ -38,7 +38,7 @@ class LoopbackWorld {
     std::vector<int> labels;
     for (int rank : members) labels.push_back(hosts[static_cast<size_t>(rank)]);
     KV_RETURN_IF_ERROR(Create(std::move(members), std::move(labels), config, this, out));
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     sets_.push_back(*out);
     return Status();
   }
@@ -49,8 +49,8 @@ class LoopbackWorld {
       world.faults->killed[static_cast<size_t>(index)].store(true);
       const Topology topology(index, world.hosts);
       Segment& segment = *world.SegmentOf(index);
-      segment.RingDriver(topology.local_rank);
-      segment.RingIdle(topology.local_rank);
+      segment.WakeDriver(topology.local_rank);
+      segment.WakeIdle(topology.local_rank);
     });
   }
   void Delay(int rank, int us) {
@@ -67,15 +67,17 @@ class LoopbackWorld {
   int size() const { return static_cast<int>(ranks.size()); }
   const std::shared_ptr<Segment>& SegmentOf(int rank) { return segments[hosts[static_cast<size_t>(rank)]]; }
   // Connected sockets for the engine of `rank`, which takes them over.
-  std::vector<int> TakeUplinks(int rank) { return std::exchange(uplinks_[static_cast<size_t>(rank)], {}); }
+  std::vector<int> TakeControlLinks(int rank) {
+    return std::exchange(control_links_[static_cast<size_t>(rank)], {});
+  }
   // The same, as long as they were not taken.
-  const std::vector<int>& UplinksOf(int rank) { return uplinks_[static_cast<size_t>(rank)]; }
+  const std::vector<int>& ControlLinksOf(int rank) { return control_links_[static_cast<size_t>(rank)]; }
   // Gives it connections for data.
-  const std::shared_ptr<Switchboard>& SwitchboardOf(int rank) {
-    return exchange_->switchboards[static_cast<size_t>(rank)];
+  const std::shared_ptr<ConnectionBroker>& BrokerOf(int rank) {
+    return exchange_->brokers[static_cast<size_t>(rank)];
   }
   ~LoopbackWorld() {
-    for (const std::vector<int>& fds : uplinks_) {
+    for (const std::vector<int>& fds : control_links_) {
       for (int fd : fds) {
         if (fd >= 0) close(fd);
       }
@@ -116,18 +118,18 @@ class LoopbackWorld {
     const auto n = static_cast<size_t>(size());
     exchange_ = std::make_shared<Exchange>();
     for (int r = 0; r < size(); ++r) {
-      exchange_->switchboards.push_back(
-          std::make_shared<Switchboard>([r, weak = std::weak_ptr(exchange_)](int peer) {
+      exchange_->brokers.push_back(
+          std::make_shared<ConnectionBroker>([r, weak = std::weak_ptr(exchange_)](int peer) {
             if (const std::shared_ptr<Exchange> exchange = weak.lock()) exchange->Connect(r, peer);
           }));
     }
-    uplinks_.assign(n, std::vector<int>(topology.leaders.size(), -1));
+    control_links_.assign(n, std::vector<int>(topology.leaders.size(), -1));
     if (topology.hosts() == 1) return Status();
     for (size_t host = 1; host < topology.leaders.size(); ++host) {
       const auto parent = static_cast<size_t>(Tree::ParentOf(static_cast<int>(host)));
       const auto leader = static_cast<size_t>(topology.leaders[host]);
       const auto above = static_cast<size_t>(topology.leaders[parent]);
-      KV_RETURN_IF_ERROR(MakePair(&uplinks_[above][host], &uplinks_[leader][parent]));
+      KV_RETURN_IF_ERROR(MakePair(&control_links_[above][host], &control_links_[leader][parent]));
     }
     return Status();
   }
@@ -146,7 +148,7 @@ class LoopbackWorld {
   template <class Visit>
   void ForEach(int rank, Visit visit) {
     visit(*this, rank);
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     for (const auto& set : sets_) {
       const auto found = std::find(set->ranks.begin(), set->ranks.end(), rank);
       if (found != set->ranks.end()) visit(*set, static_cast<int>(found - set->ranks.begin()));
@@ -156,24 +158,24 @@ class LoopbackWorld {
   // Connects two ranks when the first of them wants that.
   struct Exchange {
     void Connect(int a, int b) {
-      std::lock_guard lock(mutex);
+      MutexLock lock(mutex);
       if (!connected.insert({std::min(a, b), std::max(a, b)}).second) return;
       int fds[2];
       const Status status = MakePair(&fds[0], &fds[1]);
       for (const int end : {0, 1}) {
-        Switchboard& at = *switchboards[static_cast<size_t>(end == 0 ? a : b)];
+        ConnectionBroker& at = *brokers[static_cast<size_t>(end == 0 ? a : b)];
         status.ok() ? at.Connected(end == 0 ? b : a, fds[end]) : at.Failed(status.message());
       }
     }
-    std::vector<std::shared_ptr<Switchboard>> switchboards;  // by rank
-    std::mutex mutex;
-    std::set<std::pair<int, int>> connected;  // guarded by mutex
+    std::vector<std::shared_ptr<ConnectionBroker>> brokers;  // by rank
+    Mutex mutex;
+    std::set<std::pair<int, int>> connected GUARDED_BY(mutex);
   };
 
-  std::vector<std::vector<int>> uplinks_;  // by rank, by host; those that were not taken
+  std::vector<std::vector<int>> control_links_;  // by rank, by host; those that were not taken
   std::shared_ptr<Exchange> exchange_;
-  std::mutex mutex_;
-  std::vector<std::shared_ptr<LoopbackWorld>> sets_;  // guarded by mutex_
+  Mutex mutex_;
+  std::vector<std::shared_ptr<LoopbackWorld>> sets_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

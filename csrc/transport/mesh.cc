@@ -58,7 +58,7 @@ Status Mesh::Connect(const MadeConnection& made) {
 }
 
 Status Mesh::TakeNews() {
-  for (const MadeConnection& made : options_.switchboard->Take()) {
+  for (const MadeConnection& made : options_.broker->Take()) {
     if (made.peer < 0 || made.peer >= size() || made.peer == self_) {
       close(made.fd);
       continue;
@@ -93,7 +93,7 @@ void Mesh::Farewell(int64_t limit_ms) {
 
 void Mesh::Close() {
   for (const std::unique_ptr<Stream>& stream : made_) stream->Close();
-  if (options_.switchboard != nullptr) options_.switchboard->Forget();
+  if (options_.broker != nullptr) options_.broker->Forget();
   if (broken_.ok()) broken_ = Status(Code::kShutDown, "the connections of this process are closed");
 }
 
@@ -110,7 +110,7 @@ bool Mesh::Usable(int peer) {
 }
 
 bool Mesh::MakeUsable(int peer) {
-  if (options_.switchboard == nullptr || peer < 0 || peer >= size() || peer == self_) {
+  if (options_.broker == nullptr || peer < 0 || peer >= size() || peer == self_) {
     (void)Break(Status(Code::kInternal, "rank " + std::to_string(self_) + " has no connection to rank " +
                                             std::to_string(peer)));
     return false;
@@ -118,7 +118,7 @@ bool Mesh::MakeUsable(int peer) {
   if (!Break(TakeNews()).ok()) return false;
   if (Find(peer) != nullptr) return true;  // the peer was first
   Make(peer);
-  options_.switchboard->Want(peer);
+  options_.broker->Want(peer);
   return true;
 }
 
@@ -187,8 +187,7 @@ Status Mesh::Pull(Stream& peer, bool* moved) {
 }
 
 Status Mesh::Progress(bool* moved) {
-  if ((unconnected_ > 0 || (listening_ && options_.switchboard != nullptr)) &&
-      options_.switchboard->HasNews()) {
+  if ((unconnected_ > 0 || (listening_ && options_.broker != nullptr)) && options_.broker->HasNews()) {
     KV_RETURN_IF_ERROR(TakeNews());
   }
   for (size_t i = 0; i < active_.size();) {
@@ -213,8 +212,7 @@ Status Mesh::Check(int64_t now_ns) {
   if (now_ns < next_check_ns_) return Status();
   next_check_ns_ = now_ns + kCheckPeriodNs;
   if (options_.check) KV_RETURN_IF_ERROR(options_.check());
-  const std::optional<std::string> failure =
-      unconnected_ > 0 ? options_.switchboard->failure() : std::nullopt;
+  const std::optional<std::string> failure = unconnected_ > 0 ? options_.broker->failure() : std::nullopt;
   return failure ? Status(Code::kRankLost, *failure) : Status();
 }
 
@@ -255,7 +253,7 @@ Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns, int64_t spin_ns) {
   KV_RETURN_IF_ERROR(CheckHosts(now_ns));
   std::vector<pollfd> polled;
   polled.reserve(active_.size() + 1);
-  if (unconnected_ > 0) polled.push_back({options_.switchboard->news_fd(), POLLIN, 0});
+  if (unconnected_ > 0) polled.push_back({options_.broker->news_fd(), POLLIN, 0});
   for (const int peer : active_) {
     const Stream& of = stream(peer);
     const int events = (of.sending() ? POLLOUT : 0) | (of.receiving() ? POLLIN : 0);

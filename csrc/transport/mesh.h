@@ -1,5 +1,5 @@
 // Streams to other ranks, and the waiting for them: what carries bytes between hosts. A stream is made when
-// it is first used; until the connection has come, too (switchboard.h), what is posted is queued.
+// it is first used; until the connection has come, too (connection_broker.h), what is posted is queued.
 //
 // Sends and receives are posted and make progress together, so nothing deadlocks however they are ordered; to
 // one peer they match in the order in which they were posted. Positions that posting returns say later what
@@ -17,16 +17,16 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/connection_broker.h"
 #include "transport/stream.h"
-#include "transport/switchboard.h"
 #include "transport/waiter.h"
 
 namespace kolovod {
 
 struct MeshPeer {
-  int fd = -1;                               // connected stream socket; -1: made on first use, if at all
-  std::string description;                   // for messages: "rank 1 on host a (pid 17)"
-  std::shared_ptr<const RecordKeys> keys{};  // of fd; null: it is not encrypted
+  int fd = -1;                                   // connected stream socket; -1: made on first use, if at all
+  std::string description;                       // for messages: "rank 1 on host a (pid 17)"
+  std::shared_ptr<const ConnectionKeys> keys{};  // of fd; null: it is not encrypted
 };
 
 struct MeshOptions {
@@ -36,7 +36,7 @@ struct MeshOptions {
   WaitBudget budget;             // before sleeping in poll(2): a busy wait if cores are free, then yields
   int64_t host_limit_ms = 5000;  // a host that acknowledges nothing for so long is lost
   // Where connections come from. Null: there are those that were given, and no others.
-  std::shared_ptr<Switchboard> switchboard;
+  std::shared_ptr<ConnectionBroker> broker;
 };
 
 struct SendPart {
@@ -73,7 +73,7 @@ class Mesh {
   // until the position that is returned is through, or until a call has failed.
   uint64_t PostSend(int peer, std::span<const iovec> parts);
   uint64_t PostReceive(int peer, std::span<const iovec> parts);
-  // The same for a message in an envelope (send, recv), which the peer's receiver takes whenever it comes.
+  // Sends a message in an envelope (send, recv), which the peer's receiver takes whenever it comes.
   uint64_t PostEnveloped(int peer, const Envelope& envelope, std::span<const iovec> parts);
   // Who takes those that come; before the first is posted or heard.
   void SetReceiver(Receiver* receiver);

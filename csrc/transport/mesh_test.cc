@@ -228,7 +228,7 @@ TEST(no_connection_is_an_error) {
 struct Operator {
   explicit Operator(int size) {
     for (int r = 0; r < size; ++r) {
-      boards.push_back(std::make_shared<Switchboard>([this, r](int peer) {
+      boards.push_back(std::make_shared<ConnectionBroker>([this, r](int peer) {
         std::lock_guard lock(mutex);
         if (!asked.insert({std::min(r, peer), std::max(r, peer)}).second) return;
         threads.emplace_back([this, r, peer] {
@@ -248,12 +248,12 @@ struct Operator {
     std::vector<MeshPeer> peers(boards.size());
     for (MeshPeer& peer : peers) peer.description = "a rank on test";
     MeshOptions options;
-    options.switchboard = boards[static_cast<size_t>(rank)];
+    options.broker = boards[static_cast<size_t>(rank)];
     std::unique_ptr<Mesh> mesh;
     CHECK_OK(Mesh::Create(rank, std::move(peers), std::move(options), &mesh));
     return mesh;
   }
-  std::vector<std::shared_ptr<Switchboard>> boards;
+  std::vector<std::shared_ptr<ConnectionBroker>> boards;
   std::mutex mutex;
   std::set<std::pair<int, int>> asked;
   std::vector<std::thread> threads;
@@ -306,12 +306,12 @@ TEST(a_connection_may_come_before_it_is_wanted) {
 }
 
 TEST(who_cannot_be_reached_is_said) {
-  auto board = std::make_shared<Switchboard>();
+  auto board = std::make_shared<ConnectionBroker>();
   std::string told;
   board->set_on_failure([&](const std::string& text) { told += text; });
   std::vector<MeshPeer> peers(3);
   MeshOptions options;
-  options.switchboard = board;
+  options.broker = board;
   std::unique_ptr<Mesh> mesh;
   CHECK_OK(Mesh::Create(0, std::move(peers), std::move(options), &mesh));
   char byte = 0;
@@ -330,7 +330,7 @@ TEST(who_cannot_be_reached_is_said) {
 }
 
 TEST(a_closed_switchboard_takes_no_connections) {
-  Switchboard board;
+  ConnectionBroker board;
   int ends[4];
   testing::Connect(Wire::kSocketPair, ends);
   testing::Connect(Wire::kSocketPair, ends + 2);

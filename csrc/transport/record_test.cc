@@ -1,18 +1,17 @@
-#include "transport/record.h"
-
 #include <atomic>
 #include <memory>
 #include <thread>
 
 #include "testing/check.h"
+#include "transport/operation_record.h"
 
 namespace kolovod {
 namespace {
 
 struct Ring {
-  std::unique_ptr<RecordSlot[]> slots = std::make_unique<RecordSlot[]>(kRecordSlots);
+  std::unique_ptr<OperationSlot[]> slots = std::make_unique<OperationSlot[]>(kRecordSlots);
   std::atomic<uint32_t> unrecorded{0};
-  RecordRing ring{slots.get(), &unrecorded};
+  OperationRecorder ring{slots.get(), &unrecorded};
 
   uint32_t Open(const std::string& name, int64_t now_ns) {
     return ring.Open(name, Verb::kAllgather, DType::kInt32, 2, 24, now_ns);
@@ -27,18 +26,18 @@ TEST(an_operation_is_read_as_it_was_written) {
   OperationRecord record = r.Read().at(0);
   CHECK(record.number == 1 && record.name == "layer1.weight" && record.verb == Verb::kAllgather);
   CHECK(record.dtype == DType::kInt32 && record.tensors == 2 && record.bytes == 24);
-  CHECK(record.state == RecordState::kSubmitted && record.submitted_ns == 100 && record.bucket == 0);
+  CHECK(record.state == OperationState::kSubmitted && record.submitted_ns == 100 && record.bucket == 0);
   CHECK(record.started_ns == 0 && record.ended_ns == 0);
   CHECK(record.name_hash == HashName("layer1.weight"));
   r.ring.Started(slot, 7, 200);
   record = r.Read().at(0);
-  CHECK(record.state == RecordState::kStarted && record.started_ns == 200 && record.bucket == 7);
+  CHECK(record.state == OperationState::kStarted && record.started_ns == 200 && record.bucket == 7);
   CHECK(record.pending());
   r.ring.Ended(slot, true, 300);
   record = r.Read().at(0);
-  CHECK(record.state == RecordState::kDone && record.ended_ns == 300 && !record.pending());
+  CHECK(record.state == OperationState::kDone && record.ended_ns == 300 && !record.pending());
   r.ring.Ended(r.Open("b", 400), false, 500);
-  CHECK(r.Read().at(1).state == RecordState::kFailed);
+  CHECK(r.Read().at(1).state == OperationState::kFailed);
 }
 
 TEST(long_names_are_shortened_and_still_told_apart) {

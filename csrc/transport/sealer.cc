@@ -113,7 +113,7 @@ Status Opener::Open(const char* record, size_t bytes, std::span<const iovec> pla
   return Status();
 }
 
-SealedReader::SealedReader(const RecordKeys& keys, uint64_t records_per_key)
+SealedReader::SealedReader(const ConnectionKeys& keys, uint64_t records_per_key)
     : opener_(keys.cipher, keys.receive, records_per_key), buffer_(new char[kBufferBytes]) {}
 
 uint32_t SealedReader::Length() const {

@@ -79,7 +79,7 @@ class Opener : private RecordCipher {
 class SealedReader {
  public:
   // `most_bytes`: plain bytes of a record.
-  explicit SealedReader(const RecordKeys& keys, uint64_t records_per_key = kRecordsPerKey);
+  explicit SealedReader(const ConnectionKeys& keys, uint64_t records_per_key = kRecordsPerKey);
 
   // Where the next bytes from the socket go, never empty after every whole record has been opened; then how
   // many have come.

@@ -108,7 +108,7 @@ std::string Read(SealedReader& reader, std::string_view bytes, size_t step, Stat
 TEST(a_record_is_what_the_page_about_the_wire_says) {
   for (const Cipher cipher : kCiphers) {
     const testing::KeyPair keys = testing::MakeKeys(cipher);
-    const RecordKeys& mine = *keys.ends[0];
+    const ConnectionKeys& mine = *keys.ends[0];
     const std::string key(reinterpret_cast<const char*>(mine.send.data()), Key::kBytes);
     Sealer sealer(cipher, mine.send);
     for (uint64_t number = 0; number < 5; ++number) {

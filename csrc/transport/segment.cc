@@ -46,10 +46,10 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   ranks_at = take(static_cast<size_t>(size) * Segment::kRankStride);
   left_at = take(static_cast<size_t>(world_size) * sizeof(uint32_t));
   log_at = take(log_slots * sizeof(uint64_t));
-  seals_at = take(log_slots * sizeof(uint64_t));
+  bucket_ends_at = take(log_slots * sizeof(uint64_t));
   counters_at = take(cache_capacity * sizeof(uint32_t));
   broadcast_at = take(kBroadcastRingBytes);
-  records_at = take(static_cast<size_t>(size) * kRecordSlots * sizeof(RecordSlot));
+  records_at = take(static_cast<size_t>(size) * kRecordSlots * sizeof(OperationSlot));
   eager_at = take(static_cast<size_t>(size) * kEagerSlots * sizeof(EagerSlot));
   inbox_at = take(static_cast<size_t>(size) * kMailSlots * sizeof(InboxSlot));
   staging_at = take(static_cast<size_t>(size) * chunk_slots * slot_bytes);
@@ -123,8 +123,8 @@ void Segment::Revoke(Code code, const std::string& text) {
     h.revoked.store(2, std::memory_order_seq_cst);
   }
   for (int r = 0; r < layout_.size; ++r) {
-    RingDriver(r);
-    RingIdle(r);
+    WakeDriver(r);
+    WakeIdle(r);
   }
 }
 
@@ -153,13 +153,13 @@ int Segment::Lacking(int r, const DataWait& wait) {
   return -1;
 }
 
-void Segment::RingDriver(int r) {
+void Segment::WakeDriver(int r) {
   RankBlock& block = rank(r);
   block.driver_bell.fetch_add(1, std::memory_order_seq_cst);
   FutexWakeAll(&block.driver_bell);
 }
 
-void Segment::RingIdle(int r) {
+void Segment::WakeIdle(int r) {
   RankBlock& block = rank(r);
   block.idle_bell.fetch_add(1, std::memory_order_seq_cst);
   if (block.idle_sleeping.load(std::memory_order_seq_cst) != 0) FutexWakeAll(&block.idle_bell);
@@ -172,7 +172,7 @@ void Segment::RingSleeper(int r, bool for_data) {
   if (block.driver_sleeping.load(std::memory_order_seq_cst) == 0) return;
   const DataWait wait = DataWait::Of(block.waits_for.load(std::memory_order_acquire));
   if ((wait.peer >= 0) != for_data || !Reached(r, wait)) return;
-  if (block.driver_sleeping.exchange(0, std::memory_order_seq_cst) != 0) RingDriver(r);
+  if (block.driver_sleeping.exchange(0, std::memory_order_seq_cst) != 0) WakeDriver(r);
 }
 
 // Of ranks that wait for data only those whose wait is over: every other one would look, and sleep again.

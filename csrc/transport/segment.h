@@ -15,7 +15,7 @@
 #include "base/status.h"
 #include "base/types.h"
 #include "transport/envelope.h"
-#include "transport/record.h"
+#include "transport/operation_record.h"
 
 namespace kolovod {
 
@@ -152,7 +152,7 @@ struct SegmentLayout {
   size_t chunk_bytes;  // at most; a multiple of the page size
   size_t chunk_slots;
   size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
-  size_t ranks_at, left_at, log_at, seals_at, counters_at, broadcast_at, records_at, eager_at, inbox_at,
+  size_t ranks_at, left_at, log_at, bucket_ends_at, counters_at, broadcast_at, records_at, eager_at, inbox_at,
       staging_at;
   size_t total_bytes;
 };
@@ -175,12 +175,12 @@ class Segment {
     return At<std::atomic<uint32_t>>(layout_.left_at)[static_cast<size_t>(rank)];
   }
   std::atomic<uint64_t>* log() { return At<std::atomic<uint64_t>>(layout_.log_at); }
-  std::atomic<uint64_t>* seals() { return At<std::atomic<uint64_t>>(layout_.seals_at); }
+  std::atomic<uint64_t>* bucket_ends() { return At<std::atomic<uint64_t>>(layout_.bucket_ends_at); }
   std::atomic<uint32_t>* counters() { return At<std::atomic<uint32_t>>(layout_.counters_at); }
   char* broadcast_ring() { return base_ + layout_.broadcast_at; }
   // kRecordSlots of them; written by rank r alone.
-  RecordSlot* records(int r) {
-    return At<RecordSlot>(layout_.records_at) + static_cast<size_t>(r) * kRecordSlots;
+  OperationSlot* records(int r) {
+    return At<OperationSlot>(layout_.records_at) + static_cast<size_t>(r) * kRecordSlots;
   }
   // kEagerSlots of them; written by rank r alone.
   EagerSlot* eager(int r) { return At<EagerSlot>(layout_.eager_at) + static_cast<size_t>(r) * kEagerSlots; }
@@ -208,27 +208,27 @@ class Segment {
   Status RevokedStatus();
 
   // Wakes rank r's driver, respectively its engine thread.
-  void RingDriver(int r);
-  void RingIdle(int r);
+  void WakeDriver(int r);
+  void WakeIdle(int r);
   // The engine thread of a rank that has something to bring forward, and whose driver nobody is.
-  void RingUndriven(int r) {
+  void WakeUndriven(int r) {
     RankBlock& block = rank(r);
     if (block.driving.load(std::memory_order_seq_cst) == 0 &&
         block.pending.load(std::memory_order_seq_cst) != 0) {
-      RingIdle(r);
+      WakeIdle(r);
     }
   }
   // After a message for rank r, who may wait for it.
-  void RingReceiver(int r) {
+  void WakeReceiver(int r) {
     RingSleeper(r, /*for_data=*/false);
-    RingUndriven(r);
+    WakeUndriven(r);
   }
   // After a seq_cst store to what sleeping drivers may wait for: the log, rings and counts, respectively data
   // flags.
-  void RingWaiting() {
+  void WakeWaiting() {
     if (header().sleepers.load(std::memory_order_seq_cst) != 0) RingSleepers(/*for_data=*/false);
   }
-  void RingDataWaiting() {
+  void WakeDataWaiting() {
     if (header().sleepers.load(std::memory_order_seq_cst) != 0) RingSleepers(/*for_data=*/true);
   }
 

@@ -72,7 +72,7 @@ void Stream::Close() {
   fd_ = -1;
 }
 
-Status Stream::Connect(int fd, const RecordKeys* keys) {
+Status Stream::Connect(int fd, const ConnectionKeys* keys) {
   fd_ = fd;
   if (keys != nullptr) sealed_ = std::make_unique<Sealed>(*keys);
   int domain = 0;

@@ -54,7 +54,7 @@ class Stream {
 
   // Takes `fd` over, a connected stream socket: TCP, or AF_UNIX in tests. Once. What was queued before moves
   // from then on. With `keys` everything is sealed; null: nothing is.
-  Status Connect(int fd, const RecordKeys* keys = nullptr);
+  Status Connect(int fd, const ConnectionKeys* keys = nullptr);
   bool connected() const { return fd_ >= 0; }
 
   // Messages count from 0 again.
@@ -121,7 +121,7 @@ class Stream {
   static constexpr size_t kEnvelopedBytes = sizeof(MessageHeader) + sizeof(Envelope);
   // What a connection has besides if it is encrypted.
   struct Sealed {
-    explicit Sealed(const RecordKeys& keys) : sealer(keys.cipher, keys.send), reader(keys) {}
+    explicit Sealed(const ConnectionKeys& keys) : sealer(keys.cipher, keys.send), reader(keys) {}
     Sealer sealer;
     std::unique_ptr<char[]> record{new char[kRecordBytes]};  // the one that is on its way out
     size_t begin = 0, end = 0;                               // what is left of it

@@ -15,8 +15,8 @@
 
 #include "testing/check.h"
 #include "testing/mesh_world.h"
+#include "transport/control_link.h"
 #include "transport/stream.h"
-#include "transport/uplink.h"
 
 namespace kolovod {
 namespace {
@@ -259,9 +259,9 @@ Heard SendFrames(const Middle::Change& change, const std::vector<std::string>& f
   const KeyPair keys = MakeKeys(Cipher::kChaCha20Poly1305);
   Heard heard;
   std::atomic<bool> lost{false};
-  Uplink receiver({UplinkPeer{1, middle.to, keys.ends[1]}}, 5);
-  Uplink::Events events;
-  events.read = [](const Uplink::Frame&) { return false; };
+  ControlLink receiver({ControlLinkPeer{1, middle.to, keys.ends[1]}}, 5);
+  ControlLink::Events events;
+  events.read = [](const ControlLink::Frame&) { return false; };
   events.arrived = [] {};
   events.lost = [&](int, const std::string& reason) {
     heard.lost = reason;
@@ -269,15 +269,15 @@ Heard SendFrames(const Middle::Change& change, const std::vector<std::string>& f
   };
   receiver.Start(std::move(events));
   {
-    Uplink sender({UplinkPeer{0, middle.from, keys.ends[0]}}, 5);
-    sender.Start({[](const Uplink::Frame&) { return false; }, [] {}, [](int, const std::string&) {}});
+    ControlLink sender({ControlLinkPeer{0, middle.from, keys.ends[0]}}, 5);
+    sender.Start({[](const ControlLink::Frame&) { return false; }, [] {}, [](int, const std::string&) {}});
     for (const std::string& frame : frames) sender.Send(0, frame);
     sender.Stop(10'000);
   }
   const auto deadline = Clock::now() + std::chrono::seconds(30);
   while (!lost.load()) CHECK(Clock::now() < deadline);
   receiver.Stop(0);
-  for (const Uplink::Frame& frame : receiver.Take()) heard.frames.push_back(frame.payload);
+  for (const ControlLink::Frame& frame : receiver.Take()) heard.frames.push_back(frame.payload);
   return heard;
 }
 

@@ -141,7 +141,7 @@ class Waiter {
   // Called while a wait is asleep, every 10 ms or so. Once, before the first wait.
   void SetWatch(std::function<void()> watch) { watch_ = std::move(watch); }
 
-  // Called before every sleep, after the last look at what is waited for: only RingDriver wakes then.
+  // Called before every sleep, after the last look at what is waited for: only WakeDriver wakes then.
   void set_before_sleep(std::function<void()> before_sleep) { before_sleep_ = std::move(before_sleep); }
 
   // Returns when ready() holds. ring_lagging() is called once the spin was in vain and the patience is over,

@@ -5,10 +5,45 @@ until the operation has completed. All calls release the GIL while they wait.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, TypedDict, final
 
 import numpy as np
 import numpy.typing as npt
+
+class VerbTraits(TypedDict):
+    """What there is to know of a verb."""
+
+    number: int
+    tensors: Literal["none", "one", "any"]
+    reduces: bool
+    """It combines the ranks' elements: it has an op and factors."""
+    fuses: bool
+    """Tensors of several operations are reduced as one range."""
+    makes_outputs: bool
+    """Only the engine knows how large the results are."""
+    has_root: bool
+    has_splits: bool
+    """It says how many rows go to each rank."""
+    rows_differ: bool
+    """Ranks may differ in the first dimension."""
+    is_transfer: bool
+    """It moves from one rank to another, without the others."""
+    allows_joined: bool
+    """Ranks that have joined take part with zeros."""
+
+class DTypeTraits(TypedDict):
+    """What there is to know of a dtype."""
+
+    number: int
+    bytes: int
+    kind: Literal["bool", "integer", "float"]
+    accumulator: str
+    """The dtype in which the ranks' elements are combined."""
+    mean_accumulator: str
+    """The same for Average."""
+    scales: bool
+    """Average and factors are allowed."""
+    adasum: bool
 
 class EngineError(Exception):
     """``args == (code, message)``; codes are listed in ``kolovod.errors``."""
@@ -282,5 +317,9 @@ PROTOCOL: int
 """Ranks with another one do not understand each other (csrc/base/version.h)."""
 VERBS: dict[str, int]
 DTYPES: dict[str, int]
+VERB_TRAITS: dict[str, VerbTraits]
+"""By name: the table of verbs (csrc/base/verb_traits.h)."""
+DTYPE_TRAITS: dict[str, DTypeTraits]
+"""By name: the table of dtypes (csrc/base/dtype_traits.h)."""
 OPS: dict[str, int]
 STATUS: dict[str, int]

@@ -1,4 +1,4 @@
-#include "transport/record.h"
+#include "transport/operation_record.h"
 
 #include <algorithm>
 #include <cstring>
@@ -15,8 +15,8 @@ constexpr auto kRelease = std::memory_order_release;
 constexpr std::string_view kGap = "...";
 
 bool IsPending(uint32_t state) {
-  return state == static_cast<uint32_t>(RecordState::kSubmitted) ||
-         state == static_cast<uint32_t>(RecordState::kStarted);
+  return state == static_cast<uint32_t>(OperationState::kSubmitted) ||
+         state == static_cast<uint32_t>(OperationState::kStarted);
 }
 
 // Writes at most kRecordNameBytes; never cuts a character of UTF-8 in two.
@@ -32,12 +32,12 @@ size_t Shorten(std::string_view name, char* out) {
   return head + kGap.size() + name.size() - tail;
 }
 
-std::optional<OperationRecord> ReadOne(const RecordSlot& slot) {
+std::optional<OperationRecord> ReadOne(const OperationSlot& slot) {
   // Every word is loaded with acquire: a word of a newer operation brings the newer version along.
   const uint32_t version = slot.version.load(kAcquire);
   OperationRecord record;
-  record.state = static_cast<RecordState>(slot.state.load(kAcquire));
-  if (version % 2 != 0 || record.state == RecordState::kFree) return std::nullopt;
+  record.state = static_cast<OperationState>(slot.state.load(kAcquire));
+  if (version % 2 != 0 || record.state == OperationState::kFree) return std::nullopt;
   record.number = slot.number.load(kAcquire);
   record.name_hash = slot.name_hash.load(kAcquire);
   record.bytes = slot.bytes.load(kAcquire);
@@ -56,24 +56,25 @@ std::optional<OperationRecord> ReadOne(const RecordSlot& slot) {
   record.verb = static_cast<Verb>(kind & 0xFF);
   record.dtype = static_cast<DType>(kind >> 8 & 0xFF);
   record.tensors = static_cast<uint32_t>(kind >> 32);
-  if (IsTransfer(record.verb)) record.peer = static_cast<int32_t>(std::exchange(record.tensors, 1)) - 1;
+  if (TraitsOf(record.verb).is_transfer)
+    record.peer = static_cast<int32_t>(std::exchange(record.tensors, 1)) - 1;
   record.name.assign(name, std::min<size_t>(kind >> 16 & 0xFF, sizeof(name)));
   return record;
 }
 
 }  // namespace
 
-const char* NameOf(RecordState state) {
+const char* NameOf(OperationState state) {
   switch (state) {
-    case RecordState::kFree:
+    case OperationState::kFree:
       return "free";
-    case RecordState::kSubmitted:
+    case OperationState::kSubmitted:
       return "submitted";
-    case RecordState::kStarted:
+    case OperationState::kStarted:
       return "started";
-    case RecordState::kDone:
+    case OperationState::kDone:
       return "done";
-    case RecordState::kFailed:
+    case OperationState::kFailed:
       return "failed";
   }
   return "unknown";
@@ -94,8 +95,8 @@ uint64_t HashName(std::string_view name) {
   return hash;
 }
 
-uint32_t RecordRing::Open(std::string_view name, Verb verb, DType dtype, size_t tensors, size_t bytes,
-                          int64_t now_ns) {
+uint32_t OperationRecorder::Open(std::string_view name, Verb verb, DType dtype, size_t tensors, size_t bytes,
+                                 int64_t now_ns) {
   ++number_;
   size_t tried = 0;
   // With operations unrecorded, the ring was full of pending ones a moment ago: do not search it each time.
@@ -113,7 +114,7 @@ uint32_t RecordRing::Open(std::string_view name, Verb verb, DType dtype, size_t 
   if (name.size() > kRecordNameBytes) name = std::string_view(shortened, Shorten(name, shortened));
   const auto index = static_cast<uint32_t>(next_);
   next_ = (next_ + 1) % kRecordSlots;
-  RecordSlot& slot = slots_[index];
+  OperationSlot& slot = slots_[index];
   const uint32_t version = slot.version.load(kRelaxed);
   slot.version.store(version + 1, kRelaxed);
   slot.number.store(number_, kRelease);
@@ -131,27 +132,28 @@ uint32_t RecordRing::Open(std::string_view name, Verb verb, DType dtype, size_t 
     std::memcpy(&word, name.data() + at, std::min<size_t>(8, name.size() - at));
     slot.name[i].store(word, kRelease);
   }
-  slot.state.store(static_cast<uint32_t>(RecordState::kSubmitted), kRelease);
+  slot.state.store(static_cast<uint32_t>(OperationState::kSubmitted), kRelease);
   slot.version.store(version + 2, kRelease);
   return index;
 }
 
-void RecordRing::Started(uint32_t slot, uint64_t bucket, int64_t now_ns) {
+void OperationRecorder::Started(uint32_t slot, uint64_t bucket, int64_t now_ns) {
   if (slot >= kRecordSlots) return;
   slots_[slot].bucket.store(bucket, kRelease);
   slots_[slot].started_ns.store(now_ns, kRelease);
-  slots_[slot].state.store(static_cast<uint32_t>(RecordState::kStarted), kRelease);
+  slots_[slot].state.store(static_cast<uint32_t>(OperationState::kStarted), kRelease);
 }
 
-void RecordRing::Ended(uint32_t slot, bool ok, int64_t now_ns) {
+void OperationRecorder::Ended(uint32_t slot, bool ok, int64_t now_ns) {
   if (slot == kUnrecorded) unrecorded_->fetch_sub(1, kRelaxed);
   if (slot >= kRecordSlots) return;
   // Two clocks may have been read (RecordNs).
   slots_[slot].ended_ns.store(std::max(now_ns, slots_[slot].started_ns.load(kRelaxed)), kRelease);
-  slots_[slot].state.store(static_cast<uint32_t>(ok ? RecordState::kDone : RecordState::kFailed), kRelease);
+  slots_[slot].state.store(static_cast<uint32_t>(ok ? OperationState::kDone : OperationState::kFailed),
+                           kRelease);
 }
 
-std::vector<OperationRecord> ReadRecords(const RecordSlot* slots) {
+std::vector<OperationRecord> ReadRecords(const OperationSlot* slots) {
   std::vector<OperationRecord> records;
   for (size_t i = 0; i < kRecordSlots; ++i) {
     if (auto record = ReadOne(slots[i])) records.push_back(std::move(*record));
@@ -161,7 +163,7 @@ std::vector<OperationRecord> ReadRecords(const RecordSlot* slots) {
   return records;
 }
 
-int64_t OldestPendingNs(const RecordSlot* slots) {
+int64_t OldestPendingNs(const OperationSlot* slots) {
   int64_t oldest_ns = INT64_MAX;
   for (size_t i = 0; i < kRecordSlots; ++i) {
     if (!IsPending(slots[i].state.load(kAcquire))) continue;

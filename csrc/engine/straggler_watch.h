@@ -12,22 +12,22 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/config.h"
+#include "base/thread_annotations.h"
 #include "base/topology.h"
-#include "control/late.h"
 #include "control/message.h"
-#include "engine/elsewhere.h"
+#include "control/stragglers.h"
 #include "engine/stack.h"
+#include "engine/straggler_news.h"
 #include "transport/segment.h"
 
 namespace kolovod {
 
-struct LateOptions {
+struct StragglerOptions {
   Topology topology{0, {0}};
   RankNames names;                                // by rank of the engine
   std::string where;                              // empty for the world, else which process set this is
@@ -35,18 +35,18 @@ struct LateOptions {
   std::function<void(const Note&)> tell_leaders;  // of a leader, with several hosts
 };
 
-class LateWatch {
+class StragglerWatch {
  public:
-  LateWatch(Segment& segment, const Config& config, LateOptions options);
+  StragglerWatch(Segment& segment, const Config& config, StragglerOptions options);
 
   // Any thread, often: the engine thread when it wakes, a driver while it waits. Never blocks.
   void Tick();
-  // A leader: kLate or kLateSeen from another. Any thread.
+  // A leader: kLate or kOverdueSeen from another. Any thread.
   void Hear(const Note& note);
 
   uint64_t reports() const { return reports_.load(std::memory_order_relaxed); }
   // The last report that this rank wrote to standard error.
-  std::string last_report();
+  std::string last_report() EXCLUDES(mutex_);
 
  private:
   // A report that waits for the late ranks' stacks. Ranks here are those of the segment.
@@ -59,37 +59,38 @@ class LateWatch {
   };
 
   bool several_hosts() const { return options_.topology.hosts() > 1; }
-  void Answer(int64_t now_ns);
-  bool HasReasonToLook(int64_t now_ns);
-  void Look(int64_t now_ns);
-  void Begin(const LateVerdict& verdict, int64_t now_ns, int64_t last_ns);
+  void TickLocked() REQUIRES(mutex_);
+  void Answer(int64_t now_ns) REQUIRES(mutex_);
+  bool HasReasonToLook(int64_t now_ns) REQUIRES(mutex_);
+  void Look(int64_t now_ns) REQUIRES(mutex_);
+  void Begin(const StragglerVerdict& verdict, int64_t now_ns, int64_t last_ns) REQUIRES(mutex_);
   // The ranks of this host, then those of others that wait.
-  LateView View(int64_t now_ns, int64_t last_report_ns);
+  StragglerView View(int64_t now_ns, int64_t last_report_ns) REQUIRES(mutex_);
   // With several hosts, what nobody here is to blame for is the other hosts' to tell, if they can.
-  void LeaveToOthers(LateVerdict* verdict, int64_t now_ns);
-  void TellOthers(const LateView& view, const LateVerdict& verdict);
+  void LeaveToOthers(StragglerVerdict* verdict, int64_t now_ns);
+  void TellOthers(const StragglerView& view, const StragglerVerdict& verdict) REQUIRES(mutex_);
   bool HaveAnswered(const Report& report);
-  void Finish(int64_t now_ns);
-  std::vector<LateFinding> BlameSilent(std::vector<LateFinding> findings, const Report& report);
-  std::string WhereIs(int rank, const Report& report);
+  void Finish(int64_t now_ns) REQUIRES(mutex_);
+  std::vector<StragglerFinding> BlameSilent(std::vector<StragglerFinding> findings, const Report& report);
+  std::string WhereIs(int rank, const Report& report) REQUIRES(mutex_);
   std::string InnermostCall(int rank, const Report& report);
   std::string Stack(int rank);
 
   Segment& segment_;
-  const LateOptions options_;
+  const StragglerOptions options_;
   const int rank_;  // in the segment, as all below that is not said to be of the engine
   const int size_;
-  const LateLimits limits_;
+  const StragglerLimits limits_;
   const int64_t period_ns_;  // between looks at the own records
   std::atomic<uint64_t> reports_{0};
-  Elsewhere elsewhere_;
+  StragglerNews news_;
 
-  std::mutex mutex_;  // guards what follows
-  int64_t next_look_ns_ = 0;
-  uint32_t answered_ = 0;
-  std::vector<int> shown_;  // of the last view: the engine's number of each rank
-  std::optional<Report> report_;
-  std::string last_report_;
+  Mutex mutex_;
+  int64_t next_look_ns_ GUARDED_BY(mutex_) = 0;
+  uint32_t answered_ GUARDED_BY(mutex_) = 0;
+  std::vector<int> shown_ GUARDED_BY(mutex_);  // of the last view: the engine's number of each rank
+  std::optional<Report> report_ GUARDED_BY(mutex_);
+  std::string last_report_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

@@ -1,4 +1,4 @@
-#include "transport/switchboard.h"
+#include "transport/connection_broker.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -7,37 +7,37 @@
 
 namespace kolovod {
 
-Switchboard::Switchboard(Ask ask) : ask_(std::move(ask)) {
+ConnectionBroker::ConnectionBroker(Ask ask) : ask_(std::move(ask)) {
   news_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   wanted_bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 
-Switchboard::~Switchboard() { Forget(); }
+ConnectionBroker::~ConnectionBroker() { Forget(); }
 
-void Switchboard::Want(int peer) {
+void ConnectionBroker::Want(int peer) {
   if (ask_) return ask_(peer);
-  std::lock_guard lock(mutex_);
+  MutexLock lock(mutex_);
   wanted_.push_back(peer);
   eventfd_write(wanted_bell_, 1);
 }
 
-std::vector<int> Switchboard::TakeWanted() {
-  std::lock_guard lock(mutex_);
+std::vector<int> ConnectionBroker::TakeWanted() {
+  MutexLock lock(mutex_);
   eventfd_t rings;
   if (!closed_.load()) eventfd_read(wanted_bell_, &rings);
   return std::exchange(wanted_, {});
 }
 
-std::vector<MadeConnection> Switchboard::Take() {
-  std::lock_guard lock(mutex_);
+std::vector<MadeConnection> ConnectionBroker::Take() {
+  MutexLock lock(mutex_);
   has_news_.store(false, std::memory_order_relaxed);
   eventfd_t rings;
   eventfd_read(news_, &rings);
   return std::exchange(connected_, {});
 }
 
-void Switchboard::Connected(MadeConnection made) {
-  std::lock_guard lock(mutex_);
+void ConnectionBroker::Connected(MadeConnection made) {
+  MutexLock lock(mutex_);
   if (closed_.load()) {
     close(made.fd);
     return;
@@ -47,30 +47,29 @@ void Switchboard::Connected(MadeConnection made) {
   eventfd_write(news_, 1);
 }
 
-void Switchboard::Failed(const std::string& text) {
+void ConnectionBroker::Failed(const std::string& text) {
   {
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     if (failure_) return;
     failure_ = text;
   }
   if (on_failure_) on_failure_(text);
 }
 
-std::optional<std::string> Switchboard::failure() const {
-  std::lock_guard lock(mutex_);
+std::optional<std::string> ConnectionBroker::failure() const {
+  MutexLock lock(mutex_);
   return failure_;
 }
 
-void Switchboard::Close() {
-  std::lock_guard lock(mutex_);
+void ConnectionBroker::Close() {
+  MutexLock lock(mutex_);
   closed_.store(true);
   for (const MadeConnection& made : connected_) close(made.fd);
   connected_.clear();
   eventfd_write(wanted_bell_, 1);
 }
 
-// Without the lock: in a forked child a thread that does not exist there may hold it.
-void Switchboard::Forget() {
+void ConnectionBroker::Forget() {
   closed_.store(true);
   for (const MadeConnection& made : connected_) close(made.fd);
   connected_.clear();

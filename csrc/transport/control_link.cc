@@ -1,4 +1,4 @@
-#include "transport/uplink.h"
+#include "transport/control_link.h"
 
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -40,27 +40,28 @@ void Prepare(int fd) {
 
 }  // namespace
 
-Uplink::Uplink(std::vector<UplinkPeer> peers, uint32_t epoch) : epoch_(epoch) {
-  for (const UplinkPeer& link : peers) {
+ControlLink::ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch)
+    : peers_(std::move(peers)), epoch_(epoch) {
+  for (const ControlLinkPeer& link : peers_) {
     Prepare(link.fd);
-    Peer& peer = peers_.emplace_back();
-    peer.link = link;
+    incoming_.emplace_back();
+    outgoing_.emplace_back();
     if (link.keys == nullptr) continue;
-    peer.reader = std::make_unique<SealedReader>(*link.keys);
-    peer.sealer = std::make_unique<Sealer>(link.keys->cipher, link.keys->send);
+    incoming_.back().reader = std::make_unique<SealedReader>(*link.keys);
+    outgoing_.back().sealer = std::make_unique<Sealer>(link.keys->cipher, link.keys->send);
   }
   bell_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 }
 
-Uplink::~Uplink() {
+ControlLink::~ControlLink() {
   Stop(0);
-  for (Peer& peer : peers_) {
-    if (peer.link.fd >= 0) close(peer.link.fd);
+  for (const ControlLinkPeer& peer : peers_) {
+    if (peer.fd >= 0) close(peer.fd);
   }
   if (bell_ >= 0) close(bell_);
 }
 
-void Uplink::Start(Events events) {
+void ControlLink::Start(Events events) {
   events_ = std::move(events);
   thread_ = std::thread([this] {
     AskForShortTurns();
@@ -68,11 +69,11 @@ void Uplink::Start(Events events) {
   });
 }
 
-void Uplink::Stop(int patience_ms) {
+void ControlLink::Stop(int patience_ms) {
   const auto unsent = [this] {
-    std::lock_guard lock(mutex_);
-    for (Peer& peer : peers_) {
-      if (!peer.ended && !peer.outgoing.empty()) return true;
+    MutexLock lock(mutex_);
+    for (const Outgoing& outgoing : outgoing_) {
+      if (!outgoing.ended && !outgoing.bytes.empty()) return true;
     }
     return false;
   };
@@ -86,64 +87,66 @@ void Uplink::Stop(int patience_ms) {
   if (thread_.joinable()) thread_.join();
 }
 
-void Uplink::Forget() {
+void ControlLink::Forget() {
   if (thread_.joinable()) thread_.detach();
-  for (Peer& peer : peers_) {
-    if (peer.link.fd >= 0) close(peer.link.fd);
-    peer.link.fd = -1;
+  for (ControlLinkPeer& peer : peers_) {
+    if (peer.fd >= 0) close(peer.fd);
+    peer.fd = -1;
   }
 }
 
-void Uplink::Send(std::span<const int> hosts, const std::string& payload) {
-  std::lock_guard lock(mutex_);
-  for (Peer& peer : peers_) {
-    if (std::find(hosts.begin(), hosts.end(), peer.link.host) != hosts.end()) Push(peer, payload);
+void ControlLink::Send(std::span<const int> hosts, const std::string& payload) {
+  MutexLock lock(mutex_);
+  for (size_t peer = 0; peer < peers_.size(); ++peer) {
+    if (std::find(hosts.begin(), hosts.end(), peers_[peer].host) != hosts.end()) Push(peer, payload);
   }
 }
 
-void Uplink::Push(Peer& peer, const std::string& payload) {
-  if (peer.ended) return;
+void ControlLink::Push(size_t peer, const std::string& payload) {
+  Outgoing& outgoing = outgoing_[peer];
+  if (outgoing.ended) return;
   const auto length = static_cast<uint32_t>(payload.size());
-  const bool waited = !peer.outgoing.empty();
+  const bool waited = !outgoing.bytes.empty();
   std::string sealed;  // the frame, until it is
-  std::string& frame = peer.sealer == nullptr ? peer.outgoing : sealed;
+  std::string& frame = outgoing.sealer == nullptr ? outgoing.bytes : sealed;
   frame.append(reinterpret_cast<const char*>(&length), sizeof(length));
   frame.append(reinterpret_cast<const char*>(&epoch_), sizeof(epoch_));
   frame += payload;
-  if (peer.sealer != nullptr && !peer.sealer->Append(frame.data(), frame.size(), &peer.outgoing).ok()) {
+  if (outgoing.sealer != nullptr &&
+      !outgoing.sealer->Append(frame.data(), frame.size(), &outgoing.bytes).ok()) {
     // As good as gone: the peer will find a record that does not open, and say so.
-    peer.ended = true;
-    shutdown(peer.link.fd, SHUT_RDWR);
+    outgoing.ended = true;
+    shutdown(peers_[peer].fd, SHUT_RDWR);
     return;
   }
   sent_frames_.fetch_add(1, std::memory_order_relaxed);
   if (waited) return;
   Flush(peer);
-  if (!peer.outgoing.empty()) eventfd_write(bell_, 1);
+  if (!outgoing.bytes.empty()) eventfd_write(bell_, 1);
 }
 
 // Moves what the socket takes. An error shows itself to the reader too, which says so.
-void Uplink::Flush(Peer& peer) {
-  while (peer.written < peer.outgoing.size()) {
-    const ssize_t n = send(peer.link.fd, peer.outgoing.data() + peer.written,
-                           peer.outgoing.size() - peer.written, MSG_NOSIGNAL);
+void ControlLink::Flush(size_t peer) {
+  auto& [sealer, bytes, written, ended] = outgoing_[peer];
+  while (written < bytes.size()) {
+    const ssize_t n = send(peers_[peer].fd, bytes.data() + written, bytes.size() - written, MSG_NOSIGNAL);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) break;
-    peer.written += static_cast<size_t>(n);
+    written += static_cast<size_t>(n);
   }
-  if (peer.written == peer.outgoing.size()) {
-    peer.outgoing.clear();
-    peer.written = 0;
+  if (written == bytes.size()) {
+    bytes.clear();
+    written = 0;
   }
 }
 
-std::deque<Uplink::Frame> Uplink::Take() {
-  std::lock_guard lock(mutex_);
+std::deque<ControlLink::Frame> ControlLink::Take() {
+  MutexLock lock(mutex_);
   has_data_.store(false, std::memory_order_relaxed);
   return std::exchange(arrived_, {});
 }
 
-void Uplink::Read() {
+void ControlLink::Read() {
   std::vector<pollfd> polled;
   uint64_t seen = 0;
   while (!stop_.load()) {
@@ -152,11 +155,11 @@ void Uplink::Read() {
     aside_.store(aside, std::memory_order_seq_cst);
     polled.assign(1, pollfd{bell_, POLLIN, 0});
     {
-      std::lock_guard lock(mutex_);
-      for (Peer& peer : peers_) {
-        const int events = (aside ? 0 : POLLIN) | (peer.outgoing.empty() ? 0 : POLLOUT);
-        polled.push_back(
-            pollfd{peer.ended || events == 0 ? -1 : peer.link.fd, static_cast<short>(events), 0});
+      MutexLock lock(mutex_);
+      for (size_t peer = 0; peer < peers_.size(); ++peer) {
+        const int events = (aside ? 0 : POLLIN) | (outgoing_[peer].bytes.empty() ? 0 : POLLOUT);
+        const int fd = outgoing_[peer].ended || events == 0 ? -1 : peers_[peer].fd;
+        polled.push_back(pollfd{fd, static_cast<short>(events), 0});
       }
     }
     if (poll(polled.data(), polled.size(), aside ? kAsideMs : kPollMs) <= 0) continue;
@@ -168,47 +171,48 @@ void Uplink::Read() {
     for (size_t i = 0; i < peers_.size() && !stop_.load(); ++i) {
       const short happened = polled[i + 1].revents;
       if (happened & POLLOUT) {
-        std::lock_guard lock(mutex_);
-        Flush(peers_[i]);
+        MutexLock lock(mutex_);
+        Flush(i);
       }
       if (happened & ~POLLOUT) {
-        std::lock_guard lock(read_mutex_);
-        arrived = Receive(peers_[i]) || arrived;
+        MutexLock lock(read_mutex_);
+        arrived = Receive(i) || arrived;
       }
     }
     if (arrived) events_.arrived();
   }
 }
 
-bool Uplink::Look() {
+bool ControlLink::Look() {
   if (HasData()) return true;
-  std::unique_lock lock(read_mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) return false;
+  if (!read_mutex_.try_lock()) return false;
   looks_.fetch_add(1, std::memory_order_relaxed);
   looking_.store(true, std::memory_order_relaxed);
-  for (Peer& peer : peers_) Receive(peer);
+  for (size_t peer = 0; peer < peers_.size(); ++peer) Receive(peer);
+  read_mutex_.unlock();
   return HasData();
 }
 
 // Whichever of the two stores comes first, the thread looks at the sockets again.
-void Uplink::LookAway() {
+void ControlLink::LookAway() {
   looking_.store(false, std::memory_order_seq_cst);
   if (aside_.load(std::memory_order_seq_cst)) eventfd_write(bell_, 1);
 }
 
 // True: there is a new frame for the driver.
-bool Uplink::Receive(Peer& peer) {
+bool ControlLink::Receive(size_t peer) {
+  Incoming& incoming = incoming_[peer];
   bool arrived = false;
   char plain[kReadBytes];
-  while (!peer.gone) {
-    const std::span<char> room = peer.reader == nullptr ? plain : peer.reader->Room();
-    const ssize_t n = recv(peer.link.fd, room.data(), room.size(), 0);
+  while (!incoming.ended) {
+    const std::span<char> room = incoming.reader == nullptr ? plain : incoming.reader->Room();
+    const ssize_t n = recv(peers_[peer].fd, room.data(), room.size(), 0);
     const int error = n < 0 ? errno : 0;
-    if (n > 0 && peer.reader == nullptr) {
-      peer.incoming.append(plain, static_cast<size_t>(n));
+    if (n > 0 && incoming.reader == nullptr) {
+      incoming.bytes.append(plain, static_cast<size_t>(n));
     } else if (n > 0) {
-      peer.reader->Arrived(static_cast<size_t>(n));
-      const Status opened = Open(peer);
+      incoming.reader->Arrived(static_cast<size_t>(n));
+      const Status opened = Open(incoming);
       if (!opened.ok()) {
         End(peer, opened.message());
         return arrived;
@@ -230,45 +234,46 @@ bool Uplink::Receive(Peer& peer) {
   return arrived;
 }
 
-Status Uplink::Open(Peer& peer) {
+Status ControlLink::Open(Incoming& incoming) {
   for (;;) {
     size_t bytes = 0;
-    KV_RETURN_IF_ERROR(peer.reader->Next(&bytes));
+    KV_RETURN_IF_ERROR(incoming.reader->Next(&bytes));
     if (bytes == 0) return Status();
     std::span<char> plain;
-    KV_RETURN_IF_ERROR(peer.reader->Open(&plain));
-    peer.incoming.append(plain.data(), plain.size());
+    KV_RETURN_IF_ERROR(incoming.reader->Open(&plain));
+    incoming.bytes.append(plain.data(), plain.size());
   }
 }
 
-bool Uplink::Parse(Peer& peer) {
+bool ControlLink::Parse(size_t peer) {
+  std::string& bytes = incoming_[peer].bytes;
   size_t at = 0;
-  while (peer.incoming.size() - at >= kHeader) {
+  while (bytes.size() - at >= kHeader) {
     uint32_t length;
     uint32_t epoch;
-    std::memcpy(&length, peer.incoming.data() + at, sizeof(length));
-    std::memcpy(&epoch, peer.incoming.data() + at + sizeof(length), sizeof(epoch));
+    std::memcpy(&length, bytes.data() + at, sizeof(length));
+    std::memcpy(&epoch, bytes.data() + at + sizeof(length), sizeof(epoch));
     if (length > kMaxFrameBytes || epoch != epoch_) return false;
-    if (peer.incoming.size() - at - kHeader < length) break;
-    Frame frame{peer.link.host, peer.incoming.substr(at + kHeader, length)};
+    if (bytes.size() - at - kHeader < length) break;
+    Frame frame{peers_[peer].host, bytes.substr(at + kHeader, length)};
     at += kHeader + length;
     received_frames_.fetch_add(1, std::memory_order_relaxed);
     if (events_.read(frame)) continue;
-    std::lock_guard lock(mutex_);
+    MutexLock lock(mutex_);
     arrived_.push_back(std::move(frame));
     has_data_.store(true, std::memory_order_seq_cst);
   }
-  peer.incoming.erase(0, at);
+  bytes.erase(0, at);
   return true;
 }
 
-void Uplink::End(Peer& peer, const std::string& reason) {
-  peer.gone = true;
+void ControlLink::End(size_t peer, const std::string& reason) {
+  incoming_[peer].ended = true;
   {
-    std::lock_guard lock(mutex_);
-    peer.ended = true;
+    MutexLock lock(mutex_);
+    outgoing_[peer].ended = true;
   }
-  events_.lost(peer.link.host, reason);
+  events_.lost(peers_[peer].host, reason);
 }
 
 }  // namespace kolovod

@@ -3,27 +3,27 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
-#include "control/late.h"
+#include "base/thread_annotations.h"
+#include "control/stragglers.h"
 
 namespace kolovod {
 
-class Elsewhere {
+class StragglerNews {
  public:
   // `hosts`: of all of the world; `host`: this one.
-  Elsewhere(int hosts, int host) : host_(host), others_(static_cast<size_t>(hosts)) {}
+  StragglerNews(int hosts, int host) : host_(host), others_(static_cast<size_t>(hosts)) {}
 
   // Another host waits for these; ranks are those of the world.
-  void Hear(int host, std::vector<LateWait> waits, int64_t now_ns);
+  void Hear(int host, std::vector<OverdueWait> waits, int64_t now_ns);
   // Another host has read what this one told; `blames`: it has found a rank of its own that is late.
   void HearAnswer(int host, bool blames, int64_t now_ns);
   // This host has told the others for what it waits.
   void Told(int64_t now_ns);
 
   // What other hosts wait for: heard in the last seconds.
-  std::vector<LateWait> Waits(int64_t now_ns);
+  std::vector<OverdueWait> Waits(int64_t now_ns);
   // Whether there are some that were not answered, and from now on they are.
   bool TakeUnanswered();
   enum class Answers { kOutstanding, kBlaming, kSilent, kNone };
@@ -34,18 +34,18 @@ class Elsewhere {
 
  private:
   struct Other {
-    std::vector<LateWait> waits;
+    std::vector<OverdueWait> waits;
     int64_t heard_ns = 0;
     int64_t answered_ns = 0;
     bool blames = false;
   };
 
   const int host_;
-  std::mutex mutex_;           // guards what follows
-  std::vector<Other> others_;  // by host
-  int64_t first_told_ns_ = 0;  // of the present trouble
-  int64_t last_told_ns_ = 0;
-  bool unanswered_ = false;
+  Mutex mutex_;
+  std::vector<Other> others_ GUARDED_BY(mutex_);  // by host
+  int64_t first_told_ns_ GUARDED_BY(mutex_) = 0;  // of the present trouble
+  int64_t last_told_ns_ GUARDED_BY(mutex_) = 0;
+  bool unanswered_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace kolovod

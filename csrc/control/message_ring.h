@@ -14,10 +14,10 @@
 namespace kolovod {
 
 // Frames longer than the ring go through in pieces; what does not fit now waits in `backlog_`.
-class RingWriter {
+class MessageRingWriter {
  public:
-  RingWriter(char* data, size_t capacity, std::atomic<uint64_t>* head,
-             std::vector<std::atomic<uint64_t>*> tails, uint32_t epoch);
+  MessageRingWriter(char* data, size_t capacity, std::atomic<uint64_t>* head,
+                    std::vector<std::atomic<uint64_t>*> tails, uint32_t epoch);
 
   void Push(const std::string& payload);
   // Moves what fits. Returns how many frames have become complete in the ring by this call. `moved`: whether
@@ -25,7 +25,7 @@ class RingWriter {
   int Flush(bool* moved);
   bool empty() const { return backlog_.empty(); }
   // Whether a Flush is worth while if there is something to move: half of the ring is free, of which the
-  // reader tells (RingReader::Next). May be asked while another thread pushes.
+  // reader tells (MessageRingReader::Next). May be asked while another thread pushes.
   bool HasRoom() const;
   uint64_t bytes_pushed() const { return bytes_pushed_; }
 
@@ -43,10 +43,10 @@ class RingWriter {
   uint64_t bytes_pushed_ = 0;
 };
 
-class RingReader {
+class MessageRingReader {
  public:
-  RingReader(const char* data, size_t capacity, std::atomic<uint64_t>* head, std::atomic<uint64_t>* tail,
-             uint32_t epoch);
+  MessageRingReader(const char* data, size_t capacity, std::atomic<uint64_t>* head,
+                    std::atomic<uint64_t>* tail, uint32_t epoch);
 
   bool HasData() const {
     return head_->load(std::memory_order_seq_cst) != tail_->load(std::memory_order_relaxed);

@@ -1,4 +1,4 @@
-#include "engine/elsewhere.h"
+#include "engine/straggler_news.h"
 
 #include <climits>
 #include <utility>
@@ -13,30 +13,30 @@ constexpr int64_t kPatienceNs = 3'000'000'000;  // for an answer
 
 }  // namespace
 
-void Elsewhere::Hear(int host, std::vector<LateWait> waits, int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+void StragglerNews::Hear(int host, std::vector<OverdueWait> waits, int64_t now_ns) {
+  MutexLock lock(mutex_);
   Other& other = others_[static_cast<size_t>(host)];
   other.waits = std::move(waits);
   other.heard_ns = now_ns;
   unanswered_ = true;
 }
 
-void Elsewhere::HearAnswer(int host, bool blames, int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+void StragglerNews::HearAnswer(int host, bool blames, int64_t now_ns) {
+  MutexLock lock(mutex_);
   Other& other = others_[static_cast<size_t>(host)];
   other.answered_ns = now_ns;
   other.blames = blames;
 }
 
-void Elsewhere::Told(int64_t now_ns) {
-  std::lock_guard lock(mutex_);
+void StragglerNews::Told(int64_t now_ns) {
+  MutexLock lock(mutex_);
   if (now_ns - last_told_ns_ > kFreshNs) first_told_ns_ = now_ns;
   last_told_ns_ = now_ns;
 }
 
-std::vector<LateWait> Elsewhere::Waits(int64_t now_ns) {
-  std::lock_guard lock(mutex_);
-  std::vector<LateWait> waits;
+std::vector<OverdueWait> StragglerNews::Waits(int64_t now_ns) {
+  MutexLock lock(mutex_);
+  std::vector<OverdueWait> waits;
   for (const Other& other : others_) {
     if (now_ns - other.heard_ns <= kFreshNs)
       waits.insert(waits.end(), other.waits.begin(), other.waits.end());
@@ -44,13 +44,13 @@ std::vector<LateWait> Elsewhere::Waits(int64_t now_ns) {
   return waits;
 }
 
-bool Elsewhere::TakeUnanswered() {
-  std::lock_guard lock(mutex_);
+bool StragglerNews::TakeUnanswered() {
+  MutexLock lock(mutex_);
   return std::exchange(unanswered_, false);
 }
 
-Elsewhere::Answers Elsewhere::Judge(int64_t now_ns, int* silent) {
-  std::lock_guard lock(mutex_);
+StragglerNews::Answers StragglerNews::Judge(int64_t now_ns, int* silent) {
+  MutexLock lock(mutex_);
   if (now_ns - first_told_ns_ < kPatienceNs) return Answers::kOutstanding;
   for (const Other& other : others_) {
     if (other.blames && now_ns - other.answered_ns <= kFreshNs) return Answers::kBlaming;

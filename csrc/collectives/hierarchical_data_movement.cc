@@ -36,7 +36,7 @@ Status HierarchicalBackend::Broadcast(const Piece& piece, DType dtype, int root,
   const Choice choice = Select({Verb::kBroadcast, total, hosts, dtype}, options_.algorithm, options_.cost);
   const Relay relay = choice.algorithm == Algorithm::kTree ? BinomialRelay(hosts, root_host, host_)
                                                            : ChainRelay(hosts, root_host, host_);
-  Group group(mesh_, heads, host_);
+  MeshGroup group(mesh_, heads, host_);
   return RunRelay(group, relay, out, total, block, inside);
 }
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "control/bytes.h"
-#include "control/late.h"
+#include "control/stragglers.h"
 
 namespace kolovod {
 namespace {
@@ -19,52 +19,53 @@ uint64_t LastUse(const std::vector<OperationRecord>& records, uint64_t name_hash
 
 }  // namespace
 
-std::vector<LateWait> LateWaits(const LateView& view, const LateLimits& limits, size_t ranks) {
-  std::vector<LateWait> waits;
+std::vector<OverdueWait> OverdueWaits(const StragglerView& view, const StragglerLimits& limits,
+                                      size_t ranks) {
+  std::vector<OverdueWait> waits;
   for (size_t r = 0; r < ranks; ++r) {
     for (const OperationRecord& record : view.records[r]) {
       const int64_t since_ns =
-          record.state == RecordState::kStarted ? record.started_ns : record.submitted_ns;
-      if (IsTransfer(record.verb)) continue;  // its own rank knows whom it waits for
+          record.state == OperationState::kStarted ? record.started_ns : record.submitted_ns;
+      if (TraitsOf(record.verb).is_transfer) continue;  // its own rank knows whom it waits for
       if (!record.pending() || view.now_ns - since_ns < ShortestLimit(limits) / 2) continue;
       waits.push_back({static_cast<int>(r), record, 0});
     }
   }
-  std::stable_sort(waits.begin(), waits.end(), [](const LateWait& a, const LateWait& b) {
+  std::stable_sort(waits.begin(), waits.end(), [](const OverdueWait& a, const OverdueWait& b) {
     return a.record.submitted_ns < b.record.submitted_ns;
   });
-  if (waits.size() > kMaxLateWaits) waits.resize(kMaxLateWaits);
-  for (LateWait& wait : waits) {
+  if (waits.size() > kMaxOverdueWaits) waits.resize(kMaxOverdueWaits);
+  for (OverdueWait& wait : waits) {
     wait.used = LastUse(view.records[static_cast<size_t>(wait.rank)], wait.record.name_hash);
   }
   return waits;
 }
 
-std::string EncodeLateWaits(const std::vector<LateWait>& waits, int64_t now_ns) {
+std::string EncodeOverdueWaits(const std::vector<OverdueWait>& waits, int64_t now_ns) {
   Writer w;
   w.Put(static_cast<uint32_t>(waits.size()));
-  for (const LateWait& wait : waits) {
+  for (const OverdueWait& wait : waits) {
     const OperationRecord& record = wait.record;
     w.Put(wait.rank);
-    w.Put(static_cast<uint8_t>(record.state == RecordState::kStarted));
+    w.Put(static_cast<uint8_t>(record.state == OperationState::kStarted));
     w.Put(static_cast<uint8_t>(record.verb));
     w.Put(record.name_hash);
     w.Put(record.bucket);
     w.Put(wait.used);
     w.Put(std::max<int64_t>(now_ns - record.submitted_ns, 0));
-    const bool started = record.state == RecordState::kStarted;
+    const bool started = record.state == OperationState::kStarted;
     w.Put(started ? std::max<int64_t>(now_ns - record.started_ns, 0) : int64_t{0});
     w.PutString(record.name);
   }
   return w.Take();
 }
 
-std::optional<std::vector<LateWait>> DecodeLateWaits(std::string_view bytes, int64_t now_ns) {
+std::optional<std::vector<OverdueWait>> DecodeOverdueWaits(std::string_view bytes, int64_t now_ns) {
   Reader r(bytes);
   uint32_t count;
-  if (!r.GetCount(50, &count) || count > kMaxLateWaits) return std::nullopt;
-  std::vector<LateWait> waits(count);
-  for (LateWait& wait : waits) {
+  if (!r.GetCount(50, &count) || count > kMaxOverdueWaits) return std::nullopt;
+  std::vector<OverdueWait> waits(count);
+  for (OverdueWait& wait : waits) {
     OperationRecord& record = wait.record;
     uint8_t started;
     int64_t submitted_ago_ns;
@@ -78,7 +79,7 @@ std::optional<std::vector<LateWait>> DecodeLateWaits(std::string_view bytes, int
         started_ago_ns > (started != 0 ? kMaxAgeNs : 0) || record.name.size() > kRecordNameBytes) {
       return std::nullopt;
     }
-    record.state = started != 0 ? RecordState::kStarted : RecordState::kSubmitted;
+    record.state = started != 0 ? OperationState::kStarted : OperationState::kSubmitted;
     record.submitted_ns = now_ns - submitted_ago_ns;
     record.started_ns = started != 0 ? now_ns - started_ago_ns : 0;
   }

@@ -12,24 +12,24 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/status.h"
+#include "base/thread_annotations.h"
 #include "transport/sealer.h"
 
 namespace kolovod {
 
-struct UplinkPeer {
+struct ControlLinkPeer {
   int host;
-  int fd;                                    // connected stream socket
-  std::shared_ptr<const RecordKeys> keys{};  // null: it is not encrypted
+  int fd;                                        // connected stream socket
+  std::shared_ptr<const ConnectionKeys> keys{};  // null: it is not encrypted
 };
 
-class Uplink {
+class ControlLink {
  public:
   struct Frame {
     int host;
@@ -45,10 +45,10 @@ class Uplink {
   };
 
   // Takes the descriptors over.
-  Uplink(std::vector<UplinkPeer> peers, uint32_t epoch);
-  ~Uplink();
-  Uplink(const Uplink&) = delete;
-  Uplink& operator=(const Uplink&) = delete;
+  ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch);
+  ~ControlLink();
+  ControlLink(const ControlLink&) = delete;
+  ControlLink& operator=(const ControlLink&) = delete;
 
   void Start(Events events);
   // What has been sent goes out for up to `patience_ms`; then no event comes any more.
@@ -70,35 +70,37 @@ class Uplink {
   uint64_t received_frames() const { return received_frames_.load(std::memory_order_relaxed); }
 
  private:
-  struct Peer {
-    UplinkPeer link;
-    std::unique_ptr<SealedReader> reader;  // guarded by read_mutex_; null: nothing is sealed
-    std::unique_ptr<Sealer> sealer;        // guarded by mutex_; the same
-    std::string incoming;                  // guarded by read_mutex_
-    std::string outgoing;                  // guarded by mutex_
-    size_t written = 0;                    // of outgoing; guarded by mutex_
-    bool ended = false;                    // guarded by mutex_
-    bool gone = false;                     // the same for the reader; guarded by read_mutex_
+  // The two directions of a connection; both are found under the place of the peer in peers_.
+  struct Incoming {
+    std::unique_ptr<SealedReader> reader;  // null: nothing is sealed
+    std::string bytes{};
+    bool ended = false;
+  };
+  struct Outgoing {
+    std::unique_ptr<Sealer> sealer;  // null: nothing is sealed
+    std::string bytes{};
+    size_t written = 0;  // of them
+    bool ended = false;
   };
 
   void Read();
-  // Under read_mutex_.
-  bool Receive(Peer& peer);
-  bool Parse(Peer& peer);
+  bool Receive(size_t peer) REQUIRES(read_mutex_);
+  bool Parse(size_t peer) REQUIRES(read_mutex_);
   // What has arrived, opened. An error if that is not possible.
-  Status Open(Peer& peer);
-  // Under the mutex.
-  void Push(Peer& peer, const std::string& payload);
-  void Flush(Peer& peer);
-  void End(Peer& peer, const std::string& reason);
+  Status Open(Incoming& incoming) REQUIRES(read_mutex_);
+  void End(size_t peer, const std::string& reason) REQUIRES(read_mutex_);
+  void Push(size_t peer, const std::string& payload) REQUIRES(mutex_);
+  void Flush(size_t peer) REQUIRES(mutex_);
 
-  std::vector<Peer> peers_;
+  std::vector<ControlLinkPeer> peers_;
   const uint32_t epoch_;
   Events events_;
   int bell_ = -1;  // eventfd: there is something to write, or it is time to stop
-  std::mutex read_mutex_;
-  std::mutex mutex_;
-  std::deque<Frame> arrived_;  // guarded by mutex_
+  Mutex read_mutex_;
+  std::vector<Incoming> incoming_ GUARDED_BY(read_mutex_);
+  Mutex mutex_;
+  std::vector<Outgoing> outgoing_ GUARDED_BY(mutex_);
+  std::deque<Frame> arrived_ GUARDED_BY(mutex_);
   std::atomic<bool> has_data_{false};
   std::atomic<bool> stop_{false};
   std::atomic<uint64_t> looks_{0};

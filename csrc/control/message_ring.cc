@@ -1,4 +1,4 @@
-#include "control/ring.h"
+#include "control/message_ring.h"
 
 #include <algorithm>
 #include <cstring>
@@ -10,11 +10,11 @@ namespace {
 constexpr size_t kFrameHeader = 2 * sizeof(uint32_t);
 }
 
-RingWriter::RingWriter(char* data, size_t capacity, std::atomic<uint64_t>* head,
-                       std::vector<std::atomic<uint64_t>*> tails, uint32_t epoch)
+MessageRingWriter::MessageRingWriter(char* data, size_t capacity, std::atomic<uint64_t>* head,
+                                     std::vector<std::atomic<uint64_t>*> tails, uint32_t epoch)
     : data_(data), capacity_(capacity), head_(head), tails_(std::move(tails)), epoch_(epoch) {}
 
-void RingWriter::Push(const std::string& payload) {
+void MessageRingWriter::Push(const std::string& payload) {
   std::string frame(kFrameHeader, '\0');
   const auto length = static_cast<uint32_t>(payload.size());
   std::memcpy(frame.data(), &length, sizeof(length));
@@ -24,15 +24,17 @@ void RingWriter::Push(const std::string& payload) {
   backlog_.push_back(std::move(frame));
 }
 
-size_t RingWriter::Room(uint64_t head) const {
+size_t MessageRingWriter::Room(uint64_t head) const {
   uint64_t oldest = head;
   for (const auto* tail : tails_) oldest = std::min(oldest, tail->load(std::memory_order_seq_cst));
   return capacity_ - static_cast<size_t>(head - oldest);
 }
 
-bool RingWriter::HasRoom() const { return Room(head_->load(std::memory_order_relaxed)) >= capacity_ / 2; }
+bool MessageRingWriter::HasRoom() const {
+  return Room(head_->load(std::memory_order_relaxed)) >= capacity_ / 2;
+}
 
-int RingWriter::Flush(bool* moved) {
+int MessageRingWriter::Flush(bool* moved) {
   int completed = 0;
   uint64_t head = head_->load(std::memory_order_relaxed);
   while (!backlog_.empty()) {
@@ -58,11 +60,11 @@ int RingWriter::Flush(bool* moved) {
   return completed;
 }
 
-RingReader::RingReader(const char* data, size_t capacity, std::atomic<uint64_t>* head,
-                       std::atomic<uint64_t>* tail, uint32_t epoch)
+MessageRingReader::MessageRingReader(const char* data, size_t capacity, std::atomic<uint64_t>* head,
+                                     std::atomic<uint64_t>* tail, uint32_t epoch)
     : data_(data), capacity_(capacity), head_(head), tail_(tail), epoch_(epoch) {}
 
-Status RingReader::Next(std::optional<std::string>* payload, bool* freed) {
+Status MessageRingReader::Next(std::optional<std::string>* payload, bool* freed) {
   payload->reset();
   const uint64_t head = head_->load(std::memory_order_seq_cst);
   const uint64_t before = tail_->load(std::memory_order_relaxed);

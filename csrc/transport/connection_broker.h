@@ -8,30 +8,30 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "transport/keys.h"
 
 namespace kolovod {
 
 struct MadeConnection {
   int peer;
-  int fd;                                  // a connected stream socket
-  std::shared_ptr<const RecordKeys> keys;  // null: it is not encrypted
+  int fd;                                      // a connected stream socket
+  std::shared_ptr<const ConnectionKeys> keys;  // null: it is not encrypted
 };
 
 // Any thread, except where it says otherwise.
-class Switchboard {
+class ConnectionBroker {
  public:
   using Ask = std::function<void(int peer)>;
   // `ask`: called by the mesh, must not block. Null: `wanted_fd` and `TakeWanted` tell instead.
-  explicit Switchboard(Ask ask = nullptr);
-  ~Switchboard();
-  Switchboard(const Switchboard&) = delete;
-  Switchboard& operator=(const Switchboard&) = delete;
+  explicit ConnectionBroker(Ask ask = nullptr);
+  ~ConnectionBroker();
+  ConnectionBroker(const ConnectionBroker&) = delete;
+  ConnectionBroker& operator=(const ConnectionBroker&) = delete;
 
   // The mesh: it needs a connection to `peer`. Once for each.
   void Want(int peer);
@@ -58,8 +58,9 @@ class Switchboard {
   // No connection is made any more: what comes is closed.
   void Close();
   bool closed() const { return closed_.load(); }
-  // In a forked child: closes the descriptors.
-  void Forget();
+  // In a forked child: closes the descriptors. Without the lock, which a thread that does not exist there may
+  // hold.
+  void Forget() NO_THREAD_SAFETY_ANALYSIS;
 
  private:
   const Ask ask_;
@@ -68,10 +69,10 @@ class Switchboard {
   int wanted_bell_ = -1;  // eventfd
   std::atomic<bool> has_news_{false};
   std::atomic<bool> closed_{false};
-  mutable std::mutex mutex_;               // guards what follows
-  std::vector<MadeConnection> connected_;  // not taken yet
-  std::vector<int> wanted_;                // not taken yet
-  std::optional<std::string> failure_;
+  mutable Mutex mutex_;
+  std::vector<MadeConnection> connected_ GUARDED_BY(mutex_);  // not taken yet
+  std::vector<int> wanted_ GUARDED_BY(mutex_);                // not taken yet
+  std::optional<std::string> failure_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kolovod

@@ -1,0 +1,62 @@
+// Carries out what all ranks have agreed on: the operations of a bucket, by a backend, into the caller's
+// memory or into outputs that it allocates. It holds the backends.
+//
+// What is little is copied into an eager slot (collectives/eager.h) before it is announced, and carried out
+// from there. What goes into the slots, and the order of addition, are those of ShmBackend's one exchange:
+// the bits of a result do not depend on the way.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collectives/backend.h"
+#include "collectives/eager.h"
+#include "engine/locks.h"
+#include "engine/membership.h"
+#include "engine/operation.h"
+
+namespace kolovod {
+
+class Executor {
+ public:
+  // `has_slots`: eager slots are used, on all ranks; of one host only.
+  Executor(const Membership& membership, std::unique_ptr<Backend> backend, bool has_slots);
+
+  // Before the operation is announced: what this rank gives goes into its slot, if it is little. True: it can
+  // be announced by its slot (engine/announcer.h).
+  bool CopyEagerly(Operation& op) REQUIRES(kOperations);
+  // The operation is over here, as everything before `position` of the log.
+  void Release(const Operation& op, uint64_t position) REQUIRES(kOperations) {
+    if (op.claimed != 0) slots_->Release(op.claimed, position);
+  }
+
+  // The data of operations that stand next to each other in the log. An error is the end of the world; what
+  // concerns this rank alone is in Operation::status.
+  Status Execute(const std::vector<OperationPtr>& all) REQUIRES(kLease);
+  // Everything before this position of the log is over here.
+  void Executed(uint64_t position) REQUIRES(kLease) {
+    if (slots_ != nullptr) slots_->Executed(position);
+  }
+
+ private:
+  // Whether what a rank gives is so little; of a reduction, the same on all ranks.
+  bool FitsSlot(const Operation& op) const;
+  // From the slots, if all that is needed is there; the same on all ranks. Else *done stays false.
+  Status ExecuteEager(Operation& op, bool* done);
+  Status ExecuteFused(const std::vector<OperationPtr>& ops);
+  // What is not fused.
+  Status ExecuteAlone(Operation& op, Backend& by);
+  Status Broadcast(Operation& op, Backend& by);
+  Status Allgather(Operation& op, Backend& by);
+  Status Alltoall(Operation& op, Backend& by);
+  Status Reducescatter(Operation& op, Backend& by);
+  // Where the output of tensor t goes: to the caller's memory if that was given and fits. Without memory the
+  // world is aborted, since peers wait for this rank.
+  Status OutputFor(Operation& op, size_t t, size_t bytes, char** out);
+
+  const Membership& membership_;
+  const std::unique_ptr<Backend> backend_;
+  const std::unique_ptr<EagerSlots> slots_;  // Claim to Release: under kOperations
+};
+
+}  // namespace kolovod
