@@ -85,6 +85,13 @@ $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
 	$(PIP) install --quiet --no-build-isolation '.[lint]'
 	touch $@
 
+# The header of the C++ tests: the system's, or else Debian's package, unpacked here because that needs no root. Without
+# either CMake says what to install.
+$(STAMPS)/doctest: $(STAMPS)/venv
+	@if echo '#include <doctest/doctest.h>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null; then touch $@; \
+	elif command -v apt-get >/dev/null; then \
+	    (cd $(VENV) && apt-get -q download doctest-dev && dpkg-deb -x doctest-dev_*.deb .) && touch $@ || true; fi
+
 # --- running ------------------------------------------------------------------------------------------
 
 demo: $(STAMPS)/package $(STAMPS)/examples
@@ -112,13 +119,13 @@ soak-short: $(STAMPS)/package $(STAMPS)/test
 
 # $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
 comma := ,
-native = @$(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+native = @$(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_PREFIX_PATH=$(CURDIR)/$(VENV)/usr \
 	-DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=OFF $(2) >build/$(1).log || { cat build/$(1).log; exit 1; }; \
 	$(BIN)/cmake --build build/$(1) -- --quiet
 ctest = $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 300
 
 # In the folder that lint has filled, if it ran before: then nothing is compiled twice.
-native-tests: $(STAMPS)/tools
+native-tests: $(STAMPS)/tools $(STAMPS)/doctest
 	@mkdir -p build
 	$(call native,native-tests,)
 
@@ -140,7 +147,7 @@ else
 	@printf '%s\n' $(LOCKED_FILES) | xargs -P $$(nproc) -n 8 $(CLANG_FOUND) -std=c++20 -Icsrc -DKOLOVOD_RELEASE='""' -fsyntax-only -Wthread-safety -Werror
 endif
 
-lint: $(STAMPS)/lint lint-locks
+lint: $(STAMPS)/lint $(STAMPS)/doctest lint-locks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -148,6 +155,7 @@ lint: $(STAMPS)/lint lint-locks
 	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/cmake -S . -B build/native-tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DCMAKE_PREFIX_PATH=$(CURDIR)/$(VENV)/usr \
 	    -DKOLOVOD_WERROR=ON -DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=ON \
 	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	    -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" >/dev/null
@@ -155,12 +163,12 @@ lint: $(STAMPS)/lint lint-locks
 
 sanitize: sanitize-thread sanitize-address
 
-sanitize-thread: $(STAMPS)/tools
+sanitize-thread: $(STAMPS)/tools $(STAMPS)/doctest
 	@mkdir -p build
 	$(call native,tsan,-DKOLOVOD_SANITIZE=thread)
 	TSAN_OPTIONS=halt_on_error=1 $(call ctest,tsan)
 
-sanitize-address: $(STAMPS)/tools
+sanitize-address: $(STAMPS)/tools $(STAMPS)/doctest
 	@mkdir -p build
 	$(call native,asan,-DKOLOVOD_SANITIZE=address$(comma)undefined)
 	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan)

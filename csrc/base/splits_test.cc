@@ -34,13 +34,17 @@ bool Aborts(const std::function<void()>& body) {
   return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
 }
 
-TEST(a_part_holds_what_concerns_its_ranks) {
+TEST_CASE("a part holds what concerns its ranks") {
   const Splits all = Splits::OfAll(Numbered(7));
-  CHECK(all.size() == 7 && all.ranks().size() == 7 && all.total() == 7 * 210 + 7 * 21);
+  CHECK(all.size() == 7);
+  CHECK(all.ranks().size() == 7);
+  CHECK(all.total() == 7 * 210 + 7 * 21);
   for (const std::vector<int>& ranks :
        {std::vector<int>{0}, {6}, {2, 3}, {0, 3, 6}, {0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5, 6}}) {
     const Splits part = all.For(ranks);
-    CHECK(part.ranks() == ranks && part.size() == 7 && part.total() == all.total());
+    CHECK(part.ranks() == ranks);
+    CHECK(part.size() == 7);
+    CHECK(part.total() == all.total());
     CHECK(part.numbers().size() == ranks.size() * 7 + (7 - ranks.size()) * ranks.size());
     for (const int r : ranks) {
       for (int peer = 0; peer < 7; ++peer) {
@@ -56,16 +60,20 @@ TEST(a_part_holds_what_concerns_its_ranks) {
         sum += 10 * ranks[s] + ranks[d];
       }
     }
-    CHECK(inside.total() == sum && inside.size() == static_cast<int>(ranks.size()));
+    CHECK(inside.total() == sum);
+    CHECK(inside.size() == static_cast<int>(ranks.size()));
     const auto same = Splits::Of(7, ranks, part.total(), part.numbers());
-    CHECK(same.has_value() && same->numbers() == part.numbers() && same->ranks() == ranks);
+    CHECK(same.has_value());
+    CHECK(same->numbers() == part.numbers());
+    CHECK(same->ranks() == ranks);
     CHECK(part.For({ranks.back()}).sent(ranks.back(), 0) == 10 * ranks.back());
   }
 }
 
-TEST(what_is_not_held_cannot_be_asked_for) {
+TEST_CASE("what is not held cannot be asked for") {
   const Splits part = Splits::OfAll(Numbered(4)).For({1, 2});
-  CHECK(part.sent(1, 3) == 13 && part.received(0, 2) == 2);
+  CHECK(part.sent(1, 3) == 13);
+  CHECK(part.received(0, 2) == 2);
   CHECK(Aborts([&] { (void)part.sent(0, 1); }));
   CHECK(Aborts([&] { (void)part.received(1, 3); }));
   CHECK(Aborts([&] { (void)part.sent(1, 4); }));
@@ -74,7 +82,7 @@ TEST(what_is_not_held_cannot_be_asked_for) {
   CHECK(Aborts([&] { (void)part.For({0}); }));
 }
 
-TEST(what_does_not_belong_together_is_refused) {
+TEST_CASE("what does not belong together is refused") {
   const Splits part = Splits::OfAll(Numbered(3)).For({1, 2});
   const std::vector<int64_t>& numbers = part.numbers();
   CHECK(Splits::Of(3, {1, 2}, part.total(), numbers).has_value());
@@ -92,18 +100,20 @@ TEST(what_does_not_belong_together_is_refused) {
   CHECK(!Splits::Of(3, {0, 1, 2}, all.total() + 1, all.numbers()).has_value());
 }
 
-TEST(sums_stop_at_the_largest_number) {
+TEST_CASE("sums stop at the largest number") {
   const Splits all = Splits::OfAll({{INT64_MAX, 1}, {0, 0}});
-  CHECK(all.total() == INT64_MAX && all.TotalBytes(1) == INT64_MAX && all.TotalBytes(4) == SIZE_MAX);
+  CHECK(all.total() == INT64_MAX);
+  CHECK(all.TotalBytes(1) == INT64_MAX);
+  CHECK(all.TotalBytes(4) == SIZE_MAX);
   CHECK(all.TotalBytes(0) == 0);
   Splits pairs(2, {0, 1});
   pairs.Set(0, 1, 3);
   pairs.Set(1, 0, 5);
   pairs.Set(0, 1, 4);
-  CHECK(pairs.total() == 9 && pairs.sent(0, 1) == 4 && pairs.TotalBytes(8) == 72);
+  CHECK(pairs.total() == 9);
+  CHECK(pairs.sent(0, 1) == 4);
+  CHECK(pairs.TotalBytes(8) == 72);
 }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -5,14 +5,14 @@
 namespace kolovod {
 namespace {
 
-TEST(text_that_is_utf8_stays_as_it_is) {
+TEST_CASE("text that is utf8 stays as it is") {
   for (const char* text : {"", "plain", "kolo \xE2\x86\xBB", "\xC2\x80\xDF\xBF", "\xE0\xA0\x80\xED\x9F\xBF",
                            "\xEE\x80\x80\xEF\xBF\xBF", "\xF0\x90\x80\x80\xF4\x8F\xBF\xBF"}) {
     CHECK(ValidUtf8(text) == text);
   }
 }
 
-TEST(what_is_no_utf8_is_replaced) {
+TEST_CASE("what is no utf8 is replaced") {
   // A lone continuation, overlong forms, a surrogate, beyond the last character, cut at the end.
   for (const char* text : {"\x80", "\xC0\xAF", "\xE0\x9F\xBF", "\xF0\x8F\xBF\xBF", "\xED\xA0\x80",
                            "\xF4\x90\x80\x80", "\xFF", "\xE2\x86"}) {
@@ -22,7 +22,7 @@ TEST(what_is_no_utf8_is_replaced) {
   }
 }
 
-TEST(a_limit_cuts_between_characters) {
+TEST_CASE("a limit cuts between characters") {
   const std::string text = "a\xC3\xA9z";
   CHECK(ValidUtf8(text, 0).empty());
   CHECK(ValidUtf8(text, 1) == "a");
@@ -34,5 +34,3 @@ TEST(a_limit_cuts_between_characters) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -10,7 +10,7 @@ namespace {
 
 const std::vector<int> kSizes = {1, 2, 3, 4, 5, 6, 21, 22, 64, 512};
 
-TEST(every_connection_has_two_ends) {
+TEST_CASE("every connection has two ends") {
   for (const int n : kSizes) {
     int connections = 0;
     for (int node = 0; node < n; ++node) {
@@ -18,7 +18,8 @@ TEST(every_connection_has_two_ends) {
       CHECK(tree.children.size() <= Tree::kArity);
       CHECK((tree.parent < 0) == (node == 0));
       for (const int child : tree.children) {
-        CHECK(child > node && child < n);
+        CHECK(child > node);
+        CHECK(child < n);
         CHECK(Tree(n, child).parent == node);
         ++connections;
       }
@@ -28,7 +29,7 @@ TEST(every_connection_has_two_ends) {
   }
 }
 
-TEST(the_way_leads_there) {
+TEST_CASE("the way leads there") {
   for (const int n : kSizes) {
     for (int from = 0; from < n; ++from) {
       for (int to = 0; to < n; to += 1 + n / 50) {
@@ -41,19 +42,18 @@ TEST(the_way_leads_there) {
           at = next;
           CHECK(++steps <= n);
         }
-        CHECK(steps == Tree::Distance(from, to) && steps == Tree::Distance(to, from));
+        CHECK(steps == Tree::Distance(from, to));
+        CHECK(steps == Tree::Distance(to, from));
         CHECK(Tree(n, from).Towards(from) == from);
       }
     }
   }
 }
 
-TEST(it_is_flat) {
+TEST_CASE("it is flat") {
   CHECK(Tree::Distance(4, 0) == 1);
   CHECK(Tree::Distance(511, 0) == 5);
 }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -33,7 +33,7 @@ class Count {
   int count_ = 0;
 };
 
-TEST(one_thread_runs_all_in_order_and_is_not_the_caller) {
+TEST_CASE("one thread runs all in order and is not the caller") {
   auto* threads = new Threads(1, "kv-test");
   std::vector<int> order;  // written by that thread only
   std::set<std::thread::id> ids;
@@ -48,10 +48,11 @@ TEST(one_thread_runs_all_in_order_and_is_not_the_caller) {
   }
   CHECK(done.Await(1000));
   for (int i = 0; i < 1000; ++i) CHECK(order[static_cast<size_t>(i)] == i);
-  CHECK(ids.size() == 1 && !ids.contains(std::this_thread::get_id()));
+  CHECK(ids.size() == 1);
+  CHECK(!ids.contains(std::this_thread::get_id()));
 }
 
-TEST(without_a_limit_no_task_waits_for_another) {
+TEST_CASE("without a limit no task waits for another") {
   auto* threads = new Threads(SIZE_MAX, "kv-test");
   for (int round = 0; round < 20; ++round) {
     const auto here = std::make_shared<Count>(), done = std::make_shared<Count>();
@@ -68,5 +69,3 @@ TEST(without_a_limit_no_task_waits_for_another) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -24,24 +24,28 @@ int Until(LinkWatch& watch, double rate, int most, LinkCost* cost) {
 
 bool Near(double a, double b) { return a > 0.99 * b && a < 1.01 * b; }
 
-TEST(a_link_that_is_faster_than_believed_is_known_after_two_operations) {
+TEST_CASE("a link that is faster than believed is known after two operations") {
   LinkWatch watch(Measured(47));
   LinkCost cost;
   CHECK(Until(watch, 2600, 10, &cost) == 2);
-  CHECK(Near(cost.bytes_per_us, 2600) && !cost.confirmed);
+  CHECK(Near(cost.bytes_per_us, 2600));
+  CHECK(!cost.confirmed);
   CHECK(Until(watch, 2600, 10, &cost) == 8);  // and then confirmed, once
-  CHECK(Near(cost.bytes_per_us, 2600) && cost.confirmed);
+  CHECK(Near(cost.bytes_per_us, 2600));
+  CHECK(cost.confirmed);
   CHECK(Until(watch, 2600, 1000, &cost) == 1001);
 }
 
-TEST(a_slow_link_is_believed_after_eight) {
+TEST_CASE("a slow link is believed after eight") {
   LinkWatch watch(Measured(4'194'304));
   LinkCost cost;
   CHECK(Until(watch, 12, 10, &cost) == 8);
-  CHECK(Near(cost.bytes_per_us, 12) && cost.confirmed && cost.latency_us == 25);
+  CHECK(Near(cost.bytes_per_us, 12));
+  CHECK(cost.confirmed);
+  CHECK(cost.latency_us == 25);
 }
 
-TEST(operations_that_are_late_make_no_link_slow) {
+TEST_CASE("operations that are late make no link slow") {
   LinkWatch watch(Measured(2500));
   LinkCost cost;
   CHECK(Until(watch, 2500, 10, &cost) == 8);
@@ -54,7 +58,7 @@ TEST(operations_that_are_late_make_no_link_slow) {
   CHECK(Near(cost.bytes_per_us, 20));
 }
 
-TEST(one_that_found_all_in_a_buffer_makes_none_fast) {
+TEST_CASE("one that found all in a buffer makes none fast") {
   LinkWatch watch(Measured(100));
   LinkCost cost;
   CHECK(Until(watch, 100, 10, &cost) == 8);
@@ -64,7 +68,7 @@ TEST(one_that_found_all_in_a_buffer_makes_none_fast) {
   }
 }
 
-TEST(what_is_short_says_nothing) {
+TEST_CASE("what is short says nothing") {
   LinkWatch watch(Measured(100));
   for (int i = 0; i < 100; ++i) {
     watch.Delivered(LinkWatch::kLeastBytes - 1, 1);
@@ -73,7 +77,7 @@ TEST(what_is_short_says_nothing) {
   }
 }
 
-TEST(what_no_link_can_be_is_bounded) {
+TEST_CASE("what no link can be is bounded") {
   LinkWatch watch(Measured(100));
   LinkCost cost;
   CHECK(Until(watch, 1e9, 10, &cost) == 2);
@@ -82,5 +86,3 @@ TEST(what_no_link_can_be_is_bounded) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

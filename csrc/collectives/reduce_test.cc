@@ -13,6 +13,8 @@
 namespace kolovod {
 namespace {
 
+using testing::FirstDifference;
+
 std::vector<char> RandomBytes(DType dtype, size_t count, std::mt19937& random) {
   std::vector<char> bytes(count * SizeOf(dtype));
   std::uniform_int_distribution<int> small(-20, 20);
@@ -79,11 +81,11 @@ std::vector<char> Run(const Kernels& kernels, Reduction r, std::vector<std::vect
   x.reduce.streaming = streaming;
   kernels.exchange(x);
   StreamingFence();
-  for (void* copy : destinations) CHECK(!copies || std::memcmp(copy, out.data(), out.size()) == 0);
+  for (void* copy : destinations) CHECK((!copies || std::memcmp(copy, out.data(), out.size()) == 0));
   return out;
 }
 
-TEST(every_kernel_set_gives_the_same_bits) {
+TEST_CASE("every kernel set gives the same bits") {
   int sets = 0;
   const Kernels* const* kernels = RunnableKernels(&sets);
   CHECK(sets >= 1);
@@ -114,7 +116,7 @@ TEST(every_kernel_set_gives_the_same_bits) {
 }
 
 // (a + b) + c in three calls, the partial results in their own type between them, has the bits of one call.
-TEST(partial_results_lose_nothing) {
+TEST_CASE("partial results lose nothing") {
   int sets = 0;
   const Kernels* const* kernels = RunnableKernels(&sets);
   std::mt19937 random(4);
@@ -152,7 +154,7 @@ TEST(partial_results_lose_nothing) {
           r.from_partials = true;
           r.to_partials = false;
           run(k, {sum.data(), alone.data()}, -1, last);
-          CHECK(last == once);
+          CHECK(FirstDifference(last, once) == "");
         }
       }
     }
@@ -178,25 +180,25 @@ std::vector<T> Reduce(Op op, DType dtype, const std::vector<std::vector<T>>& in,
   return out;
 }
 
-TEST(values) {
+TEST_CASE("values") {
   using I = std::vector<int32_t>;
-  CHECK((Reduce<int32_t>(Op::kSum, DType::kInt32, {{1, -2}, {10, -20}, {100, -200}}) == I{111, -222}));
+  CHECK(Reduce<int32_t>(Op::kSum, DType::kInt32, {{1, -2}, {10, -20}, {100, -200}}) == I{111, -222});
   // Integer averages truncate toward zero, and are exact where the quotient is (49/49).
-  CHECK((Reduce<int32_t>(Op::kAverage, DType::kInt32, {{3, -3}, {4, -4}}) == I{3, -3}));
-  CHECK((Reduce<int32_t>(Op::kMax, DType::kInt32, {{3, -3}, {4, -4}}) == I{4, -3}));
-  CHECK((Reduce<int32_t>(Op::kMin, DType::kInt32, {{3, -3}, {4, -4}}) == I{3, -4}));
-  CHECK((Reduce<int32_t>(Op::kProduct, DType::kInt32, {{3, -3}, {4, -4}}) == I{12, 12}));
-  CHECK((Reduce<int32_t>(Op::kSum, DType::kInt32, {{5, -5}, {0, 0}}, 0.5) == I{2, -2}));
-  CHECK((Reduce<uint8_t>(Op::kSum, DType::kUInt8, {{200}, {100}}) == std::vector<uint8_t>{44}));
-  CHECK((Reduce<uint8_t>(Op::kSum, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) == std::vector<uint8_t>{1, 0, 1}));
-  CHECK((Reduce<uint8_t>(Op::kMin, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) == std::vector<uint8_t>{1, 0, 0}));
+  CHECK(Reduce<int32_t>(Op::kAverage, DType::kInt32, {{3, -3}, {4, -4}}) == I{3, -3});
+  CHECK(Reduce<int32_t>(Op::kMax, DType::kInt32, {{3, -3}, {4, -4}}) == I{4, -3});
+  CHECK(Reduce<int32_t>(Op::kMin, DType::kInt32, {{3, -3}, {4, -4}}) == I{3, -4});
+  CHECK(Reduce<int32_t>(Op::kProduct, DType::kInt32, {{3, -3}, {4, -4}}) == I{12, 12});
+  CHECK(Reduce<int32_t>(Op::kSum, DType::kInt32, {{5, -5}, {0, 0}}, 0.5) == I{2, -2});
+  CHECK(Reduce<uint8_t>(Op::kSum, DType::kUInt8, {{200}, {100}}) == std::vector<uint8_t>{44});
+  CHECK(Reduce<uint8_t>(Op::kSum, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) == std::vector<uint8_t>{1, 0, 1});
+  CHECK(Reduce<uint8_t>(Op::kMin, DType::kBool, {{1, 0, 1}, {1, 0, 0}}) == std::vector<uint8_t>{1, 0, 0});
   // Addition in source order: (1e8 - 1e8) + 1, not 1e8 + (-1e8 + 1).
-  CHECK((Reduce<float>(Op::kSum, DType::kFloat32, {{1e8f}, {-1e8f}, {1.0f}}) == std::vector<float>{1.0f}));
-  CHECK((Reduce<float>(Op::kAverage, DType::kFloat32, {{0.1f}, {0.1f}, {0.1f}})[0] ==
-         (0.1f + 0.1f + 0.1f) / 3.0f));
+  CHECK(Reduce<float>(Op::kSum, DType::kFloat32, {{1e8f}, {-1e8f}, {1.0f}}) == std::vector<float>{1.0f});
+  CHECK(Reduce<float>(Op::kAverage, DType::kFloat32, {{0.1f}, {0.1f}, {0.1f}})[0] ==
+        (0.1f + 0.1f + 0.1f) / 3.0f);
 }
 
-TEST(a_nan_on_any_rank_is_the_result) {
+TEST_CASE("a nan on any rank is the result") {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   for (Op op : {Op::kMin, Op::kMax, Op::kSum}) {
     CHECK(std::isnan(Reduce<float>(op, DType::kFloat32, {{nan}, {1.0f}})[0]));
@@ -204,7 +206,7 @@ TEST(a_nan_on_any_rank_is_the_result) {
   }
 }
 
-TEST(sixteen_bit_floats_are_accumulated_in_float32) {
+TEST_CASE("sixteen bit floats are accumulated in float32") {
   // 2048 + 1 is 2048 in float16: a sum that rounds at each addition would stay there.
   std::vector<std::vector<uint16_t>> in;
   in.push_back({ToHalf(2048.0f).bits});
@@ -212,7 +214,7 @@ TEST(sixteen_bit_floats_are_accumulated_in_float32) {
   CHECK(ToFloat(Half{Reduce<uint16_t>(Op::kSum, DType::kFloat16, in)[0]}) == 2052.0f);
 }
 
-TEST(half_conversions_round_trip) {
+TEST_CASE("half conversions round trip") {
   for (uint32_t bits = 0; bits < 65536; ++bits) {
     const Half half{static_cast<uint16_t>(bits)};
     const BFloat16 brain{static_cast<uint16_t>(bits)};
@@ -236,7 +238,7 @@ TEST(half_conversions_round_trip) {
 }
 
 // The three tasks side by side, of unequal lengths, do what each would do alone.
-TEST(tasks_of_an_exchange_do_not_disturb_each_other) {
+TEST_CASE("tasks of an exchange do not disturb each other") {
   std::mt19937 random(2);
   int sets = 0;
   const Kernels* const* kernels = RunnableKernels(&sets);
@@ -278,14 +280,17 @@ TEST(tasks_of_an_exchange_do_not_disturb_each_other) {
     x.reduce.count = reduced;
     kernels[round % sets]->exchange(x);
     StreamingFence();
-    CHECK(std::equal(tensor.begin(), tensor.end(), staged.begin()) && staged.back() == 'x');
-    CHECK(std::equal(result.begin(), result.end(), out.begin()) && out.back() == 'x');
-    CHECK(std::equal(sum.begin(), sum.end(), total.begin()) && total.back() == 'x');
-    CHECK(b == sum);
+    CHECK(std::equal(tensor.begin(), tensor.end(), staged.begin()));
+    CHECK(staged.back() == 'x');
+    CHECK(std::equal(result.begin(), result.end(), out.begin()));
+    CHECK(out.back() == 'x');
+    CHECK(std::equal(sum.begin(), sum.end(), total.begin()));
+    CHECK(total.back() == 'x');
+    CHECK(FirstDifference(b, sum) == "");
   }
 }
 
-TEST(streaming_copy_at_any_alignment) {
+TEST_CASE("streaming copy at any alignment") {
   std::vector<char> src(700);
   for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<char>(i * 7);
   for (size_t from : {0, 1, 13}) {
@@ -303,5 +308,3 @@ TEST(streaming_copy_at_any_alignment) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

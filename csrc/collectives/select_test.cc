@@ -3,7 +3,12 @@
 #include "testing/check.h"
 
 namespace kolovod {
+
+static doctest::String toString(Algorithm value) { return NameOf(value); }
+
 namespace {
+
+using testing::Contains;
 
 struct Row {
   SelectQuestion question;
@@ -15,7 +20,7 @@ struct Row {
 constexpr Algorithm kAuto = Algorithm::kAuto;
 constexpr DType kF32 = DType::kFloat32;
 
-TEST(the_table) {
+TEST_CASE("the table") {
   const Row rows[] = {
       {{Verb::kAllreduce, 4, 1}, kAuto, kAuto, "one rank"},
       // Small: everybody's data to everybody, among many by trees.
@@ -66,18 +71,18 @@ TEST(the_table) {
   };
   for (const Row& row : rows) {
     const Choice choice = Select(row.question, row.forced);
-    if (choice.algorithm != row.chosen || choice.reason.find(row.reason) == std::string::npos) {
-      std::printf("%s of %zu bytes among %d: %s: %s\n", NameOf(row.question.verb), row.question.bytes,
-                  row.question.ranks, NameOf(choice.algorithm), choice.reason.c_str());
-    }
+    CAPTURE(row.question.verb);
+    CAPTURE(row.question.bytes);
+    CAPTURE(row.question.ranks);
+    CAPTURE(choice.reason);
     CHECK(choice.algorithm == row.chosen);
-    CHECK(choice.reason.find(row.reason) != std::string::npos);
+    CHECK(choice.reason == Contains(row.reason));
   }
 }
 
 // Nothing is chosen whose order of addition differs: a tensor's bits may not depend on its bucket, nor on
 // what the links are measured to be.
-TEST(the_number_of_ranks_decides_the_order_of_addition_alone) {
+TEST_CASE("the number of ranks decides the order of addition alone") {
   for (int ranks = 2; ranks <= 4096; ++ranks) {
     const Order order = OrderOf(ranks);
     CHECK(order == (ranks < 89 ? Order::kRanks : Order::kBalanced));
@@ -85,13 +90,14 @@ TEST(the_number_of_ranks_decides_the_order_of_addition_alone) {
       for (const LinkCost& cost : {LinkCost(), LinkCost{500, 10, 12, 8000}, LinkCost{2, 1, 10000, 8000}}) {
         const Algorithm chosen = Select({Verb::kAllreduce, bytes, ranks}, kAuto, cost).algorithm;
         const bool balanced = chosen == Algorithm::kDoubling || chosen == Algorithm::kHalving;
-        CHECK(chosen != Algorithm::kRing && balanced == (order == Order::kBalanced));
+        CHECK(chosen != Algorithm::kRing);
+        CHECK(balanced == (order == Order::kBalanced));
       }
     }
   }
 }
 
-TEST(the_ring_is_never_chosen) {
+TEST_CASE("the ring is never chosen") {
   for (const Verb verb : {Verb::kAllreduce, Verb::kBroadcast, Verb::kAllgather, Verb::kReducescatter}) {
     for (int ranks = 1; ranks <= 4096; ranks *= 2) {
       for (size_t bytes = 1; bytes <= size_t{1} << 34; bytes *= 4) {
@@ -103,13 +109,13 @@ TEST(the_ring_is_never_chosen) {
   }
 }
 
-TEST(slower_links_prefer_fewer_bytes) {
+TEST_CASE("slower links prefer fewer bytes") {
   const SelectQuestion question{Verb::kAllreduce, 32 << 10, 4};
   CHECK(Select(question, kAuto, LinkCost{25, 2, 10000, 8000}).algorithm == Algorithm::kDirect);
   CHECK(Select(question, kAuto, LinkCost{25, 2, 100, 8000}).algorithm == Algorithm::kPairwise);
 }
 
-TEST(portions_suit_the_link) {
+TEST_CASE("portions suit the link") {
   constexpr size_t kMost = 256 << 10;
   CHECK(PortionBytes(LinkCost{25, 2, 12, 8000}, kMost) == 4 << 10);    // 100 Mbit/s
   CHECK(PortionBytes(LinkCost{25, 2, 119, 8000}, kMost) == 16 << 10);  // 1 Gbit/s
@@ -120,7 +126,7 @@ TEST(portions_suit_the_link) {
   CHECK(PortionBytes(LinkCost{25, 2, 2500, 8000, false}, kMost) == kMost);
 }
 
-TEST(ahead_of_the_answer_goes_what_the_link_holds) {
+TEST_CASE("ahead of the answer goes what the link holds") {
   CHECK(LeadOf(LinkCost{25, 2, 119, 8000}, 16 << 10, 2) == 1);
   CHECK(LeadOf(LinkCost{1000, 2, 12, 8000}, 4 << 10, 1) ==
         1 + 8);  // 24,000 bytes there and back, 12,000 in 1 ms
@@ -128,10 +134,11 @@ TEST(ahead_of_the_answer_goes_what_the_link_holds) {
   CHECK(LeadOf(LinkCost{25, 2, 2500, 8000}, 256 << 10, 1) == 1);
   CHECK(LeadOf(LinkCost{1000, 2, 12, 8000}, 4 << 10, 3) == 1 + 1);
   CHECK(LeadOf(LinkCost{1e6, 2, 1e4, 8000}, 4 << 10, 1) == 16);  // memory is bounded
-  CHECK(LeadOf(LinkCost(), 4 << 10, 0) == 16 && LeadOf(LinkCost(), 256 << 10, 0) == 1);
+  CHECK(LeadOf(LinkCost(), 4 << 10, 0) == 16);
+  CHECK(LeadOf(LinkCost(), 256 << 10, 0) == 1);
 }
 
-TEST(names) {
+TEST_CASE("names") {
   for (int a = 0; a < kAlgorithmCount; ++a) {
     Algorithm parsed = Algorithm::kChain;
     CHECK_OK(ParseAlgorithm(NameOf(static_cast<Algorithm>(a)), &parsed));
@@ -139,7 +146,7 @@ TEST(names) {
   }
   Algorithm parsed = kAuto;
   const Status status = ParseAlgorithm("Ring", &parsed);
-  CHECK(status.code() == Code::kInvalidArgument);
+  CHECK(status == Code::kInvalidArgument);
   CHECK(status.message() ==
         "algorithm 'Ring' is not one of auto, direct, tree, pairwise, ring, chain, doubling, "
         "halving");
@@ -147,5 +154,3 @@ TEST(names) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -23,7 +23,7 @@ int Until(StreamingChooser& chooser, bool wanted, uint64_t chunks, int64_t cache
   return ranges;
 }
 
-TEST(short_ranges_keep_the_first_guess) {
+TEST_CASE("short ranges keep the first guess") {
   for (bool guess : {false, true}) {
     StreamingChooser chooser(guess);
     for (int i = 0; i < 100; ++i) Run(chooser, 15, guess ? 1 : 100, guess ? 100 : 1);
@@ -32,7 +32,7 @@ TEST(short_ranges_keep_the_first_guess) {
 }
 
 // 16 chunks are an allreduce of 1 MiB, the size of a bucket of gradients.
-TEST(a_clear_difference_decides_when_two_trials_have_seen_it) {
+TEST_CASE("a clear difference decides when two trials have seen it") {
   StreamingChooser small(false);
   CHECK(Until(small, true, 16, 500, 100, 100) == 6);
   StreamingChooser large(false);
@@ -41,7 +41,7 @@ TEST(a_clear_difference_decides_when_two_trials_have_seen_it) {
   CHECK(!large.trial());
 }
 
-TEST(one_disturbed_trial_or_preempted_steps_do_not) {
+TEST_CASE("one disturbed trial or preempted steps do not") {
   StreamingChooser chooser(false);
   for (int i = 0; i < 400; ++i) Run(chooser, 64, i % 2 == 0 ? 500 : 100, 100);
   CHECK(!chooser.streaming());
@@ -53,7 +53,7 @@ TEST(one_disturbed_trial_or_preempted_steps_do_not) {
   CHECK(!chooser.streaming());
 }
 
-TEST(a_small_difference_does_not) {
+TEST_CASE("a small difference does not") {
   for (bool guess : {false, true}) {
     StreamingChooser chooser(guess);
     for (int i = 0; i < 10; ++i) Run(chooser, 64, i % 2 ? 100 : 105, i % 2 ? 105 : 100);
@@ -61,7 +61,7 @@ TEST(a_small_difference_does_not) {
   }
 }
 
-TEST(a_machine_that_changes_is_noticed) {
+TEST_CASE("a machine that changes is noticed") {
   StreamingChooser chooser(false);
   for (int i = 0; i < 10; ++i) Run(chooser, 64, 100, 200);
   CHECK(!chooser.streaming());
@@ -72,7 +72,7 @@ TEST(a_machine_that_changes_is_noticed) {
 }
 
 // Also when they differ in what they have chosen, and in ranges of all lengths.
-TEST(ranks_try_the_same_way_at_the_same_time) {
+TEST_CASE("ranks try the same way at the same time") {
   StreamingChooser a(false);
   StreamingChooser b(true);
   int trials = 0;
@@ -90,11 +90,11 @@ TEST(ranks_try_the_same_way_at_the_same_time) {
     a.EndRange();
     b.EndRange();
   }
-  CHECK(a.streaming() && !b.streaming());
-  CHECK(trials > 8 && trials < 200);
+  CHECK(a.streaming());
+  CHECK(!b.streaming());
+  CHECK(trials > 8);
+  CHECK(trials < 200);
 }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

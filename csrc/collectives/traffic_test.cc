@@ -15,6 +15,7 @@ namespace {
 using testing::Bytes;
 using testing::Combined;
 using testing::Factors;
+using testing::FirstDifference;
 
 constexpr int kMostRanks = 64;
 constexpr size_t kPortionBytes = 4096;
@@ -25,7 +26,8 @@ void AllowDescriptors() {
   CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
   if (limit.rlim_cur >= 8192) return;
   limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, 8192);
-  CHECK(limit.rlim_cur == 8192 && setrlimit(RLIMIT_NOFILE, &limit) == 0);
+  CHECK(limit.rlim_cur == 8192);
+  CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
 }
 
 std::vector<int> Everybody(int size) {
@@ -165,18 +167,18 @@ Traffic CountedBy(const Mesh& mesh) {
   return sum;
 }
 
-void CheckTraffic(const Traffic& before, const Traffic& after, const Traffic& formula, const char* what,
-                  int rank, int size) {
+void CheckTraffic(const Traffic& before, const Traffic& after, const Traffic& formula,
+                  const std::string& what, int rank, int size) {
   const Traffic seen{after.sent_messages - before.sent_messages, after.sent_bytes - before.sent_bytes,
                      after.received_messages - before.received_messages,
                      after.received_bytes - before.received_bytes};
-  if (!(seen == formula)) {
-    std::fprintf(
-        stderr, "%s, rank %d of %d: sent %lu (%lu bytes), formula %lu (%lu); received %lu (%lu), %lu (%lu)\n",
-        what, rank, size, seen.sent_messages, seen.sent_bytes, formula.sent_messages, formula.sent_bytes,
-        seen.received_messages, seen.received_bytes, formula.received_messages, formula.received_bytes);
-  }
-  CHECK(seen == formula);
+  CAPTURE(what);
+  CAPTURE(rank);
+  CAPTURE(size);
+  CHECK(seen.sent_messages == formula.sent_messages);
+  CHECK(seen.sent_bytes == formula.sent_bytes);
+  CHECK(seen.received_messages == formula.received_messages);
+  CHECK(seen.received_bytes == formula.received_bytes);
 }
 
 void RunCase(const Case& of, const Prepared& data, Mesh& mesh) {
@@ -200,15 +202,19 @@ void RunCase(const Case& of, const Prepared& data, Mesh& mesh) {
   }
   const Traffic before = CountedBy(mesh);
   CHECK_OK(backend.Allreduce(range));
-  if (!((in_place ? in : out) == data.wanted)) {
-    std::fprintf(stderr, "%s of %s %s, rank %zu of %d: wrong\n", NameOf(of.algorithm), NameOf(of.dtype),
-                 NameOf(of.op), rank, mesh.size());
+  const std::string algorithm = NameOf(of.algorithm);
+  CAPTURE(algorithm);
+  CAPTURE(of.dtype);
+  CAPTURE(of.op);
+  CAPTURE(rank);
+  CAPTURE(mesh.size());
+  for (size_t t = 0; t < in.size(); ++t) {
+    CHECK(FirstDifference((in_place ? in : out)[t], data.wanted[t]) == "");
   }
-  CHECK((in_place ? in : out) == data.wanted);
   CHECK(backend.runs(of.algorithm) == (bytes > 0 ? 1 : 0));
   if (!of.exact) return;
   const TrafficQuestion question{Verb::kAllreduce, bytes, mesh.size(), of.dtype, of.op, kPortionBytes};
-  CheckTraffic(before, CountedBy(mesh), TrafficOf(of.algorithm, question, mesh.rank()), NameOf(of.algorithm),
+  CheckTraffic(before, CountedBy(mesh), TrafficOf(of.algorithm, question, mesh.rank()), algorithm,
                mesh.rank(), mesh.size());
 }
 
@@ -279,7 +285,8 @@ void RunBroadcasts(Mesh& mesh) {
   }
 }
 
-TEST(every_algorithm_at_every_number_of_ranks_gives_the_result_and_sends_what_its_formula_says) {
+TEST_CASE("every algorithm at every number of ranks gives the result and sends what its formula says") {
+  AllowDescriptors();
   for (const int size : RankCounts()) {
     std::vector<Case> cases = CountedCases();
     for (Case& of : TypedCases(size)) cases.push_back(std::move(of));
@@ -293,7 +300,8 @@ TEST(every_algorithm_at_every_number_of_ranks_gives_the_result_and_sends_what_it
 }
 
 // What is chosen for little and for much adds alike.
-TEST(a_tensor_of_many_ranks_has_the_same_bits_alone_and_in_a_bucket) {
+TEST_CASE("a tensor of many ranks has the same bits alone and in a bucket") {
+  AllowDescriptors();
   constexpr int kRanks = 90;
   constexpr size_t kCount = 40'000;
   CHECK(OrderOf(kRanks) == Order::kBalanced);
@@ -309,15 +317,17 @@ TEST(a_tensor_of_many_ranks_has_the_same_bits_alone_and_in_a_bucket) {
       CHECK_OK(backend.Allreduce({DType::kBFloat16, Op::kAverage, 0.5, 3.0, {piece}, &name}));
     };
     reduce(0, kCount);
-    CHECK(out == data.wanted[0] && backend.runs(Algorithm::kHalving) == 1);
+    CHECK(FirstDifference(out, data.wanted[0]) == "");
+    CHECK(backend.runs(Algorithm::kHalving) == 1);
     out.assign(out.size(), 0);
     for (size_t begin = 0; begin < kCount; begin += 4000) reduce(begin, 4000);
-    CHECK(out == data.wanted[0] && backend.runs(Algorithm::kDoubling) == 10);
+    CHECK(FirstDifference(out, data.wanted[0]) == "");
+    CHECK(backend.runs(Algorithm::kDoubling) == 10);
   });
 }
 
 // The table in traffic.h.
-TEST(the_formulas_are_those_of_the_literature) {
+TEST_CASE("the formulas are those of the literature") {
   constexpr size_t kBytes = size_t{64} << 20;
   for (int n = 2; n <= kMostRanks; n *= 2) {
     const TrafficQuestion q{Verb::kAllreduce, kBytes, n, DType::kFloat32, Op::kSum, kBytes};
@@ -325,8 +335,10 @@ TEST(the_formulas_are_those_of_the_literature) {
     for (int m = 0; m < n; ++m) {
       const auto is = [&](Algorithm algorithm, uint64_t messages, uint64_t bytes) {
         const Traffic t = TrafficOf(algorithm, q, m);
-        CHECK(t.sent_messages == messages && t.sent_bytes == bytes);
-        CHECK(t.received_messages == messages && t.received_bytes == bytes);
+        CHECK(t.sent_messages == messages);
+        CHECK(t.sent_bytes == bytes);
+        CHECK(t.received_messages == messages);
+        CHECK(t.received_bytes == bytes);
       };
       is(Algorithm::kDirect, size - 1, (size - 1) * kBytes);
       is(Algorithm::kTree, log, (size - 1) * kBytes);
@@ -351,13 +363,3 @@ TEST(the_formulas_are_those_of_the_literature) {
 
 }  // namespace
 }  // namespace kolovod
-
-int main() {
-  kolovod::AllowDescriptors();
-  for (const auto& test : kolovod::testing::Tests()) {
-    std::printf("%s\n", test.name);
-    std::fflush(stdout);
-    test.body();
-  }
-  return kolovod::testing::Tests().empty() ? 1 : 0;
-}

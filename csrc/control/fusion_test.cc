@@ -7,7 +7,7 @@
 namespace kolovod {
 namespace {
 
-TEST(a_bucket_takes_what_fits_and_at_least_one) {
+TEST_CASE("a bucket takes what fits and at least one") {
   CHECK(EntriesForBucket({}, 10) == 0);
   CHECK(EntriesForBucket({100}, 10) == 1);
   CHECK(EntriesForBucket({4, 4, 4}, 10) == 2);
@@ -15,15 +15,15 @@ TEST(a_bucket_takes_what_fits_and_at_least_one) {
   CHECK(EntriesForBucket({0, 100, 1}, 10) == 1);
 }
 
-TEST(equal_keys_are_grouped_in_order) {
+TEST_CASE("equal keys are grouped in order") {
   const FusionKey a{DType::kFloat32, Op::kSum, 1, 1};
   const FusionKey b{DType::kFloat16, Op::kSum, 1, 1};
   const FusionKey c{DType::kFloat32, Op::kSum, 0.5, 1};
   const auto groups = GroupByKey({a, b, a, c, b});
-  CHECK((groups == std::vector<std::vector<size_t>>{{0, 2}, {1, 4}, {3}}));
+  CHECK(groups == std::vector<std::vector<size_t>>{{0, 2}, {1, 4}, {3}});
 }
 
-TEST(slices_and_chunks_cover_everything_once) {
+TEST_CASE("slices and chunks cover everything once") {
   std::mt19937_64 random(2);
   for (int i = 0; i < 20000; ++i) {
     const int size = 1 + static_cast<int>(random() % 9);
@@ -40,8 +40,9 @@ TEST(slices_and_chunks_cover_everything_once) {
       for (int r = 0; r < size; ++r) {
         const Slice slice = SliceOf(length, size, r);
         CHECK(slice.begin == at);
-        CHECK(slice.end >= slice.begin && slice.end <= length);
-        CHECK(slice.begin % kLine == 0 || slice.begin == length);
+        CHECK(slice.end >= slice.begin);
+        CHECK(slice.end <= length);
+        CHECK((slice.begin % kLine == 0 || slice.begin == length));
         at = slice.end;
       }
       CHECK(at == length);
@@ -51,5 +52,3 @@ TEST(slices_and_chunks_cover_everything_once) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -34,29 +34,36 @@ Response SomeResponse() {
   return response;
 }
 
-TEST(a_request_survives) {
+TEST_CASE("a request survives") {
   const Request request = SomeRequest();
   const auto decoded = DecodeRequest(EncodeRequest(request));
   CHECK(decoded.has_value());
-  CHECK(decoded->name == request.name && decoded->tensors == request.tensors);
-  CHECK(decoded->op == request.op && decoded->verb == request.verb && decoded->root == 2);
+  CHECK(decoded->name == request.name);
+  CHECK(decoded->tensors == request.tensors);
+  CHECK(decoded->op == request.op);
+  CHECK(decoded->verb == request.verb);
+  CHECK(decoded->root == 2);
   CHECK(decoded->splits == request.splits);
-  CHECK(decoded->prescale == 0.5 && decoded->postscale == 3.0);
+  CHECK(decoded->prescale == 0.5);
+  CHECK(decoded->postscale == 3.0);
   CHECK(EncodeRequest(*decoded) == EncodeRequest(request));
 }
 
-TEST(a_response_survives) {
+TEST_CASE("a response survives") {
   const Response response = SomeResponse();
   const auto decoded = DecodeResponse(EncodeResponse(response));
   CHECK(decoded.has_value());
-  CHECK(decoded->kind == response.kind && decoded->name == "x" && decoded->id == 7);
-  CHECK(decoded->error == response.error && decoded->rows == response.rows);
+  CHECK(decoded->kind == response.kind);
+  CHECK(decoded->name == "x");
+  CHECK(decoded->id == 7);
+  CHECK(decoded->error == response.error);
+  CHECK(decoded->rows == response.rows);
   CHECK(decoded->splits->numbers() == response.splits->numbers());
   CHECK(decoded->splits->ranks() == response.splits->ranks());
   CHECK(EncodeResponse(*decoded) == EncodeResponse(response));
 }
 
-TEST(a_large_world_has_small_responses) {
+TEST_CASE("a large world has small responses") {
   constexpr int kRanks = 4096, kOnHost = 8;
   // As one of a batch of 4 million rows sends them, some hundreds to each.
   std::vector<std::vector<int64_t>> by_rank(kRanks, std::vector<int64_t>(kRanks));
@@ -76,7 +83,8 @@ TEST(a_large_world_has_small_responses) {
     sum += bytes.size();
     if (first % 1024 != 0) continue;
     const auto read = DecodeResponse(DecodeNote(bytes)->body);
-    CHECK(read.has_value() && read->splits->total() == all.total());
+    CHECK(read.has_value());
+    CHECK(read->splits->total() == all.total());
     CHECK(read->splits->numbers() == response.splits->numbers());
   }
   // All that leaves the root is what one response to one host was.
@@ -87,7 +95,7 @@ TEST(a_large_world_has_small_responses) {
   CHECK(EncodeResponse(response).size() < (1 << 20));
 }
 
-TEST(splits_that_cannot_be_are_refused) {
+TEST_CASE("splits that cannot be are refused") {
   Response response;
   const std::string none = EncodeResponse(response);
   const std::string front = none.substr(0, none.size() - sizeof(uint32_t));
@@ -112,7 +120,7 @@ TEST(splits_that_cannot_be_are_refused) {
   CHECK(!of(UINT32_MAX, UINT32_MAX, {1}).has_value());
 }
 
-TEST(a_truncated_or_longer_message_is_refused) {
+TEST_CASE("a truncated or longer message is refused") {
   const std::string request = EncodeRequest(SomeRequest());
   const std::string response = EncodeResponse(SomeResponse());
   for (size_t n = 0; n < request.size(); ++n) CHECK(!DecodeRequest(request.substr(0, n)));
@@ -121,7 +129,7 @@ TEST(a_truncated_or_longer_message_is_refused) {
   CHECK(!DecodeResponse(response + "x"));
 }
 
-TEST(a_count_that_cannot_be_there_is_refused_before_memory_is_taken) {
+TEST_CASE("a count that cannot be there is refused before memory is taken") {
   Request request = SomeRequest();
   request.tensors.clear();
   std::string bytes = EncodeRequest(request);
@@ -129,7 +137,7 @@ TEST(a_count_that_cannot_be_there_is_refused_before_memory_is_taken) {
   CHECK(!DecodeRequest(bytes));
 }
 
-TEST(more_bytes_than_can_be_counted_are_refused) {
+TEST_CASE("more bytes than can be counted are refused") {
   Request request = SomeRequest();
   request.tensors = {{DType::kFloat64, {int64_t{1} << 31, int64_t{1} << 28}}};  // 2^62 bytes
   CHECK(DecodeRequest(EncodeRequest(request)));
@@ -140,7 +148,7 @@ TEST(more_bytes_than_can_be_counted_are_refused) {
 }
 
 // What decodes must encode to the same bytes: no second meaning. Sanitizers watch the rest.
-TEST(mutations_never_crash) {
+TEST_CASE("mutations never crash") {
   std::mt19937 random(3);
   const std::string seeds[] = {EncodeRequest(SomeRequest()), EncodeResponse(SomeResponse())};
   int accepted = 0;
@@ -164,5 +172,3 @@ TEST(mutations_never_crash) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -5,6 +5,7 @@
 namespace kolovod {
 namespace {
 
+using testing::Contains;
 using Kind = Response::Kind;
 
 Request Make(const std::string& name, std::vector<int64_t> shape = {2, 3}) {
@@ -21,16 +22,18 @@ std::vector<Response> OfferAll(Negotiator& n, int size, const Request& request) 
   return last;
 }
 
-TEST(nothing_is_said_until_every_rank_has_it) {
+TEST_CASE("nothing is said until every rank has it") {
   Negotiator n({0, 1, 2}, 8);
   CHECK(n.Offer(2, Make("a")).empty());
   CHECK(n.Offer(0, Make("b")).empty());
   CHECK(n.Offer(0, Make("a")).empty());
   const auto said = n.Offer(1, Make("a"));
-  CHECK(said.size() == 1 && said[0].kind == Kind::kExecute && said[0].name == "a");
+  CHECK(said.size() == 1);
+  CHECK(said[0].kind == Kind::kExecute);
+  CHECK(said[0].name == "a");
 }
 
-TEST(a_name_that_comes_again_gets_a_bit) {
+TEST_CASE("a name that comes again gets a bit") {
   Negotiator n({0, 1}, 1);
   CHECK(OfferAll(n, 2, Make("a"))[0].id == kNoId);
   CHECK(OfferAll(n, 2, Make("b"))[0].id == kNoId);
@@ -41,18 +44,21 @@ TEST(a_name_that_comes_again_gets_a_bit) {
   CHECK(OfferAll(n, 2, unnamed)[0].id == kNoId);
 }
 
-TEST(a_cached_name_with_a_new_shape_is_forgotten_first) {
+TEST_CASE("a cached name with a new shape is forgotten first") {
   Negotiator n({0, 1}, 8);
   OfferAll(n, 2, Make("a"));
   const int32_t id = OfferAll(n, 2, Make("a"))[0].id;
   CHECK(id != kNoId);
   const auto said = n.Offer(1, Make("a", {5}));
-  CHECK(said.size() == 1 && said[0].kind == Kind::kForget && said[0].id == id);
+  CHECK(said.size() == 1);
+  CHECK(said[0].kind == Kind::kForget);
+  CHECK(said[0].id == id);
   const auto answer = n.Offer(0, Make("a", {5}));
-  CHECK(answer.size() == 1 && answer[0].kind == Kind::kExecute);
+  CHECK(answer.size() == 1);
+  CHECK(answer[0].kind == Kind::kExecute);
 }
 
-TEST(ids_of_forgotten_names_are_given_out_again) {
+TEST_CASE("ids of forgotten names are given out again") {
   Negotiator n({0, 1}, 2);
   OfferAll(n, 2, Make("a"));
   for (int64_t i = 1; i < 100; ++i) {
@@ -61,7 +67,9 @@ TEST(ids_of_forgotten_names_are_given_out_again) {
     CHECK(said.size() == (i > 1 ? 1 : 0));
     CHECK(n.TakeReleased().empty());
     const auto answer = n.Offer(0, Make("a", {i}));
-    CHECK(answer.size() == 1 && answer[0].id >= 0 && answer[0].id < 2);
+    CHECK(answer.size() == 1);
+    CHECK(answer[0].id >= 0);
+    CHECK(answer[0].id < 2);
     CHECK(n.TakeReleased().size() == (i > 1 ? 1 : 0));
   }
   OfferAll(n, 2, Make("b"));
@@ -76,7 +84,7 @@ Request MakeJoin() {
   return request;
 }
 
-TEST(who_has_joined_says_nothing_until_all_have) {
+TEST_CASE("who has joined says nothing until all have") {
   Negotiator n({3, 5}, 8);
   CHECK(n.FindFault(1, MakeJoin()).empty());
   n.Offer(1, MakeJoin());
@@ -88,7 +96,7 @@ TEST(who_has_joined_says_nothing_until_all_have) {
   CHECK(n.FindFault(1, MakeJoin()).empty());
 }
 
-TEST(others_go_on_without_those_that_have_joined) {
+TEST_CASE("others go on without those that have joined") {
   Negotiator n({4, 5, 6}, 8);
   OfferAll(n, 3, Make("a"));
   CHECK(OfferAll(n, 3, Make("a"))[0].id != kNoId);
@@ -96,23 +104,29 @@ TEST(others_go_on_without_those_that_have_joined) {
   CHECK(n.Offer(2, Make("waits")).empty());
   // All bits are forgotten, and what waited for the one that joined goes on.
   const auto said = n.Offer(1, MakeJoin());
-  CHECK(said.size() == 2 && said[0].kind == Kind::kForgetAll && said[1].name == "waits");
+  CHECK(said.size() == 2);
+  CHECK(said[0].kind == Kind::kForgetAll);
+  CHECK(said[1].name == "waits");
   CHECK(DecodeRequest(said[1].request)->tensors == Make("waits").tensors);
   // No bits while somebody has joined, and the old one is free once the name was announced by the rest.
   CHECK(n.Offer(0, Make("a")).empty());
   const auto again = n.Offer(2, Make("a"));
-  CHECK(again.size() == 1 && again[0].kind == Kind::kExecute && again[0].id == kNoId);
+  CHECK(again.size() == 1);
+  CHECK(again[0].kind == Kind::kExecute);
+  CHECK(again[0].id == kNoId);
   CHECK(n.TakeReleased().size() == 1);
   Request gather = Make("g");
   gather.verb = Verb::kAllgather;
   n.Offer(0, gather);
   const auto refused = n.Offer(2, gather);
   CHECK(refused[0].kind == Kind::kError);
-  CHECK(refused[0].error.find("rank 5 has joined") != std::string::npos);
+  CHECK(refused[0].error == Contains("rank 5 has joined"));
   CHECK(n.Offer(2, MakeJoin()).size() == 1);
   CHECK(n.Offer(0, Make("alone"))[0].kind == Kind::kExecute);
   const auto done = n.Offer(0, MakeJoin());
-  CHECK(done.size() == 1 && done[0].kind == Kind::kExecute && done[0].name == "join");
+  CHECK(done.size() == 1);
+  CHECK(done[0].kind == Kind::kExecute);
+  CHECK(done[0].name == "join");
   CHECK(done[0].rows == std::vector<std::vector<int64_t>>{{0}});
   // And then everything is as before.
   CHECK(OfferAll(n, 3, gather)[0].kind == Kind::kExecute);
@@ -124,15 +138,16 @@ void CheckMismatch(const Request& other, const std::string& value0, const std::s
   n.Offer(0, Make("t"));
   n.Offer(2, other);
   const auto said = n.Offer(1, Make("t"));
-  CHECK(said.size() == 1 && said[0].kind == Kind::kError);
+  CHECK(said.size() == 1);
+  CHECK(said[0].kind == Kind::kError);
   const std::string& text = said[0].error;
-  CHECK(text.find("'t'") != std::string::npos);
-  CHECK(text.find("rank 0 has " + value0) != std::string::npos);
-  CHECK(text.find("rank 2 has " + value1) != std::string::npos);
+  CHECK(text == Contains("'t'"));
+  CHECK(text == Contains("rank 0 has " + value0));
+  CHECK(text == Contains("rank 2 has " + value1));
   CHECK(OfferAll(n, 3, Make("t"))[0].kind == Kind::kExecute);  // usable afterwards
 }
 
-TEST(every_mismatch_names_both_values_and_ranks) {
+TEST_CASE("every mismatch names both values and ranks") {
   Request other = Make("t");
   other.tensors[0].dtype = DType::kInt32;
   CheckMismatch(other, "float32", "int32");
@@ -158,7 +173,7 @@ TEST(every_mismatch_names_both_values_and_ranks) {
   CheckMismatch(other, "1", "2");
 }
 
-TEST(allgather_joins_different_first_dimensions_only) {
+TEST_CASE("allgather joins different first dimensions only") {
   Negotiator n({0, 1}, 8);
   Request a = Make("g", {2, 3});
   a.verb = Verb::kAllgather;
@@ -167,13 +182,13 @@ TEST(allgather_joins_different_first_dimensions_only) {
   n.Offer(0, a);
   const auto said = n.Offer(1, b);
   CHECK(said[0].kind == Kind::kExecute);
-  CHECK((said[0].rows == std::vector<std::vector<int64_t>>{{2, 0}}));
+  CHECK(said[0].rows == std::vector<std::vector<int64_t>>{{2, 0}});
   b.tensors[0].shape = {2, 4};
   n.Offer(0, a);
   CHECK(n.Offer(1, b)[0].kind == Kind::kError);
 }
 
-TEST(alltoall_tells_everybody_who_sends_what_to_whom) {
+TEST_CASE("alltoall tells everybody who sends what to whom") {
   Negotiator n({0, 1}, 8);
   Request a = Make("a", {5, 3});
   a.verb = Verb::kAlltoall;
@@ -184,11 +199,11 @@ TEST(alltoall_tells_everybody_who_sends_what_to_whom) {
   n.Offer(0, a);
   const auto said = n.Offer(1, b);
   CHECK(said[0].kind == Kind::kExecute);
-  CHECK(said[0].rows.empty() && said[0].splits != nullptr);
-  CHECK((said[0].splits->numbers() == std::vector<int64_t>{2, 3, 0, 1}) && said[0].splits->total() == 6);
+  CHECK(said[0].rows.empty());
+  CHECK(said[0].splits != nullptr);
+  CHECK(said[0].splits->numbers() == std::vector<int64_t>{2, 3, 0, 1});
+  CHECK(said[0].splits->total() == 6);
 }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

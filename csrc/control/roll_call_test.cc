@@ -15,7 +15,7 @@ struct World : testing::SlotsWorld<RollCall> {
   World() : SlotsWorld(kSize) {}
 };
 
-TEST(one_appends_once_all_have_announced) {
+TEST_CASE("one appends once all have announced") {
   World world;
   const uint64_t tag = UnnamedTag(0, 1);
   world.ranks[0].Announce(tag, 5, {});
@@ -23,12 +23,17 @@ TEST(one_appends_once_all_have_announced) {
   world.ranks[2].Announce(tag, 5, {});
   CHECK(world.ranks[2].Look(tag) == RollCall::Seen::kSome);
   world.ranks[1].Announce(tag, 5, {});
-  for (RollCall& rank : world.ranks) CHECK(rank.Look(tag) == RollCall::Seen::kAll && rank.Agrees(tag));
-  CHECK(world.ranks[1].First(tag) && !world.ranks[0].First(tag) && !world.ranks[1].First(tag));
+  for (RollCall& rank : world.ranks) {
+    CHECK(rank.Look(tag) == RollCall::Seen::kAll);
+    CHECK(rank.Agrees(tag));
+  }
+  CHECK(world.ranks[1].First(tag));
+  CHECK(!world.ranks[0].First(tag));
+  CHECK(!world.ranks[1].First(tag));
   CHECK(world.ranks[0].Look(tag + kEagerSlots) == RollCall::Seen::kSome);  // the next in that slot
 }
 
-TEST(what_ranks_may_differ_in_is_told) {
+TEST_CASE("what ranks may differ in is told") {
   World world;
   const uint64_t tag = UnnamedTag(0, 2);
   std::vector<std::vector<int64_t>> all;
@@ -37,11 +42,14 @@ TEST(what_ranks_may_differ_in_is_told) {
     for (size_t i = 0; i < own.size(); ++i) own[i] = 100 * r + static_cast<int64_t>(i);
     world.ranks[static_cast<size_t>(r)].Announce(tag, 5, own);
   }
-  for (const RollCall& rank : world.ranks) CHECK(rank.Agrees(tag) && rank.Rows(tag, kSlotRows) == all);
+  for (const RollCall& rank : world.ranks) {
+    CHECK(rank.Agrees(tag));
+    CHECK(rank.Rows(tag, kSlotRows) == all);
+  }
   CHECK(world.ranks[0].Rows(tag, 0) == std::vector<std::vector<int64_t>>(kSize));
 }
 
-TEST(what_differs_on_any_rank_is_seen) {
+TEST_CASE("what differs on any rank is seen") {
   for (int odd = 0; odd < kSize; ++odd) {
     World world;
     const uint64_t tag = UnnamedTag(3, 77);
@@ -50,11 +58,12 @@ TEST(what_differs_on_any_rank_is_seen) {
   }
 }
 
-TEST(a_number_that_one_announces_in_full_is_for_nobodys_slot) {
+TEST_CASE("a number that one announces in full is for nobodys slot") {
   World world;
   const uint64_t tag = UnnamedTag(0, 9), next = UnnamedTag(0, 9 + kEagerSlots);
   world.ranks[1].Announce(tag, 5, {});
-  CHECK(world.ranks[0].Announced(1, tag) && !world.ranks[0].Announced(2, tag));
+  CHECK(world.ranks[0].Announced(1, tag));
+  CHECK(!world.ranks[0].Announced(2, tag));
   world.ranks[2].InFull(tag);
   world.ranks[0].Announce(tag, 5, {});
   CHECK(world.ranks[0].Look(tag) == RollCall::Seen::kInFull);
@@ -69,14 +78,14 @@ TEST(a_number_that_one_announces_in_full_is_for_nobodys_slot) {
   CHECK(world.ranks[0].Announced(1, tag));
 }
 
-TEST(tags_grow_with_joins) {
+TEST_CASE("tags grow with joins") {
   CHECK(UnnamedTag(1, 1) > UnnamedTag(0, 1'000'000));
   CHECK(UnnamedTag(0, 2) > UnnamedTag(0, 1));
   CHECK(EagerIndexOf(UnnamedTag(4, 5)) == EagerIndexOf(UnnamedTag(4, 5 + kEagerSlots)));
 }
 
 // Either the one in full sees who announced by the slot, or that one sees it: whatever the order.
-TEST(two_that_differ_never_miss_each_other) {
+TEST_CASE("two that differ never miss each other") {
   World world;
   std::atomic<int> turn{0};
   std::vector<char> saw[2];
@@ -104,5 +113,3 @@ TEST(two_that_differ_never_miss_each_other) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -10,6 +10,7 @@ namespace kolovod {
 namespace {
 
 using std::chrono::milliseconds;
+using testing::Contains;
 using testing::Rank;
 using testing::RunRanks;
 
@@ -57,7 +58,7 @@ Config NeverKick() {
   return config;
 }
 
-TEST(callbacks_come_once_though_nobody_waits) {
+TEST_CASE("callbacks come once though nobody waits") {
   for (int size : {1, 2, 3}) {
     RunRanks(
         size,
@@ -81,7 +82,7 @@ TEST(callbacks_come_once_though_nobody_waits) {
   }
 }
 
-TEST(a_submission_that_may_drive_is_done_when_it_returns) {
+TEST_CASE("a submission that may drive is done when it returns") {
   RunRanks(
       2,
       [](Rank& rank) {
@@ -103,7 +104,7 @@ TEST(a_submission_that_may_drive_is_done_when_it_returns) {
       NeverKick());
 }
 
-TEST(a_submission_drives_for_a_while_only) {
+TEST_CASE("a submission drives for a while only") {
   RunRanks(
       2,
       [](Rank& rank) {
@@ -122,12 +123,13 @@ TEST(a_submission_drives_for_a_while_only) {
           CHECK_OK(Submit(rank, "late", late, record.Callback(), nullptr, 2'000'000));
         }
         for (const Status& status : record.Await(2)) CHECK_OK(status);
-        CHECK(late[0] == 2.0f && other[0] == 2.0f);
+        CHECK(late[0] == 2.0f);
+        CHECK(other[0] == 2.0f);
       },
       NeverKick());
 }
 
-TEST(blocking_calls_go_on_while_a_callback_is_due) {
+TEST_CASE("blocking calls go on while a callback is due") {
   RunRanks(
       2,
       [](Rank& rank) {
@@ -146,7 +148,7 @@ TEST(blocking_calls_go_on_while_a_callback_is_due) {
       NeverKick());
 }
 
-TEST(a_callback_may_submit_but_not_wait) {
+TEST_CASE("a callback may submit but not wait") {
   std::latch through(2);
   RunRanks(
       2,
@@ -159,12 +161,13 @@ TEST(a_callback_may_submit_but_not_wait) {
         CHECK_OK(rank.Submit("never on rank " + std::to_string(rank.rank()), pending, false, &never));
         CHECK_OK(Submit(rank, "first", first, [&](const Operation& op) {
           const Status waited = rank.engine().Wait(never, -1, nullptr);
-          CHECK(waited.code() == Code::kInvalidArgument);
+          CHECK(waited == Code::kInvalidArgument);
           CHECK_OK(Submit(rank, "second", second, record.Callback()));
           record.Add(op.status);
         }));
         for (const Status& status : record.Await(2)) CHECK_OK(status);
-        CHECK(first[0] == 2.0f && second[0] == 2.0f);
+        CHECK(first[0] == 2.0f);
+        CHECK(second[0] == 2.0f);
         std::vector<float> meet(1, 1.0f);
         CHECK_OK(rank.Allreduce("meet", meet));  // a wait that was refused has done no harm
         CHECK(meet[0] == 2.0f);
@@ -175,7 +178,7 @@ TEST(a_callback_may_submit_but_not_wait) {
       NeverKick());
 }
 
-TEST(a_handle_and_a_callback_together) {
+TEST_CASE("a handle and a callback together") {
   RunRanks(2, [](Rank& rank) {
     Record record;
     std::vector<float> data(5, 1.0f);
@@ -187,7 +190,7 @@ TEST(a_handle_and_a_callback_together) {
   });
 }
 
-TEST(a_mismatch_reaches_the_callback) {
+TEST_CASE("a mismatch reaches the callback") {
   RunRanks(
       2,
       [](Rank& rank) {
@@ -195,24 +198,24 @@ TEST(a_mismatch_reaches_the_callback) {
         std::vector<float> data(rank.rank() == 0 ? 3 : 4);
         CHECK_OK(Submit(rank, "t", data, record.Callback()));
         const Status status = record.Await(1).front();
-        CHECK(status.code() == Code::kMismatch);
-        CHECK(status.message().find("rank 0 has (3,), rank 1 has (4,)") != std::string::npos);
+        CHECK(status == Code::kMismatch);
+        CHECK(status.message() == Contains("rank 0 has (3,), rank 1 has (4,)"));
       },
       NeverKick());
 }
 
-TEST(a_refused_submission_has_no_callback) {
+TEST_CASE("a refused submission has no callback") {
   RunRanks(1, [](Rank& rank) {
     Record record;
     std::vector<float> data(1);
-    CHECK(Submit(rank, "unnamed.1", data, record.Callback()).code() == Code::kInvalidArgument);
+    CHECK(Submit(rank, "unnamed.1", data, record.Callback()) == Code::kInvalidArgument);
     rank.engine().Shutdown();
-    CHECK(Submit(rank, "t", data, record.Callback()).code() == Code::kShutDown);
+    CHECK(Submit(rank, "t", data, record.Callback()) == Code::kShutDown);
     record.Await(0);
   });
 }
 
-TEST(a_killed_rank_and_a_leaver_reach_the_callbacks) {
+TEST_CASE("a killed rank and a leaver reach the callbacks") {
   for (const bool kill : {true, false}) {
     RunRanks(
         2,
@@ -229,7 +232,7 @@ TEST(a_killed_rank_and_a_leaver_reach_the_callbacks) {
           if (Submit(rank, "a", a, record.Callback()).ok()) ++accepted;
           if (Submit(rank, "b", b, record.Callback()).ok()) ++accepted;
           for (const Status& status : record.Await(accepted)) {
-            CHECK(status.code() == (kill ? Code::kRankLost : Code::kRankLeft));
+            CHECK(status == (kill ? Code::kRankLost : Code::kRankLeft));
           }
         },
         NeverKick());
@@ -237,7 +240,7 @@ TEST(a_killed_rank_and_a_leaver_reach_the_callbacks) {
 }
 
 // Whichever thread fails the pending operation, the other rank learns of it.
-TEST(shutting_down_fails_the_callback_here_and_tells_the_others) {
+TEST_CASE("shutting down fails the callback here and tells the others") {
   for (int round = 0; round < 20; ++round) {
     std::atomic<int> met{0};
     RunRanks(
@@ -254,12 +257,12 @@ TEST(shutting_down_fails_the_callback_here_and_tells_the_others) {
             std::this_thread::sleep_for(std::chrono::microseconds(50 * round));
             rank.engine().Shutdown();
             const Status status = record.Await(1).front();
-            CHECK(status.ok() || status.code() == Code::kShutDown);
+            CHECK((status.ok() || status.code() == Code::kShutDown));
             return;
           }
           const Status submitted = Submit(rank, "abandoned", data, record.Callback());
           const Status status = submitted.ok() ? record.Await(1).front() : submitted;
-          CHECK(status.ok() || status.code() == Code::kRankLeft);
+          CHECK((status.ok() || status.code() == Code::kRankLeft));
         },
         NeverKick());
   }
@@ -267,5 +270,3 @@ TEST(shutting_down_fails_the_callback_here_and_tells_the_others) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -43,7 +43,7 @@ constexpr int kShare = 4;  // it takes ten times as long
 constexpr int kShare = 1;
 #endif
 
-TEST(more_answers_than_the_ring_holds) {
+TEST_CASE("more answers than the ring holds") {
   Config config = testing::SmallConfig();
   for (const std::vector<int>& hosts : kHosts) {
     for (const int64_t capacity : {1, 2, 16, 20'000}) {
@@ -55,7 +55,7 @@ TEST(more_answers_than_the_ring_holds) {
 }
 
 // The same in little.
-TEST(thousands_of_names) {
+TEST_CASE("thousands of names") {
   Config config = testing::SmallConfig();
   config.cache_capacity = 2;
   for (const std::vector<int>& hosts : {std::vector<int>{0, 0, 0}, {0, 0, 1}}) {
@@ -64,7 +64,7 @@ TEST(thousands_of_names) {
 }
 
 // The answer repeats the name, so its frame is larger than the ring that it goes through.
-TEST(an_answer_longer_than_its_ring) {
+TEST_CASE("an answer longer than its ring") {
   for (const int size : {1, 2, 3}) {
     RunHosts(std::vector<int>(static_cast<size_t>(size)), [](Rank& rank) {
       for (int i = 0; i < 4; ++i) {
@@ -78,5 +78,3 @@ TEST(an_answer_longer_than_its_ring) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

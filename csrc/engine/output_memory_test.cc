@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kMiB = 1 << 20;
 
-TEST(a_large_piece_is_given_out_again) {
+TEST_CASE("a large piece is given out again") {
   LimitUnusedOutputs(64 * kMiB);
   OutputMemory first = AllocateOutput(8 * kMiB);
   char* const data = first.get();
@@ -34,7 +34,7 @@ TEST(a_large_piece_is_given_out_again) {
   DropUnusedOutputs();
 }
 
-TEST(a_little_waste_is_allowed) {
+TEST_CASE("a little waste is allowed") {
   LimitUnusedOutputs(64 * kMiB);
   char* const data = AllocateOutput(kMiB).get();
   OutputMemory smaller = AllocateOutput(kMiB - kMiB / 8);
@@ -44,7 +44,7 @@ TEST(a_little_waste_is_allowed) {
   DropUnusedOutputs();
 }
 
-TEST(what_is_kept_is_not_in_the_heap) {
+TEST_CASE("what is kept is not in the heap") {
   LimitUnusedOutputs(64 * kMiB);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // malloc comes to that by itself once much was allocated and freed
   const auto of_malloc = [] {
@@ -64,7 +64,7 @@ TEST(what_is_kept_is_not_in_the_heap) {
   DropUnusedOutputs();
 }
 
-TEST(what_nobody_takes_goes_back_in_time) {
+TEST_CASE("what nobody takes goes back in time") {
   LimitUnusedOutputs(64 * kMiB);
   AllocateOutput(3 * kMiB).reset();
   AllocateOutput(kMiB).reset();
@@ -78,7 +78,7 @@ TEST(what_nobody_takes_goes_back_in_time) {
   DropUnusedOutputs();
 }
 
-TEST(a_piece_of_huge_pages_begins_with_one) {
+TEST_CASE("a piece of huge pages begins with one") {
   LimitUnusedOutputs(0);
   for (int i = 0; i < 3; ++i) {
     const OutputMemory memory = AllocateOutput(5 * kMiB);
@@ -87,7 +87,7 @@ TEST(a_piece_of_huge_pages_begins_with_one) {
   }
 }
 
-TEST(small_pieces_are_not_kept) {
+TEST_CASE("small pieces are not kept") {
   LimitUnusedOutputs(64 * kMiB);
   for (size_t bytes : {size_t{0}, size_t{1}, size_t{1000}, (size_t{64} << 10) - 1}) {
     const OutputMemory memory = AllocateOutput(bytes);
@@ -98,7 +98,7 @@ TEST(small_pieces_are_not_kept) {
   CHECK(UnusedOutputBytes() == 0);
 }
 
-TEST(never_more_than_the_limit_and_the_oldest_goes_first) {
+TEST_CASE("never more than the limit and the oldest goes first") {
   LimitUnusedOutputs(3 * kMiB);
   std::vector<OutputMemory> pieces;
   for (int i = 0; i < 4; ++i) pieces.push_back(AllocateOutput(kMiB));
@@ -107,14 +107,15 @@ TEST(never_more_than_the_limit_and_the_oldest_goes_first) {
   for (OutputMemory& piece : pieces) piece.reset();
   CHECK(UnusedOutputBytes() == 3 * kMiB);
   const OutputMemory again = AllocateOutput(kMiB);
-  CHECK(again.get() == newest && again.get() != oldest);
+  CHECK(again.get() == newest);
+  CHECK(again.get() != oldest);
   CHECK(AllocateOutput(4 * kMiB) != nullptr);
   CHECK(UnusedOutputBytes() == 2 * kMiB);  // what is larger than the limit goes back at once
   LimitUnusedOutputs(0);
   CHECK(UnusedOutputBytes() == 0);
 }
 
-TEST(threads_and_a_forked_child) {
+TEST_CASE("threads and a forked child") {
   LimitUnusedOutputs(64 * kMiB);
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
@@ -135,11 +136,10 @@ TEST(threads_and_a_forked_child) {
     _exit(memory == nullptr ? 1 : 0);
   }
   int ended = 0;
-  CHECK(waitpid(child, &ended, 0) == child && ended == 0);
+  CHECK(waitpid(child, &ended, 0) == child);
+  CHECK(ended == 0);
   DropUnusedOutputs();
 }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

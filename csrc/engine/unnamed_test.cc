@@ -7,6 +7,8 @@
 namespace kolovod {
 namespace {
 
+using testing::Contains;
+using testing::FirstDifference;
 using testing::Rank;
 using testing::RunRanks;
 
@@ -25,7 +27,7 @@ std::vector<float> Sums(size_t count, int size, int step) {
 }
 
 // Large ones, too, whose data are no part of it.
-TEST(they_send_no_messages) {
+TEST_CASE("they send no messages") {
   for (int size : {2, 3, 4}) {
     RunRanks(size, [](Rank& rank) {
       const EngineStats start = rank.engine().Stats();
@@ -42,7 +44,7 @@ TEST(they_send_no_messages) {
         const int root = step % rank.size();
         CHECK_OK(rank.Submit("", given, true, &handle, Op::kSum, Verb::kBroadcast, root));
         CHECK_OK(rank.Wait(handle));
-        CHECK(given == std::vector<float>(count, static_cast<float>(root + step)));
+        CHECK(FirstDifference(given, std::vector<float>(count, static_cast<float>(root + step))) == "");
       }
       CHECK(rank.engine().Stats().staged == start.staged + 180);
       const ControlStats after = rank.engine().Stats().control;
@@ -62,7 +64,7 @@ std::vector<float> Gathered(int size, int step, int rows) {
   return all;
 }
 
-TEST(what_others_give_is_told_by_their_slots) {
+TEST_CASE("what others give is told by their slots") {
   for (int size : {2, 3, 4}) {
     RunRanks(size, [](Rank& rank) {
       const ControlStats before = rank.engine().Stats().control;
@@ -84,7 +86,7 @@ TEST(what_others_give_is_told_by_their_slots) {
           wanted.insert(wanted.end(), static_cast<size_t>(s + rank.rank() + rows),
                         static_cast<float>(s + step));
         }
-        CHECK(out == wanted);
+        CHECK(FirstDifference(out, wanted) == "");
       }
       const ControlStats after = rank.engine().Stats().control;
       CHECK(after.slot_announcements == before.slot_announcements + 120);
@@ -94,7 +96,7 @@ TEST(what_others_give_is_told_by_their_slots) {
 }
 
 // More tensors than a slot has numbers for.
-TEST(what_no_slot_can_tell_is_announced_in_full) {
+TEST_CASE("what no slot can tell is announced in full") {
   RunRanks(2, [](Rank& rank) {
     for (const size_t tensors : {kSlotRows, kSlotRows + 1}) {
       const ControlStats before = rank.engine().Stats().control;
@@ -112,7 +114,10 @@ TEST(what_no_slot_can_tell_is_announced_in_full) {
       CHECK_OK(rank.Wait(handle));
       for (const OutputBuffer& made : op->buffers) {
         const float* values = reinterpret_cast<const float*>(made.data.get());
-        CHECK(made.bytes == 12 && values[0] == 0.0f && values[1] == 1.0f && values[2] == 1.0f);
+        CHECK(made.bytes == 12);
+        CHECK(values[0] == 0.0f);
+        CHECK(values[1] == 1.0f);
+        CHECK(values[2] == 1.0f);
       }
       const ControlStats after = rank.engine().Stats().control;
       const uint64_t by_slot = tensors <= kSlotRows ? 1 : 0;
@@ -123,7 +128,7 @@ TEST(what_no_slot_can_tell_is_announced_in_full) {
 }
 
 // One is little on one rank, and not on another, or is not for slots at all: rank 0 sees both and says why.
-TEST(mismatches_are_told_however_ranks_announce) {
+TEST_CASE("mismatches are told however ranks announce") {
   struct Case {
     size_t count;
     Op op;
@@ -154,8 +159,8 @@ TEST(mismatches_are_told_however_ranks_announce) {
           }
           CHECK_OK(rank.engine().Submit(std::move(request), std::move(tensors), true, &handle));
           const Status status = rank.Wait(handle);
-          CHECK(status.code() == Code::kMismatch);
-          CHECK(status.message().find(c.says) != std::string::npos);
+          CHECK(status == Code::kMismatch);
+          CHECK(status.message() == Contains(c.says));
           std::vector<float> next = Numbers(5, rank.rank(), again);
           CHECK_OK(rank.Allreduce("", next));
           CHECK(next == Sums(5, 3, again));
@@ -167,7 +172,7 @@ TEST(mismatches_are_told_however_ranks_announce) {
 
 // More at once than there are slots, beside named ones that take slots of their own, while each rank has its
 // own way of waiting: which rank finds a slot free is chance.
-TEST(more_than_there_are_slots_beside_named_ones) {
+TEST_CASE("more than there are slots beside named ones") {
   for (int size : {2, 3, 4}) {
     RunRanks(size, [](Rank& rank) {
       std::mt19937 random(static_cast<unsigned>(rank.rank()) + 1);
@@ -203,7 +208,7 @@ TEST(more_than_there_are_slots_beside_named_ones) {
   }
 }
 
-TEST(ranks_that_join) {
+TEST_CASE("ranks that join") {
   for (int size : {2, 3, 4}) {
     RunRanks(size, [](Rank& rank) {
       for (int round = 0; round < 10; ++round) {
@@ -224,5 +229,3 @@ TEST(ranks_that_join) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -6,23 +6,36 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
 #include <set>
+#include <source_location>
 #include <thread>
 #include <vector>
 
 #include "control/message.h"
 #include "engine/engine.h"
-#include "testing/check.h"
 #include "transport/loopback.h"
 #include "transport/stream.h"
 
 namespace kolovod {
 namespace {
+
+// Not a test, but it stops like one.
+void Require(bool holds, const std::string& otherwise = "does not hold",
+             std::source_location at = std::source_location::current()) {
+  if (holds) return;
+  std::fprintf(stderr, "%s:%u: %s\n", at.file_name(), at.line(), otherwise.c_str());
+  std::_Exit(1);
+}
+void Require(const Status& status, std::source_location at = std::source_location::current()) {
+  Require(status.ok(), status.message(), at);
+}
 
 constexpr uint32_t kEpoch = 1;
 constexpr size_t kMostOfAKind = 6;
@@ -36,7 +49,7 @@ struct Tap {
 
   explicit Tap(int* fd) {
     int pair[2];
-    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+    Require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
     ends[0] = pair[0];
     ends[1] = *fd;
     *fd = pair[1];
@@ -82,7 +95,7 @@ class Corpus {
     std::filesystem::create_directories(folder_ / target);
     std::ofstream file(folder_ / target / (kind + "-" + std::to_string(number)), std::ios::binary);
     file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    CHECK(file.good());
+    Require(file.good());
   }
 
  private:
@@ -108,7 +121,7 @@ void AddControl(Corpus* corpus, std::string_view stream, std::string* announced)
   for (std::string_view left = stream; left.size() >= 8;) {
     uint32_t length;
     std::memcpy(&length, left.data(), sizeof(length));
-    CHECK(left.size() >= 8 + length);
+    Require(left.size() >= 8 + length);
     const std::string_view payload = left.substr(8, length);
     run += left.substr(0, 8 + length);
     if (run.size() > 300) {
@@ -118,11 +131,11 @@ void AddControl(Corpus* corpus, std::string_view stream, std::string* announced)
     }
     left.remove_prefix(8 + length);
     const auto note = DecodeNote(payload);
-    CHECK(note.has_value());
+    Require(note.has_value());
     corpus->Add("note", NameOf(note->kind), payload);
     if (note->kind == Note::Kind::kRequest) {
       const auto request = DecodeRequest(note->body);
-      CHECK(request.has_value());
+      Require(request.has_value());
       corpus->Add("request", NameOf(request->verb), note->body);
       for (uint8_t rank = 0; rank < 3 && note->rank == 2; ++rank) {  // as if all announced the same
         Append(announced, rank);
@@ -131,7 +144,7 @@ void AddControl(Corpus* corpus, std::string_view stream, std::string* announced)
       }
     } else if (note->kind == Note::Kind::kResponse) {
       const auto response = DecodeResponse(note->body);
-      CHECK(response.has_value());
+      Require(response.has_value());
       const std::string with = response->splits != nullptr ? "_splits"
                                : response->rows.empty()    ? ""
                                                            : "_rows";
@@ -161,7 +174,7 @@ void AddData(Corpus* corpus, std::string_view stream) {
   while (stream.size() >= sizeof(MessageHeader)) {
     MessageHeader header;
     std::memcpy(&header, stream.data(), sizeof(header));
-    CHECK(stream.size() >= sizeof(header) + header.bytes);
+    Require(stream.size() >= sizeof(header) + header.bytes);
     if (count > 0 && header.sequence >> 16 != operation) flush();
     operation = header.sequence >> 16;
     if (operation < 4 && header.bytes < 1500 && count < 8) {
@@ -210,23 +223,23 @@ struct Rank {
 void Work(Rank& self) {
   const int64_t n = self.rank + 1;
   for (int again = 0; again < 4; ++again) {
-    CHECK_OK(self.Do(Verb::kAllreduce, "layer1.weight", {{4, 3}}));
-    CHECK_OK(
+    Require(self.Do(Verb::kAllreduce, "layer1.weight", {{4, 3}}));
+    Require(
         self.Do(Verb::kAllreduce, "\xD1\x81\xD0\xBB\xD0\xBE\xD0\xB9.bias", {{5}, {2, 2}}, {}, Op::kAverage));
-    CHECK_OK(self.Do(Verb::kAllgather, "rows", {{n, 2}, {n}}));
+    Require(self.Do(Verb::kAllgather, "rows", {{n, 2}, {n}}));
   }
-  CHECK_OK(self.Do(Verb::kAllreduce, "layer1.weight", {{2, 2}}, {}, Op::kMax, DType::kFloat64));
-  CHECK(!self.Do(Verb::kAllreduce, "differs", {{n}}).ok());
-  CHECK_OK(self.Do(Verb::kAlltoall, "exchange", {{4, 2}}, {1, 1, 2, 0}));
-  CHECK_OK(self.Do(Verb::kBroadcast, "state", {{7}}, {}, Op::kSum, DType::kInt64));
-  CHECK_OK(self.Do(Verb::kReducescatter, "part", {{6, 2}}));
-  CHECK_OK(self.Do(Verb::kBarrier, "barrier", {}));
+  Require(self.Do(Verb::kAllreduce, "layer1.weight", {{2, 2}}, {}, Op::kMax, DType::kFloat64));
+  Require(!self.Do(Verb::kAllreduce, "differs", {{n}}).ok());
+  Require(self.Do(Verb::kAlltoall, "exchange", {{4, 2}}, {1, 1, 2, 0}));
+  Require(self.Do(Verb::kBroadcast, "state", {{7}}, {}, Op::kSum, DType::kInt64));
+  Require(self.Do(Verb::kReducescatter, "part", {{6, 2}}));
+  Require(self.Do(Verb::kBarrier, "barrier", {}));
   if (self.rank == 3)
     std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // the others tell each other
-  CHECK_OK(self.Do(Verb::kAllreduce, "late", {{3}}));
-  if (self.rank < 2) CHECK_OK(self.Do(Verb::kAllreduce, "only some have data", {{3}}));
+  Require(self.Do(Verb::kAllreduce, "late", {{3}}));
+  if (self.rank < 2) Require(self.Do(Verb::kAllreduce, "only some have data", {{3}}));
   const Status joined = self.Do(Verb::kJoin, "", {});
-  CHECK(joined.ok() || joined.code() == Code::kInterrupted);  // rank 0 is done and aborts
+  Require(joined.ok() || joined.code() == Code::kInterrupted);  // rank 0 is done and aborts
 }
 
 // Four ranks on two hosts; `ends` says how rank 0 leaves.
@@ -235,13 +248,13 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
   Config config;
   config.chunk_bytes = 4096;
   config.late_report_ms = 400;
-  CHECK_OK(LoopbackWorld::Create({0, 0, 1, 1}, config, &world));
+  Require(LoopbackWorld::Create({0, 0, 1, 1}, config, &world));
   std::vector<std::vector<int>> uplinks;
   for (int r = 0; r < world->size(); ++r) uplinks.push_back(world->TakeControlLinks(r));
   Tap control(&uplinks[0][1]);
   // The one that ranks 0 and 2 would ask for.
   int pair[2];
-  CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+  Require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
   Tap data(&pair[0]);
   world->BrokerOf(0)->Connected(2, pair[0]);
   world->BrokerOf(2)->Connected(0, pair[1]);
@@ -261,7 +274,7 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
       options.ranks = world->ranks;
       options.liveness = std::make_unique<LoopbackLiveness>(world->faults, world->ranks);
       Rank self{r, world->size(), nullptr};
-      CHECK_OK(Engine::Create(std::move(options), &self.engine));
+      Require(Engine::Create(std::move(options), &self.engine));
       Work(self);
       if (r == 0) ends(self);
     });
@@ -285,7 +298,7 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
 }  // namespace kolovod
 
 int main(int argc, char** argv) {
-  CHECK(argc == 2);
+  kolovod::Require(argc == 2, "usage: capture FOLDER");
   kolovod::Corpus corpus(argv[1]);
   kolovod::Run(&corpus, [](kolovod::Rank&) {});
   kolovod::Run(&corpus, [](kolovod::Rank& rank) { rank.engine->Abort("the loss is not a number"); });

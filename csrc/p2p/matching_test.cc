@@ -13,7 +13,7 @@ Arrival From(int source, int64_t tag, uint64_t id) {
   return {envelope, nullptr};
 }
 
-TEST(a_message_finds_the_oldest_receive_that_takes_it) {
+TEST_CASE("a message finds the oldest receive that takes it") {
   Matching matching;
   CHECK(!matching.Post(1, 0, 5));
   CHECK(!matching.Post(2, kAnySource, 5));
@@ -29,7 +29,7 @@ TEST(a_message_finds_the_oldest_receive_that_takes_it) {
   CHECK(matching.waiting() == 0);
 }
 
-TEST(an_older_receive_of_any_source_goes_first) {
+TEST_CASE("an older receive of any source goes first") {
   Matching matching;
   CHECK(!matching.Post(1, kAnySource, 0));
   CHECK(!matching.Post(2, 3, 0));
@@ -37,7 +37,7 @@ TEST(an_older_receive_of_any_source_goes_first) {
   CHECK(matching.Arrive(3, 0) == 2);
 }
 
-TEST(a_receive_finds_the_oldest_message) {
+TEST_CASE("a receive finds the oldest message") {
   Matching matching;
   matching.Keep(From(2, 0, 10));
   matching.Keep(From(1, 0, 11));
@@ -49,20 +49,24 @@ TEST(a_receive_finds_the_oldest_message) {
   CHECK(matching.Post(3, kAnySource, 0)->envelope.id == 11);
   CHECK(!matching.Post(4, 1, 0));
   CHECK(matching.Post(5, 2, 0)->envelope.id == 12);
-  CHECK(matching.kept() == 0 && matching.waiting() == 1);
+  CHECK(matching.kept() == 0);
+  CHECK(matching.waiting() == 1);
 }
 
-TEST(a_message_has_its_place_before_its_data) {
+TEST_CASE("a message has its place before its data") {
   Matching matching;
   matching.Keep({From(2, 0, 10).envelope, nullptr, false});
   matching.Complete(2, 0, std::make_unique<char[]>(1));
   matching.Keep({From(2, 0, 11).envelope, nullptr, false});
   const std::optional<Arrival> first = matching.Post(1, 2, 0), second = matching.Post(2, 2, 0);
-  CHECK(first->envelope.id == 10 && first->complete && first->data != nullptr);
-  CHECK(second->envelope.id == 11 && !second->complete);
+  CHECK(first->envelope.id == 10);
+  CHECK(first->complete);
+  CHECK(first->data != nullptr);
+  CHECK(second->envelope.id == 11);
+  CHECK(!second->complete);
 }
 
-TEST(a_receive_that_is_withdrawn_takes_nothing) {
+TEST_CASE("a receive that is withdrawn takes nothing") {
   Matching matching;
   CHECK(!matching.Post(1, 0, 0));
   CHECK(!matching.Post(2, 0, 0));
@@ -74,5 +78,3 @@ TEST(a_receive_that_is_withdrawn_takes_nothing) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -56,10 +56,13 @@ inline void Connect(Wire wire, int ends[2]) {
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t length = sizeof(address);
   auto* any = reinterpret_cast<sockaddr*>(&address);
-  CHECK(listener >= 0 && bind(listener, any, length) == 0 && listen(listener, 1) == 0);
+  CHECK(listener >= 0);
+  CHECK(bind(listener, any, length) == 0);
+  CHECK(listen(listener, 1) == 0);
   CHECK(getsockname(listener, any, &length) == 0);
   ends[0] = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  CHECK(ends[0] >= 0 && connect(ends[0], any, length) == 0);
+  CHECK(ends[0] >= 0);
+  CHECK(connect(ends[0], any, length) == 0);
   ends[1] = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
   CHECK(ends[1] >= 0);
   close(listener);

@@ -124,8 +124,11 @@ inline void CheckAllreduce(Backend& backend, int rank, int size, const Reference
     range.pieces.push_back(Piece{in[t].data(), in_place ? in[t].data() : out[t].data(), counts[t]});
   }
   CHECK_OK(backend.Allreduce(range));
-  CHECK((in_place ? in : out) == wanted);
-  CHECK(in_place || in == before);
+  for (size_t t = 0; t < counts.size(); ++t) {
+    CAPTURE(t);
+    CHECK(FirstDifference((in_place ? in : out)[t], wanted[t]) == "");
+    if (!in_place) CHECK(FirstDifference(in[t], before[t]) == "");
+  }
 }
 
 inline void CheckReducescatter(Backend& backend, int rank, int size, const Reference& reference, DType dtype,
@@ -145,7 +148,7 @@ inline void CheckReducescatter(Backend& backend, int rank, int size, const Refer
   FusedRange range{dtype, op, factors.prescale, factors.postscale, {Piece{in.data(), out.data(), total}},
                    &name};
   CHECK_OK(backend.Reducescatter(range, counts));
-  CHECK(out == Bytes(at(begin), at(begin + own)));
+  CHECK(FirstDifference(out, Bytes(at(begin), at(begin + own))) == "");
 }
 
 inline void CheckBroadcast(Backend& backend, int rank, size_t count, int root, bool in_place) {
@@ -155,7 +158,7 @@ inline void CheckBroadcast(Backend& backend, int rank, size_t count, int root, b
   Bytes out(in.size());
   Bytes& result = in_place ? in : out;
   CHECK_OK(backend.Broadcast(Piece{in.data(), result.data(), count}, DType::kFloat32, root, name));
-  CHECK(result == wanted);
+  CHECK(FirstDifference(result, wanted) == "");
 }
 
 inline void CheckAllgather(Backend& backend, int rank, const std::vector<size_t>& bytes) {
@@ -167,7 +170,7 @@ inline void CheckAllgather(Backend& backend, int rank, const std::vector<size_t>
   const Bytes in = ValuesOf(DType::kUInt8, bytes[static_cast<size_t>(rank)], rank);
   Bytes out(wanted.size());
   CHECK_OK(backend.Allgather(in.data(), out.data(), bytes));
-  CHECK(out == wanted);
+  CHECK(FirstDifference(out, wanted) == "");
 }
 
 // Rank s sends `unit` * ((s * 3 + d * 5) % 7) bytes to d. `local`: the ranks of this host, which are all that
@@ -194,7 +197,7 @@ inline void CheckAlltoall(Backend& backend, int rank, int size, size_t unit, std
   }
   Bytes out(wanted.size());
   CHECK_OK(backend.Alltoall(in.data(), out.data(), Splits::OfAll(by_rank).For(local), unit));
-  CHECK(out == wanted);
+  CHECK(FirstDifference(out, wanted) == "");
 }
 
 // Part sizes that differ by rank, some zero.

@@ -12,7 +12,7 @@ cpu_set_t Cores(int count) {
   return set;
 }
 
-TEST(exactly_one_of_two_leaves_a_shared_core) {
+TEST_CASE("exactly one of two leaves a shared core") {
   const cpu_set_t two = Cores(2);
   CHECK(ShouldLeaveCore(0, 1, {-1, 1}, two));
   CHECK(!ShouldLeaveCore(1, 1, {1, -1}, two));
@@ -20,7 +20,7 @@ TEST(exactly_one_of_two_leaves_a_shared_core) {
   CHECK(!ShouldLeaveCore(0, 0, {-1, 0}, Cores(1)));  // nowhere to go
 }
 
-TEST(four_ranks_on_two_cores_settle_two_by_two) {
+TEST_CASE("four ranks on two cores settle two by two") {
   const cpu_set_t two = Cores(2);
   CHECK(ShouldLeaveCore(0, 0, {-1, 0, 0, 1}, two));
   CHECK(!ShouldLeaveCore(1, 0, {0, -1, 0, 1}, two));
@@ -29,23 +29,21 @@ TEST(four_ranks_on_two_cores_settle_two_by_two) {
   CHECK(!ShouldLeaveCore(0, 0, {-1, -1, -1, -1}, two));
 }
 
-TEST(a_core_that_is_not_allowed_is_no_place_to_go) {
+TEST_CASE("a core that is not allowed is no place to go") {
   cpu_set_t only_first = Cores(1);
   CHECK(!ShouldLeaveCore(0, 0, {-1, 0}, only_first));
   CHECK(!ShouldLeaveCore(0, -1, {-1, 0}, Cores(2)));
 }
 
-TEST(leaving_keeps_the_mask) {
+TEST_CASE("leaving keeps the mask") {
   cpu_set_t before, after;
   CHECK(sched_getaffinity(0, sizeof(before), &before) == 0);
   const int own = sched_getcpu();
   const bool left = LeaveSharedCore(0, {-1, own, own});
   CHECK(sched_getaffinity(0, sizeof(after), &after) == 0);
   CHECK(CPU_EQUAL(&before, &after));
-  CHECK(!left || CPU_COUNT(&before) > 1);
+  CHECK((!left || CPU_COUNT(&before) > 1));
 }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -9,12 +9,13 @@
 namespace kolovod {
 namespace {
 
+using testing::Contains;
 using Bytes = std::vector<uint8_t>;
 
 const Libcrypto& Library() {
   std::string why_not;
   const Libcrypto* const found = Libcrypto::Get(&why_not);
-  if (found == nullptr) testing::Fail(__FILE__, __LINE__, "these tests need OpenSSL: " + why_not);
+  CHECK_MESSAGE(found != nullptr, "these tests need OpenSSL: " << why_not);
   return *found;
 }
 
@@ -38,7 +39,7 @@ Key KeyOf(const Bytes& bytes) {
 }
 
 // RFC 5869, appendix A: SHA-256.
-TEST(hkdf_gives_what_its_rfc_says) {
+TEST_CASE("hkdf gives what its rfc says") {
   struct Case {
     Bytes secret, salt, info;
     const char *agreed, *out;
@@ -67,7 +68,7 @@ TEST(hkdf_gives_what_its_rfc_says) {
 }
 
 // RFC 7748, 6.1: Bob's end.
-TEST(x25519_gives_what_its_rfc_says) {
+TEST_CASE("x25519 gives what its rfc says") {
   std::unique_ptr<KeyExchange> bob;
   CHECK_OK(KeyExchange::Create(
       Library(), KeyOf(FromHex("5dab087e624a8a4b79e17f8b83800ee66f3bb1292618b6fd1c2f8b27ff88e0eb")), &bob));
@@ -79,7 +80,7 @@ TEST(x25519_gives_what_its_rfc_says) {
   CHECK(shared == KeyOf(FromHex("4a5d9d5ba4ce2de1728e3bf480350f25e07e21c947d19e3376f09b3c1e161742")));
 }
 
-TEST(a_public_key_that_leaves_no_choice_is_refused) {
+TEST_CASE("a public key that leaves no choice is refused") {
   std::unique_ptr<KeyExchange> mine;
   CHECK_OK(KeyExchange::Create(Library(), &mine));
   Key zero, shared;
@@ -102,7 +103,7 @@ Ends AgreeAnew(const Key& session) {
   return ends;
 }
 
-TEST(both_ends_have_the_same_keys_and_every_connection_direction_and_purpose_others) {
+TEST_CASE("both ends have the same keys and every connection direction and purpose others") {
   Key session;
   session.data()[5] = 1;
   std::vector<Key> all;
@@ -112,7 +113,8 @@ TEST(both_ends_have_the_same_keys_and_every_connection_direction_and_purpose_oth
       ConnectionKeys client, server;
       CHECK_OK(ends.client->Keys(purpose, &client));
       CHECK_OK(ends.server->Keys(purpose, &server));
-      CHECK(client.send == server.receive && client.receive == server.send);
+      CHECK(client.send == server.receive);
+      CHECK(client.receive == server.send);
       all.push_back(client.send);
       all.push_back(client.receive);
     }
@@ -122,7 +124,7 @@ TEST(both_ends_have_the_same_keys_and_every_connection_direction_and_purpose_oth
   }
 }
 
-TEST(who_does_not_know_the_session_key_has_other_keys) {
+TEST_CASE("who does not know the session key has other keys") {
   std::unique_ptr<KeyExchange> a, b;
   CHECK_OK(KeyExchange::Create(Library(), &a));
   CHECK_OK(KeyExchange::Create(Library(), &b));
@@ -137,19 +139,17 @@ TEST(who_does_not_know_the_session_key_has_other_keys) {
   CHECK(!(client.send == server.receive));
 }
 
-TEST(a_machine_without_the_library_says_which_names_were_tried) {
+TEST_CASE("a machine without the library says which names were tried") {
   Libcrypto library{};
   std::string why_not;
   const std::array names = {"libcrypto.so.no-such-version", "libc.so.6"};
   CHECK(!Libcrypto::Load(names, &library, &why_not));
-  CHECK(why_not.find("libcrypto.so.no-such-version") != std::string::npos);
-  CHECK(why_not.find("libc.so.6 has no EVP_CIPHER_CTX_new") != std::string::npos);
+  CHECK(why_not == Contains("libcrypto.so.no-such-version"));
+  CHECK(why_not == Contains("libc.so.6 has no EVP_CIPHER_CTX_new"));
   CHECK(!Libcrypto::Load({}, &library, &why_not));
 }
 
-TEST(a_cipher_is_offered) { CHECK(OfferedCiphers(Library()) != 0); }
+TEST_CASE("a cipher is offered") { CHECK(OfferedCiphers(Library()) != 0); }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -14,6 +14,7 @@
 namespace kolovod {
 namespace {
 
+using testing::FirstDifference;
 using testing::Rank;
 using testing::RunRanks;
 
@@ -25,25 +26,32 @@ std::shared_ptr<Segment> SegmentOfTwo() {
   return segment;
 }
 
-TEST(all_read_or_none) {
+TEST_CASE("all read or none") {
   const std::shared_ptr<Segment> segment = SegmentOfTwo();
   PeerMemory a(*segment, 0);
   PeerMemory b(*segment, 1);
   a.Announce();
   b.Announce();
   a.Probe();
-  CHECK(!a.AllHaveProbed() && !a.usable());
+  CHECK(!a.AllHaveProbed());
+  CHECK(!a.usable());
   b.Probe();
-  CHECK(a.AllHaveProbed() && a.usable() && b.AllHaveProbed() && b.usable());
+  CHECK(a.AllHaveProbed());
+  CHECK(a.usable());
+  CHECK(b.AllHaveProbed());
+  CHECK(b.usable());
 
   // A process of that number that is somebody else: what it has there is not the token.
   segment->rank(1).token ^= 1;
   a.Probe();
   b.Probe();
-  CHECK(a.AllHaveProbed() && !a.usable() && b.AllHaveProbed() && !b.usable());
+  CHECK(a.AllHaveProbed());
+  CHECK(!a.usable());
+  CHECK(b.AllHaveProbed());
+  CHECK(!b.usable());
 }
 
-TEST(a_process_that_is_gone_cannot_be_read) {
+TEST_CASE("a process that is gone cannot be read") {
   const std::shared_ptr<Segment> segment = SegmentOfTwo();
   PeerMemory a(*segment, 0);
   a.Announce();
@@ -58,7 +66,7 @@ TEST(a_process_that_is_gone_cannot_be_read) {
   CHECK(segment->rank(0).reads_peers.load() == 2);
 }
 
-TEST(memory_is_read_whole_or_with_an_error) {
+TEST_CASE("memory is read whole or with an error") {
   const std::shared_ptr<Segment> segment = SegmentOfTwo();
   PeerMemory a(*segment, 0);
   PeerMemory b(*segment, 1);
@@ -68,8 +76,10 @@ TEST(memory_is_read_whole_or_with_an_error) {
   std::iota(from.begin(), from.end(), char{3});
   a.Offer(from.data(), from.size());
   std::vector<char> to(from.size());
-  CHECK(b.Read(0, b.Offered(0), to.data(), to.size()) == 0 && to == from);
-  CHECK(b.Read(0, b.Offered(0) + 7, to.data(), 2) == 0 && to[1] == from[8]);
+  CHECK(b.Read(0, b.Offered(0), to.data(), to.size()) == 0);
+  CHECK(FirstDifference(to, from) == "");
+  CHECK(b.Read(0, b.Offered(0) + 7, to.data(), 2) == 0);
+  CHECK(to[1] == from[8]);
   a.Offer(nullptr, 0);
   CHECK(b.Offered(0) != 0);  // nothing to read, which is no obstacle
 
@@ -104,7 +114,7 @@ std::vector<float> Broadcast(Rank& rank, const float* in, size_t count, int root
 
 #if defined(__x86_64__)
 // As above; one rank's input suffices for all to stage.
-TEST(what_cannot_be_read_is_staged) {
+TEST_CASE("what cannot be read is staged") {
   Config config = testing::SmallConfig();
   config.peer_read_bytes = 1;
   config.cores = 1;  // so that broadcast reads, too
@@ -144,7 +154,7 @@ TEST(what_cannot_be_read_is_staged) {
 
 // Many at once, so that a rank that gets nothing from a slow one may go on to the next: it must not offer
 // anew before that has seen that all stage.
-TEST(one_rank_may_be_ahead_of_another) {
+TEST_CASE("one rank may be ahead of another") {
   Config config = testing::SmallConfig();
   config.peer_read_bytes = 1;
   constexpr size_t kCount = kPage / sizeof(float);
@@ -186,5 +196,3 @@ TEST(one_rank_may_be_ahead_of_another) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

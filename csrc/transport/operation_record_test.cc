@@ -1,11 +1,15 @@
+#include "transport/operation_record.h"
+
 #include <atomic>
 #include <memory>
 #include <thread>
 
 #include "testing/check.h"
-#include "transport/operation_record.h"
 
 namespace kolovod {
+
+static doctest::String toString(OperationState value) { return NameOf(value); }
+
 namespace {
 
 struct Ring {
@@ -19,28 +23,39 @@ struct Ring {
   std::vector<OperationRecord> Read() const { return ReadRecords(slots.get()); }
 };
 
-TEST(an_operation_is_read_as_it_was_written) {
+TEST_CASE("an operation is read as it was written") {
   Ring r;
   CHECK(r.Read().empty());
   const uint32_t slot = r.Open("layer1.weight", 100);
   OperationRecord record = r.Read().at(0);
-  CHECK(record.number == 1 && record.name == "layer1.weight" && record.verb == Verb::kAllgather);
-  CHECK(record.dtype == DType::kInt32 && record.tensors == 2 && record.bytes == 24);
-  CHECK(record.state == OperationState::kSubmitted && record.submitted_ns == 100 && record.bucket == 0);
-  CHECK(record.started_ns == 0 && record.ended_ns == 0);
+  CHECK(record.number == 1);
+  CHECK(record.name == "layer1.weight");
+  CHECK(record.verb == Verb::kAllgather);
+  CHECK(record.dtype == DType::kInt32);
+  CHECK(record.tensors == 2);
+  CHECK(record.bytes == 24);
+  CHECK(record.state == OperationState::kSubmitted);
+  CHECK(record.submitted_ns == 100);
+  CHECK(record.bucket == 0);
+  CHECK(record.started_ns == 0);
+  CHECK(record.ended_ns == 0);
   CHECK(record.name_hash == HashName("layer1.weight"));
   r.ring.Started(slot, 7, 200);
   record = r.Read().at(0);
-  CHECK(record.state == OperationState::kStarted && record.started_ns == 200 && record.bucket == 7);
+  CHECK(record.state == OperationState::kStarted);
+  CHECK(record.started_ns == 200);
+  CHECK(record.bucket == 7);
   CHECK(record.pending());
   r.ring.Ended(slot, true, 300);
   record = r.Read().at(0);
-  CHECK(record.state == OperationState::kDone && record.ended_ns == 300 && !record.pending());
+  CHECK(record.state == OperationState::kDone);
+  CHECK(record.ended_ns == 300);
+  CHECK(!record.pending());
   r.ring.Ended(r.Open("b", 400), false, 500);
   CHECK(r.Read().at(1).state == OperationState::kFailed);
 }
 
-TEST(long_names_are_shortened_and_still_told_apart) {
+TEST_CASE("long names are shortened and still told apart") {
   Ring r;
   const std::string common(100, 'x');
   r.Open(common + "1" + common, 1);
@@ -52,19 +67,21 @@ TEST(long_names_are_shortened_and_still_told_apart) {
   r.Open(std::string(kRecordNameBytes, 'y'), 1);
   const auto records = r.Read();
   CHECK(records[0].name == std::string(20, 'x') + "..." + std::string(33, 'x'));
-  CHECK(records[0].name == records[1].name && records[0].name_hash != records[1].name_hash);
+  CHECK(records[0].name == records[1].name);
+  CHECK(records[0].name_hash != records[1].name_hash);
   CHECK(records[2].name == "a" + accents.substr(0, 18) + "..." + accents.substr(0, 32));
   CHECK(records[3].name == accents.substr(0, 20) + "..." + accents.substr(0, 32));
   CHECK(records[4].name == std::string(kRecordNameBytes, 'y'));
 }
 
-TEST(finished_operations_are_overwritten_and_pending_ones_stay) {
+TEST_CASE("finished operations are overwritten and pending ones stay") {
   Ring r;
   const uint32_t pending = r.Open("pending", 5);
   for (size_t i = 0; i < 3 * kRecordSlots; ++i) r.ring.Ended(r.Open("short", 10), true, 20);
   const auto records = r.Read();
   CHECK(records.size() == kRecordSlots);
-  CHECK(records.front().name == "pending" && records.front().number == 1);
+  CHECK(records.front().name == "pending");
+  CHECK(records.front().number == 1);
   CHECK(records.back().number == 3 * kRecordSlots + 1);
   CHECK(records[1].number == 2 * kRecordSlots + 3);
   CHECK(OldestPendingNs(r.slots.get()) == 5);
@@ -74,12 +91,13 @@ TEST(finished_operations_are_overwritten_and_pending_ones_stay) {
   CHECK(OldestPendingNs(r.slots.get()) == INT64_MAX);
 }
 
-TEST(more_pending_operations_than_slots_are_counted) {
+TEST_CASE("more pending operations than slots are counted") {
   Ring r;
   std::vector<uint32_t> open;
   for (size_t i = 0; i < kRecordSlots + 3; ++i) open.push_back(r.Open("p", 1));
   CHECK(r.unrecorded.load() == 3);
-  CHECK(open.back() == kUnrecorded && open[kRecordSlots - 1] < kRecordSlots);
+  CHECK(open.back() == kUnrecorded);
+  CHECK(open[kRecordSlots - 1] < kRecordSlots);
   for (uint32_t slot : open) r.ring.Ended(slot, true, 2);
   CHECK(r.unrecorded.load() == 0);
   CHECK(r.Open("q", 3) < kRecordSlots);
@@ -89,7 +107,7 @@ TEST(more_pending_operations_than_slots_are_counted) {
 }
 
 // Under ThreadSanitizer: readers of a ring that is written all the time see whole records.
-TEST(a_record_is_never_torn) {
+TEST_CASE("a record is never torn") {
   Ring r;
   std::atomic<bool> stop{false};
   std::thread writer([&] {
@@ -101,7 +119,8 @@ TEST(a_record_is_never_torn) {
   });
   for (int round = 0; round < 100; ++round) {
     for (const OperationRecord& record : r.Read()) {
-      CHECK(record.bytes == record.number && record.tensors == record.number % 40);
+      CHECK(record.bytes == record.number);
+      CHECK(record.tensors == record.number % 40);
       CHECK(record.name == std::string(record.number % 40, static_cast<char>('a' + record.number % 26)));
       CHECK(record.name_hash == HashName(record.name));
       CHECK(record.submitted_ns == static_cast<int64_t>(record.number));
@@ -113,5 +132,3 @@ TEST(a_record_is_never_torn) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

@@ -1,6 +1,7 @@
+#include "control/message_ring.h"
+
 #include <thread>
 
-#include "control/message_ring.h"
 #include "testing/check.h"
 
 namespace kolovod {
@@ -16,7 +17,7 @@ struct Shared {
 std::string Frame(int i) { return std::string(static_cast<size_t>(i * 37 % 3000), static_cast<char>(i)); }
 
 // Frames up to three times the ring's size, read whole and in order by two readers at once.
-TEST(every_reader_sees_every_frame_in_order) {
+TEST_CASE("every reader sees every frame in order") {
   Shared shared;
   constexpr int kFrames = 500;
   std::thread writer([&] {
@@ -31,7 +32,8 @@ TEST(every_reader_sees_every_frame_in_order) {
       complete += w.Flush(&moved);
       if (!w.empty() && !w.HasRoom()) shared.told.wait(seen);
     }
-    CHECK(moved && w.empty());
+    CHECK(moved);
+    CHECK(w.empty());
   });
   const auto read = [&](int which) {
     MessageRingReader r(shared.data.data(), shared.data.size(), &shared.head, &shared.tails[which], 9);
@@ -59,7 +61,7 @@ TEST(every_reader_sees_every_frame_in_order) {
   second.join();
 }
 
-TEST(bytes_of_another_epoch_or_absurd_lengths_are_refused) {
+TEST_CASE("bytes of another epoch or absurd lengths are refused") {
   for (const uint32_t epoch : {1u, 2u}) {
     Shared shared;
     MessageRingWriter w(shared.data.data(), shared.data.size(), &shared.head, {&shared.tails[0]}, epoch);
@@ -86,5 +88,3 @@ TEST(bytes_of_another_epoch_or_absurd_lengths_are_refused) {
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()

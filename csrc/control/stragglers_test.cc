@@ -1,8 +1,11 @@
 #include "control/stragglers.h"
+
 #include "testing/check.h"
 
 namespace kolovod {
 namespace {
+
+using testing::Contains;
 
 constexpr int64_t kSecond = 1'000'000'000;
 
@@ -46,25 +49,28 @@ struct World {
   StragglerView view;
 };
 
-TEST(all_is_well) {
+TEST_CASE("all is well") {
   World w(2);
   CHECK(w.Judge().findings.empty());
   w.Finish(0, "a", 1, 2);
   w.Finish(1, "a", 1, 2);
   w.Add(0, "b", 41);
   const StragglerVerdict verdict = w.Judge();
-  CHECK(!verdict.report && !verdict.fail);
+  CHECK(!verdict.report);
+  CHECK(!verdict.fail);
 }
 
-TEST(who_has_not_sent_is_known_by_the_receive) {
+TEST_CASE("who has not sent is known by the receive") {
   World w(3);
   w.view.numbers = {4, 5, 7};
   OperationRecord& waits = w.Add(0, "rank 7, tag 3", 10);
   waits.verb = Verb::kRecv;
   waits.peer = 7;
   StragglerVerdict verdict = w.Judge();
-  CHECK(verdict.report && verdict.findings.size() == 1);
-  CHECK(verdict.findings[0].rank == 2 && verdict.findings[0].cause == StragglerCause::kNoPartner);
+  CHECK(verdict.report);
+  CHECK(verdict.findings.size() == 1);
+  CHECK(verdict.findings[0].rank == 2);
+  CHECK(verdict.findings[0].cause == StragglerCause::kNoPartner);
   CHECK(World::Text(verdict.findings[0]) ==
         "rank 2 has not sent or received what is waited for by 'rank 7, tag 3' (recv, 90 s); rank 0 waits");
   w.view.records[0][0].peer = -1;  // any
@@ -73,13 +79,14 @@ TEST(who_has_not_sent_is_known_by_the_receive) {
         "nobody has sent or received what is waited for by 'rank 7, tag 3' (recv, 90 s); rank 0 waits");
 }
 
-TEST(who_has_not_submitted_what_and_who_waits) {
+TEST_CASE("who has not submitted what and who waits") {
   World w(3);
   w.Add(0, "layer1.weight", 39);
   w.Add(1, "layer1.weight", 38);
   w.Add(0, "layer2.weight", 40);
   const StragglerVerdict verdict = w.Judge();
-  CHECK(verdict.report && !verdict.fail);
+  CHECK(verdict.report);
+  CHECK(!verdict.fail);
   CHECK(verdict.findings.size() == 2);
   CHECK(World::Text(verdict.findings[0]) ==
         "rank 2 has not submitted 'layer1.weight' (allreduce, 62 s), 'layer2.weight' (allreduce, 60 s); "
@@ -88,7 +95,7 @@ TEST(who_has_not_submitted_what_and_who_waits) {
         "rank 1 has not submitted 'layer2.weight' (allreduce, 60 s); rank 0 waits");
 }
 
-TEST(operations_known_by_their_place_in_a_graph_may_have_been_pruned) {
+TEST_CASE("operations known by their place in a graph may have been pruned") {
   World w(2);
   w.Add(0, "tf.kolovod_3", 10);
   CHECK(World::Text(w.Judge().findings[0]) ==
@@ -96,7 +103,7 @@ TEST(operations_known_by_their_place_in_a_graph_may_have_been_pruned) {
         "out operations whose results it does not use: use them on all ranks");
 }
 
-TEST(different_tensors_missing_on_different_ranks) {
+TEST_CASE("different tensors missing on different ranks") {
   World w(3);
   for (int r : {0, 2}) w.Add(r, "x", 10);
   for (int r : {1, 2}) w.Add(r, "y", 20);
@@ -108,17 +115,17 @@ TEST(different_tensors_missing_on_different_ranks) {
         "rank 0 has not submitted 'y' (allreduce, 80 s); ranks 1, 2 wait");
 }
 
-TEST(many_names_are_counted) {
+TEST_CASE("many names are counted") {
   World w(2);
   for (int i = 0; i < 9; ++i) w.Add(0, "t" + std::to_string(i), 10);
   const StragglerVerdict verdict = w.Judge();
   CHECK(World::Text(verdict.findings[0], 1) ==
         "rank 1 has not submitted 't0' (allreduce, 90 s) and 8 more; rank 0 waits");
-  CHECK(World::Text(verdict.findings[0]).find("'t5'") != std::string::npos);
-  CHECK(World::Text(verdict.findings[0]).find("and 3 more") != std::string::npos);
+  CHECK(World::Text(verdict.findings[0]) == Contains("'t5'"));
+  CHECK(World::Text(verdict.findings[0]) == Contains("and 3 more"));
 }
 
-TEST(what_has_waited_for_half_the_time_goes_with_it) {
+TEST_CASE("what has waited for half the time goes with it") {
   World w(2);
   w.Add(0, "old", 40);
   w.Add(0, "younger", 70);
@@ -126,7 +133,7 @@ TEST(what_has_waited_for_half_the_time_goes_with_it) {
   CHECK(w.Judge().findings[0].operations.size() == 2);
 }
 
-TEST(reports_come_after_twice_the_time) {
+TEST_CASE("reports come after twice the time") {
   World w(2);
   w.Add(0, "a", 0);
   const auto due = [&](int64_t now_s, int64_t last_s) {
@@ -134,36 +141,47 @@ TEST(reports_come_after_twice_the_time) {
     w.view.last_report_ns = last_s * kSecond;
     return w.Judge(10).report;
   };
-  CHECK(!due(9, 0) && due(10, 0));
-  CHECK(!due(19, 10) && due(20, 10));
-  CHECK(!due(39, 20) && due(40, 20));
+  CHECK(!due(9, 0));
+  CHECK(due(10, 0));
+  CHECK(!due(19, 10));
+  CHECK(due(20, 10));
+  CHECK(!due(39, 20));
+  CHECK(due(40, 20));
   // Another that begins to be late has its own time, but not right after a report.
   w.Add(0, "b", 41);
-  CHECK(!due(50, 40) && due(51, 40));
-  CHECK(!due(55, 46) && due(56, 46));
+  CHECK(!due(50, 40));
+  CHECK(due(51, 40));
+  CHECK(!due(55, 46));
+  CHECK(due(56, 46));
 }
 
-TEST(short_limits_do_not_make_reports_overlap) {
+TEST_CASE("short limits do not make reports overlap") {
   World w(2);
   w.Add(0, "a", 99);
   w.view.last_report_ns = 99 * kSecond;
-  CHECK(!w.Judge(1, 1).report && !w.Judge(1, 1).fail);
+  CHECK(!w.Judge(1, 1).report);
+  CHECK(!w.Judge(1, 1).fail);
   w.view.last_report_ns = 97 * kSecond;
-  CHECK(w.Judge(1, 1).report && w.Judge(1, 1).fail);
+  CHECK(w.Judge(1, 1).report);
+  CHECK(w.Judge(1, 1).fail);
 }
 
-TEST(the_second_limit_is_independent_of_the_first) {
+TEST_CASE("the second limit is independent of the first") {
   World w(2);
   w.Add(0, "a", 50);
-  CHECK(!w.Judge(60, 51).fail && w.Judge(60, 50).fail);
+  CHECK(!w.Judge(60, 51).fail);
+  CHECK(w.Judge(60, 50).fail);
   CHECK(!w.Judge(60, 50).report);
   StragglerVerdict verdict = w.Judge(0, 50);
-  CHECK(verdict.fail && !verdict.report && verdict.findings[0].rank == 1);
+  CHECK(verdict.fail);
+  CHECK(!verdict.report);
+  CHECK(verdict.findings[0].rank == 1);
   verdict = w.Judge(50, 0);
-  CHECK(!verdict.fail && verdict.report);
+  CHECK(!verdict.fail);
+  CHECK(verdict.report);
 }
 
-TEST(an_earlier_use_of_a_name_does_not_count) {
+TEST_CASE("an earlier use of a name does not count") {
   const std::string wanted = "rank 1 has not submitted 'a' (allreduce, 85 s); rank 0 waits";
   // Rank 1 was through with it a moment after rank 0 had submitted the next.
   World w(2);
@@ -192,7 +210,7 @@ TEST(an_earlier_use_of_a_name_does_not_count) {
   CHECK(t.Judge().findings.at(0).cause == StragglerCause::kNoProgress);
 }
 
-TEST(a_rank_that_is_through_is_not_late) {
+TEST_CASE("a rank that is through is not late") {
   World w(2);
   w.Add(0, "a", 10);
   w.Finish(1, "a", 11, 12);
@@ -200,15 +218,16 @@ TEST(a_rank_that_is_through_is_not_late) {
   CHECK(verdict.findings.at(0).cause == StragglerCause::kNoProgress);
 }
 
-TEST(a_rank_with_unknown_operations_is_not_accused) {
+TEST_CASE("a rank with unknown operations is not accused") {
   World w(3);
   w.Add(0, "a", 10);
   w.view.incomplete[1] = true;
   const StragglerVerdict verdict = w.Judge();
-  CHECK(verdict.findings.size() == 1 && verdict.findings[0].rank == 2);
+  CHECK(verdict.findings.size() == 1);
+  CHECK(verdict.findings[0].rank == 2);
 }
 
-TEST(a_rank_that_takes_no_part_in_the_bucket) {
+TEST_CASE("a rank that takes no part in the bucket") {
   World w(3);
   w.Start(0, "a", 1, 20);
   w.Start(1, "a", 1, 21);
@@ -220,7 +239,7 @@ TEST(a_rank_that_takes_no_part_in_the_bucket) {
         "rank 2 has submitted 'a' (allreduce, 80 s), but takes no part in it; ranks 0, 1 wait");
 }
 
-TEST(data_that_do_not_come_are_followed_to_their_source) {
+TEST_CASE("data that do not come are followed to their source") {
   World w(4);
   for (int r = 0; r < 4; ++r) w.Start(r, "a", 1, 20);
   w.view.waits_for = {1, 2, -1, 2};
@@ -230,10 +249,11 @@ TEST(data_that_do_not_come_are_followed_to_their_source) {
         "rank 2 does not deliver its data of 'a' (allreduce, 80 s); ranks 0, 1, 3 wait");
   w.view.waits_for = {1, 2, 0, 0};  // a circle: somebody is named, and nothing hangs
   verdict = w.Judge();
-  CHECK(!verdict.findings.empty() && verdict.findings[0].cause == StragglerCause::kNoData);
+  CHECK(!verdict.findings.empty());
+  CHECK(verdict.findings[0].cause == StragglerCause::kNoData);
 }
 
-TEST(what_waits_behind_other_trouble_is_not_told) {
+TEST_CASE("what waits behind other trouble is not told") {
   World w(2);
   for (int r = 0; r < 2; ++r) w.Start(r, "a", 1, 20);
   for (int r = 0; r < 2; ++r) w.Add(r, "behind", 21);
@@ -243,7 +263,7 @@ TEST(what_waits_behind_other_trouble_is_not_told) {
   CHECK(verdict.findings[0].operations.size() == 1);
 }
 
-TEST(ranks_of_a_process_set_have_the_numbers_of_the_world) {
+TEST_CASE("ranks of a process set have the numbers of the world") {
   World w(3);
   for (int r : {0, 2}) w.Add(r, "a", 10);
   const RankNames names{{4, 6, 9}, [](int r) { return "rank of index " + std::to_string(r); }};
@@ -252,7 +272,7 @@ TEST(ranks_of_a_process_set_have_the_numbers_of_the_world) {
 }
 
 // Rank 2 is of another host, which has told for what it waits.
-TEST(a_wait_of_another_host) {
+TEST_CASE("a wait of another host") {
   World w(3);
   w.Finish(0, "a", 1, 2, 7);
   w.Finish(1, "a", 1, 2, 7);
@@ -278,7 +298,7 @@ TEST(a_wait_of_another_host) {
   CHECK(u.Judge().findings.at(0).cause == StragglerCause::kNoProgress);
 }
 
-TEST(waits_survive_the_way_to_another_host) {
+TEST_CASE("waits survive the way to another host") {
   World w(2);
   w.Finish(1, "a", 1, 2, 7);
   w.Add(1, "a", 30);
@@ -287,13 +307,19 @@ TEST(waits_survive_the_way_to_another_host) {
   const StragglerLimits limits{60 * kSecond, 0};
   const std::vector<OverdueWait> waits = OverdueWaits(w.view, limits, 2);
   CHECK(waits.size() == 2);
-  const std::string bytes = EncodeOverdueWaits(waits, 100 * kSecond);
-  const auto there = DecodeOverdueWaits(bytes, 1100 * kSecond);
-  CHECK(there.has_value() && there->size() == 2);
-  CHECK(there->at(0).rank == 0 && there->at(0).record.state == OperationState::kStarted);
-  CHECK(there->at(0).record.started_ns == 1020 * kSecond && there->at(0).record.bucket == 8);
-  CHECK(there->at(1).rank == 1 && there->at(1).used == 7 && there->at(1).record.name == "a");
-  CHECK(there->at(1).record.submitted_ns == 1030 * kSecond && there->at(1).record.started_ns == 0);
+  const std::string bytes = EncodeLateWaits(waits, 100 * kSecond);
+  const auto there = DecodeLateWaits(bytes, 1100 * kSecond);
+  CHECK(there.has_value());
+  CHECK(there->size() == 2);
+  CHECK(there->at(0).rank == 0);
+  CHECK(there->at(0).record.state == OperationState::kStarted);
+  CHECK(there->at(0).record.started_ns == 1020 * kSecond);
+  CHECK(there->at(0).record.bucket == 8);
+  CHECK(there->at(1).rank == 1);
+  CHECK(there->at(1).used == 7);
+  CHECK(there->at(1).record.name == "a");
+  CHECK(there->at(1).record.submitted_ns == 1030 * kSecond);
+  CHECK(there->at(1).record.started_ns == 0);
   CHECK(there->at(1).record.name_hash == HashName("a"));
   for (size_t n = 0; n < bytes.size(); ++n) CHECK(!DecodeOverdueWaits(bytes.substr(0, n), 0).has_value());
   CHECK(!DecodeOverdueWaits(bytes + "x", 0).has_value());
@@ -312,7 +338,7 @@ TEST(waits_survive_the_way_to_another_host) {
   CHECK(OverdueWaits(many.view, limits, 1).size() == kMaxOverdueWaits);
 }
 
-TEST(who_has_joined_is_not_late_and_waits_for_long) {
+TEST_CASE("who has joined is not late and waits for long") {
   World w(3);
   w.Add(0, "join", 1).verb = Verb::kJoin;
   w.Finish(1, "a", 85, 86);
@@ -329,16 +355,15 @@ TEST(who_has_joined_is_not_late_and_waits_for_long) {
         "rank 2 has not submitted 'join' (join, 99 s), 'b' (allreduce, 40 s); ranks 0, 1 wait");
 }
 
-TEST(nothing_happens_and_nobody_is_missing) {
+TEST_CASE("nothing happens and nobody is missing") {
   World w(2);
   for (int r = 0; r < 2; ++r) w.Add(r, "a", 10);
   const StragglerVerdict verdict = w.Judge(60, 90);
-  CHECK(verdict.report && verdict.fail);
+  CHECK(verdict.report);
+  CHECK(verdict.fail);
   CHECK(World::Text(verdict.findings.at(0)) ==
         "every rank has submitted 'a' (allreduce, 90 s), but nothing happens; ranks 0, 1 wait");
 }
 
 }  // namespace
 }  // namespace kolovod
-
-TEST_MAIN()
