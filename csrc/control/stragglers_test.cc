@@ -307,8 +307,8 @@ TEST_CASE("waits survive the way to another host") {
   const StragglerLimits limits{60 * kSecond, 0};
   const std::vector<OverdueWait> waits = OverdueWaits(w.view, limits, 2);
   CHECK(waits.size() == 2);
-  const std::string bytes = EncodeLateWaits(waits, 100 * kSecond);
-  const auto there = DecodeLateWaits(bytes, 1100 * kSecond);
+  const std::string bytes = EncodeOverdueWaits(waits, 100 * kSecond);
+  const auto there = DecodeOverdueWaits(bytes, 1100 * kSecond);
   CHECK(there.has_value());
   CHECK(there->size() == 2);
   CHECK(there->at(0).rank == 0);

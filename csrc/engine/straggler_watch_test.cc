@@ -219,15 +219,15 @@ TEST_CASE("hosts that tell and answer") {
   elsewhere.Told(200 * kSecond);
   CHECK(elsewhere.Judge(202 * kSecond, &silent) == StragglerNews::Answers::kOutstanding);
   elsewhere.HearAnswer(1, false, 203 * kSecond);
-  CHECK(elsewhere.Judge(203 * kSecond, &silent) == Elsewhere::Answers::kSilent);
+  CHECK(elsewhere.Judge(203 * kSecond, &silent) == StragglerNews::Answers::kSilent);
   CHECK(silent == 2);
   elsewhere.HearAnswer(2, false, 203 * kSecond);
   CHECK(elsewhere.Judge(204 * kSecond, &silent) == StragglerNews::Answers::kNone);
   elsewhere.HearAnswer(2, true, 204 * kSecond);
   CHECK(elsewhere.Judge(205 * kSecond, &silent) == StragglerNews::Answers::kBlaming);
   elsewhere.Told(300 * kSecond);  // other trouble: they have time to answer again
-  CHECK(elsewhere.Judge(301 * kSecond, &silent) == Elsewhere::Answers::kOutstanding);
-  CHECK(elsewhere.Judge(304 * kSecond, &silent) == Elsewhere::Answers::kSilent);
+  CHECK(elsewhere.Judge(301 * kSecond, &silent) == StragglerNews::Answers::kOutstanding);
+  CHECK(elsewhere.Judge(304 * kSecond, &silent) == StragglerNews::Answers::kSilent);
   CHECK(silent == 1);
 }
 

@@ -1,8 +1,8 @@
 """The verbs: one row each.
 
-A row says what the verb is given besides tensors, in which forms it comes, and what its derivative
-is. The methods of ``Collectives``, the derivatives of all frameworks, and the names that the front
-ends export follow from it. What the engine does with a verb is in csrc/base/verb_traits.h.
+A row says what the engine knows of the verb (csrc/base/verb_traits.h), in which forms it comes, and
+what its derivative is. The derivatives of all frameworks and the names that the front ends export
+follow from it.
 """
 
 from __future__ import annotations
@@ -61,21 +61,15 @@ class Verb:
     name: str
     number: int
     """As the engine has it."""
-    arguments: tuple[str, ...] = ()
-    """What it is given besides tensors, a name and a process set, in the public order."""
-    before_name: bool = False
-    """Whether ``arguments`` stand before the name in calls."""
-    grouped: bool = False
-    """Whether several tensors can be one operation."""
-    in_place: bool = False
+    reduces: bool = False
+    """It does arithmetic; then only Average and Sum are linear."""
     makes_outputs: bool = False
     """Results have another first dimension than what is given, so the engine makes them."""
     adjoint: Adjoint | None = None
-
-    @property
-    def reduces(self) -> bool:
-        """Whether it does arithmetic; then only Average and Sum are linear."""
-        return "op" in self.arguments
+    grouped: bool = False
+    """Several tensors can be one operation."""
+    in_place: bool = False
+    """Results can take the place of what is given."""
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -98,69 +92,24 @@ def _named(name: str) -> Verb:
     return VERBS[name]
 
 
-_REDUCTION = ("op", "prescale_factor", "postscale_factor")
 VERBS: dict[str, Verb] = {}
 
 
-def _verb(
-    name: str,
-    arguments: tuple[str, ...] = (),
-    adjoint: Adjoint | None = None,
-    *,
-    before_name: bool = False,
-    grouped: bool = False,
-    in_place: bool = False,
-    makes_outputs: bool = False,
-) -> Verb:
-    verb = VERBS[name] = Verb(
-        name,
-        _native.VERBS[name],
-        arguments,
-        before_name,
-        grouped,
-        in_place,
-        makes_outputs,
-        adjoint,
-    )
+def _verb(name: str, adjoint: Adjoint | None = None, **forms: bool) -> Verb:
+    known = _native.VERB_TRAITS[name]
+    numbers = known["number"], known["reduces"], known["makes_outputs"]
+    verb = VERBS[name] = Verb(name, *numbers, adjoint, **forms)
     return verb
 
 
 ALLREDUCE = _verb(
-    "allreduce",
-    _REDUCTION,
-    Adjoint("allreduce", reduces_alike=True),
-    grouped=True,
-    in_place=True,
+    "allreduce", Adjoint("allreduce", reduces_alike=True), grouped=True, in_place=True
 )
-BROADCAST = _verb(
-    "broadcast",
-    ("root_rank",),
-    Adjoint("allreduce", then=Then.ZERO_UNLESS_ROOT),
-    before_name=True,
-    in_place=True,
-)
-ALLGATHER = _verb(
-    "allgather",
-    (),
-    Adjoint("allreduce", then=Then.TAKE_OWN_ROWS),
-    grouped=True,
-    makes_outputs=True,
-)
-ALLTOALL = _verb(
-    "alltoall",
-    ("splits",),
-    Adjoint("alltoall", then=Then.PAD_WITH_ZEROS),
-    before_name=True,
-    makes_outputs=True,
-)
-REDUCESCATTER = _verb(
-    "reducescatter",
-    _REDUCTION,
-    Adjoint("allgather", then=Then.SCALE),
-    grouped=True,
-    makes_outputs=True,
-)
+BROADCAST = _verb("broadcast", Adjoint("allreduce", then=Then.ZERO_UNLESS_ROOT), in_place=True)
+ALLGATHER = _verb("allgather", Adjoint("allreduce", then=Then.TAKE_OWN_ROWS), grouped=True)
+ALLTOALL = _verb("alltoall", Adjoint("alltoall", then=Then.PAD_WITH_ZEROS))
+REDUCESCATTER = _verb("reducescatter", Adjoint("allgather", then=Then.SCALE), grouped=True)
 BARRIER = _verb("barrier")
 JOIN = _verb("join")
-SEND = _verb("send", ("dst", "tag"))
-RECV = _verb("recv", ("src", "tag"))
+SEND = _verb("send")
+RECV = _verb("recv")

@@ -1,7 +1,7 @@
 """What one rank has to say for a timeline: its operations, from the engines' records, and spans.
 
-Every engine notes its last thousand operations anyway (``csrc/transport/operation_record.h``). A recorder
-that reads them often enough misses none; what was overwritten in between is counted.
+Every engine notes its last thousand operations anyway (``csrc/transport/operation_record.h``). A
+recorder that reads them often enough misses none; what was overwritten in between is counted.
 """
 
 from __future__ import annotations
