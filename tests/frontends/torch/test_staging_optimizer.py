@@ -100,7 +100,7 @@ def test_what_goes_wrong_with_the_copy_is_raised_by_step():
 
 def test_a_rank_that_is_lost_while_gradients_are_being_copied():
     device, there = FakeDevice(), threading.Event()
-    met = threading.Barrier(2, timeout=60)  # a rank that is killed at once may end a barrier of ours
+    met = threading.Barrier(2, timeout=60)  # a killed rank may end a barrier of ours
 
     def work(world, kv, rank):
         net, optimizer = trained(kv, rank)
