@@ -100,10 +100,12 @@ def test_what_goes_wrong_with_the_copy_is_raised_by_step():
 
 def test_a_rank_that_is_lost_while_gradients_are_being_copied():
     device, there = FakeDevice(), threading.Event()
+    met = threading.Barrier(2, timeout=60)  # a killed rank may end a barrier of ours
 
     def work(world, kv, rank):
         net, optimizer = trained(kv, rank)
         kv.barrier()
+        met.wait()
         device.reached = there.wait
         if rank == 1:
             world.kill(1)
