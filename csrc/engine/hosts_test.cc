@@ -265,7 +265,7 @@ void CheckOthersFail(const std::vector<int>& hosts, int victim, Code code,
     std::vector<float> data(3000, 1.0f);
     const auto begin = std::chrono::steady_clock::now();
     const Status status = rank.Allreduce("t", data);
-    CHECK(status.code() == code);
+    CHECK(status == code);
     CHECK(status.message() == Contains("rank " + std::to_string(victim)));
     CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
     // Whoever goes now leaves, which is not what the others are to see.
