@@ -25,9 +25,9 @@ ControlLinkKeys ToControlLinkKeys(const nb::sequence& given) {
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
                              bool external, std::vector<int> ranks, const PyEngine* world,
-                             std::vector<int> hosts, std::vector<int> uplink_fds, ControlLinkKeys uplink_keys,
-                             std::shared_ptr<ConnectionBroker> broker, std::shared_ptr<StackSource> stacks,
-                             std::string last_operations_prefix) {
+                             std::vector<int> hosts, std::vector<int> control_fds,
+                             ControlLinkKeys control_keys, std::shared_ptr<ConnectionBroker> broker,
+                             std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
   if (size < 1 || static_cast<size_t>(size) != peers.size()) {
     throw nb::value_error("peers: need one (pidfd, description) for each rank");
   }
@@ -45,10 +45,10 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   options.stacks = std::move(stacks);
   options.last_operations_prefix = std::move(last_operations_prefix);
   options.hosts = std::move(hosts);
-  options.control_fds = std::move(uplink_fds);
-  options.control_keys = std::move(uplink_keys);
+  options.control_fds = std::move(control_fds);
+  options.control_keys = std::move(control_keys);
   if (!options.control_keys.empty() && options.control_keys.size() != options.control_fds.size()) {
-    throw nb::value_error("uplink_keys: need one for each of uplink_fds, or none");
+    throw nb::value_error("control_keys: need one for each of control_fds, or none");
   }
   options.broker = std::move(broker);
   int on_host = size;
@@ -60,7 +60,7 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
       throw nb::value_error("links: several hosts need them");
     }
     if (topology.hosts() > 1 && topology.leads() && options.control_fds.size() != topology.leaders.size()) {
-      throw nb::value_error("uplink_fds: need one for each host");
+      throw nb::value_error("control_fds: need one for each host");
     }
   }
   options.liveness = std::make_unique<PidfdLiveness>(rank, peers);
@@ -187,7 +187,7 @@ NB_MODULE(_native, m) {
   });
   BindSealing(m);
   nb::class_<StackSource>(m, "StackSource").def(nb::init<int, int>(), "signum"_a, "read_fd"_a);
-  nb::class_<ConnectionBroker>(m, "Switchboard")
+  nb::class_<ConnectionBroker>(m, "ConnectionBroker")
       .def(nb::init<>())
       .def("fileno", &ConnectionBroker::wanted_fd)
       .def("wanted", &ConnectionBroker::TakeWanted)
@@ -207,20 +207,20 @@ NB_MODULE(_native, m) {
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external,
              std::vector<int> ranks, const PyEngine* world, std::vector<int> hosts,
-             std::vector<int> uplink_fds, const nb::sequence& uplink_keys, const nb::object& links,
+             std::vector<int> control_fds, const nb::sequence& control_keys, const nb::object& links,
              std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
             std::shared_ptr<ConnectionBroker> broker;
-            if (!links.is_none())
-              broker = nb::cast<std::shared_ptr<ConnectionBroker>>(links.attr("switchboard"));
-            new (self) PyEngine(
-                ProcessOptions(rank, size, epoch, segment_fd, peers, config, external, std::move(ranks),
-                               world, std::move(hosts), std::move(uplink_fds), ToControlLinkKeys(uplink_keys),
-                               std::move(broker), std::move(stacks), std::move(last_operations_prefix)),
-                links);
+            if (!links.is_none()) broker = nb::cast<std::shared_ptr<ConnectionBroker>>(links.attr("broker"));
+            new (self)
+                PyEngine(ProcessOptions(rank, size, epoch, segment_fd, peers, config, external,
+                                        std::move(ranks), world, std::move(hosts), std::move(control_fds),
+                                        ToControlLinkKeys(control_keys), std::move(broker), std::move(stacks),
+                                        std::move(last_operations_prefix)),
+                         links);
           },
           "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
           "ranks"_a = std::vector<int>{}, "world"_a = nb::none(), "hosts"_a = std::vector<int>{},
-          "uplink_fds"_a = std::vector<int>{}, "uplink_keys"_a = nb::make_tuple(), "links"_a = nb::none(),
+          "control_fds"_a = std::vector<int>{}, "control_keys"_a = nb::make_tuple(), "links"_a = nb::none(),
           "stacks"_a = nb::none(), "last_operations_prefix"_a = "")
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
            "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{}, "out_bytes"_a = std::vector<size_t>{})

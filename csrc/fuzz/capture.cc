@@ -125,8 +125,8 @@ void AddControl(Corpus* corpus, std::string_view stream, std::string* announced)
     const std::string_view payload = left.substr(8, length);
     run += left.substr(0, 8 + length);
     if (run.size() > 300) {
-      corpus->Add("uplink", "frames", run);
-      corpus->Add("ring", "frames", run);
+      corpus->Add("control_link", "frames", run);
+      corpus->Add("message_ring", "frames", run);
       run.clear();
     }
     left.remove_prefix(8 + length);
@@ -249,9 +249,9 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
   config.chunk_bytes = 4096;
   config.late_report_ms = 400;
   Require(LoopbackWorld::Create({0, 0, 1, 1}, config, &world));
-  std::vector<std::vector<int>> uplinks;
-  for (int r = 0; r < world->size(); ++r) uplinks.push_back(world->TakeControlLinks(r));
-  Tap control(&uplinks[0][1]);
+  std::vector<std::vector<int>> control_links;
+  for (int r = 0; r < world->size(); ++r) control_links.push_back(world->TakeControlLinks(r));
+  Tap control(&control_links[0][1]);
   // The one that ranks 0 and 2 would ask for.
   int pair[2];
   Require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
@@ -266,7 +266,7 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
       options.size = world->size();
       options.epoch = kEpoch;
       options.hosts = world->hosts;
-      options.control_fds = uplinks[static_cast<size_t>(r)];
+      options.control_fds = control_links[static_cast<size_t>(r)];
       options.broker = world->BrokerOf(r);
       options.config = world->config;
       options.segment = world->SegmentOf(r);

@@ -335,7 +335,7 @@ TEST_CASE("who cannot be reached is said") {
   CHECK(mesh->broken());
 }
 
-TEST_CASE("a closed switchboard takes no connections") {
+TEST_CASE("a closed broker takes no connections") {
   ConnectionBroker board;
   int ends[4];
   testing::Connect(Wire::kSocketPair, ends);

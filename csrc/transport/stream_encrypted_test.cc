@@ -1,4 +1,4 @@
-// Encrypted connections with somebody in between: streams of the data plane, and the leaders' uplinks.
+// Encrypted connections with somebody in between: streams of the data plane, and the leaders' control links.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>

@@ -94,7 +94,7 @@ class MessageSealer:
         """The body of the next record from there; None if it is not that."""
 
 @final
-class Switchboard:
+class ConnectionBroker:
     """Where an engine asks for connections to ranks of other hosts, and finds them.
 
     ``fileno()`` is readable when ``wanted()`` has something to say, or after ``close``.
@@ -131,10 +131,10 @@ class Engine:
     (naming the missing ranks) after ``config["start_timeout_ms"]``.
     ``ranks``, ``world``: of a process set its members' numbers in the world, and the world's
     engine; both end together when a rank is lost.
-    ``hosts``: by rank a number for its host, () for one host. With several, ``uplink_fds``:
+    ``hosts``: by rank a number for its host, () for one host. With several, ``control_fds``:
     connected stream sockets which the engine takes over, by host (from a host's first rank to those
-    of its ``tree_neighbours``, else -1), ``uplink_keys``, what each of them is encrypted with (None
-    or an empty sequence: not at all), and ``links``, an object with a ``switchboard``, where the
+    of its ``tree_neighbours``, else -1), ``control_keys``, what each of them is encrypted with
+    (None or an empty sequence: not at all), and ``links``, an object with a ``broker``, where the
     engine gets connections for data, ``close``, called when it is shut down, and ``forget``.
     ``external=True``: after ``hand_over`` buckets are handed to ``next_bucket`` instead of the own
     collectives.
@@ -155,8 +155,8 @@ class Engine:
         ranks: Sequence[int] = (),
         world: Engine | None = None,
         hosts: Sequence[int] = (),
-        uplink_fds: Sequence[int] = (),
-        uplink_keys: Sequence[RecordKeys | None] = (),
+        control_fds: Sequence[int] = (),
+        control_keys: Sequence[RecordKeys | None] = (),
         links: Any = None,
         stacks: StackSource | None = None,
         last_operations_prefix: str = "",

@@ -115,7 +115,7 @@ def test_a_rank_that_is_refused_for_its_release_says_so(monkeypatch: pytest.Monk
         # For the engine, which asks while it runs: at once, since no second try will help.
         said: list[str] = []
         board = SimpleNamespace(closed=False, connected=said.append, failed=said.append)
-        monkeypatch.setattr(links, "switchboard", board)
+        monkeypatch.setattr(links, "broker", board)
         links._connect_data(0)
         monkeypatch.undo()
         assert [bool(re.search(text, one)) for one in said] == [True]

@@ -3,8 +3,8 @@
 Every rank listens on the interface by which it reaches the rendezvous server, from before it joins
 there until its world ends. While the world forms, each host's leader (its first rank) connects to
 the one above it in the tree of leaders, for the control plane. For data, two ranks are connected
-when an algorithm first wants that: the engine asks (``_native.Switchboard``), and of the two the
-one that comes later in the world connects. After the handshake (net/channel.py)::
+when an algorithm first wants that: the engine asks (``_native.ConnectionBroker``), and of the two
+the one that comes later in the world connects. After the handshake (net/channel.py)::
 
     connecting -> listening   {"protocol": n, "version": text,
                                "rank": rank, "purpose": "data" or "control", "epoch": n}
@@ -111,7 +111,7 @@ class Links:
     """One rank's connections to ranks of other hosts, from the forming of a world to its end.
 
     The engine takes over those for the control plane (``hand_over``), and finds those for data at
-    its ``switchboard``. It calls ``close`` when it is shut down, ``forget`` in a forked child.
+    its ``broker``. It calls ``close`` when it is shut down, ``forget`` in a forked child.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Links:
     ) -> None:
         """``encrypted``: all connections are encrypted, and no other is made or accepted."""
         self._encrypted = encrypted
-        self.switchboard = _native.Switchboard()
+        self.broker = _native.ConnectionBroker()
         self.handed_over = False
         self._rank = rank
         self._epoch = formation.epoch
@@ -182,7 +182,7 @@ class Links:
             if self._calling is not None:
                 with contextlib.suppress(OSError):
                     self._calling.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self.switchboard.close()
+        self.broker.close()
         self._listener.close()
         if self._thread is not None:
             self._thread.join()
@@ -192,12 +192,12 @@ class Links:
         for made in taken:
             if made.fd >= 0:
                 os.close(made.fd)
-        self.switchboard.forget()  # nobody uses it any more
+        self.broker.forget()  # nobody uses it any more
 
     def forget(self) -> None:
         """In a forked child: close its copies of the descriptors."""
         self._listener.forget()
-        self.switchboard.forget()
+        self.broker.forget()
         if self._calling is not None:
             self._calling.close()
 
@@ -218,7 +218,7 @@ class Links:
         welcome = epoch == self._epoch and rank < len(self._members)
         channel.send({**versions.own(), "welcome": welcome}, deadline)
         if welcome and purpose == _DATA:
-            self.switchboard.connected(rank, *_made(channel))
+            self.broker.connected(rank, *_made(channel))
         elif welcome:
             self._arrivals.put((rank, _made(channel)))
 
@@ -243,27 +243,27 @@ class Links:
     def _connect_wanted(self) -> None:
         """The thread: connections that the engine asks for, one after the other."""
         poll = select.poll()
-        poll.register(self.switchboard.fileno(), select.POLLIN)
-        while not self.switchboard.closed:
+        poll.register(self.broker.fileno(), select.POLLIN)
+        while not self.broker.closed:
             poll.poll()
-            for peer in self.switchboard.wanted():
+            for peer in self.broker.wanted():
                 if peer < self._rank:  # the others will come
                     self._connect_data(peer)
 
     def _connect_data(self, peer: int) -> None:
         started = time.monotonic()
-        while not self.switchboard.closed:
+        while not self.broker.closed:
             try:
                 # A process may be busy for long; its host answers at once.
                 limits = time.monotonic() + _REACH_S, time.monotonic() + _NO_LIMIT_S
-                self.switchboard.connected(peer, *self._call(peer, _DATA, *limits))
+                self.broker.connected(peer, *self._call(peer, _DATA, *limits))
                 return
             except _OtherReleaseError as error:
-                self.switchboard.failed(str(error))
+                self.broker.failed(str(error))
                 return
             except (AuthenticationError, EOFError, OSError) as error:
                 if time.monotonic() - started >= _PATIENCE_S:
-                    self.switchboard.failed(self._unreachable(peer, error))
+                    self.broker.failed(self._unreachable(peer, error))
                     return
             time.sleep(_RETRY_S)
 

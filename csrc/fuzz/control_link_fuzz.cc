@@ -16,9 +16,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   int pair[2];
   fuzz::Require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0, "sockets are to be had");
   std::atomic<bool> lost{false};
-  std::string urgent;  // under the uplink's reading lock
+  std::string urgent;  // under the control_link's reading lock
   {
-    ControlLink uplink({ControlLinkPeer{1, pair[0]}}, kEpoch);
+    ControlLink control_link({ControlLinkPeer{1, pair[0]}}, kEpoch);
     ControlLink::Events events;
     events.read = [&](const ControlLink::Frame& frame) {
       const auto note = DecodeNote(frame.payload);
@@ -28,7 +28,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     };
     events.arrived = [] {};
     events.lost = [&](int, const std::string&) { lost.store(true); };
-    uplink.Start(std::move(events));
+    control_link.Start(std::move(events));
     if (!bytes.empty()) {
       fuzz::Require(send(pair[1], bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()),
                     "it is sent");
@@ -36,8 +36,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     shutdown(pair[1], SHUT_WR);
     std::string seen;
     // The end of the connection is an event, too, so this ends.
-    while (!lost.load()) uplink.Look();
-    for (const ControlLink::Frame& frame : uplink.Take()) {
+    while (!lost.load()) control_link.Look();
+    for (const ControlLink::Frame& frame : control_link.Take()) {
       const auto length = static_cast<uint32_t>(frame.payload.size());
       seen.append(reinterpret_cast<const char*>(&length), sizeof(length));
       seen.append(reinterpret_cast<const char*>(&kEpoch), sizeof(kEpoch));
