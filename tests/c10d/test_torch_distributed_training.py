@@ -257,6 +257,7 @@ import os; os.write(1, f"rank {rank} is done\\n".encode())
 """
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     done = start(TORCHRUN, SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -121,6 +121,7 @@ print("has", [os.environ.get(name) for name in names])
     assert "has [\"x y'z\\nw\", None, None, None, '1']" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_every_host_that_cannot_be_used_is_named_before_anything_starts(bed, script, tmp_path):
     done = run(bed, "-H", "a:1,nowhere.invalid:1,b:1,10.255.255.1:1", *script(HELLO))
     assert done.returncode == 1
@@ -166,6 +167,7 @@ def test_the_first_to_fail_is_named_with_its_host_and_last_words(bed, script):
     nothing_left(bed)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_on_another_host(bed, script):
     with Running(bed, script(SLEEP)) as job:
         [victim] = [p for p in job.processes("b", "script.py") if p.inner == job.pids[2]]
@@ -204,6 +206,7 @@ def test_ssh_is_killed(bed, script):
     nothing_left(bed)
 
 
+@pytest.mark.slow
 def test_an_agent_is_killed(bed, script):
     with Running(bed, script(SLEEP)) as job:
         [agent] = [
@@ -241,6 +244,7 @@ def test_the_secret_is_on_no_command_line_and_in_no_file(bed, script):
     assert secret.decode() not in said
 
 
+@pytest.mark.slow
 def test_doctor_looks_at_all_hosts(bed):
     command = [sys.executable, "-m", "kolovod", "doctor", "-H"]
     done = bed.run("login", [*command, "a,b,login"], timeout_s=DEADLINE_S, env=environment())
@@ -295,6 +299,7 @@ except kolovod.RankFailed as error:
     assert lines[-2:] == ["failed 1 Wrong on purpose", "True True"]
 
 
+@pytest.mark.slow
 def test_horovodrun_on_two_hosts(bed, script):
     code = """
 import horovod.torch as hvd, os, torch

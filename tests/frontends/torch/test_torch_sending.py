@@ -115,6 +115,7 @@ else:
     assert "recv 'rank 1, tag 0'" in check(2, code)
 
 
+@pytest.mark.slow
 def test_pipeline_parallel_training(check):
     """Two stages by torch.distributed.pipelining give the losses of the whole model."""
     code = """

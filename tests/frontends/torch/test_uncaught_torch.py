@@ -91,6 +91,7 @@ def check_raised(
     assert "terminate called" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_optimizers_gradients_are_on_their_way_and_a_thread_of_autograd_lives(tmp_path):
     done = start(KOLOVOD, OPTIMIZER, tmp_path, "raises")
     assert done.stdout.count("in a thread of autograd: Dummy") == 2
