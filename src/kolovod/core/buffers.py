@@ -7,20 +7,15 @@ from operator import index
 from typing import Any, NamedTuple
 
 from kolovod import _native
-from kolovod.core.frontend import Frontend
+from kolovod.core.frontend import Frontend, TensorView
 from kolovod.core.submission import EngineTensor, Finish, Request, WorldLike
 from kolovod.core.verbs import ALLTOALL, REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["Buffers", "Prepared", "all_of", "both", "only"]
+__all__ = ["Buffers", "Prepared", "all_of", "both"]
 
 Shape = Callable[[list[Any], list[list[int]]], Any]
 """Makes what a verb returns of its results and, by result, of the rows that each rank gave."""
-
-
-def only(results: list[Any], rows: list[list[int]]) -> Any:
-    """The result of a verb on one tensor; of an alltoall the received rows, too."""
-    return results[0]
 
 
 def all_of(results: list[Any], rows: list[list[int]]) -> Any:
@@ -58,7 +53,7 @@ class Buffers:
     ) -> Prepared:
         """For results in new memory."""
         if request.verb.makes_outputs:
-            return self._made_by_engine(request, tensors, world, shape)
+            return self._all_made_by_engine(request, tensors, world, shape)
         entries, results, owners = [], [], []
         for tensor in tensors:
             entry, result, owner = self._fresh(tensor)
@@ -85,7 +80,7 @@ class Buffers:
         owned = [self.own(tensor) for tensor in tensors]
         entries, owners = [pair[0] for pair in owned], [pair[1] for pair in owned]
         result = shape(tensors, [])
-        finish = self._copying_back(owners, tensors, result)
+        finish = self.copying_back(owners, tensors, result)
         return Prepared(entries, owners, result, finish)
 
     def own(self, tensor: Any) -> tuple[EngineTensor, Any]:
@@ -105,9 +100,10 @@ class Buffers:
             return (dtype, shape, source, target), output, None
         return (dtype, shape, source, source), owner, tensor
 
-    def _copying_back(
+    def copying_back(
         self, owners: Sequence[Any], tensors: Sequence[Any], result: Any
     ) -> Finish[Any] | None:
+        """What copies stand-ins back and returns ``result``; None if there are none."""
         pairs = [(owner, t) for owner, t in zip(owners, tensors, strict=True) if owner is not t]
         if not pairs:
             return None
@@ -120,7 +116,19 @@ class Buffers:
 
         return finish
 
-    def _made_by_engine(
+    def made_by_engine(
+        self, tensor: Any, scatters_in: WorldLike | None
+    ) -> tuple[EngineTensor, TensorView, Finish[Any]]:
+        """For the result of an allgather of one tensor, or a reducescatter in some world."""
+        view = self._view(tensor)
+        make = self._make
+
+        def finish(engine: _native.Engine, number: int) -> Any:
+            return make(engine, number, 0, view, tensor, scatters_in)[0]
+
+        return (view[0], view[1], view[2], 0), view, finish
+
+    def _all_made_by_engine(
         self, request: Request, tensors: Sequence[Any], world: WorldLike, shape: Shape
     ) -> Prepared:
         tensors = tuple(tensors)  # the caller may change the list meanwhile
@@ -128,20 +136,33 @@ class Buffers:
         splits: Sequence[int] = ()
         if request.verb is ALLTOALL:
             splits = _splits(request.splits, views[0][1], world.size)
-        scatters = request.verb is REDUCESCATTER
-        frontend = self._frontend
+        scatters_in = world if request.verb is REDUCESCATTER else None
 
         def finish(engine: _native.Engine, number: int) -> Any:
-            results, rows = [], []
-            for i, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
-                given = [_part(view[1][0], world)] if scatters else engine.rows(number, i)
-                data = engine.output(number, i)
-                made = frontend.from_bytes(data, view[0], (sum(given), *view[1][1:]), tensor)
-                results.append(made if view[3] is tensor else frontend.placed(made, tensor))
-                rows.append(given)
-            return shape(results, rows)
+            pairs = enumerate(zip(views, tensors, strict=True))
+            made = [self._make(engine, number, i, *pair, scatters_in) for i, pair in pairs]
+            return shape([result for result, _ in made], [rows for _, rows in made])
 
         return Prepared([(*view[:3], 0) for view in views], views, None, finish, splits)
+
+    def _make(
+        self,
+        engine: _native.Engine,
+        number: int,
+        i: int,
+        view: TensorView,
+        tensor: Any,
+        scatters_in: WorldLike | None,
+    ) -> tuple[Any, list[int]]:
+        """Result ``i``, like ``tensor`` but for its rows; and those that each rank gave."""
+        dtype, shape, _, owner = view
+        frontend = self._frontend
+        if scatters_in is None:
+            rows = engine.rows(number, i)
+        else:
+            rows = [_part(shape[0], scatters_in)]
+        made = frontend.from_bytes(engine.output(number, i), dtype, (sum(rows), *shape[1:]), tensor)
+        return (made if owner is tensor else frontend.placed(made, tensor)), rows
 
 
 def _part(rows: int, world: WorldLike) -> int:

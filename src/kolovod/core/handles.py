@@ -27,16 +27,16 @@ _FOREVER = -1.0
 class Keeper:
     """Holds buffers of operations that nobody waits for any more."""
 
-    __slots__ = ("_kept",)
+    __slots__ = ("kept",)
 
     def __init__(self) -> None:
         """Start with nothing kept."""
         # One deque for good: threads add to it while another sweeps.
-        self._kept: deque[tuple[_native.Engine, int, object]] = deque()
+        self.kept: deque[tuple[_native.Engine, int, object]] = deque()
 
     def __bool__(self) -> bool:
         """Whether anything is kept."""
-        return bool(self._kept)
+        return bool(self.kept)
 
     def keep(self, engine: _native.Engine, number: int, buffers: object) -> None:
         """Forget operation ``number`` of ``engine``, or hold ``buffers`` until it is complete.
@@ -46,21 +46,23 @@ class Keeper:
         """
         try:
             if number == 0 or not engine.release(number):
-                self._kept.append((engine, number, buffers))
+                self.kept.append((engine, number, buffers))
         except _native.EngineError:
             pass  # a forked child, or a number released before: the engine does not use the buffers
 
     def sweep(self) -> None:
         """Let go of what has completed since."""
-        for _ in range(len(self._kept)):
+        for _ in range(len(self.kept)):
             try:
-                engine, number, buffers = self._kept.popleft()
+                engine, number, buffers = self.kept.popleft()
             except IndexError:  # another thread sweeps, too
                 return
             self.keep(engine, number, buffers)
 
 
 keeper = Keeper()
+kept = keeper.kept
+"""What it keeps. Empty nearly always: whether ``sweep`` has something to do is asked of this."""
 
 
 _taking = threading.RLock()  # a collection of garbage may drop another handle within

@@ -75,7 +75,9 @@ class NumpyFrontend:
                     "convert it with numpy.asarray(), or a mask with .filled()"
                 )
         dtype = tensor.dtype
-        code = _DTYPES[dtype] if dtype in _DTYPES else _code(dtype)
+        code = _DTYPES.get(dtype)
+        if code is None:
+            code = _code(dtype)
         if not tensor.flags.c_contiguous:
             tensor = np.array(tensor, order="C")
         return code, tensor.shape, _address(tensor), tensor

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from kolovod import _native
 from kolovod.core import spans
-from kolovod.core.handles import Handle, keeper
+from kolovod.core.handles import Handle, keeper, kept
 from kolovod.core.ops import Op, Sum
 from kolovod.core.verbs import Verb
 from kolovod.errors import InvalidArgumentError, from_engine
@@ -108,8 +108,9 @@ class Submitter:
         path. ``op + 0`` is the plain int of an Op, which the binding takes much faster.
         """
         verb, name, process_set, op, prescale, postscale, root, _ = request
-        engine = self.membership(process_set).engine
-        if keeper:
+        world = self.world() if process_set is None else self.membership(process_set)
+        engine = world.engine
+        if kept:
             keeper.sweep()
         number = 0
         start_ns = monotonic_ns() if spans.log.on else 0
@@ -140,8 +141,9 @@ class Submitter:
     ) -> Handle[Any]:
         """Submit. ``blocking``: whoever calls will wait at once, and drive the engine."""
         verb, name, process_set, op, prescale, postscale, root, _ = request
-        engine = self.membership(process_set).engine
-        if keeper:
+        world = self.world() if process_set is None else self.membership(process_set)
+        engine = world.engine
+        if kept:
             keeper.sweep()
         number = 0
         try:
