@@ -31,11 +31,11 @@ TRANSFERS = {"send", "recv", "isend", "irecv"}  # between two ranks: NumPy and P
 METRICS = {"average_metrics", "gather_samples"}
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),
-    *("SyncBatchNorm", "Compressor", "TorchCollectives", "TorchFrontend", "collectives"),
+    *("SyncBatchNorm", "Compressor", "Payload", "TorchCollectives", "TorchFrontend", "collectives"),
     *METRICS,
 }
 OF_JAX = {
-    *("JaxCollectives", "JaxFrontend", "Compression", "Compressor", "collectives"),
+    *("JaxCollectives", "JaxFrontend", "Compression", "Compressor", "Payload", "collectives"),
     *("allreduce_pytree", "broadcast_pytree", "average_gradients", "DistributedOptimizer"),
     "AccumulatedState",
     *METRICS,
@@ -43,7 +43,7 @@ OF_JAX = {
 FURTHER_PARAMETERS = {("kolovod.jax", "barrier"): ["after"]}  # for its place inside jax.jit
 OF_MXNET = {
     *("DistributedTrainer", "DistributedOptimizer", "broadcast_parameters", "Kolovod"),
-    *("Compression", "Compressor", "MxnetCollectives", "MxnetFrontend", "collectives"),
+    *("Compression", "Compressor", "Payload", "MxnetCollectives", "MxnetFrontend", "collectives"),
 }
 _NO_VERBS_IN_PLACE = {verb for verb in VERBS if not verb.endswith("_")}
 SURFACE = {
@@ -61,7 +61,7 @@ SURFACE = {
     "kolovod.tensorflow": VERBS
     | WORLD
     | {"TensorflowCollectives", "TensorflowFrontend", "collectives"}
-    | {"DistributedGradientTape", "DistributedOptimizer", "Compression", "Compressor"}
+    | {"DistributedGradientTape", "DistributedOptimizer", "Compression", "Compressor", "Payload"}
     | {"SyncBatchNormalization", "broadcast_variables", "broadcast_object_fn"}
     | {"rank_op", "size_op", "local_rank_op", "local_size_op", "cross_rank_op", "cross_size_op"}
     | {"process_set_included_op"},

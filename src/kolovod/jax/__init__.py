@@ -23,7 +23,7 @@ from kolovod.optional_dependencies import missing as _missing
 if _error := _missing("jax"):
     raise _error
 
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.jax import graph
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
@@ -50,6 +50,7 @@ __all__ = [
     "DistributedOptimizer",
     "JaxCollectives",
     "JaxFrontend",
+    "Payload",
     "allreduce_pytree",
     "average_gradients",
     "average_metrics",

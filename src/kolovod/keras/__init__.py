@@ -16,7 +16,7 @@ from kolovod.optional_dependencies import missing as _missing
 if _error := _missing("keras"):
     raise _error
 
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.keras.functions import (
     allgather,
     allreduce,
@@ -39,6 +39,7 @@ __all__ = [
     "Compression",
     "Compressor",
     "DistributedOptimizer",
+    "Payload",
     "allgather",
     "allreduce",
     "average_metrics",

@@ -17,7 +17,7 @@ from kolovod.optional_dependencies import missing as _missing
 if _error := _missing("mxnet"):
     raise _error
 
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.mxnet import store as _store
 from kolovod.mxnet.frontend import MxnetFrontend
 from kolovod.mxnet.functions import Functions
@@ -43,6 +43,7 @@ __all__ = [
     "Kolovod",
     "MxnetCollectives",
     "MxnetFrontend",
+    "Payload",
     "broadcast_parameters",
     "collectives",
 ]

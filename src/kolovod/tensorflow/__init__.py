@@ -25,7 +25,7 @@ from kolovod.optional_dependencies import missing as _missing
 if _error := _missing("tensorflow"):
     raise _error
 
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.surface import bind as _bind
 from kolovod.surface.in_place import *
 from kolovod.surface.verbs import *
@@ -66,6 +66,7 @@ __all__ = [
     "Compressor",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "Payload",
     "SyncBatchNormalization",
     "TensorflowCollectives",
     "TensorflowFrontend",

@@ -17,7 +17,7 @@ if _error := _missing("torch"):
 
 from kolovod.c10d import register as _register
 from kolovod.core.transfers import Transfers
-from kolovod.gradients.compression import Compression, Compressor
+from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.metrics import Metrics as _Metrics
 from kolovod.surface import bind as _bind
 from kolovod.surface.in_place import *
@@ -46,6 +46,7 @@ __all__ = [
     "Compression",
     "Compressor",
     "DistributedOptimizer",
+    "Payload",
     "SyncBatchNorm",
     "TorchCollectives",
     "TorchFrontend",
