@@ -16,6 +16,12 @@ inline constexpr const char* kOpNames[] = {"Average", "Sum", "Adasum", "Min", "M
 inline constexpr int kOpCount = std::size(kOpNames);
 constexpr const char* NameOf(Op op) { return kOpNames[static_cast<int>(op)]; }
 
+// Where a tensor's memory is. The numbers are part of the wire format, too.
+enum class Device : uint8_t { kHost = 0, kGpu = 1 };
+inline constexpr const char* kDeviceNames[] = {"host memory", "GPU memory"};
+inline constexpr int kDeviceCount = std::size(kDeviceNames);
+constexpr const char* NameOf(Device device) { return kDeviceNames[static_cast<int>(device)]; }
+
 // The type in which elements are combined by `op`: float32 for 16-bit floats, int64 for integers that are
 // averaged, else `dtype` itself.
 constexpr DType AccumulatorOf(DType dtype, Op op) {

@@ -24,6 +24,7 @@ inline nanobind::dict ToBucket(const ExternalJob& job) {
   bucket["postscale"] = job.postscale;
   bucket["root"] = job.root;
   bucket["name"] = job.name;
+  bucket["device"] = job.device;
   bucket["tensors"] = tensors;
   bucket["sizes"] = job.sizes;
   bucket["received"] = job.received;

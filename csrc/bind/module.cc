@@ -24,7 +24,7 @@ ControlLinkKeys ToControlLinkKeys(const nb::sequence& given) {
 
 EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
                              const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
-                             bool external, std::vector<int> ranks, const PyEngine* world,
+                             const std::string& external, std::vector<int> ranks, const PyEngine* world,
                              std::vector<int> hosts, std::vector<int> control_fds,
                              ControlLinkKeys control_keys, std::shared_ptr<ConnectionBroker> broker,
                              std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
@@ -37,7 +37,13 @@ EngineOptions ProcessOptions(int rank, int size, uint32_t epoch, int segment_fd,
   options.size = size;
   options.epoch = epoch;
   options.config = ToConfig(config);
-  options.external = external;
+  if (external == "gpu") {
+    options.external = Device::kGpu;
+  } else if (external == "host") {
+    options.external = Device::kHost;
+  } else if (!external.empty()) {
+    throw nb::value_error("external: need 'host', 'gpu' or ''");
+  }
   options.ranks = std::move(ranks);
   if (!options.ranks.empty() && options.ranks.size() != peers.size()) {
     throw nb::value_error("ranks: need one for each rank of the set, or none");
@@ -205,10 +211,11 @@ NB_MODULE(_native, m) {
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
-             const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config, bool external,
-             std::vector<int> ranks, const PyEngine* world, std::vector<int> hosts,
-             std::vector<int> control_fds, const nb::sequence& control_keys, const nb::object& links,
-             std::shared_ptr<StackSource> stacks, std::string last_operations_prefix) {
+             const std::vector<std::pair<int, std::string>>& peers, const ConfigMap& config,
+             const std::string& external, std::vector<int> ranks, const PyEngine* world,
+             std::vector<int> hosts, std::vector<int> control_fds, const nb::sequence& control_keys,
+             const nb::object& links, std::shared_ptr<StackSource> stacks,
+             std::string last_operations_prefix) {
             std::shared_ptr<ConnectionBroker> broker;
             if (!links.is_none()) broker = nb::cast<std::shared_ptr<ConnectionBroker>>(links.attr("broker"));
             new (self)
@@ -218,7 +225,7 @@ NB_MODULE(_native, m) {
                                         std::move(last_operations_prefix)),
                          links);
           },
-          "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = false,
+          "rank"_a, "size"_a, "epoch"_a, "segment_fd"_a, "peers"_a, "config"_a, "external"_a = "",
           "ranks"_a = std::vector<int>{}, "world"_a = nb::none(), "hosts"_a = std::vector<int>{},
           "control_fds"_a = std::vector<int>{}, "control_keys"_a = nb::make_tuple(), "links"_a = nb::none(),
           "stacks"_a = nb::none(), "last_operations_prefix"_a = "")
@@ -233,6 +240,7 @@ NB_MODULE(_native, m) {
       .def("next_bucket", &PyEngine::NextBucket, "timeout_s"_a)
       .def("open_bucket", &PyEngine::OpenBucket, "token"_a)
       .def("close_bucket", &PyEngine::CloseBucket)
+      .def("keep_output", &PyEngine::KeepOutput, "address"_a, "tensor"_a)
       .def("bucket_done", &PyEngine::BucketDone, "token"_a, "error"_a)
       .def("pending", &PyEngine::Pending)
       .def("abort", &PyEngine::Abort, "message"_a)
@@ -281,6 +289,8 @@ NB_MODULE(_native, m) {
       "xla_collective_handler",
       [](int major, int minor) { return reinterpret_cast<uintptr_t>(XlaCollectiveHandler(major, minor)); },
       "major"_a, "minor"_a);
+  m.attr("ON_DEVICE") = kOnDevice;
+  m.attr("DEVICE_SHIFT") = kDeviceShift;
   m.attr("PROTOCOL") = kProtocolVersion;
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);

@@ -67,6 +67,10 @@ inline void ThrowWaitError(const Status& status) {
   ThrowIfError(status);
 }
 
+// What Python adds to the number of a dtype for a tensor on a GPU: this, and the GPU's number shifted.
+inline constexpr int kOnDevice = 1 << 8;
+inline constexpr int kDeviceShift = 16;
+
 inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
                                               const std::vector<size_t>& out_bytes) {
   std::vector<SubmittedTensor> tensors;
@@ -78,7 +82,12 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
     const nb::tuple fields = nb::borrow<nb::tuple>(item);
     if (fields.size() != 4) throw nb::value_error("tensor: need (dtype, shape, input, output)");
     SubmittedTensor tensor;
-    const int dtype = nb::cast<int>(fields[0]);
+    const int code = nb::cast<int>(fields[0]);
+    const int dtype = code >= kOnDevice ? code % kOnDevice : code;
+    if (dtype != code) {
+      tensor.meta.device = Device::kGpu;
+      tensor.gpu = code >> kDeviceShift;
+    }
     if (dtype < 0 || dtype >= kDTypeCount) throw nb::value_error("tensor: unknown dtype number");
     tensor.meta.dtype = static_cast<DType>(dtype);
     const nb::tuple shape = nb::borrow<nb::tuple>(fields[1]);
@@ -180,12 +189,20 @@ class PyEngine {
   bool Release(uint64_t handle) {
     Check();
     bool done = false;
+    const OperationPtr op = device_outputs_.empty() ? nullptr : engine_->Find(handle);
     ThrowIfError(engine_->Release(handle, &done));
+    if (op != nullptr && done) {
+      for (const OutputBuffer& output : op->buffers) device_outputs_.erase(AddressOf(output));
+    }
     return done;
   }
 
   nb::object Output(uint64_t handle, size_t index) {
     const OperationPtr op = Completed(handle, index);
+    if (op->request.device() != Device::kHost && index < op->buffers.size()) {
+      const auto made = device_outputs_.extract(AddressOf(op->buffers[index]));
+      return made.empty() ? nb::none() : std::move(made.mapped());
+    }
     if (index >= op->buffers.size() || op->buffers[index].data == nullptr) {
       throw nb::value_error("output: taken before, or of a verb that makes none");
     }
@@ -232,6 +249,9 @@ class PyEngine {
     nb::gil_scoped_release release;
     External().CloseMemory();
   }
+
+  // On a device: `tensor` is the output of the bucket at hand that has this address.
+  void KeepOutput(uintptr_t address, nb::object tensor) { device_outputs_[address] = std::move(tensor); }
 
   void BucketDone(uint64_t token, const std::string& error) {
     Check();
@@ -306,6 +326,7 @@ class PyEngine {
       fields["name"] = ToText(record.name);
       fields["verb"] = NameOf(record.verb);
       fields["dtype"] = record.tensors > 0 ? nb::cast(NameOf(record.dtype)) : nb::none();
+      fields["device"] = NameOf(record.device);
       fields["tensors"] = record.tensors;
       fields["bytes"] = record.bytes;
       fields["bucket"] = record.bucket > 0 ? nb::cast(record.bucket) : nb::none();
@@ -340,6 +361,7 @@ class PyEngine {
     if (engine_->external() == nullptr) throw nb::value_error("this engine is not external");
     return *engine_->external();
   }
+  static uintptr_t AddressOf(const OutputBuffer& output) { return reinterpret_cast<uintptr_t>(&output); }
   OperationPtr Completed(uint64_t handle, size_t) {
     Check();
     OperationPtr op = engine_->Find(handle);
@@ -351,6 +373,7 @@ class PyEngine {
 
   const int options_rank_;
   nb::object links_;
+  std::map<uintptr_t, nb::object> device_outputs_;  // with the GIL
   bool forgotten_ = false;
   std::shared_ptr<Engine> engine_;
   kolovod_engine* handle_ = nullptr;

@@ -78,12 +78,13 @@ Status ExternalBackend::Reducescatter(const FusedRange& range, const std::vector
 Status ExternalBackend::Run(ExternalJob job) {
   MutexLock lock(mutex_);
   job.token = ++last_token_;
+  job.device = device_.load();
   offered_ = std::move(job);
   changed_.notify_all();
   while (finished_token_ != last_token_) {
     changed_.wait_for(lock.native(), kLook);
-    lock.Unlock();  // the driver's wait: signals are served with the GIL, which the foreign thread has
-    const Status status = waiter_.MustStop() ? waiter_.Stopped() : waiter_.Periodic(/*in_bucket=*/true);
+    lock.Unlock();  // a driver serves signals with the GIL, which the foreign thread has
+    const Status status = look_();
     lock.Lock();
     if (status.ok()) continue;
     // The caller may free the tensors once this returns.
@@ -101,8 +102,7 @@ Status ExternalBackend::Run(ExternalJob job) {
 Status ExternalBackend::Blame(const std::string& text) {
   const auto deadline = std::chrono::steady_clock::now() + kUntilDeathShows;
   while (std::chrono::steady_clock::now() < deadline) {
-    if (waiter_.MustStop()) return waiter_.Stopped();
-    KV_RETURN_IF_ERROR(waiter_.Periodic(/*in_bucket=*/true));
+    KV_RETURN_IF_ERROR(look_());
     std::this_thread::sleep_for(kLook);
   }
   segment_.Revoke(Code::kInternal, text);

@@ -1,9 +1,11 @@
 // Hands buckets to an engine of somebody else (MPI, Gloo, NCCL) that a Python-owned thread drives: the
-// core holds no Python object and never takes the GIL. Until HandOver() the native backend carries
-// everything: what the other engine's ranks must know to find each other travels that way.
+// core holds no Python object and never takes the GIL. In host memory the native backend carries everything
+// until HandOver(): what the other engine's ranks must know to find each other travels that way.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,7 +13,7 @@
 
 #include "base/thread_annotations.h"
 #include "collectives/backend.h"
-#include "transport/waiter.h"
+#include "transport/segment.h"
 
 namespace kolovod {
 
@@ -24,6 +26,9 @@ struct ExternalJob {
   double postscale = 1.0;
   int root = 0;
   std::string name;
+  int device = -1;  // number of the GPU on which the tensors are; -1: they are in host memory, or nowhere
+  // On a GPU, where a rank that has joined gives zeros there are no addresses, and where the result makes
+  // the output it says to what it belongs (OutputBuffer).
   std::vector<Piece> pieces;  // of an allgather and alltoall: one, whose count says nothing
   // Allgather: the bytes of each rank. Alltoall: the bytes that this rank sends to each. Reducescatter: the
   // elements of each rank's part.
@@ -35,9 +40,16 @@ struct ExternalJob {
 
 class ExternalBackend : public Backend {
  public:
-  ExternalBackend(std::unique_ptr<Backend> own, int rank, Segment& segment, Waiter& waiter,
+  // `own`: carries until HandOver; null: nothing is carried before the foreign thread is there. `look` is
+  // called by who waits for that thread, every now and then: whether the world goes on.
+  ExternalBackend(std::unique_ptr<Backend> own, int rank, Segment& segment, std::function<Status()> look,
                   const std::atomic<bool>& stop)
-      : own_(std::move(own)), rank_(rank), segment_(segment), waiter_(waiter), stop_(stop) {}
+      : own_(std::move(own)),
+        rank_(rank),
+        handed_over_(own_ == nullptr),
+        segment_(segment),
+        look_(std::move(look)),
+        stop_(stop) {}
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -47,6 +59,8 @@ class ExternalBackend : public Backend {
 
   // The foreign engine stands, on every rank: it carries all buckets from now on.
   void HandOver() { handed_over_.store(true); }
+  // The GPU of this rank's tensors, from its first one on.
+  void SetDevice(int device) { device_.store(device); }
   // The foreign thread: the next job; kTimeout when none came, kShutDown or the revoke reason at the end.
   Status NextJob(double timeout_s, ExternalJob* job);
   // The pieces of a job may be read and written only between these two: a job whose world was aborted is
@@ -63,9 +77,10 @@ class ExternalBackend : public Backend {
 
   const std::unique_ptr<Backend> own_;
   const int rank_;
-  std::atomic<bool> handed_over_{false};
+  std::atomic<bool> handed_over_;
+  std::atomic<int> device_{-1};
   Segment& segment_;
-  Waiter& waiter_;  // the driver's
+  const std::function<Status()> look_;
   const std::atomic<bool>& stop_;
   Mutex mutex_;
   std::condition_variable changed_;

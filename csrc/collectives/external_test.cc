@@ -23,7 +23,7 @@ class Alone {
     EngineOptions options;
     options.size = 1;
     options.config = config;
-    options.external = true;
+    options.external = Device::kHost;
     options.segment = world_->SegmentOf(0);
     options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks);
     CHECK_OK(Engine::Create(std::move(options), &engine_));

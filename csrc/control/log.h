@@ -12,9 +12,22 @@
 
 namespace kolovod {
 
+// Where a bucket ends.
+struct BucketEnd {
+  uint64_t position = 0;  // in the log, after its last entry
+  // What this and earlier buckets have for a device, and has not begun, begins now (engine/device_lane.h).
+  bool starts_device = false;
+
+  uint64_t Word() const { return position << 1 | static_cast<uint64_t>(starts_device); }
+  static BucketEnd Of(uint64_t word) { return {word >> 1, (word & 1) != 0}; }
+};
+
 class Log {
  public:
-  explicit Log(Segment& segment) : segment_(segment), mask_(segment.layout().log_slots - 1) {}
+  explicit Log(Segment& segment)
+      : segment_(segment),
+        mask_(segment.layout().log_slots - 1),
+        bucket_mask_(segment.layout().bucket_slots - 1) {}
 
   struct Entry {
     bool is_message;  // the next message of the broadcast ring; else the cached name `id`
@@ -47,16 +60,17 @@ class Log {
   // Rank 0: `id` will stand for another name, and ranks may have announced it before it was forgotten.
   void Reset(uint32_t id) { segment_.counters()[id].store(0, std::memory_order_seq_cst); }
 
-  // Log position where bucket `bucket`, which begins at `begin`, ends; nullopt: not closed.
-  std::optional<uint64_t> BucketEnd(uint64_t bucket, uint64_t begin) const {
-    return Unpack(segment_.bucket_ends()[bucket & mask_].load(std::memory_order_acquire), bucket, begin);
+  // Of bucket `bucket`, which begins at `begin`; nullopt: not closed.
+  std::optional<BucketEnd> EndOf(uint64_t bucket, uint64_t begin) const {
+    return Unpack(segment_.bucket_ends()[bucket & bucket_mask_].load(std::memory_order_acquire), bucket,
+                  begin);
   }
 
   // Proposes `end`; returns the end that holds.
-  uint64_t CloseBucket(uint64_t bucket, uint64_t begin, uint64_t end) {
-    std::atomic<uint64_t>& slot = segment_.bucket_ends()[bucket & mask_];
+  BucketEnd CloseBucket(uint64_t bucket, uint64_t begin, BucketEnd end) {
+    std::atomic<uint64_t>& slot = segment_.bucket_ends()[bucket & bucket_mask_];
     uint64_t current = slot.load(std::memory_order_acquire);
-    const uint64_t proposed = (end << 32) | Tag(bucket);
+    const uint64_t proposed = (end.Word() << 32) | Tag(bucket);
     while (true) {
       if (const auto closed = Unpack(current, bucket, begin)) return *closed;
       if (slot.compare_exchange_weak(current, proposed, std::memory_order_acq_rel)) return end;
@@ -67,10 +81,11 @@ class Log {
   static constexpr uint32_t kMessageBit = 1u << 31;
   static uint32_t Tag(uint64_t number) { return static_cast<uint32_t>(number) + 1; }
 
-  static std::optional<uint64_t> Unpack(uint64_t word, uint64_t bucket, uint64_t begin) {
+  static std::optional<BucketEnd> Unpack(uint64_t word, uint64_t bucket, uint64_t begin) {
     if (static_cast<uint32_t>(word) != Tag(bucket)) return std::nullopt;
-    const uint32_t distance = static_cast<uint32_t>(word >> 32) - static_cast<uint32_t>(begin);
-    return begin + distance;
+    const BucketEnd end = BucketEnd::Of(word >> 32);
+    const uint64_t distance = (end.position - begin) & 0x7fff'ffff;
+    return BucketEnd{begin + distance, end.starts_device};
   }
 
   void Append(uint32_t value) {
@@ -82,6 +97,7 @@ class Log {
 
   Segment& segment_;
   const uint64_t mask_;
+  const uint64_t bucket_mask_;
 };
 
 }  // namespace kolovod

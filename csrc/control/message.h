@@ -18,6 +18,7 @@ namespace kolovod {
 struct TensorMeta {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> shape;
+  Device device = Device::kHost;
   bool operator==(const TensorMeta&) const = default;
 };
 
@@ -30,8 +31,10 @@ struct Request {
   double prescale = 1.0;
   double postscale = 1.0;
   int32_t root = 0;
-  std::vector<int64_t> splits;  // alltoall: rows for each rank
-  std::vector<TensorMeta> tensors;
+  std::vector<int64_t> splits;      // alltoall: rows for each rank
+  std::vector<TensorMeta> tensors;  // all on one device
+
+  Device device() const { return tensors.empty() ? Device::kHost : tensors.front().device; }
 };
 
 inline constexpr int32_t kNoId = -1;
@@ -77,7 +80,7 @@ struct Note {
     kId = 1,  // up: all ranks of the host have announced bit `number`; down: all have, it is next in the log
     kResponse = 2,     // down: next in the log; body: the response; rank: 0, or for which leader's host alone
     kReset = 3,        // down: bit `number` will stand for another name
-    kBucketEnd = 4,    // down: bucket `number` ends at log position `end`
+    kBucketEnd = 4,    // down: bucket `number` ends at `end` (BucketEnd::Word)
     kLeft = 5,         // both: `rank` has left cleanly
     kRevoked = 6,      // both: the world is over; number: the code, body: the text
     kOverdue = 7,      // both: body: for what the ranks of leader `rank`'s host wait too long

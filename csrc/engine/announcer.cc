@@ -285,8 +285,10 @@ OperationPtr Announcer::MakeZeros(const Response& response) {
     const size_t bytes = count * SizeOf(meta.dtype);
     OutputBuffer& zeros = op->buffers.emplace_back();
     zeros.bytes = bytes;
-    zeros.data.reset(static_cast<char*>(std::calloc(bytes + 1, 1)));
-    if (zeros.data == nullptr) return nullptr;
+    if (meta.device == Device::kHost) {
+      zeros.data.reset(static_cast<char*>(std::calloc(bytes + 1, 1)));
+      if (zeros.data == nullptr) return nullptr;
+    }
     op->counts.push_back(count);
     op->inputs.push_back(zeros.data.get());
     op->outputs.push_back(zeros.data.get());

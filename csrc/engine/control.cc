@@ -132,8 +132,8 @@ Status Control::ReadLog(std::deque<OperationPtr>* ready) {
   return Status();
 }
 
-uint64_t Control::CloseBucket(uint64_t bucket, uint64_t begin, uint64_t end) {
-  const uint64_t holds = log_.CloseBucket(bucket, begin, end);
+BucketEnd Control::CloseBucket(uint64_t bucket, uint64_t begin, BucketEnd end) {
+  const BucketEnd holds = log_.CloseBucket(bucket, begin, end);
   if (root_ != nullptr) root_->TellBucketEnd(bucket, holds);
   return holds;
 }

@@ -63,14 +63,14 @@ class Control {
   // Position after the last entry read.
   uint64_t position() const REQUIRES(kLease) { return position_; }
 
-  // Where bucket `bucket`, which begins at `begin`, ends; nullopt: not decided.
-  std::optional<uint64_t> BucketEnd(uint64_t bucket, uint64_t begin) const REQUIRES(kLease) {
-    return log_.BucketEnd(bucket, begin);
+  // Of bucket `bucket`, which begins at `begin`; nullopt: not decided.
+  std::optional<BucketEnd> EndOf(uint64_t bucket, uint64_t begin) const REQUIRES(kLease) {
+    return log_.EndOf(bucket, begin);
   }
   // Whether this rank may decide that: on one host whoever comes first, else the root.
   bool MayCloseBucket() const { return topology_.hosts() == 1 || topology_.is_root(); }
   // Proposes `end`; returns the one that holds.
-  uint64_t CloseBucket(uint64_t bucket, uint64_t begin, uint64_t end) REQUIRES(kLease);
+  BucketEnd CloseBucket(uint64_t bucket, uint64_t begin, BucketEnd end) REQUIRES(kLease);
   // Root::TellLinks, of the root.
   void TellLinks(const LinkCost& cost) REQUIRES(kLease) { root_->TellLinks(cost); }
 

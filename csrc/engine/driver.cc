@@ -36,6 +36,8 @@ Driver::Driver(const DriverParts& parts)
       executor_(parts.executor),
       last_operations_(parts.last_operations),
       links_(parts.links),
+      lane_(parts.lane),
+      completion_(registry_, control_.announcer(), last_operations_),
       stop_(parts.stop),
       kick_bytes_(KickBytes(membership_.config, membership_.topology.local_size())),
       told_left_(static_cast<size_t>(membership_.topology.local_size())) {}
@@ -82,7 +84,11 @@ void Driver::ReleaseLease() {
 }
 
 bool Driver::CanExecute() const {
-  return !ready_.empty() && (control_.MayCloseBucket() || control_.BucketEnd(bucket_, executed_).has_value());
+  const bool holds = lane_ != nullptr && !lane_->held().empty();
+  if (ready_.empty() && !holds) return false;
+  // A bucket without entries only begins what the lane holds.
+  if (control_.MayCloseBucket() && (!ready_.empty() || lane_->idle())) return true;
+  return control_.EndOf(bucket_, executed_).has_value();
 }
 
 bool Driver::SeesLeavers() const {
@@ -139,16 +145,17 @@ Status Driver::Step(bool* progressed) {
   return ExecuteBucket(progressed);
 }
 
-Status Driver::AwaitBucketEnd(uint64_t* end) {
-  std::optional<uint64_t> decided = control_.BucketEnd(bucket_, executed_);
-  if (!decided) {
-    std::vector<size_t> bytes;
-    bytes.reserve(ready_.size());
-    for (const OperationPtr& op : ready_) bytes.push_back(op == nullptr ? 0 : op->bytes);
-    const size_t taken = EntriesForBucket(bytes, static_cast<size_t>(membership_.config.fusion_bytes));
-    decided = control_.CloseBucket(bucket_, executed_, executed_ + taken);
-  }
-  *end = *decided;
+BucketEnd Driver::FindBucketEnd() {
+  std::vector<size_t> bytes;
+  bytes.reserve(ready_.size());
+  for (const OperationPtr& op : ready_) bytes.push_back(op == nullptr ? 0 : op->bytes);
+  const size_t taken = EntriesForBucket(bytes, static_cast<size_t>(membership_.config.fusion_bytes));
+  return {executed_ + taken, lane_ != nullptr && lane_->ShouldBegin(ready_, taken)};
+}
+
+Status Driver::AwaitBucketEnd(BucketEnd* end) {
+  const std::optional<BucketEnd> decided = control_.EndOf(bucket_, executed_);
+  *end = decided ? *decided : control_.CloseBucket(bucket_, executed_, FindBucketEnd());
   const auto has_input = [&] {
     AssumeHeld(kLease);
     return control_.HasInput();
@@ -157,11 +164,11 @@ Status Driver::AwaitBucketEnd(uint64_t* end) {
     AssumeHeld(kLease);
     control_.WakeLagging();
   };
-  while (control_.position() < *end) {
+  while (control_.position() < end->position) {
     // The rank that closed the bucket saw entries that this one has not read yet: they are in the log.
     KV_RETURN_IF_ERROR(control_.Pump());
     KV_RETURN_IF_ERROR(control_.ReadLog(&ready_));
-    if (control_.position() >= *end) break;
+    if (control_.position() >= end->position) break;
     KV_RETURN_IF_ERROR(waiter_.Wait(has_input, lag, /*in_bucket=*/true));
   }
   return Status();
@@ -173,7 +180,9 @@ std::vector<OperationPtr> Driver::TakeReady(uint64_t end) {
     OperationPtr op = std::move(ready_.front());
     ready_.pop_front();
     if (op == nullptr) continue;
-    if (!op->links) {
+    if (lane_ != nullptr && DeviceLane::Takes(*op)) {
+      lane_->Hold(std::move(op));
+    } else if (!op->links) {
       ops.push_back(std::move(op));
     } else if (links_ != nullptr) {
       links_->Use(*op->links);
@@ -185,10 +194,16 @@ std::vector<OperationPtr> Driver::TakeReady(uint64_t end) {
 
 Status Driver::ExecuteBucket(bool* progressed) {
   if (!CanExecute()) return Status();
-  uint64_t end = 0;
+  BucketEnd end;
   KV_RETURN_IF_ERROR(AwaitBucketEnd(&end));
-  const std::vector<OperationPtr> ops = TakeReady(end);
+  const std::vector<OperationPtr> ops = TakeReady(end.position);
   ++bucket_;
+  if (lane_ != nullptr && end.starts_device && !lane_->held().empty()) {
+    last_operations_.Started(lane_->held(), bucket_);
+    lane_->Begin();
+    // Those who take part on their device, and would look for it by themselves much later.
+    for (int r = 0; r < membership_.topology.local_size(); ++r) membership_.segment->WakeUndriven(r);
+  }
   *progressed = true;
   ready_bytes_.store(0, std::memory_order_relaxed);
   if (links_ != nullptr) links_->mesh().BeginOperation(static_cast<uint32_t>(bucket_));
@@ -214,18 +229,8 @@ Status Driver::ExecuteBucket(bool* progressed) {
 void Driver::Complete(const std::vector<OperationPtr>& ops) {
   {
     OperationsLock lock(registry_.mutex());
-    bool has_data = false;
-    last_operations_.Ended(ops);
-    for (const OperationPtr& op : ops) {
-      executor_.Release(*op, executed_);
-      if (op->request.verb == Verb::kJoin) registry_.EndJoin();
-      control_.announcer().Erase(op->request.name);
-      registry_.Count(*op);
-      has_data = has_data || (op->status.ok() && op->bytes > 0);
-      registry_.Finish(op);
-    }
-    registry_.CountBucket(has_data, lease_.background());
-    registry_.WakeCallers();
+    for (const OperationPtr& op : ops) executor_.Release(*op, executed_);
+    completion_.Complete(ops, lease_.background());
   }
   registry_.RunCallbacks();
 }
@@ -299,6 +304,7 @@ void Driver::NoticeLeavers() {
 }
 
 void Driver::Break(const Status& status) {
+  if (lane_ != nullptr) lane_->Stop();  // what fails below may be freed at once
   {
     OperationsLock lock(registry_.mutex());
     if (registry_.broken().ok()) {

@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/completion.h"
 #include "engine/control.h"
+#include "engine/device_lane.h"
 #include "engine/executor.h"
 #include "engine/host_links.h"
 #include "engine/last_operations.h"
@@ -31,6 +33,7 @@ struct DriverParts {
   Executor& executor;
   LastOperations& last_operations;
   HostLinks* links;               // null: one host
+  DeviceLane* lane;               // null: tensors are in host memory
   const std::atomic<bool>& stop;  // this rank shuts down
 };
 
@@ -77,9 +80,11 @@ class Driver {
   // The next bucket has its end, or this rank may decide it.
   bool CanExecute() const REQUIRES(kLease);
   Status ExecuteBucket(bool* progressed) REQUIRES(kLease);
-  // Where the next bucket ends, in the log; all entries before that have been read then.
-  Status AwaitBucketEnd(uint64_t* end) REQUIRES(kLease);
-  // The operations of the log up to there.
+  // Where the next bucket ends; all entries before that have been read then.
+  Status AwaitBucketEnd(BucketEnd* end) REQUIRES(kLease);
+  // What this rank proposes.
+  BucketEnd FindBucketEnd() REQUIRES(kLease);
+  // The operations of the log up to there, but for those that the lane holds.
   std::vector<OperationPtr> TakeReady(uint64_t end) REQUIRES(kLease);
   void Complete(const std::vector<OperationPtr>& ops) REQUIRES(kLease);
 
@@ -103,6 +108,8 @@ class Driver {
   Executor& executor_;
   LastOperations& last_operations_;
   HostLinks* const links_;
+  DeviceLane* const lane_;
+  Completion completion_;
   const std::atomic<bool>& stop_;
   const size_t kick_bytes_;             // ready bytes for which the engine thread drives
   std::atomic<size_t> ready_bytes_{0};  // appended here and not yet in a bucket

@@ -118,25 +118,32 @@ Status Engine::Form(EngineOptions& options) {
   transfers_ = std::make_unique<PointToPoint>(*membership_.segment, registry_.mutex(), std::move(transfers));
   driver_ =
       std::make_unique<Driver>(DriverParts{membership_, registry_, lease_, *waiter_, *control_, *transfers_,
-                                           *executor_, *last_operations_, links_.get(), stop_});
+                                           *executor_, *last_operations_, links_.get(), lane_.get(), stop_});
   if (control_link_ != nullptr) StartControlLink();
   return links_ == nullptr ? Status() : MeasureLinks(options.believed_bytes_per_us);
 }
 
-void Engine::MakeExecutor(bool is_external, std::unique_ptr<PeerMemory> peers) {
+void Engine::MakeExecutor(std::optional<Device> external, std::unique_ptr<PeerMemory> peers) {
   std::function<void()> before_post;
   if (membership_.faults != nullptr) before_post = [this] { membership_.faults->Pause(membership_.rank); };
   std::unique_ptr<Backend> backend = std::make_unique<ShmBackend>(
       *membership_.segment, membership_.topology.local_rank, membership_.config, *waiter_,
       std::move(before_post), line_latency_ns_ > kFarLineNs, std::move(peers));
   if (links_ != nullptr) backend = links_->MakeBackend(std::move(backend));
-  if (is_external) {
-    auto external = std::make_unique<ExternalBackend>(std::move(backend), membership_.rank,
-                                                      *membership_.segment, *waiter_, stop_);
-    external_ = external.get();
-    backend = std::move(external);
+  if (external == Device::kHost) {
+    auto look = [this] {
+      return waiter_->MustStop() ? waiter_->Stopped() : waiter_->Periodic(/*in_bucket=*/true);
+    };
+    auto foreign = std::make_unique<ExternalBackend>(std::move(backend), membership_.rank,
+                                                     *membership_.segment, look, stop_);
+    external_ = foreign.get();
+    backend = std::move(foreign);
+  } else if (external == Device::kGpu) {
+    lane_ = std::make_unique<DeviceLane>(
+        membership_, Completion(registry_, control_->announcer(), *last_operations_), stop_);
+    external_ = &lane_->external();
   }
-  const bool has_slots = links_ == nullptr && !is_external;
+  const bool has_slots = links_ == nullptr && external != Device::kHost;
   executor_ = std::make_unique<Executor>(membership_, std::move(backend), has_slots);
   if (!has_slots) return;
   control_->SetEagerCopy([executor = executor_.get()](Operation& op) {
@@ -228,6 +235,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     op->outputs.push_back(tensor.out);
     op->out_bytes.push_back(tensor.out_bytes);
     op->bytes += count * SizeOf(tensor.meta.dtype);
+    op->gpu = tensor.gpu;
     request.tensors.push_back(std::move(tensor.meta));
   }
   if (!TraitsOf(request.verb).reduces) {
@@ -236,6 +244,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   }
   op->request = std::move(request);
   op->on_done = std::move(on_done);
+  const bool on_device = op->request.device() != Device::kHost;  // whose lane takes it from here at once
   const bool driven = op->on_done != nullptr;
   const bool drives = driven && drive_ns > 0 && !registry_.HasDriven();
   bool appended;
@@ -255,7 +264,7 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   if (is_transfer && !blocking) StartTransfer();
   if (drives) {
     DriveFor(*op, drive_ns);
-  } else if (driven || (!blocking && appended && driver_->AddReady(op->bytes))) {
+  } else if (driven || (!blocking && appended && (on_device || driver_->AddReady(op->bytes)))) {
     membership_.WakeIdle();
   }
   return Status();
@@ -277,7 +286,14 @@ Status Engine::RefuseNew(const Operation& op) {
                                             std::to_string(membership_.number()) +
                                             ": wait for it before submitting the same name again");
   }
-  return Status();
+  if (op.request.device() == Device::kHost) return Status();
+  if (lane_ == nullptr || op.on_done != nullptr) {
+    return Status(Code::kInvalidArgument, std::string(NameOf(op.request.verb)) + " '" + op.request.name +
+                                              "': the tensor is on a GPU, and this " +
+                                              (lane_ == nullptr ? "world has no backend for those"
+                                                                : "call takes those in host memory only"));
+  }
+  return lane_->Choose(op.gpu);
 }
 
 bool Engine::Announce(const OperationPtr& op) {
@@ -496,6 +512,7 @@ void Engine::Forget() {
   stop_.store(true);
   // The thread object refers to a thread that exists only in the parent.
   if (thread_.joinable()) thread_.detach();
+  if (lane_ != nullptr) lane_->Forget();
   if (control_link_ != nullptr) control_link_->Forget();
   if (links_ != nullptr) links_->mesh().Close();
   membership_.segment->Forget();

@@ -8,13 +8,14 @@
 //
 // The engine is made of parts, each with a header that says what it does: Registry (operations and who waits
 // for them), Lease and Driver (who drives, and what that is), Control (announcements out, log in), Executor
-// (buckets to backends), PointToPoint, HostLinks, StragglerWatch, LastOperations; Formation brings the ranks
-// together before that.
+// (buckets to a backend), DeviceLane (the same for tensors on a GPU, beside), PointToPoint, HostLinks,
+// StragglerWatch, LastOperations; Formation brings the ranks together before that.
 #pragma once
 
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -23,6 +24,7 @@
 #include "base/topology.h"
 #include "collectives/external.h"
 #include "engine/control.h"
+#include "engine/device_lane.h"
 #include "engine/driver.h"
 #include "engine/executor.h"
 #include "engine/host_links.h"
@@ -59,7 +61,9 @@ struct EngineOptions {
   std::unique_ptr<Liveness> liveness;
   std::shared_ptr<LoopbackFaults> faults;  // loopback only
   Config config;
-  bool external = false;
+  // Tensors of this device go to an engine of somebody else (collectives/external.h). Without kGpu, tensors
+  // are in host memory.
+  std::optional<Device> external;
   std::shared_ptr<StackSource> stacks;  // null: nobody can say where the main thread is
   // What the names of files with last operations begin with, folder included; empty: none are written.
   std::string last_operations_prefix;
@@ -124,6 +128,7 @@ class Engine {
   void KeepExactTimes(bool exact) { last_operations_->KeepExactTimes(exact); }
   // The last report on late ranks that this rank has written to standard error; empty: none.
   std::string LastLateReport() { return stragglers_->last_report(); }
+  // Null without EngineOptions::external.
   ExternalBackend* external() { return external_; }
   int rank() const { return membership_.rank; }
   int size() const { return membership_.size; }
@@ -134,7 +139,7 @@ class Engine {
 
   // Makes the parts, together with the other ranks.
   Status Form(EngineOptions& options);
-  void MakeExecutor(bool is_external, std::unique_ptr<PeerMemory> peers);
+  void MakeExecutor(std::optional<Device> external, std::unique_ptr<PeerMemory> peers);
   void MakeStragglerWatch(std::shared_ptr<StackSource> stacks);
   // A leader's connection to the others.
   void StartControlLink();
@@ -182,7 +187,8 @@ class Engine {
   std::unique_ptr<HostLinks> links_;  // of several hosts
   std::unique_ptr<PointToPoint> transfers_;
   std::unique_ptr<Executor> executor_;
-  ExternalBackend* external_ = nullptr;  // the executor's, if there is one
+  std::unique_ptr<DeviceLane> lane_;     // where tensors may be on a GPU
+  ExternalBackend* external_ = nullptr;  // the executor's or the lane's, if there is one
   std::unique_ptr<Driver> driver_;
   std::thread thread_;
 };

@@ -54,7 +54,7 @@ bool Executor::FitsSlot(const Operation& op) const {
 
 bool Executor::CopyEagerly(Operation& op) {
   const Request& request = op.request;
-  if (membership_.size == 1) return false;
+  if (membership_.size == 1 || request.device() != Device::kHost) return false;
   const bool unnamed = (op.tag & kUnnamedTag) != 0;
   const bool gives = (!TraitsOf(request.verb).has_root || request.root == membership_.rank) && FitsSlot(op);
   const bool announces = unnamed && OwnRows(request).size() <= kSlotRows;
@@ -168,6 +168,10 @@ Status Executor::ExecuteFused(const std::vector<OperationPtr>& ops) {
 Status Executor::OutputFor(Operation& op, size_t t, size_t bytes, char** out) {
   OutputBuffer& buffer = op.buffers[t];
   buffer.bytes = bytes;
+  if (op.request.device() != Device::kHost) {
+    *out = reinterpret_cast<char*>(&buffer);
+    return Status();
+  }
   if (op.out_bytes[t] == bytes && bytes > 0) {
     *out = static_cast<char*>(op.outputs[t]);
     return Status();

@@ -1,5 +1,5 @@
 // Carries out what all ranks have agreed on: the operations of a bucket, by a backend, into the caller's
-// memory or into outputs that it allocates. It holds the backends.
+// memory or into outputs that it allocates. It holds the backend, one for each device.
 //
 // What is little is copied into an eager slot (collectives/eager.h) before it is announced, and carried out
 // from there. What goes into the slots, and the order of addition, are those of ShmBackend's one exchange:
@@ -31,8 +31,9 @@ class Executor {
   }
 
   // The data of operations that stand next to each other in the log. An error is the end of the world; what
-  // concerns this rank alone is in Operation::status.
-  Status Execute(const std::vector<OperationPtr>& all) REQUIRES(kLease);
+  // concerns this rank alone is in Operation::status. By one thread at a time: who drives, or of operations
+  // on a device the thread of its lane.
+  Status Execute(const std::vector<OperationPtr>& all);
   // Everything before this position of the log is over here.
   void Executed(uint64_t position) REQUIRES(kLease) {
     if (slots_ != nullptr) slots_->Executed(position);

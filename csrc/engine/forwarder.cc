@@ -117,7 +117,7 @@ Status Forwarder::Obey(int host, const Note& note) {
       log_.Reset(static_cast<uint32_t>(note.number));
       return Status();
     case Note::Kind::kBucketEnd:
-      log_.CloseBucket(note.number, note.end);
+      log_.CloseBucket(note.number, BucketEnd::Of(note.end));
       return Status();
     case Note::Kind::kLeft:
       if (note.rank < 0 || note.rank >= membership_.size) break;

@@ -28,7 +28,7 @@ void HostLog::PushResponse(const std::string& body) {
   message_bytes_.fetch_add(responses_.bytes_pushed() - before, std::memory_order_relaxed);
 }
 
-void HostLog::CloseBucket(uint64_t bucket, uint64_t end) {
+void HostLog::CloseBucket(uint64_t bucket, BucketEnd end) {
   log_.CloseBucket(bucket, 0, end);
   membership_.segment->WakeWaiting();
   WakeUndriven();

@@ -27,7 +27,7 @@ class HostLog {
   // Bit `id` will stand for another name.
   void Reset(uint32_t id) REQUIRES(kLease) { log_.Reset(id); }
   // The root of another host has decided where a bucket ends.
-  void CloseBucket(uint64_t bucket, uint64_t end) REQUIRES(kLease);
+  void CloseBucket(uint64_t bucket, BucketEnd end) REQUIRES(kLease);
 
   // Moves to the ring what there is room for, and appends what is complete.
   void Flush() REQUIRES(kLease);

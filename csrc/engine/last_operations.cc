@@ -37,7 +37,8 @@ void LastOperations::Submitted(Operation& op, int64_t submitted_ns) {
   // A transfer is of one tensor; what is noted is with whom.
   const bool transfer = TraitsOf(op.request.verb).is_transfer;
   const size_t tensors_or_peer = transfer ? static_cast<size_t>(op.request.root + 1) : tensors.size();
-  op.record = records_.Open(op.request.name, op.request.verb, dtype, tensors_or_peer, op.bytes, submitted_ns);
+  op.record = records_.Open(op.request.name, op.request.verb, dtype, op.request.device(), tensors_or_peer,
+                            op.bytes, submitted_ns);
 }
 
 void LastOperations::Started(const std::vector<OperationPtr>& ops, uint64_t bucket) {

@@ -24,11 +24,13 @@ struct SubmittedTensor {
   // takes. 0: the engine allocates the output. It is apart from in, or in is this rank's part of it
   // (allgather).
   size_t out_bytes = 0;
+  int gpu = -1;  // which of this process's GPUs the addresses belong to, where meta.device is kGpu
 };
 
-// Bytes that the engine allocated: allgather, alltoall and reducescatter make outputs of other sizes.
+// Bytes that the engine allocated: allgather, alltoall and reducescatter make outputs of other sizes. On a
+// device who carries the operation makes them, and the address of this stands for each.
 struct OutputBuffer {
-  OutputMemory data;  // null if the caller's memory was taken instead
+  OutputMemory data;  // null if the caller's memory was taken instead, or on a device
   size_t bytes = 0;
 };
 
@@ -39,6 +41,7 @@ struct Operation {
   std::vector<size_t> out_bytes;  // as in SubmittedTensor
   std::vector<size_t> counts;     // elements
   size_t bytes = 0;               // all tensors of this rank
+  int gpu = -1;                   // as in SubmittedTensor, of all tensors
 
   uint64_t transfer = 0;         // of send and recv: its number here; request.root is the peer, or -1 for any
   uint64_t tag = 0;              // in EagerSlots, of what may go that way; guarded by the engine's mutex

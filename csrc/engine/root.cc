@@ -109,9 +109,9 @@ void Root::TellLinks(const LinkCost& cost) {
   Publish({links});
 }
 
-void Root::TellBucketEnd(uint64_t bucket, uint64_t end) {
+void Root::TellBucketEnd(uint64_t bucket, BucketEnd end) {
   if (link_ == nullptr) return;
-  SendDown(Note{Note::Kind::kBucketEnd, 0, bucket, end, {}});
+  SendDown(Note{Note::Kind::kBucketEnd, 0, bucket, end.Word(), {}});
   membership_.segment->WakeWaiting();
   log_.WakeUndriven();
 }

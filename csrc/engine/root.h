@@ -31,7 +31,7 @@ class Root {
   // All ranks are to estimate with this from the bucket on in whose place it comes.
   void TellLinks(const LinkCost& cost) REQUIRES(kLease);
   // All other hosts are told where a bucket ends.
-  void TellBucketEnd(uint64_t bucket, uint64_t end) REQUIRES(kLease);
+  void TellBucketEnd(uint64_t bucket, BucketEnd end) REQUIRES(kLease);
 
  private:
   bool Knows(int host, int rank) const;

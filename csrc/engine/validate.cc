@@ -68,6 +68,28 @@ Status ValidateAdasum(const std::string& what, const Request& request,
   return Status();
 }
 
+Status ValidateDevice(const std::string& what, const Request& request,
+                      const std::vector<SubmittedTensor>& tensors) {
+  for (const SubmittedTensor& tensor : tensors) {
+    const SubmittedTensor& first = tensors.front();
+    if (tensor.meta.device != first.meta.device || tensor.gpu != first.gpu) {
+      return Status(Code::kInvalidArgument,
+                    what +
+                        "the tensors of a group are on several devices; give those of one GPU, or those "
+                        "in host memory");
+    }
+    if (tensor.meta.device == Device::kHost) continue;
+    if (request.op == Op::kAdasum) {
+      return Status(Code::kInvalidArgument, what + "op Adasum works in host memory; give tensors there");
+    }
+    if (tensor.out_bytes != 0) {
+      return Status(Code::kInvalidArgument,
+                    what + "memory for a result was given on a GPU; leave out_bytes 0");
+    }
+  }
+  return Status();
+}
+
 Status ValidateSplits(const std::string& what, const Request& request,
                       const std::vector<SubmittedTensor>& tensors, const std::vector<int>& ranks) {
   const auto size = static_cast<int>(ranks.size());
@@ -97,6 +119,10 @@ Status ValidateTransfer(const Request& request, const std::vector<SubmittedTenso
     return Status(Code::kInvalidArgument, what + "rank " + std::to_string(request.root) + " is not in 0.." +
                                               std::to_string(size - 1) +
                                               (receives ? "; -1 stands for any" : ""));
+  }
+  if (tensors.size() == 1 && tensors.front().meta.device != Device::kHost) {
+    return Status(Code::kInvalidArgument,
+                  what + "messages between two ranks are of tensors in host memory; give tensor.cpu()");
   }
   if (tensors.size() != 1 || request.splits.size() != 1) {
     return Status(Code::kInvalidArgument, what + std::to_string(tensors.size()) + " tensors and " +
@@ -131,6 +157,7 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
                                                 "; prescale and postscale factors are finite numbers");
     }
   }
+  KV_RETURN_IF_ERROR(ValidateDevice(what, request, tensors));
   if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors, verb.makes_outputs));
   for (const SubmittedTensor& tensor : tensors) {
     const DTypeTraits& dtype = TraitsOf(tensor.meta.dtype);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -16,7 +17,8 @@ namespace kolovod::testing {
 // One rank as a test sees it.
 class Rank {
  public:
-  Rank(int rank, std::shared_ptr<LoopbackWorld> world) : rank_(rank), world_(std::move(world)) {
+  Rank(int rank, std::shared_ptr<LoopbackWorld> world, std::optional<Device> external = std::nullopt)
+      : rank_(rank), world_(std::move(world)) {
     EngineOptions options;
     options.rank = rank;
     options.size = world_->size();
@@ -26,6 +28,7 @@ class Rank {
     options.config = world_->config;
     options.segment = world_->SegmentOf(rank);
     options.faults = world_->faults;
+    options.external = external;
     options.ranks = world_->ranks;
     // As with processes, only those of the same host are seen to die; of others one hears.
     options.liveness = std::make_unique<LoopbackLiveness>(world_->faults, world_->ranks,
@@ -120,13 +123,13 @@ inline Config SmallConfig() {
 }
 
 inline void RunHosts(const std::vector<int>& hosts, const std::function<void(Rank&)>& body,
-                     const Config& config = SmallConfig()) {
+                     const Config& config = SmallConfig(), std::optional<Device> external = std::nullopt) {
   std::shared_ptr<LoopbackWorld> world;
   CHECK_OK(LoopbackWorld::Create(hosts, config, &world));
   std::vector<std::thread> threads;
   for (int r = 0; r < world->size(); ++r) {
     threads.emplace_back([&, r] {
-      Rank rank(r, world);
+      Rank rank(r, world, external);
       body(rank);
     });
   }

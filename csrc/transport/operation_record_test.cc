@@ -18,7 +18,7 @@ struct Ring {
   OperationRecorder ring{slots.get(), &unrecorded};
 
   uint32_t Open(const std::string& name, int64_t now_ns) {
-    return ring.Open(name, Verb::kAllgather, DType::kInt32, 2, 24, now_ns);
+    return ring.Open(name, Verb::kAllgather, DType::kInt32, Device::kGpu, 2, 24, now_ns);
   }
   std::vector<OperationRecord> Read() const { return ReadRecords(slots.get()); }
 };
@@ -32,6 +32,7 @@ TEST_CASE("an operation is read as it was written") {
   CHECK(record.name == "layer1.weight");
   CHECK(record.verb == Verb::kAllgather);
   CHECK(record.dtype == DType::kInt32);
+  CHECK(record.device == Device::kGpu);
   CHECK(record.tensors == 2);
   CHECK(record.bytes == 24);
   CHECK(record.state == OperationState::kSubmitted);
@@ -113,7 +114,8 @@ TEST_CASE("a record is never torn") {
   std::thread writer([&] {
     for (uint64_t i = 1; !stop.load(); ++i) {
       const std::string name = std::string(i % 40, static_cast<char>('a' + i % 26));
-      r.ring.Ended(r.ring.Open(name, Verb::kAllreduce, DType::kFloat32, i % 40, i, static_cast<int64_t>(i)),
+      r.ring.Ended(r.ring.Open(name, Verb::kAllreduce, DType::kFloat32, Device::kHost, i % 40, i,
+                               static_cast<int64_t>(i)),
                    true, static_cast<int64_t>(i));
     }
   });

@@ -30,6 +30,7 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   // there are as many as the ring holds, since a rank takes one out as it reads its entry, and none has less
   // than 16 bytes.
   log_slots = std::bit_ceil(cache_capacity * 2 + kEagerSlots + kBroadcastRingBytes / 16);
+  bucket_slots = 2 * log_slots;
   // Every rank's slice of a chunk is at least one cache line.
   const int64_t least = std::max<int64_t>(4096, static_cast<int64_t>(kLine) * ranks);
   const int64_t wanted = config.chunk_bytes > 0 ? config.chunk_bytes : kMostChunkBytes;
@@ -46,7 +47,7 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   ranks_at = take(static_cast<size_t>(size) * Segment::kRankStride);
   left_at = take(static_cast<size_t>(world_size) * sizeof(uint32_t));
   log_at = take(log_slots * sizeof(uint64_t));
-  bucket_ends_at = take(log_slots * sizeof(uint64_t));
+  bucket_ends_at = take(bucket_slots * sizeof(uint64_t));
   counters_at = take(cache_capacity * sizeof(uint32_t));
   broadcast_at = take(kBroadcastRingBytes);
   records_at = take(static_cast<size_t>(size) * kRecordSlots * sizeof(OperationSlot));

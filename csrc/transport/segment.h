@@ -147,7 +147,8 @@ struct SegmentLayout {
 
   int size;
   int world_size;
-  size_t log_slots;  // power of two
+  size_t log_slots;     // power of two
+  size_t bucket_slots;  // twice as many: a bucket may be without entries, but not two in a row
   size_t cache_capacity;
   size_t chunk_bytes;  // at most; a multiple of the page size
   size_t chunk_slots;

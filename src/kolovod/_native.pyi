@@ -7,9 +7,6 @@ until the operation has completed. All calls release the GIL while they wait.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict, final
 
-import numpy as np
-import numpy.typing as npt
-
 class VerbTraits(TypedDict):
     """What there is to know of a verb."""
 
@@ -136,8 +133,9 @@ class Engine:
     of its ``tree_neighbours``, else -1), ``control_keys``, what each of them is encrypted with
     (None or an empty sequence: not at all), and ``links``, an object with a ``broker``, where the
     engine gets connections for data, ``close``, called when it is shut down, and ``forget``.
-    ``external=True``: after ``hand_over`` buckets are handed to ``next_bucket`` instead of the own
-    collectives.
+    ``external="host"``: after ``hand_over`` buckets are handed to ``next_bucket`` instead of the
+    own collectives. ``"gpu"``: there are tensors on a GPU, whose buckets go there; one GPU for a
+    rank. ``""``: neither.
     ``stacks``: asked for the main thread's stack when this rank is late.
     ``last_operations_prefix``: what the names of the files begin with (folder included) that are
     written when the world ends by a failure; "" writes none.
@@ -151,7 +149,7 @@ class Engine:
         segment_fd: int,
         peers: Sequence[tuple[int, str]],
         config: Mapping[str, int],
-        external: bool = False,
+        external: str = "",
         ranks: Sequence[int] = (),
         world: Engine | None = None,
         hosts: Sequence[int] = (),
@@ -200,8 +198,12 @@ class Engine:
     def release(self, handle: int) -> bool:
         """Forget a handle. True: it is done, its buffers are no longer used. False: pending."""
 
-    def output(self, handle: int, index: int) -> npt.NDArray[np.uint8]:
-        """Bytes of output ``index`` that the engine made (owns its memory; call once each)."""
+    def output(self, handle: int, index: int) -> Any:
+        """Output ``index`` that the engine made; call once each.
+
+        An array of bytes that owns its memory, 64-byte aligned; of tensors on a GPU what was given
+        to ``keep_output``, or None.
+        """
 
     def rows(self, handle: int, index: int) -> list[int]:
         """Rows that each rank contributed to a completed allgather, or sent here in an alltoall.
@@ -216,7 +218,10 @@ class Engine:
         """External engines: the next bucket, None on timeout; EngineError once shut down.
 
         Keys: token, verb, dtype, op, prescale, postscale, root (rank), name (first tensor's name),
-        tensors, a list of (input pointer, output pointer, element count), and sizes. For Average,
+        device (number of the GPU that this rank's tensors are on, else -1), tensors, a list of
+        (input pointer, output pointer, element count), and sizes. On a GPU pointers of 0 stand for
+        zeros (this rank has joined), and the output pointers of verbs that make outputs are for
+        ``keep_output``. For Average,
         op is Average and the division by size is the callee's. sizes: of an allgather the bytes of
         each rank, of an alltoall the bytes that this rank sends to each (the element counts are 0
         then); of a reducescatter the elements of each rank's part. Of an alltoall also received,
@@ -230,6 +235,8 @@ class Engine:
         """
     def close_bucket(self) -> None:
         """The memory is not touched any more."""
+    def keep_output(self, address: int, tensor: Any) -> None:
+        """``tensor`` is the output of the bucket at hand for this output pointer, on a GPU."""
     def bucket_done(self, token: int, error: str) -> None:
         """``error == ""``: success."""
 
@@ -314,6 +321,8 @@ def xla_collective_handler(major: int, minor: int) -> int:
     """The address of the handler of allreduce for this version of XLA's FFI; 0: not known."""
 
 PROTOCOL: int
+ON_DEVICE: int
+DEVICE_SHIFT: int
 """Ranks with another one do not understand each other (csrc/base/version.h)."""
 VERBS: dict[str, int]
 DTYPES: dict[str, int]

@@ -19,7 +19,7 @@ from kolovod.core import affinity, record_files, uncaught
 from kolovod.core import world as worlds
 from kolovod.core.engine_factory import listed, make_engine, members_of
 from kolovod.core.process_sets import ProcessSet, add_first_sets
-from kolovod.core.world import World, native_part
+from kolovod.core.world import Formed, World
 from kolovod.errors import (
     CollectiveAbortedError,
     InvalidArgumentError,
@@ -97,7 +97,7 @@ def init(
             raise
         worlds.enter(world)
         _watch(world)
-        _native.publish(0, native_part(world.engine))
+        _native.publish(0, world.engine)
         if not _process.has_exit_hook:
             atexit.register(leave_at_exit)
             _process.has_exit_hook = True
@@ -132,8 +132,9 @@ def shutdown() -> None:
         _unpublish(world)
         for process_set in world.sets.by_id.values():
             process_set._forget()
-        if world.driver is not None:
-            world.driver.stop()
+        for driver in (*world.sets.drivers.values(), world.driver):
+            if driver is not None:
+                driver.stop()
 
 
 def _check_same_members(comm: Any, world: World) -> None:
@@ -224,55 +225,40 @@ def _ready(environment: RankEnvironment, members: tuple[int, ...], settings: Set
     return Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
 
 
-def _form(world: World, ranks: Sequence[int]) -> _native.Engine:
-    """An engine among ``ranks`` of ``world``, which takes GPUs' tensors if the backend is nccl."""
-    engine = _form_native(world, ranks)
-    try:
-        return _with_gpus(world, engine, ranks)
-    except BaseException:
-        engine.shutdown()
-        raise
-
-
-def _form_native(world: World, ranks: Sequence[int], external: bool = False) -> _native.Engine:
+def _form(world: World, ranks: Sequence[int]) -> Formed:
+    """An engine among ``ranks`` of ``world``; there, a backend carries only what is on GPUs."""
     members = tuple(world.members[rank] for rank in ranks)
+    device = "gpu" if world.takes_gpus else ""
     with _ready(world.environment, members, world.settings) as ready:
         prefix = record_files.file_prefix(
             world.settings.last_operations_dir, world.environment.secret, ready.epoch, ranks
         )
-        if external:
-            # Its bucket only goes to another thread, so start that without delay.
-            ready = replace(ready, config={**ready.config, "kick_bytes": 1})
-        return make_engine(
+        engine = make_engine(
             ready,
             world.core,
-            external=external,
+            external=device,
             ranks=tuple(ranks),
-            world=native_part(world.engine),
-            last_operations_prefix="" if external else prefix,
+            world=world.engine,
+            last_operations_prefix=prefix,
         )
+    return Formed(engine, _driver(world, engine, ranks) if device else None)
 
 
-def _with_gpus(world: World, engine: _native.Engine, ranks: Sequence[int]) -> _native.Engine:
-    """``engine``, and with the backend nccl a second one for tensors on GPUs, as one."""
-    if world.settings.backend != "nccl":
-        return engine
-    from kolovod.backends import nccl  # imports PyTorch
-
-    position, size = ranks.index(world.rank), len(ranks)
-    nccl.check(engine, position, size, world.host)
-    device = _form_native(world, ranks, external=True)
+def _driver(world: World, engine: _native.Engine, ranks: Sequence[int]) -> backends.Driver:
+    """Start the backend of ``world`` for ``engine``, which ends if there can be none."""
     try:
-        return nccl.paired(engine, device, position, size, world.core)
+        return backends.start(world.settings.backend, world, engine, ranks)
     except BaseException:
-        device.shutdown()
+        engine.shutdown()
         raise
 
 
 def _make_world(ready: Ready, environment: RankEnvironment, settings: Settings) -> World:
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
-    is_external = settings.backend in ("mpi", "gloo") and size > 1
+    device = backends.device_of(settings.backend)
+    if device == "host" and size == 1:
+        device = ""
     local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
     if ready.rank == 0:
         record_files.prune()
@@ -281,7 +267,7 @@ def _make_world(ready: Ready, environment: RankEnvironment, settings: Settings) 
             settings.last_operations_dir, environment.secret, ready.epoch
         )
         core = affinity.core_of(settings.thread_affinity, local_rank, local_size)
-        engine = make_engine(ready, core, external=is_external, last_operations_prefix=prefix)
+        engine = make_engine(ready, core, external=device, last_operations_prefix=prefix)
     world = World(
         rank=ready.rank,
         size=size,
@@ -298,14 +284,9 @@ def _make_world(ready: Ready, environment: RankEnvironment, settings: Settings) 
         hosts=tuple(hosts),
         core=core,
         former=_form,
+        takes_gpus=device == "gpu",
     )
-    try:
-        if not is_external:
-            return replace(world, engine=_with_gpus(world, engine, range(size)))
-        return replace(world, driver=backends.start(settings.backend, world))
-    except BaseException:
-        engine.shutdown()
-        raise
+    return replace(world, driver=_driver(world, engine, range(size))) if device else world
 
 
 def end_by(error: BaseException) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kolovod.core.collectives import Collectives
-from kolovod.core.frontend import ON_DEVICE
+from kolovod.core.frontend import plain_dtype
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError, MismatchError
@@ -117,8 +117,8 @@ class Metrics:
             nothing = np.empty(1, np.uint8)[:0]  # with a stride, which empty(0) has not
             shape = 0, *like.shape[1:]
             frontend = self._collectives.frontend
-            plain = like.dtype % ON_DEVICE  # where it is, is said by this rank's rows
-            rows = frontend.placed(frontend.from_bytes(nothing, plain, shape), rows)
+            dtype = plain_dtype(like.dtype)  # where it is, is said by this rank's rows
+            rows = frontend.placed(frontend.from_bytes(nothing, dtype, shape), rows)
         gathered: Any = self._collectives.allgather(rows, name, process_set)
         result: T = gathered[order]
         return result

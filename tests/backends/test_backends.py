@@ -12,7 +12,7 @@ import pytest
 
 from kolovod import _native, backends
 from kolovod.backends.arithmetic import divided, narrowed, scaled, widened
-from kolovod.backends.device_driver import DeviceDriver
+from kolovod.backends.host_memory import HostMemory
 from kolovod.backends.setup import BackendSetup
 from kolovod.core.collectives import Collectives
 from kolovod.core.objects import Objects
@@ -36,6 +36,7 @@ class Alone:
         self.ops = set()
         self.calls = set()
         self.error = None
+        self.memory = HostMemory()
 
     def allreduce(self, values, op):
         if self.error is not None:
@@ -72,8 +73,8 @@ class Alone:
 def verbs_over(backend):
     """Verbs over an engine of a world of one that hands its buckets to ``backend``; the engine."""
     config = _native.config_defaults()
-    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external=True)
-    driver = backends.ExternalDriver(engine, backend, 0, 1)
+    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external="host")
+    driver = backends.Driver(engine, backend, 0, 1)
     driver.start()
     facts = LoopbackRank(engine, 0, 1)
     try:
@@ -136,6 +137,7 @@ class Slow:
     """A foreign engine that writes to what it is given, and is held up before it returns."""
 
     def __init__(self):
+        self.memory = HostMemory()
         self.started, self.go_on = threading.Event(), threading.Event()
 
     def broadcast(self, values, root):
@@ -200,8 +202,8 @@ def test_a_death_is_a_better_reason_than_the_foreign_engines():
             raise OSError("connection closed by peer")
 
     config = _native.config_defaults()
-    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external=True)
-    driver = backends.ExternalDriver(engine, Broken(engine), 0, 1)
+    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external="host")
+    driver = backends.Driver(engine, Broken(engine), 0, 1)
     driver.start()
     facts = LoopbackRank(engine, 0, 1)
     try:
@@ -212,29 +214,25 @@ def test_a_death_is_a_better_reason_than_the_foreign_engines():
         driver.stop()
 
 
-def test_why_the_gpus_were_not_connected_is_told_in_the_meetings_words():
-    class Unconnected:
-        to_host = to_device = None
+def test_why_the_gpus_were_not_connected_is_told_in_the_meetings_words(monkeypatch):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from kolovod.backends.gpu_memory import GpuMemory
 
-        def mark(self, index):
-            return None
+    def connect(index):
+        raise MismatchError(f"rank 1 submitted something else than GPU {index}")
 
-        def connect(self, index):
-            raise MismatchError("rank 1 submitted something else")
-
-    driver = DeviceDriver(None, Unconnected(), 0, 2)
-    with driver.expecting(0, []):
-        pass
-    said = driver._carry({"verb": _native.VERBS["allreduce"], "tensors": []})
-    assert "let every rank do an operation on its GPU before any of them joins" in said
-    assert "rank 1 submitted something else" in said
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: None)
+    memory = GpuMemory(connect)
+    for device, said in ((-1, "before any of them joins$"), (3, "something else than GPU 3")):
+        with pytest.raises(InvalidArgumentError, match=said), memory.work({"device": device}):
+            pass
 
 
 # Making the backends ------------------------------------------------------------------------------
 
 
 def test_unknown_backend():
-    with pytest.raises(InvalidArgumentError, match=r"'smoke'.*native, gloo, mpi"):
+    with pytest.raises(InvalidArgumentError, match=r"'smoke'.*native, gloo, mpi, nccl"):
         backends.load("smoke", None, None)
 
 
@@ -244,13 +242,13 @@ def test_a_backend_whose_thread_cannot_start_is_closed(monkeypatch):
 
     backend = Alone()
     monkeypatch.setattr(backends, "load", lambda *_: backend)
-    monkeypatch.setattr(backends.ExternalDriver, "start", fail)
+    monkeypatch.setattr(backends.Driver, "start", fail)
     config = _native.config_defaults()
-    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external=True)
-    world = SimpleNamespace(engine=engine, rank=0, size=1, core=None)
+    engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external="host")
+    world = SimpleNamespace(rank=0, core=None)
     try:
         with pytest.raises(RuntimeError, match="new thread"):
-            backends.start("gloo", world)
+            backends.start("gloo", world, engine, [0])
     finally:
         engine.shutdown()
     assert backend.calls == {"close"}

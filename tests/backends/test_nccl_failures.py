@@ -46,7 +46,7 @@ def test_a_killed_rank_is_named():
 
 def hangs_in_nccl(rank):
     """NCCL itself never notices that a rank is gone."""
-    from gloo_for_nccl import Event, GlooGroup, instead_of_nccl
+    from gloo_for_nccl import Event, OverGloo, RamMemory, instead_of_nccl
 
     import kolovod
 
@@ -54,17 +54,17 @@ def hangs_in_nccl(rank):
     kolovod.init()
     kv.allreduce(torch.ones(3))
     if rank == 1:
-        GlooGroup._all_add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        OverGloo.allreduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     else:
-        GlooGroup._all_add = lambda *_: None
+        OverGloo.allreduce = lambda *_: None
         done = Event()
         done.query = lambda: False
         marks = iter([Event(), done])
-        GlooGroup.mark = lambda self: next(marks)
+        RamMemory.mark = lambda self: next(marks)
     with pytest.raises(RankLostError) as caught:
         kv.allreduce(torch.ones(3))
     kolovod.shutdown()
-    return caught.value.rank, GlooGroup.aborted
+    return caught.value.rank, OverGloo.aborted
 
 
 def test_the_communicator_is_aborted_when_a_rank_dies_while_it_is_at_work():
@@ -102,22 +102,21 @@ def test_ranks_without_gpus_of_their_own_are_told_in_init():
     assert not is_initialized
 
 
-def test_both_engines_end_when_there_can_be_no_driver(monkeypatch):
+def test_the_engine_ends_when_there_can_be_no_driver(monkeypatch):
     import kolovod
-    from kolovod import _native
+    from kolovod import _native, backends
     from kolovod.backends import nccl
 
-    def fail(host, device, *_):
-        engines.extend((host, device))
+    def fail(engine, *_):
+        engines.append(engine)
         raise RuntimeError("can't start new thread")
 
     engines = []
     monkeypatch.setenv("KOLOVOD_BACKEND", "nccl")
     monkeypatch.setattr(nccl, "_count_gpus", lambda: 1)
-    monkeypatch.setattr(nccl, "paired", fail)
+    monkeypatch.setattr(backends, "Driver", fail)
     with pytest.raises(RuntimeError, match="new thread"):
         kolovod.init()
-    assert len(engines) == 2
-    for engine in engines:
-        with pytest.raises(_native.EngineError):
-            engine.submit(_native.VERBS["barrier"], "", [], 0, 1.0, 1.0, 0, False)
+    (engine,) = engines
+    with pytest.raises(_native.EngineError):
+        engine.submit(_native.VERBS["barrier"], "", [], 0, 1.0, 1.0, 0, False)

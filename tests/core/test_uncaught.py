@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kolovod import blame
-from kolovod.backends.pair import EnginePair
+from kolovod.core.handles import Handle
 from kolovod.core.uncaught import Watch, first_line, let_threads_out
 
 # --- the line ---
@@ -236,15 +236,16 @@ def test_the_rank_that_a_frameworks_error_names_is_blamed(place, blamed, shown, 
     os.close(fd)
 
 
-def test_at_the_end_also_a_thread_that_waits_in_a_pair_of_engines_is_let_out(monkeypatch):
+def test_at_the_end_also_a_thread_that_waits_in_an_engine_is_let_out(monkeypatch):
     gate = threading.Lock()
 
-    class Host:
+    class Engine:
         poll = gate.acquire  # waits outside of Python, as an engine does
+        release = bool
 
     monkeypatch.setattr("kolovod.core.uncaught._OUT_OF_ENGINE_S", 60.0)
     gate.acquire()
-    inside = threading.Thread(target=EnginePair(Host, None, None).poll, args=[1], daemon=True)
+    inside = threading.Thread(target=Handle(Engine, 1, None, None, None).poll, daemon=True)
     inside.start()
     ending = threading.Thread(target=let_threads_out, daemon=True)
     ending.start()

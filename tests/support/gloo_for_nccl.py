@@ -1,7 +1,7 @@
 """NCCL's backend where there is no GPU: Gloo carries it, and tensors of a fake device are in RAM.
 
-All but the constructor, the streams and the addresses of NcclGroup is the real one. An event of
-which nobody has waited for keeps its stream's work from being done.
+All but the group, the streams and the addresses of NcclBackend and GpuMemory is the real one. An
+event of which nobody has waited for keeps its stream's work from being done.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-from fake_device import FakeFrontend
+from fake_device import FakeDevice, FakeFrontend
 
-from kolovod.backends import nccl
-from kolovod.backends.setup import BackendSetup, make_store
-from kolovod.core.ops import Op
-from kolovod.core.world import current, has_nccl
+from kolovod.backends import gpu_memory, nccl
+from kolovod.core.world import current, takes_gpus
 from kolovod.torch import TorchCollectives
 from kolovod.torch.frontend import BY_CODE
 
@@ -35,88 +33,84 @@ class Event:
         pass
 
 
-class GlooGroup(nccl.NcclGroup):
+class RamMemory(gpu_memory.GpuMemory):
     """See the module's text."""
 
-    aborted = 0
-
-    def __init__(self, meeting, index, rank, size):
-        from torch.distributed import ProcessGroupGloo
-
-        self._torch, self._dist = torch, torch.distributed
-        self._index, self._rank, self._size = index, rank, size
-        nccl._need_different(meeting, OverGloo.identity(rank), rank, size)
-        ops = torch.distributed.ReduceOp
-        self._ops = {Op.Sum: ops.SUM, Op.Min: ops.MIN, Op.Max: ops.MAX, Op.Product: ops.PRODUCT}
-        options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=30)
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        store = make_store(torch.distributed.Store, meeting)
-        self._group = ProcessGroupGloo(store, rank, size, options)
-        self._all_add(torch.zeros(1), Op.Sum)
-
-    def tensor_at(self, address, dtype, count):
-        return memory(address, dtype, count)
-
-    def zeros(self, dtype, count):
-        return torch.zeros(count, dtype=BY_CODE[dtype])
+    def open(self):
+        pass
 
     @contextmanager
-    def after(self, events):
-        for event in events:
-            event.work()
+    def on_stream(self, addresses=()):
+        for address in addresses:
+            for event in gpu_memory.cuda.submitted(address):
+                event.work()
         with torch.no_grad():
             yield
 
     def mark(self):
         return Event()
 
-    def abort(self):
-        type(self).aborted += 1
+    def tensor_at(self, address, dtype, count):
+        kind = BY_CODE[dtype]
+        if not count:
+            return torch.empty(0, dtype=kind)
+        bytes_ = (ctypes.c_ubyte * (count * kind.itemsize)).from_address(address)
+        return torch.frombuffer(bytes_, dtype=torch.uint8).view(kind)
+
+    def zeros(self, dtype, count):
+        return torch.zeros(count, dtype=BY_CODE[dtype])
+
+
+class OverGloo(nccl.NcclBackend):
+    """One fake GPU for each rank."""
+
+    identity = staticmethod(lambda rank: f"fake GPU {rank}")
+    aborted = 0
+
+    def _make_memory(self):
+        return RamMemory(self._connect)
+
+    def _identity(self, index):
+        return OverGloo.identity(self._place.rank)
+
+    def _make_group(self, index, store):
+        from torch.distributed import ProcessGroupGloo
+
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=30)
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = ProcessGroupGloo(store, self._place.rank, self._place.size, options)
+        group.allreduce([torch.zeros(1)]).wait()
+        return group
+
+    def close(self):
+        OverGloo.aborted += self._group is not None
         self._group = None
 
 
-class OverGloo(nccl.CudaDevices):
-    """One fake GPU for each rank."""
+class Submitting(FakeDevice):
+    """A device whose tensors the engine takes as they are."""
 
-    late_work = None  # what the submitter's stream has not done yet
-    identity = staticmethod(lambda rank: f"fake GPU {rank}")
+    def __init__(self):
+        super().__init__()
+        self.late_work = None  # what the submitter's stream has not done yet
+        self._of_engine = {}
 
-    def connect(self, index):
-        meeting = BackendSetup(self._objects)
-        try:
-            group = GlooGroup(meeting, index, self._rank, self._size)
-        except Exception as error:
-            meeting.fail(error)
-            raise
-        meeting.finish()
-        return group
+    def submit(self, tensor):
+        work, self.late_work = self.late_work, None
+        self._of_engine[tensor.data_ptr()] = [Event(work)] if work else []
 
-    def mark(self, index):
-        work, OverGloo.late_work = OverGloo.late_work, None
-        return Event(work) if work else Event()
+    def submitted(self, address):
+        return self._of_engine.get(address, ())
 
-    def nothing(self, index):
+    def empty(self, index):
         return torch.empty(0, dtype=torch.uint8)
-
-    def to_host(self, index, address, dtype, shape):
-        return memory(address, dtype, torch.Size(shape).numel()).clone().view(shape)
-
-    def to_device(self, index, host, address, dtype):
-        memory(address, dtype, host.numel()).copy_(host.view(-1))
-
-
-def memory(address, dtype, count):
-    kind = BY_CODE[dtype]
-    if not count:
-        return torch.empty(0, dtype=kind)
-    bytes_ = (ctypes.c_ubyte * (count * kind.itemsize)).from_address(address)
-    return torch.frombuffer(bytes_, dtype=torch.uint8).view(kind)
 
 
 def instead_of_nccl():
     """Let this process's worlds use it. Returns the verbs on tensors of the fake device."""
     os.environ["KOLOVOD_BACKEND"] = "nccl"
     nccl._count_gpus = lambda: 64
-    nccl.CudaDevices = OverGloo
-    return TorchCollectives(FakeFrontend(is_direct=has_nccl), current)
+    nccl.NcclBackend = OverGloo
+    gpu_memory.cuda = device = Submitting()
+    return TorchCollectives(FakeFrontend(device, takes_gpus), current)

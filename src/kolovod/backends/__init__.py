@@ -1,39 +1,57 @@
 """Engines of others that carry the bytes, under our negotiation and order. Chosen by one option.
 
-``KOLOVOD_BACKEND=mpi`` or ``gloo`` sends every bucket of every verb through MPI or Gloo. What is
-ready on all ranks, and in which order it goes, is still the native engine's to say, and so a
-barrier, which has no bytes, is its own.
+``KOLOVOD_BACKEND=mpi`` or ``gloo`` sends every bucket of every verb through MPI or Gloo; ``nccl``
+those of tensors on GPUs through NCCL. What is ready on all ranks, and in which order it goes, is
+still the native engine's to say, and so a barrier, which has no bytes, is its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
+from kolovod import _native
 from kolovod.backends.base import Backend
-from kolovod.backends.driver import ExternalDriver
-from kolovod.backends.setup import BackendSetup
+from kolovod.backends.driver import Driver
+from kolovod.backends.setup import BackendSetup, Place
 from kolovod.core.affinity import threads_on
-from kolovod.core.objects import Objects
 from kolovod.core.world import World
 from kolovod.errors import InvalidArgumentError
 
-_CLASSES = {
-    "gloo": ("kolovod.backends.gloo", "GlooBackend"),
-    "mpi": ("kolovod.backends.mpi", "MpiBackend"),
+
+class _Kind(NamedTuple):
+    """One backend."""
+
+    module: str
+    class_name: str
+    device: str
+    """Of which tensors it carries, as ``_native.Engine`` calls it: "host" or "gpu"."""
+
+
+_KINDS = {
+    "gloo": _Kind("kolovod.backends.gloo", "GlooBackend", "host"),
+    "mpi": _Kind("kolovod.backends.mpi", "MpiBackend", "host"),
+    "nccl": _Kind("kolovod.backends.nccl", "NcclBackend", "gpu"),
 }
 
 
-def start(name: str, world: World) -> ExternalDriver:
-    """Let the backend ``name`` carry the bytes of ``world``. Collective: the same on every rank.
+def device_of(name: str) -> str:
+    """Of which tensors the backend ``name`` carries: "host", "gpu", or "" for the native one."""
+    return _KINDS[name].device if name in _KINDS else ""
 
-    The engine was made with ``external=True``. Raises InvalidArgumentError for an unknown name, a
-    library that is not installed, or processes that were not started the way the backend needs;
-    BootstrapError when that happened to another rank; RankLostError.
+
+def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int]) -> Driver:
+    """Let the backend ``name`` carry bytes among ``ranks`` of ``world``. Collective.
+
+    ``engine``: theirs, made with ``external=device_of(name)``. Raises InvalidArgumentError for an
+    unknown name, a library that is not installed, or processes that were not started the way the
+    backend needs; BootstrapError when that happened to another rank; RankLostError.
     """
-    meeting = BackendSetup(Objects(lambda: world))
+    place = Place(world, engine, ranks.index(world.rank), len(ranks))
+    meeting = BackendSetup(place.objects())
     try:
-        backend = load(name, world, meeting)
+        backend = load(name, place, meeting)
     except Exception as error:  # of a library that we do not know
         meeting.fail(error)
         raise
@@ -43,7 +61,7 @@ def start(name: str, world: World) -> ExternalDriver:
         backend.close()
         raise
     try:
-        driver = ExternalDriver(world.engine, backend, world.rank, world.size)
+        driver = Driver(engine, backend, place.rank, place.size)
         with threads_on(world.core):
             driver.start()
     except BaseException:
@@ -52,15 +70,14 @@ def start(name: str, world: World) -> ExternalDriver:
     return driver
 
 
-def load(name: str, world: World, meeting: BackendSetup) -> Backend:
+def load(name: str, place: Place, meeting: BackendSetup) -> Backend:
     """Make this rank's backend ``name``. See ``start``."""
-    if name not in _CLASSES:
-        known = ", ".join(["native", *sorted(_CLASSES)])
+    if name not in _KINDS:
+        known = ", ".join(["native", *sorted(_KINDS)])
         raise InvalidArgumentError(f"backend is {name!r}: KOLOVOD_BACKEND can be one of {known}")
-    module, class_name = _CLASSES[name]
-    made: Any = getattr(import_module(module), class_name)
-    backend: Backend = made(world, meeting)
+    made: Any = getattr(import_module(_KINDS[name].module), _KINDS[name].class_name)
+    backend: Backend = made(place, meeting)
     return backend
 
 
-__all__ = ["Backend", "ExternalDriver", "load", "start"]
+__all__ = ["Backend", "Driver", "device_of", "load", "start"]

@@ -1,8 +1,9 @@
-"""What an engine of somebody else owes us."""
+"""What an engine of somebody else owes us, and the memory that it works in."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -12,10 +13,15 @@ from kolovod.core.ops import Op
 
 Array: TypeAlias = npt.NDArray[Any]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Flat: TypeAlias = Any
+"""A dense array of one dimension: NumPy's in host memory, a PyTorch tensor on a GPU."""
+
+Bucket: TypeAlias = dict[str, Any]
+"""See ``_native.Engine.next_bucket``."""
 
 
 class Backend(Protocol):
-    """The verbs, on dense arrays of one dimension in host memory; all ranks call the same in turn.
+    """The verbs, on flat arrays of its memory; all ranks call the same in turn.
 
     All are called from one thread, and all know the sizes of all ranks, so that every rank takes
     the same way. What they raise fails the operation, and the world with it.
@@ -24,24 +30,29 @@ class Backend(Protocol):
     are the same on every rank if the other engine's are.
     """
 
-    def allreduce(self, values: Array, op: Op) -> None:
-        """Combine ``values`` (integers, float32 or float64) over all ranks, in place.
+    @property
+    def memory(self) -> Memory:
+        """Where its arrays are."""
+        ...
+
+    def allreduce(self, values: Flat, op: Op) -> None:
+        """Combine ``values``, in a dtype that ``memory`` prepares, over all ranks, in place.
 
         ``op``: Sum, Min, Max or Product.
         """
         ...
 
-    def broadcast(self, values: Bytes, root: int) -> None:
-        """Overwrite ``values`` with those of rank ``root``."""
+    def broadcast(self, values: Flat, root: int) -> None:
+        """Overwrite ``values``, bytes, with those of rank ``root``."""
         ...
 
-    def allgather(self, values: Bytes, sizes: Sequence[int]) -> Bytes:
-        """Every rank's values in rank order. ``sizes[r]``: bytes of rank r, not all 0."""
+    def allgather(self, values: Flat, sizes: Sequence[int]) -> Flat:
+        """Every rank's bytes in rank order. ``sizes[r]``: bytes of rank r, not all 0."""
         ...
 
     def alltoall(
-        self, values: Bytes, sent: Sequence[int], received: Sequence[int], total: int
-    ) -> Bytes:
+        self, values: Flat, sent: Sequence[int], received: Sequence[int], total: int
+    ) -> Flat:
         """What every rank has for this one, in rank order.
 
         ``values`` holds this rank's parts for rank 0, 1, ... in turn. ``sent[d]``: bytes of its
@@ -50,7 +61,7 @@ class Backend(Protocol):
         """
         ...
 
-    def reducescatter(self, values: Array, op: Op, counts: Sequence[int]) -> Array:
+    def reducescatter(self, values: Flat, op: Op, counts: Sequence[int]) -> Flat:
         """The part of this rank in what allreduce would give; ``values`` may be overwritten.
 
         ``counts[r]``: elements of rank r's part, not all 0; the parts follow each other in rank
@@ -60,4 +71,51 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Give up what the engine holds; nothing is called after it. Waits for no other rank."""
+        ...
+
+
+class Arithmetic(Protocol):
+    """One allreduce or reducescatter, in what a Backend can carry: before it, and after it."""
+
+    @property
+    def carried_op(self) -> Op:
+        """The op that the Backend is asked for."""
+        ...
+
+    def prepared(self, values: Flat) -> Flat:
+        """Stored values, scaled and in a dtype that the Backend can add."""
+        ...
+
+    def finished(self, values: Flat) -> Flat:
+        """What the Backend made of them, divided, scaled and as it is stored."""
+        ...
+
+
+class Memory(Protocol):
+    """Where tensors are: how a Driver reads and writes them by address."""
+
+    makes_outputs: bool
+    """Whether a result whose size only all ranks together know is a new array of this memory; else
+    the engine has made the place for it."""
+
+    def work(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """Around all that is done for one bucket."""
+        ...
+
+    def read(self, pieces: Sequence[tuple[int, int]], dtype: int) -> Flat:
+        """Copies of (address, number of elements), one after the other, there on return."""
+        ...
+
+    def write(self, pieces: Sequence[tuple[int, int]], values: Flat) -> None:
+        """Cut ``values`` and put them there, before this returns."""
+        ...
+
+    def settle(self, look: Callable[[], None]) -> None:
+        """Return when the backend is done; call ``look`` meanwhile, which may raise."""
+        ...
+
+    def arithmetic(
+        self, dtype: int, op: Op, prescale: float, postscale: float, size: int
+    ) -> Arithmetic:
+        """Of a reduction over ``size`` ranks."""
         ...

@@ -1,43 +1,50 @@
-"""The thread that drives an engine of somebody else.
+"""The thread that lets an engine of somebody else carry what is to be carried.
 
-The trip of a bucket: the native engine decides it [1]; the driver copies its tensors out [2], for a
-reduction scaled and in a dtype that every engine can add; the Backend carries the copies [3]; the
-driver puts the results where they belong [4].
+The trip of a bucket: the native engine decides it [1]; the driver copies its tensors out, for a
+reduction scaled and in a dtype that every engine can add [2]; the Backend carries the copies [3];
+the driver puts the results where they belong [4]. Where tensors are, on a GPU or not, only the
+backend's Memory knows.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import numpy as np
 
 from kolovod import _native
-from kolovod.backends.arithmetic import STORED, Reduction
-from kolovod.backends.base import Array, Backend
+from kolovod.backends.base import Backend, Bucket, Flat
 from kolovod.core.ops import Op
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 
-_BYTE = np.dtype(np.uint8)
+_BYTE = _native.DTYPES["uint8"]
+_ITEM_BYTES = {traits["number"]: traits["bytes"] for traits in _native.DTYPE_TRAITS.values()}
 _JOIN_S = 5.0
 
-Bucket = dict[str, Any]  # see Engine.next_bucket
-Piece = tuple[int, int, int]  # input address, output address, elements
+Pieces = Sequence[tuple[int, int]]
+"""Address and number of elements."""
 
 
-class BucketThread(abc.ABC):
-    """A thread that takes buckets from an external engine, and carries one after the other."""
+class Driver:
+    """Takes buckets from ``engine`` and lets ``backend`` carry one after the other."""
 
-    def __init__(self, engine: _native.Engine, name: str) -> None:
-        """``engine`` was made with ``external=True``; ``name``: of the thread."""
+    def __init__(self, engine: _native.Engine, backend: Backend, rank: int, size: int) -> None:
+        """``engine`` was made for ``rank`` of ``size``, external for the backend's memory."""
         self._engine = engine
+        self._backend = backend
+        self._memory = backend.memory
+        self._rank = rank
+        self._size = size
         self._stopping = threading.Event()
         # A daemon: a call into a foreign engine whose peer died may never return.
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="kolovod-backend", daemon=True)
+        self._verbs: dict[int, Callable[[Bucket], None]] = {
+            ALLREDUCE.number: self._allreduce,
+            BROADCAST.number: self._broadcast,
+            ALLGATHER.number: self._allgather,
+            ALLTOALL.number: self._alltoall,
+            REDUCESCATTER.number: self._reducescatter,
+        }
 
     def start(self) -> None:
         """Carry every bucket from now on."""
@@ -58,41 +65,14 @@ class BucketThread(abc.ABC):
         except _native.EngineError:
             return  # shut down, or the world was aborted
         finally:
-            self._end()
+            # Also what a peer waits for that is still in a call: it sees the connection end.
+            self._backend.close()
 
-    @abc.abstractmethod
     def _carry(self, bucket: Bucket) -> str:
         """Do one bucket; returns why it failed, or nothing."""
-
-    @abc.abstractmethod
-    def _end(self) -> None:
-        """The last thing that the thread does."""
-
-
-class ExternalDriver(BucketThread):
-    """Takes buckets from ``engine`` and lets ``backend`` carry them."""
-
-    def __init__(self, engine: _native.Engine, backend: Backend, rank: int, size: int) -> None:
-        """``engine`` was made with ``external=True`` for ``rank`` of ``size``."""
-        super().__init__(engine, "kolovod-backend")
-        self._backend = backend
-        self._rank = rank
-        self._size = size
-        self._verbs: dict[int, Callable[[Bucket], None]] = {
-            ALLREDUCE.number: self._allreduce,
-            BROADCAST.number: self._broadcast,
-            ALLGATHER.number: self._allgather,
-            ALLTOALL.number: self._alltoall,
-            REDUCESCATTER.number: self._reducescatter,
-        }
-
-    def _end(self) -> None:
-        """Close also what a peer waits for that is still in a call: it sees the connection end."""
-        self._backend.close()
-
-    def _carry(self, bucket: Bucket) -> str:
         try:
-            self._verbs[bucket["verb"]](bucket)
+            with self._memory.work(bucket):
+                self._verbs[bucket["verb"]](bucket)
         except _native.EngineError:
             raise  # given up while it was on its way
         except Exception as error:  # of a library that we do not know
@@ -102,76 +82,76 @@ class ExternalDriver(BucketThread):
     # The verbs ----------------------------------------------------------------------------------
 
     def _allreduce(self, bucket: Bucket) -> None:
-        reduction, values = self._reduction(bucket)
-        self._backend.allreduce(values, reduction.carried_op)  # [3]
-        self._write(bucket, reduction.finished(values))
+        pieces = bucket["tensors"]
+        values = self._read(bucket, [(source, count) for source, _, count in pieces])
+        arithmetic = self._memory.arithmetic(*_reduction(bucket), self._size)
+        values = arithmetic.prepared(values)
+        self._backend.allreduce(values, arithmetic.carried_op)  # [3]
+        values = arithmetic.finished(values)
+        self._write(bucket, [(target, count) for _, target, count in pieces], values)
 
     def _reducescatter(self, bucket: Bucket) -> None:
-        reduction, values = self._reduction(bucket)
-        counts: list[int] = bucket["sizes"]
-        part = self._backend.reducescatter(values, reduction.carried_op, counts)
-        ((source, target, _),) = bucket["tensors"]
-        bucket["tensors"] = [(source, target, counts[self._rank])]
-        self._write(bucket, reduction.finished(part))
+        ((source, target, count),) = bucket["tensors"]
+        values = self._read(bucket, [(source, count)])
+        arithmetic = self._memory.arithmetic(*_reduction(bucket), self._size)
+        values = arithmetic.prepared(values)
+        part = self._backend.reducescatter(values, arithmetic.carried_op, bucket["sizes"])
+        self._deliver(bucket, target, bucket["sizes"][self._rank], arithmetic.finished(part))
 
     def _broadcast(self, bucket: Bucket) -> None:
-        item_size = STORED[bucket["dtype"]].itemsize
-        for source, target, count in bucket["tensors"]:
-            values = self._read_bytes(bucket, source, count * item_size)
-            if values.size > 0:
-                self._backend.broadcast(values, bucket["root"])
-            self._write_bytes(bucket, target, values)
+        ((source, target, count),) = bucket["tensors"]
+        size = count * _ITEM_BYTES[bucket["dtype"]]
+        if size:
+            values = self._read(bucket, [(source, size)], _BYTE)
+            self._backend.broadcast(values, bucket["root"])
+            self._write(bucket, [(target, size)], values)
 
     def _allgather(self, bucket: Bucket) -> None:
         sizes: list[int] = bucket["sizes"]
         ((source, target, _),) = bucket["tensors"]
         if any(sizes):
-            values = self._read_bytes(bucket, source, sizes[self._rank])
-            self._write_bytes(bucket, target, self._backend.allgather(values, sizes))
+            values = self._read(bucket, [(source, sizes[self._rank])], _BYTE)
+            self._deliver(bucket, target, sum(sizes), self._backend.allgather(values, sizes))
 
     def _alltoall(self, bucket: Bucket) -> None:
         sent: list[int] = bucket["sizes"]
+        received: list[int] = bucket["received"]
         ((source, target, _),) = bucket["tensors"]
         if bucket["total"]:
-            values = self._read_bytes(bucket, source, sum(sent))
-            result = self._backend.alltoall(values, sent, bucket["received"], bucket["total"])
-            self._write_bytes(bucket, target, result)
+            values = self._read(bucket, [(source, sum(sent))], _BYTE)
+            result = self._backend.alltoall(values, sent, received, bucket["total"])
+            self._deliver(bucket, target, sum(received), result)
 
     # The memory of the tensors ------------------------------------------------------------------
 
-    def _reduction(self, bucket: Bucket) -> tuple[Reduction, Array]:
-        """[2] What is to be done, and on what."""
-        reduction = Reduction(
-            bucket["dtype"],
-            Op(bucket["op"]),
-            bucket["prescale"],
-            bucket["postscale"],
-            self._size,
-        )
-        pieces: Sequence[Piece] = bucket["tensors"]
-        dtype = STORED[reduction.dtype]
-        with self._memory(bucket):
-            values = np.concatenate([_array(source, count, dtype) for source, _, count in pieces])
-        return reduction, reduction.prepared(values)
+    def _read(self, bucket: Bucket, pieces: Pieces, dtype: int = -1) -> Flat:
+        """[2] Copies; of another ``dtype`` than the bucket's if that is given."""
+        with self._open(bucket):
+            return self._memory.read(pieces, bucket["dtype"] if dtype < 0 else dtype)
 
-    def _write(self, bucket: Bucket, values: Array) -> None:
+    def _write(self, bucket: Bucket, pieces: Pieces, values: Flat) -> None:
         """[4] Cut the results and put them in their places."""
-        start = 0
-        with self._memory(bucket):
-            for _, target, count in bucket["tensors"]:
-                _array(target, count, values.dtype)[...] = values[start : start + count]
-                start += count
+        self._settle(bucket)
+        with self._open(bucket):
+            self._memory.write(pieces, values)
 
-    def _read_bytes(self, bucket: Bucket, source: int, count: int) -> Array:
-        with self._memory(bucket):
-            return _array(source, count, _BYTE).copy()
+    def _deliver(self, bucket: Bucket, target: int, count: int, values: Flat) -> None:
+        """[4] A result whose place the engine has made, or has left to the memory."""
+        if not self._memory.makes_outputs:
+            self._write(bucket, [(target, count)], values)
+            return
+        self._settle(bucket)
+        self._engine.keep_output(target, values)
 
-    def _write_bytes(self, bucket: Bucket, target: int, values: Array) -> None:
-        with self._memory(bucket):
-            _array(target, values.size, _BYTE)[...] = values
+    def _settle(self, bucket: Bucket) -> None:
+        def look() -> None:  # whether the world goes on
+            with self._open(bucket):
+                pass
+
+        self._memory.settle(look)
 
     @contextlib.contextmanager
-    def _memory(self, bucket: Bucket) -> Iterator[None]:
+    def _open(self, bucket: Bucket) -> Iterator[None]:
         """While the tensors' memory is touched; never during a call into the other engine.
 
         Such a call may outlast the bucket: when a rank dies, the operation fails at once, and its
@@ -184,10 +164,5 @@ class ExternalDriver(BucketThread):
             self._engine.close_bucket()
 
 
-def _array(address: int, count: int, dtype: np.dtype[Any]) -> Array:
-    """The memory at ``address`` as an array, valid while the bucket's memory is open."""
-    if count == 0:
-        return np.empty(0, dtype)
-    memory = (ctypes.c_ubyte * (count * dtype.itemsize)).from_address(address)
-    array: Array = np.frombuffer(memoryview(memory), dtype)
-    return array
+def _reduction(bucket: Bucket) -> tuple[int, Op, float, float]:
+    return bucket["dtype"], Op(bucket["op"]), bucket["prescale"], bucket["postscale"]

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kolovod.backends.base import Array, Bytes
+from kolovod.backends.host_memory import HostMemory
 from kolovod.backends.setup import make_store
 from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError
 from kolovod.net.addresses import interface_to
 
 if TYPE_CHECKING:
-    from kolovod.backends.setup import BackendSetup
-    from kolovod.core.world import World
+    from kolovod.backends.setup import BackendSetup, Place
 
 # Gloo must not be the one who says that a rank is late: a rank may be stopped for a while.
 _PATIENCE = timedelta(days=30)
@@ -35,7 +35,7 @@ class GlooBackend:
     number of ranks, so a tensor may be summed differently when it is fused with others.
     """
 
-    def __init__(self, world: World, meeting: BackendSetup) -> None:
+    def __init__(self, place: Place, meeting: BackendSetup) -> None:
         """Collective: connects every rank with every other one.
 
         The ranks find each other through ``meeting``, and listen on the interface by which they
@@ -53,19 +53,20 @@ class GlooBackend:
             ) from None
         self._torch: Any = torch
         self._dist: Any = torch.distributed
-        self._rank = world.rank
+        self.memory = HostMemory()
+        self._rank = place.rank
         ops = self._dist.ReduceOp
         self._ops = {Op.Sum: ops.SUM, Op.Min: ops.MIN, Op.Max: ops.MAX, Op.Product: ops.PRODUCT}
         group: Any = ProcessGroupGloo
         options = group._Options()
-        options._timeout = timedelta(seconds=world.settings.start_timeout_s)
+        options._timeout = timedelta(seconds=place.world.settings.start_timeout_s)
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             options._devices = [group.create_default_device()]
         else:
-            address = interface_to(world.environment.rendezvous)
+            address = interface_to(place.world.environment.rendezvous)
             options._devices = [group.create_device(hostname=address)]
         store = make_store(self._dist.Store, meeting)
-        self._group = group(store, world.rank, world.size, options)
+        self._group = group(store, place.rank, place.size, options)
         self._group._set_default_timeout(_PATIENCE)
 
     def allreduce(self, values: Array, op: Op) -> None:

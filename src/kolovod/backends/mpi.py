@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kolovod.backends.base import Array, Bytes
+from kolovod.backends.host_memory import HostMemory
 from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kolovod.backends.setup import BackendSetup
-    from kolovod.core.world import World
+    from kolovod.backends.setup import BackendSetup, Place
 
 _MAX_COUNT = 1 << 30  # MPI 3 counts elements in an int; what is larger goes in parts
 
@@ -26,7 +26,7 @@ class MpiBackend:
     on what it was fused with.
     """
 
-    def __init__(self, world: World, meeting: BackendSetup | None = None) -> None:
+    def __init__(self, place: Place, meeting: BackendSetup | None = None) -> None:
         """Collective: makes a communicator of its own, ordered like the world's ranks.
 
         ``meeting`` is not needed: MPI's processes know each other. Raises InvalidArgumentError when
@@ -40,6 +40,7 @@ class MpiBackend:
                 f"backend 'mpi' needs mpi4py and an MPI library ({error}): "
                 "pip install 'kolovod[mpi]'"
             ) from None
+        world = place.world
         mpi_size, size = MPI.COMM_WORLD.Get_size(), world.environment.size
         if mpi_size != size:
             raise InvalidArgumentError(
@@ -51,7 +52,8 @@ class MpiBackend:
                 "backend 'mpi' calls MPI from a thread of its own; initialise MPI with "
                 "THREAD_SERIALIZED or more (mpi4py asks for THREAD_MULTIPLE unless told otherwise)"
             )
-        self._rank = world.rank
+        self.memory = HostMemory()
+        self._rank = place.rank
         members = MPI.COMM_WORLD.Get_group().Incl(world.members)  # MPI was the launcher
         self._communicator = MPI.COMM_WORLD.Create_group(members)
         self._in_place = MPI.IN_PLACE

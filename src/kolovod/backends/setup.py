@@ -11,10 +11,25 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from kolovod import _native
 from kolovod.core.objects import Objects
+from kolovod.core.world import World
 from kolovod.errors import BootstrapError
 
 _NAME = "kolovod.backend"
+
+
+class Place(NamedTuple):
+    """The world, or the process set of it, among whose ranks a backend works."""
+
+    world: World
+    engine: _native.Engine
+    rank: int
+    size: int
+
+    def objects(self) -> Objects:
+        """Objects among these ranks."""
+        return Objects(lambda: self)
 
 
 class _Word(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kolovod import _native
 from kolovod.core.frontend import Frontend, TensorView
+from kolovod.core.ops import Adasum
 from kolovod.core.submission import EngineTensor, Finish, Request, WorldLike
 from kolovod.core.verbs import ALLTOALL, REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
@@ -16,6 +17,10 @@ __all__ = ["Buffers", "Prepared", "all_of", "both"]
 
 Shape = Callable[[list[Any], list[list[int]]], Any]
 """Makes what a verb returns of its results and, by result, of the rows that each rank gave."""
+
+
+View = Callable[[Any], TensorView]
+"""``Frontend.view``, or ``Frontend.host_view``."""
 
 
 def all_of(results: list[Any], rows: list[list[int]]) -> Any:
@@ -55,8 +60,9 @@ class Buffers:
         if request.verb.makes_outputs:
             return self._all_made_by_engine(request, tensors, world, shape)
         entries, results, owners = [], [], []
+        view = self.view_for(request)
         for tensor in tensors:
-            entry, result, owner = self._fresh(tensor)
+            entry, result, owner = self._fresh(tensor, view)
             entries.append(entry)
             results.append(result)
             owners.append(owner)
@@ -74,27 +80,32 @@ class Buffers:
 
         return Prepared(entries, buffers, shape(results, []), finish)
 
-    def in_place(self, tensors: Sequence[Any], shape: Shape) -> Prepared:
+    def in_place(self, request: Request, tensors: Sequence[Any], shape: Shape) -> Prepared:
         """For results that replace the values of ``tensors``."""
         tensors = list(tensors)
-        owned = [self.own(tensor) for tensor in tensors]
+        view = self.view_for(request)
+        owned = [self.own(tensor, view) for tensor in tensors]
         entries, owners = [pair[0] for pair in owned], [pair[1] for pair in owned]
         result = shape(tensors, [])
         finish = self.copying_back(owners, tensors, result)
         return Prepared(entries, owners, result, finish)
 
-    def own(self, tensor: Any) -> tuple[EngineTensor, Any]:
+    def view_for(self, request: Request) -> View:
+        """How tensors are viewed: in host memory where the engine's own arithmetic is needed."""
+        return self._frontend.host_view if request.op == Adasum else self._view
+
+    def own(self, tensor: Any, view: View) -> tuple[EngineTensor, Any]:
         """For work in place; the second is ``tensor`` or a dense stand-in for it."""
         self._frontend.claim(tensor)
-        dtype, shape, address, owner = self._view(tensor)
+        dtype, shape, address, owner = view(tensor)
         return (dtype, shape, address, address), owner
 
-    def _fresh(self, tensor: Any) -> tuple[EngineTensor, Any, Any]:
+    def _fresh(self, tensor: Any, view: View) -> tuple[EngineTensor, Any, Any]:
         """What the engine is told about ``tensor``, and the new tensor that receives the result.
 
         Third, ``tensor`` if the result is received in a private copy that is elsewhere, else None.
         """
-        dtype, shape, source, owner = self._view(tensor)
+        dtype, shape, source, owner = view(tensor)
         if owner is tensor:
             output, target = self._empty_like(tensor)
             return (dtype, shape, source, target), output, None

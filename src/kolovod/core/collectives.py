@@ -29,9 +29,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kolovod.core.buffers import Buffers, all_of, both
-from kolovod.core.frontend import Frontend
+from kolovod.core.frontend import ON_DEVICE, Frontend
 from kolovod.core.handles import Handle
-from kolovod.core.ops import Average, Sum
+from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.submission import (
     Group,
     Request,
@@ -442,6 +442,8 @@ class Collectives:
             result: T = self._run(request, [entry], view, finish)
             return result
         dtype, shape, source, owner = self._view(tensor)
+        if dtype >= ON_DEVICE and request.op == Adasum:
+            dtype, shape, source, owner = self.frontend.host_view(tensor)
         if owner is tensor:
             owner, target = self._empty_like(tensor)
             self._run(request, [(dtype, shape, source, target)], (tensor, owner))
@@ -473,6 +475,8 @@ class Collectives:
             entry, view, finish = self._buffers.made_by_engine(tensor, self._scatters_in(request))
             return self._start(request, [entry], view, None, finish)
         dtype, shape, source, owner = self._view(tensor)
+        if dtype >= ON_DEVICE and request.op == Adasum:
+            dtype, shape, source, owner = self.frontend.host_view(tensor)
         if owner is tensor:
             output, target = self._empty_like(tensor)
             entry = (dtype, shape, source, target)
@@ -495,6 +499,8 @@ class Collectives:
         """Carry out ``request`` on one tensor, and overwrite that."""
         self.frontend.claim(tensor)
         dtype, shape, address, owner = self._view(tensor)
+        if dtype >= ON_DEVICE and request.op == Adasum:
+            dtype, shape, address, owner = self.frontend.host_view(tensor)
         self._run(request, [(dtype, shape, address, address)], owner)
         if owner is not tensor:
             self.frontend.copy_back(owner, tensor)
@@ -502,14 +508,14 @@ class Collectives:
 
     def group_in_place(self, request: Request, tensors: Sequence[T]) -> list[T]:
         """Carry out ``request`` on several tensors, and overwrite them."""
-        prepared = self._buffers.in_place(several(tensors), all_of)
+        prepared = self._buffers.in_place(request, several(tensors), all_of)
         entries, buffers, result, finish, splits = prepared
         self._run(request, entries, buffers, finish, splits)
         return result  # type: ignore[no-any-return]
 
     def start_in_place(self, request: Request, tensor: T) -> Handle[T]:
         """``in_place`` that returns at once."""
-        entry, owner = self._buffers.own(tensor)
+        entry, owner = self._buffers.own(tensor, self._buffers.view_for(request))
         finish = None
         if owner is not tensor:
             finish = self._buffers.copying_back([owner], [tensor], tensor)
@@ -517,7 +523,7 @@ class Collectives:
 
     def start_group_in_place(self, request: Request, tensors: Sequence[T]) -> Handle[list[T]]:
         """``group_in_place`` that returns at once."""
-        return self._start(request, *self._buffers.in_place(several(tensors), all_of))
+        return self._start(request, *self._buffers.in_place(request, several(tensors), all_of))
 
     def _scatters_in(self, request: Request) -> WorldLike | None:
         scatters = request.verb is REDUCESCATTER

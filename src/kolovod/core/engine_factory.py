@@ -52,14 +52,15 @@ def make_engine(
     ready: Ready,
     core: int | None,
     *,
-    external: bool = False,
+    external: str = "",
     ranks: tuple[int, ...] = (),
     world: _native.Engine | None = None,
     last_operations_prefix: str = "",
 ) -> _native.Engine:
     """The engine of what has been made ready; its threads run on ``core``, if that is given.
 
-    ``ranks``: of a process set of ``world``, its members' numbers there.
+    ``external``: which tensors a backend is to carry; see ``_native.Engine``. ``ranks``: of a
+    process set of ``world``, its members' numbers there.
     """
     size = len(ready.members)
     hosts = ready.hosts

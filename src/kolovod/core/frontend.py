@@ -10,15 +10,20 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from kolovod import _native
 
 T = TypeVar("T")
 
-DEVICE_SHIFT = 16
-ON_DEVICE = 1 << 8
+DEVICE_SHIFT = _native.DEVICE_SHIFT
+ON_DEVICE = _native.ON_DEVICE
 """Added to the dtype in a view whose address is one of a GPU, with the GPU's number shifted by
-DEVICE_SHIFT. Only worlds whose backend is nccl take such views."""
+DEVICE_SHIFT. Only worlds that take GPUs' tensors take such views."""
+
+
+def plain_dtype(dtype: int) -> int:
+    """The number of the dtype in a view, wherever the tensor is."""
+    return dtype % ON_DEVICE
+
 
 TensorView: TypeAlias = "tuple[int, tuple[int, ...], int, Any]"
 """``(dtype, shape, address, owner)``: the number of the dtype (``_native.DTYPES``), the shape in
@@ -43,6 +48,10 @@ class Frontend(Protocol[T]):
         """
         ...
 
+    def host_view(self, tensor: T) -> TensorView:
+        """``view``, but of a copy in host memory also where the engine takes tensors on a GPU."""
+        ...
+
     def empty_like(self, tensor: T) -> tuple[T, int]:
         """A new dense tensor of the same shape and dtype, uninitialised, and its address."""
         ...
@@ -64,12 +73,12 @@ class Frontend(Protocol[T]):
 
     def from_bytes(
         self,
-        data: npt.NDArray[np.uint8],
+        data: Any,
         dtype: int,
         shape: tuple[int, ...],
         like: T | None = None,
     ) -> T:
-        """A tensor over ``data`` (one dimension, owns its memory, 64-byte aligned); no copy.
+        """A tensor over ``data``, what ``_native.Engine.output`` gives; no copy.
 
         ``like``: of the same kind, if the framework has several.
         """

@@ -82,6 +82,8 @@ class NumpyFrontend:
             tensor = np.array(tensor, order="C")
         return code, tensor.shape, _address(tensor), tensor
 
+    host_view = view
+
     def empty_like(self, tensor: Array) -> tuple[Array, int]:
         """See Frontend.empty_like."""
         array: Array = np.empty(tensor.shape, tensor.dtype)

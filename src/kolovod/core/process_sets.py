@@ -15,7 +15,7 @@ from typing import Any
 from kolovod import _native
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group, no_process_set
-from kolovod.core.world import World, current, is_initialized, native_part
+from kolovod.core.world import World, current, is_initialized
 from kolovod.errors import BootstrapError, InvalidArgumentError, KolovodError, MismatchError
 
 __all__ = [
@@ -193,7 +193,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise BootstrapError(f"process set {added.ranks} was not formed: {failures[0]}") from error
     if engine is not None:
         added._membership = Membership(engine, added.position(world.rank), len(added._ranks))
-        _native.publish(number, native_part(engine))
+        _native.publish(number, engine)
     added._world, added._id = world, number
     world.sets.by_id[number] = added
     return added

@@ -21,7 +21,7 @@ from typing import Any
 
 from kolovod import _native
 from kolovod.core.buffers import Buffers
-from kolovod.core.frontend import ON_DEVICE, Frontend
+from kolovod.core.frontend import Frontend
 from kolovod.core.handles import Handle
 from kolovod.core.submission import (
     EngineTensor,
@@ -95,8 +95,7 @@ class Transfers:
     def _sending(
         self, tensor: Any, dst: int, tag: int, process_set: Group | None
     ) -> tuple[Request, EngineTensor, object]:
-        dtype, shape, address, owner = self._frontend.view(tensor)
-        _check_place(dtype)
+        dtype, shape, address, owner = self._frontend.host_view(tensor)
         root = position_of(rank_number("dst", dst), process_set)
         if root < 0:
             raise InvalidArgumentError(f"dst is {dst}: give the number of a rank")
@@ -106,8 +105,7 @@ class Transfers:
     def _receiving(
         self, tensor: Any, src: int | None, tag: int, process_set: Group | None
     ) -> tuple[Request, EngineTensor, Any]:
-        entry, owner = self._own(tensor)
-        _check_place(entry[0])
+        entry, owner = self._own(tensor, self._frontend.host_view)
         root = _ANY if src is None else position_of(rank_number("src", src), process_set)
         if root < 0 and src is not None:
             raise InvalidArgumentError(f"src is {src}: give the number of a rank, or None for any")
@@ -133,13 +131,6 @@ class Transfers:
             raise InvalidArgumentError(
                 f"{what} rank {peer}, which is this one, would wait for itself: use isend and irecv"
             )
-
-
-def _check_place(dtype: int) -> None:
-    if dtype >= ON_DEVICE:
-        raise InvalidArgumentError(
-            "messages between two ranks are of tensors in the host's memory: give tensor.cpu()"
-        )
 
 
 def _tag(value: Any) -> int:

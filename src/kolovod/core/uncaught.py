@@ -28,7 +28,6 @@ _PATIENCE_S = 0.5
 _OUT_OF_ENGINE_S = 1.0
 _INSIDE = frozenset(
     {
-        "kolovod.backends.pair",
         "kolovod.core.handles",
         "kolovod.core.submission",
         "kolovod.gradients.in_flight",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kolovod import _native
 from kolovod.config import Settings
@@ -19,14 +19,20 @@ __all__ = [
     "current",
     "enter",
     "explain_missing",
-    "has_nccl",
     "is_initialized",
-    "native_part",
-    "parts_of",
     "take",
+    "takes_gpus",
     "when_engine_ends",
     "word_with",
 ]
+
+
+class Formed(NamedTuple):
+    """An engine, and what carries buckets for it when the backend is not the native one."""
+
+    engine: _native.Engine
+    driver: Any
+    """Its ``stop()`` ends it, after the engine; None: there is none."""
 
 
 @dataclass(slots=True)
@@ -35,8 +41,13 @@ class Sets:
 
     by_id: dict[int, Any] = field(default_factory=dict)
     next_id: int = 1
-    engines: list[_native.Engine] = field(default_factory=list)
-    """Those of the sets that this rank is a member of."""
+    drivers: dict[_native.Engine, Any] = field(default_factory=dict)
+    """By engine of the sets that this rank is a member of; see Formed."""
+
+    @property
+    def engines(self) -> list[_native.Engine]:
+        """Those of the sets that this rank is a member of, the oldest first."""
+        return list(self.drivers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ class World:
     settings: Settings
     environment: RankEnvironment = field(repr=False)
     """What the launcher told this process; it holds the secret."""
-    former: Callable[[World, Sequence[int]], _native.Engine] = field(repr=False)
+    former: Callable[[World, Sequence[int]], Formed] = field(repr=False)
     """Makes an engine among some of the ranks (ascending, with this one); they all call it."""
     members: tuple[int, ...] = (0,)
     """The launcher's rank of each rank of this world."""
@@ -63,7 +74,9 @@ class World:
     """The host of each rank."""
     sets: Sets = field(default_factory=Sets, repr=False)
     driver: Any = field(default=None, repr=False)
-    """Carries the buckets when the backend is not the native one; ``stop()`` ends it."""
+    """See Formed."""
+    takes_gpus: bool = False
+    """Whether the engine takes tensors on GPUs as they are, and not in copies in host memory."""
     core: int | None = None
     """Where the engine's threads run, if they are bound to a core."""
 
@@ -72,16 +85,18 @@ class World:
 
         It shares the fate of this world, and ends with it. Raises what ``init`` raises.
         """
-        engine = self.former(self, ranks)
-        self.sets.engines.append(engine)
+        engine, driver = self.former(self, ranks)
+        self.sets.drivers[engine] = driver
         return engine
 
     def dissolve(self, engine: _native.Engine) -> None:
         """Shut down an engine that ``form`` made."""
         for hook in _ending_hooks:
             hook()
-        self.sets.engines.remove(engine)
+        driver = self.sets.drivers.pop(engine)
         engine.shutdown()
+        if driver is not None:
+            driver.stop()
 
 
 _world: World | None = None
@@ -134,18 +149,6 @@ def when_engine_ends(hook: Callable[[], None]) -> None:
     _ending_hooks.append(hook)
 
 
-def has_nccl() -> bool:
-    """Whether this process is in a world whose tensors on GPUs are carried by NCCL."""
-    return _world is not None and _world.settings.backend == "nccl"
-
-
-def native_part(engine: _native.Engine) -> _native.Engine:
-    """The native engine of a world or a process set, which is all of it but with nccl."""
-    part: _native.Engine = getattr(engine, "host", engine)
-    return part
-
-
-def parts_of(engine: Any) -> dict[str, _native.Engine]:
-    """The native engines that ``engine`` consists of, by what each carries; "" is the first."""
-    parts: dict[str, _native.Engine] = getattr(engine, "parts", {"": engine})
-    return parts
+def takes_gpus() -> bool:
+    """Whether this process is in a world whose engine takes tensors on GPUs; see World."""
+    return _world is not None and _world.takes_gpus

@@ -50,6 +50,8 @@ class JaxFrontend:
             )
         return code, tensor.shape, _address(tensor), tensor
 
+    host_view = view
+
     def empty_like(self, tensor: jax.Array) -> tuple[jax.Array, int]:
         """See Frontend.empty_like. Nobody else sees the array before its values are written."""
         # Functions of jax.numpy are compiled for each shape.

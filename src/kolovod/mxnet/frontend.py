@@ -44,6 +44,8 @@ class MxnetFrontend:
         tensor.wait_to_read()
         return code, tensor.shape, _address(tensor), tensor
 
+    host_view = view
+
     def empty_like(self, tensor: mx.nd.NDArray) -> tuple[mx.nd.NDArray, int]:
         """See Frontend.empty_like."""
         make = mx.np.empty if isinstance(tensor, _NUMPY_LIKE) else mx.nd.empty

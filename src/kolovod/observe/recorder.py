@@ -152,8 +152,9 @@ class Recorder:
 
 
 def _operation(where: str, record: Mapping[str, Any]) -> Operation:
+    on_gpu = " on GPU" if record["device"] != "host memory" else ""
     return (
-        where,
+        where + on_gpu,
         record["name"],
         record["verb"],
         record["dtype"] or "",

@@ -16,7 +16,7 @@ from pathlib import Path
 from kolovod import _native
 from kolovod.core import spans
 from kolovod.core.objects import Objects
-from kolovod.core.world import World, current, parts_of, when_engine_ends
+from kolovod.core.world import World, current, when_engine_ends
 from kolovod.net.addresses import interface_to
 from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
@@ -267,16 +267,12 @@ def _set(timeline: Timeline) -> None:
 
 
 def _engines(world: World) -> Mapping[str, _native.Engine]:
-    """The native engines behind the world and its process sets, as Operation calls them."""
-    parts: dict[str, _native.Engine] = {}
+    """The engines of the world and its process sets, as Operation calls them."""
     engines = {"": world.engine}
     for number, process_set in dict(world.sets.by_id).items():
-        engines[f" in set {number}"] = process_set.engine
-    for where, engine in engines.items():
-        if engine is not None:
-            for what, part in parts_of(engine).items():
-                parts[where + what] = part
-    return parts
+        if process_set.engine is not None:
+            engines[f" in set {number}"] = process_set.engine
+    return engines
 
 
 def _path_of_world(path: str, epoch: int) -> str:

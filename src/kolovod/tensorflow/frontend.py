@@ -40,6 +40,8 @@ class TensorflowFrontend:
             )
         return code, tuple(owner.shape), _address(owner), owner
 
+    host_view = view
+
     def empty_like(self, tensor: tf.Tensor) -> tuple[tf.Tensor, int]:
         """See Frontend.empty_like. Nobody else sees the tensor before its values are written."""
         with tf.device("CPU:0"):

@@ -9,6 +9,7 @@ they may be dropped as soon as the copy has been enqueued.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from kolovod.gradients.stager import Event
+
+_SUBMITTED = 1024  # addresses of tensors whose events are kept, at least
 
 
 class Cuda:
@@ -27,6 +30,9 @@ class Cuda:
     def __init__(self) -> None:
         """Remember nothing yet."""
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
+        self._submitted: dict[int, dict[Any, Event]] = {}  # by address and stream
+        self._most_submitted = _SUBMITTED
+        self._lock = threading.Lock()
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is in a GPU's memory."""
@@ -59,6 +65,31 @@ class Cuda:
         event = torch.cuda.Event(blocking=sleeps)  # type: ignore[no-untyped-call]
         event.record(self.stream_of(tensor))
         return event
+
+    def submit(self, tensor: torch.Tensor) -> None:
+        """Note that the engine gets ``tensor`` as it is: when the current stream has come here."""
+        address, stream, event = tensor.data_ptr(), self.stream_of(tensor), self.mark(tensor)
+        with self._lock:
+            if len(self._submitted) >= self._most_submitted:
+                self._forget_reached()
+            self._submitted.setdefault(address, {})[stream] = event
+
+    def submitted(self, address: int) -> list[Event]:
+        """What must be over before the engine touches the tensor at ``address``."""
+        with self._lock:
+            return list(self._submitted.get(address, {}).values())
+
+    def _forget_reached(self) -> None:
+        self._submitted = {
+            address: left
+            for address, events in self._submitted.items()
+            if (left := {stream: event for stream, event in events.items() if not event.query()})
+        }
+        self._most_submitted = max(_SUBMITTED, 2 * len(self._submitted))
+
+    def empty(self, index: int) -> torch.Tensor:
+        """No bytes, on GPU ``index``."""
+        return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}")
 
     def stream_of(self, tensor: torch.Tensor) -> Any:
         """The current stream."""

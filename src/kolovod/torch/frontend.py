@@ -1,6 +1,6 @@
 """PyTorch's tensors as the engine sees them.
 
-Those on a GPU by a copy in host memory, except with the backend nccl.
+Those on a GPU by a copy in host memory, except where the engine takes them as they are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from kolovod import _native
-from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView
-from kolovod.core.world import has_nccl
+from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView, plain_dtype
+from kolovod.core.world import takes_gpus
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch.device import Cuda, cuda
 
@@ -28,7 +28,7 @@ _empty_like = torch.empty_like
 class TorchFrontend:
     """Takes tensors of any device that has memory; it neither reads nor makes autograd history."""
 
-    def __init__(self, device: Cuda = cuda, is_direct: Callable[[], bool] = has_nccl) -> None:
+    def __init__(self, device: Cuda = cuda, is_direct: Callable[[], bool] = takes_gpus) -> None:
         """``device``: copies to and from the GPU (tests have another).
 
         ``is_direct``: asked whether the engine itself takes tensors on GPUs.
@@ -49,6 +49,12 @@ class TorchFrontend:
         except (AttributeError, KeyError, RuntimeError):
             pass  # explained below
         return self._slow_view(tensor)
+
+    def host_view(self, tensor: torch.Tensor) -> TensorView:
+        """See Frontend.host_view."""
+        if isinstance(tensor, torch.Tensor) and self.device.is_on_device(tensor):
+            return self._slow_view(tensor, is_direct=False)
+        return self.view(tensor)
 
     def empty_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """See Frontend.empty_like."""
@@ -81,15 +87,17 @@ class TorchFrontend:
     def from_bytes(
         self, data: Any, dtype: int, shape: tuple[int, ...], like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See Frontend.from_bytes. ``data`` is an array, or for ON_DEVICE a flat tensor there."""
+        """See Frontend.from_bytes. For ON_DEVICE ``data`` is a flat tensor there, None: empty."""
         if dtype >= ON_DEVICE:
-            data, dtype = data.view(torch.uint8), dtype % ON_DEVICE
+            if data is None:
+                data = self.device.empty(dtype >> DEVICE_SHIFT)
+            data, dtype = data.view(torch.uint8), plain_dtype(dtype)
         else:
             data = torch.from_numpy(data)
         return data.view(BY_CODE[dtype]).reshape(shape)  # type: ignore[no-any-return]
 
-    def _slow_view(self, tensor: torch.Tensor) -> TensorView:
-        """Make a dense copy in host memory, or say what is wrong."""
+    def _slow_view(self, tensor: torch.Tensor, is_direct: bool | None = None) -> TensorView:
+        """Make a dense copy, in host memory unless the view is direct; or say what is wrong."""
         if not isinstance(tensor, torch.Tensor):
             raise _not_a_tensor(tensor)
         if tensor.layout is not torch.strided:
@@ -104,13 +112,14 @@ class TorchFrontend:
                 "works in host memory and copies from CUDA devices only: pass tensor.cpu()"
             )
         code = code_of(tensor)
-        if is_on_device and self.is_direct():
+        if is_on_device and (self.is_direct() if is_direct is None else is_direct):
             if tensor.is_contiguous() and not tensor.is_neg():
                 dense = tensor
             else:
                 with torch.no_grad():
                     dense = torch.empty_like(tensor, memory_format=torch.contiguous_format)
                     dense.copy_(tensor)
+            self.device.submit(dense)
             code |= ON_DEVICE | (tensor.device.index or 0) << DEVICE_SHIFT
         elif is_on_device:
             dense = self.device.to_host(tensor)

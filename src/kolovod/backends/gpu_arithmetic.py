@@ -17,8 +17,8 @@ _UINT16 = getattr(torch, "uint16", None)  # since PyTorch 2.3
 
 
 @dataclass(frozen=True)
-class DeviceReduction:
-    """One allreduce or reducescatter, in what a DeviceGroup can carry."""
+class GpuReduction:
+    """One allreduce or reducescatter, in what NCCL can carry."""
 
     dtype: int
     op: Op

@@ -1,0 +1,142 @@
+"""Tensors on a GPU: flat PyTorch tensors, on a stream of their own.
+
+A rank picks its GPU by its first tensor there, long after ``init``; the backend connects the ranks
+then.
+
+The host sees every step of a bucket end before it goes on. So tensors are touched only while the
+bucket's memory is open, however late the GPU is; whoever waited for the operation needs no event;
+and while the backend waits for a rank that is dead, the driver still looks whether the world has
+ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kolovod.backends.base import Bucket
+from kolovod.backends.gpu_arithmetic import GpuReduction
+from kolovod.core.ops import Op
+from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.torch.device import cuda
+from kolovod.torch.frontend import BY_CODE, code_of
+
+_LOOK_S = 0.02  # how often to see, while the backend is at work, whether the world has ended
+_JOINED = (
+    "a rank has joined before the ranks' GPUs were connected: let every rank do an operation on "
+    "its GPU before any of them joins"
+)
+
+
+class GpuMemory:
+    """See Memory. Of one GPU, which the first bucket names."""
+
+    makes_outputs = True
+
+    def __init__(self, connect: Callable[[int], None]) -> None:
+        """``connect(index)`` is called once, when the GPU is known."""
+        self._connect = connect
+        self._is_connected = False
+        self.index = -1
+        self.stream: Any = None
+
+    @contextmanager
+    def work(self, bucket: Bucket) -> Iterator[None]:
+        """See Memory.work: on the stream, after what the submitters' streams had before them."""
+        self.index = bucket["device"]
+        if self.index < 0:
+            raise InvalidArgumentError(_JOINED)
+        if not self._is_connected:
+            try:
+                self.open()
+                self._connect(self.index)
+            except MismatchError as error:  # of the ranks' meeting, to which one does not come
+                raise InvalidArgumentError(
+                    f"{_JOINED} (the ranks met to connect them: {error})"
+                ) from None
+            self._is_connected = True
+        with self.on_stream([address for address, _, _ in bucket["tensors"]]):
+            yield
+
+    def open(self) -> None:
+        """Make the stream."""
+        self.stream = torch.cuda.Stream(self.index)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def on_stream(self, addresses: Sequence[int] = ()) -> Iterator[None]:
+        """Make the stream current, after what the tensors at ``addresses`` wait for."""
+        for address in addresses:
+            for event in cuda.submitted(address):
+                self.stream.wait_event(event)
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            yield
+
+    def mark(self) -> Any:
+        """An event where the stream is now."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return event
+
+    def read(self, pieces: Sequence[tuple[int, int]], dtype: int) -> torch.Tensor:
+        """See Memory.read. What has no address is zeros: of a rank that has joined."""
+        parts = [
+            self.tensor_at(address, dtype, count) if address else self.zeros(dtype, count)
+            for address, count in pieces
+        ]
+        values = torch.cat(parts)
+        self.mark().synchronize()
+        return values
+
+    def write(self, pieces: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
+        """See Memory.write."""
+        start = 0
+        for address, count in pieces:
+            if address:
+                part = values[start : start + count]
+                self.tensor_at(address, code_of(values), count).copy_(part)
+            start += count
+        self.mark().synchronize()
+
+    def settle(self, look: Callable[[], None]) -> None:
+        """See Memory.settle."""
+        done = self.mark()
+        looked = time.monotonic()
+        while not done.query():
+            time.sleep(20e-6)
+            if time.monotonic() - looked > _LOOK_S:
+                look()
+                looked = time.monotonic()
+
+    def arithmetic(
+        self, dtype: int, op: Op, prescale: float, postscale: float, size: int
+    ) -> GpuReduction:
+        """See Memory.arithmetic."""
+        return GpuReduction(dtype, op, prescale, postscale, size)
+
+    def tensor_at(self, address: int, dtype: int, count: int) -> torch.Tensor:
+        """The memory at ``address`` as a flat tensor."""
+        kind = BY_CODE[dtype]
+        if count == 0:
+            return self.zeros(dtype, 0)
+        memory = _Bytes(address, count * kind.itemsize)
+        return torch.as_tensor(memory, device=f"cuda:{self.index}").view(kind)
+
+    def zeros(self, dtype: int, count: int) -> torch.Tensor:
+        """A new flat tensor."""
+        return torch.zeros(count, dtype=BY_CODE[dtype], device=f"cuda:{self.index}")
+
+
+class _Bytes:
+    """Memory of a GPU, as CUDA's array interface describes it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }

@@ -1,0 +1,54 @@
+"""Tensors in host memory: flat NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from kolovod.backends.arithmetic import STORED, Reduction
+from kolovod.backends.base import Array, Bucket
+from kolovod.core.ops import Op
+
+
+class HostMemory:
+    """See Memory."""
+
+    makes_outputs = False
+
+    def work(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """See Memory.work."""
+        return nullcontext()
+
+    def read(self, pieces: Sequence[tuple[int, int]], dtype: int) -> Array:
+        """See Memory.read."""
+        arrays = [_array(address, count, STORED[dtype]) for address, count in pieces]
+        return np.concatenate(arrays)
+
+    def write(self, pieces: Sequence[tuple[int, int]], values: Array) -> None:
+        """See Memory.write."""
+        start = 0
+        for address, count in pieces:
+            _array(address, count, values.dtype)[...] = values[start : start + count]
+            start += count
+
+    def settle(self, look: Callable[[], None]) -> None:
+        """See Memory.settle; what has returned is done."""
+
+    def arithmetic(
+        self, dtype: int, op: Op, prescale: float, postscale: float, size: int
+    ) -> Reduction:
+        """See Memory.arithmetic."""
+        return Reduction(dtype, op, prescale, postscale, size)
+
+
+def _array(address: int, count: int, dtype: np.dtype[Any]) -> Array:
+    """The memory at ``address`` as an array, valid while the bucket's memory is open."""
+    if count == 0:
+        return np.empty(0, dtype)
+    memory = (ctypes.c_ubyte * (count * dtype.itemsize)).from_address(address)
+    array: Array = np.frombuffer(memoryview(memory), dtype)
+    return array
