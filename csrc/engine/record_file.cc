@@ -48,6 +48,7 @@ std::string Line(const RecordFileHeader& header, const OperationRecord& record) 
   line += ", \"name\": " + Quoted(record.name);
   line += std::string(", \"verb\": \"") + NameOf(record.verb) + "\"";
   line += ", \"dtype\": " + (record.tensors > 0 ? "\"" + std::string(NameOf(record.dtype)) + "\"" : "null");
+  line += std::string(", \"device\": \"") + NameOf(record.device) + "\"";
   line += ", \"tensors\": " + std::to_string(record.tensors);
   line += ", \"bytes\": " + std::to_string(record.bytes);
   line += ", \"bucket\": " + (record.bucket > 0 ? std::to_string(record.bucket) : "null");

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kolovod import _native, backends
-from kolovod.backends.arithmetic import divided, narrowed, scaled, widened
+from kolovod.backends.host_arithmetic import divided, narrowed, scaled, widened
 from kolovod.backends.host_memory import HostMemory
 from kolovod.backends.setup import BackendSetup
 from kolovod.core.collectives import Collectives

@@ -35,7 +35,12 @@ def conforms(rank):
     kolovod.init()
     for line in lines(extent, "torch"):
         check(kv, "torch", line, extent)
+    kv.allreduce(torch.ones(1))
     assert kolovod.allreduce(rank, op=Sum) == sum(range(kolovod.size()))
+    assert [record["device"] for record in kolovod.last_operations()[-2:]] == [
+        "GPU memory",
+        "host memory",
+    ]
     joins(kv, rank, kolovod.size())
     evaluates(kv, rank)
     if kolovod.size() > 2:
@@ -144,10 +149,15 @@ def test_a_bucket_comes_after_what_its_submitters_streams_had_before_it(of_two_r
 
 
 def sends(rank):
-    """Unequal numbers of messages, and one refused, before operations without a name."""
+    """Unequal numbers of messages, and one refused, before operations without a name.
+
+    Messages between tensors on the device go by way of host memory.
+    """
     from gloo_for_nccl import instead_of_nccl
 
     import kolovod
+    from kolovod.core.transfers import Transfers
+    from kolovod.core.world import current
 
     kv = instead_of_nccl()
     kolovod.init()
@@ -165,6 +175,10 @@ def sends(rank):
     else:
         for handle in handles:
             handle.wait(20)
+    messages = Transfers(kv.frontend, current)
+    tensor = torch.full((2, 3), rank + 1.0).t()
+    assert messages.recv(tensor, 1) == 1 if rank == 0 else messages.send(tensor, 0) is None
+    assert tensor.tolist() == [[2.0] * 2] * 3
     ends_in_the_middle()
     return total, received.tolist()
 
@@ -327,8 +341,8 @@ def test_two_ranks_with_one_gpu_are_named(of_two_ranks):
 def test_arithmetic_around_nccl_is_that_of_the_other_backends(name):
     """Factors, averages and clamping, of values that NumPy can tell."""
     from kolovod import _native
-    from kolovod.backends.arithmetic import Reduction
     from kolovod.backends.gpu_arithmetic import GpuReduction
+    from kolovod.backends.host_arithmetic import HostReduction
     from kolovod.core.ops import Op
 
     draw = np.random.default_rng(7)
@@ -339,7 +353,7 @@ def test_arithmetic_around_nccl_is_that_of_the_other_backends(name):
         if name == "bool" and op is Op.Average:
             continue
         call = (code, op, pre, post, len(inputs))
-        theirs, ours = Reduction(*call), GpuReduction(*call)
+        theirs, ours = HostReduction(*call), GpuReduction(*call)
         combine = np.maximum if name == "bool" else np.add
         stored = [values.view("uint8") if name == "bool" else values for values in inputs]
         wanted = theirs.finished(combine.reduce([theirs.prepared(v) for v in stored]))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kolovod import _native
 from kolovod.core.ops import Op
+
+_BOOL = _native.DTYPES["bool"]
+# How a bool is combined as the numbers 0 and 1: "or" is their maximum, "and" their minimum.
+_BOOL_OPS = {Op.Sum: Op.Max, Op.Product: Op.Min}
 
 Array: TypeAlias = npt.NDArray[Any]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -74,25 +81,38 @@ class Backend(Protocol):
         ...
 
 
-class Arithmetic(Protocol):
+@dataclass(frozen=True)
+class Reduction(abc.ABC):
     """One allreduce or reducescatter, in what a Backend can carry: before it, and after it."""
+
+    dtype: int
+    op: Op
+    prescale: float
+    postscale: float
+    size: int
+    """Ranks."""
 
     @property
     def carried_op(self) -> Op:
         """The op that the Backend is asked for."""
-        ...
+        if self.dtype == _BOOL:
+            return _BOOL_OPS.get(self.op, self.op)
+        return Op.Sum if self.op is Op.Average else self.op
 
+    @abc.abstractmethod
     def prepared(self, values: Flat) -> Flat:
         """Stored values, scaled and in a dtype that the Backend can add."""
-        ...
 
+    @abc.abstractmethod
     def finished(self, values: Flat) -> Flat:
         """What the Backend made of them, divided, scaled and as it is stored."""
-        ...
 
 
 class Memory(Protocol):
     """Where tensors are: how a Driver reads and writes them by address."""
+
+    reduction: type[Reduction]
+    """The arithmetic there is on its arrays."""
 
     makes_outputs: bool
     """Whether a result whose size only all ranks together know is a new array of this memory; else
@@ -112,10 +132,4 @@ class Memory(Protocol):
 
     def settle(self, look: Callable[[], None]) -> None:
         """Return when the backend is done; call ``look`` meanwhile, which may raise."""
-        ...
-
-    def arithmetic(
-        self, dtype: int, op: Op, prescale: float, postscale: float, size: int
-    ) -> Arithmetic:
-        """Of a reduction over ``size`` ranks."""
         ...

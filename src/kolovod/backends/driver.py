@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from kolovod import _native
-from kolovod.backends.base import Backend, Bucket, Flat
+from kolovod.backends.base import Backend, Bucket, Flat, Reduction
 from kolovod.core.ops import Op
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 
@@ -84,19 +84,19 @@ class Driver:
     def _allreduce(self, bucket: Bucket) -> None:
         pieces = bucket["tensors"]
         values = self._read(bucket, [(source, count) for source, _, count in pieces])
-        arithmetic = self._memory.arithmetic(*_reduction(bucket), self._size)
-        values = arithmetic.prepared(values)
-        self._backend.allreduce(values, arithmetic.carried_op)  # [3]
-        values = arithmetic.finished(values)
+        reduction = self._reduction(bucket)
+        values = reduction.prepared(values)
+        self._backend.allreduce(values, reduction.carried_op)  # [3]
+        values = reduction.finished(values)
         self._write(bucket, [(target, count) for _, target, count in pieces], values)
 
     def _reducescatter(self, bucket: Bucket) -> None:
         ((source, target, count),) = bucket["tensors"]
         values = self._read(bucket, [(source, count)])
-        arithmetic = self._memory.arithmetic(*_reduction(bucket), self._size)
-        values = arithmetic.prepared(values)
-        part = self._backend.reducescatter(values, arithmetic.carried_op, bucket["sizes"])
-        self._deliver(bucket, target, bucket["sizes"][self._rank], arithmetic.finished(part))
+        reduction = self._reduction(bucket)
+        values = reduction.prepared(values)
+        part = self._backend.reducescatter(values, reduction.carried_op, bucket["sizes"])
+        self._deliver(bucket, target, bucket["sizes"][self._rank], reduction.finished(part))
 
     def _broadcast(self, bucket: Bucket) -> None:
         ((source, target, count),) = bucket["tensors"]
@@ -121,6 +121,10 @@ class Driver:
             values = self._read(bucket, [(source, sum(sent))], _BYTE)
             result = self._backend.alltoall(values, sent, received, bucket["total"])
             self._deliver(bucket, target, sum(received), result)
+
+    def _reduction(self, bucket: Bucket) -> Reduction:
+        op, factors = Op(bucket["op"]), (bucket["prescale"], bucket["postscale"])
+        return self._memory.reduction(bucket["dtype"], op, *factors, self._size)
 
     # The memory of the tensors ------------------------------------------------------------------
 
@@ -162,7 +166,3 @@ class Driver:
             yield
         finally:
             self._engine.close_bucket()
-
-
-def _reduction(bucket: Bucket) -> tuple[int, Op, float, float]:
-    return bucket["dtype"], Op(bucket["op"]), bucket["prescale"], bucket["postscale"]

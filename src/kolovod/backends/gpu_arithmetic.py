@@ -1,38 +1,21 @@
 """What NCCL cannot do with numbers, on the GPU: factors, averages of integers, bool, 16 bits.
 
-The twin of arithmetic.py, for PyTorch's tensors. Floats travel in their own dtype.
+The twin of host_arithmetic.py, for PyTorch's tensors. Floats travel in their own dtype.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from kolovod.backends.base import Reduction
 from kolovod.core.ops import Op
 from kolovod.torch.frontend import BY_CODE
 
-_BOOL_OPS = {Op.Sum: Op.Max, Op.Product: Op.Min}  # "or" and "and" of 0 and 1
 _UINT16 = getattr(torch, "uint16", None)  # since PyTorch 2.3
 
 
-@dataclass(frozen=True)
-class GpuReduction:
-    """One allreduce or reducescatter, in what NCCL can carry."""
-
-    dtype: int
-    op: Op
-    prescale: float
-    postscale: float
-    size: int
-    """Ranks."""
-
-    @property
-    def carried_op(self) -> Op:
-        """The op that the group is asked for."""
-        if BY_CODE[self.dtype] is torch.bool:
-            return _BOOL_OPS.get(self.op, self.op)
-        return Op.Sum if self.op is Op.Average else self.op
+class GpuReduction(Reduction):
+    """See Reduction."""
 
     def prepared(self, values: torch.Tensor) -> torch.Tensor:
         """Values of this dtype, scaled and in a dtype that NCCL can add."""

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from kolovod.backends.base import Bucket
+from kolovod.backends.base import Bucket, Reduction
 from kolovod.backends.gpu_arithmetic import GpuReduction
-from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.torch.device import cuda
 from kolovod.torch.frontend import BY_CODE, code_of
@@ -35,6 +34,7 @@ _JOINED = (
 class GpuMemory:
     """See Memory. Of one GPU, which the first bucket names."""
 
+    reduction: type[Reduction] = GpuReduction
     makes_outputs = True
 
     def __init__(self, connect: Callable[[int], None]) -> None:
@@ -110,12 +110,6 @@ class GpuMemory:
             if time.monotonic() - looked > _LOOK_S:
                 look()
                 looked = time.monotonic()
-
-    def arithmetic(
-        self, dtype: int, op: Op, prescale: float, postscale: float, size: int
-    ) -> GpuReduction:
-        """See Memory.arithmetic."""
-        return GpuReduction(dtype, op, prescale, postscale, size)
 
     def tensor_at(self, address: int, dtype: int, count: int) -> torch.Tensor:
         """The memory at ``address`` as a flat tensor."""

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from kolovod.backends.arithmetic import STORED, Reduction
-from kolovod.backends.base import Array, Bucket
-from kolovod.core.ops import Op
+from kolovod.backends.base import Array, Bucket, Reduction
+from kolovod.backends.host_arithmetic import STORED, HostReduction
 
 
 class HostMemory:
     """See Memory."""
 
+    reduction: type[Reduction] = HostReduction
     makes_outputs = False
 
     def work(self, bucket: Bucket) -> AbstractContextManager[None]:
@@ -37,12 +37,6 @@ class HostMemory:
 
     def settle(self, look: Callable[[], None]) -> None:
         """See Memory.settle; what has returned is done."""
-
-    def arithmetic(
-        self, dtype: int, op: Op, prescale: float, postscale: float, size: int
-    ) -> Reduction:
-        """See Memory.arithmetic."""
-        return Reduction(dtype, op, prescale, postscale, size)
 
 
 def _array(address: int, count: int, dtype: np.dtype[Any]) -> Array:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kolovod import _native
-from kolovod.backends.base import Array
+from kolovod.backends.base import Array, Reduction
 from kolovod.core.ops import Op
 
 _BFLOAT16 = _native.DTYPES["bfloat16"]
@@ -18,27 +17,10 @@ STORED = {
     for name, code in _native.DTYPES.items()
 }
 """What NumPy reads each dtype as; bfloat16 and bool as the bits they are stored in."""
-# How a bool is combined as the numbers 0 and 1: "or" is their maximum, "and" their minimum.
-_BOOL_OPS = {Op.Sum: Op.Max, Op.Product: Op.Min}
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """One allreduce or reducescatter, in what a Backend can carry."""
-
-    dtype: int
-    op: Op
-    prescale: float
-    postscale: float
-    size: int
-    """Ranks."""
-
-    @property
-    def carried_op(self) -> Op:
-        """The op that the Backend is asked for."""
-        if self.dtype == _BOOL:
-            return _BOOL_OPS.get(self.op, self.op)
-        return Op.Sum if self.op is Op.Average else self.op
+class HostReduction(Reduction):
+    """See Reduction."""
 
     def prepared(self, values: Array) -> Array:
         """Stored values, scaled and in a dtype that every engine can add."""
