@@ -132,9 +132,9 @@ def shutdown() -> None:
         _unpublish(world)
         for process_set in world.sets.by_id.values():
             process_set._forget()
-        for driver in (*world.sets.drivers.values(), world.driver):
-            if driver is not None:
-                driver.stop()
+        for carrier in (*world.sets.carriers.values(), world.carrier):
+            if carrier is not None:
+                carrier.stop()
 
 
 def _check_same_members(comm: Any, world: World) -> None:
@@ -241,10 +241,10 @@ def _form(world: World, ranks: Sequence[int]) -> Formed:
             world=world.engine,
             last_operations_prefix=prefix,
         )
-    return Formed(engine, _driver(world, engine, ranks) if device else None)
+    return Formed(engine, _carrier(world, engine, ranks) if device else None)
 
 
-def _driver(world: World, engine: _native.Engine, ranks: Sequence[int]) -> backends.Driver:
+def _carrier(world: World, engine: _native.Engine, ranks: Sequence[int]) -> backends.Carrier:
     """Start the backend of ``world`` for ``engine``, which ends if there can be none."""
     try:
         return backends.start(world.settings.backend, world, engine, ranks)
@@ -286,7 +286,7 @@ def _make_world(ready: Ready, environment: RankEnvironment, settings: Settings) 
         former=_form,
         takes_gpus=device == "gpu",
     )
-    return replace(world, driver=_driver(world, engine, range(size))) if device else world
+    return replace(world, carrier=_carrier(world, engine, range(size))) if device else world
 
 
 def end_by(error: BaseException) -> None:

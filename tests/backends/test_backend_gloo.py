@@ -113,7 +113,7 @@ def one_raises_inside(rank):
 
 def test_an_error_in_one_rank_is_the_error_of_all_and_nobody_stays_in_the_call():
     for left_s in run_ranks(2, one_raises_inside, env=GLOO):
-        assert left_s < 4.5  # the driver would be waited for 5 s
+        assert left_s < 4.5  # the carrier would be waited for 5 s
 
 
 def one_has_no_gloo(rank):

@@ -74,14 +74,14 @@ def verbs_over(backend):
     """Verbs over an engine of a world of one that hands its buckets to ``backend``; the engine."""
     config = _native.config_defaults()
     engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external="host")
-    driver = backends.Driver(engine, backend, 0, 1)
-    driver.start()
+    carrier = backends.Carrier(engine, backend, 0, 1)
+    carrier.start()
     facts = LoopbackRank(engine, 0, 1)
     try:
         yield Collectives(NumpyFrontend(), lambda: facts), engine
     finally:
         engine.shutdown()
-        driver.stop()
+        carrier.stop()
 
 
 @pytest.fixture
@@ -203,15 +203,15 @@ def test_a_death_is_a_better_reason_than_the_foreign_engines():
 
     config = _native.config_defaults()
     engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external="host")
-    driver = backends.Driver(engine, Broken(engine), 0, 1)
-    driver.start()
+    carrier = backends.Carrier(engine, Broken(engine), 0, 1)
+    carrier.start()
     facts = LoopbackRank(engine, 0, 1)
     try:
         with pytest.raises(KolovodError, match="killed"):
             Collectives(NumpyFrontend(), lambda: facts).allreduce(np.ones(2), "x")
     finally:
         engine.shutdown()
-        driver.stop()
+        carrier.stop()
 
 
 def test_why_the_gpus_were_not_connected_is_told_in_the_meetings_words(monkeypatch):
@@ -237,12 +237,12 @@ def test_unknown_backend():
 
 
 def test_a_backend_whose_thread_cannot_start_is_closed(monkeypatch):
-    def fail(driver):
+    def fail(carrier):
         raise RuntimeError("can't start new thread")
 
     backend = Alone()
     monkeypatch.setattr(backends, "load", lambda *_: backend)
-    monkeypatch.setattr(backends.Driver, "start", fail)
+    monkeypatch.setattr(backends.Carrier, "start", fail)
     config = _native.config_defaults()
     engine = _native.Engine(0, 1, 1, -1, [(-1, "rank 0")], config, external="host")
     world = SimpleNamespace(rank=0, core=None)

@@ -114,7 +114,7 @@ def test_the_engine_ends_when_there_can_be_no_driver(monkeypatch):
     engines = []
     monkeypatch.setenv("KOLOVOD_BACKEND", "nccl")
     monkeypatch.setattr(nccl, "_count_gpus", lambda: 1)
-    monkeypatch.setattr(backends, "Driver", fail)
+    monkeypatch.setattr(backends, "Carrier", fail)
     with pytest.raises(RuntimeError, match="new thread"):
         kolovod.init()
     (engine,) = engines

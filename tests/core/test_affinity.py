@@ -58,8 +58,8 @@ def test_only_the_engine_is_bound(variable):
     assert all(run_ranks(2, place_of_threads, env={variable: f"{CORES[0]},{CORES[-1]}"}))
 
 
-def place_of_drivers(rank, backend):
-    """The driver's thread is bound, too, and nothing else: PyTorch computes with all cores."""
+def place_of_carriers(rank, backend):
+    """The carrier's thread is bound, too, and nothing else: PyTorch computes with all cores."""
     import threading
 
     from kolovod import _native
@@ -82,9 +82,9 @@ def place_of_drivers(rank, backend):
     kolovod.init(process_sets=[[1]])
     _native.Engine = make
     assert set(counted) == {len(CORES)}
-    drivers = [t for t in threading.enumerate() if t.name in ("kolovod-backend", "kolovod-nccl")]
+    carriers = [t for t in threading.enumerate() if t.name == "kolovod-backend"]
     core = [CORES[0], CORES[-1]][rank]
-    places = [sorted(os.sched_getaffinity(thread.native_id)) for thread in drivers]
+    places = [sorted(os.sched_getaffinity(thread.native_id)) for thread in carriers]
     kolovod.barrier()
     kolovod.shutdown()
     return places == [[core]] * len(places), len(places), sys.modules["torch"].get_num_threads()
@@ -93,10 +93,10 @@ def place_of_drivers(rank, backend):
 @pytest.mark.skipif(len(CORES) < 2, reason="bound and not bound are the same on one core")
 @pytest.mark.skipif(not is_installed("torch"), reason="PyTorch is not installed")
 @pytest.mark.parametrize(("backend", "counts"), [("gloo", [1, 1]), ("nccl", [1, 2])])
-def test_a_driver_is_bound_and_pytorch_is_not(backend, counts):
-    """With nccl a process set has a driver of its own."""
+def test_a_carrier_is_bound_and_pytorch_is_not(backend, counts):
+    """With nccl a process set has a carrier of its own."""
     env = {"KOLOVOD_THREAD_AFFINITY": f"{CORES[0]},{CORES[-1]}"}
-    by_rank = run_ranks(2, place_of_drivers, backend, env=env)
+    by_rank = run_ranks(2, place_of_carriers, backend, env=env)
     assert [count for _, count, _ in by_rank] == counts
     for is_bound, _, computing in by_rank:
         assert is_bound

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kolovod import _native
 from kolovod.backends.base import Backend
-from kolovod.backends.driver import Driver
+from kolovod.backends.carrier import Carrier
 from kolovod.backends.setup import BackendSetup, Place
 from kolovod.core.affinity import threads_on
 from kolovod.core.world import World
@@ -41,7 +41,7 @@ def device_of(name: str) -> str:
     return _KINDS[name].device if name in _KINDS else ""
 
 
-def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int]) -> Driver:
+def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int]) -> Carrier:
     """Let the backend ``name`` carry bytes among ``ranks`` of ``world``. Collective.
 
     ``engine``: theirs, made with ``external=device_of(name)``. Raises InvalidArgumentError for an
@@ -61,13 +61,13 @@ def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int])
         backend.close()
         raise
     try:
-        driver = Driver(engine, backend, place.rank, place.size)
+        carrier = Carrier(engine, backend, place.rank, place.size)
         with threads_on(world.core):
-            driver.start()
+            carrier.start()
     except BaseException:
-        backend.close()  # which the driver's thread would do
+        backend.close()  # which the carrier's thread would do
         raise
-    return driver
+    return carrier
 
 
 def load(name: str, place: Place, meeting: BackendSetup) -> Backend:
@@ -80,4 +80,4 @@ def load(name: str, place: Place, meeting: BackendSetup) -> Backend:
     return backend
 
 
-__all__ = ["Backend", "Driver", "device_of", "load", "start"]
+__all__ = ["Backend", "Carrier", "device_of", "load", "start"]

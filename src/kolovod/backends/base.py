@@ -109,7 +109,7 @@ class Reduction(abc.ABC):
 
 
 class Memory(Protocol):
-    """Where tensors are: how a Driver reads and writes them by address."""
+    """Where tensors are: how a Carrier reads and writes them by address."""
 
     reduction: type[Reduction]
     """The arithmetic there is on its arrays."""

@@ -5,7 +5,7 @@ then.
 
 The host sees every step of a bucket end before it goes on. So tensors are touched only while the
 bucket's memory is open, however late the GPU is; whoever waited for the operation needs no event;
-and while the backend waits for a rank that is dead, the driver still looks whether the world has
+and while the backend waits for a rank that is dead, the carrier still looks whether the world has
 ended.
 """
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
 from kolovod import _native
 from kolovod.core.frontend import Frontend, TensorView
 from kolovod.core.ops import Adasum
-from kolovod.core.submission import EngineTensor, Finish, Request, WorldLike
-from kolovod.core.verbs import ALLTOALL, REDUCESCATTER
+from kolovod.core.submission import EngineTensor, Finish, Group, Request, WorldLike
+from kolovod.core.verbs import REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["Buffers", "Prepared", "all_of", "both"]
+__all__ = ["Buffers", "Prepared", "all_of", "both", "rows_for_ranks"]
 
 Shape = Callable[[list[Any], list[list[int]]], Any]
 """Makes what a verb returns of its results and, by result, of the rows that each rank gave."""
 
+
+Make = Callable[[_native.Engine, int], tuple[Any, list[int]]]
+"""Makes of a completed operation one result, and the rows that each rank gave for it."""
 
 View = Callable[[Any], TensorView]
 """``Frontend.view``, or ``Frontend.host_view``."""
@@ -41,24 +45,25 @@ class Prepared(NamedTuple):
     result: Any
     """What the verb returns if there is no ``finish``."""
     finish: Finish[Any] | None
-    splits: Sequence[int] = ()
 
 
 class Buffers:
     """Views of the tensors of one framework, and results made like them."""
 
-    def __init__(self, frontend: Frontend[Any]) -> None:
-        """``frontend``: of that framework."""
+    def __init__(
+        self, frontend: Frontend[Any], membership: Callable[[Group | None], WorldLike]
+    ) -> None:
+        """``frontend``: of that framework. ``membership``: of this rank in a process set."""
+        self._membership = membership
         self._frontend = frontend
         self._view = frontend.view
         self._empty_like = frontend.empty_like
+        self._from_bytes = frontend.from_bytes
 
-    def new(
-        self, request: Request, tensors: Sequence[Any], world: WorldLike, shape: Shape
-    ) -> Prepared:
+    def new(self, request: Request, tensors: Sequence[Any], shape: Shape) -> Prepared:
         """For results in new memory."""
         if request.verb.makes_outputs:
-            return self._all_made_by_engine(request, tensors, world, shape)
+            return self._all_made_by_engine(request, tensors, shape)
         entries, results, owners = [], [], []
         view = self.view_for(request)
         for tensor in tensors:
@@ -128,52 +133,43 @@ class Buffers:
         return finish
 
     def made_by_engine(
-        self, tensor: Any, scatters_in: WorldLike | None
-    ) -> tuple[EngineTensor, TensorView, Finish[Any]]:
-        """For the result of an allgather of one tensor, or a reducescatter in some world."""
-        view = self._view(tensor)
-        make = self._make
-
-        def finish(engine: _native.Engine, number: int) -> Any:
-            return make(engine, number, 0, view, tensor, scatters_in)[0]
-
-        return (view[0], view[1], view[2], 0), view, finish
-
-    def _all_made_by_engine(
-        self, request: Request, tensors: Sequence[Any], world: WorldLike, shape: Shape
-    ) -> Prepared:
-        tensors = tuple(tensors)  # the caller may change the list meanwhile
-        views = [self._view(tensor) for tensor in tensors]
-        splits: Sequence[int] = ()
-        if request.verb is ALLTOALL:
-            splits = _splits(request.splits, views[0][1], world.size)
-        scatters_in = world if request.verb is REDUCESCATTER else None
-
-        def finish(engine: _native.Engine, number: int) -> Any:
-            pairs = enumerate(zip(views, tensors, strict=True))
-            made = [self._make(engine, number, i, *pair, scatters_in) for i, pair in pairs]
-            return shape([result for result, _ in made], [rows for _, rows in made])
-
-        return Prepared([(*view[:3], 0) for view in views], views, None, finish, splits)
+        self, tensor: Any, request: Request, i: int = 0
+    ) -> tuple[EngineTensor, TensorView, Make]:
+        """For a result that the engine makes, of the ``i``-th tensor of an operation."""
+        view = dtype, shape, address, _ = self._view(tensor)
+        scatters = request.verb is REDUCESCATTER
+        scatters_in = self._membership(request.process_set) if scatters else None
+        return (dtype, shape, address, 0), view, partial(self._make, tensor, view, scatters_in, i)
 
     def _make(
         self,
+        tensor: Any,
+        view: TensorView,
+        scatters_in: WorldLike | None,
+        i: int,
         engine: _native.Engine,
         number: int,
-        i: int,
-        view: TensorView,
-        tensor: Any,
-        scatters_in: WorldLike | None,
     ) -> tuple[Any, list[int]]:
-        """Result ``i``, like ``tensor`` but for its rows; and those that each rank gave."""
         dtype, shape, _, owner = view
-        frontend = self._frontend
         if scatters_in is None:
             rows = engine.rows(number, i)
         else:
             rows = [_part(shape[0], scatters_in)]
-        made = frontend.from_bytes(engine.output(number, i), dtype, (sum(rows), *shape[1:]), tensor)
-        return (made if owner is tensor else frontend.placed(made, tensor)), rows
+        data = engine.output(number, i)
+        made = self._from_bytes(data, dtype, (sum(rows), *shape[1:]), tensor)
+        return (made if owner is tensor else self._frontend.placed(made, tensor)), rows
+
+    def _all_made_by_engine(
+        self, request: Request, tensors: Sequence[Any], shape: Shape
+    ) -> Prepared:
+        parts = [self.made_by_engine(tensor, request, i) for i, tensor in enumerate(tensors)]
+        entries, views, makes = [list(column) for column in zip(*parts, strict=True)] or [[]] * 3
+
+        def finish(engine: _native.Engine, number: int) -> Any:
+            made = [make(engine, number) for make in makes]
+            return shape([result for result, _ in made], [rows for _, rows in made])
+
+        return Prepared(entries, views, None, finish)
 
 
 def _part(rows: int, world: WorldLike) -> int:
@@ -181,7 +177,7 @@ def _part(rows: int, world: WorldLike) -> int:
     return rows // world.size + (world.rank < rows % world.size)
 
 
-def _splits(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
+def rows_for_ranks(splits: Any, shape: tuple[int, ...], size: int) -> list[int]:
     """The splits of an alltoall as plain numbers; the engine checks how many and how large."""
     if splits is None:
         rows = shape[0] if shape else 0

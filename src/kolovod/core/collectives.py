@@ -28,11 +28,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kolovod.core.buffers import Buffers, all_of, both
-from kolovod.core.frontend import ON_DEVICE, Frontend
+from kolovod.core.buffers import Buffers, Make, all_of, both, rows_for_ranks
+from kolovod.core.frontend import ON_DEVICE, Frontend, TensorView
 from kolovod.core.handles import Handle
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.submission import (
+    EngineTensor,
     Group,
     Request,
     Submitter,
@@ -65,11 +66,12 @@ class Collectives:
         """``world`` is asked on every call, so that a new world needs no new Collectives."""
         self.frontend = frontend
         self.world = world
-        self._buffers = Buffers(frontend)
         submitter = Submitter(world, self.handle_type)
         self.membership = submitter.membership
+        self._buffers = Buffers(frontend, submitter.membership)
         self._run, self._start = submitter.run, submitter.start
         self._view, self._empty_like = frontend.view, frontend.empty_like
+        self._made_by_engine = self._buffers.made_by_engine
 
     # allreduce ----------------------------------------------------------------------------------
 
@@ -320,11 +322,8 @@ class Collectives:
     ) -> Handle[tuple[T, list[int]]]:
         """``alltoall`` that returns at once."""
         request = _alltoall(splits, name, process_set)
-        world = self.membership(process_set)
-        prepared = self._buffers.new(
-            request, [tensor], world, lambda made, rows: (made[0], rows[0])
-        )
-        return self._start(request, *prepared)
+        entry, view, make, rows = self._split_by_engine(request, tensor)
+        return self._start(request, [entry], view, None, make, rows)
 
     # reducescatter ------------------------------------------------------------------------------
 
@@ -438,8 +437,8 @@ class Collectives:
     def new(self, request: Request, tensor: T) -> T:
         """Carry out ``request`` on one tensor, into a new one."""
         if request.verb.makes_outputs:
-            entry, view, finish = self._buffers.made_by_engine(tensor, self._scatters_in(request))
-            result: T = self._run(request, [entry], view, finish)
+            entry, view, make = self._made_by_engine(tensor, request)
+            result: T = self._run(request, [entry], view, make)[0]
             return result
         dtype, shape, source, owner = self._view(tensor)
         if dtype >= ON_DEVICE and request.op == Adasum:
@@ -464,16 +463,21 @@ class Collectives:
 
         These are known of verbs that join tensors along their first dimension.
         """
-        world = self.membership(request.process_set)
-        entries, buffers, result, finish, splits = self._buffers.new(request, tensors, world, both)
-        made = self._run(request, entries, buffers, finish, splits)
+        if request.verb is ALLTOALL:  # of one tensor
+            entry, view, make, rows = self._split_by_engine(request, tensors[0])
+            result, received = self._run(request, [entry], view, make, rows)
+            return [result], [received]
+        entries, buffers, result, finish = self._buffers.new(request, tensors, both)
+        made = self._run(request, entries, buffers, finish)
         return result if finish is None else made  # type: ignore[no-any-return]
 
     def start_new(self, request: Request, tensor: T) -> Handle[T]:
         """``new`` that returns at once."""
         if request.verb.makes_outputs:
-            entry, view, finish = self._buffers.made_by_engine(tensor, self._scatters_in(request))
-            return self._start(request, [entry], view, None, finish)
+            entry, view, make = self._made_by_engine(tensor, request)
+            return self._start(
+                request, [entry], view, None, lambda engine, number: make(engine, number)[0]
+            )
         dtype, shape, source, owner = self._view(tensor)
         if dtype >= ON_DEVICE and request.op == Adasum:
             dtype, shape, source, owner = self.frontend.host_view(tensor)
@@ -492,8 +496,7 @@ class Collectives:
 
     def start_new_group(self, request: Request, tensors: Sequence[T]) -> Handle[list[T]]:
         """``new_group`` that returns at once."""
-        world = self.membership(request.process_set)
-        return self._start(request, *self._buffers.new(request, several(tensors), world, all_of))
+        return self._start(request, *self._buffers.new(request, several(tensors), all_of))
 
     def in_place(self, request: Request, tensor: T) -> T:
         """Carry out ``request`` on one tensor, and overwrite that."""
@@ -509,8 +512,8 @@ class Collectives:
     def group_in_place(self, request: Request, tensors: Sequence[T]) -> list[T]:
         """Carry out ``request`` on several tensors, and overwrite them."""
         prepared = self._buffers.in_place(request, several(tensors), all_of)
-        entries, buffers, result, finish, splits = prepared
-        self._run(request, entries, buffers, finish, splits)
+        entries, buffers, result, finish = prepared
+        self._run(request, entries, buffers, finish)
         return result  # type: ignore[no-any-return]
 
     def start_in_place(self, request: Request, tensor: T) -> Handle[T]:
@@ -525,9 +528,13 @@ class Collectives:
         """``group_in_place`` that returns at once."""
         return self._start(request, *self._buffers.in_place(request, several(tensors), all_of))
 
-    def _scatters_in(self, request: Request) -> WorldLike | None:
-        scatters = request.verb is REDUCESCATTER
-        return self.membership(request.process_set) if scatters else None
+    def _split_by_engine(
+        self, request: Request, tensor: T
+    ) -> tuple[EngineTensor, TensorView, Make, list[int]]:
+        """For an alltoall; the last are the rows for each rank."""
+        entry, view, make = self._made_by_engine(tensor, request)
+        size = self.membership(request.process_set).size
+        return entry, view, make, rows_for_ranks(request.splits, view[1], size)
 
 
 def _broadcast(root_rank: int, name: str | None, process_set: Group | None) -> Request:

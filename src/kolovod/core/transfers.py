@@ -45,8 +45,8 @@ class Transfers:
     def __init__(self, frontend: Frontend[Any], world: Callable[[], WorldLike]) -> None:
         """``world`` is asked on every call."""
         self._frontend = frontend
-        self._own = Buffers(frontend).own
         submitter = Submitter(world)
+        self._own = Buffers(frontend, submitter.membership).own
         self._membership, self._run, self._start = (
             submitter.membership,
             submitter.run,

@@ -31,7 +31,7 @@ class Formed(NamedTuple):
     """An engine, and what carries buckets for it when the backend is not the native one."""
 
     engine: _native.Engine
-    driver: Any
+    carrier: Any
     """Its ``stop()`` ends it, after the engine; None: there is none."""
 
 
@@ -41,13 +41,13 @@ class Sets:
 
     by_id: dict[int, Any] = field(default_factory=dict)
     next_id: int = 1
-    drivers: dict[_native.Engine, Any] = field(default_factory=dict)
+    carriers: dict[_native.Engine, Any] = field(default_factory=dict)
     """By engine of the sets that this rank is a member of; see Formed."""
 
     @property
     def engines(self) -> list[_native.Engine]:
         """Those of the sets that this rank is a member of, the oldest first."""
-        return list(self.drivers)
+        return list(self.carriers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class World:
     hosts: tuple[str, ...] = ("localhost",)
     """The host of each rank."""
     sets: Sets = field(default_factory=Sets, repr=False)
-    driver: Any = field(default=None, repr=False)
+    carrier: Any = field(default=None, repr=False)
     """See Formed."""
     takes_gpus: bool = False
     """Whether the engine takes tensors on GPUs as they are, and not in copies in host memory."""
@@ -85,18 +85,18 @@ class World:
 
         It shares the fate of this world, and ends with it. Raises what ``init`` raises.
         """
-        engine, driver = self.former(self, ranks)
-        self.sets.drivers[engine] = driver
+        engine, carrier = self.former(self, ranks)
+        self.sets.carriers[engine] = carrier
         return engine
 
     def dissolve(self, engine: _native.Engine) -> None:
         """Shut down an engine that ``form`` made."""
         for hook in _ending_hooks:
             hook()
-        driver = self.sets.drivers.pop(engine)
+        carrier = self.sets.carriers.pop(engine)
         engine.shutdown()
-        if driver is not None:
-            driver.stop()
+        if carrier is not None:
+            carrier.stop()
 
 
 _world: World | None = None

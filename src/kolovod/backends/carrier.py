@@ -1,8 +1,8 @@
 """The thread that lets an engine of somebody else carry what is to be carried.
 
-The trip of a bucket: the native engine decides it [1]; the driver copies its tensors out, for a
+The trip of a bucket: the native engine decides it [1]; the carrier copies its tensors out, for a
 reduction scaled and in a dtype that every engine can add [2]; the Backend carries the copies [3];
-the driver puts the results where they belong [4]. Where tensors are, on a GPU or not, only the
+the carrier puts the results where they belong [4]. Where tensors are, on a GPU or not, only the
 backend's Memory knows.
 """
 
@@ -25,7 +25,7 @@ Pieces = Sequence[tuple[int, int]]
 """Address and number of elements."""
 
 
-class Driver:
+class Carrier:
     """Takes buckets from ``engine`` and lets ``backend`` carry one after the other."""
 
     def __init__(self, engine: _native.Engine, backend: Backend, rank: int, size: int) -> None:
