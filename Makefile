@@ -1,6 +1,6 @@
 # make demo      train on real data with two processes, from nothing
-# make test      tests, Python and C++: all but the slow ones (9 minutes)
-# make test-all  these, the slow ones, and MXNet's
+# make test      the Python tests that need PyTorch and NumPy only, but the slow ones (7 minutes, installation included)
+# make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
 # make lint      style, types, warnings as errors; which lock guards what, if there is a Clang
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
@@ -46,7 +46,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-python test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo test test-all test-python test-frameworks test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -78,7 +78,11 @@ $(STAMPS)/examples: pyproject.toml $(STAMPS)/torch | $(STAMPS)/package
 	touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/examples
-	$(PIP) install --quiet --no-build-isolation '.[test,test-frameworks,mpi,integrations,tensorflow,keras,jax]'
+	$(PIP) install --quiet --no-build-isolation '.[test]'
+	touch $@
+
+$(STAMPS)/frameworks: pyproject.toml $(STAMPS)/test
+	$(PIP) install --quiet --no-build-isolation '.[test-frameworks,mpi,integrations,tensorflow,keras,jax]'
 	touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
@@ -97,24 +101,27 @@ $(STAMPS)/doctest: $(STAMPS)/venv
 demo: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/kolovod run -np 2 -- $(BIN)/python examples/torch_digits.py --compare
 
-test: test-native test-python
+test: test-python
 
-test-all: test test-slow test-mxnet
+test-all: test test-native test-frameworks test-slow test-mxnet
 
 # Two files of tests at a time: their ranks wait for each other half the time. TEST_ARGS="-n 0 --pdb" takes one.
 pytest = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 --durations-min=1 -m '$(1)' $(TEST_ARGS)
 
 test-python: $(STAMPS)/package $(STAMPS)/test
-	$(call pytest,not slow)
+	$(call pytest,not slow and not frameworks)
 
-test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/test
+test-frameworks: $(STAMPS)/package $(STAMPS)/frameworks
+	$(call pytest,frameworks and not slow)
+
+test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,slow)
 
 # MXNet needs an old NumPy, and so an environment of its own; it is not run where Python is too new for that.
 test-mxnet: $(STAMPS)/wheel
 	$(BIN)/python scripts/matrix.py build/wheel/kolovod-*.whl --only mxnet-1.9.1 --no-table -- $(TEST_ARGS)
 
-soak-short: $(STAMPS)/package $(STAMPS)/test
+soak-short: $(STAMPS)/package $(STAMPS)/frameworks
 	$(BIN)/python scripts/soak.py $(SOAK_ARGS)
 
 # $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
@@ -207,7 +214,7 @@ c10d: $(STAMPS)/package $(STAMPS)/c10d
 	$(BIN)/python scripts/c10d.py $(C10D_ARGS)
 
 # Needs Debian's slurm-wlm, munge, openmpi-bin and mpich; --only NAMES in LAUNCHERS_ARGS. Ten minutes.
-launchers: $(STAMPS)/package $(STAMPS)/test
+launchers: $(STAMPS)/package $(STAMPS)/frameworks
 	$(BIN)/python scripts/launchers_check.py $(LAUNCHERS_ARGS)
 
 $(STAMPS)/docs: pyproject.toml $(STAMPS)/venv | $(STAMPS)/package

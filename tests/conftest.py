@@ -13,6 +13,7 @@ import forked
 import psutil
 import pytest
 
+_OTHER_FRAMEWORKS = {"tensorflow", "keras", "jax", "mxnet"}  # folders of tests
 _PATIENCE_S = 3.0  # for what is just about to end
 # Processes and threads that a library starts once and keeps on purpose.
 _KEPT_PROCESSES = ("resource_tracker", "forkserver")
@@ -66,6 +67,13 @@ def _memory_files() -> set[str]:
 
 def _everything() -> set[str]:
     return _children() | _threads() | _memory_files()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is of another framework than PyTorch needs that; other files say so themselves."""
+    for item in items:
+        if _OTHER_FRAMEWORKS & set(item.path.parts):
+            item.add_marker(pytest.mark.frameworks)
 
 
 @pytest.fixture(autouse=True, scope="session")

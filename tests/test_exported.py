@@ -10,6 +10,8 @@ import pytest
 from forked import run_jax_ranks, run_mxnet_ranks, run_tensorflow_ranks
 from frameworks import is_installed
 
+pytestmark = pytest.mark.frameworks
+
 VERBS = {
     *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"),
     *("grouped_allreduce", "grouped_allreduce_"),

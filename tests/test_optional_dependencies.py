@@ -10,6 +10,8 @@ import pytest
 from frameworks import is_installed
 from slow import slow_but
 
+pytestmark = pytest.mark.frameworks
+
 FRAMEWORKS = ("torch", "tensorflow", "keras", "tf_keras", "jax", "mxnet")
 NEEDS = {  # what a front end cannot do without, and what it may import besides
     "kolovod": ("", ()),

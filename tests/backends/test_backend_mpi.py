@@ -11,6 +11,8 @@ from forked import run_ranks
 
 from kolovod.errors import InvalidArgumentError
 
+pytestmark = pytest.mark.frameworks
+
 ON_EACH_RANK = """
 import conformance, numpy as np
 import kolovod

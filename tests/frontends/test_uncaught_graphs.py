@@ -15,6 +15,8 @@ from slow import slow_but
 import kolovod
 from kolovod.testing import RankFailed
 
+pytestmark = pytest.mark.frameworks
+
 IN_PYTHON = "in Python"
 
 

@@ -10,7 +10,7 @@ from frameworks import is_installed
 
 from kolovod.errors import InvalidArgumentError
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(170)]
 SIZE, STEPS = 2, 3
 SHAPES = {"large": (5, 7), "other": (9,), "small": (2,)}
 

@@ -14,6 +14,7 @@ from frameworks import is_installed
 from paths import ROOT
 
 pytestmark = [
+    pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
     pytest.mark.skipif(KERAS_2 == "keras", reason="Keras is Keras 2 here"),
     pytest.mark.timeout(300),

@@ -13,6 +13,7 @@ from frameworks import is_installed, keras_variable
 from slow import slow_but
 
 pytestmark = [
+    pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("keras"), reason="Keras is not installed"),
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
     pytest.mark.timeout(300),

@@ -13,6 +13,7 @@ from frameworks import is_installed
 from kolovod.keras.optimizer import build_in_keras_2
 
 pytestmark = [
+    pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed(KERAS_2), reason="there is no Keras 2"),
     pytest.mark.timeout(300),
 ]

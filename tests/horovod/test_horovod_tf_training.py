@@ -8,6 +8,7 @@ from forked import run_tensorflow_ranks
 from frameworks import is_installed, keras_variable
 
 pytestmark = [
+    pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
     pytest.mark.timeout(200),
 ]

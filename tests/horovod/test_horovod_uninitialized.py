@@ -12,7 +12,7 @@ from frameworks import is_installed
 import kolovod
 from horovod.common.exceptions import HorovodInternalError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(120)]
 
 WORDS = "Horovod has not been initialized"
 FACTS = (

@@ -12,6 +12,8 @@ from slow import slow_but
 from kolovod.launch import mpirun
 from kolovod.launch.mpirun import mpi_command
 
+pytestmark = pytest.mark.frameworks
+
 
 def test_the_command_line_of_mpirun() -> None:
     command = mpi_command("/bin/mpirun", True, 2, ["python", "t.py"], {"A": "b"}, uid=1000)

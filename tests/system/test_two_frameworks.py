@@ -8,6 +8,7 @@ from forked import ranks_after
 from frameworks import is_installed
 
 pytestmark = [
+    pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed"),
     pytest.mark.skipif(not is_installed("torch"), reason="PyTorch is not installed"),
     pytest.mark.timeout(120),

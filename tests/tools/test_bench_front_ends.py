@@ -18,6 +18,8 @@ from forked import run_keras_ranks, run_torch_ranks
 from frameworks import is_installed
 from paths import BENCH
 
+pytestmark = pytest.mark.frameworks
+
 
 def be_rank(rank, commands, environment):
     """What the command of this rank would do, in a process that has imported the framework."""

@@ -10,6 +10,8 @@ import pytest
 from frameworks import is_installed
 from paths import BENCH
 
+pytestmark = pytest.mark.frameworks
+
 SCRIPT = BENCH / "tf_ops.py"
 
 

@@ -13,6 +13,8 @@ import pytest
 from frameworks import is_installed
 from paths import ROOT
 
+pytestmark = pytest.mark.frameworks
+
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",

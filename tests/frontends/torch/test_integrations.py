@@ -13,6 +13,8 @@ pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch_launching import KOLOVOD, TORCHRUN, start
 
+pytestmark = pytest.mark.frameworks
+
 ACCELERATE = """
 import sys, torch
 from accelerate import Accelerator

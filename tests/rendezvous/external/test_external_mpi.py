@@ -19,6 +19,8 @@ from kolovod.rendezvous.external import meeting
 from kolovod.rendezvous.external.launchers import find
 from kolovod.rendezvous.external.mpi import ranks_of
 
+pytestmark = pytest.mark.frameworks
+
 HEAD = """
 import os, numpy
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
