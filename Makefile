@@ -46,7 +46,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-python test-frameworks test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo test test-all test-frameworks test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -101,14 +101,12 @@ $(STAMPS)/doctest: $(STAMPS)/venv
 demo: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/kolovod run -np 2 -- $(BIN)/python examples/torch_digits.py --compare
 
-test: test-python
-
 test-all: test test-native test-frameworks test-slow test-mxnet
 
 # Two files of tests at a time: their ranks wait for each other half the time. TEST_ARGS="-n 0 --pdb" takes one.
 pytest = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 --durations-min=1 -m '$(1)' $(TEST_ARGS)
 
-test-python: $(STAMPS)/package $(STAMPS)/test
+test: $(STAMPS)/package $(STAMPS)/test
 	$(call pytest,not slow and not frameworks)
 
 test-frameworks: $(STAMPS)/package $(STAMPS)/frameworks

@@ -120,6 +120,7 @@ def test_a_rank_that_fails_because_of_another_is_not_named_for_it(how, code, cau
         assert done.stderr.rstrip().endswith("ValueError: of rank 1")  # its last lines
 
 
+@pytest.mark.slow
 def test_whom_a_rank_blamed_in_a_world_that_is_gone_is_forgotten():
     script = f"""{SLOW_TO_END}
 if rank == 2:

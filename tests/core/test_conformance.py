@@ -11,9 +11,14 @@ from kolovod.core.verbs import VERBS
 ROWS = [row for world in worlds.WORLDS.values() for row in world.rows()]
 
 
+def marks_of(row):
+    needs_more = row.frontend not in ("numpy", "torch") or row.world.name == "mpi"
+    return [pytest.mark.slow] * row.slow + [pytest.mark.frameworks] * needs_more
+
+
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[pytest.mark.slow] * row.slow, id=str(row)) for row in ROWS],
+    [pytest.param(row, marks=marks_of(row), id=str(row)) for row in ROWS],
 )
 def test_conformance(row):
     why = row.world.missing() or worlds.no_framework(row.frontend)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from launched import run_code
+from slow import slow_but
 
 BEGIN = """
 import numpy as np, kolovod as kv
@@ -200,6 +201,7 @@ else:
     )
 
 
+@pytest.mark.slow
 def test_who_has_not_sent_is_reported():
     code = """
 kv.barrier()
@@ -240,7 +242,7 @@ kv.barrier()
     run(place, code, KOLOVOD_ENCRYPT=encrypt)
 
 
-@pytest.mark.parametrize("place", ["a:2", "a:1,b:1", "a:2,b:1"])
+@pytest.mark.parametrize("place", slow_but(["a:1,b:1"], ["a:2", "a:1,b:1", "a:2,b:1"]))
 def test_messages_beside_an_external_backend(place):
     """Gloo carries the operations of all, the engine itself what goes between two ranks."""
     pytest.importorskip("torch", reason="Gloo comes with PyTorch, which is not installed")

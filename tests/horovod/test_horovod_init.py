@@ -159,6 +159,7 @@ print(f"done {rank}\\n", end="", flush=True)
 """
 
 
+@pytest.mark.frameworks
 def test_communicators():
     if why := worlds.no_mpi():
         pytest.skip(why)
@@ -177,6 +178,7 @@ def with_a_communicator_but_without_mpi(rank):
     refused("2 ranks were started without MPI, which knows 1", MPI.COMM_WORLD)
 
 
+@pytest.mark.frameworks
 def test_communicators_need_mpi():
     if why := worlds.no_mpi():
         pytest.skip(why)

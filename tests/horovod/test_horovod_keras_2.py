@@ -10,8 +10,6 @@ import pytest
 from forked import KERAS_2, KERAS_RUNNERS
 from frameworks import is_installed
 
-from kolovod.keras.optimizer import build_in_keras_2
-
 pytestmark = [
     pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed(KERAS_2), reason="there is no Keras 2"),
@@ -19,6 +17,12 @@ pytestmark = [
 ]
 
 INFINITY = float("inf")
+
+
+def build_in_keras_2(optimizer, variables):
+    from kolovod.keras import optimizer as optimizers
+
+    optimizers.build_in_keras_2(optimizer, variables)
 
 
 def legacy(keras, **overrides):

@@ -160,6 +160,7 @@ def test_version_and_build():
     assert "[X] Gloo" in out
 
 
+@pytest.mark.slow
 def test_a_function_on_every_rank(tmp_path):
     def work(base, plus):
         import horovod.torch as hvd

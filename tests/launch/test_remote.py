@@ -261,6 +261,7 @@ def test_doctor_looks_at_all_hosts(bed):
     assert re.search(r"^ok +a +versions", done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_a_function_on_the_ranks_of_several_hosts(bed, script):
     code = """
 import os

@@ -340,6 +340,7 @@ assert contents() == before
 """
 
 
+@pytest.mark.slow
 def test_pytorch_is_left_alone_on_import_and_by_a_world_of_one():
     ended = subprocess.run(
         [sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=60

@@ -84,6 +84,7 @@ def test_text_alone():
     assert "1 process(es)" in output
 
 
+@pytest.mark.slow
 def test_digits():
     output = run(KOLOVOD, "torch_digits.py", "--epochs", "2", "--warmup-epochs", "0")
     accuracy = re.search(r"2 processes: accuracy (\d+\.\d+)%", output)

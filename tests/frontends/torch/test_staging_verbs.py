@@ -37,7 +37,9 @@ def on_device(monkeypatch):
     monkeypatch.setattr(torch_loopback, "TorchFrontend", FakeFrontend)
 
 
-@pytest.mark.parametrize(("size", "extent"), [(1, BRIEF), (2, FULL), (3, BRIEF)])
+@pytest.mark.parametrize(
+    ("size", "extent"), [(1, BRIEF), pytest.param(2, FULL, marks=pytest.mark.slow), (3, BRIEF)]
+)
 def test_conformance(size, extent, monkeypatch):
     frontend = FakeFrontend()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from slow import slow_but
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -36,7 +37,7 @@ def check(tmp_path):
 DTYPES = "float32 bfloat16 int16 bool complex64 float8_e4m3fn"
 
 
-@pytest.mark.parametrize("place", ["a:3", "a:2,b:1"])
+@pytest.mark.parametrize("place", slow_but(["a:2,b:1"], ["a:3", "a:2,b:1"]))
 def test_all_kinds_of_tensors(place, check):
     code = f"""
 after, before = (rank + 1) % size, (rank - 1) % size
@@ -68,6 +69,7 @@ work.wait()
     check(3, code, "--label-hosts", place)
 
 
+@pytest.mark.slow
 def test_a_batch_in_groups_and_a_collective_that_reads_what_is_received(check):
     code = """
 pair = dist.new_group([1, 2])

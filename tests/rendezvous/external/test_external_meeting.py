@@ -138,6 +138,7 @@ def test_a_secret_is_needed_between_hosts():
         assert "export KOLOVOD_SECRET=$(openssl rand -hex 32)" in error
 
 
+@pytest.mark.slow
 def test_two_jobs_of_one_user_at_one_port():
     place = {
         "KOLOVOD_SECRET": SECRET,
