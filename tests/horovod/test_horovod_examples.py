@@ -77,7 +77,10 @@ def test_process_sets():
 
 @pytest.mark.parametrize(
     ("launcher", "size"),
-    [(None, 1), pytest.param(KOLOVOD, 3, marks=pytest.mark.slow)],
+    [
+        pytest.param(None, 1, marks=pytest.mark.slow),
+        pytest.param(KOLOVOD, 3, marks=pytest.mark.slow),
+    ],
     ids=["alone", "kolovod"],
 )
 def test_uneven_data(launcher, size):

@@ -80,7 +80,7 @@ def test_a_killed_rank_is_named_on_every_host(victim):
         assert f"rank {victim} on host {HOSTS[victim]}" in text
 
 
-@pytest.mark.parametrize("fault", slow_but((cut_off,), (pull_the_cable, cut_off)))
+@pytest.mark.parametrize("fault", slow_but((), (pull_the_cable, cut_off)))
 def test_a_host_that_is_out_of_reach_is_named(fault):
     """Host c; and its own rank names somebody of the other side."""
     with (
@@ -155,6 +155,7 @@ def wait_for_the_late(rank, folder):
     return kolovod.allreduce(np.ones(3), "weight")[0]
 
 
+@pytest.mark.slow
 def test_a_late_host_is_reported_and_nothing_fails():
     with (
         Bed(["a", "b", "c"], with_sshd=False) as bed,
@@ -183,6 +184,7 @@ def just_init(rank):
     return "in"
 
 
+@pytest.mark.slow
 def test_a_rank_with_another_secret_stays_outside():
     with (
         Bed(["a", "b"], with_sshd=False) as bed,

@@ -100,6 +100,7 @@ elif rank == 1:
     check(3, code)
 
 
+@pytest.mark.slow
 def test_a_wait_ends_at_its_limit(check):
     code = """
 if rank == 0:
@@ -145,6 +146,7 @@ if rank == 1:
     check(2, code)
 
 
+@pytest.mark.slow
 def test_our_own_verbs_on_tensors(check):
     code = """
 other = 1 - rank
