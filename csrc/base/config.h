@@ -20,6 +20,7 @@ struct Config {
   int64_t spin_us = 50;                     // busy wait before yielding, when cores are free
   int64_t cores = 0;                        // usable cores on this host; 0: ask the system
   int64_t start_timeout_ms = 60'000;        // for all ranks to attach
+  int64_t host_lost_ms = 1100;              // a host that acknowledges nothing for so long is lost
   int64_t cache_capacity = 8192;            // names that may be announced by one bit
   int64_t tcp_algorithm = 0;                // between hosts, as numbered in collectives/select.h; 0: by cost
   int64_t late_report_ms = 60'000;          // an operation that waits longer is reported; 0: never
@@ -39,6 +40,7 @@ constexpr void VisitConfig(ConfigType& config, Visit visit) {
   visit(std::string_view("spin_us"), config.spin_us);
   visit(std::string_view("cores"), config.cores);
   visit(std::string_view("start_timeout_ms"), config.start_timeout_ms);
+  visit(std::string_view("host_lost_ms"), config.host_lost_ms);
   visit(std::string_view("cache_capacity"), config.cache_capacity);
   visit(std::string_view("tcp_algorithm"), config.tcp_algorithm);
   visit(std::string_view("late_report_ms"), config.late_report_ms);

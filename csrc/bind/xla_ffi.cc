@@ -236,7 +236,7 @@ std::string CheckPlace(const Arguments& arguments, kolovod_engine* engine) {
   if (arguments.rank == rank && arguments.size == size) return "";
   return "was compiled for rank " + std::to_string(arguments.rank) + " of " + std::to_string(arguments.size) +
          ", but this is rank " + std::to_string(rank) + " of " + std::to_string(size) +
-         " now: call jax.clear_caches() after kolovod.init()";
+         " now: compile it anew after kolovod.init(); jax.clear_caches() has jax.jit do so";
 }
 
 // XLA wants its own version to the digit, and may ask before it has told which that is.

@@ -59,7 +59,7 @@ std::unique_ptr<ControlLink> MakeControlLink(const Membership& membership, const
     peers.push_back(
         {host, options.control_fds[h], options.control_keys.empty() ? nullptr : options.control_keys[h]});
   }
-  return std::make_unique<ControlLink>(std::move(peers), options.epoch);
+  return std::make_unique<ControlLink>(std::move(peers), options.epoch, options.config.host_lost_ms);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@ Status HostLinks::Create(const Membership& membership, Waiter& waiter,
   for (int r = 0; r < membership.size; ++r) peers.push_back({-1, membership.Describe(r)});
   MeshOptions options;
   options.epoch = membership.epoch;
+  options.host_lost_ms = membership.config.host_lost_ms * 4 / 3;
   options.check = [self = links.get()] {
     if (self->forming_until_ns_ > 0 && NowNs() > self->forming_until_ns_) {
       return Status(Code::kTimeout, "a rank of another host has connected, but sent nothing within " +

@@ -130,6 +130,7 @@ void AddControl(Corpus* corpus, std::string_view stream, std::string* announced)
       run.clear();
     }
     left.remove_prefix(8 + length);
+    if (length == 0) continue;  // a beat
     const auto note = DecodeNote(payload);
     Require(note.has_value());
     corpus->Add("note", NameOf(note->kind), payload);

@@ -1,10 +1,12 @@
 #include "transport/control_link.h"
 
 #include <fcntl.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -16,34 +18,38 @@
 
 #include "base/types.h"
 #include "transport/cores.h"
+#include "transport/waiter.h"
 
 namespace kolovod {
 namespace {
 
 constexpr size_t kHeader = 2 * sizeof(uint32_t);  // length, epoch
 constexpr size_t kReadBytes = 16 << 10;
-constexpr int kPollMs = 1000;
 constexpr int kAsideMs = 2;  // a driver that has not looked for so long does something else
+// A packet that is lost costs one of these, not the host: so many until it is lost, a second apart at most.
+constexpr int64_t kBeatsUntilLost = 8;
+constexpr int64_t kMaxBeatMs = 1000;
+constexpr int kMostUnread = 300;
+// With so much on its way, which TCP sends again, a beat would only wait behind it.
+constexpr int kEnoughUnsentBytes = 512;
 
-void Prepare(int fd) {
+void Prepare(int fd, int64_t host_lost_ms) {
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-  // These fail on AF_UNIX, where they mean nothing.
   const int on = 1;
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-  const int seconds = 1, probes = 4, user_timeout_ms = 5000;
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof(seconds));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof(seconds));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &user_timeout_ms, sizeof(user_timeout_ms));
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));  // fails on AF_UNIX, where it means nothing
+  SetKeepalive(fd, host_lost_ms);
 }
 
 }  // namespace
 
-ControlLink::ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch)
-    : peers_(std::move(peers)), epoch_(epoch) {
+ControlLink::ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch, int64_t host_lost_ms)
+    : peers_(std::move(peers)),
+      epoch_(epoch),
+      host_lost_ms_(host_lost_ms),
+      beat_ms_(std::clamp<int64_t>(host_lost_ms / kBeatsUntilLost, 1, kMaxBeatMs)),
+      pulses_(peers_.size()) {
   for (const ControlLinkPeer& link : peers_) {
-    Prepare(link.fd);
+    Prepare(link.fd, host_lost_ms);
     incoming_.emplace_back();
     outgoing_.emplace_back();
     if (link.keys == nullptr) continue;
@@ -56,7 +62,12 @@ ControlLink::ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch)
 ControlLink::~ControlLink() {
   Stop(0);
   for (const ControlLinkPeer& peer : peers_) {
-    if (peer.fd >= 0) close(peer.fd);
+    if (peer.fd < 0) continue;
+    // A socket that is closed with something unread, a beat at the least, takes back what was sent.
+    char unread[kReadBytes];
+    while (recv(peer.fd, unread, sizeof(unread), MSG_DONTWAIT) > 0) {
+    }
+    close(peer.fd);
   }
   if (bell_ >= 0) close(bell_);
 }
@@ -70,10 +81,15 @@ void ControlLink::Start(Events events) {
 }
 
 void ControlLink::Stop(int patience_ms) {
+  leaving_.store(true);
+  // A beat of the peer that meets a closed socket ends it, and what is not there by then.
   const auto unsent = [this] {
     MutexLock lock(mutex_);
-    for (const Outgoing& outgoing : outgoing_) {
-      if (!outgoing.ended && !outgoing.bytes.empty()) return true;
+    for (size_t peer = 0; peer < peers_.size(); ++peer) {
+      if (outgoing_[peer].ended) continue;
+      if (!outgoing_[peer].bytes.empty()) return true;
+      const std::optional<HostSigns> signs = ReadHostSigns(peers_[peer].fd);
+      if (signs && signs->unacknowledged) return true;
     }
     return false;
   };
@@ -103,8 +119,13 @@ void ControlLink::Send(std::span<const int> hosts, const std::string& payload) {
 }
 
 void ControlLink::Push(size_t peer, const std::string& payload) {
+  if (outgoing_[peer].ended) return;
+  sent_frames_.fetch_add(1, std::memory_order_relaxed);
+  PushFrame(peer, payload);
+}
+
+void ControlLink::PushFrame(size_t peer, const std::string& payload) {
   Outgoing& outgoing = outgoing_[peer];
-  if (outgoing.ended) return;
   const auto length = static_cast<uint32_t>(payload.size());
   const bool waited = !outgoing.bytes.empty();
   std::string sealed;  // the frame, until it is
@@ -119,7 +140,6 @@ void ControlLink::Push(size_t peer, const std::string& payload) {
     shutdown(peers_[peer].fd, SHUT_RDWR);
     return;
   }
-  sent_frames_.fetch_add(1, std::memory_order_relaxed);
   if (waited) return;
   Flush(peer);
   if (!outgoing.bytes.empty()) eventfd_write(bell_, 1);
@@ -146,10 +166,48 @@ std::deque<ControlLink::Frame> ControlLink::Take() {
   return std::exchange(arrived_, {});
 }
 
+int64_t ControlLink::WatchHosts(bool awake) {
+  const int64_t now_ns = NowNs();
+  const int64_t left_ns = next_beat_ns_ - now_ns;
+  if (left_ns > (awake ? beat_ms_ * 500'000 : 0)) return left_ns / 1'000'000 + 1;
+  int64_t next_ms = beat_ms_;
+  for (size_t peer = 0; peer < peers_.size(); ++peer) {
+    const std::optional<HostSigns> signs = ReadHostSigns(peers_[peer].fd);
+    if (!signs) continue;  // not TCP: the other end is on this machine
+    HostWatch& watch = pulses_[peer].watch;
+    if (watch.Look(*signs, now_ns, beat_ms_, host_lost_ms_)) {
+      MutexLock lock(read_mutex_);
+      End(peer, "its host has acknowledged nothing for " + std::to_string(watch.silent_ms()) +
+                    " ms: it is down, or the network between is (KOLOVOD_HOST_LOST_S)");
+      continue;
+    }
+    if (watch.silent_ms() > 0) {
+      const int64_t left_ms = host_lost_ms_ + signs->round_trip_ms - watch.silent_ms();
+      if (left_ms > 0) next_ms = std::min(left_ms, next_ms);
+    }
+    Beat(peer, *signs);
+  }
+  next_beat_ns_ = now_ns + next_ms * 1'000'000;
+  return next_ms;
+}
+
+void ControlLink::Beat(size_t peer, const HostSigns& signs) {
+  Pulse& pulse = pulses_[peer];
+  pulse.unread = signs.received_ms <= 2 * beat_ms_ ? 0 : pulse.unread + 1;
+  if (pulse.unread > kMostUnread || leaving_.load()) return;  // the kernel probes once a second
+  int unsent_bytes = 0;
+  if (ioctl(peers_[peer].fd, SIOCOUTQ, &unsent_bytes) != 0 || unsent_bytes > kEnoughUnsentBytes) return;
+  MutexLock lock(mutex_);
+  Outgoing& outgoing = outgoing_[peer];
+  if (!outgoing.ended && outgoing.bytes.empty()) PushFrame(peer, {});
+}
+
 void ControlLink::Read() {
   std::vector<pollfd> polled;
   uint64_t seen = 0;
+  bool awake = false;  // something came
   while (!stop_.load()) {
+    const int64_t beat_ms = WatchHosts(std::exchange(awake, false));
     const uint64_t looks = looks_.load(std::memory_order_relaxed);
     const bool aside = looks != std::exchange(seen, looks) && looking_.load(std::memory_order_seq_cst);
     aside_.store(aside, std::memory_order_seq_cst);
@@ -162,7 +220,7 @@ void ControlLink::Read() {
         polled.push_back(pollfd{fd, static_cast<short>(events), 0});
       }
     }
-    if (poll(polled.data(), polled.size(), aside ? kAsideMs : kPollMs) <= 0) continue;
+    if (poll(polled.data(), polled.size(), aside ? kAsideMs : static_cast<int>(beat_ms)) <= 0) continue;
     if (polled[0].revents != 0) {
       eventfd_t rings;
       eventfd_read(bell_, &rings);
@@ -175,6 +233,7 @@ void ControlLink::Read() {
         Flush(i);
       }
       if (happened & ~POLLOUT) {
+        awake = true;
         MutexLock lock(read_mutex_);
         arrived = Receive(i) || arrived;
       }
@@ -255,6 +314,10 @@ bool ControlLink::Parse(size_t peer) {
     std::memcpy(&epoch, bytes.data() + at + sizeof(length), sizeof(epoch));
     if (length > kMaxFrameBytes || epoch != epoch_) return false;
     if (bytes.size() - at - kHeader < length) break;
+    if (length == 0) {  // a beat
+      at += kHeader;
+      continue;
+    }
     Frame frame{peers_[peer].host, bytes.substr(at + kHeader, length)};
     at += kHeader + length;
     received_frames_.fetch_add(1, std::memory_order_relaxed);
@@ -268,7 +331,7 @@ bool ControlLink::Parse(size_t peer) {
 }
 
 void ControlLink::End(size_t peer, const std::string& reason) {
-  incoming_[peer].ended = true;
+  if (std::exchange(incoming_[peer].ended, true)) return;
   {
     MutexLock lock(mutex_);
     outgoing_[peer].ended = true;

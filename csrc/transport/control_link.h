@@ -5,6 +5,9 @@
 // It puts everything else aside for the driver and wakes it. A driver that waits for a frame reads by itself
 // and is spared the hand-over; as long as it does, the thread leaves the sockets alone, for each of its
 // wake-ups takes the core from somebody. Frames are those of the control rings (docs/wire.md).
+//
+// The thread also sees to it that there is always something for the other host's kernel to acknowledge: a
+// beat, a frame without bytes, a few times a second. A host that acknowledges nothing is lost (host_watch.h).
 #pragma once
 
 #include <atomic>
@@ -19,6 +22,7 @@
 
 #include "base/status.h"
 #include "base/thread_annotations.h"
+#include "transport/host_watch.h"
 #include "transport/sealer.h"
 
 namespace kolovod {
@@ -44,14 +48,14 @@ class ControlLink {
     std::function<void(int host, const std::string& reason)> lost;
   };
 
-  // Takes the descriptors over.
-  ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch);
+  // Takes the descriptors over. A host that acknowledges nothing for `host_lost_ms` is lost.
+  ControlLink(std::vector<ControlLinkPeer> peers, uint32_t epoch, int64_t host_lost_ms = 1100);
   ~ControlLink();
   ControlLink(const ControlLink&) = delete;
   ControlLink& operator=(const ControlLink&) = delete;
 
   void Start(Events events);
-  // What has been sent goes out for up to `patience_ms`; then no event comes any more.
+  // What has been sent goes out, and is acknowledged, for up to `patience_ms`; then no event comes any more.
   void Stop(int patience_ms);
   // In a forked child: closes the descriptors; the thread exists in the parent only.
   void Forget();
@@ -65,7 +69,7 @@ class ControlLink {
   // The driver: it goes to sleep, and must be woken when a frame arrives.
   void LookAway();
   std::deque<Frame> Take();
-  // Since the connections were made.
+  // Since the connections were made, without beats.
   uint64_t sent_frames() const { return sent_frames_.load(std::memory_order_relaxed); }
   uint64_t received_frames() const { return received_frames_.load(std::memory_order_relaxed); }
 
@@ -83,17 +87,32 @@ class ControlLink {
     bool ended = false;
   };
 
+  // Of the thread, about the host of a peer.
+  struct Pulse {
+    HostWatch watch;
+    int unread = 0;  // beats since data came: if its process reads nothing, they must not fill its room
+  };
+
   void Read();
+  // When it is time, or soon and the thread is `awake` anyway: hosts that beat each other then come to wake
+  // each other once, not twice. Says when that will be the next time, in ms from now.
+  int64_t WatchHosts(bool awake);
+  void Beat(size_t peer, const HostSigns& signs);
   bool Receive(size_t peer) REQUIRES(read_mutex_);
   bool Parse(size_t peer) REQUIRES(read_mutex_);
   // What has arrived, opened. An error if that is not possible.
   Status Open(Incoming& incoming) REQUIRES(read_mutex_);
   void End(size_t peer, const std::string& reason) REQUIRES(read_mutex_);
   void Push(size_t peer, const std::string& payload) REQUIRES(mutex_);
+  void PushFrame(size_t peer, const std::string& payload) REQUIRES(mutex_);
   void Flush(size_t peer) REQUIRES(mutex_);
 
   std::vector<ControlLinkPeer> peers_;
   const uint32_t epoch_;
+  const int64_t host_lost_ms_;
+  const int64_t beat_ms_;  // from one to the next
+  std::vector<Pulse> pulses_;
+  int64_t next_beat_ns_ = 0;
   Events events_;
   int bell_ = -1;  // eventfd: there is something to write, or it is time to stop
   Mutex read_mutex_;
@@ -103,6 +122,7 @@ class ControlLink {
   std::deque<Frame> arrived_ GUARDED_BY(mutex_);
   std::atomic<bool> has_data_{false};
   std::atomic<bool> stop_{false};
+  std::atomic<bool> leaving_{false};  // no beats any more
   std::atomic<uint64_t> looks_{0};
   std::atomic<bool> looking_{false};  // the driver, until LookAway
   std::atomic<bool> aside_{false};    // the thread leaves reading to the driver

@@ -36,7 +36,7 @@ Status Mesh::Create(int self, std::vector<MeshPeer> peers, MeshOptions options, 
 
 Stream& Mesh::Make(int peer) {
   const auto p = static_cast<size_t>(peer);
-  made_.push_back(std::make_unique<Stream>(descriptions_[p], options_.epoch, peer));
+  made_.push_back(std::make_unique<Stream>(descriptions_[p], options_.epoch, peer, options_.host_lost_ms));
   made_.back()->BeginOperation(operation_);
   made_.back()->set_receiver(receiver_);
   made_.back()->Listen(listening_);
@@ -218,8 +218,13 @@ Status Mesh::Check(int64_t now_ns) {
 
 Status Mesh::CheckHosts(int64_t now_ns) {
   if (now_ns < next_host_check_ns_) return Status();
-  next_host_check_ns_ = now_ns + kHostCheckPeriodNs;
-  for (const int peer : active_) KV_RETURN_IF_ERROR(stream(peer).CheckHost(options_.host_limit_ms));
+  next_host_check_ns_ = now_ns + kHostCheckPeriodMs * 1'000'000;
+  for (const int peer : active_) KV_RETURN_IF_ERROR(stream(peer).CheckHost(now_ns, kHostCheckPeriodMs));
+  if (!listening_) return Status();
+  for (const std::unique_ptr<Stream>& stream : made_) {  // messages that this end is done with
+    const bool looked = stream->sending() || stream->receiving();
+    if (!looked) KV_RETURN_IF_ERROR(stream->CheckHost(now_ns, kHostCheckPeriodMs));
+  }
   return Status();
 }
 
@@ -311,7 +316,8 @@ Status Mesh::Transfer(std::span<const SendPart> sends, std::span<const ReceivePa
 
 bool Mesh::Background() {
   bool moved = false;
-  return Break(Progress(&moved)).ok() && (!active_.empty() || listening_);
+  if (!Break(Progress(&moved)).ok() || (active_.empty() && !listening_)) return false;
+  return Break(CheckHosts(NowNs())).ok();
 }
 
 }  // namespace kolovod

@@ -33,8 +33,10 @@ struct MeshOptions {
   uint32_t epoch = 0;
   // Called at most every 10 ms or so while waiting; an error ends the wait: a revoked world, a signal.
   std::function<Status()> check;
-  WaitBudget budget;             // before sleeping in poll(2): a busy wait if cores are free, then yields
-  int64_t host_limit_ms = 5000;  // a host that acknowledges nothing for so long is lost
+  WaitBudget budget;  // before sleeping in poll(2): a busy wait if cores are free, then yields
+  // A host that acknowledges nothing for so long is lost. Longer than on control links: with more on its way
+  // TCP sends again ever more rarely, after 0.2, 0.6 and 1.4 s, and the last must have had time.
+  int64_t host_lost_ms = 1500;
   // Where connections come from. Null: there are those that were given, and no others.
   std::shared_ptr<ConnectionBroker> broker;
 };
@@ -123,7 +125,7 @@ class Mesh {
   static constexpr int kPollMs = 10;
   static constexpr int64_t kSpreadPeriodNs = 2'000'000;
   static constexpr int64_t kMaxSpreadPeriodNs = 256'000'000;
-  static constexpr int64_t kHostCheckPeriodNs = 500'000'000;
+  static constexpr int64_t kHostCheckPeriodMs = 100;
 
   Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options);
 

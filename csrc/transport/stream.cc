@@ -97,11 +97,7 @@ Status Stream::Connect(int fd, const ConnectionKeys* keys) {
 
 void Stream::TuneTcp() {
   SetOption(fd_, IPPROTO_TCP, TCP_NODELAY, 1);
-  // A host that vanished while this end only receives is noticed by probes, within about five seconds.
-  SetOption(fd_, SOL_SOCKET, SO_KEEPALIVE, 1);
-  SetOption(fd_, IPPROTO_TCP, TCP_KEEPIDLE, 2);
-  SetOption(fd_, IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  SetOption(fd_, IPPROTO_TCP, TCP_KEEPCNT, 3);
+  SetKeepalive(fd_, host_lost_ms_);
 }
 
 void Stream::BeginOperation(uint32_t number) { send_sequence_ = receive_sequence_ = number << 16; }
@@ -380,17 +376,13 @@ Status Stream::Lost(const char* doing, int error) const {
                                      std::strerror(error));
 }
 
-Status Stream::CheckHost(int64_t limit_ms) {
+Status Stream::CheckHost(int64_t now_ns, int64_t period_ms) {
   if (!tcp_) return Status();
-  tcp_info info{};
-  socklen_t length = sizeof(info);
-  if (getsockopt(fd_, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return Status();
-  // A late process on a living host acknowledges retransmissions and probes, which resets both counts.
-  const bool unanswered = info.tcpi_retransmits >= 3 || info.tcpi_probes >= 3;
-  if (!unanswered || info.tcpi_last_ack_recv < limit_ms) return Status();
-  return Status(Code::kRankLost, "the host of " + peer_ + " has not answered for " +
-                                     std::to_string(info.tcpi_last_ack_recv) +
-                                     " ms: it is down, or the network between is");
+  const std::optional<HostSigns> signs = ReadHostSigns(fd_);
+  if (!signs || !watch_.Look(*signs, now_ns, period_ms, host_lost_ms_)) return Status();
+  return Status(Code::kRankLost, "the host of " + peer_ + " has acknowledged nothing for " +
+                                     std::to_string(watch_.silent_ms()) +
+                                     " ms: it is down, or the network between is (KOLOVOD_HOST_LOST_S)");
 }
 
 int Stream::PeerCore() const {

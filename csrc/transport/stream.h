@@ -16,6 +16,7 @@
 
 #include "base/status.h"
 #include "transport/envelope.h"
+#include "transport/host_watch.h"
 #include "transport/sealer.h"
 
 namespace kolovod {
@@ -45,9 +46,10 @@ struct StreamCounters {
 // Not thread-safe: whoever drives the engine uses it.
 class Stream {
  public:
-  // `peer` is for messages: "rank 1 on a"; `number` is its rank.
-  Stream(std::string peer, uint32_t epoch, int number = 0)
-      : peer_(std::move(peer)), epoch_(epoch), number_(number) {}
+  // `peer` is for messages: "rank 1 on a"; `number` is its rank. Its host is lost when it acknowledges
+  // nothing for `host_lost_ms`.
+  Stream(std::string peer, uint32_t epoch, int number = 0, int64_t host_lost_ms = 1500)
+      : peer_(std::move(peer)), epoch_(epoch), number_(number), host_lost_ms_(host_lost_ms) {}
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -86,10 +88,8 @@ class Stream {
   Status Push(bool* moved);
   Status Pull(bool* moved);
 
-  // Looks whether the peer's host still answers: bytes that nobody acknowledges, retransmitted in vain for
-  // `limit_ms`. (TCP_USER_TIMEOUT would also cut off a host that answers but whose process is late in
-  // reading.)
-  Status CheckHost(int64_t limit_ms);
+  // Looks whether the peer's host still answers (host_watch.h); to be called every `period_ms` or so.
+  Status CheckHost(int64_t now_ns, int64_t period_ms);
 
   // The core that the peer last sent from, if it is a process of this machine; else -1.
   int PeerCore() const;
@@ -175,6 +175,8 @@ class Stream {
   const std::string peer_;
   const uint32_t epoch_;
   const int number_;
+  const int64_t host_lost_ms_;
+  HostWatch watch_;
   Receiver* receiver_ = nullptr;
   bool sent_enveloped_ = false;
   bool listening_ = false;

@@ -285,8 +285,10 @@ Heard SendFrames(const Middle::Change& change, const std::vector<std::string>& f
 
 TEST_CASE("frames between leaders arrive and changed ones end the connection") {
   const std::vector<std::string> frames = {"a", Pattern(200'000, 1), "", Pattern(70'000, 2), "b"};
+  std::vector<std::string> said = frames;
+  said.erase(said.begin() + 2);  // a beat
   const Heard all = SendFrames(Pass, frames);
-  CHECK(all.frames == frames);
+  CHECK(all.frames == said);
   CHECK(all.lost == "its connection was closed");
   for (const size_t at : {size_t{0}, size_t{2}, size_t{6}}) {
     const Heard some = SendFrames(
@@ -295,8 +297,8 @@ TEST_CASE("frames between leaders arrive and changed ones end the connection") {
           return std::vector{record};
         },
         frames);
-    CHECK(some.frames.size() < frames.size());
-    CHECK(std::equal(some.frames.begin(), some.frames.end(), frames.begin()));
+    CHECK(some.frames.size() < said.size());
+    CHECK(std::equal(some.frames.begin(), some.frames.end(), said.begin()));
     CHECK(some.lost == Contains("changed on its way"));
   }
 }

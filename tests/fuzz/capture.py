@@ -22,6 +22,14 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
+from kolovod.elastic import ballots, record_file
+from kolovod.elastic.protocol import (
+    encode_member,
+    encode_record,
+    encode_stamp,
+    encode_world,
+)
+from kolovod.elastic.table import first_world
 from kolovod.net import channel as channels
 from kolovod.rendezvous import segment_handover, versions
 from kolovod.rendezvous.client import join
@@ -191,6 +199,25 @@ def thin_out(found: Path) -> None:
             (CORPUS / folder.name / str(number)).write_bytes(data)
 
 
+def elastic_messages(folder: Path) -> None:
+    """Worlds of an elastic job, and what members note of them."""
+    first = first_world([(0, "a"), (1, "a"), (2, "b")])
+    ballot = ballots.Ballot(1, -1)
+    members = (*first.members[:2], ballots.Member(1 << 20, 2, "b"))
+    second = ballots.World(ballot, 2, members, (first,), frozenset({1 << 20}), 1)
+    records = [ballots.NOTHING, ballots.NOTHING.told(first), ballots.Record(ballot, first, second)]
+    for value in (encode_world(second), encode_member(members[2]), encode_stamp(second.stamp)):
+        keep(folder, "steward", json.dumps(value).encode())
+    keep(folder, "steward", json.dumps(encode_record(records[2])).encode())
+    for record in records:
+        fd, path = record_file.new_file()
+        with contextlib.closing(record_file.RecordFile(path)) as file:
+            file.write(ballots.NOTHING)
+            file.write(record)  # in the first place
+        keep(folder, "record", os.pread(fd, 5000, 0).rstrip(b"\0"))
+        os.close(fd)
+
+
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         found = Path(name) / "found"
@@ -211,11 +238,12 @@ def main() -> int:
         run_ranks(3, work_in_vain, found, env=options)
         run_ranks(3, work_of_some, found, env=options)
         for sealed in (False, True):
-            handshakes(found, encrypted=sealed)
+            handshakes(found, sealed=sealed)
         events = json.loads(timeline.read_text())
         for begin in (0, 20, 40):
             keep(found, "timeline", json.dumps(events[:2] + events[begin : begin + 20]).encode())
         keep(found, "config_file", CONFIG_FILE.encode())
+        elastic_messages(found)
         told = {
             "host": "a",
             "rendezvous": "127.0.0.1:4000",
@@ -234,7 +262,7 @@ def main() -> int:
             "\n".join(
                 f"{k}={v}"
                 for k, v in RankEnvironment(1, 2, 0, 1, 1, 2, "b", "127.0.0.1:4000", "0" * 64)
-                .environment()
+                .variables()
                 .items()
             ).encode(),
         )

@@ -21,6 +21,9 @@ from typing import Any
 from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
+from kolovod.elastic import protocol as elastic_protocol
+from kolovod.elastic import record_file
+from kolovod.elastic.ballots import NOTHING
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
 from kolovod.net import channel as channels
 from kolovod.net import messages
@@ -112,16 +115,15 @@ def _join(message: Any) -> None:
     _, rank, name = protocol.parse_stranger(message)
     assert (rank is None) == (name == "a rank")
     name.encode()
-    understood = members, member, timeout_s, config = protocol.parse_join(message)
+    understood = protocol.parse_join(message)
     # What was understood says the same again.
     again = {
-        "members": protocol.spans(members),
-        "member": astuple(member),
-        "config": config,
-        "timeout_s": timeout_s,
+        **understood._asdict(),
+        "members": protocol.spans(understood.members),
+        "member": astuple(understood.member),
     }
     assert protocol.parse_join(json.loads(json.dumps(again))) == understood
-    str(member).encode()
+    str(understood.member).encode()
 
 
 def _told_by_store(message: Any) -> None:
@@ -163,6 +165,35 @@ def _report(message: Any) -> None:
         batch = collector._parse(message)
         events = trace.Trace(0, 0).add(1, "host", batch)
         summary.text(summary.summarize(json.loads(json.dumps(events))))
+
+
+def _of_a_steward(message: Any) -> None:
+    """Worlds and records, as members and stewards of an elastic job send them."""
+    pairs: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (elastic_protocol.world_of, elastic_protocol.encode_world),
+        (elastic_protocol.record_of, elastic_protocol.encode_record),
+        (elastic_protocol.member_of, elastic_protocol.encode_member),
+        (elastic_protocol.stamp_of, elastic_protocol.encode_stamp),
+    ]
+    for parse, encode in pairs:
+        with contextlib.suppress(KolovodError):
+            understood = parse(message)
+            assert parse(json.loads(json.dumps(encode(understood)))) == understood
+
+
+def record_left(data: bytes) -> None:
+    """What a process of an elastic job has left in its file."""
+    fd, path = record_file.new_file()
+    try:
+        os.pwrite(fd, data[: 1 << 16], 0)
+        record_file.parse(record_file.read(fd))
+        with contextlib.closing(record_file.RecordFile(path)) as file:
+            for _ in range(2):  # both places
+                file.write(NOTHING)
+        assert record_file.parse(record_file.read(fd)) == NOTHING
+    finally:
+        os.close(fd)
+    record_file.parse(data)
 
 
 def told_at_the_door(data: bytes) -> None:
@@ -230,6 +261,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "follower": _of_message(_told_by_follower),
     "hello": _of_message(_hello),
     "timeline_report": _of_message(_report),
+    "steward": _of_message(_of_a_steward),
+    "record": record_left,
     "torchrun_exchange": told_at_the_door,
     "timeline": timeline,
     "config_file": config_file,
@@ -249,13 +282,16 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.net.sockets": ("read_exactly",),
     "kolovod.rendezvous.segment_handover": ("parse_answer",),
     "kolovod.net.messages": (),
-    "kolovod.rendezvous.rank_environment": ("read_rank_environment", "_number"),
+    "kolovod.elastic.protocol": ("ballot_of", "stamp_of", "member_of", "world_of", "record_of"),
+    "kolovod.elastic.record_file": ("read", "parse"),
+    "kolovod.rendezvous.rank_environment": ("read_rank_environment", "whole_number"),
     "kolovod.rendezvous.protocol": (
         "parse_join",
         "parse_stranger",
         "_parse_spans",
         "_parse_member",
         "_parse_config",
+        "_parse_notes",
         "parse_answer",
         "_parse_members",
         "parse_word",

@@ -26,7 +26,7 @@ VALUES = st.recursive(
     ),
     max_leaves=20,
 )
-OF_JSON = [name for name in TARGETS if name not in ("config_file", "environment")]
+OF_JSON = [name for name in TARGETS if name not in ("config_file", "environment", "record")]
 OF_JSON = [name for name in OF_JSON if not name.startswith(("handshake", "frames"))]
 QUICK = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
