@@ -65,7 +65,7 @@ class Knob:
     off: str
     """A variable that sets the value to 0 when it is true, "" for none; it wins over aliases."""
     flag: str
-    """Option of ``kolovod run``."""
+    """Option of ``kolovod run``, "" for none."""
     text: str
     minimum: float
     maximum: float
@@ -119,6 +119,7 @@ def _knob(
     pattern: str = "",
     engine: bool = True,
     switch: bool = False,
+    flag: bool = True,
 ) -> Any:
     """A field of ``Settings`` that carries what makes it a knob."""
     metadata = {
@@ -134,6 +135,7 @@ def _knob(
         "pattern": pattern,
         "engine": engine,
         "switch": switch,
+        "flag": flag,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -148,6 +150,13 @@ class Settings:
         "(by torch.distributed) or nccl (the same; for tensors on GPUs, one GPU for each rank).",
         choices=("native", "mpi", "gloo", "nccl"),
         engine=False,
+    )
+    elastic: bool = _knob(
+        False,
+        "The world may change its size while the job runs: graphs traced in a world of one keep "
+        "the operations that a larger one needs. The same for all ranks.",
+        engine=False,
+        flag=False,
     )
     interface: str = _knob(
         "",
@@ -172,6 +181,16 @@ class Settings:
         aliases=("HOROVOD_START_TIMEOUT",),
         minimum=0.1,
         maximum=30 * 86_400.0,
+        engine=False,
+    )
+    host_lost_s: float = _knob(
+        1.1,
+        "Ranks of a host whose kernel acknowledges nothing for so long are lost: the host is down, "
+        "or the network between is. Outages of the network up to about half of this are survived: "
+        "set twice as much as the longest takes.",
+        unit="seconds",
+        minimum=0.5,
+        maximum=3600.0,
         engine=False,
     )
     late_report_s: float = _knob(
@@ -317,6 +336,7 @@ class Settings:
         """Every field of the native engine's configuration."""
         config = {knob.name: int(getattr(self, knob.name)) for knob in KNOBS if knob.engine}
         config["start_timeout_ms"] = max(1, round(self.start_timeout_s * 1000))
+        config["host_lost_ms"] = round(self.host_lost_s * 1000)
         config["late_report_ms"] = math.ceil(self.late_report_s * 1000)
         config["tcp_algorithm"] = TCP_ALGORITHMS.index(self.tcp_algorithm)
         config["late_failure_ms"] = math.ceil(self.late_failure_s * 1000)
@@ -324,11 +344,11 @@ class Settings:
 
 
 def _make_knob(field: dataclasses.Field[Any]) -> Knob:
+    flag = f"--{field.name.replace('_', '-')}" if field.metadata["flag"] else ""
     return Knob(
         name=field.name,
         environment=f"KOLOVOD_{field.name.upper()}",
-        flag=f"--{field.name.replace('_', '-')}",
-        **field.metadata,
+        **{**field.metadata, "flag": flag},
     )
 
 

@@ -16,6 +16,7 @@
     │   │   └── InterruptedByRankError (.rank)    a rank gave up: Ctrl-C, or an uncaught exception
     │   └── InternalError                         a defect of Kolovod: please report it
     ├── WaitTimeoutError (also TimeoutError)      still pending; wait again, or shut down
+    ├── JobOverError                              an elastic job ends, or goes on without this rank
     └── BootstrapError                            the world could not be formed
         ├── AuthenticationError                   the other end does not know the job's secret
         └── StartTimeoutError                     a rank did not come in time
@@ -39,6 +40,7 @@ __all__ = [
     "InternalError",
     "InterruptedByRankError",
     "InvalidArgumentError",
+    "JobOverError",
     "KolovodError",
     "LateRankError",
     "MismatchError",
@@ -114,6 +116,15 @@ class InterruptedByRankError(CollectiveAbortedError):
 
 class WaitTimeoutError(KolovodError, TimeoutError):
     """The operation was not complete in time. It is still pending."""
+
+
+class JobOverError(KolovodError):
+    """An elastic job ends, or goes on without this process; the message says why."""
+
+    def __init__(self, message: str, has_left: bool = False) -> None:
+        """``has_left``: the process has left in good order."""
+        super().__init__(message)
+        self.has_left = has_left
 
 
 class BootstrapError(KolovodError):

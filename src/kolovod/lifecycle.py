@@ -7,11 +7,12 @@ backend, and starts what watches it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from kolovod import _native, backends, blame
 from kolovod.config import Settings, load
@@ -21,6 +22,8 @@ from kolovod.core.engine_factory import listed, make_engine, members_of
 from kolovod.core.process_sets import ProcessSet, add_first_sets
 from kolovod.core.world import Formed, World
 from kolovod.errors import (
+    AuthenticationError,
+    BootstrapError,
     CollectiveAbortedError,
     InvalidArgumentError,
     NotInitializedError,
@@ -37,7 +40,41 @@ from kolovod.rendezvous.rank_environment import (
 )
 from kolovod.rendezvous.segment_handover import Ready, own_pidfd
 
-__all__ = ["has_rank", "init", "init_at", "leave", "shutdown"]
+__all__ = ["Guide", "Place", "guided_by", "has_rank", "init", "init_at", "leave", "shutdown"]
+
+
+class Place(NamedTuple):
+    """Where this process is in a world of an elastic job."""
+
+    epoch: int
+    rank: int
+    numbers: tuple[int, ...]
+    """Of the members, in the order of their ranks: no two processes of a job have the same."""
+
+
+class Guide(Protocol):
+    """Who finds the worlds of an elastic job for this process."""
+
+    def next_world(self) -> Place:
+        """Return when there is one that this process has not been in."""
+        ...
+
+    def failed(self, reason: str) -> None:
+        """The present world has failed, or could not be formed."""
+        ...
+
+
+Find = Callable[[RankEnvironment, Settings], Guide | None]
+
+_find_guide: Find | None = None
+_MOST_FAILURES = 20
+"""Worlds in a row that an elastic job's process cannot form, before it gives up."""
+
+
+def guided_by(find: Find) -> None:
+    """``find(environment, settings)``: whom ``init`` asks for worlds; None: the job has but one."""
+    global _find_guide
+    _find_guide = find
 
 
 class _Process:
@@ -53,6 +90,7 @@ class _Process:
         self.forked_from = ""  # not empty: a forked child, and of whom
         self.may_init = True
         self.has_exit_hook = False
+        self.has_pruned = False  # the files of jobs that are long over
         self.watch: uncaught.Watch | None = None
 
 
@@ -88,30 +126,67 @@ def init(
         if not _process.may_init:
             raise NotInitializedError(_process.forked_from)
         settings = load(os.environ)
-        environment, members = _environment(comm, settings.start_timeout_s)
-        try:
-            world = _make_world(_ready(environment, members, settings), environment, settings)
-        except CollectiveAbortedError as error:
-            error.rank = blame.launched_as(error.rank, str(error))
-            blame.note(error.rank)
-            raise
-        worlds.enter(world)
-        _watch(world)
-        _native.publish(0, world.engine)
-        if not _process.has_exit_hook:
-            atexit.register(leave_at_exit)
-            _process.has_exit_hook = True
-        try:
-            timeline.begin(world)
-        except BaseException:
-            shutdown()
-            raise
+        own = read_rank_environment(os.environ)
+        guide = None if own is None or _find_guide is None else _find_guide(own, settings)
+        if own is None or guide is None:
+            environment, members = _environment(comm, settings.start_timeout_s)
+            _begin(environment, members, settings, None)
+        else:
+            _follow(guide, own, comm, settings)
     if process_sets is not None:
         try:
             add_first_sets(process_sets)
         except BaseException:
             shutdown()
             raise
+
+
+def _begin(
+    environment: RankEnvironment,
+    members: tuple[int, ...],
+    settings: Settings,
+    place: Place | None,
+) -> None:
+    """Form a world and enter it. ``place``: see ``_make_world``."""
+    with contextlib.closing(_opening(environment, members, settings)) as opening:
+        try:
+            scope = 0 if place is None else place.epoch
+            ready = _ready(environment, members, settings, scope, opening.notes)
+            world = _make_world(ready, environment, settings, place)
+        except CollectiveAbortedError as error:
+            error.rank = blame.launched_as(error.rank, str(error))
+            blame.note(error.rank)
+            raise
+        _enter(world)
+        try:
+            timeline.begin(world, ready.notes, opening)
+        except BaseException:
+            shutdown()
+            raise
+
+
+def _follow(guide: Guide, own: RankEnvironment, comm: Any, settings: Settings) -> None:
+    """Enter the next world of an elastic job; where one of its ranks is lost, that after it."""
+    if comm is not None:
+        raise InvalidArgumentError(
+            "init(comm=...) in an elastic job, which decides by itself who is in its next world: "
+            "leave comm out"
+        )
+    failures = 0
+    while True:
+        place = guide.next_world()
+        members = tuple(range(len(place.numbers)))
+        environment = replace(own, rank=place.rank, size=len(members))
+        try:
+            _begin(environment, members, settings, place)
+            return
+        except AuthenticationError:
+            raise
+        except (CollectiveAbortedError, BootstrapError) as error:
+            failures += 1
+            if failures == _MOST_FAILURES:
+                raise
+            guide.failed(str(error))
 
 
 def shutdown() -> None:
@@ -147,11 +222,24 @@ def _check_same_members(comm: Any, world: World) -> None:
         )
 
 
-def _watch(world: World) -> None:
-    """From now on the others hear of an exception that ends this process."""
+def _enter(world: World) -> None:
+    """Be a rank of it, until the process ends, if not before; the others hear why that ends."""
+    worlds.enter(world)
     blame.formed(world.rank, world.members)
     blame.note(None)
     _process.watch = uncaught.Watch(world.engine.abort) if world.size > 1 else None
+    _native.publish(0, world.engine)
+    if not _process.has_exit_hook:
+        atexit.register(leave_at_exit)
+        _process.has_exit_hook = True
+
+
+def _opening(
+    environment: RankEnvironment, members: tuple[int, ...], settings: Settings
+) -> timeline.Opening:
+    if environment.rank != members[0]:
+        return timeline.Opening()
+    return timeline.prepare(settings, len(members), environment.rendezvous)
 
 
 def _unpublish(world: World) -> None:
@@ -204,8 +292,17 @@ def leave(environment: RankEnvironment) -> None:
             _process.environment = None
 
 
-def _ready(environment: RankEnvironment, members: tuple[int, ...], settings: Settings) -> Ready:
-    """All that an engine among ``members`` needs, once they have met."""
+def _ready(
+    environment: RankEnvironment,
+    members: tuple[int, ...],
+    settings: Settings,
+    scope: int = 0,
+    notes: Mapping[str, str] | None = None,
+) -> Ready:
+    """All that an engine among ``members`` needs, once they have met.
+
+    ``scope``, ``notes``: see ``bootstrap``.
+    """
     if len(members) > 1:
         return bootstrap(
             environment.rank,
@@ -218,18 +315,20 @@ def _ready(environment: RankEnvironment, members: tuple[int, ...], settings: Set
             settings.interface_names,
             environment.local_rank,
             encrypts=settings.encrypt,
+            notes=notes,
+            scope=scope,
         )
     _process.epochs_alone += 1
     member = Member(environment.rank, environment.host, os.getpid(), "", "", os.geteuid())
-    config = settings.engine_config()
-    return Ready(0, _process.epochs_alone, (member,), -1, (own_pidfd(),), config)
+    facts = (member,), -1, (own_pidfd(),), settings.engine_config()
+    return Ready(0, _process.epochs_alone, *facts, notes=notes or {})
 
 
 def _form(world: World, ranks: Sequence[int]) -> Formed:
     """An engine among ``ranks`` of ``world``; there, a backend carries only what is on GPUs."""
-    members = tuple(world.members[rank] for rank in ranks)
+    members = tuple(rank if world.scope else world.members[rank] for rank in ranks)
     device = "gpu" if world.takes_gpus else ""
-    with _ready(world.environment, members, world.settings) as ready:
+    with _ready(world.environment, members, world.settings, world.scope) as ready:
         prefix = record_files.file_prefix(
             world.settings.last_operations_dir, world.environment.secret, ready.epoch, ranks
         )
@@ -253,14 +352,18 @@ def _carrier(world: World, engine: _native.Engine, ranks: Sequence[int]) -> back
         raise
 
 
-def _make_world(ready: Ready, environment: RankEnvironment, settings: Settings) -> World:
+def _make_world(
+    ready: Ready, environment: RankEnvironment, settings: Settings, place: Place | None
+) -> World:
+    """``place``: in an elastic job, which numbers its worlds and their members."""
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
     device = backends.device_of(settings.backend)
     if device == "host" and size == 1:
         device = ""
     local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
-    if ready.rank == 0:
+    if ready.rank == 0 and not _process.has_pruned:
+        _process.has_pruned = True
         record_files.prune()
     with ready:
         prefix = record_files.file_prefix(
@@ -276,11 +379,12 @@ def _make_world(ready: Ready, environment: RankEnvironment, settings: Settings) 
         cross_rank=cross_rank,
         cross_size=cross_size,
         host=hosts[ready.rank],
-        epoch=ready.epoch,
+        epoch=ready.epoch if place is None else place.epoch,
         engine=engine,
         settings=settings,
         environment=environment,
-        members=tuple(member.rank for member in ready.members),
+        members=tuple(member.rank for member in ready.members) if place is None else place.numbers,
+        scope=0 if place is None else place.epoch,
         hosts=tuple(hosts),
         core=core,
         former=_form,

@@ -34,7 +34,7 @@ class DistributedOptimizer(kv.DistributedOptimizer):
         num_groups: int = 0,
         process_set: Any = global_process_set,
     ) -> None:
-        """Divides ``optimizer.rescale_grad`` by the number of ranks, once and for all.
+        """Divides ``optimizer.rescale_grad`` by the number of ranks, as long as it stays the same.
 
         ``num_groups``: gradients come as the updater gives them, so it is of no use here. Raises
         ValueError for arguments that cannot work.
@@ -46,6 +46,13 @@ class DistributedOptimizer(kv.DistributedOptimizer):
         self._kolovod_reducer.spec = spec
         self.__dict__["_kolovod_share"] = share
         optimizer.rescale_grad *= share
+
+    def _kolovod_average(self, index: Any, grad: Any) -> None:
+        before, share = self._kolovod_share, _share(self._kolovod_reducer.spec)
+        if share != before:  # in a world of another size
+            self.__dict__["_kolovod_share"] = share
+            self._kolovod_optimizer.rescale_grad *= share / before
+        super()._kolovod_average(index, grad)
 
     def _kolovod_unwrapped(self) -> mx.optimizer.Optimizer:
         """The optimizer that it was made of, as it was."""
@@ -96,6 +103,16 @@ class DistributedTrainer(kv.DistributedTrainer):
         )
         self._kolovod_store.reducer.spec = spec
         self._scale *= share
+        self._kolovod_share = share
+
+    def _check_and_rescale_grad(self, scale: float) -> None:
+        """Gluon calls it in ``step`` and ``update``, with what it made of ``_scale``."""
+        before, share = self._kolovod_share, _share(self._kolovod_store.reducer.spec)
+        if share != before:  # in a world of another size
+            self._kolovod_share = share
+            self._scale *= share / before
+            scale *= share / before
+        super()._check_and_rescale_grad(scale)
 
 
 def _spec(factor: float, compression: Any, group: Any) -> tuple[ReduceSpec, float]:
@@ -103,9 +120,14 @@ def _spec(factor: float, compression: Any, group: Any) -> tuple[ReduceSpec, floa
     if not factor > 0:
         raise InvalidArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
     spec = replace(spec_of(compression, Sum, 1.0, group), prescale=1.0 / factor)
+    return spec, _share(spec)
+
+
+def _share(spec: ReduceSpec) -> float:
+    """The latter, in the world of now."""
     if not spec.is_member:
-        return spec, 1.0  # steps with its own gradients
-    return spec, factor / kv.collectives.membership(group).size
+        return 1.0  # steps with its own gradients
+    return 1.0 / spec.prescale / kv.collectives.membership(spec.process_set).size
 
 
 def _loaded(optimizer: mx.optimizer.Optimizer, share: float, factor: float) -> DistributedOptimizer:

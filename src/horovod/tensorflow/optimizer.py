@@ -13,6 +13,7 @@ from horovod.common.process_sets import global_process_set, group_of
 from horovod.tensorflow.arguments import check_adasum, groups_of
 from horovod.tensorflow.compression import Compression
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.spec import is_elastic
 from kolovod.tensorflow import DistributedOptimizer as _distributed
 from kolovod.tensorflow.errors import raising_tensorflows
 
@@ -61,5 +62,6 @@ def DistributedOptimizer(
         keras = importlib.import_module("horovod.tensorflow.keras")  # which takes seconds to import
         return keras.DistributedOptimizer(optimizer, process_set=process_set, **options)
     group = group_of(process_set)
-    check_adasum(op, group)
+    if not is_elastic():  # else each step asks how many there are
+        check_adasum(op, group)
     return _distributed(optimizer, process_set=group, **options)

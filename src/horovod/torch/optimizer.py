@@ -14,6 +14,7 @@ from horovod.torch.arguments import check_adasum
 from horovod.torch.autograd import plain
 from horovod.torch.compression import Compression
 from horovod.torch.gradient_sender import add_gradient_sender
+from kolovod.gradients.spec import is_elastic
 from kolovod.torch import DistributedOptimizer as _distributed
 from kolovod.torch.optimizer import Distributed as _DistributedOptimizer
 
@@ -46,7 +47,7 @@ def DistributedOptimizer(
     process_set = group_of(process_set)
     if op == Adasum and process_set is not None:  # as in Horovod; ranks outside could not step
         raise NotImplementedError("op Adasum is possible among all ranks only, not a process set")
-    if op == Adasum:
+    if op == Adasum and not is_elastic():  # else each step asks how many there are
         check_adasum(plain.membership(None).size)
     named = None if named_parameters is None else list(named_parameters)
     distributed = _distributed(

@@ -15,7 +15,7 @@ from typing import Any
 from kolovod import _native
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group, no_process_set
-from kolovod.core.world import World, current, is_initialized
+from kolovod.core.world import World, current, is_initialized, place
 from kolovod.errors import BootstrapError, InvalidArgumentError, KolovodError, MismatchError
 
 __all__ = [
@@ -73,7 +73,7 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this rank is a member. Raises NotInitializedError."""
-        return current().rank in self._ranks
+        return place().rank in self._ranks
 
     def size(self) -> int:
         """How many members there are."""
@@ -81,7 +81,7 @@ class ProcessSet:
 
     def rank(self) -> int:
         """Position of this rank among the members. Raises InvalidArgumentError if it is none."""
-        return self.position(current().rank)
+        return self.position(place().rank)
 
     def position(self, rank: int) -> int:
         """Return the position of world rank ``rank``; InvalidArgumentError if it is no member."""
@@ -134,7 +134,7 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def ranks(self) -> list[int]:
         """All ranks."""
-        return list(range(current().size))
+        return list(range(place().size))
 
     @property
     def process_set_id(self) -> int:
@@ -147,7 +147,7 @@ class _GlobalProcessSet(ProcessSet):
 
     def size(self) -> int:
         """The world's size."""
-        return current().size
+        return place().size
 
     def position(self, rank: int) -> int:
         """``rank`` itself; the engine says when there is no such rank."""

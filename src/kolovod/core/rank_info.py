@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from kolovod.core.world import current
+from kolovod.core.world import place
 
 
 def rank() -> int:
     """The number of this process, 0 to ``size() - 1``."""
-    return current().rank
+    return place().rank
 
 
 def size() -> int:
     """How many processes there are."""
-    return current().size
+    return place().size
 
 
 def local_rank() -> int:
     """The number of this process among those on its host."""
-    return current().local_rank
+    return place().local_rank
 
 
 def local_size() -> int:
     """How many processes there are on this host."""
-    return current().local_size
+    return place().local_size
 
 
 def cross_rank() -> int:
     """The number of this host among the hosts that have this local rank."""
-    return current().cross_rank
+    return place().cross_rank
 
 
 def cross_size() -> int:
     """How many hosts have this local rank."""
-    return current().cross_size
+    return place().cross_size

@@ -20,9 +20,12 @@ __all__ = [
     "enter",
     "explain_missing",
     "is_initialized",
+    "place",
     "take",
     "takes_gpus",
     "when_engine_ends",
+    "when_entered",
+    "when_place_is_asked",
     "word_with",
 ]
 
@@ -69,7 +72,9 @@ class World:
     former: Callable[[World, Sequence[int]], Formed] = field(repr=False)
     """Makes an engine among some of the ranks (ascending, with this one); they all call it."""
     members: tuple[int, ...] = (0,)
-    """The launcher's rank of each rank of this world."""
+    """The launcher's rank of each rank of this world; in an elastic job its process's number."""
+    scope: int = 0
+    """Where ranks of process sets count at the rendezvous (rendezvous/server.py)."""
     hosts: tuple[str, ...] = ("localhost",)
     """The host of each rank."""
     sets: Sets = field(default_factory=Sets, repr=False)
@@ -101,6 +106,8 @@ class World:
 
 _world: World | None = None
 _ending_hooks: list[Callable[[], None]] = []
+_entering_hooks: list[Callable[[World], None]] = []
+_asking_hooks: list[Callable[[], None]] = []
 _wording: Callable[[str], str] = str  # what is said of a missing world
 _why_missing = ""
 
@@ -114,6 +121,16 @@ def current() -> World:
     return world
 
 
+def place() -> World:
+    """The same, for who asks which of how many ranks this is.
+
+    A program that is being traced will depend on the answer; see ``when_place_is_asked``.
+    """
+    for hook in _asking_hooks:
+        hook()
+    return current()
+
+
 def is_initialized() -> bool:
     """Whether this process is in a world."""
     return _world is not None
@@ -123,6 +140,8 @@ def enter(world: World) -> None:
     """From now on ``world`` is the current one."""
     global _world
     _world = world
+    for hook in _entering_hooks:
+        hook(world)
 
 
 def take() -> World | None:
@@ -147,6 +166,16 @@ def word_with(wording: Callable[[str], str]) -> None:
 def when_engine_ends(hook: Callable[[], None]) -> None:
     """Call ``hook`` whenever the engine of a process set is about to end."""
     _ending_hooks.append(hook)
+
+
+def when_entered(hook: Callable[[World], None]) -> None:
+    """Call ``hook(world)`` whenever this process has entered a world."""
+    _entering_hooks.append(hook)
+
+
+def when_place_is_asked(hook: Callable[[], None]) -> None:
+    """Call ``hook`` before rank, size or the like are told, which differ in other worlds."""
+    _asking_hooks.append(hook)
 
 
 def takes_gpus() -> bool:

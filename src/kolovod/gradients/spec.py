@@ -10,6 +10,7 @@ from typing import Any
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
+from kolovod.core.world import current, place
 from kolovod.errors import InvalidArgumentError, NotInitializedError
 from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, adapted
 
@@ -86,6 +87,23 @@ class ReduceSpec:
             return self.is_member and world().size > 1
         except NotInitializedError:
             return without_world
+
+
+def is_elastic() -> bool:
+    """Whether the world may change its size while the job runs. Raises NotInitializedError."""
+    return current().settings.elastic
+
+
+def sends(world: WorldLike, *, is_traced: bool) -> bool:
+    """Whether gradients are sent among the ranks of ``world``.
+
+    Not those of one rank alone, unless they are of a program that is traced once, and run as it is
+    when there are others.
+    """
+    if world.size > 1 or (is_traced and is_elastic()):
+        return True
+    place()  # a program without these operations is for this world
+    return False
 
 
 def checked_passes(passes: Any) -> int:

@@ -24,7 +24,7 @@ if _error := _missing("jax"):
     raise _error
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
-from kolovod.jax import graph
+from kolovod.jax import graph, retracing
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
 from kolovod.jax.pytrees import Pytrees
@@ -35,6 +35,7 @@ from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 
 graph.register()
+retracing.register()
 _pytrees = Pytrees(collectives)
 _metrics = _Metrics(collectives)
 

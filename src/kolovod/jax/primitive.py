@@ -22,6 +22,7 @@ from kolovod.core.ops import Adasum
 from kolovod.core.submission import Group, Request, WorldLike, check_request
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, Then, Verb
 from kolovod.errors import InvalidArgumentError
+from kolovod.jax.retracing import note_place
 
 TOGETHER = Verb("together", -1)
 """No verb, but what gives arrays when all of them have values: see ``Pytrees.allreduce_pytree``."""
@@ -140,6 +141,8 @@ def _run(*arrays: jax.Array, call: Call) -> list[jax.Array]:
 def _abstract(*arrays: Any, call: Call) -> list[Any]:
     call.check()
     _ = call.world  # raises now, not when the program runs
+    if call.is_placed:
+        note_place()
     if not arrays:
         raise InvalidArgumentError(
             "inside jax.jit a barrier needs to know its place: x = barrier(after=x), with an array "

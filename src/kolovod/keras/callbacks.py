@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.core.rank_info import rank, size
+from kolovod.core.rank_info import rank
+from kolovod.core.world import current, is_initialized
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.spec import sends
 from kolovod.keras.framework_detection import InOneKeras, backend_of, chosen, is_keras_3
 from kolovod.keras.functions import broadcast_model
 from kolovod.keras.optimizer import Distributed
@@ -49,6 +51,7 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
         self.process_set = process_set
         self.local_variables = list(local_variables)
         self.broadcast_done = False
+        self._engine: Any = None  # of the world in which it was done
 
     def register_local_var(self, variable: Any) -> None:
         """Leave this variable as it is."""
@@ -59,11 +62,14 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
         super().set_model(model)
         is_on_tensorflow = is_keras_3(_keras) and backend_of(_keras) == "tensorflow"
         is_distributed = isinstance(getattr(model, "optimizer", None), Distributed)
-        if is_on_tensorflow and is_distributed and size() > 1 and model.jit_compile:
+        is_compiled = is_on_tensorflow and is_distributed and model.jit_compile
+        if is_compiled and sends(current(), is_traced=True):
             model.jit_compile = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast the model now if it is built."""
+        """Broadcast the model now if it is built, and if that was not done in this world."""
+        if self._engine is not None and is_initialized():
+            self.broadcast_done = self._engine is current().engine
         if self.model.built:
             self._broadcast()
 
@@ -74,7 +80,7 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
     def _broadcast(self) -> None:
         if self.broadcast_done:
             return
-        self.broadcast_done = True
+        self.broadcast_done, self._engine = True, current().engine
         if self.process_set is None or self.process_set.included():
             broadcast_model(self.model, self.root_rank, self.process_set, self.local_variables)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from kolovod.core.submission import Group
+from kolovod.core.world import place
 from kolovod.gradients import exchange
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
@@ -49,7 +50,8 @@ def dense(grad: Any) -> jax.Array:
 
 
 def share(size: int, process_set: Group | None) -> float:
-    """One of ``size``."""
+    """One of ``size``: a constant of a program, which is traced anew in a world of another size."""
+    place()
     return 1.0 / size
 
 

@@ -251,7 +251,8 @@ def DistributedOptimizer(
 
     ``optimizer``: of Keras 3 on TensorFlow, PyTorch or JAX, or of Keras 2 (tf_keras), before or
     after it was built. The object stays what it was, an instance of its own class too, and keeps
-    its state; a model saved with it is read by any Keras. In a world of one nothing is added.
+    its state; a model saved with it is read by any Keras. In a world of one nothing is added, but
+    to a step that is traced where the world may grow (KOLOVOD_ELASTIC).
 
     ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
     ``backward_passes_per_step``: gradients of so many steps of Keras are summed locally, then sent

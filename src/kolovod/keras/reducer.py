@@ -20,7 +20,7 @@ from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import dtype_name, element_bytes
 from kolovod.gradients.plan import Groups
-from kolovod.gradients.spec import ReduceSpec
+from kolovod.gradients.spec import ReduceSpec, is_elastic, sends
 from kolovod.keras.handed_out import HandedOut
 
 
@@ -48,6 +48,8 @@ class GradientReducer:
         """The variables whose gradients are being applied."""
         self.handed_out = HandedOut(backend, key)
         self._agreement = Agreement(current, spec.process_set)
+        self._label = ""
+        """Of this optimizer, the same on all ranks."""
         self._agreed: list[tuple[frozenset[tuple[str, int]], int]] = []
         """Processes that have agreed, and on which number, the last at the end."""
         self._plans: dict[tuple[int, ...], list[list[int]]] = {}
@@ -68,9 +70,10 @@ class GradientReducer:
         if self.is_idle:
             return list(grads)
         world, factor, backend = self._members(), self.spec.scale, self.backend
-        if world is None or world.size == 1:
+        is_traced = backend.is_traced(grads)
+        if world is None or not sends(world, is_traced=is_traced):
             return [g if g is None or factor == 1 else backend.scaled(g, factor) for g in grads]
-        if backend.is_traced(grads):
+        if is_traced:
             exchange.refuse_state(self.spec.compressor, "Keras's step (without run_eagerly=True)")
         is_local = self._meet(world, grads, variables)
         results = list(grads)
@@ -92,7 +95,7 @@ class GradientReducer:
     def total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""
         world = None if self.is_idle else self._members()
-        if world is None or world.size == 1:
+        if world is None or not sends(world, is_traced=self.backend.is_traced(grads)):
             return value
         self._meet(world, grads, variables)
         spec = ReduceSpec(Sum, process_set=self.spec.process_set)
@@ -118,7 +121,7 @@ class GradientReducer:
         return not self.spec.sparse_as_dense and bool(self.backend.is_sparse(grad))
 
     def _name(self, what: object) -> str:
-        return f"keras.{self._agreement.number}.{what}"
+        return f"keras.{self._label}.{what}"
 
     def _gather(self, index: int, grad: Any, world: WorldLike) -> Callable[[], list[Any]]:
         """Send a gradient that has indices and values."""
@@ -189,13 +192,29 @@ class GradientReducer:
 
         Ranks that have agreed in a world before may go on with the program that was traced there.
         So one of them that traces anew must not wait for the others; the number stays the same.
+        In an elastic job ranks may be new, and never wait for others as they trace: there all call
+        the program's operations alike, and it is the engine that compares what they send.
         """
         is_local = self._local(variables)
         agreement = self._agreement
-        if agreement.engine is world.engine:
-            return is_local
-        self._plans.clear()
-        members = self._processes()
+        if is_elastic():
+            self._plans.clear()
+            if self.backend.is_traced(grads):
+                self._label = "traced"
+                return is_local
+            if agreement.engine is not world.engine:
+                agreement.reach(self._details(grads, variables, is_local))
+        elif agreement.engine is not world.engine:
+            self._plans.clear()
+            self._agree_or_recall(grads, variables, is_local)
+        self._label = str(agreement.number)
+        return is_local
+
+    def _agree_or_recall(
+        self, grads: Sequence[Any], variables: Sequence[Any], is_local: Sequence[bool]
+    ) -> None:
+        """Agree, unless a program is traced by one of those that have agreed before."""
+        agreement, members = self._agreement, self._processes()
         known = [number for processes, number in self._agreed if members <= processes]
         if not (known and self.backend.is_traced(grads)):
             agreement.reach(self._details(grads, variables, is_local))
@@ -203,7 +222,6 @@ class GradientReducer:
                 self._agreed.append((members, agreement.number))
         if known:
             agreement.number = known[-1]
-        return is_local
 
     def _processes(self) -> frozenset[tuple[str, int]]:
         """Those that communicate, as they are known in every world: by the launcher's ranks."""

@@ -2,13 +2,14 @@
 
 Takes orders from standard input and reports on standard output, in frames (``frames``)::
 
-    order    {"start": {"ranks": [[rank, command, environment]], "shared": environment,
+    order    {"start": {"ranks": [[rank, command, environment, beside]], "shared": environment,
              "payload": bool}}   after the frames "P", if there is a payload
              {"signal": number}   for every process of the ranks
              {"close": true}      end what is left, say "bye" and end
              {"alive": true}
     report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection"}}
-             {"started": {rank: pid}}, {"ended": [rank, pid, code, whom it blames or null]},
+             {"started": {rank: pid}},
+             {"ended": [rank, pid, code, whom it blames or null, its record as JSON or ""]},
              {"stopped": [rank]} when that has changed, {"alive": true}, {"bye": true}
 
 When its standard input ends, or nothing is heard for half a minute, the launcher is gone: it ends
@@ -105,8 +106,8 @@ class _Agent:
         if "start" in order:
             start = order["start"]
             orders = [
-                Order(int(rank), list(command), {**start["shared"], **environment})
-                for rank, command, environment in start["ranks"]
+                Order(int(rank), list(command), {**start["shared"], **environment}, int(beside))
+                for rank, command, environment, beside in start["ranks"]
             ]
             self._ranks.start(orders, bytes(self._payload) if start["payload"] else None)
             self._payload.clear()
@@ -119,7 +120,8 @@ class _Agent:
     def _tell_ended(self) -> None:
         for end in self._ranks.collect():
             self._writer.result(end.rank, end.result)
-            self._writer.json({"ended": [end.rank, end.pid, end.code, end.blames]})
+            ended = [end.rank, end.pid, end.code, end.blames, end.record.decode()]
+            self._writer.json({"ended": ended})
 
     def _tell_stopped(self) -> None:
         before, self._stopped = self._stopped, self._ranks.stopped()

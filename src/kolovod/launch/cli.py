@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from kolovod.config import KNOBS, Knob, load
 from kolovod.core.affinity import check_affinity
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.allocation import allocation
+from kolovod.launch.discovery import ask_script
 from kolovod.launch.doctor import run_doctor
+from kolovod.launch.elastic_job import ElasticJob, ElasticOptions
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.mpirun import run_by_mpi
@@ -80,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks [all slots of the hosts]"
     )
     _add_hosts(run)
+    _add_elastic(run)
     run.add_argument(
         "--timestamps", action="store_true", help="put the time before each line of output"
     )
@@ -121,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     knobs = run.add_argument_group(
         "knobs (also by environment variable; see docs/configuration.md)"
     )
-    for knob in KNOBS:
+    for knob in filter(_has_flag, KNOBS):
         dest, text = f"knob_{knob.name}", knob.text.replace("%", "%%")
         if knob.switch:
             knobs.add_argument(knob.flag, dest=dest, action="store_const", const="1", help=text)
@@ -182,6 +186,45 @@ def _add_hosts(run: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_elastic(run: argparse.ArgumentParser) -> None:
+    group = run.add_argument_group("elastic jobs, whose ranks may end, come and leave")
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when a rank is lost let the others go on, and start another one in its place; the "
+        "script calls kolovod.elastic.run",
+    )
+    group.add_argument(
+        "--min-np", type=_rank_count, metavar="N", help="ranks without which the job waits [1]"
+    )
+    group.add_argument(
+        "--max-np", type=_rank_count, metavar="N", help="ranks at most [the hosts' places]"
+    )
+    group.add_argument(
+        "--host-discovery-script",
+        metavar="COMMAND",
+        help="asked once a second, in the place of -H: prints the hosts that there are, in lines "
+        "HOST or HOST:SLOTS",
+    )
+    group.add_argument(
+        "--slots-per-host",
+        type=_rank_count,
+        default=1,
+        metavar="N",
+        help="of a discovered host whose line has no number [1]",
+    )
+    group.add_argument(
+        "--elastic-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for --min-np ranks [600]",
+    )
+    group.add_argument(
+        "--reset-limit", type=int, metavar="N", help="how often the world may change [no limit]"
+    )
+
+
 def _add_timeline(actions: Any) -> None:
     timeline = actions.add_parser(
         "timeline",
@@ -213,7 +256,11 @@ def _run(options: argparse.Namespace) -> int:
     if not command:
         options.parser.error("no COMMAND to run, for example: kolovod run -np 2 python train.py")
     variables = _variables(options)
-    hosts, ssh = _placed(options)
+    if options.host_discovery_script:
+        placed: tuple[list[str], SshOptions | None] = _to_discover(options), _ssh(options)
+    else:
+        placed = _placed(options)
+    hosts, ssh = placed
     settings = load({**os.environ, **variables})
     check_affinity(settings.thread_affinity, hosts)
     here = ssh is None or any(is_this_host(host) for host in dict.fromkeys(hosts))
@@ -238,6 +285,8 @@ def _run(options: argparse.Namespace) -> int:
         stderr=sys.stderr,
         report=report_to_stderr,
     )
+    if options.elastic:
+        return _run_elastic(options, command, hosts, job_options)
     with Job(len(hosts), job_options) as job, _forwarding(job):
         try:
             if settings.encrypt:  # the rendezvous server is here
@@ -249,6 +298,62 @@ def _run(options: argparse.Namespace) -> int:
         outcome = job.wait()
     _say_last(job, outcome, options.keep_going)
     return outcome.exit_code(options.keep_going)
+
+
+def _run_elastic(
+    options: argparse.Namespace, command: list[str], hosts: list[str], job_options: JobOptions
+) -> int:
+    if options.keep_going:
+        raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
+    script, slots = options.host_discovery_script, options.slots_per_host
+    np = options.num_proc if script else len(hosts)
+    max_np = options.max_np or (_MAX_RANKS if script else np)
+    min_np = options.min_np or 1
+    if not min_np <= np <= max_np:
+        raise InvalidArgumentError(
+            f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must not descend"
+        )
+    places = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
+    elastic = ElasticOptions(
+        np=np,
+        min_np=min_np,
+        max_np=max_np,
+        places=places,
+        discover=partial(ask_script, script, slots) if script else None,
+        elastic_timeout_s=options.elastic_timeout,
+        reset_limit=options.reset_limit,
+    )
+    with ElasticJob(elastic, job_options) as job, _forwarding(job):
+        try:
+            job.start(command)
+        except BootstrapError as error:
+            report_to_stderr(str(error))
+            return 1
+        return job.wait()
+
+
+def _to_discover(options: argparse.Namespace) -> list[str]:
+    """No hosts yet: a script will name them. Raises InvalidArgumentError."""
+    if not options.elastic:
+        raise InvalidArgumentError("--host-discovery-script without --elastic")
+    if options.hosts or options.hostfile or options.label_hosts:
+        raise InvalidArgumentError(
+            "--host-discovery-script beside -H, --hostfile or --label-hosts: give one of them"
+        )
+    if options.num_proc is None:
+        raise InvalidArgumentError("--host-discovery-script needs -np N, the ranks to begin with")
+    return []
+
+
+def _ssh(options: argparse.Namespace) -> SshOptions:
+    """How other hosts are reached."""
+    return SshOptions(
+        port=options.ssh_port,
+        identity=options.ssh_identity_file,
+        arguments=options.ssh_args,
+        python=options.remote_python,
+        directory=options.directory,
+    )
 
 
 def _placed(options: argparse.Namespace) -> tuple[list[str], SshOptions | None]:
@@ -272,14 +377,7 @@ def _placed(options: argparse.Namespace) -> tuple[list[str], SshOptions | None]:
                     "-np N, -H or --hostfile must say how many ranks to start"
                 )
             return ["localhost"] * size, None
-    ssh = SshOptions(
-        port=options.ssh_port,
-        identity=options.ssh_identity_file,
-        arguments=options.ssh_args,
-        python=options.remote_python,
-        directory=options.directory,
-    )
-    return assign(listed, size), ssh
+    return assign(listed, size), _ssh(options)
 
 
 def _text_of(path: str) -> str:
@@ -322,11 +420,15 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
                 "makes a secret of its own for each job"
             )
         variables[name] = value
-    for knob in KNOBS:
+    for knob in filter(_has_flag, KNOBS):
         value = getattr(options, f"knob_{knob.name}")
         if value is not None:
             variables[knob.environment] = _checked(knob, value)
     return variables
+
+
+def _has_flag(knob: Knob) -> bool:
+    return bool(knob.flag)
 
 
 def _checked(knob: Knob, text: str) -> str:
@@ -335,7 +437,7 @@ def _checked(knob: Knob, text: str) -> str:
 
 
 @contextlib.contextmanager
-def _forwarding(job: Job) -> Iterator[None]:
+def _forwarding(job: Job | ElasticJob) -> Iterator[None]:
     """Signals to the launcher are signals to the job."""
     before = {
         signum: signal.signal(signum, lambda number, _: job.signal(number)) for signum in _FORWARDED

@@ -43,8 +43,11 @@ def parse_hosts(text: str) -> list[HostSlots]:
     return _merged(found)
 
 
-def parse_host_file(text: str, path: str) -> list[HostSlots]:
-    """From lines "host slots=4" or "host:4"; ``#`` begins a comment. ``path``: for messages."""
+def parse_host_file(text: str, path: str, slots: int = 1) -> list[HostSlots]:
+    """From lines "host slots=4" or "host:4"; ``#`` begins a comment. ``path``: for messages.
+
+    ``slots``: where a line has no number.
+    """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         rest = line.split("#")[0].strip()
@@ -55,7 +58,8 @@ def parse_host_file(text: str, path: str) -> list[HostSlots]:
             raise InvalidArgumentError(
                 f"{path}, line {number}: {line.strip()!r} is not of the form: HOST slots=N"
             )
-        found.append(_host(match[1], match[2] or match[3], f"{path}, line {number}"))
+        count = match[2] or match[3] or str(slots)
+        found.append(_host(match[1], count, f"{path}, line {number}"))
     if not found:
         raise InvalidArgumentError(f"the host file {path} names no host")
     return _merged(found)

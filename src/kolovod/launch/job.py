@@ -7,13 +7,10 @@ those of this host, ``remote`` those of another one.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import queue
 import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,19 +20,16 @@ from typing import TextIO
 
 from kolovod import blame
 from kolovod.config import load
-from kolovod.errors import BootstrapError, InvalidArgumentError
-from kolovod.launch.hosts import is_this_host
+from kolovod.launch.fleet import Fleet, Meeting
 from kolovod.launch.local import GRACE_S, Ended, HostRanks, Order, signal_name
 from kolovod.launch.output import Output
-from kolovod.launch.remote import RemoteRanks, SshOptions, forwarded
+from kolovod.launch.remote import RemoteRanks, SshOptions
 from kolovod.launch.standstill import LOOK_S, Standstill
-from kolovod.net.addresses import LOOPBACK, endpoint, own_addresses, split_addresses
 from kolovod.net.channel import new_secret
-from kolovod.rendezvous.external.launchers import asked_store
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from kolovod.rendezvous.server import RendezvousServer
 
-__all__ = ["Job", "JobOptions", "Outcome"]
+__all__ = ["Job", "JobOptions", "Outcome", "now_text"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
 _LAST_WORDS_S = 0.5  # from a failure to SIGTERM: for the others to say what they have met
@@ -99,10 +93,9 @@ class Job:
         self._hosts = list(options.hosts) or ["localhost"] * size
         self._secret = new_secret()
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
-        stamp = _now if options.timestamps else None
+        stamp = now_text if options.timestamps else None
         self._output = Output(size, consoles, stamp, options.output_dir, options.report)
-        self._here: HostRanks | None = None
-        self._remote: dict[str, RemoteRanks] = {}
+        self._fleet = Fleet(options.ssh, self._write, options.popen)
         self._store: RendezvousServer | None = None
         self._signals: list[int] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -129,87 +122,33 @@ class Job:
         Raises BootstrapError, before any rank is started, if hosts cannot be reached: each with its
         reason.
         """
-        far = [host for host in dict.fromkeys(self._hosts) if self._is_far(host)]
-        if len(far) < len(set(self._hosts)):
-            self._here = HostRanks(self._output.write, self.options.popen)
-        for host in far:
-            self._remote[host] = RemoteRanks(host, self.options.ssh or SshOptions(), self._write)
-        if not self._connect():
+        if not self._fleet.connect(self._hosts, lambda: bool(self._signals)):
+            self._obey_signals()
             return
         store_addresses = self._open_store()
-        for group in self._groups():
+        for group in self._fleet.groups:
             ranks = [rank for rank in range(self.size) if self._group_of(rank) is group]
             orders = [self._order(rank, command(rank), store_addresses) for rank in ranks]
             group.start(orders, self.options.payload)
 
-    def _is_far(self, host: str) -> bool:
-        return self.options.ssh is not None and not is_this_host(host)
-
     def _write(self, rank: int, stream: str, data: bytes) -> None:
-        """From another host: what it says of ranks that are not there is not trusted."""
+        """What a host says of ranks that are not there is not trusted."""
         if 0 <= rank < self.size:
             self._output.write(rank, stream, data)
 
-    def _connect(self) -> bool:
-        """Reach all hosts at once; False if a signal came meanwhile."""
-        results: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-
-        def reach(remote: RemoteRanks) -> None:
-            try:
-                remote.connect()
-                results.put((remote.host, ""))
-            except (BootstrapError, OSError) as error:
-                results.put((remote.host, str(error)))
-
-        for remote in self._remote.values():
-            threading.Thread(target=reach, args=(remote,), daemon=True).start()
-        reasons: dict[str, str] = {}
-        while len(reasons) < len(self._remote):
-            if self._signals:
-                self._obey_signals()
-                return False
-            with contextlib.suppress(queue.Empty):
-                host, reason = results.get(timeout=0.1)
-                reasons[host] = reason
-        failed = [(host, reasons[host]) for host in self._remote if reasons[host]]
-        if failed:
-            lines = "".join(f"\n  {host}: {reason}" for host, reason in failed)
-            raise BootstrapError(
-                f"{len(failed)} of {len(self._remote)} other hosts cannot be used, so nothing was "
-                f"started:{lines}\n'ssh -o BatchMode=yes HOST true' must work from here without a "
-                "question; --remote-python and --directory say where things are there"
-            )
-        return True
-
     def _open_store(self) -> dict[str, str]:
-        """Start the rendezvous server; returns where each host finds it, "ip:port" or several.
-
-        Behind NAT, or a firewall, users say where other hosts find it.
-        """
-        host, port = "", 0
-        if not self._remote:
-            self._store = RendezvousServer(self._secret, self.size)
-        else:
-            host, port = asked_store(os.environ)
-            if host and not port:
-                raise InvalidArgumentError(
-                    f"KOLOVOD_STORE_HOST={host}, where other hosts reach this one, needs "
-                    "KOLOVOD_STORE_PORT, a port that is open there; or unset it"
-                )
-            wanted = load({**os.environ, **self.options.environment}).interface_names
-            # Where ssh came in, the way back is known to be open: those addresses first.
-            seen = [remote.addresses[0] for remote in self._remote.values()]
-            own = own_addresses(wanted)
-            first = [address for address in own if address in seen and not wanted]
-            addresses = list(dict.fromkeys([*first, *own]))
-            self._store = RendezvousServer(self._secret, self.size, *addresses, port=port)
+        """Start the rendezvous server; returns where each host finds it, "ip:port" or several."""
+        meeting = Meeting(self._fleet, self.options.environment)
+        port = meeting.port
+        self._store = RendezvousServer(self._secret, self.size, *meeting.addresses, port=port)
         if len(set(self._hosts)) > 1:
             self._store.host_of = self._hosts
         self._store.start()
-        found = dict.fromkeys(self._hosts, self._store.address)
-        if host:
-            found.update(dict.fromkeys(self._remote, endpoint(host, port)))
-        return found
+        address = self._store.address
+        return {
+            host: meeting.seen_from(address, is_remote=host in self._fleet.remote)
+            for host in self._hosts
+        }
 
     def _order(self, rank: int, command: Sequence[str], stores: Mapping[str, str]) -> Order:
         host = self._hosts[rank]
@@ -221,18 +160,8 @@ class Job:
             rendezvous=stores[host],
             secret=self._secret,
         )
-        first = self._group_of(0)
-        address = LOOPBACK
-        if isinstance(first, RemoteRanks):
-            address = first.addresses[1] or first.host
-        elif self._remote:
-            address = split_addresses(stores[host])[0][0]
-        told = environment.torch_variables(first.torch_port, address)
-        inherited = forwarded(os.environ) if host in self._remote else {}
-        if inherited:
-            inherited.setdefault("PYTHONUNBUFFERED", "1")
-        own = self.options.environment
-        return Order(rank, command, {**inherited, **own, **told, **own, **environment.variables()})
+        torch = self._fleet.torch_server(self._hosts[0], stores[host])
+        return self._fleet.order(rank, command, environment, self.options.environment, torch)
 
     # --- while it runs ---
 
@@ -254,8 +183,7 @@ class Job:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._running():
             self._sleep(deadline)
-            for group in self._groups():
-                self._note(group.collect())
+            self._note(self._fleet.collect())
             self._name_first()
             self._look_at_stopped()
             self._obey_signals()
@@ -274,14 +202,13 @@ class Job:
     def _sleep(self, deadline: float | None) -> None:
         """Until something may have happened."""
         poll = select.poll()
-        groups = self._groups()
-        for fd in (self._bell, *itertools.chain.from_iterable(group.fds() for group in groups)):
+        for fd in (self._bell, *self._fleet.fds()):
             poll.register(fd, select.POLLIN)
         moments = deadline, self._name_at, self._stop_at, self._kill_at
         times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self.outcome.ended:
             times.append(LOOK_S)
-        if any(group.needs_polling() for group in groups):
+        if self._fleet.needs_polling():
             times.append(_POLL_WITHOUT_PIDFD_S)
         poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
         with contextlib.suppress(BlockingIOError):
@@ -295,28 +222,18 @@ class Job:
         """End whatever is left of the job, and release everything. Idempotent."""
         if self._bell < 0:
             return
-        for remote in self._remote.values():
-            remote.begin_close()
-        for group in self._groups():
-            group.close()
+        self._fleet.close()
         self._output.close()
         if self._store is not None:
             self._store.close()
         os.close(self._bell)
         self._bell = -1
 
-    def _groups(self) -> list[HostRanks | RemoteRanks]:
-        here = [] if self._here is None else [self._here]
-        return [*here, *self._remote.values()]
-
     def _group_of(self, rank: int) -> HostRanks | RemoteRanks:
-        group = self._remote.get(self._hosts[rank], self._here)
-        if group is None:
-            raise AssertionError("the job was not started")
-        return group
+        return self._fleet.group(self._hosts[rank])
 
     def _running(self) -> set[int]:
-        return {rank for group in self._groups() for rank in group.running}
+        return self._fleet.running
 
     def _note(self, ended: Sequence[Ended]) -> None:
         several = len(set(self._hosts)) > 1
@@ -367,7 +284,7 @@ class Job:
         if not self.outcome.ended or self._kill_at is not None or now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
-        stopped = {rank for group in self._groups() for rank in group.stopped()}
+        stopped = self._fleet.stopped()
         running = self._running()
         due = self._standstill.look(now, running, stopped)
         names = ", ".join(self._name(rank) for rank in sorted(running))
@@ -404,9 +321,9 @@ class Job:
             self._kill_at = time.monotonic() + GRACE_S
 
     def _send(self, signum: int) -> None:
-        for group in self._groups():
-            group.send(signum)
+        self._fleet.send(signum)
 
 
-def _now() -> str:
+def now_text() -> str:
+    """The time, for a line of output."""
     return datetime.now().astimezone().isoformat(timespec="milliseconds")

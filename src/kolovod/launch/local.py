@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import IO
 
 from kolovod import blame
+from kolovod.elastic import record_file
 from kolovod.launch import guard
 from kolovod.launch.output import OutputPump
-from kolovod.rendezvous.rank_environment import thread_limits, usable_cores
+from kolovod.rendezvous.rank_environment import STEWARD, thread_limits, usable_cores
 
 __all__ = [
     "PAYLOAD_FD",
@@ -48,6 +49,8 @@ class Order:
     command: Sequence[str]
     environment: Mapping[str, str]
     """Variables over those of the process that starts it."""
+    beside: int = 0
+    """How many ranks run on the host, to share its cores; 0: those that are started with it."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Ended:
     """What it has left in the file that a job with a payload gives it."""
     blames: int | None = None
     """The rank whose failure it says was the cause of its own (``blame``)."""
+    record: bytes = b""
+    """What a member of an elastic job has left in its file (``elastic.record_file``)."""
     time: float = 0.0
     """``time.monotonic()`` of the launcher; of a lost one, of its host's last sign of life."""
 
@@ -119,6 +124,7 @@ class HostRanks:
         self._payload = -1
         self._results: dict[int, int] = {}
         self._blame: dict[int, int] = {}
+        self._records: dict[int, int] = {}
         self._untold: list[Ended] = []
 
     @property
@@ -130,19 +136,21 @@ class HostRanks:
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
         """Start them. With a ``payload`` each finds it, and a file for its result, in memory.
 
-        The descriptors are in KOLOVOD_PAYLOAD_FD and KOLOVOD_RESULT_FD.
+        The descriptors are in KOLOVOD_PAYLOAD_FD and KOLOVOD_RESULT_FD. May be called again, with
+        other numbers in the place of ranks.
         """
-        self._watcher = subprocess.Popen(
-            guard.watch_command(self._mark),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        if self._watcher is None:
+            self._watcher = subprocess.Popen(
+                guard.watch_command(self._mark),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         if payload is not None:
             self._payload = memory_file(payload)
         for order in orders:
-            self._start(order, len(orders))
+            self._start(order, order.beside or len(orders))
         self._pump.start()
 
     def _start(self, order: Order, ranks: int) -> None:
@@ -150,6 +158,8 @@ class HostRanks:
         environment.update(thread_limits(environment, ranks, usable_cores()))
         environment[guard.MARK_NAME] = self._marks
         self._blame[order.rank], environment[blame.VARIABLE] = blame.new_file()
+        if STEWARD in order.environment:
+            self._records[order.rank], environment[record_file.VARIABLE] = record_file.new_file()
         given: list[int] = []
         if self._payload >= 0:
             result = self._results[order.rank] = memory_file(b"")
@@ -209,8 +219,12 @@ class HostRanks:
                 code = -result.si_status if killed else result.si_status
                 found = read_memory_file(self._results[rank]) if rank in self._results else b""
                 blames = blame.read(self._blame[rank])
+                record = record_file.read(self._records[rank]) if rank in self._records else b""
                 now = time.monotonic()
-                ended.append(Ended(rank, process.pid, code, result=found, blames=blames, time=now))
+                end = Ended(
+                    rank, process.pid, code, result=found, blames=blames, record=record, time=now
+                )
+                ended.append(end)
         self._running -= {end.rank for end in ended}
         return sorted(ended, key=lambda end: (end.code >= 0, end.rank))
 
@@ -244,7 +258,8 @@ class HostRanks:
         if self._watcher is not None and self._watcher.stdin is not None:
             self._watcher.stdin.close()
             self._watcher.wait()
-        files = *self._results.values(), *self._blame.values(), self._payload
+        made = (self._results, self._blame, self._records)
+        files = *(fd for by_rank in made for fd in by_rank.values()), self._payload
         for fd in (*self._pidfds.values(), *files):
             if fd >= 0:
                 os.close(fd)

@@ -173,16 +173,19 @@ class OutputPump:
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._deadline: float | None = None
+        self._open = 0  # streams that have not ended
         self._thread = threading.Thread(target=self._run, name="kolovod output", daemon=True)
 
     def add(self, rank: int, stream_name: str, pipe: IO[bytes]) -> None:
-        """Before ``start``: take over ``pipe``, the ``stream_name`` of a rank."""
+        """Take over ``pipe``, the ``stream_name`` of a rank."""
         self._pipes.append(pipe)
+        self._open += 1
         self._selector.register(pipe, selectors.EVENT_READ, (rank, stream_name))
 
     def start(self) -> None:
-        """Begin to copy."""
-        self._thread.start()
+        """Begin to copy. Idempotent."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def finish(self, timeout_s: float = 2.0) -> None:
         """Copy what is left, for ``timeout_s`` at most: someone may hold a pipe. Idempotent."""
@@ -200,8 +203,7 @@ class OutputPump:
         self._wake_write = -1
 
     def _run(self) -> None:
-        open_streams = len(self._pipes)
-        while open_streams:
+        while self._deadline is None or self._open:
             timeout = None
             if self._deadline is not None:
                 timeout = self._deadline - time.monotonic()
@@ -216,7 +218,7 @@ class OutputPump:
                 self._sink(rank, name, data)
                 if not data:
                     self._selector.unregister(key.fd)
-                    open_streams -= 1
+                    self._open -= 1
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._sink(key.data[0], key.data[1], b"")

@@ -155,13 +155,13 @@ class RemoteRanks:
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
         """Have them started."""
         with self._lock:
-            self._running = {order.rank for order in orders}
+            self._running |= {order.rank for order in orders}
         # What all have in common travels once.
         shared = dict(set.intersection(*(set(order.environment.items()) for order in orders)))
         listed = []
         for order in orders:
             own = {n: v for n, v in order.environment.items() if n not in shared}
-            listed.append([order.rank, list(order.command), own])
+            listed.append([order.rank, list(order.command), own, order.beside])
         with contextlib.suppress(OSError):  # then the host is lost, as its thread will find
             writer = self._out()
             if payload is not None:
@@ -330,14 +330,23 @@ class RemoteRanks:
             if "hello" in report:
                 self._hello = report["hello"]
             elif "started" in report:
-                self._pids = {int(rank): int(pid) for rank, pid in report["started"].items()}
+                self._pids |= {int(rank): int(pid) for rank, pid in report["started"].items()}
             elif "ended" in report:
-                *numbers, blamed = report["ended"]
+                *numbers, blamed, record = report["ended"]
                 rank, pid, code = (int(number) for number in numbers)
                 result = bytes(self._results.pop(rank, b""))
                 blames = None if blamed is None else int(blamed)
                 now = time.monotonic()
-                end = Ended(rank, pid, code, self.host, result=result, blames=blames, time=now)
+                end = Ended(
+                    rank,
+                    pid,
+                    code,
+                    self.host,
+                    result=result,
+                    blames=blames,
+                    record=str(record).encode(),
+                    time=now,
+                )
                 self._events.append(end)
             elif "stopped" in report:
                 self._stopped = {int(rank) for rank in report["stopped"]}

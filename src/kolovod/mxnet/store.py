@@ -43,6 +43,8 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
         self._verbs = verbs
         self._set = process_set
         self._prefix = prefix or "kvstore."
+        self.root = 0
+        """The place, among those that take part, of the rank whose values ``broadcast`` takes."""
 
     @property
     def type(self) -> str:
@@ -62,9 +64,9 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
     def broadcast(
         self, key: int | str, value: mx.nd.NDArray, out: Arrays, priority: int = 0
     ) -> None:
-        """Put the first rank's ``value`` into ``out``; ``priority`` is of no use here."""
+        """Put the ``value`` of ``root`` into ``out``; ``priority`` is of no use here."""
         if self.reducer.is_member():
-            root = self._set.ranks[0] if self._set else 0
+            root = self._set.ranks[self.root] if self._set else self.root
             name = f"{self._prefix}parameter.{key}"
             value = self._verbs.broadcast(value, root, name, self._set)
         for array in _several(out):

@@ -7,13 +7,16 @@ from typing import Any
 
 import mxnet as mx
 
+from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.spec import is_elastic
 from kolovod.mxnet.gradients import Gradient, groups_of, spec_of
 from kolovod.mxnet.optimizer import DistributedOptimizer
 from kolovod.mxnet.store import Kolovod
+from kolovod.mxnet.verbs import collectives
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is untyped
@@ -26,7 +29,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
 
     Gradients travel in buckets, the last layer's first, while MXNet computes those before. At the
     first step parameters become those of the first rank; ``broadcast_parameters`` makes them equal
-    before the first forward.
+    before the first forward. Where the world may grow (KOLOVOD_ELASTIC), they become, in the first
+    step of each world in which somebody steps for the first time, those of the first rank that has
+    stepped before.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
         spec = spec_of(compression, op, gradient_predivide_factor, process_set)
         prefix = f"{prefix or ''}trainer."
         self._kolovod_store = Kolovod(process_set, spec, prefix, groups=groups_of(groups))
+        self._kolovod_prefix = prefix
+        self._kolovod_engine: Any = None  # of the world in which a new rank has been told
         super().__init__(
             params,
             optimizer,
@@ -68,6 +75,33 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
             kvstore=self._kolovod_store,
             update_on_kvstore=False,
         )
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """See gluon.Trainer."""
+        self._kolovod_meet()
+        super().step(batch_size, ignore_stale_grad)
+
+    def allreduce_grads(self) -> None:
+        """See gluon.Trainer."""
+        self._kolovod_meet()
+        super().allreduce_grads()
+
+    def _kolovod_meet(self) -> None:
+        """Have Gluon, which broadcasts in the first step, do so for ranks that are new."""
+        store = self._kolovod_store
+        if not is_elastic() or not store.reducer.is_member():
+            return
+        engine = collectives.membership(store.reducer.spec.process_set).engine
+        if engine is self._kolovod_engine:
+            return
+        has_stepped = self._kolovod_engine is not None
+        said = Objects(collectives.world).allgather_object(
+            has_stepped, f"{self._kolovod_prefix}has_stepped", store.reducer.spec.process_set
+        )
+        self._kolovod_engine = engine
+        if any(said) and not all(said):
+            store.root = said.index(True)
+            self._params_to_init = list(self._params)
 
     def _allreduce_grads(self) -> None:
         """Gluon calls it in ``step`` and ``allreduce_grads``."""

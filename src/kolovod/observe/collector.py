@@ -23,11 +23,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.net.addresses import address_of, connect_any, listen
+from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel, connect
 from kolovod.net.server import Server
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
@@ -95,14 +95,12 @@ class Collector:
         epoch: int,
         size: int,
         receive: Callable[[int, Batch], None],
-        interface: str = "",
+        listeners: Sequence[socket.socket] = (),
     ) -> None:
-        """Listen for ranks of this host, and on ``interface`` (an address) for others if given.
+        """Listen for ranks of this host; for those of others at ``listeners``, which it takes.
 
         ``receive`` gets a rank's batches, on any thread.
         """
-        self.address = ""
-        """Where ranks of other hosts connect, "ip:port"."""
         self._receive = receive
         self._size = size
         self._changed = threading.Condition()
@@ -114,13 +112,9 @@ class Collector:
         here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         here.bind(_unix_address(secret, epoch))
         here.listen(64 + size)
-        listeners = [here]
-        if interface:
-            listeners += listen([interface], backlog=64 + size)
-            self.address = address_of(listeners[1])
         self._servers = [
             Server(listener, secret, _LABEL, self._serve, max_strangers=64 + size)
-            for listener in listeners
+            for listener in (here, *listeners)
         ]
         for server in self._servers:
             server.start()

@@ -7,25 +7,38 @@ others by a thread that reports to rank 0 (collector.py). ``docs/timeline.md`` s
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kolovod import _native
+from kolovod.config import Settings
 from kolovod.core import spans
-from kolovod.core.objects import Objects
 from kolovod.core.world import World, current, when_engine_ends
-from kolovod.net.addresses import interface_to
+from kolovod.net.addresses import address_of, interface_to, listen
 from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 from kolovod.observe.trace import Event, Trace
 from kolovod.observe.trace_file import TraceFile
 
-__all__ = ["begin", "end", "forget", "pull", "start_timeline", "stop_timeline", "when_recording"]
+__all__ = [
+    "Opening",
+    "begin",
+    "end",
+    "forget",
+    "prepare",
+    "pull",
+    "start_timeline",
+    "stop_timeline",
+    "when_recording",
+]
 
-_DYNAMIC = "dynamic"
+_DYNAMIC, _AT_ONCE = "dynamic", "at once"
+_WHEN, _WHERE = "timeline", "timeline_address"  # rank 0's notes to the others
 _MOST_PER_WRITE = 10_000
 
 
@@ -68,8 +81,8 @@ class Timeline:
 class Writer(Timeline):
     """Rank 0's: takes what all ranks have to say, and writes it."""
 
-    def __init__(self, world: World, *, spans_hosts: bool = False) -> None:
-        """``spans_hosts``: ranks of other hosts report, too."""
+    def __init__(self, world: World, listeners: Sequence[socket.socket] = ()) -> None:
+        """``listeners``: where ranks of other hosts report."""
         super().__init__(world)
         self._hosts = world.hosts
         self._lock = threading.Lock()  # of the file, the trace and the events
@@ -80,15 +93,9 @@ class Writer(Timeline):
         self._thread: threading.Thread | None = None
         self._collector: Collector | None = None
         if world.size > 1:
-            interface = interface_to(world.environment.rendezvous) if spans_hosts else ""
             self._collector = Collector(
-                world.environment.secret, world.epoch, world.size, self._receive, interface
+                world.environment.secret, world.epoch, world.size, self._receive, listeners
             )
-
-    @property
-    def address(self) -> str:
-        """Where ranks of other hosts report."""
-        return self._collector.address if self._collector is not None else ""
 
     def start(self, path: str, *, mark_cycles: bool) -> None:
         """Begin a file, from now on. Raises InvalidArgumentError if that is not possible."""
@@ -173,28 +180,59 @@ def when_recording(hook: Callable[[], None]) -> None:
         hook()
 
 
-def begin(world: World) -> None:
-    """A world has been formed. With several hosts all ranks call this, and rank 0 decides for all.
+@dataclass
+class Opening:
+    """A timeline whose world is not there yet."""
 
-    Raises InvalidArgumentError if the file cannot be written, and what broadcast raises.
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What rank 0 tells the others as they meet."""
+    listeners: list[socket.socket] = field(default_factory=list)
+    """Where ranks of other hosts will report."""
+
+    def take(self) -> list[socket.socket]:
+        """The listeners, which the caller closes from now on."""
+        taken, self.listeners = self.listeners, []
+        return taken
+
+    def close(self) -> None:
+        """Close what was not taken."""
+        for listener in self.take():
+            listener.close()
+
+
+def prepare(settings: Settings, size: int, rendezvous: str) -> Opening:
+    """On the rank that will be 0, before it meets the others: it decides for all of them.
+
+    So forming a world needs no collective operation, and another one may go on beside it.
+    ``rendezvous``: ranks of other hosts report to the interface that reaches it. Raises
+    BootstrapError if nothing can listen there.
     """
-    wanted = world.settings.timeline.strip()
-    address = ""
-    several_hosts = len(set(world.hosts)) > 1
-    if world.rank == 0 and wanted:
-        writer = Writer(world, spans_hosts=several_hosts)
-        _set(writer)
-        address = writer.address
-    if several_hosts:
-        wanted, address = Objects(lambda: world).broadcast_object(
-            (wanted, address), 0, "kolovod.timeline"
-        )
-    if world.rank > 0 and wanted:
-        _set(Timeline(world, address if world.hosts[world.rank] != world.hosts[0] else ""))
-    if _timeline is not None and wanted.lower() != _DYNAMIC:
-        # With several hosts ranks meet twice, and each meeting has a number.
-        is_first = world.epoch <= (2 if several_hosts else 1)
-        path = wanted if is_first else _path_of_world(wanted, world.epoch)
+    path = settings.timeline.strip()
+    if not path:
+        return Opening()
+    listeners = listen([interface_to(rendezvous)], backlog=64 + size) if size > 1 else []
+    when = _DYNAMIC if path.lower() == _DYNAMIC else _AT_ONCE
+    return Opening({_WHEN: when, _WHERE: "".join(map(address_of, listeners))}, listeners)
+
+
+def begin(world: World, notes: Mapping[str, str], opening: Opening) -> None:
+    """A world has been formed. ``notes``: rank 0's, whose ``opening`` it is.
+
+    Raises InvalidArgumentError if the file cannot be written.
+    """
+    when = notes.get(_WHEN, "")
+    if not when:
+        return
+    path = ""
+    is_elsewhere = world.hosts[world.rank] != world.hosts[0]
+    if world.rank == 0:
+        _set(Writer(world, opening.take() if len(set(world.hosts)) > 1 else ()))
+        path = world.settings.timeline.strip()
+        path = path if world.epoch == 1 else _path_of_world(path, world.epoch)
+    else:
+        _set(Timeline(world, notes.get(_WHERE, "") if is_elsewhere else ""))
+    if when == _AT_ONCE:
+        assert _timeline is not None
         _timeline.start(path, mark_cycles=world.settings.timeline_mark_cycles)
 
 

@@ -40,11 +40,15 @@ def bootstrap(
     local_rank: int = 0,
     *,
     encrypts: bool = False,
+    notes: Mapping[str, str] | None = None,
+    scope: int = 0,
 ) -> Ready:
     """Meet the other ``members`` (sorted launcher ranks, with ``rank``) and share the segment.
 
     ``interfaces``: by which ranks of other hosts are to come (see ``addresses_beside``).
     ``encrypts``: what passes between hosts is encrypted, as all members must want it.
+    ``notes``: what this rank tells the others if it is the first member. ``scope``: the epoch in
+    whose world, of an elastic job, ranks have these numbers; 0: they are launcher ranks.
     Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
     if one does not come, BootstrapError.
     """
@@ -59,7 +63,9 @@ def bootstrap(
         me = Member(
             rank, host, pid, pid_namespace(), exchange.name, user, listener.address, encrypts
         )
-        joined = cleanup.enter_context(join(rendezvous, secret, members, me, timeout_s, config))
+        joined = cleanup.enter_context(
+            join(rendezvous, secret, members, me, timeout_s, config, notes, scope)
+        )
         formation = joined.formation
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed
         _check_users(formation)
@@ -85,7 +91,7 @@ def bootstrap(
             cleanup.pop_all()
             joined.close()
             exchange.close()
-        return replace(ready, links=links)
+        return replace(ready, links=links, notes=formation.notes)
 
 
 @contextlib.contextmanager

@@ -136,10 +136,14 @@ def join(
     member: Member,
     timeout_s: float,
     config: Mapping[str, int] | None = None,
+    notes: Mapping[str, str] | None = None,
+    scope: int = 0,
 ) -> Joined:
     """Wait at the server at ``address`` ("host:port", or several) until all ``members`` joined.
 
     ``config``: this rank's engine configuration, which holds for all if it is the first member.
+    ``notes``: what it tells the others in that case, a few short texts. ``scope``: the epoch
+    in whose world ranks have these numbers; 0: they are launcher ranks.
 
     Raises RankLostError if one of them has ended, StartTimeoutError naming the missing ones,
     InvalidArgumentError if they ask for different worlds, AuthenticationError, BootstrapError.
@@ -151,7 +155,9 @@ def join(
         "members": spans(members),
         "member": astuple(member),
         "config": dict(config or {}) if member.rank == members[0] else {},
+        "notes": dict(notes or {}) if member.rank == members[0] else {},
         "timeout_s": timeout_s,
+        "scope": scope,
     }
     try:
         channel = connect_any(address, secret, LABEL, deadline, encrypted=member.encrypts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from kolovod.errors import (
     BootstrapError,
@@ -23,6 +23,7 @@ from kolovod.net.messages import MAX_RANKS
 __all__ = [
     "Formation",
     "Member",
+    "Request",
     "encode_members",
     "parse_answer",
     "parse_join",
@@ -36,9 +37,13 @@ _MAX_TIMEOUT_S = 1e7
 _MAX_TEXT = 1 << 16  # of an error
 _MAX_ADDRESS = 512
 MAX_EPOCH = (1 << 32) - 1
+WORLDS_PER_SCOPE = 1 << 12
+MAX_SCOPE = (MAX_EPOCH + 1) // WORLDS_PER_SCOPE - 1
 _PART = 512  # members in a message: with the longest names and addresses they fit
 _INT64_MAX = (1 << 63) - 1
 _MAX_CONFIG = 256  # names; there are about forty
+_MAX_NOTES = 16
+_MAX_NOTE = 1024
 _SHARED_TEXTS = (1, 3)  # columns of a member that many have in common: host, pid_namespace
 _ERRORS: dict[str, type[KolovodError]] = {
     "rank_lost": RankLostError,
@@ -82,16 +87,31 @@ class Formation:
     members: tuple[Member, ...]
     config: Mapping[str, int] = field(default_factory=dict)
     """What the first member has given as its engine's configuration."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What it tells the others besides, by name."""
 
 
-def parse_join(message: Any) -> tuple[tuple[int, ...], Member, float, dict[str, int]]:
+class Request(NamedTuple):
+    """What a rank says when it joins."""
+
+    members: tuple[int, ...]
+    member: Member
+    timeout_s: float
+    config: dict[str, int]
+    notes: dict[str, str]
+    scope: int
+    """Where these numbers count: in the world of that epoch of an elastic job; 0: in the job."""
+
+
+def parse_join(message: Any) -> Request:
     """Raises BootstrapError naming what is wrong."""
     members = _parse_spans(message)
     member = _parse_member(messages.mapping(message).get("member"))
     if member.rank not in members:
         raise BootstrapError(f"a malformed message: rank {member.rank} is not among the members")
     timeout_s = messages.number(message, "timeout_s", _MAX_TIMEOUT_S)
-    return members, member, timeout_s, _parse_config(message)
+    scope = messages.whole(message, "scope", 0, MAX_SCOPE)
+    return Request(members, member, timeout_s, _parse_config(message), _parse_notes(message), scope)
 
 
 def parse_stranger(message: Any) -> tuple[tuple[int, ...], int | None, str]:
@@ -157,6 +177,14 @@ def _parse_config(message: Any) -> dict[str, int]:
     return {name: messages.whole(config, name, -_INT64_MAX - 1, _INT64_MAX) for name in config}
 
 
+def _parse_notes(message: Any) -> dict[str, str]:
+    """Some names with texts."""
+    notes = messages.mapping(messages.mapping(message).get("notes"))
+    if len(notes) > _MAX_NOTES:
+        raise BootstrapError(f"a malformed message: {len(notes)} notes")
+    return {name: messages.text(notes, name, _MAX_NOTE) for name in notes}
+
+
 def encode_members(members: Sequence[Member]) -> list[dict[str, Any]]:
     """The parts of an answer that tell ``members``, each of which fits into a message."""
     parts = []
@@ -175,7 +203,7 @@ def encode_members(members: Sequence[Member]) -> list[dict[str, Any]]:
 def parse_answer(
     receive: Callable[[], Any], members: Sequence[int], own_config: Mapping[str, int] | None
 ) -> Formation:
-    """The world, or the error that the server has told; whose config has the names of ours.
+    """The world, or the error that the server has told; its config has the names of ours.
 
     ``receive``: returns the next message; no more of them are taken than ``members`` need.
     """
@@ -183,12 +211,13 @@ def parse_answer(
     raise_told(answer)
     epoch = messages.whole(answer, "epoch", 1, MAX_EPOCH)
     config = messages.config(answer, own_config) if own_config else _parse_config(answer)
+    notes = _parse_notes(answer)
     found = _parse_members(answer)
     while len(found) < len(members):
         found += _parse_members(receive())
     if [member.rank for member in found] != list(members):
         raise BootstrapError("a malformed message: the members are not those that were asked for")
-    return Formation(epoch, tuple(found), config)
+    return Formation(epoch, tuple(found), config, notes)
 
 
 def _parse_members(part: Any) -> list[Member]:

@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from kolovod.errors import InvalidArgumentError
 
 __all__ = [
+    "STEWARD",
     "RankEnvironment",
     "local_and_cross",
     "read_rank_environment",
     "thread_limits",
     "usable_cores",
+    "whole_number",
 ]
 
+STEWARD = "KOLOVOD_STEWARD"
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -34,6 +37,14 @@ class RankEnvironment:
     rendezvous: str = ""
     """Where the ranks meet, "host:port"; "" in a world of one."""
     secret: str = field(default="", repr=False)
+    steward: str = ""
+    """Where the steward of an elastic job is; "" if the job is not elastic."""
+    slot: int = 0
+    """The place that this process fills in an elastic job; the next one there has the same."""
+    first_hosts: tuple[str, ...] = ()
+    """The hosts of the ranks that an elastic job starts with; none for who comes later."""
+    min_np: int = 1
+    """An elastic job of fewer ranks waits for more."""
 
     def variables(self) -> dict[str, str]:
         """The variables that carry it, with Horovod's names for scripts that read those."""
@@ -44,6 +55,12 @@ class RankEnvironment:
         variables["HOROVOD_HOSTNAME"] = variables["KOLOVOD_HOST"] = self.host
         variables["KOLOVOD_STORE"] = self.rendezvous
         variables["KOLOVOD_SECRET"] = self.secret
+        if self.steward:
+            variables[STEWARD] = self.steward
+            variables["KOLOVOD_SLOT"] = str(self.slot)
+            variables["KOLOVOD_FIRST_HOSTS"] = ",".join(self.first_hosts)
+            variables["KOLOVOD_MIN_NP"] = str(self.min_np)
+            variables["KOLOVOD_ELASTIC"] = "1"
         return variables
 
     def torch_variables(self, port: int, address: str) -> dict[str, str]:
@@ -75,8 +92,8 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
             )
         return None
     numbers = {
-        "rank": _number(environ, "KOLOVOD_RANK", None),
-        "size": _number(environ, "KOLOVOD_SIZE", None),
+        "rank": whole_number(environ, "KOLOVOD_RANK", None),
+        "size": whole_number(environ, "KOLOVOD_SIZE", None),
     }
     defaults = {
         "local_rank": numbers["rank"],
@@ -85,7 +102,7 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         "cross_size": 1,
     }
     for name, default in defaults.items():
-        numbers[name] = _number(environ, f"KOLOVOD_{name.upper()}", default)
+        numbers[name] = whole_number(environ, f"KOLOVOD_{name.upper()}", default)
     for prefix in ("", "local_", "cross_"):
         rank, size = numbers[f"{prefix}rank"], numbers[f"{prefix}size"]
         if not 0 <= rank < size:
@@ -99,6 +116,10 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         host=environ.get("KOLOVOD_HOST") or "localhost",
         rendezvous=environ.get("KOLOVOD_STORE", ""),
         secret=environ.get("KOLOVOD_SECRET", ""),
+        steward=environ.get(STEWARD, ""),
+        slot=whole_number(environ, "KOLOVOD_SLOT", 0),
+        min_np=whole_number(environ, "KOLOVOD_MIN_NP", 1),
+        first_hosts=tuple(filter(None, environ.get("KOLOVOD_FIRST_HOSTS", "").split(","))),
     )
     for variable, value in (
         ("KOLOVOD_STORE", environment.rendezvous),
@@ -112,7 +133,8 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     return environment
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
+def whole_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A variable's value; without ``default`` it must be set. Raises InvalidArgumentError."""
     text = environ.get(name, "").strip()
     if not text and default is not None:
         return default

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -65,6 +65,8 @@ class Ready:
     config: Mapping[str, int]
     links: Links | None = None
     """To the ranks of other hosts; None on one host."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What the first member has told."""
 
     @property
     def hosts(self) -> list[int]:

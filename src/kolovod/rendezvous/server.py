@@ -5,8 +5,10 @@ after a failure. One conversation per rank and world (protocol.py)::
 
     rank  -> server  {"protocol": n, "version": text,
                       "members": [[first, last] of launcher ranks that follow each other],
-                      "member": member, "config": {name: number}, "timeout_s"}
-    server -> rank   {"epoch": n, "config": {...}, "texts": [...], "members": [member]}
+                      "member": member, "config": {name: number}, "notes": {name: text},
+                      "timeout_s", "scope": n}
+    server -> rank   {"epoch": n, "config": {...}, "notes": {...},
+                      "texts": [...], "members": [member]}
                      and, as long as members are left,   {"texts": [...], "members": [member]}
                 or   {"error": kind, "message": text, "rank": launcher rank or null}
     rank  -> server  {"formed": epoch}   or   {"error": text, "rank": launcher rank or null}
@@ -14,11 +16,15 @@ after a failure. One conversation per rank and world (protocol.py)::
     member           [rank, host, pid, pid_namespace, socket, user, address, encrypts], in an
                      answer with the numbers of host and pid_namespace in texts, which are few
 
-The answer comes when all members have joined; its config is that of the first member. It is an
+The answer comes when all members have joined; its config and notes are the first member's. It is an
 error at once when a member's process is known to have ended, or when two ranks wait for different
 worlds that need each other; when one of them has a release with another protocol than the
 rendezvous server's (versions.py); and after ``timeout_s`` of the rank that came first, naming the
 ranks that are missing. Every world gets a new epoch number.
+
+In an elastic job other processes come with the numbers of those that have ended. There ranks are
+those of a world that the job has agreed upon, whose own number is the scope in which they count; it
+is 0 in other jobs, where ranks are the launcher's.
 
 With the answer ranks connect to each other, and say here when they have. Until all have, a rank
 whose connection breaks has ended: the others hear its name, those too that come later. Before the
@@ -44,7 +50,9 @@ from kolovod.net.channel import Channel, encode
 from kolovod.net.server import Server
 from kolovod.rendezvous import versions
 from kolovod.rendezvous.protocol import (
+    WORLDS_PER_SCOPE,
     Member,
+    Request,
     encode_members,
     parse_join,
     parse_stranger,
@@ -61,22 +69,33 @@ _FORMING_S = 10.0  # at least, from the answer on, as ranks give each other (boo
 _WATCH_S = 3600.0  # at most, between two looks at deadlines
 
 
+_Rank = tuple[int, int]
+"""A scope, and a rank there."""
+_Key = tuple[int, tuple[int, ...]]
+"""A scope, and the ranks there."""
+
+
 @dataclass
 class _Group:
     """A world that is waiting for members, or that they are forming. Guarded by the lock."""
 
-    members: tuple[int, ...]
+    key: _Key
     deadline: float
     timeout_s: float
     joined: dict[int, tuple[Member, Channel]] = field(default_factory=dict)
     """Those who are connected."""
     config: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
     gone: dict[int, tuple[Member, float]] = field(default_factory=dict)
     """Those who were connected, and until when they may come again."""
     epoch: int = 0
     """From the answer on."""
     forming: set[int] = field(default_factory=set)
     """Those who have not said, after the answer, that they have formed it."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.key[1]
 
     def missing(self) -> list[int]:
         if self.epoch:
@@ -100,14 +119,14 @@ class RendezvousServer:
         self.host_of: Sequence[str] = ()
         """The host of each rank, for messages, if the launcher knows."""
         self._lock = threading.Lock()
-        self._groups: dict[tuple[int, ...], _Group] = {}  # that wait for members
+        self._groups: dict[_Key, _Group] = {}  # that wait for members
         self._forming: dict[int, _Group] = {}  # that have had the answer, by epoch
         self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
         self._watched = select.epoll()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._watched.register(self._bell, select.EPOLLIN)
-        self._dead: dict[int, str] = {}
-        self._lost: dict[int, Member] = {}  # went away while a world formed, and did not come again
+        self._dead: dict[_Rank, str] = {}
+        self._lost: dict[_Rank, Member] = {}  # went while a world formed, and did not come again
         self._refused: dict[int, str] = {}  # came with another protocol, and not again since
         self._epoch = 0
         self._closed = False
@@ -141,15 +160,16 @@ class RendezvousServer:
         self._watched.close()
         os.close(self._bell)
 
-    def mark_dead(self, rank: int, cause: str) -> None:
+    def mark_dead(self, rank: int, cause: str, scope: int = 0) -> None:
         """The process of ``rank`` has ended. Worlds that need it fail now, or when asked for.
 
         ``cause`` completes "rank 3 ...", for example "was killed by signal 9 (SIGKILL)".
         """
         with self._lock:
-            self._dead[rank] = cause
-            for group in [g for g in self._open_groups() if rank in g.members]:
-                self._fail_dead(group, rank)
+            self._dead[scope, rank] = cause
+            for group in self._open_groups():
+                if group.key[0] == scope and rank in group.members:
+                    self._fail_dead(group, rank)
 
     def _open_groups(self) -> list[_Group]:
         return [*self._groups.values(), *self._forming.values()]
@@ -160,13 +180,13 @@ class RendezvousServer:
             self._refuse_release(message, other, channel)
             return
         try:
-            members, member, timeout_s, config = parse_join(message)
+            request = parse_join(message)
         except BootstrapError as error:
             _send(channel, {"error": "malformed", "message": f"JOIN: {error}", "rank": None})
             return
         with self._lock:
             if not self._closed:
-                self._enter(members, member, timeout_s, config, channel)
+                self._enter(request, channel)
 
     def _refuse_release(self, message: Any, other: str, channel: Channel) -> None:
         """A rank of a release with another protocol: its world cannot form."""
@@ -178,43 +198,40 @@ class RendezvousServer:
         with self._lock:
             if rank is not None:
                 self._refused[rank] = text
-            group = self._groups.get(members)
-            if group is not None:
+            for group in [g for g in self._groups.values() if g.members == members]:
                 self._fail(group, "version", text, rank)
         _send(channel, {"error": "version", "message": text, "rank": rank})
 
-    def _enter(
-        self,
-        members: tuple[int, ...],
-        member: Member,
-        timeout_s: float,
-        config: dict[str, int],
-        channel: Channel,
-    ) -> None:
+    def _enter(self, request: Request, channel: Channel) -> None:
         """Let a rank join, or refuse it. Under the lock."""
-        group = self._groups.get(members)
+        members, member, key = request.members, request.member, (request.scope, request.members)
+        group = self._groups.get(key)
         if group is None:
-            group = _Group(members, time.monotonic() + timeout_s, timeout_s)
+            group = _Group(key, time.monotonic() + request.timeout_s, request.timeout_s)
         previous = group.joined.get(member.rank)
         if previous is not None and previous[0].pid != member.pid:
             text = f"{previous[0]} has joined already, and so does pid {member.pid} now"
             _send(channel, {"error": "conflict", "message": text, "rank": member.rank})
             return
-        if group.members not in self._groups:
-            self._groups[members] = group
+        if key not in self._groups:
+            self._groups[key] = group
             os.eventfd_write(self._bell, 1)  # the watcher has a new deadline
         kept = channel.keep()
         group.joined[member.rank] = (member, kept)
         group.gone.pop(member.rank, None)
-        self._lost.pop(member.rank, None)
+        self._lost.pop((request.scope, member.rank), None)
         self._refused.pop(member.rank, None)
         if member.rank == members[0]:
-            group.config = config
+            group.config, group.notes = request.config, request.notes
         self._waiting[kept.fileno()] = (group, member.rank, kept)
         # Before the answer the rank sends nothing more: its socket becomes readable when it goes.
         self._watched.register(kept.fileno(), select.EPOLLIN)
-        dead = [rank for rank in self._dead if rank in members]
-        lost = [other for rank, other in self._lost.items() if rank in members]
+        dead = [rank for scope, rank in self._dead if scope == request.scope and rank in members]
+        lost = [
+            other
+            for (scope, rank), other in self._lost.items()
+            if scope == request.scope and rank in members
+        ]
         refused = [rank for rank in self._refused if rank in members]
         if refused:  # and then it has ended
             self._fail(group, "version", self._refused[refused[0]], refused[0])
@@ -281,21 +298,24 @@ class RendezvousServer:
             self._forget(group)
 
     def _forget(self, group: _Group) -> None:
-        if self._groups.get(group.members) is group:
-            del self._groups[group.members]
+        if self._groups.get(group.key) is group:
+            del self._groups[group.key]
         self._forming.pop(group.epoch, None)
 
     def _complete(self, group: _Group) -> None:
         parts = encode_members([group.joined[rank][0] for rank in group.members])
-        parts[0] = {"epoch": self._epoch + 1, "config": group.config, **parts[0]}
+        terms = {"config": group.config, "notes": group.notes}
+        # So it grows, too, when another process takes the server's part later.
+        epoch = max(self._epoch, group.key[0] * WORLDS_PER_SCOPE) + 1
+        parts[0] = {"epoch": epoch, **terms, **parts[0]}
         try:
             bodies = [encode(part) for part in parts]
         except BootstrapError as error:
             self._fail(group, "malformed", f"the answer to all ranks: {error}", None)
             return
-        del self._groups[group.members]
-        self._epoch += 1
-        group.epoch, group.forming = self._epoch, set(group.members)
+        del self._groups[group.key]
+        self._epoch = epoch
+        group.epoch, group.forming = epoch, set(group.members)
         group.deadline = max(group.deadline, time.monotonic() + _FORMING_S)
         self._forming[group.epoch] = group
         self._tell(group, *bodies)
@@ -309,7 +329,7 @@ class RendezvousServer:
     def _refuse_conflict(self, group: _Group, member: Member) -> bool:
         """Two ranks that wait for each other in different worlds would wait for ever."""
         for other in self._groups.values():
-            if other is group or member.rank not in other.members:
+            if other is group or group.key[0] or member.rank not in other.members:
                 continue
             for rank in group.members:
                 if rank in other.joined:
@@ -324,7 +344,8 @@ class RendezvousServer:
         return False
 
     def _fail_dead(self, group: _Group, rank: int) -> None:
-        text = f"rank {rank} {self._dead[rank]}, so the world {list(group.members)} cannot form"
+        cause = self._dead[group.key[0], rank]
+        text = f"rank {rank} {cause}, so the world {list(group.members)} cannot form"
         self._fail(group, "rank_lost", text, rank)
 
     def _fail_lost(self, group: _Group, member: Member) -> None:
@@ -338,7 +359,7 @@ class RendezvousServer:
         """A deadline of the group's has passed."""
         lost = [member for member, until in group.gone.values() if until <= now]
         if lost:
-            self._lost.update({member.rank: member for member in lost})
+            self._lost.update({(group.key[0], member.rank): member for member in lost})
             self._fail_lost(group, lost[0])
             return
         missing = ", ".join(map(self._name, group.missing()))

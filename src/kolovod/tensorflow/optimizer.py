@@ -14,6 +14,7 @@ from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import checked_passes
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.aggregation import LocalAggregation
+from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.exchange import GradientExchange
 
@@ -73,13 +74,27 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     def _kolovod_step_by_adasum(self, pairs: list[tuple[Any, Any]], *args: Any) -> None:
         """Step as this rank alone would, combine the ranks' steps, and take that from the start."""
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        starts = [tf.identity(variable) for variable in variables]
+        with tf.control_dependencies(self._kolovod_pairs_of_ranks()):
+            starts = [tf.identity(variable) for variable in variables]
         with tf.control_dependencies(starts):
             super().apply_gradients(pairs, *args)
         own = [variable - start for variable, start in zip(variables, starts, strict=True)]
         steps = self._kolovod_exchange(own, variables)
         for variable, start, step in zip(variables, starts, steps, strict=True):
             variable.assign(start + step)
+
+    def _kolovod_pairs_of_ranks(self) -> list[Any]:
+        """Fail, before any variable has changed, for a number of ranks that Adasum cannot do."""
+        exchange = self._kolovod_exchange
+        if not exchange.is_member:
+            return []
+        size = tf.convert_to_tensor(VerbsOfSet(exchange.verbs, exchange.spec.process_set).size())
+        check = tf.debugging.assert_equal(
+            tf.bitwise.bitwise_and(size, size - 1),
+            0,
+            "op Adasum: the number of ranks is not a power of two; use Average",
+        )
+        return [] if check is None else [check]
 
 
 @raising_tensorflows

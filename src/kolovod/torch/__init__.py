@@ -26,6 +26,7 @@ from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 from kolovod.torch import backward_span as _backward_span  # noqa: F401  # registers itself
 from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.torch.functions import Functions
 from kolovod.torch.optimizer import DistributedOptimizer
@@ -34,6 +35,7 @@ from kolovod.torch.verbs import collectives
 
 _register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)
+_share_in_elastic_jobs(_functions)
 _transfers = Transfers(collectives.frontend, collectives.world)
 _metrics = _Metrics(collectives)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from kolovod.core import spans
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.spec import ReduceSpec, checked_passes
@@ -63,6 +65,11 @@ class ByAdasum(torch.optim.Optimizer):
         spec, verbs = self._kolovod_spec, self._kolovod_verbs
         if not spec.has_others(verbs.world, without_world=False):
             return super().step() if closure is None else super().step(closure)
+        size = verbs.world().size
+        if size & (size - 1) != 0:  # before the parameters have changed
+            raise InvalidArgumentError(
+                f"op Adasum: {size} ranks are not a power of two; use Average"
+            )
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
         for name, parameter in named:
             if parameter.dtype not in DTYPES:
@@ -70,16 +77,28 @@ class ByAdasum(torch.optim.Optimizer):
         before = [parameter.detach().clone() for _, parameter in named]
         with spans.span(spans.OPTIMIZER_STEP):
             result = super().step() if closure is None else super().step(closure)
-        waits = []
+        with torch.no_grad():
+            attempt = partial(self._kolovod_combined, named, before)
+            combined = steps.exactly(attempt, counts=True)
+            for (_, parameter), start, step in zip(named, before, combined, strict=True):
+                parameter.copy_(start + step)
+        return result
+
+    def _kolovod_combined(
+        self, named: list[tuple[str, torch.Tensor]], before: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What the ranks' steps from ``before`` to the parameters make together."""
+        spec, verbs = self._kolovod_spec, self._kolovod_verbs
+        own = [parameter - start for (_, parameter), start in zip(named, before, strict=True)]
+        if not spec.has_others(verbs.world, without_world=False):  # they are lost
+            return own
         submit = exchange.by(verbs, spec, in_place=True)
         scaled = exchange.scaling(verbs, spec)
-        with torch.no_grad():
-            for (name, parameter), start in zip(named, before, strict=True):
-                step = [(name, parameter - start)]
-                waits.append(exchange.start(spec, f"step.{name}", step, submit, scaled))
-            for (_, parameter), start, wait in zip(named, before, waits, strict=True):
-                parameter.copy_(start + wait()[0])
-        return result
+        waits = [
+            exchange.start(spec, f"step.{name}", [(name, step)], submit, scaled)
+            for (name, _), step in zip(named, own, strict=True)
+        ]
+        return [wait()[0] for wait in waits]
 
     step.hooked = True  # type: ignore[attr-defined]  # see optimizer.py
 
@@ -110,10 +129,8 @@ def by_adasum(
     verbs: TorchCollectives,
     passes: int,
 ) -> O:
-    """Make ``optimizer`` one of these, and return it. Raises InvalidArgumentError."""
-    size = verbs.world().size
-    if size & (size - 1) != 0:
-        raise InvalidArgumentError(f"op Adasum: {size} ranks are not a power of two")
+    """Make ``optimizer`` one of these, and return it. Raises NotInitializedError."""
+    verbs.world()
     wrap(optimizer, ByAdasum)
     assert isinstance(optimizer, ByAdasum)
     optimizer._kolovod_named = [(name, p) for name, p in named if name is not None]

@@ -13,6 +13,7 @@ import torch
 from kolovod.core import spans
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
@@ -133,7 +134,8 @@ class Distributed(torch.optim.Optimizer):
             if not reducer.settled:
                 reducer.synchronize()
             if isinstance(loss, torch.Tensor):
-                loss = reducer.verbs.allreduce(loss.detach())
+                own = loss.detach()
+                loss = steps.exactly(lambda: reducer.verbs.allreduce(own))
             return loss
 
         return averaged

@@ -12,8 +12,9 @@ would be waited for forever. So the first ``synchronize`` in a world sends every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from kolovod.core import spans
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max, Sum
-from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.elastic import steps
+from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
@@ -170,13 +172,26 @@ class GradientReducer:
             return
         problems = self._thaw()
         try:
+            for store in steps.exactly(lambda: self._attempt(list(problems)), counts=True):
+                store()
+        finally:
+            self._reset()
+        self.synchronized = True
+
+    def _attempt(self, problems: list[InvalidArgumentError]) -> list[Callable[[], None]]:
+        """Send all, and wait for it; what is returned puts the results in their places.
+
+        In an elastic job gradients are as they were when a rank is lost meanwhile.
+        """
+        if not self.follow_world():  # no other rank is left
+            return []
+        try:
             self._meet()
-            self._trip(self.buckets.agreed(), problems)
-        except Exception:
+            return self._trip(self.buckets.agreed(), problems)
+        except CollectiveAbortedError:
+            self.in_flight.discard()
             self._reset()
             raise
-        self._reset()
-        self.synchronized = True
 
     def drop(self) -> None:
         """Forget the gradients. What was sent comes back first, on all ranks alike."""
@@ -187,16 +202,19 @@ class GradientReducer:
                 self._travel(self.buckets.agreed(), _DROPS, [])
             elif self.pending:
                 self.in_flight.discard()
+        except CollectiveAbortedError:
+            if steps.ongoing() is None:
+                raise
+            self.in_flight.discard()  # the next step will meet the survivors
         finally:
             self.reset(used=False)
         self._thaw()
 
     def reset(self, *, used: bool) -> None:
         """The optimizer has used the gradients, or zeroed them: count passes anew."""
-        if not self.hooks.are_on:  # nothing was counted
-            return
-        self._reset()
-        self.synchronized, self._used = False, used
+        if self.hooks.are_on:  # else nothing was counted
+            self._reset()
+        self.synchronized, self._used = False, used and self.hooks.are_on
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
@@ -219,11 +237,19 @@ class GradientReducer:
         """Backward has finished a bucket: send it, if all ranks have agreed upon it."""
         is_known = self.verbs.world().engine is self.agreement.engine
         if is_known and bucket.agreed:
-            self.sender.submit(bucket)
+            self._send(bucket)
             return
         if not is_known:
             self.in_flight.discard()
         self.buckets.note(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        """From a hook."""
+        try:
+            self.sender.submit(bucket)
+        except CollectiveAbortedError:
+            if steps.ongoing() is None:
+                raise  # in an elastic job backward goes on, so that all gradients are there
 
     def _meet(self) -> None:
         """Find out, once per world, whether all ranks have the same parameters.
@@ -250,9 +276,14 @@ class GradientReducer:
             dims[index] = dim
         return dims
 
-    def _trip(self, buckets: Sequence[Bucket], problems: list[InvalidArgumentError]) -> None:
-        """Average the gradients of ``buckets``, and then those that need a second trip."""
-        marks, done, redo = self._travel(buckets, _STEPS, problems)
+    def _trip(
+        self, buckets: Sequence[Bucket], problems: list[InvalidArgumentError]
+    ) -> list[Callable[[], None]]:
+        """Average the gradients of ``buckets``, and then those that need a second trip.
+
+        What is returned puts the results in their places.
+        """
+        marks, done, stores, redo = self._travel(buckets, _STEPS, problems)
         if problems:
             raise problems[0]
         if marks[_FAILED]:
@@ -264,12 +295,16 @@ class GradientReducer:
                 "another rank called optimizer.zero_grad() where this one averages its gradients: "
                 "every rank must step, or skip the step, alike"
             )
-        if not redo:
+        if redo:
+            stores.clear()
+        else:
             scale = self.spec.scale_of_sum(1.0 / self.verbs.world().size)
             used = marks[_MARKS:]
-            results.store(self.parameters.tensors, done, lambda i: used[i] != 0, scale)
+            tensors = self.parameters.tensors
+            stores.append(partial(results.store, tensors, done, lambda i: used[i] != 0, scale))
         if marks[_AGAIN]:
-            self._trip(self._agree_further(redo), [])
+            stores += self._trip(self._agree_further(redo), [])
+        return stores
 
     def _agree_further(self, redo: bool) -> Sequence[Bucket]:
         """Agree upon what is new on this rank; the buckets that need a trip of their own."""
@@ -288,11 +323,12 @@ class GradientReducer:
 
     def _travel(
         self, buckets: Sequence[Bucket], purpose: int, problems: list[InvalidArgumentError]
-    ) -> tuple[bytearray, list[Item], bool]:
+    ) -> tuple[bytearray, list[Item], list[Callable[[], None]], bool]:
         """Send what no hook has sent [3], and wait for all [4].
 
-        Returns all ranks' marks, the items, and whether to do it again, since this rank threw away
-        what it had sent. After the marks there is a byte per parameter: is it used?
+        Returns all ranks' marks, the items, what is left to do for their results to be there, and
+        whether to do it again, since this rank threw away what it had sent. After the marks there
+        is a byte per parameter: is it used?
         """
         redo = False
         if purpose == _STEPS:
@@ -311,18 +347,23 @@ class GradientReducer:
             marks[_AGAIN] = redo or bool(self.buckets.fresh())
         view = torch.frombuffer(marks, dtype=torch.uint8)
         handle = self.verbs.allreduce_async_(view, f"used.{self.agreement.number}", Max)
-        done = self.arrived()
+        done, later = self.arrived()
         handle.wait()
-        return marks, done, redo
+        return marks, done, later, redo
 
-    def arrived(self) -> list[Item]:
-        """Wait for all that is on its way [4]."""
+    def arrived(self) -> tuple[list[Item], list[Callable[[], None]]]:
+        """Wait for all that is on its way [4]; what is left to do for the results to be there."""
         done: list[Item] = []
+        later: list[Callable[[], None]] = []
 
         def landed(cargo: Cargo) -> None:
             for host, tensors in cargo.staged:  # back to the GPU, on the current stream
-                self.sender.device.unpack(host, tensors)
+                unpack = partial(self.sender.device.unpack, host, tensors)
+                if steps.ongoing() is None:
+                    unpack()
+                else:  # where the gradient is still this rank's own
+                    later.append(unpack)
             done.extend(cargo.items)
 
         self.in_flight.wait_for_all(landed)
-        return done
+        return done, later

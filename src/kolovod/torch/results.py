@@ -73,5 +73,15 @@ def store(
                 continue
             if result is not grad:
                 grad.copy_(result)
+        elif own is not None and own is not grad:
+            _take(own, grad)
         if own is None and is_used(index):
             tensors[index].grad = grad
+
+
+def _take(own: torch.Tensor, result: torch.Tensor) -> None:
+    """Let ``own`` have the result's values: its memory, too, unless others see ``own``'s."""
+    if own._is_view():
+        own.copy_(result)
+    else:
+        own.data = result

@@ -8,6 +8,7 @@ import torch
 
 from kolovod import _native
 from kolovod.core.submission import EngineTensor
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, from_engine
 from kolovod.gradients.compression import NOTHING, Compressor
 from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
@@ -67,6 +68,7 @@ class Sender:
         unused: list[int] = []
         entries: list[EngineTensor] = []
         is_on_device = self.device.is_on_device
+        keeps = steps.ongoing() is not None  # the gradients, to be sent once more if a rank is lost
         later: list[tuple[int, torch.Tensor]] = []
         for index in bucket.indices:
             own = grad = None if blank else parameters[index].grad
@@ -78,16 +80,17 @@ class Sender:
             code = DTYPES.get(grad.dtype) if is_near else None
             if code is not None and not grad.is_sparse and grad.is_contiguous():
                 address = grad.data_ptr()
-                entries.append((code, grad.shape, address, address))
-                items.append((index, own, version, grad, None))
+                result = torch.empty_like(grad) if keeps else grad
+                entries.append((code, grad.shape, address, result.data_ptr()))
+                items.append((index, own, version, result, None))
                 continue
             try:
-                parcel, views = self._pack(index, grad)
+                parcel, views = self._pack(index, grad, keeps)
             except InvalidArgumentError as error:
                 if problems is None:
                     raise
                 problems.append(error)
-                parcel, views = self._pack(index, _zeros_for(parameters[index]))
+                parcel, views = self._pack(index, _zeros_for(parameters[index]), keeps)
             for view, tensor in zip(views, parcel.received, strict=True):
                 if view[2] == _LATER:
                     later.append((len(entries), tensor))
@@ -99,10 +102,13 @@ class Sender:
             self._launch_parcels(bucket, entries, items, later)
         bucket.items, bucket.unused = items, unused
 
-    def _pack(self, index: int, grad: torch.Tensor) -> tuple[Parcel, list[EngineTensor]]:
+    def _pack(
+        self, index: int, grad: torch.Tensor, keeps: bool
+    ) -> tuple[Parcel, list[EngineTensor]]:
         """What travels of a gradient that is compressed or not dense; no views of what is gathered.
 
-        What is on a GPU is looked at when it has been copied.
+        What is on a GPU is looked at when it has been copied. ``keeps``: the gradient itself is not
+        overwritten.
         """
         if grad.is_sparse and self._spec.sparse_as_dense:
             grad = grad.to_dense()
@@ -120,6 +126,8 @@ class Sender:
                 if self.device.is_on_device(tensor) and not self._frontend.is_direct():
                     views.append((code_of(tensor), tensor.shape, _LATER, _LATER))
                 else:
+                    if keeps and tensor is grad:
+                        tensor = grad.detach().clone()
                     code, shape, address, tensor = self._frontend.view(tensor)
                     views.append((code, shape, address, address))
                 owners.append(tensor)

@@ -137,11 +137,11 @@ def _open(
 
 def _environment(found: Found, host: str, rendezvous: str, secret: str) -> RankEnvironment:
     """The numbers within the host are the launcher's, or none: the world counts its hosts."""
-    local = {"local_rank": found.rank, "local_size": found.size}
+    local = found.rank, found.size
     if found.local_rank is not None and found.local_size is not None:
-        local = {"local_rank": found.local_rank, "local_size": found.local_size}
+        local = found.local_rank, found.local_size
     return RankEnvironment(
-        found.rank, found.size, **local, host=host, rendezvous=rendezvous, secret=secret
+        found.rank, found.size, *local, host=host, rendezvous=rendezvous, secret=secret
     )
 
 

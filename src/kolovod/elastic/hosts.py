@@ -1,0 +1,150 @@
+"""Which processes an elastic job's launcher starts where.
+
+A slot whose process failed is started again, on the same host while that has places. A slot that
+keeps failing there says something about the host: it *cools down*, each time twice as long. A
+process that ran for long enough clears its host. Chance comes from outside (``Failure.jitter``), so
+that many jobs do not come back to a host at one time and the same facts still give the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Failure", "Plan", "RetryPolicy", "Start", "cooling_until", "plan_starts"]
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """What the user wants. Times in seconds."""
+
+    retries: int = 3
+    """How often a slot is started again on a host before that is avoided; 0: its first failure
+    counts, as in Horovod."""
+    cooldown_s: tuple[float, float] | None = (10.0, 600.0)
+    """The first and the longest time for which a host is avoided. None: for ever."""
+    proven_s: float = 300.0
+    """A process that ran so long clears its host of what was before."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A process ended that was not told to."""
+
+    slot: int
+    host: str
+    at_s: float
+    ran_s: float
+    """How long it had run."""
+    jitter: float = 0.0
+    """From 0 to 1, drawn when it happened: up to a half is added to the cooldown."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process."""
+
+    slot: int
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start, and which hosts get nothing."""
+
+    starts: tuple[Start, ...]
+    cooling: Mapping[str, str]
+    """Why, of hosts that get no new members for now."""
+    unwanted: frozenset[str]
+    """Hosts of running processes that shall leave, since discovery names them no more."""
+    crowded: tuple[int, ...]
+    """Slots of running processes that shall leave, since their host has fewer places now."""
+    until_s: float | None
+    """When to look again though nothing has happened. None: never."""
+
+
+def cooling_until(host: str, failures: Iterable[Failure], policy: RetryPolicy) -> float:
+    """Until when ``host`` is avoided: 0 if it never was, infinity if for ever."""
+    until_s = 0.0
+    times = 0
+    tries: Counter[int] = Counter()
+    for failure in sorted(failures, key=lambda failure: failure.at_s):
+        if failure.host != host:
+            continue
+        if failure.ran_s >= policy.proven_s:
+            times = 0
+            tries.clear()
+        tries[failure.slot] += 1
+        if not times and tries[failure.slot] <= policy.retries:
+            continue
+        if failure.at_s < until_s:
+            continue  # what ran there still; the host is avoided already
+        times += 1
+        until_s = failure.at_s + _cooldown_s(times, failure.jitter, policy)
+    return until_s
+
+
+def plan_starts(
+    wanted: Mapping[str, int],
+    running: Mapping[int, str],
+    failures: Sequence[Failure],
+    max_np: int,
+    policy: RetryPolicy,
+    now_s: float,
+) -> Plan:
+    """What the launcher does next.
+
+    ``wanted``: places of each host, in the order of preference; ``running``: the host of each slot
+    that has a process; ``failures``: all so far.
+    """
+    untils = {host: cooling_until(host, failures, policy) for host in wanted}
+    cooling = {host: _why(until_s) for host, until_s in untils.items() if until_s > now_s}
+    unwanted = frozenset(running.values()) - wanted.keys()
+    on_host: dict[str, list[int]] = {host: [] for host in wanted}
+    for slot, host in sorted(running.items()):
+        if host in wanted:
+            on_host[host].append(slot)
+    crowded = [slot for host, slots in on_host.items() for slot in slots[max(0, wanted[host]) :]]
+    staying = sum(map(len, on_host.values())) - len(crowded)
+    free = {h: wanted[h] - len(slots) for h, slots in on_host.items() if h not in cooling}
+    free = {host: count for host, count in free.items() if count > 0}
+    last = {failure.slot: failure for failure in sorted(failures, key=lambda f: f.at_s)}
+    starts: list[Start] = []
+    slot = 0
+    while free and staying + len(starts) < max_np:
+        while slot in running:
+            slot += 1
+        before = last.get(slot)
+        host = before.host if before is not None and before.host in free else next(iter(free))
+        starts.append(Start(slot, host, _start_reason(slot, host, before)))
+        free[host] -= 1
+        if not free[host]:
+            del free[host]
+        slot += 1
+    later = [until_s for until_s in untils.values() if now_s < until_s < math.inf]
+    return Plan(tuple(starts), cooling, unwanted, tuple(crowded), min(later, default=None))
+
+
+def _cooldown_s(times: int, jitter: float, policy: RetryPolicy) -> float:
+    if policy.cooldown_s is None:
+        return math.inf
+    first_s, longest_s = policy.cooldown_s
+    doubled_s = first_s * 2.0 ** min(times - 1, 60)
+    return min(longest_s, doubled_s) * (1 + jitter / 2)
+
+
+def _why(until_s: float) -> str:
+    if math.isinf(until_s):
+        return "processes failed there: it is not used any more"
+    return f"processes failed there: it is not used before {until_s:g}"
+
+
+def _start_reason(slot: int, host: str, before: Failure | None) -> str:
+    if before is None:
+        return f"slot {slot} has a place on host {host}"
+    if before.host == host:
+        return f"slot {slot} failed on host {host} and is started again"
+    return f"slot {slot} failed on host {before.host} and is started on host {host}"

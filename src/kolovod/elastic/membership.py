@@ -1,0 +1,357 @@
+"""Which world a job needs next, and what its steward does about it.
+
+The launcher is steward while it lives, else the lowest member that can be reached
+(`kolovod.elastic.table.steward_of`); since all that a steward knows travels with every answer, any
+member can take over. `decide` is what a steward does next, with the reason in words. Two stewards
+at a time do no harm: `kolovod.elastic.ballots` has the rules that see to it. The caller has the
+sockets, the timers and the step counter:
+
+- `Ask`: ``table.stand(ballot)``, ask ``numbers`` to promise it, ``table.promised(...)``.
+- `Propose`: ``table.propose(...)``, ask ``numbers`` to agree, at the next step boundary that all
+  ranks share unless it is urgent, ``table.agreed(...)``; again while it is told so.
+- `Formed`: ``table.declare(world, now_s)``, tell its members, who then work there.
+- `Wait`: nothing until a fact changes or ``until_s`` is there.
+- `Stop`: end the job with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kolovod.elastic.ballots import Ballot, Line, Member, Proof, World, has_quorum, voters_left
+from kolovod.elastic.table import Office, Table
+
+__all__ = [
+    "Ask",
+    "Decision",
+    "Formed",
+    "Policy",
+    "Propose",
+    "Stop",
+    "Wait",
+    "decide",
+]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user wants. Times are of the steward's clock, in seconds."""
+
+    min_np: int = 1
+    max_np: int = 1 << 20
+    elastic_timeout_s: float = 600.0
+    """How long too few members wait for more."""
+    gather_s: float = 1.0
+    """How long the first joiner waits for others, so that many come in one step."""
+    silence_s: float = 1.0
+    """After how long without a sign of life a world is sought without a member."""
+    broken_s: float = 0.5
+    """How long a world that its members say has failed waits for proof that one of them has
+    ended, before it is formed anew of the same members."""
+    reset_limit: int | None = None
+    """How many worlds may follow the first. Afterwards nobody joins, and a loss ends the job."""
+    go_on_after_loss: bool = False
+    """Whether those of an older world go on if all that had the newest state are dead."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Stand under ``ballot``: ask ``numbers`` for their promises."""
+
+    ballot: Ballot
+    numbers: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Ask ``numbers`` to agree to ``world``."""
+
+    world: World
+    numbers: tuple[int, ...]
+    urgent: bool
+    """Now, since a member is lost; else at a step boundary that all ranks share."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Formed:
+    """``world`` has formed."""
+
+    world: World
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """There is nothing to do before ``until_s``; None: before a fact changes."""
+
+    until_s: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The job cannot go on."""
+
+    reason: str
+
+
+Decision = Ask | Propose | Formed | Wait | Stop
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Who is in the next world, if one is needed, and why."""
+
+    members: tuple[Member, ...] = ()
+    joined: frozenset[int] = frozenset()
+    urgent: bool = False
+    reason: str = ""
+    otherwise: Wait | Stop | None = None
+    """What to do instead."""
+
+
+def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision:
+    """What the steward of that number does next. The same table has the same answer."""
+    line = table.line()
+    if line.lost and (line.ended or not (line.idle or policy.go_on_after_loss)):
+        return Stop(_loss(line, table.proofs))
+    gone = table.gone(policy.silence_s, now_s)
+    missing = _missing_quorum(table, line, policy, gone, now_s)
+    if missing is not None:
+        return missing
+    if not table.in_office(line):
+        return _ask(table, line, steward, ())
+    office = table.office
+    assert office is not None
+    is_broken = table.broken_since_s(line.formed) is not None
+    stands = office.proposal is not None and table.stands(office.proposal, line, gone)
+    if office.proposal is not None and stands and not (is_broken and office.proposal.joined):
+        urgent = bool(_lost(table, line.formed, gone))
+        return _pursue(table, office, office.proposal, policy, urgent)
+    plan = _plan(table, line, policy, gone, now_s)
+    if plan.otherwise is not None:
+        # Whoever has not answered may have agreed to something, and stopped.
+        rest = _ask(table, line, steward, gone)
+        return rest if rest.numbers and isinstance(plan.otherwise, Wait) else plan.otherwise
+    world = World(
+        office.ballot,
+        table.top_epoch + 1,
+        plan.members,
+        line.basis,
+        plan.joined,
+        max(base.resets for base in line.basis) + 1,
+    )
+    return Propose(world, _to_ask(world, table.proofs.keys()), plan.urgent, plan.reason)
+
+
+def _ask(table: Table, line: Line, steward: int, gone: Collection[int]) -> Ask:
+    """For the promises that are missing."""
+    ballot, office = table.next_ballot(steward), table.office
+    voters = {n for world in line.basis for n in world.numbers}.difference(table.proofs, gone)
+    if office is not None and office.ballot == ballot:
+        voters -= office.answers.keys()
+    reason = f"steward {steward} asks for promises before it decides what follows"
+    return Ask(ballot, tuple(sorted(voters)), reason)
+
+
+def _lost(table: Table, world: World, gone: Collection[int]) -> list[Member]:
+    """Members that a world has no more."""
+    return [m for m in world.members if m.number in table.proofs or m.number in gone]
+
+
+def _pursue(
+    table: Table, office: Office, proposal: World, policy: Policy, urgent: bool
+) -> Decision:
+    """What a proposal that stands still needs."""
+    if proposal.numbers <= office.agreed and all(
+        has_quorum(world, office.agreed, table.proofs, office.excused) for world in proposal.basis
+    ):
+        if proposal.numbers == proposal.joined and not policy.go_on_after_loss:
+            return Stop(f"no member that has the state is left: {office.reason}")
+        return Formed(proposal, office.reason)
+    numbers = _to_ask(proposal, office.agreed | table.proofs.keys())
+    return Propose(proposal, numbers, urgent or office.urgent, office.reason)
+
+
+def _to_ask(world: World, done: Collection[int]) -> tuple[int, ...]:
+    """Who has to agree next. Joiners come first: if one fails then, no voter has agreed yet."""
+    voters = {number for base in world.basis for number in base.numbers}
+    joiners = world.numbers.difference(voters, done)
+    return tuple(sorted(joiners or (world.numbers | voters).difference(done)))
+
+
+def _missing_quorum(
+    table: Table, line: Line, policy: Policy, gone: Collection[int], now_s: float
+) -> Wait | Stop | None:
+    """What to do if so many cannot be reached that nothing can be decided; None: enough can."""
+    for world in line.basis:
+        if not has_quorum(world, world.numbers.difference(gone, table.proofs), table.proofs):
+            silent = voters_left(world, table.proofs).intersection(gone)
+            dead = {n for n in world.numbers & table.proofs.keys() if not table.proofs[n].record}
+            names = ", ".join(world.name(number) for number in sorted(silent | dead))
+            said = (
+                f"no majority of the {len(world.members)} members of epoch {world.epoch} can be "
+                f"reached, and those that cannot may have gone on: {names}"
+            )
+            since_s = max(table.silent_s.get(n, table.since_s.get(n, 0.0)) for n in silent | dead)
+            until_s = since_s + policy.elastic_timeout_s
+            return Wait(until_s, said) if now_s < until_s else Stop(said)
+    return None
+
+
+def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s: float) -> _Plan:
+    """Who is in the next world: first those who are left, then joiners as far as needed."""
+    world = line.formed
+    source = line.basis[0] if line.lost else world
+    alive = [m for m in source.members if m.number not in table.proofs and m.number not in gone]
+    stay = [m for m in alive if not _leaves(m, table)]
+    lost = _lost(table, world, gone)
+    asked = set() if table.office is None else table.office.asked
+    stopped = line.stopped or not asked.isdisjoint(world.numbers)
+    broken_s = table.broken_since_s(world)
+    urgent = bool(lost or line.open or stopped or broken_s is not None)
+    joiners = _joiners(table, line, gone, {member.slot for member in stay})
+    reasons = [_name_lost(world, m, table.proofs) for m in lost]
+    reasons += [f"{world.name(m.number)} leaves" for m in alive if m not in stay]
+    if broken_s is not None and not lost:
+        if now_s < broken_s + policy.broken_s:
+            until_s = broken_s + policy.broken_s
+            return _Plan(otherwise=Wait(until_s, "its members say that the world has failed"))
+        assert table.broken is not None
+        reasons.append(f"epoch {world.epoch} has failed: {table.broken[1]}")
+    if line.open:
+        reasons.append("a proposal may have formed that nobody here was told of")
+    elif stopped:
+        reasons.append("members have stopped for a proposal that failed")
+    if line.lost and not line.idle:
+        reasons.append("all that had the newest state are dead: steps may be lost")
+    if not stay and joiners:
+        stay = alive[:1]  # it hands the state over, and leaves then
+    if not stay:
+        return _Plan(otherwise=_without_survivor(table, world, policy, now_s, reasons))
+    if urgent:
+        joiners = []  # the others are in the middle of a step; they come at its end
+    elif len(world.members) < policy.min_np:
+        reasons.append("too few were left")
+    places = policy.max_np - len(stay)
+    if not reasons:
+        waiting = _wait_for_more(table, joiners, places, policy, now_s)
+        if waiting is not None:
+            return _Plan(otherwise=waiting)
+    limit = policy.reset_limit
+    if limit is not None and world.resets >= limit:
+        said = f"the reset limit of {limit} is reached"
+        if not reasons:
+            return _Plan(otherwise=Wait(None, f"{said}: nobody joins any more"))
+        return _Plan(otherwise=Stop(f"{said}: {', '.join(reasons)}"))
+    joiners = joiners[: max(0, places)]
+    if len(stay) + len(joiners) < policy.min_np and not urgent:
+        return _Plan(otherwise=_too_few(table, world, stay, joiners, policy, now_s, reasons))
+    if joiners:
+        hosts = ", ".join(sorted({member.host for member in joiners}))
+        reasons.append(f"{len(joiners)} joined on {hosts}")
+    members = tuple(sorted([*stay, *joiners], key=lambda member: member.number))
+    joined = {member.number for member in joiners}
+    joined |= (source.joined - table.has_state) & {member.number for member in stay}
+    return _Plan(members, frozenset(joined), urgent, ", ".join(reasons))
+
+
+def _leaves(member: Member, table: Table) -> bool:
+    return member.number in table.leaving or member.host in table.unwanted_hosts
+
+
+def _joiners(
+    table: Table, line: Line, gone: Collection[int], taken: Collection[int]
+) -> list[Member]:
+    """Those who wait for a world and may have one, in the order in which they came.
+
+    Of two of one slot the later one, and none whose slot has a member that lives.
+    """
+    waiting = dict(table.entrants)
+    for world in line.open:  # they were offered one
+        waiting.update((m.number, m) for m in world.members if m.number in world.joined)
+    by_slot: dict[int, Member] = {}
+    for number in sorted(waiting):
+        member = waiting[number]
+        if (
+            number not in table.proofs
+            and number not in gone
+            and number not in line.formed.numbers
+            and member.slot not in taken
+            and member.host not in table.refused_hosts
+            and not _leaves(member, table)
+        ):
+            by_slot[member.slot] = member
+    return sorted(by_slot.values(), key=lambda member: member.number)
+
+
+def _wait_for_more(
+    table: Table, joiners: list[Member], places: int, policy: Policy, now_s: float
+) -> Wait | None:
+    """Nobody is lost and nobody leaves: whether it is not yet time to grow."""
+    if not joiners or places <= 0:
+        return Wait(None, "the world is complete")
+    first_s = min(table.since_s.get(member.number, now_s) for member in joiners)
+    if len(joiners) < places and now_s < first_s + policy.gather_s:
+        until_s = first_s + policy.gather_s
+        return Wait(until_s, f"{len(joiners)} may join; more may come until {until_s:g}")
+    return None
+
+
+def _too_few(
+    table: Table,
+    world: World,
+    stay: list[Member],
+    joiners: list[Member],
+    policy: Policy,
+    now_s: float,
+    reasons: list[str],
+) -> Wait | Stop:
+    """Fewer than min_np are there: until when they wait for more."""
+    staying = {member.number for member in stay}
+    left_s = sorted(
+        table.silent_s.get(n, table.since_s.get(n, now_s)) for n in world.numbers - staying
+    )
+    count = len(stay) + len(joiners)
+    said = f"{count} of the at least {policy.min_np} members are there ({', '.join(reasons)})"
+    if left_s:
+        since_s = left_s[min(max(0, len(world.members) - policy.min_np), len(left_s) - 1)]
+    elif table.formed_s is not None:
+        since_s = table.formed_s
+    else:
+        return Wait(None, said)
+    until_s = since_s + policy.elastic_timeout_s
+    if now_s < until_s:
+        return Wait(until_s, f"{said}; others are waited for until {until_s:g}")
+    return Stop(f"{said}; nobody came in {policy.elastic_timeout_s:g} s")
+
+
+def _without_survivor(
+    table: Table, world: World, policy: Policy, now_s: float, reasons: list[str]
+) -> Wait | Stop:
+    """Nobody with the state is left for the next world, so there is none."""
+    why = ", ".join(reasons)
+    left = [n for n in world.numbers if n not in table.proofs]
+    if not left:
+        return Stop(f"no member is left: {why}")
+    if all(n in table.leaving for n in left):
+        return Stop(f"all members leave: {why}")
+    return Wait(None, f"no member that has the state can be in a next world: {why}")
+
+
+def _name_lost(world: World, member: Member, proofs: Mapping[int, Proof]) -> str:
+    name = world.name(member.number)
+    proof = proofs.get(member.number)
+    return f"{name} was lost ({proof.cause})" if proof else f"{name} cannot be reached"
+
+
+def _loss(line: Line, proofs: Mapping[int, Proof]) -> str:
+    """Why a job ends that nobody with its state has survived."""
+    world = line.formed
+    names = ", ".join(_name_lost(world, member, proofs) for member in world.members)
+    if any(proofs[number].record is None for number in world.numbers):
+        names += "; a newer world may have followed"
+    return f"no member of epoch {world.epoch} is left, so its steps are lost: {names}"

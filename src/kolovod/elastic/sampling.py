@@ -1,0 +1,395 @@
+"""Which rank takes which samples of an epoch, and what becomes of them when ranks come and go.
+
+Everything here is a pure function of values that all ranks have, so all ranks work out the same.
+
+An epoch's samples are known by their **position** in the epoch's order. A ``Plan`` says what each
+rank takes in each step among certain members: first what it had drawn before the plan was made
+(its loader has these batches already, and gives them out whatever we say), then its part of the
+pool, which the steps take from the front. So what a step takes is one piece of the pool but for the
+first few steps, and what is left is a few ranges of positions however large the dataset is.
+
+Every rank has a batch in every step, so nobody waits. Where there are fewer samples than that, a
+batch repeats samples: with ``pad`` so many that all are equally long; else a rank that has no
+sample of its own repeats one, which has no weight in the average. An empty batch would do as well,
+but loaders and models fail on it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from kolovod.errors import InvalidArgumentError
+
+__all__ = ["Batch", "Plan", "Progress", "Rules", "Span", "global_batch"]
+
+Span = tuple[int, int]
+"""Positions from the first number to before the second."""
+Spans = tuple[Span, ...]
+
+
+def global_batch(samples: int, size: int, most_per_rank: int) -> tuple[int, int]:
+    """How ``size`` ranks take ``samples`` per optimizer step, at most ``most_per_rank`` at a time.
+
+    Returns how many passes each rank makes, as few as possible, and how many samples a rank has in
+    a pass; where these do not come to ``samples`` exactly, some have one less. Raises
+    InvalidArgumentError for a number below one.
+    """
+    for name, value in (("samples", samples), ("size", size), ("most_per_rank", most_per_rank)):
+        if value < 1:
+            raise InvalidArgumentError(f"{name} is {value}: need at least 1")
+    passes = -(-samples // (size * most_per_rank))
+    return passes, -(-samples // (size * passes))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the ranks of a job have agreed on by their script."""
+
+    length: int
+    """Samples in the dataset."""
+    batch_size: int
+    """Samples per rank and pass; with ``samples_per_step`` the most."""
+    pad: bool
+    samples_per_step: int | None = None
+    """Of all ranks together, if that does not depend on how many there are."""
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError for values that cannot work."""
+        if self.batch_size < 1:
+            raise InvalidArgumentError(f"batch_size is {self.batch_size}: need at least 1")
+        if self.samples_per_step is None:
+            return
+        if self.samples_per_step < 1:
+            raise InvalidArgumentError(
+                f"samples_per_step is {self.samples_per_step}: need at least 1"
+            )
+        if self.pad:
+            raise InvalidArgumentError(
+                f"samples_per_step is {self.samples_per_step} and pad is set, which would add "
+                "samples to steps: give pad=False"
+            )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank takes in a pass."""
+
+    own: Spans
+    """Samples that nobody else takes in this epoch."""
+    repeats: tuple[int, ...] = ()
+    """Positions of samples that somebody takes anyway."""
+
+    @property
+    def positions(self) -> list[int]:
+        """All, in the order in which the rank takes them."""
+        return [*(at for start, stop in self.own for at in range(start, stop)), *self.repeats]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each of ``members`` takes until the next change."""
+
+    rules: Rules
+    members: tuple[int, ...]
+    """Their numbers by rank: no two processes of a job ever have the same."""
+    kept: tuple[tuple[Batch, ...], ...]
+    """What each has drawn before, and takes first."""
+    pool: Spans
+
+    @cached_property
+    def passes(self) -> int:
+        """Batches that each rank takes in a step."""
+        samples = self.rules.samples_per_step
+        if samples is None or not self.members:
+            return 1
+        return global_batch(samples, len(self.members), self.rules.batch_size)[0]
+
+    @cached_property
+    def samples(self) -> int:
+        """That a step takes from the pool where nobody has kept anything."""
+        return self.rules.samples_per_step or self.rules.batch_size * max(len(self.members), 1)
+
+    @cached_property
+    def steps(self) -> int:
+        """How many the plan has."""
+        left = _count(self.pool) - self._head_takes
+        return len(self._head) + -(-left // self.samples)
+
+    @cached_property
+    def batches(self) -> int:
+        """How many each rank has."""
+        return self.steps * self.passes
+
+    @cached_property
+    def _slots(self) -> int:
+        return self.passes * max(len(self.members), 1)
+
+    @cached_property
+    def _head(self) -> list[list[int]]:
+        """What the first steps take from the pool, slot by slot: where a rank has kept batches.
+
+        A batch is shorter than the rules say only where no further step follows, as far as that can
+        be: else it has none of the pool. A loader that cuts the stream of indices by itself would
+        cut a shorter batch elsewhere.
+        """
+        most, total = self.rules.batch_size, _count(self.pool)
+        longest = max((len(batches) for batches in self.kept), default=0)
+        head: list[list[int]] = []
+        while len(head) * self.passes < longest:
+            first, left = len(head) * self.passes, total - sum(map(sum, head))
+            kept = [self._kept(slot, first) for slot in range(self._slots)]
+            free = [slot for slot, batch in enumerate(kept) if batch is None]
+            has = sum(self._weight(batch) for batch in kept if batch is not None)
+            due = max(0, min(len(free) * most, self.samples - has))
+            takes = [0] * self._slots
+            if left < due and first + self.passes < longest:
+                for slot in free[: left // most]:
+                    takes[slot] = most
+            else:
+                for at, slot in enumerate(free):
+                    takes[slot] = _part(min(left, due), len(free), at)
+            head.append(takes)
+        return head
+
+    @cached_property
+    def _head_offsets(self) -> list[int]:
+        return list(accumulate(map(sum, self._head), initial=0))
+
+    @cached_property
+    def _head_takes(self) -> int:
+        return self._head_offsets[-1]
+
+    @cached_property
+    def _pool_offsets(self) -> list[int]:
+        return list(accumulate((stop - start for start, stop in self.pool), initial=0))
+
+    def _kept(self, slot: int, first: int) -> Batch | None:
+        """What ``slot`` of the step whose first batch is the ``first``-th takes of the kept."""
+        number, rank = divmod(slot, max(len(self.members), 1))
+        batches = self.kept[rank] if self.kept else ()
+        return batches[first + number] if first + number < len(batches) else None
+
+    def _weight(self, batch: Batch) -> int:
+        return _count(batch.own) + (len(batch.repeats) if self.rules.pad else 0)
+
+    def _offset(self, step: int) -> int:
+        """Where in the pool a step begins to take."""
+        if step < len(self._head):
+            return self._head_offsets[step]
+        whole = self._head_takes + (step - len(self._head)) * self.samples
+        return min(whole, _count(self.pool))
+
+    def _takes(self, step: int) -> list[int]:
+        """How much of the pool each slot takes."""
+        if step < len(self._head):
+            return self._head[step]
+        share, more = divmod(self._offset(step + 1) - self._offset(step), self._slots)
+        return [share + 1] * more + [share] * (self._slots - more)
+
+    def weights(self, step: int) -> list[int]:
+        """How many samples count in each slot of a step: by pass, and in each by rank."""
+        sizes = self._takes(step)
+        if step < len(self._head):
+            kept = [self._kept(slot, step * self.passes) for slot in range(self._slots)]
+        else:
+            kept = [None] * self._slots
+        sizes = [
+            takes if batch is None else self._weight(batch)
+            for takes, batch in zip(sizes, kept, strict=True)
+        ]
+        if self.rules.pad:
+            longest = max(sizes)
+            sizes = [
+                longest if batch is None else size for size, batch in zip(sizes, kept, strict=True)
+            ]
+        return sizes
+
+    def batch(self, rank: int, number: int) -> Batch:
+        """The ``number``-th of a rank, counted from the beginning of the plan."""
+        step, part = divmod(number, self.passes)
+        slot = part * len(self.members) + rank
+        kept = self._kept(slot, step * self.passes)
+        if kept is not None:
+            return kept
+        takes = self._takes(step)
+        start = self._offset(step) + sum(takes[:slot])
+        own = _cut(self.pool, self._pool_offsets, start, start + takes[slot])
+        wanted = self.weights(step)[slot] if self.rules.pad else max(takes[slot], 1)
+        extra = wanted - takes[slot]
+        repeats = tuple((slot + k * self._slots) % self.rules.length for k in range(extra))
+        return Batch(own, repeats)
+
+    def remaining(self, counted: Sequence[int]) -> Spans:
+        """What has counted in no step, where each rank's samples did in its first ``counted``.
+
+        The steps that all had need no look: with them the pool is taken from the front.
+        """
+        base = min(counted, default=0)
+        left = list(_cut(self.pool, self._pool_offsets, self._offset(base), _count(self.pool)))
+        gone: list[Span] = []
+        for batches in self.kept:
+            for batch in batches[base * self.passes :]:
+                left += batch.own
+        for rank, steps in enumerate(counted):
+            for number in range(base * self.passes, steps * self.passes):
+                gone += self.batch(rank, number).own
+        return _minus(_normal(left), _normal(gone))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an epoch is. All ranks have the same after each step, by an exact comparison."""
+
+    epoch: int
+    before: int
+    """Steps of the epoch that were done before the plan was made."""
+    plan: Plan
+    done: int = 0
+    """Steps of the plan."""
+    counted: tuple[int, ...] = ()
+    """By rank, in how many of them its samples counted: fewer where it was lost."""
+
+    @staticmethod
+    def begin(rules: Rules, epoch: int, before: int = 0, left: Spans | None = None) -> Progress:
+        """An epoch, of which ``left`` is to be done; nobody takes anything yet."""
+        pool = _normal([(0, rules.length)]) if left is None else left
+        return Progress(epoch, before, Plan(rules, (), (), pool))
+
+    @property
+    def steps_done(self) -> int:
+        """Of the epoch."""
+        return self.before + self.done
+
+    @property
+    def steps_left(self) -> int:
+        """Of the epoch, if nothing changes."""
+        return self.plan.steps - self.done
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank of the plan has been lost, and its samples wait for a change."""
+        return min(self.counted, default=0) < self.done
+
+    def left(self) -> Spans:
+        """What has not counted yet."""
+        return self.plan.remaining(self.counted)
+
+    def record(self, members: Collection[int] | None = None) -> Progress:
+        """After one more step, in which the samples of ``members`` counted; None: of all.
+
+        That is of all that were in each step so far: who has been lost does not come back.
+        Raises InvalidArgumentError if there is no such step, or for a member that the plan lacks.
+        """
+        if not self.steps_left:
+            raise InvalidArgumentError(
+                f"a step is recorded after all {self.steps_done} steps of epoch {self.epoch}: "
+                "set_epoch begins the next one"
+            )
+        known = self.plan.members
+        who = set(known if members is None else members)
+        if strangers := who - set(known):
+            raise InvalidArgumentError(
+                f"members is {sorted(who)}, but {sorted(strangers)} had no samples in this step: "
+                f"it was shared among {sorted(known)}"
+            )
+        counted = tuple(
+            steps + (member in who and steps == self.done)
+            for member, steps in zip(known, self.counted, strict=True)
+        )
+        return Progress(self.epoch, self.before, self.plan, self.done + 1, counted)
+
+    def change(self, members: Sequence[int], drawn: Mapping[int, int]) -> Progress:
+        """The same epoch among ``members``.
+
+        ``drawn``: how many batches of the plan each of those that were in it has drawn. Batches
+        that it has drawn and not done stay its own. All else is shared anew.
+        """
+        plan, first = self.plan, self.done * self.plan.passes
+        held: dict[int, tuple[Batch, ...]] = {}
+        for rank, member in enumerate(plan.members):
+            if member in members:
+                until = min(drawn.get(member, 0), plan.batches)
+                held[member] = tuple(plan.batch(rank, number) for number in range(first, until))
+        taken = [span for batches in held.values() for batch in batches for span in batch.own]
+        pool = _minus(self.left(), _normal(taken))
+        kept = tuple(held.get(member, ()) for member in members)
+        new = Plan(plan.rules, tuple(members), kept, pool)
+        return Progress(self.epoch, self.steps_done, new, 0, (0,) * len(members))
+
+    def share(self, rank: int) -> list[float]:
+        """What to multiply this rank's mean loss of each pass of the step at hand by.
+
+        The average over the ranks of the sums of what comes out is the mean over the step's
+        samples: n * size / total for a batch of n. All are 0 in a step without any sample, which
+        there is where all ranks have drawn repeats ahead, and who had the samples has been lost.
+        """
+        size, weights = len(self.plan.members), self.plan.weights(self.done)
+        total = sum(weights)
+        return [weight * size / total if total else 0.0 for weight in weights[rank::size]]
+
+    def correction(self, members: Collection[int]) -> float:
+        """What to multiply the average over ``members`` only by, in the step at hand.
+
+        It makes it the mean over their samples; 1 where none of them has any.
+        """
+        among = [rank for rank, member in enumerate(self.plan.members) if member in members]
+        size, weights = len(self.plan.members), self.plan.weights(self.done)
+        theirs = sum(weights[slot] for slot in range(len(weights)) if slot % size in among)
+        return len(among) * sum(weights) / (size * theirs) if theirs else 1.0
+
+
+def _part(total: int, parts: int, at: int) -> int:
+    """How much the ``at``-th part has when sizes differ by at most one."""
+    return total // parts + (at < total % parts)
+
+
+def _count(spans: Spans) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _normal(spans: Iterable[Span]) -> Spans:
+    """Ascending, with those that touch made one."""
+    result: list[Span] = []
+    for start, stop in sorted(spans):
+        if start >= stop:
+            continue
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def _minus(spans: Spans, without: Spans) -> Spans:
+    """Both as ``_normal`` makes them."""
+    result: list[Span] = []
+    at = 0
+    for start, stop in spans:
+        while at < len(without) and without[at][1] <= start:
+            at += 1
+        k = at
+        while k < len(without) and without[k][0] < stop:
+            if without[k][0] > start:
+                result.append((start, without[k][0]))
+            start = max(start, without[k][1])
+            k += 1
+        if start < stop:
+            result.append((start, stop))
+    return tuple(result)
+
+
+def _cut(spans: Spans, offsets: Sequence[int], start: int, stop: int) -> Spans:
+    """The positions from the ``start``-th to before the ``stop``-th; ``offsets``: of each span."""
+    result: list[Span] = []
+    at = bisect_right(offsets, start) - 1
+    while start < stop:
+        first = spans[at][0] + start - offsets[at]
+        last = min(spans[at][1], first + stop - start)
+        result.append((first, last))
+        start += last - first
+        at += 1
+    return tuple(result)

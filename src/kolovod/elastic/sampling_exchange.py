@@ -1,0 +1,81 @@
+"""How the ranks of a new world agree on who takes what: one small exchange, two if one has come."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+from kolovod.elastic.sampling import Progress, Rules
+from kolovod.errors import InvalidArgumentError, MismatchError
+
+__all__ = ["Terms", "agree"]
+
+Terms = tuple[Rules, bool, int]
+"""What all ranks' samplers must have alike: the rules, shuffle and seed."""
+
+
+class _Report(NamedTuple):
+    """What a rank says where the ranks change."""
+
+    member: int
+    terms: Terms
+    at: str
+    """Where it is, in words."""
+    mark: str
+    """What only ranks with the same progress have alike; empty for a rank that has come."""
+    drawn: int
+    """Batches of the plan."""
+
+
+def agree(
+    member: int, terms: Terms, progress: Progress, drawn: int, offer: Callable[[], Progress] | None
+) -> Generator[Any, list[Any], Progress]:
+    """Returns the progress among the new ranks; yields what is to be gathered from all of them.
+
+    ``offer``: of a rank that has come, what it would begin with if all have; None of one that has
+    been in ``progress`` as ``member``. Each list that is sent must be the same on all its ranks;
+    the second may lack ranks of the first. Raises MismatchError on all ranks if they do not match.
+    """
+    at = f"step {progress.steps_done} of epoch {progress.epoch}"
+    mark = _mark(progress) if offer is None else ""
+    while True:
+        reports: list[_Report] = yield _Report(member, terms, at, mark, drawn)
+        _check(reports, member)
+        placed = [report for report in reports if report.mark]
+        held = {report.member: report.drawn for report in placed}
+        if len(placed) == len(reports):
+            return progress.change([report.member for report in reports], held)
+        giver = (placed or reports)[0].member
+        mine = progress if offer is None else offer()
+        offers: list[tuple[int, Progress | None]] = yield member, mine if member == giver else None
+        for _, given in offers:
+            if given is not None:
+                return given.change([who for who, _ in offers], held)
+        # Who had it is gone: once more, among the others.
+
+
+def _mark(progress: Progress) -> str:
+    return hashlib.sha256(repr(progress).encode()).hexdigest()
+
+
+def _check(reports: list[_Report], member: int) -> None:
+    """Raise an error if the ranks cannot have a common plan: the same on all of them."""
+    members = [report.member for report in reports]
+    if len(set(members)) < len(members) or member not in members:
+        raise InvalidArgumentError(
+            f"allgather has returned reports of members {members} on member {member}: need each "
+            "once, this one too"
+        )
+    first = next((report for report in reports if report.mark), reports[0])
+    for rank, report in enumerate(reports):
+        if report.terms != first.terms:
+            raise MismatchError(
+                f"rank {rank} has a sampler with (rules, shuffle, seed) = {report.terms}, but rank "
+                f"{reports.index(first)} one with {first.terms}"
+            )
+        if report.mark and report.mark != first.mark:
+            raise MismatchError(
+                f"rank {rank}'s sampler is at {report.at}, but rank {reports.index(first)}'s at "
+                f"{first.at}, or has been at another one: is each step recorded on all ranks?"
+            )

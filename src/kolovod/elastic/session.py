@@ -1,0 +1,365 @@
+"""A process's part in an elastic job: it keeps in touch with the steward, and finds its worlds.
+
+A thread answers the steward at once, whatever the script is at. It agrees to a world that follows a
+loss without asking the script, whose operations then fail, and to one that can wait when the script
+has come to a place where all ranks stop alike (``stop_for_next``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kolovod.elastic.ballots import NOTHING, Member, Record, World
+from kolovod.elastic.protocol import (
+    MAX_REASON,
+    ballot_of,
+    encode_record,
+    encode_stamp,
+    member_of,
+    world_of,
+)
+from kolovod.elastic.record_file import RecordFile
+from kolovod.elastic.steward import BEAT_S, LABEL
+from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
+from kolovod.lifecycle import Place
+from kolovod.net import messages
+from kolovod.net.addresses import connect_any
+from kolovod.net.channel import Channel
+from kolovod.net.lost_hosts import notice_lost_host
+from kolovod.rendezvous import versions
+
+__all__ = ["Session"]
+
+_CONNECT_S = 10.0
+_SEND_S = 2.0
+_AGAIN_S = 0.1
+_LOST_S = 30.0
+"""How long a steward that cannot be reached is looked for."""
+
+
+class Session:
+    """One process's, from its first world to its end."""
+
+    def __init__(
+        self,
+        steward: str,
+        secret: str,
+        slot: int,
+        host: str,
+        *,
+        first: tuple[int, World] | None = None,
+        record_path: str = "",
+        encrypted: bool = False,
+        abort: Callable[[str], None] = lambda reason: None,
+        min_np: int = 1,
+    ) -> None:
+        """``steward``: its addresses. ``slot``, ``host``: the place that this process fills.
+
+        ``first``: its number and the world that the job starts with, if it is one of those who
+        start it. ``record_path``: see record_file.py. ``abort(reason)``: makes the operations of
+        the present world fail; it is called on the session's thread. ``min_np``: a world of fewer
+        ranks stops after the step that it is at.
+        """
+        self.min_np = min_np
+        self._address, self._secret, self._encrypted = steward, secret, encrypted
+        self._slot, self._host = slot, host
+        self._abort = abort
+        self._file = RecordFile(record_path)
+        self._lock = threading.Condition()
+        self._number: int | None = None
+        self._record = NOTHING
+        self._reason = ""
+        self._current: World | None = None  # that this process works in, or has last
+        self._has_state = False
+        self._leaves = False
+        self._broken = ""
+        self._pending: World | None = None  # not urgent, and not agreed to yet
+        self._stops = False  # at a place where all ranks stop alike
+        self._over: JobOverError | None = None
+        self._is_closed = False
+        if first is not None:
+            number, world = first
+            self._number, self._record = number, NOTHING.told(world)
+            self._file.write(self._record)
+        self._resigns = ""
+        self._to_abort = ""  # why, once the answer is sent
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._owner = os.getpid()
+        self._thread = threading.Thread(target=self._serve, name="kolovod session", daemon=True)
+        self._thread.start()
+
+    # --- the script's side ---
+
+    def next_world(self) -> Place:
+        """Return when this process is in a world that follows its last one, and may work there.
+
+        Raises JobOverError if the job ends, or goes on without this process.
+        """
+        with self._lock:
+            while True:
+                world = self._next()
+                if world is not None:
+                    break
+                if self._over is not None:
+                    raise self._over
+                self._lock.wait()
+            number = self._number
+            assert number is not None
+            self._current, self._broken, self._stops = world, "", False
+            if number not in world.joined:
+                self._has_state = True
+            numbers = tuple(member.number for member in world.members)
+            return Place(world.epoch, numbers.index(number), numbers)
+
+    def failed(self, reason: str) -> None:
+        """The present world has failed, or could not be formed: another one must follow."""
+        with self._lock:
+            self._broken = reason or "it failed"
+        self._ring()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether this process has the job's state."""
+        with self._lock:
+            return self._has_state
+
+    def got_state(self) -> None:
+        """From now on this process has the job's state as the others have it."""
+        with self._lock:
+            self._has_state = True
+        self._ring()
+
+    def leave(self) -> None:
+        """Let this process leave at the next place where all ranks stop alike."""
+        with self._lock:
+            self._leaves = True
+        self._ring()
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether another world waits until all ranks stop."""
+        with self._lock:
+            return self._pending is not None or self._leaves
+
+    def stop_for_next(self) -> None:
+        """All ranks have come here alike, and stop until their next world."""
+        with self._lock:
+            self._stops = True
+        self._ring()
+
+    def resign(self, reason: str) -> None:
+        """Be counted as dead: by ``reason`` this process ends, however long that takes."""
+        with self._lock:
+            if self._over is None:
+                self._resigns = reason[:MAX_REASON] or "it gives up"
+        self._ring()
+        self._thread.join(_SEND_S)
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._lock.notify_all()
+        if os.getpid() == self._owner:
+            self._ring()
+            self._thread.join(_SEND_S)
+        self._file.close()
+
+    def _next(self) -> World | None:
+        """Under the lock."""
+        if self._number is None:
+            return None
+        world = self._record.works_in(self._number)
+        if world is None:
+            return None
+        before = self._current
+        return world if before is None or world.stamp > before.stamp else None
+
+    # --- the thread ---
+
+    def _ring(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def _serve(self) -> None:
+        lost_s = time.monotonic()
+        while not self._is_closed and self._over is None:
+            try:
+                channel = self._connect()
+            except (EOFError, OSError, BootstrapError) as error:
+                if isinstance(error, AuthenticationError) or time.monotonic() > lost_s + _LOST_S:
+                    self._end(f"the job's steward at {self._address} cannot be reached ({error})")
+                time.sleep(_AGAIN_S)
+                continue
+            try:
+                with contextlib.closing(channel):
+                    self._converse(channel)
+            except (EOFError, OSError, BootstrapError):
+                lost_s = time.monotonic()
+            except Exception as error:  # a defect: whoever waits must hear of it
+                self._end(f"the session with the steward has failed: {error!r}")
+        with self._lock:
+            bell, self._bell = self._bell, -1
+            os.close(bell)
+
+    def _connect(self) -> Channel:
+        deadline = time.monotonic() + _CONNECT_S
+        channel = connect_any(
+            self._address, self._secret, LABEL, deadline, encrypted=self._encrypted
+        )
+        try:
+            notice_lost_host(channel.fileno())
+            with self._lock:
+                hello = {
+                    **versions.own(),
+                    "number": self._number,
+                    "slot": self._slot,
+                    "host": self._host,
+                    "pid": os.getpid(),
+                    "record": encode_record(self._record),
+                }
+            channel.send(hello, deadline)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _converse(self, channel: Channel) -> None:
+        """Until the connection breaks, or this process needs it no longer."""
+        poll = select.poll()
+        bell = self._bell
+        poll.register(channel.fileno(), select.POLLIN)
+        poll.register(bell, select.POLLIN)
+        said_s = 0.0
+        while not self._is_closed and self._over is None:
+            ready = [fd for fd, _ in poll.poll(BEAT_S * 1000)]
+            if channel.fileno() in ready:
+                message = messages.mapping(channel.receive(time.monotonic() + _SEND_S))
+                answer = self._answer(message)
+                if answer is not None:
+                    channel.send(answer, time.monotonic() + _SEND_S)
+                if self._to_abort:
+                    self._abort(self._to_abort)
+                    self._to_abort = ""
+            if bell in ready:
+                os.eventfd_read(bell)
+                if self._resigns and self._number is not None:
+                    self._send_resignation(channel)
+                    return
+                answer = self._agree_if_due()
+                if answer is not None:
+                    channel.send(answer, time.monotonic() + _SEND_S)
+            now = time.monotonic()
+            if (bell in ready or now >= said_s + BEAT_S) and self._number is not None:
+                said_s = now
+                channel.send(self._sign_of_life(), now + _SEND_S)
+
+    def _send_resignation(self, channel: Channel) -> None:
+        """The last word: nothing is agreed to after it, so the record counts as a dead one's."""
+        with self._lock:
+            self._over = JobOverError(f"this process has given up: {self._resigns}")
+            self._lock.notify_all()
+            message = {"resigns": self._resigns, "record": encode_record(self._record)}
+        channel.send(message, time.monotonic() + _SEND_S)
+
+    def _sign_of_life(self) -> dict[str, Any]:
+        with self._lock:
+            epoch = 0 if self._current is None else self._current.epoch
+            return {
+                "alive": encode_record(self._record),
+                "has_state": self._has_state and self._current is not None,
+                "leaves": self._leaves,
+                "broken": self._broken[:MAX_REASON],
+                "epoch": epoch,
+            }
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """What the steward has said; returns what to reply."""
+        if "ask" in message:
+            with self._lock:
+                self._set(self._record.promise(ballot_of(message["ask"])))
+                return {"promised": encode_record(self._record)}
+        if "propose" in message:
+            return self._consider(world_of(message["propose"]), message)
+        if "you" in message:
+            self._take_number(member_of(message["you"]))
+            self._told(world_of(message.get("formed")), "")
+        elif "formed" in message:
+            reason = messages.text(message, "reason", MAX_REASON)
+            self._told(world_of(message["formed"]), reason)
+        elif "stop" in message:
+            self._end(messages.text(message, "stop", MAX_REASON))
+        return None
+
+    def _take_number(self, member: Member) -> None:
+        with self._lock:
+            if self._number is None:
+                self._number = member.number
+
+    def _consider(self, world: World, message: dict[str, Any]) -> dict[str, Any] | None:
+        urgent = messages.flag(message, "urgent")
+        reason = messages.text(message, "reason", MAX_REASON)
+        with self._lock:
+            works = self._current is not None and not self._broken
+            in_a_step = self._current is not None and not self._stops
+            if not urgent and in_a_step and (works or world.joined):
+                self._pending = world  # whose new ranks would meet this one in the middle of a step
+                return None
+            answer = self._agree(world)
+            agreed = self._record.agreed
+        if works and urgent and agreed is not None and agreed.stamp == world.stamp:
+            self._to_abort = reason or "another world follows"
+        return answer
+
+    def _agree_if_due(self) -> dict[str, Any] | None:
+        """The script has stopped for a world that could wait."""
+        with self._lock:
+            world = self._pending
+            if world is None or not (self._stops or (self._broken and not world.joined)):
+                return None
+            return self._agree(world)
+
+    def _agree(self, world: World) -> dict[str, Any]:
+        """Under the lock. An answer, whether this process agrees or not."""
+        self._pending = None
+        self._set(self._record.agree(world))
+        return {"agreed": encode_stamp(world.stamp), "record": encode_record(self._record)}
+
+    def _set(self, record: Record | None) -> None:
+        """Under the lock. Written before anybody is told (rule 2 of ``ballots``)."""
+        if record is not None and record != self._record:
+            self._file.write(record)
+            self._record = record
+
+    def _told(self, formed: World, reason: str) -> None:
+        with self._lock:
+            self._set(self._record.told(formed))
+            if self._record.formed == formed:
+                self._reason = reason or self._reason
+            number, known = self._number, self._record.formed
+            if number is not None and known is not None and self._was_left_behind(number, known):
+                text = f"the job goes on in epoch {known.epoch} without this process"
+                self._over = JobOverError(f"{text}: {reason}" if reason else text, self._stops)
+            self._lock.notify_all()
+
+    def _was_left_behind(self, number: int, known: World) -> bool:
+        before = self._current
+        return before is not None and known.stamp > before.stamp and number not in known.numbers
+
+    def _end(self, reason: str) -> None:
+        with self._lock:
+            has_left = self._leaves or self._current is None  # or had nothing to lose
+            if self._current is None:
+                reason = f"the job has ended before this process was in it ({reason})"
+            self._over = self._over or JobOverError(reason, has_left)
+            self._lock.notify_all()
+        self._abort(reason)

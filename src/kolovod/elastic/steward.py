@@ -1,0 +1,328 @@
+"""The steward of an elastic job: a thread that hears of everything, and asks for the next world.
+
+What follows from what it knows, ``membership.decide`` says; here are the connections, the clock and
+the order in which things happen. Members connect and stay connected (protocol.py); who starts them
+says when a process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kolovod.elastic.ballots import Member, Proof, World
+from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
+from kolovod.elastic.protocol import (
+    MAX_REASON,
+    encode_member,
+    encode_world,
+    record_of,
+    stamp_of,
+)
+from kolovod.elastic.table import Table
+from kolovod.errors import AuthenticationError, BootstrapError
+from kolovod.net import messages
+from kolovod.net.channel import Channel
+from kolovod.net.lost_hosts import notice_lost_host
+from kolovod.net.server import Server
+from kolovod.rendezvous import versions
+
+__all__ = ["LABEL", "Steward"]
+
+LABEL = "steward"
+BEAT_S = 0.25
+"""Between two messages to a member at least: where its host is gone, nothing acknowledges them."""
+_SEND_S = 2.0
+_HELLO_S = 10.0
+_MAX_SLOT = 1 << 53
+
+
+@dataclass
+class _Connection:
+    """A member's."""
+
+    channel: Channel
+    asked: Any = None
+    """The last question that it was sent."""
+    said_s: float = 0.0
+
+
+class Steward:
+    """Runs from ``start`` to ``close``. Its methods may be called on any thread."""
+
+    def __init__(
+        self,
+        number: int,
+        table: Table,
+        policy: Policy,
+        secret: str,
+        listeners: Sequence[socket.socket],
+        *,
+        formed: Callable[[World, str], None],
+        stopped: Callable[[str], None],
+        resigned: Callable[[Proof], None] = lambda proof: None,
+    ) -> None:
+        """``number``: the steward's own, see `kolovod.elastic.table`. Takes over the listeners.
+
+        ``formed(world, reason)``, ``stopped(reason)`` and, where a member gives up,
+        ``resigned(proof)`` are called on its thread.
+        """
+        self._number = number
+        self._table = table
+        self._policy = policy
+        self._formed, self._stopped, self._resigned = formed, stopped, resigned
+        self._lock = threading.RLock()  # of the table and of what follows
+        self._connections: dict[int, _Connection] = {}
+        self._newcomers: list[tuple[Channel, Any]] = []
+        self._slots: dict[int, int] = {}  # the number of the member that fills it
+        self._is_closed = False
+        self._has_stopped = False
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._serve, name="kolovod steward", daemon=True)
+        self._servers = [Server(listener, secret, LABEL, self._greet) for listener in listeners]
+
+    def start(self) -> None:
+        """Begin."""
+        for server in self._servers:
+            server.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._ring()
+        self._thread.join()
+        for server in self._servers:
+            server.close()
+        for connection in self._connections.values():
+            connection.channel.close()
+        for channel, _ in self._newcomers:
+            channel.close()
+        os.close(self._bell)
+
+    # --- what others know ---
+
+    def prove(self, proof: Proof) -> None:
+        """A member has ended."""
+        with self._lock:
+            self._table.prove(proof, time.monotonic())
+            self._drop(proof.number)
+        self._ring()
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """Let these members leave at the next step that all ranks share."""
+        with self._lock:
+            for number in numbers:
+                self._table.leave(number, time.monotonic())
+        self._ring()
+
+    def set_hosts(self, refused: Collection[str], unwanted: Collection[str]) -> None:
+        """Hosts that get no new members, and those whose members shall leave, too."""
+        with self._lock:
+            self._table.refused_hosts = frozenset(refused)
+            self._table.unwanted_hosts = frozenset(unwanted)
+        self._ring()
+
+    def number_in(self, slot: int) -> int | None:
+        """The member that has come last to fill ``slot``."""
+        with self._lock:
+            return self._slots.get(slot)
+
+    @property
+    def world(self) -> World:
+        """The newest that has formed."""
+        with self._lock:
+            return self._table.formed
+
+    # --- the thread ---
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def _greet(self, channel: Channel) -> None:
+        """On the connection's own thread: what a member says first."""
+        hello = channel.receive(time.monotonic() + _HELLO_S)
+        if (other := versions.find_other(hello)) is not None:
+            text = f"this rank has {other}, its launcher {versions.OURS}: {versions.ADVICE}"
+            channel.send({"stop": text}, time.monotonic() + _SEND_S)
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            kept = channel.keep()
+            notice_lost_host(kept.fileno())
+            self._newcomers.append((kept, hello))
+        self._ring()
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if self._is_closed:
+                    return
+                self._let_in()
+                until_s = self._decide()
+                for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
+                    self._lose(number)
+                fds = {c.channel.fileno(): n for n, c in self._connections.items()}
+                self._beat()
+            poll = select.poll()
+            for fd in (self._bell, *fds):
+                poll.register(fd, select.POLLIN)
+            wait_s = min(BEAT_S, BEAT_S if until_s is None else until_s - time.monotonic())
+            ready = [fd for fd, _ in poll.poll(max(0.0, wait_s) * 1000 + 1)]
+            with self._lock:
+                for fd in ready:
+                    if fd == self._bell:
+                        os.eventfd_read(self._bell)
+                    else:
+                        self._hear(fds[fd])
+
+    def _let_in(self) -> None:
+        waiting, self._newcomers = self._newcomers, []
+        for channel, hello in waiting:
+            try:
+                member = self._member_of(hello)
+            except BootstrapError as error:
+                self._dismiss(channel, str(error))
+                continue
+            if member is None:  # no number can be given yet
+                self._newcomers.append((channel, hello))
+                continue
+            number = member.number
+            self._drop(number)
+            connection = self._connections[number] = _Connection(channel)
+            self._slots[member.slot] = max(number, self._slots.get(member.slot, -1))
+            self._table.hear(number)
+            self._table.see(record_of(hello["record"]))
+            world = encode_world(self._table.formed)
+            self._send(number, connection, {"you": encode_member(member), "formed": world})
+
+    def _member_of(self, hello: Any) -> Member | None:
+        """Who says hello; it gets a number if it has none. Raises BootstrapError."""
+        slot = messages.whole(hello, "slot", 0, _MAX_SLOT)
+        host = messages.text(hello, "host", 255)
+        record_of(messages.mapping(hello).get("record"))
+        if hello.get("number") is None:
+            return self._table.enter(slot, host, time.monotonic())
+        number = messages.whole(hello, "number", 0, _MAX_SLOT)
+        if number in self._table.proofs:
+            raise BootstrapError(f"member {number} is known to have ended")
+        return Member(number, slot, host)
+
+    def _dismiss(self, channel: Channel, reason: str) -> None:
+        with contextlib.suppress(OSError):
+            channel.send({"stop": reason[:MAX_REASON]}, time.monotonic() + _SEND_S)
+        channel.close()
+
+    def _drop(self, number: int) -> None:
+        connection = self._connections.pop(number, None)
+        if connection is not None:
+            connection.channel.close()
+
+    def _send(self, number: int, connection: _Connection, message: Any) -> None:
+        connection.said_s = time.monotonic()
+        try:
+            connection.channel.send(message, connection.said_s + _SEND_S)
+        except TimeoutError:
+            self._lose(number)
+        except OSError:
+            pass  # it is closed, and readable: what it has said last is heard before
+
+    def _lose(self, number: int) -> None:
+        """Its connection is broken."""
+        self._drop(number)
+        self._table.miss(number, time.monotonic())
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        for number, connection in list(self._connections.items()):
+            if now - connection.said_s >= BEAT_S:
+                self._send(number, connection, {"alive": True})
+
+    def _hear(self, number: int) -> None:
+        connection = self._connections.get(number)
+        if connection is None:
+            return
+        try:
+            message = connection.channel.receive(time.monotonic() + _SEND_S)
+            self._take(number, messages.mapping(message))
+        except (EOFError, OSError, AuthenticationError, BootstrapError):
+            self._lose(number)
+
+    def _take(self, number: int, message: dict[str, Any]) -> None:
+        table, now = self._table, time.monotonic()
+        if "promised" in message:
+            table.promised(number, record_of(message["promised"]))
+        elif "agreed" in message:
+            table.agreed(number, stamp_of(message["agreed"]), record_of(message.get("record")))
+        elif "resigns" in message:  # it agrees to nothing any more, as one that is dead
+            cause = messages.text(message, "resigns", MAX_REASON)
+            proof = Proof(number, cause, record_of(message.get("record")))
+            table.prove(proof, now)
+            self._drop(number)
+            self._resigned(proof)
+        elif "alive" in message:
+            table.see(record_of(message["alive"]))
+            if messages.flag(message, "has_state"):
+                table.has_state.add(number)
+            if messages.flag(message, "leaves"):
+                table.leave(number, now)
+            broken = messages.text(message, "broken", MAX_REASON)
+            if broken:
+                table.fail(messages.whole(message, "epoch", 0, _MAX_SLOT), broken, now)
+
+    def _decide(self) -> float | None:
+        """Do what there is to do; returns when to look again if nothing happens."""
+        while not self._has_stopped:
+            now = time.monotonic()
+            decision = decide(self._table, self._number, self._policy, now)
+            if isinstance(decision, Ask):
+                self._table.stand(decision.ballot)
+                self._question(decision.numbers, {"ask": list(decision.ballot)}, decision.ballot)
+                return now + BEAT_S
+            if isinstance(decision, Propose):
+                self._table.propose(
+                    decision.world, decision.numbers, decision.urgent, decision.reason
+                )
+                message = {
+                    "propose": encode_world(decision.world),
+                    "urgent": decision.urgent,
+                    "reason": decision.reason[:MAX_REASON],
+                }
+                mark = (decision.world.stamp, decision.urgent)
+                self._question(decision.numbers, message, mark)
+                return now + BEAT_S
+            if isinstance(decision, Formed):
+                self._table.declare(decision.world, now)
+                self._tell({"formed": encode_world(decision.world)}, decision.reason)
+                self._formed(decision.world, decision.reason)
+            elif isinstance(decision, Wait):
+                return decision.until_s
+            elif isinstance(decision, Stop):
+                self._has_stopped = True
+                self._tell({"stop": decision.reason[:MAX_REASON]}, decision.reason)
+                self._stopped(decision.reason)
+        return None
+
+    def _question(self, numbers: Collection[int], message: Any, mark: object) -> None:
+        """To those who are connected and have not been asked this."""
+        for number in numbers:
+            connection = self._connections.get(number)
+            if connection is not None and connection.asked != mark:
+                connection.asked = mark
+                self._send(number, connection, message)
+
+    def _tell(self, message: dict[str, Any], reason: str) -> None:
+        for number, connection in list(self._connections.items()):
+            self._send(number, connection, {"reason": reason[:MAX_REASON], **message})

@@ -1,0 +1,305 @@
+"""What a steward knows: facts that every message carries, and what it got under its ballot."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kolovod.elastic.ballots import (
+    Ballot,
+    Line,
+    Member,
+    Proof,
+    Record,
+    Stamp,
+    World,
+    has_quorum,
+    line_of,
+)
+
+__all__ = ["FIRST_LAUNCHER", "Facts", "Office", "Table", "first_world", "steward_of"]
+
+FIRST_LAUNCHER = -1
+"""The steward's number of the launcher that starts a job; one that attaches later takes a lower one
+that nobody had."""
+_NUMBERS_PER_TERM = 1 << 20
+_TERM_OF_START = 0
+
+
+class Facts(NamedTuple):
+    """What every message between stewards and members carries; the order of merging is free."""
+
+    formed: World
+    proofs: Mapping[int, Proof]
+    entrants: Mapping[int, Member]
+    leaving: frozenset[int]
+    has_state: frozenset[int]
+
+
+def first_world(members: Iterable[tuple[int, str]]) -> World:
+    """The world that the launcher starts: (slot, host) of each process in the order of ranks.
+
+    Each starts with the record ``NOTHING.told(world)``.
+    """
+    found = tuple(Member(number, slot, host) for number, (slot, host) in enumerate(members))
+    ballot = Ballot(_TERM_OF_START, FIRST_LAUNCHER)
+    return World(ballot, 1, found)
+
+
+def steward_of(facts: Facts, launcher: int | None, reached: Collection[int]) -> int | None:
+    """Who should be steward for somebody who reaches ``reached``; itself is one of them.
+
+    ``launcher``: its number if it can be reached. None: nobody that may.
+    """
+    if launcher is not None:
+        return launcher
+    alive = [n for n in facts.formed.numbers if n in reached and n not in facts.proofs]
+    return min(alive, default=None)
+
+
+@dataclass
+class Office:
+    """What a steward has got under its ballot."""
+
+    ballot: Ballot
+    answers: dict[int, Record] = field(default_factory=dict)
+    proposal: World | None = None
+    agreed: set[int] = field(default_factory=set)
+    excused: frozenset[int] = frozenset()
+    """The dead without a record when the proposal was made."""
+    asked: set[int] = field(default_factory=set)
+    """Who was asked to agree since a world has formed: if it has agreed, it has stopped."""
+    urgent: bool = False
+    reason: str = ""
+    entered: int = 0
+    """How many numbers it has given away."""
+
+
+class Table:
+    """What a steward knows, or a member that may become one. It collects; `decide` reads it."""
+
+    def __init__(self, formed: World) -> None:
+        """``formed``: a world that has formed."""
+        self.formed = formed
+        self.proofs: dict[int, Proof] = {}
+        self.entrants: dict[int, Member] = {}
+        """Those who have a number and wait for a world."""
+        self.leaving: set[int] = set()
+        self.has_state: set[int] = set()
+        """Joiners that have got the state since; their next message says so."""
+        self.refused_hosts: frozenset[str] = frozenset()
+        """Hosts that get no new members: they cool down."""
+        self.unwanted_hosts: frozenset[str] = frozenset()
+        """Hosts whose members shall leave, too."""
+        self.office: Office | None = None
+        self.top_term = formed.ballot.term
+        self.top_epoch = formed.epoch
+        self.since_s: dict[int, float] = {}
+        """Since when a member is known to be dead, leaving or waiting, by this clock."""
+        self.silent_s: dict[int, float] = {}
+        """Since when nothing was heard of a member."""
+        self.broken: tuple[int, str, float] | None = None
+        """The epoch of a world that has failed though nobody may be lost, why, and since when."""
+        self.formed_s: float | None = None
+        """Since when the newest world works, if this steward has formed it."""
+        self._deposed = False
+
+    # What happens.
+
+    def facts(self) -> Facts:
+        """For messages."""
+        return Facts(
+            self.formed,
+            dict(self.proofs),
+            dict(self.entrants),
+            frozenset(self.leaving),
+            frozenset(self.has_state),
+        )
+
+    def merge(self, facts: Facts, now_s: float) -> None:
+        """Take what another one knows."""
+        self._see_world(facts.formed)
+        for proof in facts.proofs.values():
+            self.prove(proof, now_s)
+        for number, member in facts.entrants.items():
+            if number not in self.entrants:
+                self.entrants[number] = member
+                self.since_s.setdefault(number, now_s)
+        for number in facts.leaving:
+            self.leave(number, now_s)
+        self.has_state |= facts.has_state
+
+    def prove(self, proof: Proof, now_s: float) -> None:
+        """A member has ended. Of two proofs the one with a record counts."""
+        before = self.proofs.get(proof.number)
+        if before is None:
+            self.since_s[proof.number] = now_s
+        if before is None or before.record is None:
+            self.proofs[proof.number] = proof
+            if proof.record is not None:
+                self.see(proof.record)
+
+    def leave(self, number: int, now_s: float) -> None:
+        """A member wants to leave, or is told to (SIGTERM)."""
+        if number not in self.leaving:
+            self.leaving.add(number)
+            self.since_s.setdefault(number, now_s)
+
+    def fail(self, epoch: int, reason: str, now_s: float) -> None:
+        """A member says that the world of ``epoch`` works no more, whoever may be lost."""
+        if epoch == self.formed.epoch and (self.broken is None or self.broken[0] != epoch):
+            self.broken = epoch, reason, now_s
+
+    def broken_since_s(self, world: World) -> float | None:
+        """Since when members say that ``world`` works no more; None: nobody does."""
+        return self.broken[2] if self.broken and self.broken[0] == world.epoch else None
+
+    def enter(self, slot: int, host: str, now_s: float) -> Member | None:
+        """A process has come. Returns it with its number, None: this steward may give none yet."""
+        if not self.in_office():
+            return None
+        office = self.office
+        assert office is not None
+        number = office.ballot.term * _NUMBERS_PER_TERM + office.entered
+        office.entered += 1
+        member = Member(number, slot, host)
+        self.entrants[number] = member
+        self.since_s[number] = now_s
+        return member
+
+    def hear(self, number: int) -> None:
+        """A sign of life."""
+        self.silent_s.pop(number, None)
+
+    def miss(self, number: int, now_s: float) -> None:
+        """No sign of life where there should be one."""
+        self.silent_s.setdefault(number, now_s)
+
+    def see(self, record: Record) -> None:
+        """Take from a record, its own or another's, what terms, epochs and worlds there are.
+
+        Every member sends its record with its signs of life, or a steward may not know that another
+        one was there meanwhile.
+        """
+        office = self.office
+        term = record.promised.term
+        self.top_term = max(self.top_term, term)
+        if office is not None and term >= office.ballot.term and record.promised != office.ballot:
+            self._deposed = True
+        for world in (record.formed, record.agreed):
+            if world is not None:
+                self.top_epoch = max(self.top_epoch, world.epoch)
+        if record.formed is not None:
+            self._see_world(record.formed)
+
+    def stand(self, ballot: Ballot) -> None:
+        """Begin under a ballot that `decide` has named."""
+        if self.office is None or self.office.ballot != ballot:
+            self.top_term = max(self.top_term, ballot.term)
+            self.office = Office(ballot)
+            self._deposed = False
+
+    def promised(self, number: int, record: Record) -> None:
+        """A member's answer to `Ask`, a promise or not. What came first counts."""
+        self.see(record)
+        office = self.office
+        if office is not None and record.promised == office.ballot:
+            office.answers.setdefault(number, record)
+
+    def propose(self, world: World, numbers: Collection[int], urgent: bool, reason: str) -> None:
+        """Begin with a proposal that `decide` has made, or go on with it. Before asking."""
+        office = self.office
+        assert office is not None
+        if office.proposal is not world:
+            office.proposal, office.agreed = world, set()
+            office.excused = self._without_record()
+            self.top_epoch = max(self.top_epoch, world.epoch)
+        office.urgent, office.reason = urgent, reason
+        office.asked.update(numbers)
+
+    def agreed(self, number: int, stamp: Stamp, record: Record) -> None:
+        """A member's answer to `Propose`: it has agreed if its record says so."""
+        self.see(record)
+        office = self.office
+        if office is None or office.proposal is None or office.proposal.stamp != stamp:
+            return
+        if record.agreed is not None and record.agreed.stamp == stamp:
+            office.agreed.add(number)
+
+    def declare(self, world: World, now_s: float) -> None:
+        """A proposal has formed. Its members need not be asked for promises again."""
+        office = self.office
+        assert office is not None
+        record = Record(office.ballot, world, world)
+        office.answers = dict.fromkeys(world.numbers, record)
+        office.proposal, office.asked = None, set()
+        self._see_world(world)
+        self.formed_s = now_s
+
+    # What follows.
+
+    def line(self) -> Line:
+        """Where the line of worlds ends."""
+        office = self.office
+        answers = {} if office is None else office.answers
+        own = Ballot(-1, 0) if office is None else office.ballot
+        return line_of(self.formed, answers, self.proofs, own)
+
+    def in_office(self, line: Line | None = None) -> bool:
+        """Whether enough members have promised that this steward may propose."""
+        if self.office is None or self._deposed:
+            return False
+        answers = self.office.answers
+        basis = (line or self.line()).basis
+        return all(has_quorum(world, answers.keys(), self.proofs) for world in basis)
+
+    def next_ballot(self, steward: int) -> Ballot:
+        """The one under which it stands: its own while nobody has a later one."""
+        if self.office is not None and not self._deposed:
+            return self.office.ballot
+        return Ballot(self.top_term + 1, steward)
+
+    def gone(self, silence_s: float, now_s: float) -> set[int]:
+        """Members of whom nothing was heard for so long."""
+        return {n for n, since_s in self.silent_s.items() if now_s - since_s >= silence_s}
+
+    def is_left_out(self, number: int, record: Record) -> bool:
+        """Whether worlds go on without that member: it ends, or enters again as another one.
+
+        Not if nobody of the newest world lives, for then it may be needed, and not while it has
+        agreed to a later one; of this it may hear no more, so it waits for that only for a while.
+        """
+        formed = self.formed
+        if number in formed.numbers or number in self.entrants:
+            return False
+        if formed.numbers <= self.proofs.keys():
+            return False
+        agreed = record.agreed
+        return agreed is None or agreed.stamp <= formed.stamp or number not in agreed.numbers
+
+    def stands(self, proposal: World, line: Line, gone: Collection[int]) -> bool:
+        """Whether a proposal may still form, and is still the right one to wait for."""
+        office = self.office
+        return (
+            office is not None
+            and [w.stamp for w in proposal.basis] == [w.stamp for w in line.basis]
+            and not proposal.numbers & self.proofs.keys()
+            and not proposal.numbers.intersection(gone)
+            and office.excused == self._without_record()
+            and not (proposal.joined == proposal.numbers and proposal.numbers & self.has_state)
+        )
+
+    def _without_record(self) -> frozenset[int]:
+        return frozenset(n for n, proof in self.proofs.items() if proof.record is None)
+
+    def _see_world(self, world: World) -> None:
+        self.top_epoch = max(self.top_epoch, world.epoch)
+        self.top_term = max(self.top_term, world.ballot.term)
+        if world.stamp > self.formed.stamp:
+            self.formed, self.formed_s = world, None
+            if self.office is not None and self.office.ballot.term < world.ballot.term:
+                self._deposed = True
+        if self.entrants:
+            for number in world.numbers:
+                self.entrants.pop(number, None)

@@ -1,0 +1,66 @@
+"""Programs that depend on which rank of how many this is are traced anew in another place.
+
+JAX traces a function once, and what Python tells it then is a constant of the program: ``size()``,
+the shape of a gathered array. So whoever asks for the place of this rank while JAX traces is noted,
+and when the process enters a world in which it has another one, JAX forgets its programs. Programs
+in which nobody has asked (those that average gradients, say) never cost anybody a compilation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from kolovod.core import world as worlds
+
+_Place = tuple[int, ...]
+_place_of_programs: _Place | None = None  # of those that JAX keeps; None: they depend on none
+
+# Tracing is no public state, but what is bound while JAX traces comes to the rule for tracing.
+_asked = Primitive("kolovod_place")
+_asked.multiple_results = True
+
+
+def _place(world: worlds.World) -> _Place:
+    return (
+        world.rank,
+        world.size,
+        world.local_rank,
+        world.local_size,
+        world.cross_rank,
+        world.cross_size,
+    )
+
+
+def note_place() -> None:
+    """A program that is being traced is for the place of now."""
+    global _place_of_programs
+    if worlds.is_initialized():
+        _place_of_programs = _place(worlds.current())
+
+
+def _traced() -> list[Any]:
+    note_place()
+    return []
+
+
+_asked.def_impl(lambda: [])
+_asked.def_abstract_eval(_traced)
+mlir.register_lowering(_asked, lambda context: [])
+batching.primitive_batchers[_asked] = lambda arrays, dims: ([], [])
+
+
+def _forget_programs(world: worlds.World) -> None:
+    global _place_of_programs
+    if _place_of_programs not in (None, _place(world)):
+        _place_of_programs = None
+        jax.clear_caches()
+
+
+def register() -> None:
+    """From now on, once."""
+    worlds.when_place_is_asked(lambda: _asked.bind() and None)
+    worlds.when_entered(_forget_programs)

@@ -1,0 +1,98 @@
+"""Which hosts a job may use, asked again and again: a script of the user's prints them.
+
+Lines HOST or HOST:SLOTS on its standard output, as a host file has them; an exit code other than 0
+means that it does not know, and what it said last holds.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+
+from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.hosts import parse_host_file
+
+__all__ = ["PERIOD_S", "Discovery", "ask_script"]
+
+PERIOD_S = 1.0
+_SCRIPT_LIMIT_S = 60.0
+_AGAIN_S = 10.0
+_MAX_OUTPUT = 1 << 20
+
+
+def ask_script(command: str, slots: int = 1) -> dict[str, int]:
+    """The hosts that ``command``, for a shell, names, with their places.
+
+    ``slots``: those of a host whose line says no number.
+    Raises BootstrapError if it fails or takes a minute, InvalidArgumentError for what is no host.
+    """
+    try:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SCRIPT_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise BootstrapError(
+            f"the host discovery script {command!r} has not ended in {_SCRIPT_LIMIT_S:g} s"
+        ) from None
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise BootstrapError(
+            f"the host discovery script {command!r} ended with {done.returncode}"
+            f"{': ' + said[0] if said else ''}"
+        )
+    text = done.stdout[:_MAX_OUTPUT].decode(errors="replace")
+    if not any(line.split("#")[0].strip() for line in text.splitlines()):
+        return {}
+    found = parse_host_file(text, f"the output of {command!r}", slots)
+    return {host.name: host.slots for host in found}
+
+
+class Discovery:
+    """Asks once a second, on a thread of its own."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Mapping[str, int]],
+        changed: Callable[[Mapping[str, int]], bool],
+        report: Callable[[str], None],
+    ) -> None:
+        """``changed(places)`` is called with a new answer, ``report(text)`` when asking fails.
+
+        Where ``changed`` returns False it is called again a little later.
+        """
+        self._ask, self._changed, self._report = ask, changed, report
+        self._stopping = threading.Event()
+        self._failure = ""
+        self._thread = threading.Thread(target=self._serve, name="kolovod discovery", daemon=True)
+
+    def start(self, known: Mapping[str, int]) -> None:
+        """Begin; ``known`` is the answer so far."""
+        self._known = dict(known)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more. Idempotent."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout=5)
+
+    def _serve(self) -> None:
+        while not self._stopping.wait(PERIOD_S):
+            try:
+                found = dict(self._ask())
+                self._failure = ""
+            except (BootstrapError, InvalidArgumentError, OSError) as error:
+                if str(error) != self._failure:  # else it was said already
+                    self._failure = str(error)
+                    self._report(f"{error}; the hosts stay as they were")
+                continue
+            if found != self._known:
+                self._known = found
+                if not self._changed(found):
+                    self._known = {}
+                    self._stopping.wait(_AGAIN_S)

@@ -1,0 +1,203 @@
+"""The hosts of a job: this one, and others that ssh reaches, with what runs there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from kolovod.config import load
+from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.hosts import is_this_host
+from kolovod.launch.local import Ended, HostRanks, Order
+from kolovod.launch.remote import RemoteRanks, SshOptions, forwarded
+from kolovod.net.addresses import LOOPBACK, endpoint, own_addresses, split_addresses
+from kolovod.rendezvous.external.launchers import asked_store
+from kolovod.rendezvous.rank_environment import RankEnvironment
+
+__all__ = ["Fleet", "Meeting"]
+
+
+class Meeting:
+    """Where a server of the launcher's listens, and where each host finds it.
+
+    Behind NAT, or a firewall, users say where other hosts find it.
+    """
+
+    def __init__(
+        self, fleet: Fleet, variables: Mapping[str, str], *, more_may_come: bool = False
+    ) -> None:
+        """``variables``: of the ranks, over the launcher's own. Raises InvalidArgumentError.
+
+        ``more_may_come``: other hosts may join later though there are none yet.
+        """
+        self.host, self.port = "", 0
+        self.addresses: list[str] = []
+        """To listen at; none: the loopback interface is enough."""
+        if not fleet.remote and not more_may_come:
+            return
+        self.host, self.port = asked_store(os.environ)
+        if self.host and not self.port:
+            raise InvalidArgumentError(
+                f"KOLOVOD_STORE_HOST={self.host}, where other hosts reach this one, needs "
+                "KOLOVOD_STORE_PORT, a port that is open there; or unset it"
+            )
+        wanted = load({**os.environ, **variables}).interface_names
+        # Where ssh came in, the way back is known to be open: those addresses first.
+        seen = [remote.addresses[0] for remote in fleet.remote.values()]
+        own = own_addresses(wanted)
+        first = [address for address in own if address in seen and not wanted]
+        self.addresses = list(dict.fromkeys([*first, *own]))
+
+    def seen_from(self, address: str, *, is_remote: bool) -> str:
+        """``address``, of what listens, as ranks of this host or of another one find it."""
+        return endpoint(self.host, self.port) if self.host and is_remote else address
+
+
+class Fleet:
+    """Starts processes on hosts, and hears of their ends. ``close`` leaves nothing behind."""
+
+    def __init__(
+        self,
+        ssh: SshOptions | None,
+        sink: Callable[[int, str, bytes], None],
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    ) -> None:
+        """``ssh``: how other hosts are reached; None: hosts are but labels, all is here.
+
+        ``sink``, ``popen``: see HostRanks; the sink hears of ranks that a host has no right to.
+        """
+        self.here: HostRanks | None = None
+        self.remote: dict[str, RemoteRanks] = {}
+        self._ssh = ssh
+        self._sink = sink
+        self._popen = popen
+
+    def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
+        """Reach all ``hosts`` that were not reached before, at once.
+
+        False if ``is_stopped()`` meanwhile. Raises BootstrapError if some cannot be reached, each
+        with its reason.
+        """
+        wanted = list(dict.fromkeys(hosts))
+        far = [host for host in wanted if self.is_far(host)]
+        if len(far) < len(wanted) and self.here is None:
+            self.here = HostRanks(self._sink, self._popen)
+        ssh = self._ssh or SshOptions()
+        made = {h: RemoteRanks(h, ssh, self._sink) for h in far if h not in self.remote}
+        results: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+        def reach(remote: RemoteRanks) -> None:
+            try:
+                remote.connect()
+                results.put((remote.host, ""))
+            except (BootstrapError, OSError) as error:
+                results.put((remote.host, str(error)))
+
+        for remote in made.values():
+            threading.Thread(target=reach, args=(remote,), daemon=True).start()
+        reasons: dict[str, str] = {}
+        while len(reasons) < len(made):
+            if is_stopped():
+                self.remote |= made  # to be closed
+                return False
+            with contextlib.suppress(queue.Empty):
+                host, reason = results.get(timeout=0.1)
+                reasons[host] = reason
+        failed = [(host, reasons[host]) for host in made if reasons[host]]
+        for host, _ in failed:
+            made.pop(host).close()
+        self.remote |= made
+        if failed:
+            lines = "".join(f"\n  {host}: {reason}" for host, reason in failed)
+            count = len(failed) + len(made)
+            raise BootstrapError(
+                f"{len(failed)} of {count} other hosts cannot be used, so nothing was "
+                f"started:{lines}\n'ssh -o BatchMode=yes HOST true' must work from here without a "
+                "question; --remote-python and --directory say where things are there"
+            )
+        return True
+
+    def is_far(self, host: str) -> bool:
+        """Whether ssh is needed to get there."""
+        return self._ssh is not None and not is_this_host(host)
+
+    def group(self, host: str) -> HostRanks | RemoteRanks:
+        """What runs on a host that was reached."""
+        group = self.remote.get(host, self.here)
+        if group is None:
+            raise AssertionError("the job was not started")
+        return group
+
+    @property
+    def groups(self) -> list[HostRanks | RemoteRanks]:
+        """Of all hosts."""
+        here = [] if self.here is None else [self.here]
+        return [*here, *self.remote.values()]
+
+    @property
+    def running(self) -> set[int]:
+        """The processes that were not seen to end."""
+        return {rank for group in self.groups for rank in group.running}
+
+    def fds(self) -> list[int]:
+        """Readable when ``collect`` has something to tell."""
+        return [fd for group in self.groups for fd in group.fds()]
+
+    def needs_polling(self) -> bool:
+        """Whether ``collect`` must be called by and by."""
+        return any(group.needs_polling() for group in self.groups)
+
+    def collect(self) -> list[Ended]:
+        """Who has ended since the last time."""
+        return [end for group in self.groups for end in group.collect()]
+
+    def stopped(self) -> set[int]:
+        """Those whose process is stopped (SIGSTOP)."""
+        return {rank for group in self.groups for rank in group.stopped()}
+
+    def send(self, signum: int) -> None:
+        """A signal to every process, also to what they have started."""
+        for group in self.groups:
+            group.send(signum)
+
+    def order(
+        self,
+        number: int,
+        command: Sequence[str],
+        environment: RankEnvironment,
+        variables: Mapping[str, str],
+        torch: tuple[int, str],
+        *,
+        beside: int = 0,
+    ) -> Order:
+        """To start the process ``number`` on its environment's host.
+
+        ``variables``: over the launcher's own. ``torch``: port and address of the server that
+        ``torch.distributed`` starts in rank 0. ``beside``: see Order.
+        """
+        is_remote = environment.host in self.remote
+        inherited = forwarded(os.environ) if is_remote else {}
+        if inherited:
+            inherited.setdefault("PYTHONUNBUFFERED", "1")
+        told = environment.torch_variables(*torch)
+        facts = environment.variables()
+        everything = {**inherited, **variables, **told, **variables, **facts}
+        return Order(number, command, everything, beside)
+
+    def torch_server(self, host: str, rendezvous: str) -> tuple[int, str]:
+        """Port and address for a server that a process on ``host`` starts, for ``order``."""
+        group = self.group(host)
+        if isinstance(group, RemoteRanks):
+            return group.torch_port, group.addresses[1] or group.host
+        return group.torch_port, split_addresses(rendezvous)[0][0] if self.remote else LOOPBACK
+
+    def close(self) -> None:
+        """End whatever is left, and release everything. Idempotent."""
+        for remote in self.remote.values():
+            remote.begin_close()
+        for group in self.groups:
+            group.close()

@@ -1,0 +1,27 @@
+"""PyTorch's models and optimizers in the state of an elastic job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kolovod.elastic import share_by
+from kolovod.torch.functions import Functions
+
+__all__ = ["share_in_elastic_jobs"]
+
+
+def share_in_elastic_jobs(functions: Functions) -> None:
+    """Let ``kolovod.elastic.State`` hold modules and optimizers: ranks that join get rank 0's."""
+
+    def share_module(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        functions.broadcast_parameters(module.state_dict())
+        return module
+
+    def share_optimizer(name: str, optimizer: Any) -> Any:
+        functions.broadcast_optimizer_state(optimizer)
+        return optimizer
+
+    share_by(lambda value: isinstance(value, torch.nn.Module), share_module)
+    share_by(lambda value: isinstance(value, torch.optim.Optimizer), share_optimizer)
