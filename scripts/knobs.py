@@ -18,7 +18,8 @@ def _row(knob: Knob) -> str:
     also = [f"`{alias}`" for alias in knob.aliases]
     if knob.off:
         also.append(f"`{knob.off}` (1 means 0 here)")
-    cells = [f"`{knob.environment}`", f"`{knob.flag}`", value, default, ", ".join(also), knob.text]
+    flag = knob.flag and f"`{knob.flag}`"
+    cells = [f"`{knob.environment}`", flag, value, default, ", ".join(also), knob.text]
     return f"| {' | '.join(cells)} |"
 
 

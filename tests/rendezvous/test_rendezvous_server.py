@@ -106,7 +106,7 @@ def test_the_answer_to_all_ranks_there_may_be() -> None:
     parts = encode_members(everybody)
     bodies = [encode(part) for part in parts]  # which refuses what is too long
     assert sum(map(len, bodies)) > 20 << 20
-    bodies[0] = encode({"epoch": 1, "config": {}, **parts[0]})
+    bodies[0] = encode({"epoch": 1, "config": {}, "notes": {}, **parts[0]})
     received = map(json.loads, bodies)
     formation = parse_answer(lambda: next(received), range(MAX_RANKS), None)
     assert formation.members == tuple(everybody)

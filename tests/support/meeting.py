@@ -24,7 +24,9 @@ JOIN = {
     "members": [[0, 1]],
     "member": [0, "h", 1, "", "", 0, "", False],
     "config": {},
+    "notes": {},
     "timeout_s": 1,
+    "scope": 0,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -130,11 +131,16 @@ def unreachable(rank, closed):
         return original(self)
 
     mesh.Links.hand_over = deaf
+
+    def meet():
+        kolovod.init()  # its leaders look at their links
+        kolovod.barrier()
+
     begin = time.monotonic()
     with pytest.raises(
         RankLostError, match=r"cannot be reached at 127.0.0.1:\d+ from rank 1 on"
     ) as e:
-        kolovod.init()  # which broadcasts
+        meet()
     return e.value.rank, time.monotonic() - begin
 
 
@@ -147,11 +153,9 @@ def test_who_cannot_be_reached_is_named_on_both_sides(tmp_path):
 
 def stopped(rank, path):
     """A rank that is stopped when the first connection to it is wanted is late, not lost."""
-    from kolovod.observe import timeline
     from kolovod.rendezvous import mesh
 
     mesh._PATIENCE_S = 0.2
-    timeline.begin = lambda world: None  # it broadcasts
     kolovod.init()
     if rank == 0:
         path.write_text(str(os.getpid()))
@@ -201,6 +205,29 @@ def test_the_config_of_rank_0_is_everybodys():
         hosts=["a", "b"],
     )
     assert [value for _, value in results] == [1, 1]
+
+
+def of_init_alone(rank, path):
+    kolovod.init()
+    engine = kolovod.core.world.current().engine
+    operations = engine.stats()["operations"]
+    kolovod.allreduce(np.ones(2), "t")
+    return operations
+
+
+def test_a_world_forms_without_any_operation(tmp_path):
+    """So that it can form beside another; a timeline of all hosts is agreed upon as they meet."""
+    path = tmp_path / "timeline.json"
+    results = run_ranks(
+        3,
+        of_init_alone,
+        path,
+        hosts=["a", "b", "b"],
+        env={"KOLOVOD_TIMELINE": str(path)},
+    )
+    assert results == [0, 0, 0]
+    shown = {(event["pid"], event["name"]) for event in json.loads(path.read_text())}
+    assert {rank for rank, name in shown if name == "ALLREDUCE"} == {1, 2, 3}  # pid 0 is none
 
 
 def sent_by_ring(rank, count):

@@ -18,6 +18,7 @@ from middle import Middle, echo, member, port_of, soon
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import channel
+from kolovod.net.addresses import address_of, listen
 from kolovod.net.channel import connect, new_secret
 from kolovod.net.server import Server
 from kolovod.net.sockets import read_exactly
@@ -197,9 +198,11 @@ def at_the_leader(secret: str) -> None:
 
 
 def at_the_timeline(secret: str) -> None:
-    collector = Collector(SECRET, 1, 2, lambda rank, batch: None, "127.0.0.1")
+    listeners = listen(["127.0.0.1"], backlog=8)
+    collector = Collector(SECRET, 1, 2, lambda rank, batch: None, listeners)
     with contextlib.closing(collector):
-        connect(socket.AF_INET, port_of(collector.address), secret, "timeline", soon())
+        address = port_of(address_of(listeners[0]))
+        connect(socket.AF_INET, address, secret, "timeline", soon())
 
 
 SERVERS = [at_the_store, at_a_rank_of_another_host, at_the_leader, at_the_timeline]

@@ -1,0 +1,78 @@
+"""kolovod.elastic.hosts: which slots are started where."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kolovod.elastic.hosts import Failure, RetryPolicy, cooling_until, plan_starts
+
+POLICY = RetryPolicy(retries=1, cooldown_s=(10.0, 35.0), proven_s=100.0)
+
+
+def places(plan):
+    return [(start.slot, start.host) for start in plan.starts]
+
+
+def failing(*times_s, slot=0, host="a", ran_s=1.0, jitter=0.0):
+    return [Failure(slot, host, at_s, ran_s, jitter) for at_s in times_s]
+
+
+def test_a_job_starts_where_discovery_says_up_to_max_np():
+    plan = plan_starts({"a": 2, "b": 2}, {}, [], 3, POLICY, 0.0)
+    assert places(plan) == [(0, "a"), (1, "a"), (2, "b")]
+    assert (plan.cooling, plan.unwanted, plan.crowded, plan.until_s) == ({}, set(), (), None)
+
+
+def test_a_slot_that_failed_is_started_again_on_its_host():
+    running = {0: "a", 1: "a", 3: "b"}
+    plan = plan_starts({"a": 3, "b": 2}, running, failing(5.0, slot=2, host="b"), 4, POLICY, 5.0)
+    assert places(plan) == [(2, "b")]
+    assert plan.starts[0].reason == "slot 2 failed on host b and is started again"
+
+
+def test_beyond_its_retries_it_goes_elsewhere_and_the_host_cools_down():
+    failures = failing(1.0, 2.0, slot=1, host="b")
+    plan = plan_starts({"a": 2, "b": 1}, {0: "a"}, failures, 2, POLICY, 3.0)
+    assert places(plan) == [(1, "a")]
+    assert plan.starts[0].reason == "slot 1 failed on host b and is started on host a"
+    assert plan.cooling == {"b": "processes failed there: it is not used before 12"}
+    assert plan.until_s == 12.0
+    assert not plan_starts({"b": 1}, {}, failures, 2, POLICY, 12.0).cooling
+
+
+@pytest.mark.parametrize(
+    ("failures", "until_s"),
+    [
+        (failing(), 0.0),
+        (failing(1.0), 0.0),
+        (failing(1.0, slot=0) + failing(2.0, slot=1), 0.0),  # each has a retry
+        (failing(1.0, 2.0), 12.0),
+        (failing(1.0, 2.0, 5.0), 12.0),  # what ran there still
+        (failing(1.0, 2.0, 20.0), 40.0),
+        (failing(1.0, 2.0, 20.0, 50.0, 100.0), 135.0),  # no longer than the longest
+        (failing(1.0, 2.0, jitter=1.0), 17.0),
+        (failing(1.0, 2.0) + failing(200.0, ran_s=150.0), 12.0),  # it was proven meanwhile
+        (failing(1.0, 2.0) + failing(200.0, ran_s=150.0) + failing(201.0), 211.0),
+        (failing(1.0, 2.0, host="b"), 0.0),
+    ],
+)
+def test_each_time_a_host_cools_down_for_twice_as_long(failures, until_s):
+    assert cooling_until("a", reversed(failures), POLICY) == until_s
+
+
+def test_without_a_cooldown_it_is_avoided_for_ever():
+    policy = RetryPolicy(retries=0, cooldown_s=None)
+    plan = plan_starts({"a": 1}, {}, failing(1.0), 1, policy, 1e9)
+    assert places(plan) == []
+    assert plan.until_s is None
+    assert cooling_until("a", failing(1.0), policy) == math.inf
+
+
+def test_hosts_and_places_that_are_gone():
+    running = {0: "a", 1: "b", 2: "b", 3: "c"}
+    plan = plan_starts({"b": 1, "d": 1}, running, [], 8, POLICY, 0.0)
+    assert plan.unwanted == {"a", "c"}
+    assert plan.crowded == (2,)
+    assert places(plan) == [(4, "d")]

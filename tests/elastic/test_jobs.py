@@ -1,0 +1,341 @@
+"""Jobs of ``kolovod run --elastic``: processes are killed, come and leave, and no step is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import KOLOVOD
+
+SCRIPT = Path(__file__).parents[1] / "support" / "elastic_script.py"
+DEADLINE_S = 100
+
+
+def run(*flags: str, script: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    command = [*KOLOVOD, "run", "--elastic", *flags, "--", sys.executable, *script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def train(kind: str, full: int, plan: list[int], *flags: str) -> list[dict[str, Any]]:
+    """What each process that came to the end says; and that all is as it must be."""
+    kills = ",".join(map(str, plan))
+    done = run(*flags, script=(str(SCRIPT), kind, str(full), kills))
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
+    assert sorted(result["slot"] for result in results) == list(range(full)), done.stderr
+    log = results[0]["log"]
+    for result in results:
+        assert result["log"] == log
+        assert result["result"] == results[0]["result"]
+    everybody = (1 << full) - 1
+    assert log[0] == log[-1] == everybody
+    left_out = [everybody & ~bits for bits in log]
+    absent = [bits for bits, before in zip(left_out, [0, *left_out], strict=False) if bits > before]
+    assert absent == [1 << slot for slot in plan]  # one at a time, and nobody else
+    assert done.stderr.count("was killed by signal 9") == 2 * len(plan)
+    return results
+
+
+def test_killed_ranks_are_replaced_and_no_step_is_lost() -> None:
+    """On one host: between hosts 2 of 30 runs have stood still after a loss (issue 15)."""
+    results = train("numpy", 3, [2, 0, 1], "-np", "3")
+    for result in results:  # every step counts once, with those who took part
+        assert result["result"] == sum(result["log"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("full", "plan"), [(3, [0, 2]), (2, [1, 0])], ids=["3 ranks", "2 ranks"])
+def test_an_optimizer_of_torch(full: int, plan: list[int]) -> None:
+    """All ranks have equal weights, also after a job has shrunk to one rank and grown again."""
+    results = train("torch", full, plan, "-np", str(full))
+    assert results[0]["result"][0] != 0
+
+
+def test_fewer_than_min_np_end_their_step_and_wait() -> None:
+    (first, _) = train("numpy", 2, [0, 1], "-np", "2", "--min-np", "2")
+    alone = [bits for bits in first["log"] if bits in (1, 2)]
+    assert len(alone) <= 2  # the step that a death interrupted, if it had begun
+
+
+def test_too_few_for_too_long_end_the_job() -> None:
+    code = (
+        "import os, sys, time, kolovod.numpy as kv; from kolovod import elastic\n"
+        "if not os.environ['KOLOVOD_FIRST_HOSTS']: time.sleep(60)\n"
+        "def train(state):\n"
+        "    while True:\n"
+        "        elastic.exactly(lambda: kv.allreduce(1.0, 'one'))\n"
+        "        state.step += 1\n"
+        "        if state.step == 5 and kv.rank() == 1: os.kill(os.getpid(), 9)\n"
+        "        state.commit()\n"
+        "kv.init()\n"
+        "elastic.run(train)(elastic.State(step=0))\n"
+    )
+    flags = ["-np", "2", "--min-np", "2", "--elastic-timeout", "2"]
+    done = run(*flags, script=("-c", code))
+    assert done.returncode == 1  # that of the rank that was left, and raised JobOverError
+    assert "1 of the at least 2 members are there" in done.stderr
+    assert "nobody came in 2 s" in done.stderr
+
+
+def test_a_job_whose_ranks_all_fail_ends_with_their_code() -> None:
+    code = "from kolovod import elastic; elastic.run(lambda state: 1 / 0)(elastic.State())"
+    done = run("-np", "2", script=("-c", code))
+    assert done.returncode == 1
+    assert done.stderr.count("ZeroDivisionError") >= 2
+
+
+ONE_RAISES = """
+import os, sys, threading, time
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+state = elastic.State(step=0)
+
+@elastic.run
+def train(state):
+    while state.step < 40:
+        elastic.exactly(lambda: kv.allreduce(1.0, "one"))
+        if state.step == 20 and os.environ["KOLOVOD_SLOT"] == "1":
+            if sys.argv[1] == "stays":
+                threading.Thread(target=time.sleep, args=(8,)).start()
+            raise ValueError("loss is nan")
+        state.step += 1
+        state.commit()
+
+train(state)
+print("done", kv.size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "stays"])
+def test_a_rank_that_raises_is_left_out_at_once(how: str) -> None:
+    """Also where its process goes on for a while, since a thread of it runs."""
+    done = run("-np", "3", script=("-c", ONE_RAISES, how))
+    assert re.findall(r"done \d", done.stdout) == ["done 2"] * 2, done.stderr
+    assert "rank 1 on host localhost was lost (ValueError: loss is nan)" in done.stderr
+    assert done.stderr.count("ranks go on") == 1
+    assert done.returncode == 0
+
+
+def test_the_code_of_a_job_that_loses_a_rank_and_fails_later_is_that_of_the_end() -> None:
+    code = (
+        "import os, kolovod.numpy as kv; from kolovod import elastic\n"
+        "def train(state):\n"
+        "    for step in range(20):\n"
+        "        elastic.exactly(lambda: kv.allreduce(1.0, 'one'))\n"
+        "        if step == 5 and kv.size() == 3 and kv.rank() == 2: os.kill(os.getpid(), 9)\n"
+        "    raise SystemExit(7)\n"
+        "kv.init()\n"
+        "elastic.run(train)(elastic.State())\n"
+    )
+    done = run("-np", "3", script=("-c", code))
+    assert done.returncode == 7, done.stderr
+
+
+def test_a_rank_that_returns_early_does_not_hide_that_the_others_fail() -> None:
+    code = (
+        "import kolovod.numpy as kv; from kolovod import elastic\n"
+        "def train(state):\n"
+        "    for step in range(20):\n"
+        "        if step == 5 and kv.rank() == 0 and kv.size() == 3: return\n"
+        "        elastic.exactly(lambda: kv.allreduce(1.0, 'one'))\n"
+        "    raise SystemExit(7)\n"
+        "kv.init()\n"
+        "elastic.run(train)(elastic.State())\n"
+    )
+    done = run("-np", "3", script=("-c", code))
+    assert done.returncode == 7, done.stderr
+
+
+def test_children_of_a_rank_end_by_sigterm() -> None:
+    code = (
+        "import multiprocessing, time; from kolovod import elastic\n"
+        "def train(state):\n"
+        "    child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "    child.start(); child.terminate(); child.join(20)\n"
+        "    print('code', child.exitcode, flush=True)\n"
+        "elastic.run(train)(elastic.State())\n"
+    )
+    done = run("-np", "1", script=("-c", code))
+    assert "code -15" in done.stdout, done.stderr
+
+
+def test_a_state_of_another_kind_is_refused() -> None:
+    code = "from kolovod import elastic; elastic.run(lambda state: 1)({})"
+    done = run("-np", "1", script=("-c", code))
+    assert done.returncode == 1
+    assert "the first argument is a dict: give a kolovod.elastic.State" in done.stderr
+
+
+def test_without_elastic_the_function_is_called_as_it_is() -> None:
+    code = (
+        "from kolovod import elastic; state = elastic.State(n=1)\n"
+        "elastic.run(lambda state: (state.commit(), print(state.n)))(state)"
+    )
+    command = [*KOLOVOD, "run", "-np", "2", "--", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r":(\d)\n", done.stdout)) == ["1", "1"]
+
+
+LEAVING = """
+import os, sys, time
+import kolovod, kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+state = elastic.State(step=0)
+
+@elastic.run
+def train(state):
+    while kv.size() == 3 or state.step % 20:
+        elastic.exactly(lambda: kv.allreduce(1.0, "one"))
+        if state.step == 5:
+            print("pid", os.getpid(), "slot", os.environ["KOLOVOD_SLOT"], flush=True)
+        state.step += 1
+        state.commit()
+        time.sleep(0.005)
+
+train(state)
+print("done", kv.size(), flush=True)
+"""
+
+
+def test_sigterm_lets_a_rank_leave_after_its_step() -> None:
+    command = [*KOLOVOD, "run", "--elastic", "-np", "3", "--max-np", "3"]
+    command += ["--", sys.executable, "-c", LEAVING]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        pids: dict[int, int] = {}
+        assert process.stdout is not None
+        while len(pids) < 3:
+            found = re.search(r"pid (\d+) slot (\d)", process.stdout.readline())
+            if found:
+                pids[int(found[2])] = int(found[1])
+        os.kill(pids[1], signal.SIGTERM)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, err
+    assert "2 ranks go on, since rank 1 on host localhost leaves" in err
+    assert re.findall(r"done \d", out) == ["done 2"] * 2
+    assert "was lost" not in err
+    assert "Traceback" not in err
+
+
+def test_a_signal_to_the_launcher_ends_the_job() -> None:
+    command = [*KOLOVOD, "run", "--elastic", "-np", "2", "--", sys.executable, "-c"]
+    command += ["import time; print('up', flush=True); time.sleep(100)"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM: ending 2 ranks" in err
+    assert time.monotonic() - begin < 25
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--min-np", "3"], "--min-np 3, -np 2, --max-np 2: they must not descend"),
+        (["--max-np", "1"], "--min-np 1, -np 2, --max-np 1: they must not descend"),
+        (["--keep-going"], "--keep-going beside --elastic"),
+    ],
+)
+def test_wrong_options_are_named(flags: list[str], message: str) -> None:
+    done = run("-np", "2", *flags, script=("-c", "1"))
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+GROWING = """
+import os, sys, time
+import kolovod, kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+state = elastic.State(step=0, sizes=[])
+hosts = sys.argv[1]
+wanted = ["localhost:1\\n127.0.0.1:1\\n", "localhost:2\\n127.0.0.1:1\\n", "127.0.0.1:1\\n", ""]
+
+@elastic.run
+def train(state):
+    while True:
+        size = int(elastic.exactly(lambda: kv.allreduce(1.0, "one", kv.Sum)))
+        if not state.sizes or state.sizes[-1] != size:
+            state.sizes.append(size)
+            state.step = 0
+        state.step += 1
+        if state.step == 20 and kv.rank() == 0:
+            text = wanted[len(state.sizes)]
+            if text:
+                with open(hosts + ".new", "w") as file:
+                    file.write(text)
+                os.rename(hosts + ".new", hosts)
+        if state.sizes == [2, 3, 1] and state.step == 20:
+            return
+        state.commit()
+        time.sleep(0.005)
+
+train(state)
+print("sizes", *state.sizes, flush=True)
+"""
+
+
+def test_hosts_are_discovered(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n127.0.0.1:1\n")
+    flags = ["-np", "2", "--host-discovery-script", f"cat {hosts}"]
+    done = run(*flags, script=("-c", GROWING, str(hosts)))
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"sizes (.*)", done.stdout) == ["2 3 1"]
+    assert "the hosts are now localhost:2, 127.0.0.1:1" in done.stderr
+    assert "the hosts are now 127.0.0.1:1" in done.stderr
+    assert "was lost" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+DATA_SCRIPT = SCRIPT.with_name("elastic_data_script.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "samples", "ends"),
+    [
+        (["-np", "3", "--min-np", "3"], 200, "2:0:3,0:1:4"),
+        (["-np", "2", "--min-np", "2"], 61, "1:0:2,0:1:0"),
+    ],
+    ids=["3 ranks", "2 ranks"],
+)
+def test_every_sample_counts_once_in_an_epoch(flags: list[str], samples: int, ends: str) -> None:
+    done = run(*flags, script=(str(DATA_SCRIPT), str(samples), "3", ends))
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
+    assert results, done.stderr
+    for result in results:
+        assert result["used"] == [[1.0] * samples] * 3
+    assert done.stderr.count("was killed by signal 9") == 2 * len(ends.split(","))
+
+
+def test_a_commit_without_a_step_that_counts_samples_is_named() -> None:
+    code = (
+        "import kolovod.numpy as kv; from kolovod import elastic; kv.init()\n"
+        "state = elastic.State(sampler=elastic.ElasticSampler(range(9), 1))\n"
+        "elastic.run(lambda state: state.commit())(state)"
+    )
+    done = run("-np", "2", script=("-c", code))
+    assert done.returncode == 1
+    assert "commit() after no step that uses samples" in done.stderr

@@ -1,0 +1,69 @@
+"""What a member has promised and agreed to is found when it has ended, however that came."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kolovod.elastic import record_file
+from kolovod.elastic.ballots import NOTHING, Ballot, Record
+from kolovod.elastic.record_file import RecordFile
+from kolovod.elastic.table import first_world
+
+WORLD = first_world([(0, "a"), (1, "b")])
+
+
+@pytest.fixture(name="made")
+def made_file() -> Iterator[tuple[int, RecordFile]]:
+    fd, path = record_file.new_file()
+    file = RecordFile(path)
+    yield fd, file
+    file.close()
+    os.close(fd)
+
+
+def latest(fd: int) -> Record | None:
+    return record_file.parse(record_file.read(fd))
+
+
+def test_the_latest_record_is_found(made: tuple[int, RecordFile]) -> None:
+    fd, file = made
+    assert latest(fd) is None
+    for term in range(1, 6):
+        record = Record(Ballot(term, -1), WORLD, WORLD)
+        file.write(record)
+        assert latest(fd) == record
+
+
+@pytest.mark.parametrize("written", [0, 4, 17, 60])
+def test_a_record_that_was_cut_off_leaves_the_one_before(
+    made: tuple[int, RecordFile], written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the process had been killed in the middle of the third."""
+    fd, file = made
+    file.write(NOTHING)
+    before = NOTHING.told(WORLD)
+    file.write(before)
+    write = os.pwrite
+
+    def cut_off(to: int, data: memoryview, at: int) -> int:
+        write(to, data[:written], at)
+        raise _Killed
+
+    monkeypatch.setattr(os, "pwrite", cut_off)
+    with pytest.raises(_Killed):
+        file.write(Record(Ballot(9, -1), WORLD, WORLD))
+    assert latest(fd) == before
+
+
+class _Killed(BaseException):
+    pass
+
+
+def test_without_a_file_nothing_is_written() -> None:
+    file = RecordFile("")
+    file.write(NOTHING)
+    file.close()
+    file.close()

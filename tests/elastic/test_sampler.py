@@ -1,0 +1,504 @@
+"""Samples of an elastic job: each counts once in an epoch, whoever dies, comes and leaves."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import queue
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sampled import Loader, play
+from slow import slow_but
+
+from kolovod.elastic.sampler import ElasticSampler
+from kolovod.elastic.sampling import Batch, Plan, Progress, Rules, global_batch
+from kolovod.errors import InvalidArgumentError, MismatchError
+
+SCHEDULES = 1000
+
+
+@pytest.mark.parametrize("part", slow_but([0], range(21)))
+def test_each_sample_counts_once_whatever_happens(part: int) -> None:
+    schedules = range(300) if part == 0 else range(part * SCHEDULES, (part + 1) * SCHEDULES)
+    events: Counter[str] = Counter()
+    for seed in schedules:
+        events += play(seed)
+    for event in ("joined", "left", "died in a step", "died in an exchange", "restarted"):
+        assert events[event] > len(schedules) // 20, events
+
+
+def world(size: int, *args: Any, **kwargs: Any) -> list[ElasticSampler]:
+    return [ElasticSampler(*args, rank=rank, size=size, **kwargs) for rank in range(size)]
+
+
+def change(samplers: list[ElasticSampler], members: list[int]) -> None:
+    """``changed`` on all, each in a thread."""
+    values: list[Any] = [None] * len(samplers)
+    gate = threading.Barrier(len(samplers), timeout=20)
+    errors: list[Exception | None] = [None] * len(samplers)
+
+    def run(rank: int) -> None:
+        def allgather(value: Any) -> list[Any]:
+            gate.wait()
+            values[rank] = pickle.dumps(value)
+            gate.wait()
+            return list(map(pickle.loads, values))
+
+        try:
+            samplers[rank].changed(members[rank], allgather)
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(samplers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors[0] is not None:
+        assert len({repr(error) for error in errors}) == 1, errors
+        raise errors[0]
+
+
+def step(iterators: list[Any], samplers: list[ElasticSampler], **kwargs: Any) -> list[Any]:
+    batches = [next(iterator) for iterator in iterators]
+    for sampler in samplers:
+        sampler.record_step(**kwargs)
+    return batches
+
+
+# --- orders and sizes ---
+
+
+def test_the_order_is_the_same_everywhere_and_for_ever() -> None:
+    sampler = ElasticSampler(range(8), 4, seed=3, rank=0, size=1)
+    sampler.set_epoch(2)
+    assert list(sampler) == [3, 7, 4, 0, 1, 6, 2, 5]
+    orders = {
+        tuple(ElasticSampler(range(40), 4, seed=seed, rank=0, size=1)) for seed in (0, 1, -1, 2**40)
+    }
+    sampler = ElasticSampler(range(40), 4, rank=0, size=1)
+    for epoch in (1, 2):
+        sampler.set_epoch(epoch)
+        orders.add(tuple(sampler))
+    assert len(orders) == 6 - 1  # seeds are taken modulo 2**32
+    assert {tuple(sorted(order)) for order in orders} == {tuple(range(40))}
+    assert list(ElasticSampler(range(5), 4, False, rank=0, size=1)) == [0, 1, 2, 3, 4]
+
+
+def test_with_padding_all_ranks_have_equally_many() -> None:
+    batches = [list(sampler.batches()) for sampler in world(3, range(20), 4, False)]
+    assert [list(map(len, mine)) for mine in batches] == [[4, 3]] * 3
+    counts = Counter(index for mine in batches for batch in mine for index in batch)
+    assert set(counts) == set(range(20))
+    assert sum(counts.values()) == 21
+
+
+def test_without_padding_the_last_batches_differ_by_at_most_one_sample() -> None:
+    samplers = world(3, range(20), 4, False, pad=False)
+    batches = [list(sampler.batches()) for sampler in samplers]
+    assert [list(map(len, mine)) for mine in batches] == [[4, 3], [4, 3], [4, 2]]
+    assert sorted(i for mine in batches for batch in mine for i in batch) == list(range(20))
+
+
+def test_a_rank_without_a_sample_has_one_that_has_no_weight() -> None:
+    samplers = world(3, range(2), 4, False, pad=False)
+    assert [list(sampler.batches()) for sampler in samplers] == [[[0]], [[1]], [[0]]]
+    assert [sampler.weight for sampler in samplers] == [1.5, 1.5, 0]
+    assert [list(sampler) for sampler in samplers] == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_no_samples_make_no_steps(pad: bool) -> None:
+    for sampler in world(2, [], 4, pad=pad):
+        assert (sampler.steps_left, len(sampler), len(sampler.batches())) == (0, 0, 0)
+        assert list(sampler) == list(sampler.batches()) == list(sampler.steps([])) == []
+
+
+def test_lengths_include_what_is_done() -> None:
+    sampler = ElasticSampler(range(10), 4, rank=0, size=1, pad=False)
+    batches = sampler.batches()
+    assert (len(sampler), len(batches)) == (10, 3)
+    iterator = iter(batches)
+    step([iterator], [sampler])
+    assert (len(sampler), len(batches)) == (10, 3)
+    assert (sampler.steps_done, sampler.steps_left) == (1, 2)
+
+
+# --- changes ---
+
+
+def test_what_is_drawn_ahead_stays_with_its_rank_and_the_rest_is_shared() -> None:
+    samplers = world(2, range(24), 2, False, pad=False)
+    change(samplers, [5, 7])
+    loops = [iter(Loader(samplers[0], 1, cuts=False)), iter(Loader(samplers[1], 3, cuts=False))]
+    assert step(loops, samplers) == [[0, 1], [2, 3]]
+    samplers.append(ElasticSampler(range(24), 2, False, pad=False))
+    change(samplers, [5, 7, 9])
+    loops.append(iter(Loader(samplers[2], 0, cuts=False)))
+    # Rank 0 holds 4, 5 and rank 1 holds 6, 7, then 10, 11, then 14, 15.
+    assert step(loops, samplers) == [[4, 5], [6, 7], [8, 9]]
+    assert step(loops, samplers) == [[12, 13], [10, 11], [16, 17]]
+    assert step(loops, samplers) == [[18, 19], [14, 15], [20, 21]]
+    assert step(loops, samplers) == [[22], [23], [2]]
+    assert not any(sampler.steps_left for sampler in samplers)
+
+
+def test_a_batch_of_the_dead_counts_if_its_step_did() -> None:
+    for counts in (True, False):
+        samplers = world(2, range(8), 2, False, pad=False)
+        change(samplers, [1, 2])
+        loops = [iter(sampler.batches()) for sampler in samplers]
+        batches = [next(loop) for loop in loops]
+        assert batches == [[0, 1], [2, 3]]
+        samplers[0].record_step([1, 2] if counts else [1])
+        change(samplers[:1], [1])
+        rest = list(loops[0])
+        assert rest == [[4, 5], [6, 7]] if counts else [[2, 3], [4, 5], [6, 7]]
+
+
+def test_who_has_been_lost_does_not_count_again() -> None:
+    samplers = world(2, range(12), 2, False, pad=False)
+    change(samplers, [1, 2])
+    loop = iter(samplers[0].batches())
+    for members in ([1], None, [1, 2]):
+        next(loop)
+        samplers[0].record_step(members)
+    change(samplers[:1], [1])
+    assert list(loop) == [[2, 3], [6, 7], [10, 11]]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_step_without_samples_is_left_out_unless_some_will_come_back(is_lost: bool) -> None:
+    real, nothing = Batch(((0, 1),)), Batch((), (0,))
+    plan = Plan(Rules(1, 1, False), (1, 2), ((real,), (nothing, nothing)), ())
+    assert [plan.weights(0), plan.weights(1)] == [[1, 0], [0, 0]]
+    sampler = ElasticSampler(range(1), 1, pad=False)
+    change([sampler], [2])
+    sampler._progress, sampler._rank = Progress(0, 0, plan, 0, (0, 0)), 1
+    seen = []
+    for number, step in enumerate(sampler.steps(Loader(sampler, 9, cuts=False))):
+        seen += list(step)
+        sampler.record_step([2] if is_lost else None)
+        if number == 1:
+            change([sampler], [2])
+    assert seen == ([([0], 0), ([0], 0), ([0], 1)] if is_lost else [([0], 0)])
+    assert (sampler.steps_left, sampler.steps_done) == (0, 3 if is_lost else 2)
+
+
+def test_a_loop_that_has_drawn_all_is_begun_again_when_samples_come_back() -> None:
+    samplers = world(2, range(4), 1, False, pad=False)
+    change(samplers, [1, 2])
+    seen = []
+    loops = [
+        samplers[0].steps(Loader(samplers[0], 9, cuts=False)),
+        samplers[1].steps(Loader(samplers[1], 9, cuts=False)),
+    ]
+    for loop in loops:
+        list(next(loop))
+    samplers[0].record_step([1])
+    change(samplers[:1], [1])
+    for number, batches in enumerate(loops[0]):
+        seen += [index for batch, _ in batches for index in batch]
+        samplers[0].record_step()
+        assert number < 9
+    assert sorted(seen) == [1, 2, 3]
+
+
+def test_an_iteration_that_has_ended_stays_at_its_end() -> None:
+    samplers = world(2, range(4), 1, False)
+    change(samplers, [1, 2])
+    loops = [iter(sampler.batches()) for sampler in samplers]
+    assert list(loops[0]) == [[0], [2]]
+    next(loops[1])
+    samplers[0].record_step([1])
+    change(samplers[:1], [1])
+    assert samplers[0].steps_left == 3
+    assert list(loops[0]) == []
+    assert list(samplers[0].batches()) == [[2], [1], [3]]
+
+
+def test_a_loader_may_draw_in_a_thread_while_the_ranks_change() -> None:
+    sampler = ElasticSampler(range(500), 3, pad=False)
+    change([sampler], [0])
+    waiting, seen = queue.Queue[Any](5), []
+
+    def load() -> None:
+        for batch in sampler.batches():
+            waiting.put(batch, timeout=20)
+
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    for number in range(100):
+        seen += waiting.get(timeout=20)
+        sampler.record_step()
+        change([sampler], [0])
+        assert sampler.steps_left == 166 - number
+    while sampler.steps_left:
+        seen += waiting.get(timeout=20)
+        sampler.record_step()
+    thread.join(20)
+    assert sorted(seen) == list(range(500))
+
+
+def test_who_comes_goes_on_where_the_others_are() -> None:
+    old = ElasticSampler(range(12), 2, seed=3, rank=0, size=1)
+    old.set_epoch(4)
+    change([old], [0])
+    loop = iter(old.batches())
+    step([loop], [old])
+    new = ElasticSampler(range(12), 2, seed=3)
+    new.set_epoch(1)
+    new._given = 0, 1  # so it can draw before
+    early = iter(new.batches())
+    next(early)
+    change([old, new], [0, 1])
+    assert list(early) == []
+    with pytest.raises(InvalidArgumentError, match="0 have been drawn"):
+        new.record_step()
+    assert (new.epoch, new.steps_done, new.steps_left) == (4, 1, old.steps_left)
+    new.set_epoch(4)  # no effect
+    assert new.steps_done == 1
+    rest = [*list(loop), *list(new.batches())]
+    assert len({index for batch in rest for index in batch}) == 10
+
+
+def test_an_error_in_the_exchange_changes_nothing() -> None:
+    sampler = ElasticSampler(range(12), 2, rank=0, size=1)
+    change([sampler], [0])
+    loop = iter(sampler.batches())
+    step([loop], [sampler])
+    before = sampler._progress
+
+    def allgather(value: Any) -> list[Any]:
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        sampler.changed(0, allgather)
+    assert sampler._progress is before
+    thread = threading.Thread(target=sampler.set_epoch, args=(1,), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert sampler.epoch == 1  # the lock is free
+
+
+def test_ranks_that_differ_are_told() -> None:
+    samplers = world(2, range(12), 2)
+    samplers[1] = ElasticSampler(range(13), 2)
+    with pytest.raises(MismatchError, match=r"rank 1 has .*length=13.* rank 0 one with .*12"):
+        change(samplers, [0, 1])
+    samplers = world(2, range(12), 2)
+    change(samplers, [0, 1])
+    loops = [iter(sampler.batches()) for sampler in samplers]
+    step(loops[:1], samplers[:1])
+    with pytest.raises(MismatchError, match=r"rank 1's sampler is at step 0 of epoch 0.*step 1"):
+        change(samplers, [0, 1])
+    with pytest.raises(InvalidArgumentError, match=r"members \[3, 3\]"):
+        change(world(2, range(12), 2), [3, 3])
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(size: int) -> None:
+    samplers = world(3, range(31), 2, seed=1, pad=False)
+    for sampler in samplers:
+        sampler.set_epoch(2)
+    loops = [iter(Loader(sampler, 2, cuts=False)) for sampler in samplers]
+    seen = [index for _ in range(3) for batch in step(loops, samplers) for index in batch]
+    states = [json.dumps(sampler.state_dict()) for sampler in samplers]
+    assert len(set(states)) == 1
+    others = world(size, range(31), 2, seed=1, pad=False)
+    for other in others:
+        other.load_state_dict(json.loads(states[0]))
+        assert (other.epoch, other.steps_done) == (2, 3)
+    loops = [iter(other.batches()) for other in others]
+    while others[0].steps_left:
+        weights = [other.weight for other in others]
+        for batch, weight in zip(step(loops, others), weights, strict=True):
+            seen += batch if weight else []
+    assert sorted(seen) == list(range(31))
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    sampler = ElasticSampler(range(10), 2, rank=0, size=1)
+    good = sampler.state_dict()
+    for wrong, text in (
+        ({"length": 11}, r"\(11, 0, True\)"),
+        ({"seed": 5}, "5"),
+        ({"left": [[0, 11]]}, r"\[0, 11\]"),
+        ({"left": [[3, 2]]}, r"\[3, 2\]"),
+        ({"left": [[0, 3], [2, 4]]}, "ascending"),
+        ({"left": [[-1, 2]]}, "-1"),
+        ({"left": 3}, "not the state"),
+        ({"epoch": None}, "not the state"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            sampler.load_state_dict({**good, **wrong})
+    with pytest.raises(InvalidArgumentError, match="epoch"):
+        sampler.load_state_dict({})
+
+
+def test_going_back_ends_what_iterates() -> None:
+    sampler = ElasticSampler(range(8), 2, False, rank=0, size=1)
+    loop, state = iter(sampler.batches()), sampler.state_dict()
+    step([loop], [sampler])
+    sampler.load_state_dict(state)
+    assert list(loop) == []
+    assert next(iter(sampler.batches())) == [0, 1]
+
+
+# --- the same number of samples in each step ---
+
+
+@pytest.mark.parametrize(
+    ("samples", "size", "most", "expected"),
+    [(64, 4, 16, (1, 16)), (64, 3, 16, (2, 11)), (64, 1, 16, (4, 16)), (5, 8, 2, (1, 1))],
+)
+def test_global_batch(samples: int, size: int, most: int, expected: tuple[int, int]) -> None:
+    assert global_batch(samples, size, most) == expected
+
+
+def test_global_batch_is_as_small_as_can_be() -> None:
+    draw = random.Random(1)
+    for _ in range(2000):
+        samples, size, most = (draw.randrange(1, 200), draw.randrange(1, 9), draw.randrange(1, 40))
+        passes, batch = global_batch(samples, size, most)
+        assert batch <= most
+        assert passes == 1 or (passes - 1) * size * most < samples
+        assert (batch - 1) * size * passes < samples <= batch * size * passes
+
+
+def test_a_step_keeps_its_samples_when_the_size_changes() -> None:
+    samplers = world(4, range(640), 16, False, pad=False, samples_per_step=64)
+    change(samplers, [0, 1, 2, 3])
+    loops = [sampler.steps(sampler.batches()) for sampler in samplers]
+    seen: list[int] = []
+    for size, passes in ((4, 1), (3, 2), (1, 4), (1, 4)):
+        if size < len(samplers):
+            samplers, loops = samplers[:size], loops[:size]
+            change(samplers, list(range(size)))
+        assert {sampler.passes for sampler in samplers} == {passes}
+        taken = [list(next(loop)) for loop in loops]
+        sizes = [len(batch) for step in taken for batch, _ in step]
+        assert (sum(sizes), len(sizes)) == (64, size * passes)
+        assert max(sizes) - min(sizes) <= 1
+        assert sum(weight for step in taken for _, weight in step) == pytest.approx(size)
+        seen += [index for step in taken for batch, _ in step for index in batch]
+        for sampler in samplers:
+            sampler.record_step()
+    assert sorted(seen) == list(range(256))
+
+
+def test_what_is_drawn_ahead_is_part_of_the_step() -> None:
+    samplers = world(2, range(640), 16, False, pad=False, samples_per_step=64)
+    change(samplers, [0, 1])
+    loops = [sampler.steps(Loader(sampler, 2, cuts=False)) for sampler in samplers]
+    for loop, sampler in zip(loops, samplers, strict=True):
+        list(next(loop))
+        sampler.record_step()
+    others = [ElasticSampler(range(640), 16, False, pad=False, samples_per_step=64) for _ in "23"]
+    samplers += others
+    loops += [sampler.steps(Loader(sampler, 0, cuts=False)) for sampler in others]
+    change(samplers, [0, 1, 2, 3])
+    for _ in range(3):  # two batches of 16 are there, and 16 are taken by each of the new ranks
+        assert {sampler.samples for sampler in samplers} == {64}
+        sizes = [[len(batch) for batch, _ in next(loop)] for loop in loops]
+        assert sizes == [[16]] * 4
+        for sampler in samplers:
+            sampler.record_step()
+    short = [ElasticSampler(range(640), 16, False, pad=False, samples_per_step=40) for _ in "01"]
+    change(short[:1], [0])  # three passes of 14, 13 and 13
+    first = short[0].steps(Loader(short[0], 3, cuts=False))
+    list(next(first))
+    short[0].record_step()
+    change(short, [0, 1])  # two passes of 10; 14, 13 and 13 are there
+    assert [short[0]._progress.plan.weights(step) for step in range(3)] == [
+        [14, 7, 13, 6],
+        [13, 9, 9, 9],
+        [10, 10, 10, 10],
+    ]
+
+
+# --- wrong use ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"seed": 0.5}, "seed is 0.5"),
+        ({"samples_per_step": 0, "pad": False}, "samples_per_step is 0"),
+        ({"samples_per_step": 8}, "samples_per_step is 8 and pad is set"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        ElasticSampler(range(4), **{"batch_size": 1, **arguments})
+
+
+def test_wrong_use_is_told() -> None:
+    sampler = ElasticSampler(range(4), 2, rank=0, size=1)
+    with pytest.raises(InvalidArgumentError, match="0 have been drawn"):
+        sampler.record_step()
+    with pytest.raises(InvalidArgumentError, match="epoch is 'x'"):
+        sampler.set_epoch("x")  # type: ignore[arg-type]
+    loop = iter(sampler.batches())
+    next(loop)
+    with pytest.raises(InvalidArgumentError, match=r"members is \[0, 9\], but \[9\]"):
+        sampler.record_step([0, 9])
+    sampler.record_step()
+    step([loop], [sampler])
+    with pytest.raises(InvalidArgumentError, match="after all 2 steps of epoch 0"):
+        sampler.record_step()
+    with pytest.raises(InvalidArgumentError, match="set_epoch begins another one"):
+        iter(sampler)
+    with pytest.raises(InvalidArgumentError, match="no step is at hand"):
+        _ = sampler.weight
+    with pytest.raises(InvalidArgumentError, match="rank is 2 of 2"):
+        next(iter(ElasticSampler(range(4), 2, rank=2, size=2)))
+    many = ElasticSampler(range(9), 2, pad=False, samples_per_step=6, rank=0, size=1)
+    with pytest.raises(InvalidArgumentError, match="give batches"):
+        iter(many)
+    with pytest.raises(InvalidArgumentError, match="3 passes"):
+        _ = many.weight
+
+
+def test_steps_tell_what_is_forgotten() -> None:
+    sampler = ElasticSampler(range(8), 2, rank=0, size=1)
+    loop = sampler.steps(sampler.batches())
+    next(loop)
+    with pytest.raises(InvalidArgumentError, match="step 0 of epoch 0 has not been recorded"):
+        next(loop)
+    with pytest.raises(InvalidArgumentError, match="does it draw from this sampler"):
+        list(next(sampler.steps([])))
+
+
+def test_a_loader_of_another_batch_size_is_found() -> None:
+    sampler = ElasticSampler(range(8), 2, rank=0, size=1)
+
+    class Wide:
+        def __iter__(self) -> Iterator[list[int]]:
+            indices = list(sampler)
+            yield from (indices[:4], indices[4:])
+
+    def train() -> None:
+        for batches in sampler.steps(Wide()):
+            list(batches)
+            sampler.record_step()
+
+    with pytest.raises(InvalidArgumentError, match=r"after 2 batches of 4 .*cut batches of 2"):
+        train()
+
+
+def test_a_member_must_be_in_the_steps_that_it_records() -> None:
+    samplers = world(2, range(8), 2)
+    change(samplers, [4, 6])
+    next(iter(samplers[0].batches()))
+    with pytest.raises(InvalidArgumentError, match=r"members is \[6\]: this is member 4"):
+        samplers[0].record_step([6])

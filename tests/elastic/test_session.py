@@ -1,0 +1,202 @@
+"""Processes' sessions and a steward, as threads of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kolovod.elastic.ballots import NOTHING, Proof
+from kolovod.elastic.membership import Policy
+from kolovod.elastic.session import Session
+from kolovod.elastic.steward import LABEL, Steward
+from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
+from kolovod.errors import AuthenticationError, JobOverError
+from kolovod.net.addresses import address_of, connect_any, listen
+from kolovod.net.channel import new_secret
+
+SECRET = new_secret()
+HOSTS = ["a", "a", "b"]
+LIMIT_S = 30.0
+
+
+class Job:
+    """A steward, and the sessions of those it starts with."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.world = first_world(enumerate(HOSTS))
+        listeners = listen(["127.0.0.1"], backlog=16)
+        self.address = address_of(listeners[0])
+        self.formed: list[str] = []
+        self.stopped: list[str] = []
+        self.aborted: list[tuple[int, str]] = []
+        self.steward = Steward(
+            FIRST_LAUNCHER,
+            Table(self.world),
+            policy,
+            SECRET,
+            listeners,
+            formed=lambda world, reason: self.formed.append(reason),
+            stopped=self.stopped.append,
+        )
+        self.steward.start()
+        self.sessions = [self.session(slot, HOSTS[slot], begins=True) for slot in range(len(HOSTS))]
+        self.pool = ThreadPoolExecutor(8)
+        for session in self.sessions:
+            assert session.next_world().numbers == (0, 1, 2)
+
+    def session(self, slot: int, host: str, *, begins: bool = False) -> Session:
+        return Session(
+            self.address,
+            SECRET,
+            slot,
+            host,
+            first=(slot, self.world) if begins else None,
+            abort=lambda reason: self.aborted.append((slot, reason)),
+        )
+
+    def next_worlds(self, *sessions: Session) -> list[Any]:
+        futures = [self.pool.submit(session.next_world) for session in sessions]
+        return [future.result(LIMIT_S) for future in futures]
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()
+        self.steward.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture(name="job")
+def made_job() -> Iterator[Job]:
+    job = Job(Policy(gather_s=0.05, silence_s=0.2, broken_s=0.2, elastic_timeout_s=0.5))
+    yield job
+    job.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
+    first, second, third = job.sessions
+    third.close()
+    job.steward.prove(Proof(2, "was killed", NOTHING))
+    until(lambda: sorted(slot for slot, _ in job.aborted) == [0, 1])
+    places = job.next_worlds(first, second)
+    assert [place.rank for place in places] == [0, 1]
+    assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1))}
+    assert "rank 2 on host b was lost (was killed)" in job.formed[0]
+
+
+def test_who_joins_waits_until_the_others_stop(job: Job) -> None:
+    joining = job.session(3, "b")
+    waiting = job.pool.submit(joining.next_world)
+    until(lambda: all(session.wants_change for session in job.sessions))
+    assert not waiting.done()
+    assert not joining.has_state
+    for session in job.sessions:
+        session.stop_for_next()
+    places = job.next_worlds(*job.sessions)
+    places.append(waiting.result(LIMIT_S))
+    assert [place.rank for place in places] == [0, 1, 2, 3]
+    assert not job.aborted
+    joining.got_state()
+    assert joining.has_state
+    joining.close()
+
+
+def test_who_leaves_is_told_so_and_the_others_go_on(job: Job) -> None:
+    leaving, *others = job.sessions
+    leaving.leave()
+    until(lambda: all(session.wants_change for session in job.sessions))
+    for session in job.sessions:
+        session.stop_for_next()
+    places = job.next_worlds(*others)
+    assert [place.numbers for place in places] == [(1, 2)] * 2
+    with pytest.raises(JobOverError, match="goes on in epoch 2 without this process") as caught:
+        leaving.next_world()
+    assert caught.value.has_left
+
+
+def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
+    for session in job.sessions:
+        session.failed("connection reset")
+    places = job.next_worlds(*job.sessions)
+    assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
+    assert "connection reset" in job.formed[0]
+
+
+def test_a_failure_while_a_rank_waits_to_join_is_mended_without_it(job: Job) -> None:
+    """Its world would meet ranks in the middle of a step."""
+    joining = job.session(3, "b")
+    waiting = job.pool.submit(joining.next_world)
+    until(lambda: all(session.wants_change for session in job.sessions))
+    for session in job.sessions:
+        session.failed("connection reset")
+    places = job.next_worlds(*job.sessions)
+    assert {place.numbers for place in places} == {(0, 1, 2)}
+    assert not waiting.done()
+    until(lambda: all(session.wants_change for session in job.sessions))
+    for session in job.sessions:
+        session.stop_for_next()
+    assert [len(place.numbers) for place in job.next_worlds(*job.sessions)] == [4] * 3
+    assert waiting.result(LIMIT_S).rank == 3
+    joining.close()
+
+
+def test_who_gives_up_is_left_out_though_it_lives(job: Job) -> None:
+    job.sessions[1].resign("ValueError: loss is nan")
+    places = job.next_worlds(job.sessions[0], job.sessions[2])
+    assert [place.numbers for place in places] == [(0, 2)] * 2
+    assert "ValueError: loss is nan" in job.formed[0]
+    with pytest.raises(JobOverError, match="this process has given up: ValueError"):
+        job.sessions[1].next_world()
+    job.sessions[1].leave()  # when the thread is over: it does nothing, to no descriptor
+
+
+def test_a_session_whose_connection_breaks_comes_again(job: Job) -> None:
+    with job.steward._lock:
+        for connection in job.steward._connections.values():
+            connection.channel.close()
+    until(lambda: len(job.steward._connections) == 3)
+    job.steward.prove(Proof(0, "was killed", NOTHING))
+    job.sessions[0].close()
+    assert [place.numbers for place in job.next_worlds(*job.sessions[1:])] == [(1, 2)] * 2
+
+
+def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
+    job = Job(Policy(min_np=2, elastic_timeout_s=0.3))
+    try:
+        for number in (1, 2):
+            job.sessions[number].close()
+            job.steward.prove(Proof(number, "was killed", NOTHING))
+        survivor = job.sessions[0]
+        while job.next_worlds(survivor)[0].numbers != (0,):
+            pass
+        survivor.stop_for_next()
+        with pytest.raises(JobOverError, match=r"1 of the at least 2 .* nobody came in 0.3 s"):
+            survivor.next_world()
+        until(lambda: len(job.stopped) == 1)
+    finally:
+        job.close()
+
+
+def test_a_steward_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kolovod.elastic.session._LOST_S", 0.3)
+    monkeypatch.setattr("kolovod.elastic.session._CONNECT_S", 0.3)
+    job = Job(Policy())
+    job.steward.close()
+    with pytest.raises(JobOverError, match=r"steward at 127.0.0.1:\d+ cannot be reached"):
+        job.sessions[0].next_world()
+    job.close()
+
+
+def test_a_wrong_secret_is_refused(job: Job) -> None:
+    with pytest.raises(AuthenticationError):
+        connect_any(job.address, new_secret(), LABEL, time.monotonic() + 5)

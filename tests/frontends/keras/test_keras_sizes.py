@@ -1,0 +1,110 @@
+"""Models of Keras, compiled and traced once, in worlds that grow and shrink."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import numpy as np
+import pytest
+from forked import KERAS_2, KERAS_RUNNERS
+from frameworks import is_installed
+from growing import MOMENTUM, RATE, STEPS, batch, check, replayed, start, worlds_of
+from slow import slow_but
+
+pytestmark = pytest.mark.timeout(200)
+ELASTIC = {"KOLOVOD_ELASTIC": "1"}
+
+
+def runner(which, ranks=3):
+    for module in {"tf_keras": (KERAS_2,), "jax": ("keras", "jax")}.get(which, ("keras", which)):
+        if not is_installed(module):
+            pytest.skip(f"{module} is not installed")
+    return functools.partial(KERAS_RUNNERS[which], ranks, timeout_s=150)
+
+
+def train(launched_as, which, ways):
+    """The weights after each world, by way."""
+    keras = importlib.import_module(KERAS_2 if which == "tf_keras" else "keras")
+    keras.backend.set_floatx("float64")
+    kv = importlib.import_module("kolovod.keras")
+    kv.init(comm=[launched_as])  # all are made in a world of one
+    trained = {}
+    for name, (passes, compiled) in ways.items():
+        model = keras.Sequential([
+            keras.layers.Input((3,)), keras.layers.EinsumDense("ab,bc->ac", 2, bias_axes="c"),
+        ])  # fmt: skip
+        model.set_weights([value + launched_as for value in start()])
+        sgd = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+        optimizer = kv.DistributedOptimizer(sgd, backward_passes_per_step=passes)
+        model.compile(optimizer, "mse", **compiled)
+        trained[name] = model, passes, []
+    kv.shutdown()
+    for phase in worlds_of(kv, launched_as):
+        for model, passes, found in trained.values():
+            if phase:
+                kv.broadcast_model(model)
+            for row in range(STEPS * passes):
+                model.train_on_batch(*batch(phase, row, launched_as))
+            found += [None] * (phase - len(found)) + [model.get_weights()]
+    return {name: found for name, (*_, found) in trained.items()}
+
+
+@pytest.mark.parametrize("which", slow_but(["tensorflow", "torch"], KERAS_RUNNERS))
+def test_models_in_worlds_that_grow_and_shrink(which):
+    ways = {"compiled": (1, {}), "passes": (2, {}), "eager": (1, {"run_eagerly": True})}
+    results = runner(which)(train, which, ways, env=ELASTIC)
+    for name, (passes, _) in ways.items():
+        check([each[name] for each in results], replayed(passes=passes), rtol=1e-6)
+
+
+def grow_without_the_setting(launched_as):
+    """The weight after a step in worlds of one, two and one; no rank is new to what it does."""
+    import keras
+
+    import kolovod.keras as kv
+
+    kv.init(comm=[launched_as])
+    model = keras.Sequential([
+        keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False),
+    ])  # fmt: skip
+    model.compile(kv.DistributedOptimizer(keras.optimizers.SGD(0.5)), "mse")
+    found = []
+    for members in ([launched_as], None, [launched_as]):
+        kv.shutdown()
+        kv.init(comm=members)
+        model.set_weights([np.zeros((1, 1))])
+        model.train_on_batch(np.ones((1, 1)), np.full((1, 1), float(launched_as)))
+        found.append(float(model.get_weights()[0][0, 0]))
+    return found
+
+
+@pytest.mark.parametrize("which", ["torch", "jax"])
+def test_steps_that_are_not_traced_or_traced_anew_need_no_setting(which):
+    found = runner(which, ranks=2)(grow_without_the_setting)
+    assert found == [[0.0, 0.5, 0.0], [1.0, 0.5, 1.0]]
+
+
+def start_equal_twice(launched_as):
+    """One callback in two worlds; XLA, which cannot wait for others, in a world of one."""
+    import keras
+
+    import kolovod.keras as kv
+
+    kv.init(comm=[launched_as])
+    start_equal = kv.callbacks.BroadcastGlobalVariablesCallback(0)
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    optimizer = kv.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    model.compile(optimizer, "mse", jit_compile=True)
+    for members in ([launched_as], None):
+        kv.shutdown()
+        kv.init(comm=members)
+        model.set_weights([np.full((1, 1), launched_as), np.zeros(1)])
+        x = np.ones((1, 1))
+        model.fit(x, x, callbacks=[start_equal], verbose=0)
+    return [weight.tolist() for weight in model.get_weights()]
+
+
+def test_callbacks_in_a_world_that_has_grown():
+    first, second = runner("tensorflow", ranks=2)(start_equal_twice, env=ELASTIC)
+    assert first == second

@@ -1,0 +1,33 @@
+"""Ranks that are killed while they train, and those who go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import kolovod
+from kolovod.errors import CollectiveAbortedError, RankLostError
+
+
+class Survivors:
+    """Finds the next world where everybody knows who is left."""
+
+    wants_change = False
+    has_state = True
+
+    def __init__(self, alive: list[int]) -> None:
+        self.alive = alive
+        self.times = 0
+
+    def reform(self, error: CollectiveAbortedError) -> None:
+        assert isinstance(error, RankLostError), error
+        self.times += 1
+        assert self.times < 20, error
+        kolovod.shutdown()
+        kolovod.init(comm=self.alive)
+
+
+def kill_soon(delay_s: float) -> None:
+    """End this process by SIGKILL, whatever it is at then."""
+    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
