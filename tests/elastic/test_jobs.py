@@ -158,14 +158,18 @@ def test_a_rank_that_returns_early_does_not_hide_that_the_others_fail() -> None:
 def test_children_of_a_rank_end_by_sigterm() -> None:
     code = (
         "import multiprocessing, time; from kolovod import elastic\n"
+        "context = multiprocessing.get_context('fork')\n"
         "def train(state):\n"
-        "    child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
-        "    child.start(); child.terminate(); child.join(20)\n"
-        "    print('code', child.exitcode, flush=True)\n"
+        "    children = [context.Process(target=time.sleep, args=(60,)) for _ in range(40)]\n"
+        "    for child in children: child.start(); child.terminate()\n"  # at any moment of a fork
+        "    deadline = time.monotonic() + 20\n"
+        "    for child in children: child.join(max(0, deadline - time.monotonic()))\n"
+        "    print('codes', {child.exitcode for child in children}, flush=True)\n"
+        "    for child in children: child.kill()\n"
         "elastic.run(train)(elastic.State())\n"
     )
     done = run("-np", "1", script=("-c", code))
-    assert "code -15" in done.stdout, done.stderr
+    assert "codes {-15}" in done.stdout, done.stderr
 
 
 def test_a_state_of_another_kind_is_refused() -> None:

@@ -2,9 +2,9 @@
 
 ::
 
-    state = kv.elastic.State(weights=weights, step=0)
+    state = elastic.State(weights=weights, step=0)
 
-    @kv.elastic.run
+    @elastic.run
     def train(state):
         while state.step < 1000:
             ...
@@ -54,6 +54,7 @@ R = TypeVar("R")
 
 _job: _Job | None = None
 _handler: Callable[[int, Any], None] | None = None  # of SIGTERM
+_forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
 
 def run(function: Callable[..., R]) -> Callable[..., R]:
@@ -273,6 +274,18 @@ def _find(environment: RankEnvironment, settings: Settings) -> lifecycle.Guide |
     return _job.enter() if _job.begins or _job.session is not None else _Alone()
 
 
+def _before_fork() -> None:
+    """Let SIGTERM wait: a child that is sent it before its handler is gone would forget it."""
+    if _handler is not None:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _after_fork() -> None:
+    mask = vars(_forking).pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _after_fork_in_child() -> None:
     """The session is the parent's, and SIGTERM ends a child as always."""
     global _job, _handler
@@ -281,7 +294,10 @@ def _after_fork_in_child() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _job, _handler = None, None
     steps.enter(None)
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
 lifecycle.guided_by(_find)
