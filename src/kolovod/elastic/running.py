@@ -52,6 +52,8 @@ __all__ = ["run"]
 
 R = TypeVar("R")
 
+_END_S = 5.0
+
 _job: _Job | None = None
 _handler: Callable[[int, Any], None] | None = None  # of SIGTERM
 _forking = threading.local()  # .mask: the signals that the thread blocks otherwise
@@ -83,14 +85,15 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
                 lifecycle.init()
             ongoing = steps.Steps(_Worlds(session), worlds.current)
             steps.enter(ongoing)
-            _meet(ongoing)
-            ongoing.lacks_state = True  # as the job begins; who joins lacks it anyway
-            _share(state, ongoing, session)
+            ongoing.begin()
+            _share(state, ongoing, session, also=True)  # with those that a job begins with
             deal = _Deal(state, ongoing)
             deal.follow()
             state._on_commit = partial(_commit, ongoing=ongoing, session=session, deal=deal)
             with _leaving_by_sigterm(session):
-                return function(state, *args, **kwargs)
+                result = function(state, *args, **kwargs)
+            _finish(ongoing, session)
+            return result
         except JobOverError as error:
             if not error.has_left:
                 raise
@@ -132,12 +135,12 @@ class _Deal:
     def __init__(self, state: State, ongoing: steps.Steps) -> None:
         self._samplers = state.samplers()
         self._ongoing = ongoing
-        self._epoch = 0  # of the world whose ranks they know
+        self._epochs = [0 for _ in self._samplers]  # of the world whose ranks each knows
 
     def record(self) -> None:
         """A step is over."""
         counted, self._ongoing.counted = self._ongoing.counted, None
-        world = worlds.current()
+        world = self._ongoing.world
         if counted is None and world.size == 1:  # whose optimizer sends nothing
             counted = world.members
         if counted is None and self._samplers:
@@ -150,11 +153,10 @@ class _Deal:
 
     def follow(self) -> None:
         """Deal the samples anew if the ranks are others than before."""
-        while self._samplers and self._epoch != worlds.current().epoch:
-            world = worlds.current()
-            self._epoch = world.epoch
-            for sampler in self._samplers:
-                sampler.changed(world.members[world.rank], self._gather)
+        while (now := self._ongoing.world).epoch != min(self._epochs, default=now.epoch):
+            place = self._epochs.index(min(self._epochs))
+            self._samplers[place].changed(now.members[now.rank], self._gather)
+            self._epochs[place] = self._ongoing.world.epoch
 
     def _gather(self, value: Any) -> list[Any]:
         objects = Objects(worlds.current)
@@ -164,23 +166,47 @@ class _Deal:
 def _commit(state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal) -> None:
     """All ranks are here, after the same step."""
     deal.record()
-    size = worlds.current().size
-    wants_change = ongoing.must_stop
-    if size == 1:  # it passes no tickets
-        wants_change = session.wants_change
-    if wants_change or size < session.min_np:
-        ongoing.must_stop = False
-        _change(ongoing, session)
-    _share(state, ongoing, session)
+    size = ongoing.world.size
+    must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
+    if must_stop or size < session.min_np:
+        session.stop_for_next(is_wanted=must_stop)
+        lifecycle.shutdown()
+        lifecycle.init()
+        ongoing.begin()
+        _share(state, ongoing, session)
     deal.follow()
 
 
-def _share(state: State, ongoing: steps.Steps, session: Session) -> None:
-    """``sync`` as a step: who has passed its ticket knows that all ranks have the state."""
-    while ongoing.lacks_state:
-        ongoing.lacks_state = False
-        ongoing.exactly(state.sync)
-        session.got_state()
+def _share(state: State, ongoing: steps.Steps, session: Session, *, also: bool = False) -> None:
+    """``sync`` as a step: who has passed its ticket knows that all ranks have the state.
+
+    Each try asks anew whether anybody lacks it (``also``: this rank says so): who does may be gone.
+    """
+    ongoing.exactly(lambda: state.sync() if also or ongoing.lacks_state else None)
+    session.got_state()
+
+
+def _finish(ongoing: steps.Steps, session: Session) -> None:
+    """Wait for the others' end: who has missed its last ticket can learn of it from this rank.
+
+    Who does not come to it in _END_S is not waited for.
+    """
+    if worlds.current().size == 1:
+        return
+
+    def give_up() -> None:
+        reason = "its function has ended, that of others has not"
+        session.resign(reason)
+        _abort(reason)
+
+    timer = threading.Timer(_END_S, give_up)
+    timer.start()
+    try:
+        ongoing.exactly(lambda: None)
+    except JobOverError:
+        pass
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -200,21 +226,6 @@ def _leaving_by_sigterm(session: Session) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _handler = None
-
-
-def _change(ongoing: steps.Steps, session: Session) -> None:
-    """All ranks are here: the next world."""
-    session.stop_for_next()
-    lifecycle.shutdown()
-    lifecycle.init()
-    _meet(ongoing)
-
-
-def _meet(ongoing: steps.Steps) -> None:
-    try:
-        ongoing.meet()
-    except CollectiveAbortedError as error:
-        ongoing.recover(error)
 
 
 def _abort(reason: str) -> None:
