@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -179,17 +180,25 @@ def reduce_much_until_told(rank, folder):
     return "done"
 
 
-@pytest.mark.slow
-def test_a_host_whose_processes_stand_still_is_not_lost():
-    """Its kernel answers, that there is no room; and it does not take the others for lost."""
+def survive(host_lost_s: str, trouble: Callable[[Bed], None]) -> None:
+    """Ranks on three hosts reduce while there is trouble, and to their end."""
+    environment = {"KOLOVOD_HOST_LOST_S": host_lost_s}
     with (
         Bed(["a", "b", "c"], with_sshd=False) as bed,
-        World(
-            bed, HOSTS, reduce_much_until_told, str(bed.folder), env={"KOLOVOD_HOST_LOST_S": "0.5"}
-        ) as world,
+        World(bed, HOSTS, reduce_much_until_told, str(bed.folder), env=environment) as world,
     ):
         there(world)
         time.sleep(0.5)
+        trouble(bed)
+        (bed.folder / "end").touch()
+        assert world.results(60) == ["done"] * len(HOSTS)
+
+
+@pytest.mark.slow
+def test_a_host_whose_processes_stand_still_is_not_lost():
+    """Its kernel answers, that there is no room; and it does not take the others for lost."""
+
+    def stand_still(bed: Bed) -> None:
         for host in ("a", "c"):
             ranks = [p.pid for p in bed.processes(host) if "rank.py" in p.command]
             for pid in ranks:
@@ -198,26 +207,19 @@ def test_a_host_whose_processes_stand_still_is_not_lost():
             for pid in ranks:
                 os.kill(pid, signal.SIGCONT)
             time.sleep(0.5)
-        (bed.folder / "end").touch()
-        assert world.results(60) == ["done"] * len(HOSTS)
+
+    survive("0.5", stand_still)
 
 
 @pytest.mark.slow
 def test_an_outage_that_is_shorter_is_survived():
-    with (
-        Bed(["a", "b", "c"], with_sshd=False) as bed,
-        World(
-            bed, HOSTS, reduce_much_until_told, str(bed.folder), env={"KOLOVOD_HOST_LOST_S": "6"}
-        ) as world,
-    ):
-        there(world)
-        time.sleep(0.5)
+    def part(bed: Bed) -> None:
         bed.partition(["a", "b"], ["c"])
         time.sleep(3)
         bed.heal()
         time.sleep(0.5)
-        (bed.folder / "end").touch()
-        assert world.results(60) == ["done"] * len(HOSTS)
+
+    survive("6", part)
 
 
 @pytest.mark.slow
