@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from launched import KOLOVOD
 
+from kolovod.elastic import State
+from kolovod.errors import InvalidArgumentError
+
 SCRIPT = Path(__file__).parents[1] / "support" / "elastic_script.py"
 DEADLINE_S = 100
 
@@ -168,6 +171,46 @@ def test_children_of_a_rank_end_by_sigterm() -> None:
     )
     done = run("-np", "1", script=("-c", code))
     assert "codes {-15}" in done.stdout, done.stderr
+
+
+RESIZED = """
+import os, signal
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+state = elastic.State(step=0, rate=0.1 * kv.size(), sizes=[])
+
+@state.on_size_change
+def scale(before, after):
+    state.rate *= after / before
+    state.sizes.append((before, after))
+
+@elastic.run
+def train(state):
+    while len(state.sizes) < 4:
+        elastic.exactly(lambda: kv.allreduce(1.0, "one"))
+        state.step += 1
+        if state.step == 5 and os.environ["KOLOVOD_SLOT"] == "2":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.sizes and kv.size() == 3 and len(state.sizes) < 3 and kv.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+
+train(state)
+print("sizes", state.sizes, round(state.rate, 6), flush=True)
+"""
+
+
+def test_all_ranks_are_told_of_each_change_of_the_size_once() -> None:
+    done = run("-np", "3", script=("-c", RESIZED))
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"sizes (.*)", done.stdout)
+    assert told == ["[(3, 2), (2, 3), (3, 2), (2, 3)] 0.3"] * 3, done.stderr
+
+
+def test_names_that_a_state_uses_itself_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="is called 'commit', which State uses itself"):
+        State(commit=1)
 
 
 def test_a_state_of_another_kind_is_refused() -> None:

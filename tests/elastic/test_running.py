@@ -253,15 +253,16 @@ def train(job: Job, number: int) -> Any:
     """What ``elastic.run`` does, with a function of STEPS steps."""
     job.init()
     samplers = [Sampler(), Sampler()]
-    state = SimpleNamespace(step=0, total=0, log=[])
+    state = SimpleNamespace(step=0, total=0, log=[], sizes=[])
     state.samplers = lambda: samplers
 
     def sync() -> None:
-        mine = state.step, state.total, tuple(state.log)
-        state.step, state.total, log = job.run("sync", mine)[0]
-        state.log = list(log)
+        mine = state.step, state.total, tuple(state.log), tuple(state.sizes)
+        state.step, state.total, log, sizes = job.run("sync", mine)[0]
+        state.log, state.sizes = list(log), list(sizes)
 
     state.sync = sync
+    state.has_size = lambda size: state.sizes.append(size)
     session: Any = Session(job, number)
     ongoing = steps.Steps(session, job.current)  # type: ignore[arg-type]
     ongoing._verbs = SimpleNamespace(allreduce_=maximum(job))  # type: ignore[assignment]
@@ -269,6 +270,7 @@ def train(job: Job, number: int) -> Any:
     running._share(state, ongoing, session, also=True)
     deal = running._Deal(state, ongoing)  # type: ignore[arg-type]
     deal.follow()
+    state.has_size(ongoing.world.size)
     while state.step < STEPS:
         for part in ("weights", "more"):
             values = ongoing.exactly(lambda part=part: job.run(part, 1 << number), counts=True)
@@ -283,7 +285,7 @@ def train(job: Job, number: int) -> Any:
     job.here.is_ending = True
     with contextlib.suppress(JobOverError):
         ongoing.exactly(lambda: None)
-    return state.total, state.log
+    return state.total, state.log, state.sizes
 
 
 def maximum(job: Job) -> Callable[..., None]:

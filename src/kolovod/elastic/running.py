@@ -89,6 +89,7 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
             _share(state, ongoing, session, also=True)  # with those that a job begins with
             deal = _Deal(state, ongoing)
             deal.follow()
+            state.has_size(ongoing.world.size)
             state._on_commit = partial(_commit, ongoing=ongoing, session=session, deal=deal)
             with _leaving_by_sigterm(session):
                 result = function(state, *args, **kwargs)
@@ -175,6 +176,7 @@ def _commit(state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal
         ongoing.begin()
         _share(state, ongoing, session)
     deal.follow()
+    state.has_size(ongoing.world.size)
 
 
 def _share(state: State, ongoing: steps.Steps, session: Session, *, also: bool = False) -> None:

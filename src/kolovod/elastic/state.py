@@ -8,11 +8,14 @@ from typing import Any
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic.sampler import ElasticSampler
+from kolovod.errors import InvalidArgumentError
 
 __all__ = ["State", "share_by"]
 
 Share = Callable[[str, Any], Any]
 """``share(name, value)``: returns, on all ranks, rank 0's value, or ``value`` changed to it."""
+
+SizeCallback = Callable[[int, int], None]
 
 _shares: list[tuple[Callable[[Any], bool], Share]] = []
 
@@ -36,9 +39,20 @@ class State:
     """
 
     def __init__(self, **values: Any) -> None:
-        """``values``: by name. Their names are the same on all ranks."""
+        """``values``: by name. Their names are the same on all ranks.
+
+        Raises InvalidArgumentError for a name that a State uses itself.
+        """
+        for name in values:
+            if name.startswith("_") or hasattr(State, name):
+                raise InvalidArgumentError(
+                    f"a value of the state is called {name!r}, which State uses itself: give it "
+                    "another name, without a leading underscore"
+                )
         self._names = list(values)
         self._on_commit: Callable[[State], None] | None = None
+        self._size = 0  # that the values are made for; 0: not known yet
+        self._size_callbacks: list[SizeCallback] = []
         for name, value in values.items():
             setattr(self, name, value)
 
@@ -53,6 +67,24 @@ class State:
         for sampler in self.samplers():
             sampler.record_step()
 
+    def on_size_change(self, callback: SizeCallback) -> SizeCallback:
+        """Have ``callback(before, after)`` called when the job has another number of ranks.
+
+        On all ranks alike, between two steps and with the same values of the state, so that each
+        change counts once: a rank that joins has the state of the others, and hears of its own
+        coming as they do. The place to scale a learning rate with the batch. ``callback`` runs no
+        operations. Returns it, and so serves as a decorator.
+        """
+        self._size_callbacks.append(callback)
+        return callback
+
+    def has_size(self, size: int) -> None:
+        """Say how many ranks there are from now on: on all ranks, between two steps."""
+        before, self._size = self._size, size
+        if before not in (0, size):
+            for callback in self._size_callbacks:
+                callback(before, size)
+
     def samplers(self) -> list[ElasticSampler]:
         """Those among the values."""
         values = (getattr(self, name) for name in self._names)
@@ -60,7 +92,7 @@ class State:
 
     def sync(self) -> None:
         """Give rank 0's values to all ranks."""
-        plain: dict[str, Any] = {}
+        plain: dict[str, Any] = {"_size": self._size}
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):  # ranks tell it what each has (``running``)
