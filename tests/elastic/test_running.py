@@ -56,7 +56,7 @@ class Job:
     """The worlds of a job. One lock guards all of it."""
 
     def __init__(self, seed: int, size: int) -> None:
-        self.rng = random.Random(seed)
+        self.seed, self.rng = seed, random.Random(seed)
         self.moved = threading.Condition()
         self.worlds = [World(1, tuple(range(size)))]
         self.alive = set(range(size))
@@ -250,10 +250,14 @@ class Session:
 
 
 def train(job: Job, number: int) -> Any:
-    """What ``elastic.run`` does, with a function of STEPS steps."""
+    """What ``elastic.run`` does, with a function of STEPS steps.
+
+    In every other job steps are computed again from the last commit.
+    """
+    recomputes = bool(job.seed % 2)
     job.init()
     samplers = [Sampler(), Sampler()]
-    state = SimpleNamespace(step=0, total=0, log=[], sizes=[])
+    state = SimpleNamespace(step=0, total=0, log=[], sizes=[], begun=0)
     state.samplers = lambda: samplers
 
     def sync() -> None:
@@ -261,27 +265,49 @@ def train(job: Job, number: int) -> Any:
         state.step, state.total, log, sizes = job.run("sync", mine)[0]
         state.log, state.sizes = list(log), list(sizes)
 
-    state.sync = sync
+    def keep() -> Callable[[], None]:
+        kept = state.step, state.total, tuple(state.log), tuple(state.sizes)
+
+        def restore() -> None:
+            state.step, state.total, log, sizes = kept
+            state.log, state.sizes, state.begun = list(log), list(sizes), state.step
+            job.seen["goes back"] += 1
+
+        return restore
+
+    state.sync, state.keep = sync, keep
     state.has_size = lambda size: state.sizes.append(size)
     session: Any = Session(job, number)
-    ongoing = steps.Steps(session, job.current)  # type: ignore[arg-type]
+    ongoing = steps.Steps(session, job.current, recomputes=recomputes)  # type: ignore[arg-type]
     ongoing._verbs = SimpleNamespace(allreduce_=maximum(job))  # type: ignore[assignment]
     ongoing.begin()
     running._share(state, ongoing, session, also=True)
     deal = running._Deal(state, ongoing)  # type: ignore[arg-type]
     deal.follow()
     state.has_size(ongoing.world.size)
-    while state.step < STEPS:
-        for part in ("weights", "more"):
-            values = ongoing.exactly(lambda part=part: job.run(part, 1 << number), counts=True)
-        state.total += sum(values)
-        state.log.append(sum(values))
-        state.step += 1
-        with job.moved:
-            joins = job.rng.random() < 0.1 and len(job.threads) < 6
-        if joins:
-            job.join()
-        running._commit(state, ongoing=ongoing, session=session, deal=deal)
+    kept = running._Kept(state, ongoing)  # type: ignore[arg-type]
+    state.begun = state.step
+
+    def loop() -> None:
+        while state.step < STEPS:
+            state.begun += 1
+            if recomputes:
+                job.run("forward", 0)
+            ongoing.exactly(lambda: job.run("more", 0))
+            values = ongoing.exactly(
+                lambda: job.run("weights", 1 << number), counts=True, is_repeatable=not recomputes
+            )
+            state.total += sum(values)
+            state.log.append(sum(values))
+            state.step += 1
+            assert state.begun == state.step
+            with job.moved:
+                joins = job.rng.random() < 0.1 and len(job.threads) < 6
+            if joins:
+                job.join()
+            running._commit(state, ongoing=ongoing, session=session, deal=deal, kept=kept)
+
+    running._call(loop, ongoing, kept)
     job.here.is_ending = True
     with contextlib.suppress(JobOverError):
         ongoing.exactly(lambda: None)
@@ -320,6 +346,8 @@ def test_ranks_agree_after_each_step_whoever_is_lost(monkeypatch: pytest.MonkeyP
     seen: Counter[str] = Counter()
     for seed in range(300):
         seen += play(seed, monkeypatch)
-    for kind in ("weights", "more", "sync", "elastic.ticket", "elastic.meeting", "elastic.samples"):
+    own = ("ticket", "meeting", "samples")
+    for kind in ("weights", "more", "forward", "sync", *(f"elastic.{name}" for name in own)):
         assert seen[f"{kind} torn"], seen
     assert seen["grows"] > 50, seen
+    assert seen["goes back"] > 20, seen

@@ -27,7 +27,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from kolovod import lifecycle
 from kolovod.config import Settings
@@ -51,6 +51,7 @@ from kolovod.rendezvous.rank_environment import RankEnvironment
 __all__ = ["run"]
 
 R = TypeVar("R")
+Redo = Literal["repeat", "recompute"]
 
 _END_S = 5.0
 
@@ -59,14 +60,36 @@ _handler: Callable[[int, Any], None] | None = None  # of SIGTERM
 _forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
 
-def run(function: Callable[..., R]) -> Callable[..., R]:
+@overload
+def run(function: Callable[..., R], *, redo: Redo = "repeat") -> Callable[..., R]: ...
+
+
+@overload
+def run(*, redo: Redo) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
+
+
+def run(function: Callable[..., Any] | None = None, *, redo: Redo = "repeat") -> Any:
     """Make ``function(state, ...)`` go on when ranks are lost, join and leave.
 
-    Where the job is not elastic it is called as it is. Raises what it raises, and JobOverError when
-    the job ends: too few ranks are left, say. A process that is sent SIGTERM leaves after the step
-    that it is at, as one does whose host is not wanted any more: SystemExit(0).
-    """
+    ``redo``: what becomes of a step in which a rank is lost. "repeat": its reductions are repeated
+    in the same call, for which the results need memory of their own. "recompute": gradients are
+    reduced in place, and on all ranks the function is left by an exception and called again, with
+    the state of the last ``commit``; so operations may be anywhere before the step's update, in
+    forward, too (SyncBatchNorm).
 
+    Where the job is not elastic it is called as it is. Raises what it raises, and JobOverError when
+    the job ends: too few ranks are left, say. InvalidArgumentError for another ``redo``. A process
+    that is sent SIGTERM leaves after the step that it is at, as one does whose host is not wanted
+    any more: SystemExit(0).
+    """
+    if redo not in ("repeat", "recompute"):
+        raise InvalidArgumentError(f'redo is {redo!r}: need "repeat" or "recompute"')
+    if function is None:
+        return functools.partial(run, redo=redo)
+    return _elastic(function, recomputes=redo == "recompute")
+
+
+def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R]:
     @functools.wraps(function)
     def elastic(state: State, *args: Any, **kwargs: Any) -> R:
         if not isinstance(state, State):
@@ -83,16 +106,19 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
             if has_come_later:  # from now on the others may wait for this process
                 lifecycle.shutdown()
                 lifecycle.init()
-            ongoing = steps.Steps(_Worlds(session), worlds.current)
+            ongoing = steps.Steps(_Worlds(session), worlds.current, recomputes=recomputes)
             steps.enter(ongoing)
             ongoing.begin()
             _share(state, ongoing, session, also=True)  # with those that a job begins with
             deal = _Deal(state, ongoing)
             deal.follow()
             state.has_size(ongoing.world.size)
-            state._on_commit = partial(_commit, ongoing=ongoing, session=session, deal=deal)
+            kept = _Kept(state, ongoing)
+            state._on_commit = partial(
+                _commit, ongoing=ongoing, session=session, deal=deal, kept=kept
+            )
             with _leaving_by_sigterm(session):
-                result = function(state, *args, **kwargs)
+                result = _call(partial(function, state, *args, **kwargs), ongoing, kept)
             _finish(ongoing, session)
             return result
         except JobOverError as error:
@@ -164,7 +190,35 @@ class _Deal:
         return self._ongoing.exactly(lambda: objects.allgather_object(value, "elastic.samples"))
 
 
-def _commit(state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal) -> None:
+class _Kept:
+    """The state of the last commit, where steps are computed again."""
+
+    def __init__(self, state: State, ongoing: steps.Steps) -> None:
+        self._state, self._ongoing = state, ongoing
+        self.commit()
+
+    def commit(self) -> None:
+        """All ranks have this state."""
+        self._ongoing.commit()
+        if self._ongoing.recomputes:
+            self.restore = self._state.keep()
+
+
+def _call(function: Callable[[], R], ongoing: steps.Steps, kept: _Kept) -> R:
+    """Until it comes to its end."""
+    while True:
+        try:
+            return function()
+        except CollectiveAbortedError as error:
+            if not ongoing.recomputes:
+                raise
+            ongoing.go_back(error)
+            kept.restore()
+
+
+def _commit(
+    state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal, kept: _Kept
+) -> None:
     """All ranks are here, after the same step."""
     deal.record()
     size = ongoing.world.size
@@ -177,6 +231,7 @@ def _commit(state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal
         _share(state, ongoing, session)
     deal.follow()
     state.has_size(ongoing.world.size)
+    kept.commit()
 
 
 def _share(state: State, ongoing: steps.Steps, session: Session, *, also: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,22 +13,31 @@ from kolovod.errors import InvalidArgumentError
 
 __all__ = ["State", "share_by"]
 
+Keep = Callable[[Any], Callable[[], None]]
+"""``keep(value)``: returns what makes ``value`` again what it is now, but for what only the step's
+update changes."""
 Share = Callable[[str, Any], Any]
 """``share(name, value)``: returns, on all ranks, rank 0's value, or ``value`` changed to it."""
 
 SizeCallback = Callable[[int, int], None]
 
-_shares: list[tuple[Callable[[Any], bool], Share]] = []
+_shares: list[tuple[Callable[[Any], bool], Share, Keep | None]] = []
 
 
-def share_by(fits: Callable[[Any], bool], share: Share) -> None:
+def share_by(fits: Callable[[Any], bool], share: Share, keep: Keep | None = None) -> None:
     """Have values that ``fits(value)`` says yes to given to other ranks by ``share``.
 
     For a front end's models and optimizers; what nobody has said this of is pickled. What was said
     last counts. ``share`` runs the same operations on all ranks; where a rank is lost meanwhile it
     is called once more, so on ranks that have rank 0's value already it must leave that as it is.
+    ``keep``: for ``run(redo="recompute")``, where a step changes more than its update does: batch
+    normalisation, in forward.
     """
-    _shares.insert(0, (fits, share))
+    _shares.insert(0, (fits, share, keep))
+
+
+def _known(value: Any) -> tuple[Share, Keep | None] | None:
+    return next(((share, keep) for fits, share, keep in _shares if fits(value)), None)
 
 
 class State:
@@ -90,6 +100,32 @@ class State:
         values = (getattr(self, name) for name in self._names)
         return [value for value in values if isinstance(value, ElasticSampler)]
 
+    def keep(self) -> Callable[[], None]:
+        """Returns what makes the values what they are now, where a step is computed again.
+
+        What is pickled for others is copied; of models and optimizers what ``share_by`` says.
+        """
+        restores: list[Callable[[], None]] = []
+        plain: dict[str, Any] = {}
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, ElasticSampler):  # goes on from the last step that was recorded
+                continue
+            known = _known(value)
+            if known is None:
+                plain[name] = value
+            elif known[1] is not None:
+                restores.append(known[1](value))
+        kept = copy.deepcopy(plain)
+
+        def restore() -> None:
+            for name, value in copy.deepcopy(kept).items():  # it may be needed again
+                setattr(self, name, value)
+            for each in restores:
+                each()
+
+        return restore
+
     def sync(self) -> None:
         """Give rank 0's values to all ranks."""
         plain: dict[str, Any] = {"_size": self._size}
@@ -97,11 +133,11 @@ class State:
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):  # ranks tell it what each has (``running``)
                 continue
-            share = next((share for fits, share in _shares if fits(value)), None)
-            if share is None:
+            known = _known(value)
+            if known is None:
                 plain[name] = value
             else:
-                setattr(self, name, share(name, value))
+                setattr(self, name, known[0](name, value))
         found = Objects(current).broadcast_object(plain, 0, "elastic.state")
         for name, value in found.items():
             setattr(self, name, value)

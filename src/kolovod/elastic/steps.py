@@ -13,12 +13,18 @@ that has not is in the same step still. What both decide after a step, who takes
 must therefore follow from the ticket and from the world in which it was passed (``Steps.world``),
 not from the world of the moment.
 
+A step that has overwritten what it reads (gradients that are reduced in place, ``recomputes``), or
+an operation outside of any step, cannot be repeated. Where it is interrupted the ranks go back to
+the last commit, which was after the same ticket for all that have come to it: the meeting tells who
+goes back, and to which (``StepInterruptedError``).
+
 The argument is that of a commit in two phases (Gray, "Notes on data base operating systems", 1978)
 in which whoever is left takes the coordinator's part: no rank is waited for.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -30,7 +36,16 @@ from kolovod.core.ops import Max
 from kolovod.core.world import World
 from kolovod.errors import CollectiveAbortedError, CollectiveError, MismatchError
 
-__all__ = ["Recovery", "Steps", "enter", "exactly", "ongoing"]
+__all__ = [
+    "Recovery",
+    "StepInterruptedError",
+    "Steps",
+    "enter",
+    "exactly",
+    "forgets",
+    "keeps_gradients",
+    "ongoing",
+]
 
 T = TypeVar("T")
 
@@ -38,6 +53,10 @@ T = TypeVar("T")
 # all ranks' are those of each rank if all are at the same step.
 _BYTES = 4
 _CHANGE, _STEP, _STEP_INVERTED = 1, 2, 3
+
+
+class StepInterruptedError(CollectiveAbortedError):
+    """A step has to be computed again from the last commit. ``elastic.run`` sees to it."""
 
 
 class Recovery(Protocol):
@@ -65,8 +84,14 @@ class Recovery(Protocol):
 class Steps:
     """The steps of one process in an elastic job."""
 
-    def __init__(self, recovery: Recovery, world: Callable[[], World]) -> None:
-        """``world``: that of now, among whose ranks tickets are passed."""
+    def __init__(
+        self, recovery: Recovery, world: Callable[[], World], *, recomputes: bool = False
+    ) -> None:
+        """``world``: that of now, among whose ranks tickets are passed.
+
+        ``recomputes``: what is interrupted may be computed again from the last commit.
+        """
+        self.recomputes = recomputes
         self.passed = 0
         """Tickets, the same on all ranks that have the state."""
         self.must_stop = False
@@ -75,6 +100,10 @@ class Steps:
         """Whether a rank of this world has come without the state."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
+        self._committed = 0  # tickets that were passed at the last commit
+        self._is_applied = False  # since then a step that counts samples
+        self._goes_back = False  # what this rank was at cannot be repeated
+        self._target: int | None = None  # tickets at the commit to which ranks go back
         self._recovery = recovery
         self._world = world
         self._passed_in: World | None = None
@@ -93,13 +122,40 @@ class Steps:
         except CollectiveAbortedError as error:
             self.recover(error)
 
-    def exactly(self, attempt: Callable[[], T], *, counts: bool = False) -> T:
+    def commit(self) -> None:
+        """All ranks are here, with the same state: here they come back to."""
+        self._committed, self._is_applied = self.passed, False
+
+    def go_back(self, error: CollectiveAbortedError) -> None:
+        """Get into the next world, where all ranks begin again from the last commit.
+
+        ``error``: what the training function has raised. Raises CollectiveError if the step's
+        results have been used already.
+        """
+        if not isinstance(error, StepInterruptedError):
+            if self._is_applied:
+                raise CollectiveError(
+                    "an operation between the step's update and commit() was interrupted, so the "
+                    "step can be neither finished nor computed again: run such operations by "
+                    "elastic.exactly, or before the update"
+                ) from error
+            self._goes_back = True
+            self.recover(error)
+        self._goes_back = False
+        for holder in list(_forgetting):
+            holder.forget_step()
+
+    def exactly(
+        self, attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bool = True
+    ) -> T:
         """What ``attempt()`` returns, once every rank has such a result; tried until then.
 
         ``attempt``: runs collective operations, and changes nothing that it reads: it is called
         again, in a smaller world, when a rank is lost. ``counts``: it combines gradients, so the
-        samples of those whose gradients are in the result have been used. Raises what
-        ``Recovery.reform`` raises, and what ``attempt`` does but CollectiveAbortedError.
+        samples of those whose gradients are in the result have been used. ``is_repeatable``: False
+        says that it does change what it reads. Raises what ``Recovery.reform`` raises, what
+        ``attempt`` does but CollectiveAbortedError, and StepInterruptedError where all ranks go
+        back to the last commit.
         """
         while True:
             results: list[T] = []
@@ -110,7 +166,11 @@ class Steps:
                 return self._done(results[0], world, counts)
             except CollectiveAbortedError as error:
                 before = self.passed
+                self._goes_back = not is_repeatable
                 self.recover(error)
+                if self._target == self._committed:
+                    raise StepInterruptedError(str(error)) from error
+                self._goes_back = False
             if self.passed > before:  # somebody has passed this step's ticket, so all may
                 if not results:
                     raise CollectiveError(
@@ -123,7 +183,7 @@ class Steps:
         """The ticket was passed in ``world``, on this rank or another."""
         self._passed_in = world
         if counts:
-            self.counted = world.members
+            self.counted, self._is_applied = world.members, True
         return result
 
     def recover(self, error: CollectiveAbortedError) -> None:
@@ -138,11 +198,14 @@ class Steps:
 
     def meet(self) -> None:
         """The first operation in every world: which ticket was passed last, and who lacks what."""
-        last = 2 * self.passed + self.must_stop  # what a ticket says, all say who have passed it
-        mine = np.array([last, not self._recovery.has_state], np.int64)
+        # What a ticket says, all say who have passed it; of them, does one have to go back?
+        last = 4 * self.passed + 2 * self.must_stop + self._goes_back
+        target = self._committed if self._goes_back else -1
+        mine = np.array([last, not self._recovery.has_state, target], np.int64)
         self._verbs.allreduce_(mine, "elastic.meeting", Max)
-        self.passed, self.must_stop = int(mine[0]) // 2, bool(mine[0] % 2)
+        self.passed, self.must_stop = int(mine[0]) // 4, bool(mine[0] & 2)
         self.lacks_state = bool(mine[1])
+        self._target = int(mine[2]) if mine[0] & 1 else None
 
     def _pass(self) -> None:
         ticket = np.zeros(_BYTES, np.uint8)
@@ -173,12 +236,36 @@ def ongoing() -> Steps | None:
     return _ongoing
 
 
-def exactly(attempt: Callable[[], T], *, counts: bool = False) -> T:
+def keeps_gradients() -> bool:
+    """Whether a step is repeated from the gradients, which must not be overwritten therefore."""
+    return _ongoing is not None and not _ongoing.recomputes
+
+
+class Forgets(Protocol):
+    """Has something of a step that is under way."""
+
+    def forget_step(self) -> None:
+        """The step is computed again from its beginning."""
+        ...
+
+
+_forgetting: weakref.WeakSet[Forgets] = weakref.WeakSet()
+
+
+def forgets(holder: Forgets) -> None:
+    """Have ``holder.forget_step()`` called, while it lives, where ranks go back to a commit."""
+    _forgetting.add(holder)
+
+
+def exactly(attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bool = True) -> T:
     """What ``attempt()`` returns; in an elastic job tried until all ranks have such a result.
 
     ``attempt``: runs collective operations, and changes nothing that it reads: it is called again
     when a rank is lost. ``counts``: it combines gradients, as the step of a DistributedOptimizer
-    does by itself: by it samples count as used (ElasticSampler). Raises what ``attempt`` does, but
-    where the job goes on no CollectiveAbortedError; JobOverError.
+    does by itself: by it samples count as used (ElasticSampler). ``is_repeatable``: False says that
+    it does change what it reads; ``elastic.run(redo="recompute")`` is needed for that. Raises what
+    ``attempt`` does, but where the job goes on no CollectiveAbortedError; JobOverError.
     """
-    return attempt() if _ongoing is None else _ongoing.exactly(attempt, counts=counts)
+    if _ongoing is None:
+        return attempt()
+    return _ongoing.exactly(attempt, counts=counts, is_repeatable=is_repeatable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,20 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         functions.broadcast_parameters(module.state_dict())
         return module
 
+    def keep_buffers(module: torch.nn.Module) -> Callable[[], None]:
+        """Running statistics, which forward changes; parameters only the optimizer does."""
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+        return restore
+
     def share_optimizer(name: str, optimizer: Any) -> Any:
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 
-    share_by(lambda value: isinstance(value, torch.nn.Module), share_module)
+    share_by(lambda value: isinstance(value, torch.nn.Module), share_module, keep_buffers)
     share_by(lambda value: isinstance(value, torch.optim.Optimizer), share_optimizer)

@@ -77,6 +77,7 @@ class GradientReducer:
             verbs.world()  # raises where there is none
         self.add(named)
         self.follow_world()
+        steps.forgets(self)
 
     def add(self, named: Iterable[Named]) -> None:
         """Take more parameters; those that want no gradient are left alone until they do.
@@ -172,7 +173,12 @@ class GradientReducer:
             return
         problems = self._thaw()
         try:
-            for store in steps.exactly(lambda: self._attempt(list(problems)), counts=True):
+            stores = steps.exactly(
+                lambda: self._attempt(list(problems)),
+                counts=True,
+                is_repeatable=steps.keeps_gradients(),
+            )
+            for store in stores:
                 store()
         finally:
             self._reset()
@@ -203,7 +209,7 @@ class GradientReducer:
             elif self.pending:
                 self.in_flight.discard()
         except CollectiveAbortedError:
-            if steps.ongoing() is None:
+            if not steps.keeps_gradients():
                 raise
             self.in_flight.discard()  # the next step will meet the survivors
         finally:
@@ -215,6 +221,13 @@ class GradientReducer:
         if self.hooks.are_on:  # else nothing was counted
             self._reset()
         self.synchronized, self._used = False, used and self.hooks.are_on
+
+    def forget_step(self) -> None:
+        """Of gradients that are computed again nothing is left, sent or not."""
+        self.in_flight.discard()
+        self.reset(used=False)
+        for parameter in self.parameters.tensors:
+            parameter.grad = None
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
@@ -248,8 +261,8 @@ class GradientReducer:
         try:
             self.sender.submit(bucket)
         except CollectiveAbortedError:
-            if steps.ongoing() is None:
-                raise  # in an elastic job backward goes on, so that all gradients are there
+            if not steps.keeps_gradients():
+                raise  # else in an elastic job backward goes on, so that all gradients are there
 
     def _meet(self) -> None:
         """Find out, once per world, whether all ranks have the same parameters.
@@ -359,7 +372,7 @@ class GradientReducer:
         def landed(cargo: Cargo) -> None:
             for host, tensors in cargo.staged:  # back to the GPU, on the current stream
                 unpack = partial(self.sender.device.unpack, host, tensors)
-                if steps.ongoing() is None:
+                if not steps.keeps_gradients():
                     unpack()
                 else:  # where the gradient is still this rank's own
                     later.append(unpack)

@@ -68,7 +68,7 @@ class Sender:
         unused: list[int] = []
         entries: list[EngineTensor] = []
         is_on_device = self.device.is_on_device
-        keeps = steps.ongoing() is not None  # the gradients, to be sent once more if a rank is lost
+        keeps = steps.keeps_gradients()  # to be sent once more if a rank is lost
         later: list[tuple[int, torch.Tensor]] = []
         for index in bucket.indices:
             own = grad = None if blank else parameters[index].grad
