@@ -126,10 +126,10 @@ class _Worlds:
 
 
 class _Deal:
-    """Who gets which samples: a state's samplers follow the steps, and the worlds."""
+    """Who gets which samples: a state's samplers follow the steps, and the worlds; so do logs."""
 
     def __init__(self, state: State, ongoing: steps.Steps) -> None:
-        self._samplers = state.samplers()
+        self._samplers, self._logs = state.samplers(), state.logs()
         self._ongoing = ongoing
         self._epoch = 0  # of the world whose ranks they know
 
@@ -139,13 +139,21 @@ class _Deal:
         world = worlds.current()
         if counted is None and world.size == 1:  # whose optimizer sends nothing
             counted = world.members
-        if counted is None and self._samplers:
+        times, self._ongoing.times_counted = self._ongoing.times_counted, 0
+        if counted is None and (self._samplers or self._logs):
             raise InvalidArgumentError(
                 "commit() after no step that uses samples: combine gradients by a "
                 "DistributedOptimizer, or by elastic.exactly(..., counts=True)"
             )
         for sampler in self._samplers:
             sampler.record_step(counted)
+        if self._logs and times > 1:
+            raise InvalidArgumentError(
+                f"commit() after {times} steps that combine gradients: with a MembershipLog in the "
+                "state commit after each"
+            )
+        for log in self._logs:
+            log.record(counted or ())
 
     def follow(self) -> None:
         """Deal the samples anew if the ranks are others than before."""
@@ -154,6 +162,9 @@ class _Deal:
             self._epoch = world.epoch
             for sampler in self._samplers:
                 sampler.changed(world.members[world.rank], self._gather)
+        world = worlds.current()
+        for log in self._logs:
+            log.begin(world.members, world.hosts)
 
     def _gather(self, value: Any) -> list[Any]:
         objects = Objects(worlds.current)

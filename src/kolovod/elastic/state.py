@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
+from kolovod.elastic.membership_log import MembershipLog
 from kolovod.elastic.sampler import ElasticSampler
 
 __all__ = ["State", "share_by"]
 
+V = TypeVar("V")
 Share = Callable[[str, Any], Any]
 """``share(name, value)``: returns, on all ranks, rank 0's value, or ``value`` changed to it."""
 
-_shares: list[tuple[Callable[[Any], bool], Share]] = []
+
+def _share_log(name: str, log: MembershipLog) -> MembershipLog:
+    log.load_state_dict(Objects(current).broadcast_object(log.state_dict(), 0, f"elastic.{name}"))
+    return log
+
+
+_shares: list[tuple[Callable[[Any], bool], Share]] = [
+    (lambda value: isinstance(value, MembershipLog), _share_log)
+]
 
 
 def share_by(fits: Callable[[Any], bool], share: Share) -> None:
@@ -32,7 +42,7 @@ class State:
 
     What they are, rank 0 says: as the job begins, and to ranks that join. They may be of any kind
     that can be pickled, and what front ends know: PyTorch's modules and optimizers. An
-    ElasticSampler among them follows the steps and the ranks.
+    ElasticSampler and a MembershipLog among them follow the steps and the ranks.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -52,11 +62,22 @@ class State:
             return
         for sampler in self.samplers():
             sampler.record_step()
+        for log in self.logs():
+            world = current()
+            log.begin(world.members, world.hosts)
+            log.record(world.members)
 
     def samplers(self) -> list[ElasticSampler]:
         """Those among the values."""
+        return self._of(ElasticSampler)
+
+    def logs(self) -> list[MembershipLog]:
+        """Those among the values."""
+        return self._of(MembershipLog)
+
+    def _of(self, kind: type[V]) -> list[V]:
         values = (getattr(self, name) for name in self._names)
-        return [value for value in values if isinstance(value, ElasticSampler)]
+        return [value for value in values if isinstance(value, kind)]
 
     def sync(self) -> None:
         """Give rank 0's values to all ranks."""

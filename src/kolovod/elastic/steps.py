@@ -70,6 +70,8 @@ class Steps:
         """Whether a rank of this world has come without the state."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
+        self.times_counted = 0
+        """How many such steps there were since the last ``commit``."""
         self._recovery = recovery
         self._world = world
         self._verbs = Collectives(NumpyFrontend(), world)
@@ -89,7 +91,7 @@ class Steps:
                 results.append(attempt())
                 members = self._world().members
                 self._pass()
-                self.counted = members if counts else self.counted
+                self._count(members, counts)
                 return results[0]
             except CollectiveAbortedError as error:
                 before = self.passed
@@ -100,7 +102,7 @@ class Steps:
                         f"another rank has completed step {self.passed}, of which this one has no "
                         "results: do all ranks run the same operations?"
                     )
-                self.counted = members if counts else self.counted
+                self._count(members, counts)
                 return results[0]
 
     def recover(self, error: CollectiveAbortedError) -> None:
@@ -118,6 +120,11 @@ class Steps:
         mine = np.array([self.passed, not self._recovery.has_state], np.int64)
         self._verbs.allreduce_(mine, "elastic.meeting", Max)
         self.passed, self.lacks_state = int(mine[0]), bool(mine[1])
+
+    def _count(self, members: tuple[int, ...], counts: bool) -> None:
+        if counts:
+            self.counted = members
+            self.times_counted += 1
 
     def _pass(self) -> None:
         ticket = np.zeros(_BYTES, np.uint8)
