@@ -25,8 +25,6 @@ Tensors = Callable[[], Mapping[str, Any]]
 class LoggedStep(NamedTuple):
     """A step that all ranks have used. Members are known by numbers that no two processes have."""
 
-    began: tuple[int, ...]
-    """The members of the world in which it began, in the order of their ranks."""
     used: tuple[int, ...]
     """Those whose gradients are in its result, in the order in which they were added."""
     sums: dict[str, int] | None
@@ -36,9 +34,10 @@ class LoggedStep(NamedTuple):
 class MembershipLog:
     """Put one into the ``State`` of an elastic job: it notes at each ``commit`` who took part.
 
-    A rank that joins gets what the log has so far from rank 0, as it gets the weights. A log of
-    checksums shows what the weights of *this* process were after each step. Commit after each step
-    of the optimizer, since an entry is one step.
+    A rank that joins gets what the log has so far from rank 0, as it gets the weights. Checksums
+    are those of *this* process's weights. Commit after each step of the optimizer, since an entry
+    is one step; and for a replay let what a process computes in a step follow from the step's
+    number and from ``member``, not from its rank, which may change while it computes.
     """
 
     def __init__(self, tensors: Tensors | None = None, every: int = 1) -> None:
@@ -55,28 +54,36 @@ class MembershipLog:
         self.hosts: dict[int, str] = {}
         """Where each member is, or was."""
         self._tensors, self._every = tensors, every
-        self._began: tuple[int, ...] = ()
+        self._members: tuple[int, ...] = ()
+        self._member: int | None = None
 
-    def begin(self, members: Sequence[int], hosts: Sequence[str]) -> None:
-        """Steps begin in this world from now on; both by rank. ``elastic.run`` calls it."""
-        if self._began != tuple(members):
-            self._began = tuple(members)
+    @property
+    def member(self) -> int:
+        """The process, by a number that no other one of the job has.
+
+        Raises InvalidArgumentError before the function that ``elastic.run`` calls.
+        """
+        if self._member is None:
+            raise InvalidArgumentError("this process has no number yet: ask within elastic.run")
+        return self._member
+
+    def follow(self, members: Sequence[int], hosts: Sequence[str], rank: int) -> None:
+        """Note the members of this process's world, by rank; it is ``rank``. ``run`` calls it."""
+        if self._members != tuple(members):
+            self._members = tuple(members)
+            self._member = members[rank]
             self.hosts.update(zip(members, hosts, strict=True))
 
     def record(self, used: Sequence[int]) -> None:
         """A step is over whose result has the gradients of ``used``. ``State.commit`` calls it."""
         due = self._tensors is not None and (len(self.steps) + 1) % self._every == 0
         sums = checksums(self._tensors()) if self._tensors is not None and due else None
-        self.steps.append(LoggedStep(self._began, tuple(used), sums))
+        self.steps.append(LoggedStep(tuple(used), sums))
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as what JSON can hold."""
         worlds: dict[tuple[int, ...], int] = {}
-        number = worlds.setdefault
-        steps = [
-            [number(step.began, len(worlds)), number(step.used, len(worlds)), step.sums]
-            for step in self.steps
-        ]
+        steps = [[worlds.setdefault(s.used, len(worlds)), s.sums] for s in self.steps]
         hosts = [[member, host] for member, host in sorted(self.hosts.items())]
         listed = [list(members) for members in worlds]
         return {"version": _VERSION, "hosts": hosts, "worlds": listed, "steps": steps}
@@ -89,8 +96,8 @@ class MembershipLog:
             worlds = [tuple(map(int, members)) for members in state["worlds"]]
             hosts = {int(member): str(host) for member, host in state["hosts"]}
             steps = [
-                LoggedStep(worlds[began], worlds[used], None if sums is None else dict(sums))
-                for began, used, sums in state["steps"]
+                LoggedStep(worlds[used], None if sums is None else dict(sums))
+                for used, sums in state["steps"]
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InvalidArgumentError(

@@ -164,7 +164,7 @@ class _Deal:
                 sampler.changed(world.members[world.rank], self._gather)
         world = worlds.current()
         for log in self._logs:
-            log.begin(world.members, world.hosts)
+            log.follow(world.members, world.hosts, world.rank)
 
     def _gather(self, value: Any) -> list[Any]:
         objects = Objects(worlds.current)

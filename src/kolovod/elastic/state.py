@@ -64,7 +64,7 @@ class State:
             sampler.record_step()
         for log in self.logs():
             world = current()
-            log.begin(world.members, world.hosts)
+            log.follow(world.members, world.hosts, world.rank)
             log.record(world.members)
 
     def samplers(self) -> list[ElasticSampler]:

@@ -6,6 +6,6 @@ threads, and injects faults; ``replay`` computes again what an elastic job has c
 
 from kolovod.testing.loopback import loopback
 from kolovod.testing.ranks import RankFailed, run_ranks
-from kolovod.testing.replay import Part, ReplayDiffers, replay
+from kolovod.testing.replay import ReplayDiffers, replay
 
-__all__ = ["Part", "RankFailed", "ReplayDiffers", "loopback", "replay", "run_ranks"]
+__all__ = ["RankFailed", "ReplayDiffers", "loopback", "replay", "run_ranks"]

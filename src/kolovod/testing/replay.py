@@ -1,9 +1,9 @@
-"""What an elastic job has computed, computed again in one process: were steps lost, or torn?
+"""Computes again, in one process, what an elastic job has computed: no step may be lost, or torn.
 
 An elastic job with a `kolovod.elastic.MembershipLog` in its state knows who took part in each step.
-From that ``replay`` makes the same steps, with every rank's gradients added in the same order by
-the same engine, so the weights are the same bit for bit: after the last step, and after each of
-which the log has checksums. A step that was lost, counted twice, or used in part by somebody, a
+From that ``replay`` makes the same steps, with every rank's gradients added in the same order, so
+the weights are the same bit for bit: after the last step, and after each of which the log has
+checksums. A step that was lost, counted twice, or used in part by somebody, a
 tensor that a dead rank left half written: each shows as the first difference.
 """
 
@@ -13,7 +13,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Average, Op, Sum
@@ -21,24 +23,13 @@ from kolovod.elastic.membership_log import LoggedStep, MembershipLog, checksums
 from kolovod.errors import InvalidArgumentError
 from kolovod.testing.loopback import Loopback, loopback
 
-__all__ = ["Part", "ReplayDiffers", "replay"]
+__all__ = ["ReplayDiffers", "replay"]
 
 Tensors = Mapping[str, Any]
+_IN_ORDER = 88
+"""So many ranks of one host add in their order (decision 0016); other worlds' engines are asked."""
 _NAMED = 3
 """So many of the tensors that differ are named."""
-
-
-class Part(NamedTuple):
-    """What one process did in a step."""
-
-    step: int
-    """How many steps there were before."""
-    member: int
-    """The process, by a number that no other one of the job has."""
-    rank: int
-    """Its rank as the step began: what ``kolovod.rank()`` said after the ``commit`` before."""
-    size: int
-    """How many ranks there were then. Some may have been lost since, whose gradients are missing."""
 
 
 class ReplayDiffers(AssertionError):
@@ -53,7 +44,7 @@ class ReplayDiffers(AssertionError):
 
 def replay(
     log: MembershipLog,
-    compute: Callable[[Part], Tensors],
+    compute: Callable[[int, int], Tensors],
     apply: Callable[[Tensors], None],
     tensors: Callable[[], Tensors] | None = None,
     *,
@@ -61,8 +52,9 @@ def replay(
 ) -> None:
     """Make the steps of ``log`` again, from the weights that the job began with.
 
-    ``compute(part)``: the gradients by name that ``part.member`` has sent in step ``part.step``,
-    from the weights as they are: NumPy's arrays, or PyTorch's tensors, new ones on each call.
+    ``compute(step, member)``: the gradients by name that this member has sent in this step, counted
+    from 0, from the weights as they are: NumPy's arrays, or PyTorch's tensors, new ones on each
+    call.
     ``apply(gradients)``: changes the weights by the combined ones. ``tensors()``: the weights, as
     the job has given them to its log; they are compared with it after each step of which it has
     checksums. ``op``: how the job combines gradients, Average or Sum.
@@ -84,20 +76,17 @@ def replay(
             _check_members(number, step)
             if tensors is not None and step.sums is not None:
                 before = checksums(tensors())
-            size = len(step.began)
-            parts = [Part(number, m, step.began.index(m), size) for m in step.used]
             hosts = [log.hosts.get(member, "") for member in step.used]
-            apply(adding.add([compute(part) for part in parts], hosts))
+            apply(adding.add([compute(number, member) for member in step.used], hosts))
             if tensors is not None and step.sums is not None:
                 _compare(number, step, before or {}, checksums(tensors()))
 
 
 def _check_members(number: int, step: LoggedStep) -> None:
-    strangers = sorted(set(step.used) - set(step.began))
-    if strangers or not step.used or len(set(step.used)) < len(step.used):
+    if not step.used or len(set(step.used)) < len(step.used):
         raise ReplayDiffers(
-            f"step {number} has used the gradients of the members {list(step.used)}, and began "
-            f"with {list(step.began)}: nobody joins in the middle of a step, and each counts once",
+            f"step {number} has used the gradients of the members {list(step.used)}: there is one "
+            "at least, and each counts once",
             number,
         )
 
@@ -129,6 +118,34 @@ def _compare(
     )
 
 
+def _is_torch(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _combined(values: Sequence[Any], op: Op) -> Any:
+    """By NumPy, in the order of ranks, rounded once if the dtype has 16 bits."""
+    kinds = {str(value.dtype) for value in values}
+    if len(kinds) > 1 or not kinds.pop().endswith(("float16", "float32", "float64")):
+        dtypes = ", ".join(str(value.dtype) for value in values)
+        raise InvalidArgumentError(f"gradients of dtype {dtypes}: give floats of one dtype")
+    total = _wide(values[0]).copy()
+    for value in values[1:]:
+        total += _wide(value)
+    if op == Average:
+        total /= total.dtype.type(len(values))
+    if not _is_torch(values[0]):
+        return total.astype(values[0].dtype)
+    return sys.modules["torch"].from_numpy(total).to(values[0].dtype)
+
+
+def _wide(value: Any) -> Any:
+    if not _is_torch(value):
+        return value.astype(np.float32) if value.itemsize == 2 else value
+    value = value.detach().cpu()
+    return (value.float() if value.element_size() == 2 else value).numpy()
+
+
 class _Adding:
     """Adds up gradients as ranks do that are on these hosts: there is an order of addition."""
 
@@ -154,23 +171,25 @@ class _Adding:
         for other in gradients[1:]:
             if sorted(other) != names:
                 raise InvalidArgumentError(
-                    f"compute() gives gradients of {names} for one part of a step, of "
+                    f"compute() gives gradients of {names} for one member, of "
                     f"{sorted(other)} for another: give zeros where a rank has none"
                 )
         if len(gradients) == 1 or not names:
             return gradients[0]
+        if len(gradients) <= _IN_ORDER and len(set(hosts)) == 1:
+            lists = {name: [mine[name] for mine in gradients] for name in names}
+            return {name: _combined(values, self._op) for name, values in lists.items()}
         world = self._world(hosts, gradients[0][names[0]])
-        lists = [[mine[name] for name in names] for mine in gradients]
+        by_rank = [[mine[name] for name in names] for mine in gradients]
         results = world.run(
-            lambda verbs: verbs.grouped_allreduce(lists[verbs.world().rank], "replay", self._op)
+            lambda verbs: verbs.grouped_allreduce(by_rank[verbs.world().rank], "replay", self._op)
         )
         return dict(zip(names, results[0], strict=True))
 
     def _world(self, hosts: Sequence[str], example: Any) -> Loopback[Any]:
         known = list(dict.fromkeys(hosts))
         places = tuple(known.index(host) for host in hosts)
-        torch = sys.modules.get("torch")
-        is_torch = torch is not None and isinstance(example, torch.Tensor)
+        is_torch = _is_torch(example)
         found = self._worlds.get((is_torch, places))
         if found is None:
             frontend: Any = NumpyFrontend()
