@@ -16,20 +16,38 @@ from survivors import Survivors, kill_soon
 
 import kolovod.numpy as kv
 from kolovod.core.world import current
-from kolovod.elastic import steps
+from kolovod.elastic import MembershipLog, steps
 from kolovod.errors import CollectiveError, MismatchError, RankLostError
+from kolovod.testing import replay
 
 RANKS = 4
 STEPS = 30
 
 
-def shares(rank: int, step: int) -> list[np.ndarray]:
-    """What a rank adds in a step: exact in float32, in any order of addition."""
-    value = (rank + 1) * (step + 1)
-    return [np.full(count, value + k, np.float32) for k, count in enumerate(COUNTS)]
-
-
 COUNTS = (3, 20_000, 300_000)
+
+
+BASES = [np.random.default_rng(k).normal(size=n).astype(np.float32) for k, n in enumerate(COUNTS)]
+
+
+def shares(rank: int, step: int) -> dict[str, np.ndarray]:
+    """What a rank adds in a step; the bits of their sum depend on the order of addition."""
+    factor = np.float32(np.sin(7 * step + rank))
+    return {f"w{k}": base * factor for k, base in enumerate(BASES)}
+
+
+class Weights:
+    """The sums of all shares."""
+
+    def __init__(self) -> None:
+        self.values = {f"w{k}": np.zeros(count, np.float32) for k, count in enumerate(COUNTS)}
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return self.values
+
+    def add(self, totals: Any) -> None:
+        for name, total in totals.items():
+            self.values[name] += total
 
 
 def train(rank: int, victim: int, seed: int) -> Any:
@@ -37,46 +55,38 @@ def train(rank: int, victim: int, seed: int) -> Any:
     alive = [r for r in range(RANKS) if r != victim]
     kv.init()
     work = steps.Steps(Survivors(alive), current)
-    weights = [np.zeros(count, np.float32) for count in COUNTS]
-    log = []
+    weights = Weights()
+    log = MembershipLog(weights.tensors)
     for step in range(STEPS):
         if rank == victim and step == STEPS // 3:
             kill_soon(random.Random(seed).uniform(0, 0.02))
         mine = shares(rank, step)
+        log.follow(current().members, current().hosts, current().rank)
 
-        def attempt(mine: list[np.ndarray] = mine) -> tuple[list[np.ndarray], tuple[int, ...]]:
-            handles = [kv.allreduce_async(share, f"w{k}", kv.Sum) for k, share in enumerate(mine)]
-            return [handle.wait() for handle in handles], current().members
+        def attempt(mine: dict[str, np.ndarray] = mine) -> dict[str, np.ndarray]:
+            handles = {name: kv.allreduce_async(x, name, kv.Sum) for name, x in mine.items()}
+            return {name: handle.wait() for name, handle in handles.items()}
 
-        totals, members = work.exactly(attempt)
-        for weight, total in zip(weights, totals, strict=True):
-            weight += total
-        log.append(members)
-    assert work.passed == STEPS
-    return [weight.tobytes() for weight in weights], log, work._recovery.times
-
-
-def replay(log: list[tuple[int, ...]]) -> list[bytes]:
-    """The same in one process."""
-    weights = [np.zeros(count, np.float32) for count in COUNTS]
-    for step, members in enumerate(log):
-        for rank in members:
-            for weight, share in zip(weights, shares(rank, step), strict=True):
-                weight += share
-    return [weight.tobytes() for weight in weights]
+        weights.add(work.exactly(attempt, counts=True))
+        log.record(work.counted or ())
+    assert work.passed == work.times_counted == STEPS
+    return log.state_dict(), work._recovery.times
 
 
 def kill_one(victim: int, seed: int, hosts: list[str]) -> tuple[int, ...]:
     results = run_ranks(RANKS, train, victim, seed, keep_going=True, hosts=hosts)
     survivors = [results[rank] for rank in range(RANKS) if rank != victim]
-    weights, log, _ = survivors[0]
-    assert all(result[:2] == (weights, log) for result in survivors)
-    assert log[0] == tuple(range(RANKS))
-    assert log[-1] == tuple(rank for rank in range(RANKS) if rank != victim)
-    assert sorted(log, key=len, reverse=True) == log
-    assert weights == replay(log)
-    assert all(times >= 1 for _, _, times in survivors)
-    return tuple(map(len, log))
+    state, _ = survivors[0]
+    assert all(other == state and times >= 1 for other, times in survivors)
+    log = MembershipLog()
+    log.load_state_dict(state)
+    used = [step.used for step in log.steps]
+    assert used[0] == tuple(range(RANKS))
+    assert used[-1] == tuple(rank for rank in range(RANKS) if rank != victim)
+    assert sorted(used, key=len, reverse=True) == used
+    weights = Weights()
+    replay(log, lambda step, member: shares(member, step), weights.add, weights.tensors, op=kv.Sum)
+    return tuple(map(len, used))
 
 
 @pytest.mark.parametrize("victim", [0, 1, 3])

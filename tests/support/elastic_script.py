@@ -1,9 +1,10 @@
 """A training of an elastic job, whose processes kill themselves as its arguments say.
 
-Run by the launcher: ``elastic_script.py numpy 3 2,1,0`` is three ranks with NumPy of which,
+Run by the launcher: ``elastic_script.py numpy 3 2,1,0 FOLDER`` is three ranks with NumPy of which,
 whenever all three are there, the one in slot 2 ends, then that in 1, then that in 0. Each process
-that comes to the end prints one line of JSON: which slots took part in each step, as bits, and the
-weights.
+that comes to the end writes SLOT.json into the folder that is the last argument: which slots took
+part in each step, as bits, and its MembershipLog with checksums of the weights. A test makes the
+same model to replay that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,97 +25,170 @@ from kolovod import elastic
 
 STEPS_BETWEEN = 10
 PAUSE_S = 0.004
-SLOT = int(os.environ["KOLOVOD_SLOT"])
+COUNT = 5_000
 
 
-class WithNumpy:
-    """Weights that are the sum of all that was ever added, in float64: exact."""
+class OfNumpy:
+    """Weights whose bits depend on every step, and on the order in which ranks are added."""
 
-    def __init__(self) -> None:
-        import kolovod.numpy as kv
+    redo = "repeat"
 
-        kv.init()
-        self.kv = kv
-        self.weights = np.zeros(5_000)
+    def __init__(self, seed: int) -> None:
+        self.weights = np.random.default_rng(seed).normal(size=COUNT).astype(np.float32)
 
     def values(self) -> dict[str, Any]:
+        return {"model": self.weights}
+
+    def tensors(self) -> dict[str, Any]:
         return {"weights": self.weights}
 
-    def step(self, state: Any) -> int:
-        share = np.full(5_000, float(1 << SLOT))
-        total = elastic.exactly(lambda: self.kv.allreduce(share, "share", self.kv.Sum))
-        state.weights = state.weights + total
-        return int(total[0])
+    def compute(self, step: int, member: int) -> dict[str, Any]:
+        draw = np.random.default_rng([step, member])
+        noise = draw.normal(size=COUNT).astype(np.float32)
+        return {"weights": noise + np.float32(0.1) * self.weights}
 
-    def result(self, state: Any) -> Any:
-        return float(state.weights[0])
+    def apply(self, gradients: dict[str, Any]) -> None:
+        self.weights -= np.float32(0.1) * gradients["weights"]
+
+    def distribute(self, slot: int) -> None:
+        import kolovod.numpy as kv
+
+        self.kv, self.bit = kv, float(1 << slot)
+
+    def follow(self, state: Any) -> None:
+        """Where others have come ranks have rank 0's array, as a new one."""
+        self.weights = state.model
+
+    def step(self, step: int, member: int) -> int:
+        mine = self.compute(step, member)["weights"]
+        total, bits = elastic.exactly(
+            lambda: self.kv.grouped_allreduce([mine, np.array(self.bit)], "step", self.kv.Sum),
+            counts=True,
+        )
+        self.apply({"weights": total})
+        return int(bits)
 
 
-class WithTorch:
-    """One parameter whose gradient tells who takes part, and some that make buckets."""
+class OfTorch:
+    """A model with buckets, momentum, and one more parameter that tells who takes part."""
 
-    def __init__(self) -> None:
+    redo = "repeat"
+
+    def __init__(self, seed: int) -> None:
         import torch
 
-        import kolovod.torch as kv
-
-        kv.init()
-        torch.manual_seed(SLOT)  # the weights are rank 0's all the same
+        torch.set_num_threads(1)  # as the launcher has it, else bits differ
+        torch.manual_seed(seed)
         self.torch = torch
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.Linear(500, 8))
         self.bits = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        self.model.register_parameter("bits", self.bits)
-        sgd = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
-        self.optimizer = kv.DistributedOptimizer(sgd, self.model.named_parameters(), op=kv.Sum)
+        self.bit = 0.0
+        everything = [*self.model.parameters(), self.bits]
+        self.optimizer = torch.optim.SGD(everything, 0.01, momentum=0.9)
 
     def values(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
 
-    def step(self, state: Any) -> int:
+    def tensors(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def backward(self, step: int, member: int) -> None:
         self.optimizer.zero_grad()
-        seed = self.torch.Generator().manual_seed(100 * state.step + SLOT)
+        seed = self.torch.Generator().manual_seed(100 * step + member)
         loss = self.model(self.torch.randn(4, 8, generator=seed)).square().mean()
-        (0.01 * loss + (self.bits * (1 << SLOT)).sum()).backward()
+        (0.01 * loss + (self.bits * self.bit).sum()).backward()
+
+    def compute(self, step: int, member: int) -> dict[str, Any]:
+        self.backward(step, member)
+        return {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def apply(self, gradients: dict[str, Any]) -> None:
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = gradients[name]
+        self.optimizer.step()
+
+    def distribute(self, slot: int) -> None:
+        import kolovod.torch as kv
+
+        self.bit = float(1 << slot)
+        named = [*self.model.named_parameters(), ("bits", self.bits)]
+        self.optimizer = kv.DistributedOptimizer(self.optimizer, named, op=kv.Sum)
+
+    def follow(self, state: Any) -> None:
+        """Modules are changed in place."""
+
+    def step(self, step: int, member: int) -> int:
+        self.backward(step, member)
         self.optimizer.step()
         return int(self.bits.grad)
 
-    def result(self, state: Any) -> Any:
-        return [float(parameter.detach().double().sum()) for parameter in self.model.parameters()]
+
+class Recomputed(OfTorch):
+    """Has an operation in forward, and counts there: once for each step, however often it runs."""
+
+    redo = "recompute"
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.model.register_buffer("forwards", self.torch.zeros(1))
+
+    def tensors(self) -> dict[str, Any]:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def distribute(self, slot: int) -> None:
+        import kolovod.torch as kv
+
+        self.kv = kv
+        super().distribute(slot)
+
+    def step(self, step: int, member: int) -> int:
+        self.model.forwards += 1
+        self.kv.allreduce(self.torch.zeros(1000), "forward")
+        assert int(self.model.forwards) == step + 1
+        return super().step(step, member)
 
 
-KINDS = {"numpy": WithNumpy, "torch": WithTorch}
+KINDS: dict[str, Any] = {"numpy": OfNumpy, "torch": OfTorch, "recomputed": Recomputed}
 
 
 def main() -> None:
+    import kolovod
+
     kind, full, plan = sys.argv[1], int(sys.argv[2]), [int(s) for s in sys.argv[3].split(",") if s]
-    work = KINDS[kind]()
-    state = elastic.State(step=0, log=[], since=0, kills=0, **work.values())
+    slot = int(os.environ["KOLOVOD_SLOT"])
+    kolovod.init()
+    work = KINDS[kind](slot)  # the weights are rank 0's all the same
+    work.distribute(slot)
+    log = elastic.MembershipLog(work.tensors)
+    state = elastic.State(step=0, slots=[], since=0, kills=0, log=log, **work.values())
     longest_s = 0.0
 
-    @elastic.run
+    @elastic.run(redo=work.redo)
     def train(state: Any) -> None:
         nonlocal longest_s
         while True:
+            work.follow(state)
             state.since += 1
             if state.since == STEPS_BETWEEN:
                 if state.kills == len(plan):
                     return
                 state.kills += 1
-                if plan[state.kills - 1] == SLOT:
-                    delay_s = random.uniform(0, 2 * PAUSE_S)
-                    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
             before_s = time.monotonic()
-            state.log.append(work.step(state))
+            state.slots.append(work.step(state.step, log.member))
             longest_s = max(longest_s, time.monotonic() - before_s)
-            if state.log[-1] != (1 << full) - 1:
+            if state.slots[-1] != (1 << full) - 1:
                 state.since = 0
             state.step += 1
+            dies = state.since == STEPS_BETWEEN and plan[state.kills - 1] == slot
             state.commit()
+            if dies:  # as the next step begins, in its middle, or after it
+                delay_s = random.uniform(PAUSE_S / 2, 3 * PAUSE_S)
+                threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
             time.sleep(PAUSE_S)
 
     train(state)
-    facts = {"slot": SLOT, "log": state.log, "result": work.result(state), "longest_s": longest_s}
-    print(json.dumps(facts), flush=True)
+    facts = {"slot": slot, "slots": state.slots, "log": log.state_dict(), "longest_s": longest_s}
+    Path(sys.argv[4], f"{slot}.json").write_text(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,20 @@ and ``kolovod run --elastic -np 4 python train.py``. Who decides, and why nothin
 ``ballots`` and ``steps``.
 """
 
+from kolovod.elastic.membership_log import LoggedStep, MembershipLog
 from kolovod.elastic.running import run
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.elastic.sampling import global_batch
 from kolovod.elastic.state import State, share_by
 from kolovod.elastic.steps import exactly
 
-__all__ = ["ElasticSampler", "global_batch", "State", "exactly", "run", "share_by"]
+__all__ = [
+    "ElasticSampler",
+    "LoggedStep",
+    "MembershipLog",
+    "State",
+    "exactly",
+    "global_batch",
+    "run",
+    "share_by",
+]

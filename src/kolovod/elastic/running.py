@@ -157,10 +157,10 @@ class _Worlds:
 
 
 class _Deal:
-    """Who gets which samples: a state's samplers follow the steps, and the worlds."""
+    """Who gets which samples: a state's samplers follow the steps, and the worlds; so do logs."""
 
     def __init__(self, state: State, ongoing: steps.Steps) -> None:
-        self._samplers = state.samplers()
+        self._samplers, self._logs = state.samplers(), state.logs()
         self._ongoing = ongoing
         self._epochs = [0 for _ in self._samplers]  # of the world whose ranks each knows
 
@@ -170,13 +170,21 @@ class _Deal:
         world = self._ongoing.world
         if counted is None and world.size == 1:  # whose optimizer sends nothing
             counted = world.members
-        if counted is None and self._samplers:
+        times, self._ongoing.times_counted = self._ongoing.times_counted, 0
+        if counted is None and (self._samplers or self._logs):
             raise InvalidArgumentError(
                 "commit() after no step that uses samples: combine gradients by a "
                 "DistributedOptimizer, or by elastic.exactly(..., counts=True)"
             )
         for sampler in self._samplers:
             sampler.record_step(counted)
+        if self._logs and times > 1:
+            raise InvalidArgumentError(
+                f"commit() after {times} steps that combine gradients: with a MembershipLog in the "
+                "state commit after each"
+            )
+        for log in self._logs:
+            log.record(counted or ())
 
     def follow(self) -> None:
         """Deal the samples anew if the ranks are others than before."""
@@ -184,6 +192,9 @@ class _Deal:
             place = self._epochs.index(min(self._epochs))
             self._samplers[place].changed(now.members[now.rank], self._gather)
             self._epochs[place] = self._ongoing.world.epoch
+        world = self._ongoing.world
+        for log in self._logs:
+            log.follow(world.members, world.hosts, world.rank)
 
     def _gather(self, value: Any) -> list[Any]:
         objects = Objects(worlds.current)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
+from kolovod.elastic.membership_log import MembershipLog
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.errors import InvalidArgumentError
 
 __all__ = ["State", "share_by"]
 
+V = TypeVar("V")
 Keep = Callable[[Any], Callable[[], None]]
 """``keep(value)``: returns what makes ``value`` again what it is now, but for what only the step's
 update changes."""
@@ -21,7 +23,15 @@ Share = Callable[[str, Any], Any]
 
 SizeCallback = Callable[[int, int], None]
 
-_shares: list[tuple[Callable[[Any], bool], Share, Keep | None]] = []
+
+def _share_log(name: str, log: MembershipLog) -> MembershipLog:
+    log.load_state_dict(Objects(current).broadcast_object(log.state_dict(), 0, f"elastic.{name}"))
+    return log
+
+
+_shares: list[tuple[Callable[[Any], bool], Share, Keep | None]] = [
+    (lambda value: isinstance(value, MembershipLog), _share_log, None)
+]
 
 
 def share_by(fits: Callable[[Any], bool], share: Share, keep: Keep | None = None) -> None:
@@ -45,7 +55,7 @@ class State:
 
     What they are, rank 0 says: as the job begins, and to ranks that join. They may be of any kind
     that can be pickled, and what front ends know: PyTorch's modules and optimizers. An
-    ElasticSampler among them follows the steps and the ranks.
+    ElasticSampler and a MembershipLog among them follow the steps and the ranks.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -76,6 +86,10 @@ class State:
             return
         for sampler in self.samplers():
             sampler.record_step()
+        for log in self.logs():
+            world = current()
+            log.follow(world.members, world.hosts, world.rank)
+            log.record(world.members)
 
     def on_size_change(self, callback: SizeCallback) -> SizeCallback:
         """Have ``callback(before, after)`` called when the job has another number of ranks.
@@ -97,8 +111,15 @@ class State:
 
     def samplers(self) -> list[ElasticSampler]:
         """Those among the values."""
+        return self._of(ElasticSampler)
+
+    def logs(self) -> list[MembershipLog]:
+        """Those among the values."""
+        return self._of(MembershipLog)
+
+    def _of(self, kind: type[V]) -> list[V]:
         values = (getattr(self, name) for name in self._names)
-        return [value for value in values if isinstance(value, ElasticSampler)]
+        return [value for value in values if isinstance(value, kind)]
 
     def keep(self) -> Callable[[], None]:
         """Returns what makes the values what they are now, where a step is computed again.

@@ -100,6 +100,8 @@ class Steps:
         """Whether a rank of this world has come without the state."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
+        self.times_counted = 0
+        """How many such steps there were since the last ``commit``."""
         self._committed = 0  # tickets that were passed at the last commit
         self._is_applied = False  # since then a step that counts samples
         self._goes_back = False  # what this rank was at cannot be repeated
@@ -184,6 +186,7 @@ class Steps:
         self._passed_in = world
         if counts:
             self.counted, self._is_applied = world.members, True
+            self.times_counted += 1
         return result
 
     def recover(self, error: CollectiveAbortedError) -> None:
