@@ -80,6 +80,50 @@ def test_an_optimizer_of_torch(kind: str, full: int, plan: list[int], tmp_path: 
     train(kind, full, plan, tmp_path, "-np", str(full))
 
 
+NORMALISED = """
+import hashlib, os, signal, threading
+import torch
+import kolovod.torch as kv
+from kolovod import elastic
+kv.init()
+torch.manual_seed(int(os.environ["KOLOVOD_SLOT"]))
+layers = [torch.nn.Linear(4, 64), kv.SyncBatchNorm(64), torch.nn.Linear(64, 1)]
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = kv.DistributedOptimizer(optimizer, model.named_parameters())
+state = elastic.State(model=model, optimizer=optimizer, step=0)
+
+@elastic.run(redo="recompute")
+def train(state):
+    while state.step < 40:
+        if state.step == 10 and os.environ["KOLOVOD_SLOT"] == "1":
+            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        for _ in range(5):  # so that most of a step is here
+            model(torch.randn(8, 4))
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        state.commit()
+
+train(state)
+values = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+print("ends", int(layers[1].num_batches_tracked), hashlib.sha256(values).hexdigest(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_batch_normalisation_over_all_ranks_where_steps_are_computed_again() -> None:
+    """The running statistics of a step that was interrupted in forward count once."""
+    done = run("-np", "3", "--max-np", "3", script=("-c", NORMALISED))
+    assert done.returncode == 0, done.stderr
+    ends = re.findall(r"ends (\d+) (\w+)", done.stdout)
+    assert len(ends) >= 2, done.stderr
+    assert set(ends) == {("240", ends[0][1])}, done.stderr
+    assert "was killed by signal 9" in done.stderr
+
+
 def test_fewer_than_min_np_end_their_step_and_wait(tmp_path: Path) -> None:
     (first, _) = train("numpy", 2, [0, 1], tmp_path, "-np", "2", "--min-np", "2")
     alone = [bits for bits in first["slots"] if bits in (1, 2)]
