@@ -16,8 +16,9 @@ is whole again, the next one; each round has a fresh job. All clocks are this ma
 - cost without failures: two ranks with gradients as large as ResNet-50's step by turns as in an
   elastic job and as in another one (bench/elastic_cost_rank.py); the ticket by itself.
 
-Each round of Kolovod's is replayed in one process (kolovod.testing.replay), from the membership log
-of each of its ranks: steps and weights must be the same, bit for bit, else the run ends.
+Each round of Kolovod's is replayed in one process (kolovod.testing.replay) from its ranks'
+membership logs: steps and weights must be the same, bit for bit, else the run ends. A job whose
+survivors make no step in two minutes counts as stuck, and its round ends.
 
 torchft needs an environment of its own, whose Python is given by --torchft (torchrun is PyTorch's,
 there, too)::
@@ -46,7 +47,7 @@ from typing import Any
 import elastic_rank
 import machine
 import report
-from elastic_jobs import Job, KolovodJob, Process, TorchftJob, TorchrunJob
+from elastic_jobs import Job, JobError, KolovodJob, Process, TorchftJob, TorchrunJob
 from report import Json, number, table
 
 from kolovod.elastic import MembershipLog
@@ -142,8 +143,8 @@ def one_round(name: str, start: Callable[[Path], Job], kills: int, first: int) -
     """A fresh job; its ranks are killed in turns, from ``first`` on. Every second is rank 0."""
     folder = Path(tempfile.mkdtemp(prefix="kolovod-elastic-"))
     job = start(folder)
+    found = []
     try:
-        found = []
         for turn in range(first, first + kills):
             rank = 0 if turn % 2 == 0 else 1 + turn // 2 % (job.np - 1)
             found.append({"system": name, **kill_one(job, rank)})
@@ -151,24 +152,25 @@ def one_round(name: str, start: Callable[[Path], Job], kills: int, first: int) -
         if isinstance(job, KolovodJob):
             job.stop()
             verify(folder, job.np, job.kind)
-        return found
+    except JobError as error:  # whose fault it is must be looked at; the others are measured
+        print(f"{name}: {error}", flush=True)
+        found.append({"system": name, "failed": str(error).splitlines()[0]})
     finally:
         job.close()
         shutil.rmtree(folder, ignore_errors=True)
+    return found
 
 
 def verify(folder: Path, np: int, kind: str) -> None:
-    """Raise ReplayDiffers unless all weights are those of a replay; RuntimeError for lost steps."""
+    """Raise ReplayDiffers unless all weights are those of a replay; JobError for lost steps."""
     paths = sorted(folder.glob("*.members"))
     if len(paths) != np:
-        raise RuntimeError(f"{len(paths)} of {np} ranks have come to the end")
+        raise JobError(f"{len(paths)} of {np} ranks have come to the end")
     logs = [MembershipLog.load(path) for path in paths]
     wanted = int((folder / "stop").read_text())
     for log in logs:
         if len(log.steps) != wanted or log.steps != logs[0].steps:
-            raise RuntimeError(
-                f"a rank has made {len(log.steps)} steps, another {wanted} or others"
-            )
+            raise JobError(f"a rank has made {len(log.steps)} steps, another {wanted} or others")
     model: Any = elastic_rank.MODELS[kind]()
     replay(logs[0], model.compute, model.apply, model.tensors)
     print(f"replayed: {wanted} steps of {np} ranks are the same, bit for bit", flush=True)
@@ -192,8 +194,12 @@ def summarize(found: list[Json]) -> Json:
     """By system, statistics of each figure."""
     result: Json = {}
     for name in dict.fromkeys(one["system"] for one in found):
-        mine = [one for one in found if one["system"] == name]
+        all_of = [one for one in found if one["system"] == name]
+        mine = [one for one in all_of if "failed" not in one]
+        if not mine:
+            continue
         result[name] = {
+            "failed": len(all_of) - len(mine),
             "next": statistics([one["next_ms"] for one in mine]),
             "next of rank 0": statistics([one["next_ms"] for one in mine if one["rank"] == 0]),
             "joiner": statistics([one["joiner_ms"] for one in mine]),
@@ -227,11 +233,12 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
             *(number(one[key]["median"] / 1e3) for key in ("joiner", "joiner, ready")),
             f"{one['lost, mean']:.1f} ({one['lost']})",
             str(one["next"]["samples"]),
+            str(one["failed"]),
         ]
         for name, one in kills.items()
     ]
     head = ["after kill -9", "next step, ms", "p99", "min", "of rank 0", "joiner, s"]
-    head += ["from ready, s", "steps lost (most)", "kills"]
+    head += ["from ready, s", "steps lost (most)", "kills", "stuck jobs"]
     phases = [
         [name, *(_median_and_p99(one["phases"][phase]) for phase in PHASES)]
         for name, one in kills.items()
@@ -339,7 +346,8 @@ def main(arguments: list[str] | None = None) -> int:
     }
     report.write("elastic", result, markdown, options.output)
     print(f"\n{markdown}")
-    return 0
+    ours = [one for one in found if "failed" in one and one["system"].startswith("kolovod")]
+    return 1 if ours else 0
 
 
 if __name__ == "__main__":
