@@ -328,6 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="systems whose names have it")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     facts, before = machine.facts(), machine.load()["loadavg"]
     print(report.machine_line(facts), f"load average {before:.1f}", flush=True)
     found: list[Json] = []

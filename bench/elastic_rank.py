@@ -276,7 +276,7 @@ def torchft(notes: Notes) -> None:
         model.backward(step, 0)
         flat = torch.cat([parameter.grad for parameter in parameters])
         manager.allreduce(flat).wait()
-        for parameter, mean in zip(parameters, flat.split(ELEMENTS), strict=True):
+        for parameter, mean in zip(parameters, torch.split(flat, ELEMENTS), strict=True):
             parameter.grad.copy_(mean)
         optimizer.step()
         if manager.current_step() == step:
