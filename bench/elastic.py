@@ -139,11 +139,12 @@ def _lost(survivors: list[Process], after: list[Process], killed_ns: int, restar
     )
 
 
-def one_round(name: str, start: Callable[[Path], Job], kills: int, first: int) -> list[Json]:
+def one_round(
+    name: str, start: Callable[[Path], Job], kills: int, first: int, found: list[Json]
+) -> None:
     """A fresh job; its ranks are killed in turns, from ``first`` on. Every second is rank 0."""
     folder = Path(tempfile.mkdtemp(prefix="kolovod-elastic-"))
     job = start(folder)
-    found = []
     try:
         for turn in range(first, first + kills):
             rank = 0 if turn % 2 == 0 else 1 + turn // 2 % (job.np - 1)
@@ -158,7 +159,6 @@ def one_round(name: str, start: Callable[[Path], Job], kills: int, first: int) -
     finally:
         job.close()
         shutil.rmtree(folder, ignore_errors=True)
-    return found
 
 
 def verify(folder: Path, np: int, kind: str) -> None:
@@ -328,15 +328,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="systems whose names have it")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no rank is left behind
     facts, before = machine.facts(), machine.load()["loadavg"]
     print(report.machine_line(facts), f"load average {before:.1f}", flush=True)
     found: list[Json] = []
-    for turn in range(options.rounds):
-        for name, (start, kills) in systems(options).items():
-            if options.only in name:
-                found += one_round(name, start, kills, turn * kills)
-    result: Json = {"kills": summarize(found), "cost": cost(options) if options.steps else None}
+    result: Json = {"cost": None}
+    try:
+        for turn in range(options.rounds):
+            for name, (start, kills) in systems(options).items():
+                if options.only in name:
+                    one_round(name, start, kills, turn * kills, found)
+        result["cost"] = cost(options) if options.steps else None
+    except KeyboardInterrupt:
+        print("interrupted: here is what was measured", flush=True)
+    result["kills"] = summarize(found)
     after = machine.load()["loadavg"]
     markdown = make(result, facts, (before, after))
     result = {
