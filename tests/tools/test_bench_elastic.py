@@ -94,6 +94,18 @@ def test_a_round_is_replayed(tmp_path: Path) -> None:
         bench.verify(tmp_path, 1, "kolovod-numpy")
 
 
+def test_the_replay_computes_what_backward_does() -> None:
+    import torch
+
+    model = elastic_rank.Model()
+    for step, member in ((0, 0), (3, 1), (1234, 5)):
+        model.optimizer.zero_grad()
+        model.backward(step, member)
+        known = model.compute(step, member)
+        for name, parameter in model.module.named_parameters():
+            assert torch.equal(parameter.grad, known[name])
+
+
 def test_ranks_stop_before_the_same_step(tmp_path: Path) -> None:
     own = elastic_rank.Notes(tmp_path)
     assert not own.stops(10**9)
