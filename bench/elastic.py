@@ -57,6 +57,7 @@ PHASES = ("hear", "agree", "form", "repeat")
 TIMES_TORCHFT = 50.0
 TICKET_SHARE = 0.003
 MS = 1e6
+INTERRUPTED = "The run was interrupted before all was measured. "
 
 
 def systems(options: argparse.Namespace) -> dict[str, tuple[Callable[[Path], Job], int]]:
@@ -141,8 +142,11 @@ def _lost(survivors: list[Process], after: list[Process], killed_ns: int, restar
 
 def one_round(
     name: str, start: Callable[[Path], Job], kills: int, first: int, found: list[Json]
-) -> None:
-    """A fresh job; its ranks are killed in turns, from ``first`` on. Every second is rank 0."""
+) -> int:
+    """A fresh job; its ranks are killed in turns, from ``first`` on. Every second is rank 0.
+
+    Returns the steps that were replayed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kolovod-elastic-"))
     job = start(folder)
     try:
@@ -152,17 +156,18 @@ def one_round(
             print(json.dumps(found[-1]), flush=True)
         if isinstance(job, KolovodJob):
             job.stop()
-            verify(folder, job.np, job.kind)
+            return verify(folder, job.np, job.kind)
     except JobError as error:  # whose fault it is must be looked at; the others are measured
         print(f"{name}: {error}", flush=True)
         found.append({"system": name, "failed": str(error).splitlines()[0]})
     finally:
         job.close()
         shutil.rmtree(folder, ignore_errors=True)
+    return 0
 
 
-def verify(folder: Path, np: int, kind: str) -> None:
-    """Raise ReplayDiffers unless all weights are those of a replay; JobError for lost steps."""
+def verify(folder: Path, np: int, kind: str) -> int:
+    """Return the steps that were replayed. Raise ReplayDiffers unless all weights are those of a replay; JobError for lost steps."""
     paths = sorted(folder.glob("*.members"))
     if len(paths) != np:
         raise JobError(f"{len(paths)} of {np} ranks have come to the end")
@@ -174,6 +179,7 @@ def verify(folder: Path, np: int, kind: str) -> None:
     model: Any = elastic_rank.MODELS[kind]()
     replay(logs[0], model.compute, model.apply, model.tensors)
     print(f"replayed: {wanted} steps of {np} ranks are the same, bit for bit", flush=True)
+    return wanted
 
 
 def cost(options: argparse.Namespace) -> Json:
@@ -246,11 +252,12 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
     ]
     parts = [
         "# After kill -9\n",
-        f"`{machine.command_line()}`: {report.machine_line(facts)}, load average {load[0]:.1f} "
-        f"before the run and {load[1]:.1f} after it. Medians of all kills. How it was measured: "
-        "the head of bench/elastic.py.\n",
+        f"`{command_line()}`: {report.machine_line(facts)}, load average {load[0]:.1f} before the "
+        f"run and {load[1]:.1f} after it. {INTERRUPTED * result['interrupted']}Medians of all "
+        "kills. How it was measured: the head of bench/elastic.py.\n",
         table(head, rows),
-        "Every round of Kolovod's was replayed in one process: the same weights, bit for bit.\n",
+        f"Of Kolovod's {result['replayed']:,} steps were replayed in one process: the same "
+        "weights, bit for bit.\n",
         "Where the time goes, ms, median (p99):\n",
         table(["", *PHASES], phases),
     ]
@@ -258,6 +265,13 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
         parts.append(_cost_text(result["cost"]))
     parts.append(table(["goal", "measured", "wanted", "reached"], goals(result)))
     return "\n".join(parts)
+
+
+def command_line() -> str:
+    """As a reader would type it, with an environment of his own."""
+    words = machine.command_line().split()
+    at = words.index("--torchft") + 1 if "--torchft" in words else 0
+    return " ".join([*words[:at], "torchft/bin/python", *words[at + 1 :]] if at else words)
 
 
 def _median_and_p99(figures: Json) -> str:
@@ -332,20 +346,20 @@ def main(arguments: list[str] | None = None) -> int:
     facts, before = machine.facts(), machine.load()["loadavg"]
     print(report.machine_line(facts), f"load average {before:.1f}", flush=True)
     found: list[Json] = []
-    result: Json = {"cost": None}
+    result: Json = {"cost": None, "replayed": 0, "interrupted": False}
     try:
         for turn in range(options.rounds):
             for name, (start, kills) in systems(options).items():
                 if options.only in name:
-                    one_round(name, start, kills, turn * kills, found)
+                    result["replayed"] += one_round(name, start, kills, turn * kills, found)
         result["cost"] = cost(options) if options.steps else None
     except KeyboardInterrupt:
-        print("interrupted: here is what was measured", flush=True)
+        result["interrupted"] = True
     result["kills"] = summarize(found)
     after = machine.load()["loadavg"]
     markdown = make(result, facts, (before, after))
     result = {
-        "command": machine.command_line(),
+        "command": command_line(),
         "machine": {**facts, "loadavg": [before, after]},
         **result,
         "samples": found,

@@ -83,7 +83,7 @@ def logged(folder: Path, pid: int, change: float = 0.0) -> None:
 def test_a_round_is_replayed(tmp_path: Path) -> None:
     (tmp_path / "stop").write_text(str(STEPS))
     logged(tmp_path, 1)
-    bench.verify(tmp_path, 1, "kolovod-numpy")
+    assert bench.verify(tmp_path, 1, "kolovod-numpy") == STEPS
     with pytest.raises(JobError, match="1 of 2 ranks have come to the end"):
         bench.verify(tmp_path, 2, "kolovod-numpy")
     logged(tmp_path, 1, 1e-3)
@@ -127,7 +127,7 @@ def kills(system: str, next_ms: float, lost: int = 0) -> dict[str, Any]:
 def test_goals_that_are_missed_are_in_the_table() -> None:
     found = [kills("kolovod", 80.0), kills("kolovod", 90.0), kills("kolovod", 400.0, 1)]
     found += [kills("torchft, defaults", 5000.0), {"system": "torchft, defaults", "failed": "so"}]
-    result = {"kills": bench.summarize(found), "cost": None}
+    result = {"kills": bench.summarize(found), "cost": None, "replayed": 7, "interrupted": True}
     assert bench.goals(result) == [
         ["kolovod: median to the next step", "90.0 ms", "100 ms", "yes"],
         ["kolovod: p99 to the next step", "400 ms", "300 ms", "no"],
