@@ -167,7 +167,10 @@ def one_round(
 
 
 def verify(folder: Path, np: int, kind: str) -> int:
-    """Return the steps that were replayed. Raise ReplayDiffers unless all weights are those of a replay; JobError for lost steps."""
+    """Return how many steps were replayed.
+
+    Raises ReplayDiffers unless all weights are those of a replay, JobError for lost steps.
+    """
     paths = sorted(folder.glob("*.members"))
     if len(paths) != np:
         raise JobError(f"{len(paths)} of {np} ranks have come to the end")
@@ -256,7 +259,7 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
         f"run and {load[1]:.1f} after it. {INTERRUPTED * result['interrupted']}Medians of all "
         "kills. How it was measured: the head of bench/elastic.py.\n",
         table(head, rows),
-        f"Of Kolovod's {result['replayed']:,} steps were replayed in one process: the same "
+        f"{result['replayed']:,} steps of Kolovod's were replayed in one process: the same "
         "weights, bit for bit.\n",
         "Where the time goes, ms, median (p99):\n",
         table(["", *PHASES], phases),
