@@ -1,4 +1,5 @@
 # make demo      train on real data with two processes, from nothing
+# make demo-elastic  the same while three processes are killed, one after the other, and come back; draws the loss
 # make test      the Python tests that need PyTorch and NumPy only, but the slow ones (7 minutes, installation included)
 # make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
@@ -46,7 +47,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-frameworks test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -100,6 +101,9 @@ $(STAMPS)/doctest: $(STAMPS)/venv
 
 demo: $(STAMPS)/package $(STAMPS)/examples
 	$(BIN)/kolovod run -np 2 -- $(BIN)/python examples/torch_digits.py --compare
+
+demo-elastic: $(STAMPS)/package $(STAMPS)/examples
+	$(BIN)/kolovod run --elastic -np 3 -- $(BIN)/python examples/elastic_torch.py --kills 3 --compare
 
 test-all: test test-native test-frameworks test-slow test-mxnet
 

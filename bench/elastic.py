@@ -16,8 +16,9 @@ is whole again, the next one; each round has a fresh job. All clocks are this ma
 - cost without failures: two ranks with gradients as large as ResNet-50's step by turns as in an
   elastic job and as in another one (bench/elastic_cost_rank.py); the ticket by itself.
 
-Each round of Kolovod's is replayed in one process (kolovod.testing.replay), from the membership log
-of each of its ranks: steps and weights must be the same, bit for bit, else the run ends.
+Each round of Kolovod's is replayed in one process (kolovod.testing.replay) from its ranks'
+membership logs: steps and weights must be the same, bit for bit, else the run ends. A job whose
+survivors make no step in two minutes counts as stuck, and its round ends.
 
 torchft needs an environment of its own, whose Python is given by --torchft (torchrun is PyTorch's,
 there, too)::
@@ -46,7 +47,7 @@ from typing import Any
 import elastic_rank
 import machine
 import report
-from elastic_jobs import Job, KolovodJob, Process, TorchftJob, TorchrunJob
+from elastic_jobs import Job, JobError, KolovodJob, Process, TorchftJob, TorchrunJob
 from report import Json, number, table
 
 from kolovod.elastic import MembershipLog
@@ -56,6 +57,7 @@ PHASES = ("hear", "agree", "form", "repeat")
 TIMES_TORCHFT = 50.0
 TICKET_SHARE = 0.003
 MS = 1e6
+INTERRUPTED = "The run was interrupted before all was measured. "
 
 
 def systems(options: argparse.Namespace) -> dict[str, tuple[Callable[[Path], Job], int]]:
@@ -138,40 +140,49 @@ def _lost(survivors: list[Process], after: list[Process], killed_ns: int, restar
     )
 
 
-def one_round(name: str, start: Callable[[Path], Job], kills: int, first: int) -> list[Json]:
-    """A fresh job; its ranks are killed in turns, from ``first`` on. Every second is rank 0."""
+def one_round(
+    name: str, start: Callable[[Path], Job], kills: int, first: int, found: list[Json]
+) -> int:
+    """A fresh job; its ranks are killed in turns, from ``first`` on. Every second is rank 0.
+
+    Returns the steps that were replayed.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kolovod-elastic-"))
     job = start(folder)
     try:
-        found = []
         for turn in range(first, first + kills):
             rank = 0 if turn % 2 == 0 else 1 + turn // 2 % (job.np - 1)
             found.append({"system": name, **kill_one(job, rank)})
             print(json.dumps(found[-1]), flush=True)
         if isinstance(job, KolovodJob):
             job.stop()
-            verify(folder, job.np, job.kind)
-        return found
+            return verify(folder, job.np, job.kind)
+    except JobError as error:  # whose fault it is must be looked at; the others are measured
+        print(f"{name}: {error}", flush=True)
+        found.append({"system": name, "failed": str(error).splitlines()[0]})
     finally:
         job.close()
         shutil.rmtree(folder, ignore_errors=True)
+    return 0
 
 
-def verify(folder: Path, np: int, kind: str) -> None:
-    """Raise ReplayDiffers unless all weights are those of a replay; RuntimeError for lost steps."""
+def verify(folder: Path, np: int, kind: str) -> int:
+    """Return how many steps were replayed.
+
+    Raises ReplayDiffers unless all weights are those of a replay, JobError for lost steps.
+    """
     paths = sorted(folder.glob("*.members"))
     if len(paths) != np:
-        raise RuntimeError(f"{len(paths)} of {np} ranks have come to the end")
+        raise JobError(f"{len(paths)} of {np} ranks have come to the end")
     logs = [MembershipLog.load(path) for path in paths]
     wanted = int((folder / "stop").read_text())
     for log in logs:
         if len(log.steps) != wanted or log.steps != logs[0].steps:
-            raise RuntimeError(
-                f"a rank has made {len(log.steps)} steps, another {wanted} or others"
-            )
+            raise JobError(f"a rank has made {len(log.steps)} steps, another {wanted} or others")
     model: Any = elastic_rank.MODELS[kind]()
     replay(logs[0], model.compute, model.apply, model.tensors)
     print(f"replayed: {wanted} steps of {np} ranks are the same, bit for bit", flush=True)
+    return wanted
 
 
 def cost(options: argparse.Namespace) -> Json:
@@ -192,8 +203,12 @@ def summarize(found: list[Json]) -> Json:
     """By system, statistics of each figure."""
     result: Json = {}
     for name in dict.fromkeys(one["system"] for one in found):
-        mine = [one for one in found if one["system"] == name]
+        all_of = [one for one in found if one["system"] == name]
+        mine = [one for one in all_of if "failed" not in one]
+        if not mine:
+            continue
         result[name] = {
+            "failed": len(all_of) - len(mine),
             "next": statistics([one["next_ms"] for one in mine]),
             "next of rank 0": statistics([one["next_ms"] for one in mine if one["rank"] == 0]),
             "joiner": statistics([one["joiner_ms"] for one in mine]),
@@ -227,11 +242,12 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
             *(number(one[key]["median"] / 1e3) for key in ("joiner", "joiner, ready")),
             f"{one['lost, mean']:.1f} ({one['lost']})",
             str(one["next"]["samples"]),
+            str(one["failed"]),
         ]
         for name, one in kills.items()
     ]
     head = ["after kill -9", "next step, ms", "p99", "min", "of rank 0", "joiner, s"]
-    head += ["from ready, s", "steps lost (most)", "kills"]
+    head += ["from ready, s", "steps lost (most)", "kills", "stuck jobs"]
     phases = [
         [name, *(_median_and_p99(one["phases"][phase]) for phase in PHASES)]
         for name, one in kills.items()
@@ -239,11 +255,12 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
     ]
     parts = [
         "# After kill -9\n",
-        f"`{machine.command_line()}`: {report.machine_line(facts)}, load average {load[0]:.1f} "
-        f"before the run and {load[1]:.1f} after it. Medians of all kills. How it was measured: "
-        "the head of bench/elastic.py.\n",
+        f"`{command_line()}`: {report.machine_line(facts)}, load average {load[0]:.1f} before the "
+        f"run and {load[1]:.1f} after it. {INTERRUPTED * result['interrupted']}Medians of all "
+        "kills. How it was measured: the head of bench/elastic.py.\n",
         table(head, rows),
-        "Every round of Kolovod's was replayed in one process: the same weights, bit for bit.\n",
+        f"{result['replayed']:,} steps of Kolovod's were replayed in one process: the same "
+        "weights, bit for bit.\n",
         "Where the time goes, ms, median (p99):\n",
         table(["", *PHASES], phases),
     ]
@@ -251,6 +268,13 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
         parts.append(_cost_text(result["cost"]))
     parts.append(table(["goal", "measured", "wanted", "reached"], goals(result)))
     return "\n".join(parts)
+
+
+def command_line() -> str:
+    """As a reader would type it, with an environment of his own."""
+    words = machine.command_line().split()
+    at = words.index("--torchft") + 1 if "--torchft" in words else 0
+    return " ".join([*words[:at], "torchft/bin/python", *words[at + 1 :]] if at else words)
 
 
 def _median_and_p99(figures: Json) -> str:
@@ -321,25 +345,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="systems whose names have it")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no rank is left behind
     facts, before = machine.facts(), machine.load()["loadavg"]
     print(report.machine_line(facts), f"load average {before:.1f}", flush=True)
     found: list[Json] = []
-    for turn in range(options.rounds):
-        for name, (start, kills) in systems(options).items():
-            if options.only in name:
-                found += one_round(name, start, kills, turn * kills)
-    result: Json = {"kills": summarize(found), "cost": cost(options) if options.steps else None}
+    result: Json = {"cost": None, "replayed": 0, "interrupted": False}
+    try:
+        for turn in range(options.rounds):
+            for name, (start, kills) in systems(options).items():
+                if options.only in name:
+                    result["replayed"] += one_round(name, start, kills, turn * kills, found)
+        result["cost"] = cost(options) if options.steps else None
+    except KeyboardInterrupt:
+        result["interrupted"] = True
+    result["kills"] = summarize(found)
     after = machine.load()["loadavg"]
     markdown = make(result, facts, (before, after))
     result = {
-        "command": machine.command_line(),
+        "command": command_line(),
         "machine": {**facts, "loadavg": [before, after]},
         **result,
         "samples": found,
     }
     report.write("elastic", result, markdown, options.output)
     print(f"\n{markdown}")
-    return 0
+    ours = [one for one in found if "failed" in one and one["system"].startswith("kolovod")]
+    return 1 if ours else 0
 
 
 if __name__ == "__main__":

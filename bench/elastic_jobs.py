@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 
 import machine
 
-LIMIT_S = 180.0
+LIMIT_S = 120.0
 LOOK_S = 0.02
 RANK = str(machine.BENCH / "elastic_rank.py")
+
+
+class JobError(RuntimeError):
+    """A job does not go on."""
 
 
 class Step(NamedTuple):
@@ -102,15 +106,19 @@ class Job:
         return alive
 
     def wait(self, ready: Callable[[list[Process]], Any], what: str) -> Any:
-        """What ``ready(processes)`` returns once that is true. RuntimeError after a while."""
+        """What ``ready(processes)`` returns once that is true. JobError after a while."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             found = ready(self.read())
             if found:
                 return found
             time.sleep(LOOK_S)
-        tail = (self.folder / "output").read_text(errors="replace")[-3000:]
-        raise RuntimeError(f"{what}: not within {LIMIT_S:g} s; the job's last words:\n{tail}")
+        raise JobError(f"{what}: not within {LIMIT_S:g} s; the job's last words:\n{self._tail()}")
+
+    def _tail(self) -> str:
+        lines = (self.folder / "output").read_text(errors="replace").splitlines()
+        told = [line for line in lines if "[INFO]" not in line]  # torchft's, several for each step
+        return "\n".join(told[-30:])
 
     def whole(self, after_ns: int = 0) -> list[Process]:
         """Wait until all ranks have made steps together; returns their processes."""
@@ -176,7 +184,7 @@ class TorchftJob(Job):
         self.launch([lighthouse, *bind, *flags])
         options: dict[str, Any] = {"lighthouse": f"http://localhost:{port}"}
         if tuned:
-            options["heartbeat_ms"] = 50
+            options |= {"heartbeat_ms": 50, "timeout_s": 1.0}
         self._options = json.dumps(options)
         for _ in range(np):
             self._launch_rank()

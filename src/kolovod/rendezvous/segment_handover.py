@@ -240,12 +240,18 @@ class Leader:
         ranks = [new for new, member in enumerate(formation.members) if member.rank in local]
         try:
             try:
-                self._collect(joined, ranks, channels, fds, deadline)
                 size = len(formation.members)
-                segment = fds[-1] = make_segment(len(here), size, formation.config)
+                failure: Exception | None = None
+                try:  # while the others come: memory is reserved page by page
+                    fds[-1] = make_segment(len(here), size, formation.config)
+                except Exception as error:  # which can be told to those who are here
+                    failure = error
+                self._collect(joined, ranks, channels, fds, deadline)
+                if failure is not None:
+                    raise failure
                 fds[ranks[0]] = own_pidfd()
                 pidfds = tuple(fds.get(new_rank, -1) for new_rank in range(size))
-                self._distribute(formation, channels, segment, pidfds, deadline)
+                self._distribute(formation, channels, fds[-1], pidfds, deadline)
             except Exception as error:
                 self._tell_failure(channels, error)
                 raise
@@ -255,7 +261,7 @@ class Leader:
                     os.close(fd)
             raise
         members, config = formation.members, formation.config
-        return Ready(ranks[0], formation.epoch, members, segment, pidfds, config)
+        return Ready(ranks[0], formation.epoch, members, fds[-1], pidfds, config)
 
     def _serve(self, channel: Channel) -> None:
         """On the server's thread of one follower; returning closes the channel."""

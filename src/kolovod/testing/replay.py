@@ -45,7 +45,7 @@ class ReplayDiffers(AssertionError):
 def replay(
     log: MembershipLog,
     compute: Callable[[int, int], Tensors],
-    apply: Callable[[Tensors], None],
+    apply: Callable[[dict[str, Any]], None],
     tensors: Callable[[], Tensors] | None = None,
     *,
     op: Op = Average,
@@ -165,7 +165,7 @@ class _Adding:
     ) -> None:
         self._stack.close()
 
-    def add(self, gradients: Sequence[Tensors], hosts: Sequence[str]) -> Tensors:
+    def add(self, gradients: Sequence[Tensors], hosts: Sequence[str]) -> dict[str, Any]:
         """By rank, what each has, and where it is."""
         names = sorted(gradients[0])
         for other in gradients[1:]:
@@ -175,7 +175,7 @@ class _Adding:
                     f"{sorted(other)} for another: give zeros where a rank has none"
                 )
         if len(gradients) == 1 or not names:
-            return gradients[0]
+            return dict(gradients[0])
         if len(gradients) <= _IN_ORDER and len(set(hosts)) == 1:
             lists = {name: [mine[name] for mine in gradients] for name in names}
             return {name: _combined(values, self._op) for name, values in lists.items()}
