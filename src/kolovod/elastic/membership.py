@@ -51,6 +51,8 @@ class Policy:
     ended, before it is formed anew of the same members."""
     reset_limit: int | None = None
     """How many worlds may follow the first. Afterwards nobody joins, and a loss ends the job."""
+    ends_for_growth: bool = False
+    """Whether beyond that limit a joiner ends the job, too, as in Horovod."""
     go_on_after_loss: bool = False
     """Whether those of an older world go on if all that had the newest state are dead."""
 
@@ -244,9 +246,9 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     limit = policy.reset_limit
     if limit is not None and world.resets >= limit:
         said = f"the reset limit of {limit} is reached"
-        if not reasons:
+        if not reasons and not policy.ends_for_growth:
             return _Plan(otherwise=Wait(None, f"{said}: nobody joins any more"))
-        return _Plan(otherwise=Stop(f"{said}: {', '.join(reasons)}"))
+        return _Plan(otherwise=Stop(f"{said}: {', '.join(reasons) or 'others want to join'}"))
     joiners = joiners[: max(0, places)]
     if len(stay) + len(joiners) < policy.min_np and not urgent:
         return _Plan(otherwise=_too_few(table, world, stay, joiners, policy, now_s, reasons))

@@ -133,6 +133,13 @@ class Steward:
             self._table.unwanted_hosts = frozenset(unwanted)
         self._ring()
 
+    def avoid(self, host: str) -> None:
+        """``set_hosts`` with one more host that gets no members, and whose members leave."""
+        with self._lock:
+            self._table.refused_hosts |= {host}
+            self._table.unwanted_hosts |= {host}
+        self._ring()
+
     def number_in(self, slot: int) -> int | None:
         """The member that has come last to fill ``slot``."""
         with self._lock:

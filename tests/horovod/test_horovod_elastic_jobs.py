@@ -1,0 +1,159 @@
+"""Horovod's elastic jobs from the command line: hosts come and go, processes fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from slow import slow_but
+
+from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
+
+SCRIPT = Path(__file__).parents[1] / "support" / "horovod_elastic_script.py"
+HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
+A, B, BOTH = "localhost:2\n", "127.0.0.1:2\n", "localhost:2\n127.0.0.1:2\n"
+DEADLINE_S = 110
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to a job, and how it ends."""
+
+    plan: list[dict[str, Any]]
+    hosts: str
+    """What discovery says at the beginning."""
+    flags: str = "-np 2"
+    sizes: tuple[int, ...] = ()
+    """Of the worlds that did batches; none: the job fails."""
+    ends_on: tuple[str, ...] = ()
+    """The hosts of the processes that come to the end."""
+    says: str = ""
+    """On standard error; a regular expression."""
+    most_entries: int = 1
+    """How often a process that was there from the beginning enters its function."""
+
+
+def killed(host: str, batch: int = 10) -> dict[str, Any]:
+    return {"batch": batch, "do": "kill", "host": host}
+
+
+def hosts_are(text: str, batch: int = 10) -> dict[str, Any]:
+    return {"batch": batch, "do": "hosts", "text": text}
+
+
+SCENARIOS = {
+    "hosts added": Scenario(
+        [hosts_are(BOTH)], A, sizes=(2, 4), ends_on=("127.0.0.1",) * 2 + ("localhost",) * 2,
+        says="2 joined on 127.0.0.1", most_entries=2,
+    ),
+    "slots added": Scenario(
+        [hosts_are("localhost:3\n")], A, sizes=(2, 3), ends_on=("localhost",) * 3, most_entries=2,
+    ),
+    "hosts removed": Scenario(
+        [hosts_are(A)], BOTH, sizes=(4, 2), ends_on=("localhost",) * 2,
+        says="rank 2 on host 127.0.0.1 leaves, rank 3 on host 127.0.0.1 leaves", most_entries=2,
+    ),
+    "the oldest host removed": Scenario(
+        [hosts_are(B)], BOTH, sizes=(4, 2), ends_on=("127.0.0.1",) * 2, most_entries=2,
+    ),
+    "a worker fails": Scenario(
+        [killed("127.0.0.1")], BOTH, sizes=(4, 2), ends_on=("localhost",) * 2,
+        says=r"host 127\.0\.0\.1 is avoided.*ending the other 1", most_entries=2,
+    ),
+    "rank 0 fails": Scenario(
+        [killed("localhost")], BOTH, sizes=(4, 2), ends_on=("127.0.0.1",) * 2, most_entries=2,
+    ),
+    "a worker raises": Scenario(
+        [{"batch": 10, "do": "raise", "host": "127.0.0.1", "error": "no more"}], BOTH,
+        sizes=(4, 2), ends_on=("localhost",) * 2, says="ValueError: no more", most_entries=2,
+    ),
+    "an operation fails": Scenario(
+        [{"batch": 10, "do": "lost"}], A, sizes=(2,), ends_on=("localhost",) * 2,
+        says="2 ranks go on, since epoch 1 has failed", most_entries=2,
+    ),
+    "a host cools down and comes back": Scenario(
+        [killed("127.0.0.1"), hosts_are(BOTH, 20)], BOTH,
+        flags="-np 4 --min-np 2 --blacklist-cooldown-range 1 2", sizes=(4, 2, 4),
+        ends_on=("127.0.0.1",) * 2 + ("localhost",) * 2, most_entries=3,
+    ),
+    "fewer than min-np wait for others": Scenario(
+        [killed("127.0.0.1")], BOTH,
+        flags="-np 4 --min-np 4 --blacklist-cooldown-range 1 2", sizes=(4,),
+        ends_on=("127.0.0.1",) * 2 + ("localhost",) * 2, most_entries=2,
+    ),
+    "all hosts are avoided": Scenario(
+        [killed("localhost"), killed("127.0.0.1", 20)], BOTH, says="the others go on",
+    ),
+    "the reset limit": Scenario(
+        [hosts_are(BOTH), hosts_are(BOTH.replace("2", "3", 1), 20)], A,
+        flags="-np 2 --reset-limit 1", says=RESET_LIMIT_EXCEEDED_MESSAGE.format(1),
+    ),
+    "nobody comes": Scenario(
+        [killed("127.0.0.1")], BOTH, flags="-np 4 --min-np 4 --elastic-timeout 3",
+        says="2 of the at least 4 members are there",
+    ),
+}  # fmt: skip
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HOROVODRUN, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env={**os.environ, **variables},
+    )
+
+
+def weights_after(batches: int) -> float:
+    """What SGD with momentum makes of gradients of one."""
+    weight = velocity = np.float64(0.0)
+    for _ in range(batches):
+        velocity = velocity * 0.5 + 1.0
+        weight = weight - velocity
+    return float(weight)
+
+
+def check(kind: str, scenario: Scenario, folder: Path) -> None:
+    (folder / "hosts").write_text(scenario.hosts)
+    plan = json.dumps(scenario.plan)
+    done = run(
+        *scenario.flags.split(), "--host-discovery-script", f"cat {folder}/hosts",
+        sys.executable, str(SCRIPT), kind, plan, str(folder),
+    )  # fmt: skip
+    assert re.search(scenario.says, done.stderr, re.DOTALL), done.stderr
+    if not scenario.sizes:
+        assert done.returncode == 1, done.stderr
+        assert "Horovod detected that one or more processes exited" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
+    assert sorted(result["host"] for result in results) == list(scenario.ends_on), done.stderr
+    assert sorted(result["rank"] for result in results) == list(range(len(results)))
+    for result in results:
+        assert result["sizes"] == list(scenario.sizes), done.stderr
+        assert result["weights"] == [weights_after(40)] * 3
+    first = max(results, key=lambda result: result["entries"])
+    assert (first["entries"], first["resets"]) == (scenario.most_entries,) * 2 or (
+        first["entries"] == scenario.most_entries == first["resets"] + 1
+    )
+
+
+@pytest.mark.parametrize("name", slow_but(["hosts added", "a worker fails"], SCENARIOS))
+def test_without_a_framework(name: str, tmp_path: Path) -> None:
+    check("plain", SCENARIOS[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_torch(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    check("torch", SCENARIOS[name], tmp_path)
