@@ -71,7 +71,7 @@ class WithoutFramework:
 
         basics.init()
         elastic = SimpleNamespace(run=lambda function: run_fn(function, reset))
-        self.kv = kv
+        self.kv, self.ones = kv, np.ones(3)
         self.hvd: Any = SimpleNamespace(rank=basics.rank, size=basics.size, elastic=elastic)
         self.hvd.local_rank = basics.local_rank
         start = np.full(3, 0.0 if basics.rank() == 0 else -1.0)
@@ -79,7 +79,7 @@ class WithoutFramework:
         self.state = ObjectState(kv.broadcast_object, basics.rank, **values)
 
     def step(self) -> None:
-        gradient = self.kv.allreduce([1.0, 1.0, 1.0], "gradient")
+        gradient = self.kv.allreduce(self.ones, "gradient")
         self.state.velocity = self.state.velocity * MOMENTUM + gradient
         self.state.weights = self.state.weights - self.state.velocity
 

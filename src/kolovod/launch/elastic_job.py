@@ -77,7 +77,9 @@ class _Process:
     sent_away: bool = False
     """Its host, or its place there, is not wanted any more."""
     kill_s: float | None = None
-    """Its host is avoided: it is told to end, and will be killed then."""
+    """Its host is avoided: it is killed then."""
+    is_told: bool = False
+    """It was told to end before."""
 
 
 class ElasticJob:
@@ -405,6 +407,8 @@ class ElasticJob:
                     f"{len(left)}"
                 )
                 self._fleet.group(host).send(signal.SIGTERM, left)
+            for number in left:
+                self._processes[number].is_told = True
 
     def _kill_late(self) -> None:
         """Those who were told to end with their host, and have not."""
@@ -443,8 +447,8 @@ class ElasticJob:
         assert self._steward is not None
         process = self._processes[end.rank]
         number = self._number_of(process)
-        if process.kill_s is not None and not process.has_resigned:
-            pass  # as it was told to, by whatever code
+        if process.is_told:
+            pass  # whatever its code
         elif end.code == 0 and not end.lost:
             if number is not None and number in self._steward.world.numbers:
                 self._ended_well = True  # it has come to its end, and so will the others
