@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from frameworks import is_installed
 from slow import slow_but
 
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 
+pytestmark = pytest.mark.timeout(240)
+
 SCRIPT = Path(__file__).parents[1] / "support" / "horovod_elastic_script.py"
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 A, B, BOTH = "localhost:2\n", "127.0.0.1:2\n", "localhost:2\n127.0.0.1:2\n"
-DEADLINE_S = 110
+DEADLINE_S = 200
 
 
 @dataclass(frozen=True)
@@ -157,3 +160,13 @@ def test_without_a_framework(name: str, tmp_path: Path) -> None:
 def test_torch(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     check("torch", SCENARIOS[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("kind", ["tensorflow", "keras"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_tensorflow_and_keras(name: str, kind: str, tmp_path: Path) -> None:
+    if not is_installed("tensorflow"):
+        pytest.skip("TensorFlow is not installed")
+    check(kind, SCENARIOS[name], tmp_path)

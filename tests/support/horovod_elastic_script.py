@@ -87,7 +87,72 @@ class WithoutFramework:
         return [float(weight) for weight in self.state.weights]
 
 
-KINDS = {"plain": WithoutFramework, "torch": WithTorch}
+class WithTensorflow:
+    """A step that is traced once, and run in all worlds."""
+
+    def __init__(self) -> None:
+        import tensorflow as tf
+
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        self.hvd = hvd
+        self.model, optimizer = _keras_model(tf.keras, hvd.rank())
+        self.state = hvd.elastic.TensorFlowKerasState(self.model, optimizer, batch=0, sizes=[])
+        ones = tf.ones((1, 3), tf.float64)
+
+        @tf.function
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(self.model(ones, training=True))
+            tape = hvd.DistributedGradientTape(tape)
+            variables = self.model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        self.step = step
+
+    def result(self) -> list[float]:
+        return [float(weight) for weight in self.model.get_weights()[0].reshape(-1)]
+
+
+class WithKeras:
+    """``model.fit``, an epoch of one batch at a time, with Horovod's callbacks."""
+
+    def __init__(self) -> None:
+        import numpy as np
+        import tensorflow as tf
+
+        import horovod.tensorflow.keras as hvd
+
+        hvd.init()
+        self.hvd, self.ones = hvd, np.ones((1, 3))
+        self.model, optimizer = _keras_model(tf.keras, hvd.rank())
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        self.model.compile(optimizer, loss=lambda target, found: tf.reduce_sum(found))
+        self.state = hvd.elastic.KerasState(self.model, batch=0, sizes=[])
+
+    def step(self) -> None:
+        self.model.fit(self.ones, self.ones[:, :1], verbose=0)
+
+    def result(self) -> list[float]:
+        return [float(weight) for weight in self.model.get_weights()[0].reshape(-1)]
+
+
+def _keras_model(keras: Any, rank: int) -> tuple[Any, Any]:
+    """Its kernel (3, 1) has gradients of one; and an optimizer."""
+    keras.backend.set_floatx("float64")
+    start = keras.initializers.Constant(float(rank))
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer=start)
+    model = keras.Sequential([keras.layers.Input((3,)), dense])
+    return model, keras.optimizers.SGD(1.0, MOMENTUM)
+
+
+KINDS = {
+    "plain": WithoutFramework,
+    "torch": WithTorch,
+    "tensorflow": WithTensorflow,
+    "keras": WithKeras,
+}
 
 
 class Plan:
