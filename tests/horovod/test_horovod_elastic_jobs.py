@@ -17,6 +17,12 @@ from frameworks import is_installed
 from slow import slow_but
 
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
+from horovod.runner.elastic.discovery import FixedHosts
+from horovod.runner.elastic.launch import elastic_options
+from kolovod.launch import elastic_job
+from kolovod.launch.elastic_job import ElasticJob
+from kolovod.launch.job import JobOptions
+from kolovod.launch.remote import SshOptions
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -63,6 +69,10 @@ SCENARIOS = {
     "hosts removed": Scenario(
         [hosts_are(A)], BOTH, sizes=(4, 2), ends_on=("localhost",) * 2,
         says="rank 2 on host 127.0.0.1 leaves, rank 3 on host 127.0.0.1 leaves", most_entries=2,
+    ),
+    "hosts removed and added again": Scenario(
+        [hosts_are(A), hosts_are(BOTH, 20)], BOTH, sizes=(4, 2, 4),
+        ends_on=("127.0.0.1",) * 2 + ("localhost",) * 2, most_entries=3,
     ),
     "the oldest host removed": Scenario(
         [hosts_are(B)], BOTH, sizes=(4, 2), ends_on=("127.0.0.1",) * 2, most_entries=2,
@@ -153,6 +163,119 @@ def check(kind: str, scenario: Scenario, folder: Path) -> None:
 @pytest.mark.parametrize("name", slow_but(["hosts added", "a worker fails"], SCENARIOS))
 def test_without_a_framework(name: str, tmp_path: Path) -> None:
     check("plain", SCENARIOS[name], tmp_path)
+
+
+def start_on_two_hosts(code: str, **options: Any) -> ElasticJob:
+    """As horovodrun does, in this process: two processes on each of two hosts."""
+    places = {"localhost": 2, "127.0.0.1": 2}
+    elastic = elastic_options(FixedHosts(places), num_proc=4, min_num_proc=1, max_num_proc=None)
+    job = ElasticJob(elastic, JobOptions(ssh=SshOptions(), **options))
+    job.start([sys.executable, "-c", code])
+    return job
+
+
+DEAF = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["HOROVOD_HOSTNAME"] == "localhost":
+    time.sleep(1)
+    sys.exit(0)
+if os.environ["HOROVOD_LOCAL_RANK"] == "0":
+    time.sleep(0.5)
+    sys.exit(5)
+time.sleep(100)
+"""
+
+
+def test_who_does_not_end_with_its_host_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_job, "GRACE_S", 0.1)
+    said: list[str] = []
+    with start_on_two_hosts(DEAF, report=said.append) as job:
+        assert job.wait() == 5
+    assert [(end.rank, end.code) for end in job.failed] == [(2, 5)]
+    assert any("host 127.0.0.1 is avoided" in text for text in said)
+    assert not any("rank 3" in text for text in said)
+
+
+def test_a_script_without_elastic_calls_ends_as_always() -> None:
+    done = run("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "--", "true")
+    assert done.returncode == 0, done.stderr
+    done = run(
+        "-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1",
+        sys.executable, "-c", "raise SystemExit(7)",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "exit code 7" in done.stderr
+
+
+def test_a_discovery_script_that_fails_at_once_ends_it(tmp_path: Path) -> None:
+    command = ["-np", "2", "--host-discovery-script", f"echo no >&2; rm {tmp_path}/missing", "true"]
+    done = run(*command)
+    assert done.returncode == 1
+    assert "the host discovery script" in done.stderr
+    assert "usage" not in done.stderr
+
+
+def test_what_is_no_program_is_said() -> None:
+    done = run("-np", "2", "--min-np", "1", "-H", "localhost:1,127.0.0.1:1", "no-such-program")
+    assert done.returncode == 1
+    assert "command not found: no-such-program" in done.stderr
+
+
+def test_min_np_reached_late(tmp_path: Path) -> None:
+    """Discovery names too few hosts for a while."""
+    hosts = tmp_path / "hosts"
+    script = f"test -e {hosts} && cat {hosts} || (echo {A.strip()}; echo '{BOTH}' > {hosts})"
+    done = run(
+        "-np", "4", "--host-discovery-script", script,
+        sys.executable, str(SCRIPT), "plain", "[]", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r'"sizes": (\[.*?\])', done.stdout) == ["[4]"] * 4
+
+
+def call_elastic(code: str) -> subprocess.CompletedProcess[str]:
+    text = f"import horovod, os, signal\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+
+
+FUNCTION = """
+def train(base):
+    import horovod.common.basics as basics
+    from horovod.common.elastic import ObjectState, run_fn
+    import kolovod.numpy as kv
+    basics.init()
+    state = ObjectState(kv.broadcast_object, basics.rank, step=0)
+    def steps(state):
+        while state.step < 10:
+            kv.allreduce(1.0, "one")
+            if state.step == 5 and basics.rank() == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.step += 1
+            state.commit()
+        return base + basics.rank(), basics.size()
+    return run_fn(steps, lambda: (basics.shutdown(), basics.init()))(state)
+"""
+
+
+def test_a_function_in_an_elastic_job() -> None:
+    done = call_elastic(
+        f"{FUNCTION}\nprint(horovod.run(train, (10,), num_proc=4, min_num_proc=2, "
+        "hosts='localhost:2,127.0.0.1:2'))"
+    )
+    assert "[(10, 2), (11, 2)]" in done.stdout, done.stderr
+
+
+def test_a_function_that_raises_in_all_ranks() -> None:
+    done = call_elastic(
+        "def fail(): raise KeyError('weights')\n"
+        "try: horovod.run(fail, num_proc=2, min_num_proc=1, hosts='localhost:1,127.0.0.1:1')\n"
+        "except RuntimeError as error: print('caught', error)"
+    )
+    assert "caught Horovod detected that one or more processes" in done.stdout, done.stderr
+    assert "KeyError: 'weights'" in done.stdout
 
 
 @pytest.mark.slow
