@@ -24,12 +24,12 @@ from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.job import JobOptions
 from kolovod.launch.remote import SshOptions
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(340)
 
 SCRIPT = Path(__file__).parents[1] / "support" / "horovod_elastic_script.py"
 HOROVODRUN = [sys.executable, "-m", "horovod.runner.launch"]
 A, B, BOTH = "localhost:2\n", "127.0.0.1:2\n", "localhost:2\n127.0.0.1:2\n"
-DEADLINE_S = 200
+DEADLINE_S = 300
 
 
 @dataclass(frozen=True)

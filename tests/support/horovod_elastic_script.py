@@ -179,7 +179,7 @@ class Plan:
         fresh = self._folder / "fresh"
         fresh.write_text(event["text"])
         fresh.rename(self._folder / "hosts")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 150  # processes that come import a framework first
         while self._work.state._host_messages.empty():
             assert time.monotonic() < deadline, "nobody said that the hosts have changed"
             time.sleep(0.01)

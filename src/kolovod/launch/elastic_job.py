@@ -460,7 +460,7 @@ class ElasticJob:
             self._options.report(f"{name} {end.cause}{others}")
             self._failed.append(end)
             self._note_failure(process)
-        if number is not None:
+        if number is not None and not process.is_told:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
             return
