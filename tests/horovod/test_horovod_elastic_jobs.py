@@ -19,7 +19,7 @@ from slow import slow_but
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.launch import elastic_options
-from kolovod.launch import elastic_job
+from kolovod.launch import avoided_hosts
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.job import JobOptions
 from kolovod.launch.remote import SshOptions
@@ -188,7 +188,7 @@ time.sleep(100)
 
 
 def test_who_does_not_end_with_its_host_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_job, "GRACE_S", 0.1)
+    monkeypatch.setattr(avoided_hosts, "GRACE_S", 0.1)
     said: list[str] = []
     with start_on_two_hosts(DEAF, report=said.append) as job:
         assert job.wait() == 5

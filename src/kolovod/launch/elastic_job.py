@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Proof, World
-from kolovod.elastic.hosts import Failure, RetryPolicy, Start, cooling_until, plan_starts
+from kolovod.elastic.hosts import RetryPolicy, Start, plan_starts
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.steward import Steward
 from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.errors import BootstrapError
+from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.fleet import Fleet, Meeting
 from kolovod.launch.job import JobOptions, now_text
@@ -61,27 +61,6 @@ class ElasticOptions:
     """Whether the job begins with as many processes as there are places, up to ``max_np``."""
 
 
-@dataclass
-class _Process:
-    """One that was started."""
-
-    slot: int
-    host: str
-    started_s: float
-    before: int | None
-    """The member that filled the slot before."""
-    begins: bool
-    """It is one of those that the job starts with."""
-    has_resigned: bool = False
-    """It has said that it is about to fail."""
-    sent_away: bool = False
-    """Its host, or its place there, is not wanted any more."""
-    kill_s: float | None = None
-    """Its host is avoided: it is killed then."""
-    is_told: bool = False
-    """It was told to end before."""
-
-
 class ElasticJob:
     """A context manager: leaving it leaves nothing behind."""
 
@@ -104,8 +83,8 @@ class ElasticJob:
         self._meeting: Meeting | None = None
         self._own = ("", "")  # where rendezvous and steward listen
         self._found: dict[str, tuple[str, str]] = {}  # by host: where they are seen from there
-        self._processes: dict[int, _Process] = {}
-        self._failures: list[Failure] = []
+        self._processes: dict[int, Process] = {}
+        self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
         self._failed: list[Ended] = []
         self._ends: dict[int, Ended] = {}  # of members, by number
         self._left: dict[int, str] = {}  # by slot, the hosts of those that wanted to leave
@@ -238,7 +217,7 @@ class ElasticJob:
         assert self._steward is not None
         for start in starts:
             number = len(self._processes)
-            self._processes[number] = _Process(
+            self._processes[number] = Process(
                 start.slot,
                 start.host,
                 time.monotonic(),
@@ -295,7 +274,7 @@ class ElasticJob:
             self._sleep(until_s)
             for end in self._fleet.collect():
                 self._note(end)
-            self._kill_late()
+            self._avoided.kill_late(self._processes)
             self._obey_signals()
             with self._lock:
                 reason = self._stop_reason
@@ -374,7 +353,7 @@ class ElasticJob:
         plan = plan_starts(
             places,
             taken,
-            self._failures,
+            self._avoided.failures,
             self._elastic.max_np,
             self._elastic.retry,
             now,
@@ -383,7 +362,7 @@ class ElasticJob:
         for running in map(self._processes.__getitem__, self._fleet.running):
             if running.host in plan.unwanted or running.slot in plan.crowded:
                 running.sent_away = True
-        self._end_hosts(plan.ended)
+        self._avoided.end(plan.ended, self._processes)
         crowded = (self._steward.number_in(slot) for slot in plan.crowded)
         self._steward.leave([number for number in crowded if number is not None])
         if plan.starts and self._fleet.running:
@@ -392,40 +371,13 @@ class ElasticJob:
             self._start(plan.starts, (), places)
         return plan.until_s
 
-    def _end_hosts(self, hosts: Collection[str]) -> None:
-        """End the processes that run there: another one has failed on each of these hosts."""
-        now = time.monotonic()
-        for host in hosts:
-            left = [n for n in self._fleet.running if self._processes[n].host == host]
-            left = [n for n in left if self._processes[n].kill_s is None]
-            for number in left:
-                self._processes[number].kill_s = now + GRACE_S
-            left = [n for n in left if not self._processes[n].has_resigned]  # it says why
-            if left:
-                self._options.report(
-                    f"host {host} is avoided, since a process has failed there: ending the other "
-                    f"{len(left)}"
-                )
-                self._fleet.group(host).send(signal.SIGTERM, left)
-            for number in left:
-                self._processes[number].is_told = True
-
-    def _kill_late(self) -> None:
-        """Those who were told to end with their host, and have not."""
-        now = time.monotonic()
-        for number in self._fleet.running:
-            process = self._processes[number]
-            if process.kill_s is not None and now >= process.kill_s:
-                process.kill_s = now + 1.0
-                self._fleet.group(process.host).send(signal.SIGKILL, [number])
-
     def _sleep(self, until_s: float | None) -> None:
         poll = select.poll()
         for fd in (self._bell, *self._fleet.fds()):
             poll.register(fd, select.POLLIN)
         stop_at = self._stop_at if self._kill_at is None else None
         moments = [until_s, stop_at, self._kill_at, *(due_s for due_s, _ in self._proofs)]
-        moments += [self._processes[number].kill_s for number in self._fleet.running]
+        moments += self._avoided.kill_times(self._processes)
         times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self._fleet.needs_polling():
             times.append(_POLL_WITHOUT_PIDFD_S)
@@ -470,7 +422,7 @@ class ElasticJob:
         else:
             self._prove(proof)
 
-    def _number_of(self, process: _Process) -> int | None:
+    def _number_of(self, process: Process) -> int | None:
         """The member that it is; None: it has not become one."""
         assert self._steward is not None
         if process.begins:
@@ -478,15 +430,10 @@ class ElasticJob:
         number = self._steward.number_in(process.slot)
         return None if number == process.before else number
 
-    def _note_failure(self, process: _Process) -> None:
+    def _note_failure(self, process: Process) -> None:
         """Before it is proven, so that the next world has nobody of a host that is avoided."""
-        now = time.monotonic()
-        ran_s = now - process.started_s
-        failure = Failure(process.slot, process.host, now, ran_s, random.random())
-        self._failures.append(failure)
-        retry = self._elastic.retry
-        if retry.whole_host and cooling_until(process.host, self._failures, retry) > now:
-            assert self._steward is not None
+        assert self._steward is not None
+        if self._avoided.note(process) and self._elastic.retry.whole_host:
             self._steward.avoid(process.host)
 
     def _resigned(self, proof: Proof) -> None:
@@ -523,7 +470,7 @@ class ElasticJob:
             if member.number == proof.number:
                 self._rendezvous.mark_dead(rank, proof.cause, world.epoch)
 
-    def _name(self, process: _Process, number: int | None, end: Ended) -> str:
+    def _name(self, process: Process, number: int | None, end: Ended) -> str:
         assert self._steward is not None
         world = self._steward.world
         where = f"on host {process.host} (pid {end.pid})"

@@ -127,7 +127,7 @@ def call_elastic(
 ) -> list[Any]:
     """Call ``function()`` in every process; what ``min_np`` of the last world's ranks return.
 
-    Raises RuntimeError if the job fails: its text ends with a traceback, or the reason.
+    Raises RuntimeError if the job fails: its text has the reason, and a rank's traceback.
     """
     shown = replace(
         options,
@@ -143,5 +143,6 @@ def call_elastic(
         failed = [read_record(end.result) or {} for end in job.failed]
     if code != 0:
         texts = [record["traceback"] for record in failed if "traceback" in record]
-        raise RuntimeError(f"{_FAILED} {reason or ''.join(texts[-1:]) or f'exit code {code}'}")
+        why = "\n".join(filter(None, (reason, *texts[-1:]))) or f"exit code {code}"
+        raise RuntimeError(f"{_FAILED} {why}")
     return [record["result"] for record in results if "result" in record][: elastic.min_np]
