@@ -91,6 +91,7 @@ def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
     places = job.next_worlds(first, second)
     assert [place.rank for place in places] == [0, 1]
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1))}
+    until(lambda: bool(job.formed))
     assert "rank 2 on host b was lost (was killed)" in job.formed[0]
 
 
@@ -115,6 +116,21 @@ def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:
     joining.close()
 
 
+def test_who_has_come_is_not_expected_any_more() -> None:
+    job = Job(Policy(gather_s=0.0, gather_started_s=60.0))
+    try:
+        job.steward.expect(3, comes=True)
+        job.steward.expect(4, comes=True)
+        joining = [job.session(3, "b")]
+        time.sleep(0.2)
+        assert not job.sessions[0].wants_change
+        job.steward.expect(4, comes=False)  # its process has ended
+        until(lambda: job.sessions[0].wants_change)
+        joining[0].close()
+    finally:
+        job.close()
+
+
 def test_members_of_a_host_that_is_avoided_leave_with_the_one_that_failed(job: Job) -> None:
     job.steward.avoid("a")
     job.sessions[0].close()
@@ -123,6 +139,7 @@ def test_members_of_a_host_that_is_avoided_leave_with_the_one_that_failed(job: J
     assert place.numbers == (2,)
     with pytest.raises(JobOverError, match="goes on in epoch 2 without this process"):
         job.next_worlds(job.sessions[1])
+    until(lambda: bool(job.formed))
     assert len(job.formed) == 1
 
 
@@ -161,6 +178,7 @@ def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
         session.failed("connection reset")
     places = job.next_worlds(*job.sessions)
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
+    until(lambda: bool(job.formed))  # which is called when the members have been told
     assert "connection reset" in job.formed[0]
 
 

@@ -44,6 +44,8 @@ class Policy:
     """How long too few members wait for more."""
     gather_s: float = 1.0
     """How long the first joiner waits for others, so that many come in one step."""
+    gather_started_s: float = 0.0
+    """The same while processes are known to be on their way (``Table.coming``), if longer."""
     silence_s: float = 1.0
     """After how long without a sign of life a world is sought without a member."""
     broken_s: float = 0.5
@@ -297,8 +299,10 @@ def _wait_for_more(
     if not joiners or places <= 0:
         return Wait(None, "the world is complete")
     first_s = min(table.since_s.get(member.number, now_s) for member in joiners)
-    if len(joiners) < places and now_s < first_s + policy.gather_s:
-        until_s = first_s + policy.gather_s
+    coming = table.coming - {member.slot for member in joiners}
+    gather_s = max(policy.gather_s, policy.gather_started_s if coming else 0.0)
+    if len(joiners) < places and now_s < first_s + gather_s:
+        until_s = first_s + gather_s
         return Wait(until_s, f"{len(joiners)} may join; more may come until {until_s:g}")
     return None
 

@@ -133,6 +133,12 @@ class Steward:
             self._table.unwanted_hosts = frozenset(unwanted)
         self._ring()
 
+    def expect(self, slot: int, comes: bool) -> None:
+        """A process was started that will fill ``slot``; or it has ended."""
+        with self._lock:
+            (self._table.coming.add if comes else self._table.coming.discard)(slot)
+        self._ring()
+
     def avoid(self, host: str) -> None:
         """``set_hosts`` with one more host that gets no members, and whose members leave."""
         with self._lock:
@@ -210,6 +216,7 @@ class Steward:
             self._drop(number)
             connection = self._connections[number] = _Connection(channel)
             self._slots[member.slot] = max(number, self._slots.get(member.slot, -1))
+            self._table.coming.discard(member.slot)
             self._table.hear(number)
             self._table.see(record_of(hello["record"]))
             world = encode_world(self._table.formed)

@@ -57,6 +57,8 @@ class ElasticOptions:
     reset_limit: int | None = None
     ends_for_growth: bool = False
     """See ``membership.Policy``."""
+    gather_started_s: float = 0.0
+    """See ``membership.Policy``."""
     begins_with_all: bool = False
     """Whether the job begins with as many processes as there are places, up to ``max_np``."""
 
@@ -184,6 +186,7 @@ class ElasticJob:
             elastic_timeout_s=self._elastic.elastic_timeout_s,
             reset_limit=self._elastic.reset_limit,
             ends_for_growth=self._elastic.ends_for_growth,
+            gather_started_s=self._elastic.gather_started_s,
         )
         self._steward = Steward(
             FIRST_LAUNCHER,
@@ -224,6 +227,7 @@ class ElasticJob:
                 self._steward.number_in(start.slot),
                 bool(first_hosts),
             )
+            self._steward.expect(start.slot, comes=True)
             order = self._fleet.order(
                 number,
                 self._command,
@@ -399,6 +403,7 @@ class ElasticJob:
         assert self._steward is not None
         process = self._processes[end.rank]
         number = self._number_of(process)
+        self._steward.expect(process.slot, comes=False)
         if process.is_told:
             pass  # whatever its code
         elif end.code == 0 and not end.lost:

@@ -22,6 +22,7 @@ __all__ = ["call_elastic", "discovery_of", "elastic_options", "run_elastic", "wi
 _MAX_RANKS = 1 << 10
 _TIMEOUT_S = 600.0
 _LONGEST_COOLDOWN_S = 3600
+_GATHER_S = 30.0  # from the first process that comes to the last of those started with it
 _FAILED = (
     "Horovod detected that one or more processes exited with non-zero status, thus "
     "causing the job to be terminated."
@@ -83,6 +84,7 @@ def elastic_options(
         elastic_timeout_s=_timeout_s(elastic_timeout),
         reset_limit=reset_limit,
         ends_for_growth=True,
+        gather_started_s=_GATHER_S,
         begins_with_all=True,
     )
 
