@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from frameworks import is_installed
+from netbed import Bed
+from reached_by_ssh import environment, made_bed  # noqa: F401
 from slow import slow_but
 
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
@@ -293,3 +295,21 @@ def test_tensorflow_and_keras(name: str, kind: str, tmp_path: Path) -> None:
     if not is_installed("tensorflow"):
         pytest.skip("TensorFlow is not installed")
     check(kind, SCENARIOS[name], tmp_path)
+
+
+@pytest.mark.slow
+def test_a_host_that_ssh_reaches_loses_all_its_processes(bed: Bed, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    plan = json.dumps([{"batch": 10, "do": "kill", "host": "b"}])
+    done = bed.run(
+        "login",
+        [
+            *HOROVODRUN, "-np", "4", "--min-np", "2", "-H", "a:2,b:2",
+            sys.executable, str(SCRIPT), "plain", plan, str(tmp_path),
+        ],
+        timeout_s=DEADLINE_S,
+        env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "host b is avoided, since a process has failed there: ending the other 1" in done.stderr
+    assert re.findall(r'"host": "(.)".*?"sizes": (\[.*?\])', done.stdout) == [("a", "[4, 2]")] * 2
