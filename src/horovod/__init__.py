@@ -13,12 +13,6 @@ from typing import Any as _Any
 __version__ = "0.28.1"
 """The release of Horovod whose interface this is; scripts compare it."""
 
-NO_ELASTIC = (
-    "horovod.common.elastic and the elastic modules of the frameworks are not there yet: a later "
-    "release of Kolovod brings them. Until then a job that has lost a rank can go on in the same "
-    "processes with kolovod.init(comm=...) under 'kolovod run --keep-going'"
-)
-
 
 def _refuse_the_real_one() -> None:
     """Two distributions that install the same package overwrite each other's files."""

@@ -53,6 +53,7 @@ def test_beyond_its_retries_it_goes_elsewhere_and_the_host_cools_down():
         (failing(1.0, 2.0, 20.0), 40.0),
         (failing(1.0, 2.0, 20.0, 50.0, 100.0), 135.0),  # no longer than the longest
         (failing(1.0, 2.0, jitter=1.0), 17.0),
+        (failing(1.0, 2.0, 20.0, 50.0, 100.0, jitter=1.0), 135.0),
         (failing(1.0, 2.0) + failing(200.0, ran_s=150.0), 12.0),  # it was proven meanwhile
         (failing(1.0, 2.0) + failing(200.0, ran_s=150.0) + failing(201.0), 211.0),
         (failing(1.0, 2.0, host="b"), 0.0),
@@ -76,3 +77,18 @@ def test_hosts_and_places_that_are_gone():
     assert plan.unwanted == {"a", "c"}
     assert plan.crowded == (2,)
     assert places(plan) == [(4, "d")]
+
+
+def test_in_horovods_mode_a_host_that_is_avoided_loses_its_other_processes():
+    policy = RetryPolicy(retries=0, cooldown_s=(10.0, 10.0), whole_host=True)
+    running = {0: "a", 1: "b", 3: "b", 4: "c"}
+    failures = failing(5.0, slot=2, host="b") + failing(5.0, slot=5, host="c")
+    plan = plan_starts({"a": 1, "b": 3, "d": 9}, running, failures, 3, policy, 6.0)
+    assert plan.ended == {"b", "c"}  # also where discovery does not name it any more
+    assert places(plan) == [(2, "d"), (5, "d")]  # the places of those that are ended are free
+    assert plan.crowded == ()
+    later = plan_starts({"a": 1, "b": 3}, {0: "a"}, failures, 3, policy, 15.0)
+    assert later.ended == set()
+    assert places(later) == [(1, "b"), (2, "b")]
+    kolovods = RetryPolicy(retries=0, cooldown_s=(10.0, 10.0))
+    assert plan_starts({"b": 3}, running, failures, 3, kolovods, 6.0).ended == set()

@@ -496,6 +496,27 @@ def test_the_reset_limit_ends_growth_first_and_the_job_at_the_next_loss():
     assert stop.reason.startswith("the reset limit of 1 is reached: rank 0 on host a was lost")
 
 
+def test_who_joins_waits_for_those_who_are_on_their_way():
+    job = Job("ab", Policy(gather_s=1.0, gather_started_s=30.0))
+    job.settle()
+    job.table.coming = {2, 3}
+    job.enter(2, "a")
+    assert job.decide() == Wait(30.0, "1 may join; more may come until 30")
+    job.enter(3, "a")
+    assert job.decide() == Wait(1.0, "2 may join; more may come until 1")
+    job.table.coming = {2}  # who is there already
+    job.now_s = 1.0
+    assert isinstance(job.decide(), Propose)
+
+
+def test_in_horovods_mode_it_ends_growth_by_the_job():
+    job = Job("ab", Policy(gather_s=0.0, reset_limit=0, ends_for_growth=True))
+    job.settle()
+    assert job.decide() == Wait(None, "the world is complete")
+    job.enter(2, "a")
+    assert job.decide() == Stop("the reset limit of 0 is reached: others want to join")
+
+
 def test_the_launcher_is_steward_then_the_lowest_that_can_be_reached():
     table = Table(first_world(enumerate("abc")))
     assert steward_of(table.facts(), LAUNCHER, {0, 1, 2}) == LAUNCHER

@@ -91,7 +91,56 @@ def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
     places = job.next_worlds(first, second)
     assert [place.rank for place in places] == [0, 1]
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1))}
+    until(lambda: bool(job.formed))
     assert "rank 2 on host b was lost (was killed)" in job.formed[0]
+
+
+def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:
+    first = job.sessions[0]
+    told: list[Any] = []
+    first.hears_of_change = lambda: told.append(first.change)
+    assert first.change is None
+    assert not first.expects_world
+    joining = job.session(3, "b")
+    until(lambda: bool(told))
+    before, after = told[0]
+    assert before == job.world
+    assert sorted(after.numbers - before.numbers) == sorted(after.joined)
+    assert first.expects_world
+    for session in job.sessions:
+        session.stop_for_next()
+    until(lambda: first.change is None)  # it has agreed
+    assert first.expects_world
+    job.next_worlds(*job.sessions, joining)
+    assert not first.expects_world
+    joining.close()
+
+
+def test_who_has_come_is_not_expected_any_more() -> None:
+    job = Job(Policy(gather_s=0.0, gather_started_s=60.0))
+    try:
+        job.steward.expect(3, comes=True)
+        job.steward.expect(4, comes=True)
+        joining = [job.session(3, "b")]
+        time.sleep(0.2)
+        assert not job.sessions[0].wants_change
+        job.steward.expect(4, comes=False)  # its process has ended
+        until(lambda: job.sessions[0].wants_change)
+        joining[0].close()
+    finally:
+        job.close()
+
+
+def test_members_of_a_host_that_is_avoided_leave_with_the_one_that_failed(job: Job) -> None:
+    job.steward.avoid("a")
+    job.sessions[0].close()
+    job.steward.prove(Proof(0, "was killed", NOTHING))
+    (place,) = job.next_worlds(job.sessions[2])
+    assert place.numbers == (2,)
+    with pytest.raises(JobOverError, match="goes on in epoch 2 without this process"):
+        job.next_worlds(job.sessions[1])
+    until(lambda: bool(job.formed))
+    assert len(job.formed) == 1
 
 
 def test_who_joins_waits_until_the_others_stop(job: Job) -> None:
@@ -129,6 +178,7 @@ def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
         session.failed("connection reset")
     places = job.next_worlds(*job.sessions)
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
+    until(lambda: bool(job.formed))  # which is called when the members have been told
     assert "connection reset" in job.formed[0]
 
 

@@ -90,3 +90,12 @@ def test_uneven_data(launcher, size):
 @pytest.mark.slow
 def test_hyperparameters():
     assert "the same rate: True" in run(HOROVODRUN, 2, "hyperparameters.py")
+
+
+@pytest.mark.slow
+def test_elastic():
+    """A host is lost after 33 batches; the others go on from the commit after 30."""
+    hosts = ["--min-np", "1", "-H", "localhost:1,127.0.0.1:1"]
+    out = run([*HOROVODRUN, *hosts], 2, "elastic.py", "--fail-at", "33")
+    assert re.findall(r"batch (\d+): (\d) rank", out) == [("0", "2"), ("30", "1")]
+    assert "1 rank(s) found [1.0, -2.0, 3.0, 0.5]" in out

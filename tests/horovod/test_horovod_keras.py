@@ -91,11 +91,11 @@ def check_surface():
             assert written(found) == wanted, (module, name)
         missing = [name for name in (*BASICS.split(), *hvd.__all__) if not hasattr(hvd, name)]
         assert missing == []
-        assert not hasattr(hvd, "elastic")
-        with pytest.raises(AttributeError, match="not there yet"):
-            getattr(hvd, "elastic")  # noqa: B009
-        with pytest.raises(ImportError, match="not there yet"):
-            importlib.import_module(f"{module}.elastic")
+        assert written(hvd.elastic.KerasState) == "model, optimizer=None, kwargs"
+        assert written(hvd.elastic.CommitStateCallback) == "state, batches_per_commit=1"
+        assert written(hvd.elastic.UpdateBatchStateCallback) == "state"
+        assert written(hvd.elastic.UpdateEpochStateCallback) == "state"
+        assert written(hvd.elastic.run) == "func"
 
 
 def check_values(rank):

@@ -9,12 +9,22 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from launched import DEADLINE_S, launcher, read_pids, run, run_code, wait_until_gone
+from launched import (
+    DEADLINE_S,
+    is_running,
+    launcher,
+    read_pids,
+    run,
+    run_code,
+    wait_until_gone,
+)
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch import job as launch_job
 from kolovod.launch.job import Job, JobOptions
+from kolovod.launch.local import HostRanks, Order
 
 # --- the command line ---
 
@@ -225,6 +235,26 @@ time.sleep(60)
     assert outcome.late == ()
     assert outcome.exit_code(keep_going=False) == 5
     assert [(end.rank, end.code) for end in outcome.ended] == [(1, 5), (0, -signal.SIGKILL)]
+
+
+def test_a_signal_to_some_ranks_reaches_what_they_have_started_and_nobody_else() -> None:
+    code = "import subprocess; subprocess.run(['sleep', '60'])"
+    ranks = HostRanks(lambda *_: None)
+    try:
+        ranks.start([Order(number, [sys.executable, "-c", code], {}) for number in range(3)])
+        processes = {n: psutil.Process(pid) for n, pid in ranks.pids().items()}
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(process.children() for process in processes.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        children = {n: process.children()[0].pid for n, process in processes.items()}
+        ranks.send(signal.SIGTERM, [0, 2])
+        wait_until_gone([children[0], children[2], processes[0].pid, processes[2].pid])
+        assert is_running(children[1])
+        assert {end.rank: end.code for end in ranks.collect()} == {0: -15, 2: -15}
+        assert ranks.running == {1}
+    finally:
+        ranks.close()
 
 
 GRANDCHILD = """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import kolovod
+from horovod.common import membership
 from horovod.common.process_sets import ProcessSet
 from horovod.common.uninitialized import through_horovod
 from kolovod.core.engine_factory import listed
@@ -58,10 +59,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         members = ranks_of(comm)
         for process_set in by_comm:
             process_set.renumber(members)
-    try:
-        kolovod.init(comm or None, sets)  # a list also if empty: Horovod compares the ranks' sets
-    except MismatchError as error:
-        raise ValueError(str(error)) from None
+    with membership.entering():
+        try:
+            kolovod.init(comm or None, sets)  # also an empty list: Horovod compares the ranks' sets
+        except MismatchError as error:
+            raise ValueError(str(error)) from None
 
 
 def is_homogeneous() -> bool:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from horovod import NO_ELASTIC
 from horovod.common import surface as _surface
 from horovod.common.surface import *
-from horovod.keras import callbacks
+from horovod.keras import callbacks, elastic
 from horovod.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from horovod.keras.values import (
     allgather,
@@ -27,6 +26,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
+    "elastic",
     "load_model",
     "reducescatter",
 ]
@@ -49,10 +49,3 @@ def allreduce(
     if op is None and average is True:
         average = None  # it is the default, not a deprecated word of the caller
     return reduced(value, name, average, prescale_factor, postscale_factor, op, compression)
-
-
-def __getattr__(name: str) -> object:
-    """Say of what is still missing that it is, not merely unknown."""
-    if name == "elastic":
-        raise AttributeError(NO_ELASTIC)
-    raise AttributeError(f"module 'horovod.keras' has no attribute {name!r}")

@@ -1,7 +1,114 @@
-"""Not there yet; importing it says so."""
+"""Horovod's elastic interface for Keras: ``run``, ``KerasState``, and callbacks that follow it."""
 
 from __future__ import annotations
 
-from horovod import NO_ELASTIC
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-raise ImportError(NO_ELASTIC, name="horovod.keras.elastic")
+from horovod.common.basics import init, shutdown
+from horovod.common.elastic import run_fn
+from horovod.common.graph_errors import raising_horovods
+from horovod.keras.state import KerasState
+from kolovod.keras.framework_detection import InOneKeras, chosen
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
+
+R = TypeVar("R")
+
+_keras: Any = chosen()
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Enter ``func(state, ...)`` again in each world; see horovod.common.elastic.run_fn."""
+
+    def reset() -> None:
+        shutdown()
+        init()
+
+    return run_fn(raising_horovods(func), reset)
+
+
+class CommitStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """Calls ``state.commit()`` after every so many batches."""
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        """``batches_per_commit``: more make it cheaper, and a failure dearer."""
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count anew."""
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit, if it is time."""
+        self.batches_remaining -= 1
+        if self.batches_remaining == 0:
+            self.batches_remaining = self.batches_per_commit
+            self.state.commit()
+
+
+class UpdateBatchStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.batch``: the number of the last batch, 0 after the end of an epoch.
+
+    ``params["steps"]``, the number of batches that other callbacks show, is less by it in the first
+    epoch. How many batches there are the script says, by ``steps_per_epoch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        """``state`` has ``batch``."""
+        super().__init__()
+        self.state = state
+        self.steps_per_epoch: int | None = None
+        self._is_first = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """The next epoch is one that may have been begun before."""
+        self.steps_per_epoch, self._is_first = None, True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Leave out what is done already."""
+        if not self.params.get("steps"):
+            return
+        if self.steps_per_epoch is None:
+            self.steps_per_epoch = self.params["steps"]
+        done = self.state.batch if self._is_first else 0
+        self.params["steps"] = self.steps_per_epoch - done
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note it."""
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """No batch of the next one is done."""
+        self._is_first = False
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.epoch``: how many are over, those before this ``fit`` included.
+
+    Give ``fit`` the number that is left: ``epochs=total - state.epoch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        """``state`` has ``epoch``."""
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """From here on ``fit`` counts."""
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """One more."""
+        self.state.epoch = self.initial_epoch + epoch + 1

@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from horovod.runner.common.util.hosts import labels_of, parse_host_files, parse_hosts
+from horovod.runner.elastic.launch import (
+    call_elastic,
+    discovery_of,
+    elastic_options,
+    with_horovods_mark,
+)
 from horovod.runner.nics import interface_variables
 from kolovod import RankFailed, SshOptions
 from kolovod.launch.function import CallOptions, call_on_ranks
+from kolovod.launch.job import JobOptions
+from kolovod.notices import report_to_stderr
 
 __all__ = ["run"]
 
@@ -54,13 +62,16 @@ def run(
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks; the results by rank.
 
+    ``min_num_proc`` or ``host_discovery_script`` asks for an elastic job, as horovodrun's flags of
+    these names do. Then ``func`` calls a function made by ``hvd.elastic.run``, and the results are
+    those of ``min_num_proc`` of the ranks at the end (None: as many as ``num_proc``).
     ``hosts``, ``hostfile``: hosts with slots, as for horovodrun (by default this one), which are
     reached by ssh; ``executable``: the Python of the ranks; ``output_filename``: a folder for their
     output as well; ``network_interfaces``: as horovodrun's flag. What is about mpirun has no
     effect.
 
-    Raises ValueError for arguments that contradict each other or ask for an elastic job,
-    RuntimeError when a rank fails: its text ends with the rank's traceback.
+    Raises ValueError for arguments that contradict each other, RuntimeError when a rank fails, or
+    an elastic job cannot go on: its text ends with the rank's traceback, or the reason.
     """
     given = locals()
     for old, new in _OLD_NAMES.items():
@@ -73,12 +84,17 @@ def run(
         raise ValueError("use_gloo and use_mpi exclude each other")
     if use_mpi:
         warnings.warn("use_mpi: ranks of horovod.run are started without MPI", stacklevel=2)
-    for name in ("min_num_proc", "max_num_proc", "min_np", "max_np", "host_discovery_script"):
+    min_num_proc = min_num_proc if min_np is None else min_np
+    max_num_proc = max_num_proc if max_np is None else max_np
+    is_elastic = min_num_proc is not None or host_discovery_script is not None
+    for name in () if is_elastic else ("max_num_proc", "slots", "reset_limit", "cooldown_range"):
         if given[name] is not None:
-            raise ValueError(f"{name} asks for an elastic job: this release starts none")
+            raise ValueError(
+                f"{name} is of elastic jobs: give min_num_proc or host_discovery_script, too"
+            )
     text = hosts or (hostfile and parse_host_files(hostfile))
     infos = parse_hosts(text) if text else []
-    if infos and num_proc > sum(info.slots for info in infos):
+    if infos and not is_elastic and num_proc > sum(info.slots for info in infos):
         raise ValueError(f"num_proc is {num_proc}, more than the slots of {text}")
     names = network_interfaces or network_interface or ()
     nics = names.split(",") if isinstance(names, str) else list(names)
@@ -88,6 +104,26 @@ def run(
     if verbose:
         print(f"horovod.run: {num_proc} rank(s) of {executable or sys.executable}", flush=True)
     positional, keywords = tuple(args), dict(kwargs or {})
+    if is_elastic:
+        elastic = elastic_options(
+            discovery_of(host_discovery_script, slots, infos),
+            num_proc=max(num_proc, min_num_proc or 1),
+            min_num_proc=min_num_proc,
+            max_num_proc=max_num_proc,
+            reset_limit=reset_limit,
+            cooldown_range=cooldown_range,
+        )
+        return call_elastic(
+            elastic,
+            lambda: func(*positional, **keywords),
+            executable or sys.executable,
+            JobOptions(
+                environment=with_horovods_mark(env),
+                ssh=SshOptions(port=ssh_port, identity=ssh_identity_file),
+                output_dir=None if output_filename is None else Path(output_filename),
+                report=report_to_stderr,
+            ),
+        )
     try:
         options = CallOptions(
             environment=env,

@@ -151,9 +151,6 @@ WITHOUT_EFFECT = (
      "set for scripts that look at them; --mpi or KOLOVOD_BACKEND chooses"),
     (("--disable-cache",), "hosts are reached anew each time, so nothing is cached"),
     (("--jsrun",), "ranks are started by ssh, or by jsrun itself"),
-    (("--slots-per-host", "--elastic-timeout", "--reset-limit", "--blacklist-cooldown-range",
-      "HOROVOD_ELASTIC_TIMEOUT"),
-     "of elastic jobs, which are not started yet"),
     (("HOROVOD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX"),
      "of horovod.spark, which is not there yet"),
 )  # fmt: skip
@@ -227,7 +224,9 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
                        "this host count as several")  # fmt: skip
     hosts.add_argument("-hostfile", "--hostfile", metavar="FILE",
                        help="the same in a file, as lines HOST slots=N")  # fmt: skip
-    hosts.add_argument("--host-discovery-script", help=argparse.SUPPRESS)
+    hosts.add_argument("--host-discovery-script", metavar="COMMAND",
+                       help="of an elastic job: asked once a second, it prints the hosts that "
+                       "there are, in lines HOST or HOST:SLOTS")  # fmt: skip
     add = parser.add_argument
     add("--network-interfaces", "--network-interface", dest="nics", action="append",
         metavar="NAME,...", type=_names,
@@ -237,25 +236,41 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    """Those that ask for an elastic job are refused (``refuse_elastic``), not unknown."""
-    add, hidden = parser.add_argument, argparse.SUPPRESS
-    add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, help=hidden)
-    add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help=hidden)
-    add("--slots-per-host", dest="slots", type=int, help=hidden)
-    add("--elastic-timeout", type=int, help=hidden)
-    add("--reset-limit", type=int, help=hidden)
-    add("--blacklist-cooldown-range", dest="cooldown_range", type=int, nargs=2, help=hidden)
+    group = parser.add_argument_group(
+        "elastic jobs",
+        "--min-np or --host-discovery-script asks for one: when a process fails its host is left "
+        "out, and the others go on from the last commit",
+    )
+    add = group.add_argument
+    add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, metavar="N",
+        help="ranks without which the job waits [-np]")  # fmt: skip
+    add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, metavar="N",
+        help="ranks at most [as many as the hosts have slots]")  # fmt: skip
+    add("--slots-per-host", dest="slots", type=int, metavar="N",
+        help="of a discovered host whose line has no number [1]")  # fmt: skip
+    add("--elastic-timeout", type=int, metavar="SECONDS",
+        help="how long to wait for ranks, at the beginning and after a loss "
+        "[HOROVOD_ELASTIC_TIMEOUT, or 600]")  # fmt: skip
+    add("--reset-limit", type=int, metavar="N",
+        help="how often the ranks may change before the job ends [no limit]")  # fmt: skip
+    add("--blacklist-cooldown-range", dest="cooldown_range", type=int, nargs=2,
+        metavar=("MIN", "MAX"), help="for how many seconds a host is left out, the first time and "
+        "at most [for ever]")  # fmt: skip
 
 
-def refuse_elastic(options: argparse.Namespace) -> None:
-    """Raise ValueError if an elastic job is asked for."""
-    for dest, flag in (("min_num_proc", "--min-np"), ("max_num_proc", "--max-np"),
-                       ("host_discovery_script", "--host-discovery-script")):  # fmt: skip
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Whether an elastic job is asked for. Raises ValueError for half a wish."""
+    if options.min_num_proc is not None or options.host_discovery_script is not None:
+        return True
+    for dest, flag in (("max_num_proc", "--max-np"), ("slots", "--slots-per-host"),
+                       ("elastic_timeout", "--elastic-timeout"),
+                       ("reset_limit", "--reset-limit"),
+                       ("cooldown_range", "--blacklist-cooldown-range")):  # fmt: skip
         if getattr(options, dest) is not None:
             raise ValueError(
-                f"{flag} asks for an elastic job; this release starts a fixed number of ranks: "
-                "give -np N without it"
+                f"{flag} is of elastic jobs: give --min-np or --host-discovery-script, too"
             )
+    return False
 
 
 class _OldName(argparse.Action):

@@ -8,15 +8,26 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import horovod
 from horovod.common import util
 from horovod.runner.common.util.hosts import HostInfo, labels_of, parse_host_files, parse_hosts
 from horovod.runner.config_file import apply_config_file
-from horovod.runner.flags import parse_args, refuse_elastic, variables_of
+from horovod.runner.elastic.launch import (
+    discovery_of,
+    elastic_options,
+    run_elastic,
+    with_horovods_mark,
+)
+from horovod.runner.flags import is_elastic, parse_args, variables_of
 from kolovod.config import load
 from kolovod.core.affinity import check_affinity
+from kolovod.errors import BootstrapError
 from kolovod.launch.cli import main as kolovod
+from kolovod.launch.job import JobOptions
+from kolovod.launch.remote import SshOptions
+from kolovod.notices import report_to_stderr
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
 
@@ -31,12 +42,17 @@ def run_commandline(arguments: Sequence[str] | None = None) -> int:
         print(check_build(options.verbose))
         return 0
     try:
-        translated = _arguments(options)
+        if options.config_file is not None:
+            apply_config_file(options, options.config_file)
+        if is_elastic(options):
+            code = _run_elastic(options)
+        else:
+            translated = _arguments(options)
+            if options.verbose:
+                _say(shlex.join(["kolovod", *translated]))
+            code = kolovod(translated)
     except ValueError as error:
         options.parser.error(str(error))
-    if options.verbose:
-        _say(shlex.join(["kolovod", *translated]))
-    code = kolovod(translated)
     if code != 0:
         _say(
             "Horovod detected that one or more processes exited with non-zero status, thus "
@@ -52,12 +68,7 @@ def main() -> None:
 
 def _arguments(options: argparse.Namespace) -> list[str]:
     """What ``kolovod`` is to be called with. Raises ValueError for what cannot be started."""
-    refuse_elastic(options)
-    if options.config_file is not None:
-        apply_config_file(options, options.config_file)
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    if not command:
-        raise ValueError("no COMMAND to run, for example: horovodrun -np 2 python train.py")
+    command = _command(options)
     infos = _hosts(options)
     count = _count(options.num_proc, infos)
     variables = variables_of(options)
@@ -80,6 +91,47 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     if options.ssh_identity_file is not None:
         arguments += ["--ssh-identity-file", options.ssh_identity_file]
     return [*arguments, *_setting(variables), "--", *command]
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    command: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise ValueError("no COMMAND to run, for example: horovodrun -np 2 python train.py")
+    return command
+
+
+def _run_elastic(options: argparse.Namespace) -> int:
+    """Run it to its end; the exit code. Raises ValueError for what cannot be started."""
+    command = _command(options)
+    variables = with_horovods_mark(variables_of(options))
+    if options.use_mpi or load({**os.environ, **variables}).backend == "mpi":
+        raise ValueError("an elastic job with MPI, whose number of ranks is fixed: leave one out")
+    try:
+        discovery = discovery_of(options.host_discovery_script, options.slots, _hosts(options))
+        elastic = elastic_options(
+            discovery,
+            num_proc=options.num_proc,
+            min_num_proc=options.min_num_proc,
+            max_num_proc=options.max_num_proc,
+            elastic_timeout=options.elastic_timeout,
+            reset_limit=options.reset_limit,
+            cooldown_range=options.cooldown_range,
+        )
+    except BootstrapError as error:  # the script fails at once
+        report_to_stderr(str(error))
+        return 1
+    job_options = JobOptions(
+        environment=variables,
+        timestamps=options.prefix_output_with_timestamp,
+        output_dir=Path(options.output_filename) if options.output_filename else None,
+        ssh=SshOptions(port=options.ssh_port, identity=options.ssh_identity_file),
+        stdout=sys.stdout,
+        stderr=sys.stderr,
+        report=report_to_stderr,
+    )
+    if options.verbose:
+        _say(f"an elastic job of {shlex.join(command)}: {elastic}")
+    return run_elastic(elastic, command, job_options)
 
 
 def _setting(variables: Mapping[str, str]) -> list[str]:

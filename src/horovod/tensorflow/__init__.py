@@ -35,13 +35,15 @@ __version__ = _horovod.__version__
 
 
 def __getattr__(name: str) -> _Any:
-    """What imports Keras, when it is asked for; and of what is missing, that it is."""
+    """What imports Keras, when it is asked for."""
     if name == "SyncBatchNormalization":
         from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 
         return SyncBatchNormalization
     if name == "elastic":
-        raise AttributeError(_horovod.NO_ELASTIC)
+        import importlib
+
+        return importlib.import_module("horovod.tensorflow.elastic")
     raise AttributeError(f"module 'horovod.tensorflow' has no attribute {name!r}")
 
 
@@ -59,6 +61,7 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_variables",
     "check_num_rank_power_of_2",
+    "elastic",
     "gpu_available",
     "handle_average_backwards_compatibility",
     "refs_to_vars",

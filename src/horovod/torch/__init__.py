@@ -9,6 +9,7 @@ if _error := _missing("torch"):
     raise _error
 
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import elastic
 from horovod.torch import mpi_ops as _mpi_ops
 from horovod.torch.compression import Compression
 from horovod.torch.functions import (
@@ -24,13 +25,6 @@ from horovod.torch.sync_batch_norm import SyncBatchNorm
 __version__ = _horovod.__version__
 
 
-def __getattr__(name: str) -> object:
-    """Say of what is still missing that it is, not merely unknown."""
-    if name == "elastic":
-        raise AttributeError(_horovod.NO_ELASTIC)
-    raise AttributeError(f"module 'horovod.torch' has no attribute {name!r}")
-
-
 _MPI_LIB_AVAILABLE = True
 
 __all__ = [
@@ -42,5 +36,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
 ]
 __all__ += _mpi_ops.__all__

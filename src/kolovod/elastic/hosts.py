@@ -4,6 +4,7 @@ A slot whose process failed is started again, on the same host while that has pl
 keeps failing there says something about the host: it *cools down*, each time twice as long. A
 process that ran for long enough clears its host. Chance comes from outside (``Failure.jitter``), so
 that many jobs do not come back to a host at one time and the same facts still give the same answer.
+In Horovod's mode a host that is avoided loses the processes that still run there, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class RetryPolicy:
     """The first and the longest time for which a host is avoided. None: for ever."""
     proven_s: float = 300.0
     """A process that ran so long clears its host of what was before."""
+    whole_host: bool = False
+    """Where a host is avoided the processes that run there are ended, as in Horovod."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Plan:
     """Why, of hosts that get no new members for now."""
     unwanted: frozenset[str]
     """Hosts of running processes that shall leave, since discovery names them no more."""
+    ended: frozenset[str]
+    """Hosts whose running processes are ended at once."""
     crowded: tuple[int, ...]
     """Slots of running processes that shall leave, since their host has fewer places now."""
     until_s: float | None
@@ -100,12 +105,14 @@ def plan_starts(
     ``wanted``: places of each host, in the order of preference; ``running``: the host of each slot
     that has a process; ``failures``: all so far.
     """
-    untils = {host: cooling_until(host, failures, policy) for host in wanted}
+    known = {*wanted, *running.values()}
+    untils = {host: cooling_until(host, failures, policy) for host in known}
     cooling = {host: _why(until_s) for host, until_s in untils.items() if until_s > now_s}
+    ended = frozenset(running.values()) & cooling.keys() if policy.whole_host else frozenset[str]()
     unwanted = frozenset(running.values()) - wanted.keys()
     on_host: dict[str, list[int]] = {host: [] for host in wanted}
     for slot, host in sorted(running.items()):
-        if host in wanted:
+        if host in wanted and host not in ended:
             on_host[host].append(slot)
     crowded = [slot for host, slots in on_host.items() for slot in slots[max(0, wanted[host]) :]]
     staying = sum(map(len, on_host.values())) - len(crowded)
@@ -125,7 +132,8 @@ def plan_starts(
             del free[host]
         slot += 1
     later = [until_s for until_s in untils.values() if now_s < until_s < math.inf]
-    return Plan(tuple(starts), cooling, unwanted, tuple(crowded), min(later, default=None))
+    until_s = min(later, default=None)
+    return Plan(tuple(starts), cooling, unwanted, ended, tuple(crowded), until_s)
 
 
 def _cooldown_s(times: int, jitter: float, policy: RetryPolicy) -> float:
@@ -133,7 +141,7 @@ def _cooldown_s(times: int, jitter: float, policy: RetryPolicy) -> float:
         return math.inf
     first_s, longest_s = policy.cooldown_s
     doubled_s = first_s * 2.0 ** min(times - 1, 60)
-    return min(longest_s, doubled_s) * (1 + jitter / 2)
+    return min(longest_s, doubled_s * (1 + jitter / 2))
 
 
 def _why(until_s: float) -> str:

@@ -44,6 +44,8 @@ class Policy:
     """How long too few members wait for more."""
     gather_s: float = 1.0
     """How long the first joiner waits for others, so that many come in one step."""
+    gather_started_s: float = 0.0
+    """The same while processes are known to be on their way (``Table.coming``), if longer."""
     silence_s: float = 1.0
     """After how long without a sign of life a world is sought without a member."""
     broken_s: float = 0.5
@@ -51,6 +53,8 @@ class Policy:
     ended, before it is formed anew of the same members."""
     reset_limit: int | None = None
     """How many worlds may follow the first. Afterwards nobody joins, and a loss ends the job."""
+    ends_for_growth: bool = False
+    """Whether beyond that limit a joiner ends the job, too, as in Horovod."""
     go_on_after_loss: bool = False
     """Whether those of an older world go on if all that had the newest state are dead."""
 
@@ -244,9 +248,9 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     limit = policy.reset_limit
     if limit is not None and world.resets >= limit:
         said = f"the reset limit of {limit} is reached"
-        if not reasons:
+        if not reasons and not policy.ends_for_growth:
             return _Plan(otherwise=Wait(None, f"{said}: nobody joins any more"))
-        return _Plan(otherwise=Stop(f"{said}: {', '.join(reasons)}"))
+        return _Plan(otherwise=Stop(f"{said}: {', '.join(reasons) or 'others want to join'}"))
     joiners = joiners[: max(0, places)]
     if len(stay) + len(joiners) < policy.min_np and not urgent:
         return _Plan(otherwise=_too_few(table, world, stay, joiners, policy, now_s, reasons))
@@ -295,8 +299,10 @@ def _wait_for_more(
     if not joiners or places <= 0:
         return Wait(None, "the world is complete")
     first_s = min(table.since_s.get(member.number, now_s) for member in joiners)
-    if len(joiners) < places and now_s < first_s + policy.gather_s:
-        until_s = first_s + policy.gather_s
+    coming = table.coming - {member.slot for member in joiners}
+    gather_s = max(policy.gather_s, policy.gather_started_s if coming else 0.0)
+    if len(joiners) < places and now_s < first_s + gather_s:
+        until_s = first_s + gather_s
         return Wait(until_s, f"{len(joiners)} may join; more may come until {until_s:g}")
     return None
 

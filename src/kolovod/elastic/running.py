@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from kolovod import lifecycle
-from kolovod.config import Settings
+from kolovod.config import Settings, load
 from kolovod.core import world as worlds
 from kolovod.core.objects import Objects
 from kolovod.core.uncaught import first_line
@@ -46,9 +46,9 @@ from kolovod.errors import (
     NotInitializedError,
 )
 from kolovod.notices import report_to_stderr
-from kolovod.rendezvous.rank_environment import RankEnvironment
+from kolovod.rendezvous.rank_environment import RankEnvironment, read_rank_environment
 
-__all__ = ["run"]
+__all__ = ["join", "run"]
 
 R = TypeVar("R")
 Redo = Literal["repeat", "recompute"]
@@ -134,6 +134,21 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             steps.enter(None)
 
     return elastic
+
+
+def join() -> Session | None:
+    """Make this process a member of its job before it comes to ``run``; None: it is not elastic.
+
+    For what calls its function anew in each world, as Horovod's ``run`` does: the next ``init``
+    returns in a world with the others.
+    """
+    global _job
+    if _job is None:
+        own = read_rank_environment(os.environ)
+        if own is None or not own.steward:
+            return None
+        _job = _Job(own, load(os.environ))
+    return _job.enter()
 
 
 class _Worlds:

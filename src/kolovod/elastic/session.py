@@ -71,6 +71,8 @@ class Session:
         ranks stops after the step that it is at.
         """
         self.min_np = min_np
+        self.hears_of_change: Callable[[], None] = lambda: None
+        """Is called on the session's thread when ``change`` has become other than None."""
         self._address, self._secret, self._encrypted = steward, secret, encrypted
         self._slot, self._host = slot, host
         self._abort = abort
@@ -151,6 +153,19 @@ class Session:
         """Whether another world waits until all ranks stop."""
         with self._lock:
             return self._pending is not None or self._leaves
+
+    @property
+    def change(self) -> tuple[World, World] | None:
+        """The present world, and the one that waits until all ranks stop; None: none does."""
+        with self._lock:
+            before, after = self._current, self._pending
+            return None if before is None or after is None else (before, after)
+
+    @property
+    def expects_world(self) -> bool:
+        """Whether this process knows that another world follows the present one."""
+        with self._lock:
+            return bool(self._is_offered() or self._leaves or self._next() or self._over)
 
     def stop_for_next(self, *, is_wanted: bool = True) -> None:
         """All ranks have come here alike, and stop until their next world.
@@ -260,6 +275,8 @@ class Session:
                 if self._to_abort:
                     self._abort(self._to_abort)
                     self._to_abort = ""
+                if "propose" in message and self.change is not None:
+                    self.hears_of_change()
             if bell in ready:
                 os.eventfd_read(bell)
                 if self._resigns and self._number is not None:

@@ -134,6 +134,19 @@ class Steward:
             self._table.unwanted_hosts = frozenset(unwanted)
         self._ring()
 
+    def expect(self, slot: int, comes: bool) -> None:
+        """A process was started that will fill ``slot``; or it has ended."""
+        with self._lock:
+            (self._table.coming.add if comes else self._table.coming.discard)(slot)
+        self._ring()
+
+    def avoid(self, host: str) -> None:
+        """``set_hosts`` with one more host that gets no members, and whose members leave."""
+        with self._lock:
+            self._table.refused_hosts |= {host}
+            self._table.unwanted_hosts |= {host}
+        self._ring()
+
     def number_in(self, slot: int) -> int | None:
         """The member that has come last to fill ``slot``."""
         with self._lock:
@@ -204,6 +217,7 @@ class Steward:
             self._drop(number)
             connection = self._connections[number] = _Connection(channel)
             self._slots[member.slot] = max(number, self._slots.get(member.slot, -1))
+            self._table.coming.discard(member.slot)
             self._table.hear(number)
             self._table.see(record_of(hello["record"]))
             world = encode_world(self._table.formed)

@@ -92,6 +92,8 @@ class Table:
         """Hosts that get no new members: they cool down."""
         self.unwanted_hosts: frozenset[str] = frozenset()
         """Hosts whose members shall leave, too."""
+        self.coming: set[int] = set()
+        """Slots whose processes were started, and have not said anything yet."""
         self.office: Office | None = None
         self.top_term = formed.ballot.term
         self.top_epoch = formed.epoch

@@ -4,7 +4,7 @@ Takes orders from standard input and reports on standard output, in frames (``fr
 
     order    {"start": {"ranks": [[rank, command, environment, beside]], "shared": environment,
              "payload": bool}}   after the frames "P", if there is a payload
-             {"signal": number}   for every process of the ranks
+             {"signal": number, "ranks": [number]}   for every process of the ranks; of these only
              {"close": true}      end what is left, say "bye" and end
              {"alive": true}
     report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection"}}
@@ -113,7 +113,9 @@ class _Agent:
             self._payload.clear()
             self._writer.json({"started": self._ranks.pids()})
         elif "signal" in order:
-            self._ranks.send(int(order["signal"]))
+            ranks = order.get("ranks")
+            chosen = None if ranks is None else self._ranks.running.intersection(map(int, ranks))
+            self._ranks.send(int(order["signal"]), chosen)
         elif "close" in order:
             self._closing = True
 

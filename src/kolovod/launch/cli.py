@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.allocation import allocation
 from kolovod.launch.discovery import ask_script
 from kolovod.launch.doctor import run_doctor
-from kolovod.launch.elastic_job import ElasticJob, ElasticOptions
+from kolovod.launch.elastic_job import ElasticOptions
+from kolovod.launch.foreground import forwarding, run_elastic_job, show_all_characters
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.mpirun import run_by_mpi
@@ -38,7 +38,6 @@ _MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
 _EXIT_NOT_FOUND = 127
 _NEVER_HERE = ("KOLOVOD_SECRET", "_HOROVOD_SECRET_KEY")
 _LAST_LINES = 12  # of a failed rank's stderr
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,10 +269,7 @@ def _run(options: argparse.Namespace) -> int:
     if settings.backend == "mpi":
         _refuse_beside_mpi(options)
         return run_by_mpi(len(hosts), command, variables, options.mpi_args)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:  # ranks may print what this terminal's encoding lacks
-            reconfigure(errors="replace")
+    show_all_characters()
     job_options = JobOptions(
         environment=variables,
         timestamps=options.timestamps,
@@ -287,7 +283,7 @@ def _run(options: argparse.Namespace) -> int:
     )
     if options.elastic:
         return _run_elastic(options, command, hosts, job_options)
-    with Job(len(hosts), job_options) as job, _forwarding(job):
+    with Job(len(hosts), job_options) as job, forwarding(job):
         try:
             if settings.encrypt:  # the rendezvous server is here
                 require_libcrypto(socket.gethostname())
@@ -323,13 +319,7 @@ def _run_elastic(
         elastic_timeout_s=options.elastic_timeout,
         reset_limit=options.reset_limit,
     )
-    with ElasticJob(elastic, job_options) as job, _forwarding(job):
-        try:
-            job.start(command)
-        except BootstrapError as error:
-            report_to_stderr(str(error))
-            return 1
-        return job.wait()
+    return run_elastic_job(elastic, command, job_options)
 
 
 def _to_discover(options: argparse.Namespace) -> list[str]:
@@ -434,16 +424,3 @@ def _has_flag(knob: Knob) -> bool:
 def _checked(knob: Knob, text: str) -> str:
     knob.parse(text, knob.flag)
     return text
-
-
-@contextlib.contextmanager
-def _forwarding(job: Job | ElasticJob) -> Iterator[None]:
-    """Signals to the launcher are signals to the job."""
-    before = {
-        signum: signal.signal(signum, lambda number, _: job.signal(number)) for signum in _FORWARDED
-    }
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

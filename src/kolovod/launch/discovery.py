@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.hosts import parse_host_file
 
-__all__ = ["PERIOD_S", "Discovery", "ask_script"]
+__all__ = ["PERIOD_S", "Discovery", "ask_script", "places_in", "said_by"]
 
 PERIOD_S = 1.0
 _SCRIPT_LIMIT_S = 60.0
@@ -27,6 +27,11 @@ def ask_script(command: str, slots: int = 1) -> dict[str, int]:
     ``slots``: those of a host whose line says no number.
     Raises BootstrapError if it fails or takes a minute, InvalidArgumentError for what is no host.
     """
+    return places_in(said_by(command), f"the output of {command!r}", slots)
+
+
+def said_by(command: str) -> str:
+    """What ``command``, for a shell, prints; its first MiB. Raises BootstrapError."""
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", command],
@@ -45,10 +50,14 @@ def ask_script(command: str, slots: int = 1) -> dict[str, int]:
             f"the host discovery script {command!r} ended with {done.returncode}"
             f"{': ' + said[0] if said else ''}"
         )
-    text = done.stdout[:_MAX_OUTPUT].decode(errors="replace")
+    return done.stdout[:_MAX_OUTPUT].decode(errors="replace")
+
+
+def places_in(text: str, source: str, slots: int) -> dict[str, int]:
+    """The hosts that the lines of ``text`` name, with their places; see ``ask_script``."""
     if not any(line.split("#")[0].strip() for line in text.splitlines()):
         return {}
-    found = parse_host_file(text, f"the output of {command!r}", slots)
+    found = parse_host_file(text, source, slots)
     return {host.name: host.slots for host in found}
 
 

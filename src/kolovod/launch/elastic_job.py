@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
 import signal
 import threading
@@ -18,11 +17,12 @@ from dataclasses import dataclass, field
 
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Proof, World
-from kolovod.elastic.hosts import Failure, RetryPolicy, Start, plan_starts
+from kolovod.elastic.hosts import RetryPolicy, Start, plan_starts
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.steward import Steward
 from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.errors import BootstrapError
+from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.fleet import Fleet, Meeting
 from kolovod.launch.job import JobOptions, now_text
@@ -55,19 +55,12 @@ class ElasticOptions:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     elastic_timeout_s: float = 600.0
     reset_limit: int | None = None
-
-
-@dataclass
-class _Process:
-    """One that was started."""
-
-    slot: int
-    host: str
-    started_s: float
-    before: int | None
-    """The member that filled the slot before."""
-    begins: bool
-    """It is one of those that the job starts with."""
+    ends_for_growth: bool = False
+    """See ``membership.Policy``."""
+    gather_started_s: float = 0.0
+    """See ``membership.Policy``."""
+    begins_with_all: bool = False
+    """Whether the job begins with as many processes as there are places, up to ``max_np``."""
 
 
 class ElasticJob:
@@ -92,14 +85,15 @@ class ElasticJob:
         self._meeting: Meeting | None = None
         self._own = ("", "")  # where rendezvous and steward listen
         self._found: dict[str, tuple[str, str]] = {}  # by host: where they are seen from there
-        self._processes: dict[int, _Process] = {}
-        self._failures: list[Failure] = []
+        self._processes: dict[int, Process] = {}
+        self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
         self._failed: list[Ended] = []
         self._ends: dict[int, Ended] = {}  # of members, by number
         self._left: dict[int, str] = {}  # by slot, the hosts of those that wanted to leave
         self._proofs: list[tuple[float, Proof]] = []  # of those that have ended well, and when due
         self._ended_well = False
         self._signals: list[int] = []
+        self._given_up: list[Proof] = []  # by themselves; their processes may still run
         self._stop_reason = ""
         self._stopped_by: int | None = None
         self._stop_at: float | None = None
@@ -123,7 +117,8 @@ class ElasticJob:
         if not self._fleet.connect(list(self._places), lambda: bool(self._signals)):
             return
         now = time.monotonic()
-        plan = plan_starts(self._places, {}, (), self._elastic.np, self._elastic.retry, now)
+        count = self._elastic.max_np if self._elastic.begins_with_all else self._elastic.np
+        plan = plan_starts(self._places, {}, (), count, self._elastic.retry, now)
         if len(plan.starts) < self._elastic.min_np:
             raise BootstrapError(
                 f"{self._elastic.min_np} processes are to start, but the hosts have places for "
@@ -190,6 +185,8 @@ class ElasticJob:
             max_np=self._elastic.max_np,
             elastic_timeout_s=self._elastic.elastic_timeout_s,
             reset_limit=self._elastic.reset_limit,
+            ends_for_growth=self._elastic.ends_for_growth,
+            gather_started_s=self._elastic.gather_started_s,
         )
         self._steward = Steward(
             FIRST_LAUNCHER,
@@ -199,7 +196,7 @@ class ElasticJob:
             listeners,
             formed=self._formed,
             stopped=self._stopped,
-            resigned=self._mark_dead,
+            resigned=self._resigned,
         )
         self._own = rendezvous.address, ",".join(map(address_of, listeners))
         for host in self._places:
@@ -223,13 +220,14 @@ class ElasticJob:
         assert self._steward is not None
         for start in starts:
             number = len(self._processes)
-            self._processes[number] = _Process(
+            self._processes[number] = Process(
                 start.slot,
                 start.host,
                 time.monotonic(),
                 self._steward.number_in(start.slot),
                 bool(first_hosts),
             )
+            self._steward.expect(start.slot, comes=True)
             order = self._fleet.order(
                 number,
                 self._command,
@@ -238,7 +236,7 @@ class ElasticJob:
                 self._fleet.torch_server(start.host, self._found[start.host][0]),
                 beside=places[start.host],
             )
-            self._fleet.group(start.host).start([order])
+            self._fleet.group(start.host).start([order], self._options.payload)
 
     def _environment(self, start: Start, first_hosts: tuple[str, ...]) -> RankEnvironment:
         """``rank`` and ``size`` are those of a world; a process that comes later is alone first."""
@@ -280,6 +278,7 @@ class ElasticJob:
             self._sleep(until_s)
             for end in self._fleet.collect():
                 self._note(end)
+            self._avoided.kill_late(self._processes)
             self._obey_signals()
             with self._lock:
                 reason = self._stop_reason
@@ -294,6 +293,23 @@ class ElasticJob:
                 self._kill_at = now + 1.0
                 self._fleet.send(signal.SIGKILL)
         return self._exit_code()
+
+    @property
+    def stop_reason(self) -> str:
+        """Why the steward has ended the job; "" if it has not."""
+        with self._lock:
+            return "" if self._ended_well else self._stop_reason
+
+    @property
+    def failed(self) -> list[Ended]:
+        """The processes that have failed, in that order."""
+        return list(self._failed)
+
+    def results(self) -> list[bytes]:
+        """What each member of the last world has left, by rank (``JobOptions.payload``)."""
+        assert self._steward is not None
+        ends = (self._ends.get(member.number) for member in self._steward.world.members)
+        return [b"" if end is None else end.result for end in ends]
 
     def _exit_code(self) -> int:
         """0 if no member of the last world has failed, and one has come to its end."""
@@ -341,12 +357,16 @@ class ElasticJob:
         plan = plan_starts(
             places,
             taken,
-            self._failures,
+            self._avoided.failures,
             self._elastic.max_np,
             self._elastic.retry,
             now,
         )
-        self._steward.set_hosts(plan.cooling, plan.unwanted)
+        self._steward.set_hosts(plan.cooling, plan.unwanted | plan.ended)
+        for running in map(self._processes.__getitem__, self._fleet.running):
+            if running.host in plan.unwanted or running.slot in plan.crowded:
+                running.sent_away = True
+        self._avoided.end(plan.ended, self._processes)
         crowded = (self._steward.number_in(slot) for slot in plan.crowded)
         self._steward.leave([number for number in crowded if number is not None])
         if plan.starts and self._fleet.running:
@@ -361,6 +381,7 @@ class ElasticJob:
             poll.register(fd, select.POLLIN)
         stop_at = self._stop_at if self._kill_at is None else None
         moments = [until_s, stop_at, self._kill_at, *(due_s for due_s, _ in self._proofs)]
+        moments += self._avoided.kill_times(self._processes)
         times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self._fleet.needs_polling():
             times.append(_POLL_WITHOUT_PIDFD_S)
@@ -368,6 +389,10 @@ class ElasticJob:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         now = time.monotonic()
+        with self._lock:
+            given_up, self._given_up = self._given_up, []
+        for proof in given_up:
+            self._note_resigned(proof)
         for due_s, proof in list(self._proofs):
             if due_s <= now:
                 self._proofs.remove((due_s, proof))
@@ -377,24 +402,22 @@ class ElasticJob:
         """A process has ended."""
         assert self._steward is not None
         process = self._processes[end.rank]
-        number = process.slot if process.begins else self._steward.number_in(process.slot)
-        if not process.begins and number == process.before:
-            number = None  # it has not become a member
-        if end.code == 0 and not end.lost:
+        number = self._number_of(process)
+        self._steward.expect(process.slot, comes=False)
+        if process.is_told:
+            pass  # whatever its code
+        elif end.code == 0 and not end.lost:
             if number is not None and number in self._steward.world.numbers:
                 self._ended_well = True  # it has come to its end, and so will the others
-            else:
+            elif not process.sent_away:
                 self._left[process.slot] = process.host
         elif self._kill_at is None:
             name = self._name(process, number, end)
             others = "; the others go on" if self._fleet.running else ""
             self._options.report(f"{name} {end.cause}{others}")
             self._failed.append(end)
-            now = time.monotonic()
-            ran_s = now - process.started_s
-            failure = Failure(process.slot, process.host, now, ran_s, random.random())
-            self._failures.append(failure)
-        if number is not None:
+            self._note_failure(process)
+        if number is not None and not process.is_told:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
             return
@@ -403,6 +426,39 @@ class ElasticJob:
             self._proofs.append((time.monotonic() + _FINISHED_GRACE_S, proof))
         else:
             self._prove(proof)
+
+    def _number_of(self, process: Process) -> int | None:
+        """The member that it is; None: it has not become one."""
+        assert self._steward is not None
+        if process.begins:
+            return process.slot
+        number = self._steward.number_in(process.slot)
+        return None if number == process.before else number
+
+    def _note_failure(self, process: Process) -> None:
+        """Before it is proven, so that the next world has nobody of a host that is avoided."""
+        assert self._steward is not None
+        if self._avoided.note(process) and self._elastic.retry.whole_host:
+            self._steward.avoid(process.host)
+
+    def _resigned(self, proof: Proof) -> None:
+        """On the steward's thread: a member is about to fail."""
+        self._mark_dead(proof)
+        if self._elastic.retry.whole_host:
+            assert self._steward is not None
+            for member in self._steward.world.members:
+                if member.number == proof.number:
+                    self._steward.avoid(member.host)
+            with self._lock:
+                self._given_up.append(proof)
+            self._ring()
+
+    def _note_resigned(self, proof: Proof) -> None:
+        for number in self._fleet.running:
+            process = self._processes[number]
+            if self._number_of(process) == proof.number and not process.has_resigned:
+                process.has_resigned = True
+                self._note_failure(process)
 
     def _prove(self, proof: Proof) -> None:
         assert self._steward is not None
@@ -419,7 +475,7 @@ class ElasticJob:
             if member.number == proof.number:
                 self._rendezvous.mark_dead(rank, proof.cause, world.epoch)
 
-    def _name(self, process: _Process, number: int | None, end: Ended) -> str:
+    def _name(self, process: Process, number: int | None, end: Ended) -> str:
         assert self._steward is not None
         world = self._steward.world
         where = f"on host {process.host} (pid {end.pid})"

@@ -29,7 +29,15 @@ from kolovod.launch.local import (
 )
 from kolovod.launch.remote import SshOptions
 
-__all__ = ["CHILD", "CallOptions", "RankFailed", "call_on_ranks", "packed_call", "read_record"]
+__all__ = [
+    "CHILD",
+    "CallOptions",
+    "RankFailed",
+    "call_on_ranks",
+    "console",
+    "packed_call",
+    "read_record",
+]
 
 CHILD = "from kolovod.launch import function; raise SystemExit(function.main_of_rank())"
 
@@ -92,8 +100,8 @@ def call_on_ranks(
         ssh=options.ssh,
         output_dir=options.output_dir,
         payload=packed_call(fn, args),
-        stdout=None if options.quiet else _shown(sys.stdout),
-        stderr=None if options.quiet else _shown(sys.stderr),
+        stdout=None if options.quiet else console(sys.stdout),
+        stderr=None if options.quiet else console(sys.stderr),
         report=options.report,
         popen=options.popen,
     )
@@ -111,8 +119,8 @@ def packed_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     return header + call
 
 
-def _shown(stream: Any) -> TextIO | None:
-    """None where there is no console at all, as in some notebooks' kernels."""
+def console(stream: Any) -> TextIO | None:
+    """``stream``, to show what ranks print; None where there is none, as in some notebooks."""
     return stream if hasattr(stream, "write") else None
 
 

@@ -52,7 +52,10 @@ def _python() -> list[str]:
 
 
 def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
-    """Living processes of the job, this one and zombies excepted."""
+    """Living processes of the job, this one and zombies excepted.
+
+    Without a mark those in ``sessions`` only.
+    """
     wanted = set(sessions)
     name = f"{MARK_NAME}=".encode()
     found = set()
@@ -65,6 +68,8 @@ def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
                 continue
             if int(session) in wanted:
                 found.add(int(entry))
+                continue
+            if not mark:
                 continue
             with open(f"/proc/{entry}/environ", "rb") as file:
                 variables = file.read().split(b"\0")

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -148,7 +148,9 @@ class HostRanks:
                 start_new_session=True,
             )
         if payload is not None:
-            self._payload = memory_file(payload)
+            before, self._payload = self._payload, memory_file(payload)
+            if before >= 0:
+                os.close(before)
         for order in orders:
             self._start(order, order.beside or len(orders))
         self._pump.start()
@@ -228,14 +230,18 @@ class HostRanks:
         self._running -= {end.rank for end in ended}
         return sorted(ended, key=lambda end: (end.code >= 0, end.rank))
 
-    def send(self, signum: int) -> None:
+    def send(self, signum: int, ranks: Collection[int] | None = None) -> None:
         """Send a signal to every process of these ranks, also to what they have started.
 
-        One that is stopped goes on, so that it can end by the signal.
+        One that is stopped goes on, so that it can end by the signal. ``ranks``: only to these, and
+        to what is in their sessions.
         """
-        guard.kill_job(self._mark, self._sessions(), signum)
+        mark, sessions = self._mark, self._sessions()
+        if ranks is not None:
+            mark, sessions = "", [self._processes[rank].pid for rank in ranks]
+        guard.kill_job(mark, sessions, signum)
         if signum in _HEARD_WHEN_CONTINUED:
-            guard.kill_job(self._mark, self._sessions(), signal.SIGCONT)
+            guard.kill_job(mark, sessions, signal.SIGCONT)
 
     def close(self) -> None:
         """End whatever is left, and release everything. Idempotent."""

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,10 +206,13 @@ class RemoteRanks:
             self._running -= {end.rank for end in ended}
         return ended
 
-    def send(self, signum: int) -> None:
-        """Have a signal sent to every process of these ranks."""
+    def send(self, signum: int, ranks: Collection[int] | None = None) -> None:
+        """Have a signal sent to every process of these ranks, or of ``ranks`` among them."""
+        order: dict[str, Any] = {"signal": signum}
+        if ranks is not None:
+            order["ranks"] = sorted(ranks)
         with contextlib.suppress(OSError):
-            self._out().json({"signal": signum})
+            self._out().json(order)
 
     def begin_close(self) -> None:
         """Have whatever is left ended; ``close`` waits for it."""

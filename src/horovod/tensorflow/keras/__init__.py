@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from horovod import NO_ELASTIC
 from horovod.common import surface as _surface
 from horovod.common.surface import *
 from horovod.keras.optimizer import PartialDistributedOptimizer as _distributed
@@ -16,7 +15,7 @@ from horovod.keras.values import (
     broadcast_global_variables,
     reducescatter,
 )
-from horovod.tensorflow.keras import callbacks
+from horovod.tensorflow.keras import callbacks, elastic
 from kolovod.keras import Compression
 
 __all__ = [
@@ -27,6 +26,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "callbacks",
+    "elastic",
     "load_model",
     "reducescatter",
 ]
@@ -69,10 +69,3 @@ def DistributedOptimizer(
         None,
         scale_local_gradients,
     )
-
-
-def __getattr__(name: str) -> object:
-    """Say of what is still missing that it is, not merely unknown."""
-    if name == "elastic":
-        raise AttributeError(NO_ELASTIC)
-    raise AttributeError(f"module 'horovod.tensorflow.keras' has no attribute {name!r}")

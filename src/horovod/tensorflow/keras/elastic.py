@@ -1,7 +1,19 @@
-"""Not there yet; importing it says so."""
+"""Horovod's elastic interface for tf.keras, the same as that of horovod.keras."""
 
 from __future__ import annotations
 
-from horovod import NO_ELASTIC
+from horovod.keras.elastic import (
+    CommitStateCallback,
+    KerasState,
+    UpdateBatchStateCallback,
+    UpdateEpochStateCallback,
+    run,
+)
 
-raise ImportError(NO_ELASTIC, name="horovod.tensorflow.keras.elastic")
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]

@@ -1,0 +1,44 @@
+"""What a lost rank is in a program that TensorFlow runs, as the error that a script expects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import kolovod
+from horovod.common.exceptions import HorovodInternalError
+
+__all__ = ["raising_horovods"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OF_A_LOST_WORLD = ("AbortedError", "CancelledError", "UnknownError")
+"""In ``tf.errors``: ours is the first; operations that wait for one that has failed are cancelled.
+The last is Horovod's, in scripts that raise it themselves."""
+
+
+def raising_horovods(function: Callable[P, R]) -> Callable[P, R]:
+    """Have ``function`` raise HorovodInternalError where an operation in a graph has failed."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, HorovodInternalError) or not _is_of_a_lost_world(error):
+                raise
+            raise HorovodInternalError(str(error)) from error
+
+    return run
+
+
+def _is_of_a_lost_world(error: Exception) -> bool:
+    if not kolovod.is_initialized():
+        return False
+    names = (
+        kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("tensorflow.")
+    )
+    found = next((name for name in names if name in _OF_A_LOST_WORLD), "")
+    return found != "" and (found != "UnknownError" or "Horovod" in str(error))

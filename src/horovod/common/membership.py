@@ -1,0 +1,126 @@
+"""A process's part in an elastic job, as Horovod's scripts know it: a member from ``init`` on.
+
+``kolovod.elastic.run`` lets a process that comes later be alone until it calls that. Horovod's
+scripts ask for rank and size before, and return to the beginning of their function in each world,
+so here ``init`` waits until the others have stopped for it.
+
+Where a job is not elastic all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+import kolovod
+from kolovod.core.collectives import Collectives
+from kolovod.core.numpy_frontend import NumpyFrontend
+from kolovod.core.uncaught import first_line
+from kolovod.core.world import current
+from kolovod.elastic.running import join
+from kolovod.elastic.session import Session
+from kolovod.errors import JobOverError
+from kolovod.notices import report_to_stderr
+
+__all__ = ["enough", "entering", "failed", "gives_up", "must_sync", "session", "stops", "synced"]
+
+_NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_WORD_OF_CHANGE_S = 2.0
+"""Within which the steward tells all ranks what it has told rank 0."""
+
+
+def session() -> Session | None:
+    """What keeps this process, a member from now on, in its job; None: that is not elastic."""
+    return join()
+
+
+@contextlib.contextmanager
+def entering() -> Iterator[None]:
+    """``init`` within this context enters a world of the job, and scripts find their new place.
+
+    A process that is not wanted any more ends here: SystemExit(0).
+    """
+    own = session()
+    try:
+        if own is not None and kolovod.is_initialized() and current().epoch == 0:
+            kolovod.shutdown()  # it was alone, by kolovod.init()
+        yield
+    except JobOverError as error:
+        if not error.has_left:
+            raise
+        report_to_stderr(str(error))
+        raise SystemExit(0) from None
+    if own is not None:
+        for name in _NUMBERS:
+            os.environ[f"HOROVOD_{name.upper()}"] = str(getattr(current(), name))
+
+
+def failed(error: BaseException) -> None:
+    """An operation has failed: another world must follow."""
+    own = session()
+    if own is not None:
+        own.failed(first_line(error))
+
+
+def stops() -> None:
+    """All ranks have come to the same place, and stop there for another world.
+
+    Where the steward knows of no reason, a script has stopped by itself; the same ranks go on.
+    """
+    own = session()
+    if own is None:
+        return
+    deadline = time.monotonic() + _WORD_OF_CHANGE_S
+    while not own.expects_world:
+        if time.monotonic() > deadline:
+            own.failed("HostsUpdatedInterrupt was raised, though no hosts have changed")
+            return
+        time.sleep(0.005)
+    own.stop_for_next()
+
+
+def enough(reset: Callable[[], object]) -> None:
+    """Wait for worlds, by ``reset``, until one has as many ranks as the job needs."""
+    own = session()
+    while own is not None and current().size < own.min_np:
+        own.stop_for_next()
+        reset()
+
+
+def must_sync(wants: bool) -> bool:
+    """Whether a rank wants rank 0's state, or lacks it; the same answer on all ranks.
+
+    Old ranks that would skip it and new ones that wait for it cannot be: whoever is in the world
+    takes part in this.
+    """
+    own = session()
+    if own is None:
+        return wants
+    verbs = Collectives(NumpyFrontend(), current)
+    answer = np.array([wants or not own.has_state], np.uint8)
+    verbs.allreduce_(answer, "horovod.elastic.sync", kolovod.Max)
+    return bool(answer[0])
+
+
+def synced() -> None:
+    """Count this process among those that have the state."""
+    own = session()
+    if own is not None:
+        own.got_state()
+
+
+@contextlib.contextmanager
+def gives_up() -> Iterator[None]:
+    """The others hear at once of an exception that leaves this context."""
+    try:
+        yield
+    except BaseException as error:
+        ends_well = isinstance(error, SystemExit) and not error.code
+        own = None if ends_well or isinstance(error, JobOverError) else session()
+        if own is not None:
+            own.resign(first_line(error))
+        raise

@@ -1,0 +1,82 @@
+"""How a state hears that the hosts of its job have changed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from horovod.common import membership
+from kolovod.elastic.ballots import World
+
+__all__ = ["HostUpdateResult", "WorkerNotificationManager", "notification_manager"]
+
+
+class HostUpdateResult:
+    """What has happened to the hosts; values can be combined by ``|``."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class Listener(Protocol):
+    """What a state is."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """See ``State``."""
+        ...
+
+
+class WorkerNotificationManager:
+    """Tells all listeners of this process of each world that waits for its ranks to stop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Listener] = []
+        self._last = 0.0
+
+    def init(self) -> None:
+        """Hear of changes from now on; nothing if the job is not elastic. Idempotent."""
+        session = membership.session()
+        if session is not None:
+            session.hears_of_change = self.look
+
+    def register_listener(self, listener: Listener) -> None:
+        """Tell ``listener``, too, also of what waits already."""
+        with self._lock:
+            self._listeners.append(listener)
+        self.look()
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Tell it no more. Nothing if it is not told."""
+        with self._lock:
+            self._listeners = [other for other in self._listeners if other is not listener]
+
+    def look(self) -> None:
+        """Tell all listeners of the world that waits, if one does; again if they know of it."""
+        session = membership.session()
+        change = None if session is None else session.change
+        if change is not None:
+            with self._lock:  # of two messages the later one has the later time, whatever the clock
+                self._last = max(time.time(), self._last + 1e-6)
+                timestamp = self._last
+            self.handle_hosts_updated(timestamp, _kind(*change))
+
+    def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Tell all listeners."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+def _kind(before: World, after: World) -> int:
+    """A world without a difference has followed one that failed; its ranks lack nothing."""
+    is_less = bool(before.numbers - after.numbers)
+    is_more = bool(after.numbers - before.numbers)
+    return HostUpdateResult.removed * is_less | HostUpdateResult.added * is_more
+
+
+notification_manager = WorkerNotificationManager()

@@ -1,0 +1,1 @@
+"""What of Horovod's elastic launcher scripts import."""

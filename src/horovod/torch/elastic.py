@@ -1,7 +1,0 @@
-"""Not there yet; importing it says so."""
-
-from __future__ import annotations
-
-from horovod import NO_ELASTIC
-
-raise ImportError(NO_ELASTIC, name="horovod.torch.elastic")

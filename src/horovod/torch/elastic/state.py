@@ -1,0 +1,227 @@
+"""Horovod's state of a PyTorch training: models, optimizers, samplers, and plain values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from horovod.common.elastic import ObjectState
+from horovod.torch.elastic.sampler import ElasticSampler
+from horovod.torch.elastic.snapshot import copied, fits
+from horovod.torch.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from horovod.torch.mpi_ops import rank
+
+__all__ = [
+    "ModelStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
+
+
+class StateHandler:
+    """Saves, restores and gives to other ranks one value of a TorchState; for subclasses."""
+
+    def __init__(self, value: Any) -> None:
+        """``value``: what ``state.NAME`` is."""
+        self.value = value
+
+    def set_value(self, value: Any) -> None:
+        """Take another value, and save it."""
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        """Keep a copy."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to that copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Take what rank 0 has, and save it."""
+        raise NotImplementedError
+
+
+class ModelStateHandler(StateHandler):
+    """Of a torch.nn.Module. Parameters and buffers stay where they are."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Saves it."""
+        super().__init__(model)
+        self._saved: Any = None
+        self.save()
+
+    def save(self) -> None:
+        """See StateHandler; the copy is made into the memory of the last one."""
+        self._saved = copied(self.value.state_dict(), self._saved)
+
+    def restore(self) -> None:
+        """See StateHandler."""
+        others = {k: v for k, v in self._saved.items() if not isinstance(v, torch.Tensor)}
+        self.value.load_state_dict({**self._saved, **copy.deepcopy(others)})
+
+    def sync(self) -> None:
+        """See StateHandler."""
+        broadcast_parameters(self.value.state_dict(), 0)
+        self.save()
+
+
+class OptimizerStateHandler(StateHandler):
+    """Of a torch.optim.Optimizer. Tensors of its state stay where they are, if all are there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Saves it."""
+        super().__init__(optimizer)
+        self._saved: Any = None
+        self.save()
+
+    def save(self) -> None:
+        """See StateHandler; the copy is made into the memory of the last one."""
+        self._saved = copied(self.value.state_dict(), self._saved)
+
+    def restore(self) -> None:
+        """See StateHandler. Gradients, of a step that failed, are forgotten."""
+        own = self.value.state_dict()["state"]
+        if fits(self._saved["state"], own):
+            self._restore_in_place(own)
+        else:  # which would use the tensors that it is given
+            self.value.load_state_dict(copied(self._saved))
+        for group in self.value.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _restore_in_place(self, own: dict[Any, dict[str, Any]]) -> None:
+        for key, values in self._saved["state"].items():
+            for name, value in values.items():
+                own[key][name] = copied(value, own[key][name])
+        for group, saved in zip(self.value.param_groups, self._saved["param_groups"], strict=True):
+            for name, value in saved.items():
+                if name != "params":
+                    group[name] = copied(value, group.get(name))
+
+    def sync(self) -> None:
+        """See StateHandler."""
+        broadcast_optimizer_state(self.value, 0)
+        self.save()
+
+
+class SamplerStateHandler(StateHandler):
+    """Of an ElasticSampler."""
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        """Saves it."""
+        super().__init__(sampler)
+        self.save()
+
+    def save(self) -> None:
+        """See StateHandler."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """See StateHandler."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """See StateHandler."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
+        self.save()
+
+
+_registry: list[tuple[type, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
+    """Which class handles values of which type; the first that fits counts."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
+    """Take another one, for states that are made from now on."""
+    global _registry
+    _registry = registry
+
+
+class TorchState(ObjectState):
+    """Models, optimizers and samplers by handlers; all other values are pickled."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """``model``, ``optimizer``: are attributes like ``kwargs``, each of which may be one, too.
+
+        Assigning to such an attribute has its handler take the new value, and save it.
+        """
+        values = {"model": model, "optimizer": optimizer, **kwargs}
+        self._handlers: dict[str, StateHandler] = {}
+        self._is_restored = False
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            handler = _handler_of(value)
+            if handler is not None:
+                self._handlers[name] = handler
+            elif name in kwargs:
+                plain[name] = value
+            super().__setattr__(name, value)
+        super().__init__(broadcast_object, rank, **plain)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A value with a handler is given to it."""
+        handler = self.__dict__.get("_handlers", {}).get(name)
+        if handler is not None:
+            handler.set_value(value)
+        elif name in ("model", "optimizer") and (handler := _handler_of(value)) is not None:
+            self._handlers[name] = handler
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """See State."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """See State."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+        self._is_restored = True
+
+    def sync(self) -> None:
+        """See State."""
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Deal samples to the ranks of now, and forget passes that an optimizer has counted."""
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()
+            elif self._is_restored and isinstance(handler.value, torch.optim.Optimizer):
+                handler.value.zero_grad()
+        self._is_restored = False
+
+
+def _handler_of(value: Any) -> StateHandler | None:
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None

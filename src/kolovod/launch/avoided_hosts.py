@@ -1,0 +1,86 @@
+"""Hosts on which processes of an elastic job have failed, and what becomes of the others there."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from kolovod.elastic.hosts import Failure, RetryPolicy, cooling_until
+from kolovod.launch.fleet import Fleet
+from kolovod.launch.local import GRACE_S
+
+__all__ = ["AvoidedHosts", "Process"]
+
+
+@dataclass
+class Process:
+    """One that was started."""
+
+    slot: int
+    host: str
+    started_s: float
+    before: int | None
+    """The member that filled the slot before."""
+    begins: bool
+    """It is one of those that the job starts with."""
+    has_resigned: bool = False
+    """It has said that it is about to fail."""
+    sent_away: bool = False
+    """Its host, or its place there, is not wanted any more."""
+    kill_s: float | None = None
+    """Its host is avoided: it is killed then."""
+    is_told: bool = False
+    """It was told to end before."""
+
+
+class AvoidedHosts:
+    """Keeps the failures, and ends processes in Horovod's mode (``RetryPolicy.whole_host``)."""
+
+    def __init__(self, retry: RetryPolicy, fleet: Fleet, report: Callable[[str], None]) -> None:
+        """``fleet`` runs the processes; ``report(text)`` tells the user."""
+        self.failures: list[Failure] = []
+        self._retry = retry
+        self._fleet = fleet
+        self._report = report
+
+    def note(self, process: Process) -> bool:
+        """``process`` has failed. Whether its host is avoided from now on."""
+        now = time.monotonic()
+        ran_s = now - process.started_s
+        self.failures.append(Failure(process.slot, process.host, now, ran_s, random.random()))
+        return cooling_until(process.host, self.failures, self._retry) > now
+
+    def end(self, hosts: Collection[str], processes: Mapping[int, Process]) -> None:
+        """End what runs on ``hosts``: SIGTERM, and SIGKILL after a grace."""
+        now = time.monotonic()
+        for host in hosts:
+            left = [n for n in self._fleet.running if processes[n].host == host]
+            left = [n for n in left if processes[n].kill_s is None]
+            for number in left:
+                processes[number].kill_s = now + GRACE_S
+            left = [n for n in left if not processes[n].has_resigned]  # it is saying why
+            if left:
+                self._report(
+                    f"host {host} is avoided, since a process has failed there: ending the other "
+                    f"{len(left)}"
+                )
+                self._fleet.group(host).send(signal.SIGTERM, left)
+            for number in left:
+                processes[number].is_told = True
+
+    def kill_late(self, processes: Mapping[int, Process]) -> None:
+        """Kill those whose time is over."""
+        now = time.monotonic()
+        for number in self._fleet.running:
+            process = processes[number]
+            if process.kill_s is not None and now >= process.kill_s:
+                process.kill_s = now + 1.0
+                self._fleet.group(process.host).send(signal.SIGKILL, [number])
+
+    def kill_times(self, processes: Mapping[int, Process]) -> list[float]:
+        """When to look again."""
+        times = (processes[number].kill_s for number in self._fleet.running)
+        return [kill_s for kill_s in times if kill_s is not None]

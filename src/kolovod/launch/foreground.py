@@ -1,0 +1,60 @@
+"""A job that belongs to a command line: its signals, and what is said if it cannot be started."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from kolovod.errors import BootstrapError
+from kolovod.launch.elastic_job import ElasticJob, ElasticOptions
+from kolovod.launch.job import Job, JobOptions
+
+__all__ = ["forwarding", "run_elastic_job", "show_all_characters"]
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def show_all_characters() -> None:
+    """Ranks may print what this terminal's encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+@contextlib.contextmanager
+def forwarding(job: Job | ElasticJob) -> Iterator[None]:
+    """Signals to the launcher are signals to the job."""
+    before = {
+        signum: signal.signal(signum, lambda number, _: job.signal(number)) for signum in _FORWARDED
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def run_elastic_job(
+    elastic: ElasticOptions,
+    command: Sequence[str],
+    options: JobOptions,
+    stopped: Callable[[str], None] = lambda reason: None,
+) -> int:
+    """Run ``command`` as an elastic job to its end; returns the exit code.
+
+    ``stopped(reason)`` is called if the job was ended since it could not go on. Raises
+    InvalidArgumentError for what discovery says, as ``ElasticJob.start``.
+    """
+    with ElasticJob(elastic, options) as job, forwarding(job):
+        try:
+            job.start(command)
+        except BootstrapError as error:
+            options.report(str(error))
+            return 1
+        code = job.wait()
+        if job.stop_reason:
+            stopped(job.stop_reason)
+        return code
