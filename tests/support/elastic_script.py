@@ -81,12 +81,18 @@ class WithTorch:
         return [float(parameter.detach().double().sum()) for parameter in self.model.parameters()]
 
 
+def of_framework(kind: str) -> Any:
+    from elastic_frameworks import KINDS as of_frameworks
+
+    return of_frameworks[kind]()
+
+
 KINDS = {"numpy": WithNumpy, "torch": WithTorch}
 
 
 def main() -> None:
     kind, full, plan = sys.argv[1], int(sys.argv[2]), [int(s) for s in sys.argv[3].split(",") if s]
-    work = KINDS[kind]()
+    work = KINDS[kind]() if kind in KINDS else of_framework(kind)
     state = elastic.State(step=0, log=[], since=0, kills=0, **work.values())
     longest_s = 0.0
 

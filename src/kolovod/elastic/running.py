@@ -89,7 +89,7 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
             deal.follow()
             state._on_commit = partial(_commit, ongoing=ongoing, session=session, deal=deal)
             with _leaving_by_sigterm(session):
-                return function(state, *args, **kwargs)
+                return _finished(partial(function, state, *args, **kwargs), ongoing)
         except JobOverError as error:
             if not error.has_left:
                 raise
@@ -103,6 +103,21 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
             steps.enter(None)
 
     return elastic
+
+
+def _finished(call: Callable[[], R], ongoing: steps.Steps) -> R:
+    """What ``call()`` returns, when its programs are over.
+
+    An error that a step raises within one (of TensorFlow, of JAX) comes out of it as another one.
+    """
+    try:
+        result = call()
+        steps.settle()
+        return result
+    except Exception:
+        if ongoing.over is None:
+            raise
+        raise ongoing.over from None
 
 
 class _Worlds:
@@ -162,6 +177,7 @@ class _Deal:
 
 def _commit(state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal) -> None:
     """All ranks are here, after the same step."""
+    steps.settle()
     deal.record()
     size = worlds.current().size
     wants_change = ongoing.must_stop

@@ -8,6 +8,7 @@ from typing import Any
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic.sampler import ElasticSampler
+from kolovod.errors import InvalidArgumentError
 
 __all__ = ["State", "share_by"]
 
@@ -31,8 +32,9 @@ class State:
     """Values that all ranks have alike, as attributes.
 
     What they are, rank 0 says: as the job begins, and to ranks that join. They may be of any kind
-    that can be pickled, and what front ends know: PyTorch's modules and optimizers. An
-    ElasticSampler among them follows the steps and the ranks.
+    that can be pickled, and what the front ends know, once they are imported: modules and
+    optimizers of PyTorch, models and optimizers of Keras, modules and variables of TensorFlow, and
+    pytrees with JAX's arrays. An ElasticSampler among them follows the steps and the ranks.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -59,17 +61,39 @@ class State:
         return [value for value in values if isinstance(value, ElasticSampler)]
 
     def sync(self) -> None:
-        """Give rank 0's values to all ranks."""
-        plain: dict[str, Any] = {}
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, ElasticSampler):  # ranks tell it what each has (``running``)
-                continue
-            share = next((share for fits, share in _shares if fits(value)), None)
-            if share is None:
-                plain[name] = value
-            else:
-                setattr(self, name, share(name, value))
-        found = Objects(current).broadcast_object(plain, 0, "elastic.state")
-        for name, value in found.items():
+        """Give rank 0's values to all ranks. What kind each is of, rank 0 says, too."""
+        values = {name: getattr(self, name) for name in self._names}
+        sent = {  # of samplers ranks tell each other what each has (``running``)
+            name: value for name, value in values.items() if not isinstance(value, ElasticSampler)
+        }
+        objects = Objects(current)
+        kinds = {name: _kind(_share_of(value)) for name, value in sent.items()}
+        kinds = objects.broadcast_object(kinds, 0, "elastic.kinds")
+        for name, kind in kinds.items():
+            if kind is not None:
+                setattr(self, name, _share_by_kind(kind, sent.get(name))(name, sent.get(name)))
+        plain = {name: value for name, value in sent.items() if kinds.get(name) is None}
+        for name, value in objects.broadcast_object(plain, 0, "elastic.state").items():
             setattr(self, name, value)
+
+
+def _share_of(value: Any) -> Share | None:
+    return next((share for fits, share in _shares if fits(value)), None)
+
+
+def _kind(share: Share | None) -> str | None:
+    """What ``share`` is called on all ranks; None: it is none, and values are pickled."""
+    return share and f"{share.__module__}.{share.__qualname__}"
+
+
+def _share_by_kind(kind: str, value: Any) -> Share:
+    """The one called ``kind``: that which fits ``value`` if several are."""
+    own = _share_of(value)
+    known = (share for share in (own, *(share for _, share in _shares)) if _kind(share) == kind)
+    share = next(known, None)
+    if share is None:
+        raise InvalidArgumentError(
+            f"rank 0 has a value in its state that is shared by {kind}, of which this process has "
+            "not heard: import the same front ends, and call elastic.share_by, on all ranks"
+        )
+    return share

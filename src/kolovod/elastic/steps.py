@@ -14,6 +14,7 @@ in which whoever is left takes the coordinator's part: no rank is waited for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -23,9 +24,9 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max
 from kolovod.core.world import World
-from kolovod.errors import CollectiveAbortedError, CollectiveError, MismatchError
+from kolovod.errors import CollectiveAbortedError, CollectiveError, JobOverError, MismatchError
 
-__all__ = ["Recovery", "Steps", "enter", "exactly", "ongoing"]
+__all__ = ["Recovery", "Steps", "enter", "exactly", "ongoing", "settle", "settle_by"]
 
 T = TypeVar("T")
 
@@ -70,6 +71,9 @@ class Steps:
         """Whether a rank of this world has come without the state."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
+        self.over: JobOverError | None = None
+        """What a step has found: the job ends, or goes on without this process."""
+        self._lock = threading.RLock()  # programs of a framework step in threads of theirs
         self._recovery = recovery
         self._world = world
         self._verbs = Collectives(NumpyFrontend(), world)
@@ -82,6 +86,10 @@ class Steps:
         samples of those whose gradients are in the result have been used. Raises what
         ``Recovery.reform`` raises, and what ``attempt`` does but CollectiveAbortedError.
         """
+        with self._lock:
+            return self._exactly(attempt, counts)
+
+    def _exactly(self, attempt: Callable[[], T], counts: bool) -> T:
         while True:
             results: list[T] = []
             members: tuple[int, ...] = ()
@@ -106,7 +114,11 @@ class Steps:
     def recover(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, and learn what its ranks have done and have."""
         while True:
-            self._recovery.reform(error)
+            try:
+                self._recovery.reform(error)
+            except JobOverError as over:
+                self.over = over
+                raise
             try:
                 self.meet()
                 return
@@ -135,6 +147,7 @@ class Steps:
 
 
 _ongoing: Steps | None = None
+_settling: list[Callable[[], object]] = []
 
 
 def enter(steps: Steps | None) -> None:
@@ -156,4 +169,21 @@ def exactly(attempt: Callable[[], T], *, counts: bool = False) -> T:
     does by itself: by it samples count as used (ElasticSampler). Raises what ``attempt`` does, but
     where the job goes on no CollectiveAbortedError; JobOverError.
     """
-    return attempt() if _ongoing is None else _ongoing.exactly(attempt, counts=counts)
+    if _ongoing is None:
+        return attempt()
+    settle()
+    return _ongoing.exactly(attempt, counts=counts)
+
+
+def settle_by(wait: Callable[[], object]) -> None:
+    """Have ``wait()`` called before this process steps, or commits, outside of programs.
+
+    It returns when the steps of all programs that were started before are over.
+    """
+    _settling.append(wait)
+
+
+def settle() -> None:
+    """Wait until the steps of all programs that were started before are over."""
+    for wait in _settling:
+        wait()
