@@ -96,7 +96,11 @@ class GradientExchange:
         """
         if steps.ongoing() is None:
             return self._combined(gradients, sources)
-        own = [_densified(gradient) for gradient in gradients] if self.spec.sparse_as_dense else gradients
+        own = (
+            [_densified(gradient) for gradient in gradients]
+            if self.spec.sparse_as_dense
+            else gradients
+        )
         return repeated.exactly(lambda each: self._combined(each, sources), own, counts=True)
 
     def _combined(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:

@@ -63,7 +63,9 @@ def train(rank: int, which: str, kind: str, victim: int, seed: int) -> Any:
             targets = np.full((1, 1), share(rank, number) / passes), np.zeros((1, SIZES[-1]))
             model.train_on_batch(rows, targets)
 
-    log = killed(rank, victim, seed, once, lambda: float(np.asarray(watched.get_weights()[0])[0, 0]))
+    log = killed(
+        rank, victim, seed, once, lambda: float(np.asarray(watched.get_weights()[0])[0, 0])
+    )
     return log, [np.asarray(weight).tobytes() for weight in model.get_weights()]
 
 
