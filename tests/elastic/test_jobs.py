@@ -44,9 +44,15 @@ def train(kind: str, full: int, plan: list[int], *flags: str) -> list[dict[str, 
     return results
 
 
-def test_killed_ranks_are_replaced_and_no_step_is_lost() -> None:
-    """On one host: between hosts 2 of 30 runs have stood still after a loss (issue 15)."""
-    results = train("numpy", 3, [2, 0, 1], "-np", "3")
+@pytest.mark.parametrize(
+    ("full", "plan", "hosts"),
+    [(3, [2, 0, 1], []), (4, [0, 3], ["--label-hosts", "a:2,b:2"])],
+    ids=["one host", "two hosts"],
+)
+def test_killed_ranks_are_replaced_and_no_step_is_lost(
+    full: int, plan: list[int], hosts: list[str]
+) -> None:
+    results = train("numpy", full, plan, "-np", str(full), *hosts)
     for result in results:  # every step counts once, with those who took part
         assert result["result"] == sum(result["log"])
 
@@ -125,27 +131,19 @@ def test_a_rank_that_raises_is_left_out_at_once(how: str) -> None:
     assert done.returncode == 0
 
 
-def test_the_code_of_a_job_that_loses_a_rank_and_fails_later_is_that_of_the_end() -> None:
+@pytest.mark.parametrize(
+    ("slot", "how"), [("2", "os.kill(os.getpid(), 9)"), ("0", "return")], ids=["killed", "returns"]
+)
+def test_the_code_of_a_job_that_loses_a_rank_and_fails_later_is_that_of_the_end(
+    slot: str, how: str
+) -> None:
+    """Also where one has returned early, for which the others are not waited for long."""
     code = (
         "import os, kolovod.numpy as kv; from kolovod import elastic\n"
         "def train(state):\n"
         "    for step in range(20):\n"
-        "        elastic.exactly(lambda: kv.allreduce(1.0, 'one'))\n"
-        "        if step == 5 and kv.size() == 3 and kv.rank() == 2: os.kill(os.getpid(), 9)\n"
-        "    raise SystemExit(7)\n"
-        "kv.init()\n"
-        "elastic.run(train)(elastic.State())\n"
-    )
-    done = run("-np", "3", script=("-c", code))
-    assert done.returncode == 7, done.stderr
-
-
-def test_a_rank_that_returns_early_does_not_hide_that_the_others_fail() -> None:
-    code = (
-        "import kolovod.numpy as kv; from kolovod import elastic\n"
-        "def train(state):\n"
-        "    for step in range(20):\n"
-        "        if step == 5 and kv.rank() == 0 and kv.size() == 3: return\n"
+        "        slot = os.environ['KOLOVOD_SLOT']\n"
+        f"        if step == 5 and kv.size() == 3 and slot == '{slot}': {how}\n"
         "        elastic.exactly(lambda: kv.allreduce(1.0, 'one'))\n"
         "    raise SystemExit(7)\n"
         "kv.init()\n"
@@ -158,14 +156,18 @@ def test_a_rank_that_returns_early_does_not_hide_that_the_others_fail() -> None:
 def test_children_of_a_rank_end_by_sigterm() -> None:
     code = (
         "import multiprocessing, time; from kolovod import elastic\n"
+        "context = multiprocessing.get_context('fork')\n"
         "def train(state):\n"
-        "    child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
-        "    child.start(); child.terminate(); child.join(20)\n"
-        "    print('code', child.exitcode, flush=True)\n"
+        "    children = [context.Process(target=time.sleep, args=(60,)) for _ in range(40)]\n"
+        "    for child in children: child.start(); child.terminate()\n"  # at any moment of a fork
+        "    deadline = time.monotonic() + 20\n"
+        "    for child in children: child.join(max(0, deadline - time.monotonic()))\n"
+        "    print('codes', {child.exitcode for child in children}, flush=True)\n"
+        "    for child in children: child.kill()\n"
         "elastic.run(train)(elastic.State())\n"
     )
     done = run("-np", "1", script=("-c", code))
-    assert "code -15" in done.stdout, done.stderr
+    assert "codes {-15}" in done.stdout, done.stderr
 
 
 def test_a_state_of_another_kind_is_refused() -> None:
@@ -317,8 +319,9 @@ DATA_SCRIPT = SCRIPT.with_name("elastic_data_script.py")
     [
         (["-np", "3", "--min-np", "3"], 200, "2:0:3,0:1:4"),
         (["-np", "2", "--min-np", "2"], 61, "1:0:2,0:1:0"),
+        (["-np", "3", "--min-np", "3", "--label-hosts", "a:2,b:1"], 60, "1:0:2,2:1:1"),
     ],
-    ids=["3 ranks", "2 ranks"],
+    ids=["3 ranks", "2 ranks", "2 hosts"],
 )
 def test_every_sample_counts_once_in_an_epoch(flags: list[str], samples: int, ends: str) -> None:
     done = run(*flags, script=(str(DATA_SCRIPT), str(samples), "3", ends))

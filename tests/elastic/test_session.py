@@ -132,6 +132,30 @@ def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
     assert "connection reset" in job.formed[0]
 
 
+def test_a_reason_of_any_characters_comes_through(job: Job) -> None:
+    for session in job.sessions:
+        session.failed("reset\nby \x1bpeer" + 5000 * "!")
+    assert {place.epoch for place in job.next_worlds(*job.sessions)} == {2}
+    assert "reset by \\x1bpeer!!" in job.formed[0]
+
+
+def test_ranks_that_stop_for_a_world_that_is_off_go_on(job: Job) -> None:
+    """Who wanted to join has ended meanwhile, say."""
+    for session in job.sessions:
+        session.stop_for_next()
+    places = job.next_worlds(*job.sessions)
+    assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
+    assert "its ranks have stopped for a world that is off" in job.formed[0]
+
+
+def test_a_member_that_talks_nonsense_is_told_so(job: Job) -> None:
+    session = job.sessions[0]
+    session._sign_of_life = lambda: {"alive": "nonsense"}  # type: ignore[method-assign]
+    session.leave()
+    with pytest.raises(JobOverError, match="malformed message"):
+        session.next_world()
+
+
 def test_a_failure_while_a_rank_waits_to_join_is_mended_without_it(job: Job) -> None:
     """Its world would meet ranks in the middle of a step."""
     joining = job.session(3, "b")
@@ -179,7 +203,7 @@ def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
         survivor = job.sessions[0]
         while job.next_worlds(survivor)[0].numbers != (0,):
             pass
-        survivor.stop_for_next()
+        survivor.stop_for_next(is_wanted=False)
         with pytest.raises(JobOverError, match=r"1 of the at least 2 .* nobody came in 0.3 s"):
             survivor.next_world()
         until(lambda: len(job.stopped) == 1)

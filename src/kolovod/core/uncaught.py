@@ -18,6 +18,7 @@ from typing import Any
 
 from kolovod import _native, blame
 from kolovod.errors import CollectiveAbortedError, LateRankError
+from kolovod.net import messages
 
 __all__ = ["Watch", "first_line", "let_threads_out"]
 
@@ -50,7 +51,7 @@ def first_line(error: BaseException) -> str:
     line = f"{name}: {said[0].strip()}" if said else name
     if len(line) > _MOST_CHARS:
         line = f"{line[:_MOST_CHARS]}..."
-    printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    printable = messages.printable(line, _MOST_BYTES)
     return printable.encode()[:_MOST_BYTES].decode(errors="ignore")
 
 

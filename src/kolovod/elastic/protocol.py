@@ -31,19 +31,20 @@ from kolovod.net import messages
 from kolovod.net.messages import MAX_RANKS
 
 __all__ = [
-    "MAX_REASON",
     "ballot_of",
     "encode_member",
+    "encode_reason",
     "encode_record",
     "encode_stamp",
     "encode_world",
     "member_of",
+    "reason_of",
     "record_of",
     "stamp_of",
     "world_of",
 ]
 
-MAX_REASON = 1 << 12
+_MAX_REASON = 1 << 12
 _MAX_NUMBER = 1 << 53
 _MAX_BASIS = 64
 _MAX_HOST = 255
@@ -73,6 +74,11 @@ def encode_record(record: Record) -> dict[str, Any]:
         "formed": None if record.formed is None else encode_world(record.formed),
         "agreed": None if record.agreed is None else encode_world(record.agreed),
     }
+
+
+def encode_reason(reason: str) -> str:
+    """In one line; what is too long is cut."""
+    return messages.printable(" ".join(reason.splitlines()), _MAX_REASON)
 
 
 def encode_stamp(stamp: Stamp) -> list[Any]:
@@ -127,6 +133,11 @@ def world_of(value: Any, *, is_basis: bool = False) -> World:
         frozenset(messages.wholes(given, "joined", 0, _MAX_NUMBER)),
         messages.whole(given, "resets", 0, _MAX_NUMBER),
     )
+
+
+def reason_of(message: dict[str, Any], name: str) -> str:
+    """The text called ``name``."""
+    return messages.text(message, name, _MAX_REASON)
 
 
 def record_of(value: Any) -> Record:

@@ -2,9 +2,9 @@
 
 ::
 
-    state = kv.elastic.State(weights=weights, step=0)
+    state = elastic.State(weights=weights, step=0)
 
-    @kv.elastic.run
+    @elastic.run
     def train(state):
         while state.step < 1000:
             ...
@@ -52,8 +52,11 @@ __all__ = ["run"]
 
 R = TypeVar("R")
 
+_END_S = 5.0
+
 _job: _Job | None = None
 _handler: Callable[[int, Any], None] | None = None  # of SIGTERM
+_forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
 
 def run(function: Callable[..., R]) -> Callable[..., R]:
@@ -82,14 +85,15 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
                 lifecycle.init()
             ongoing = steps.Steps(_Worlds(session), worlds.current)
             steps.enter(ongoing)
-            _meet(ongoing)
-            ongoing.lacks_state = True  # as the job begins; who joins lacks it anyway
-            _share(state, ongoing, session)
+            ongoing.begin()
+            _share(state, ongoing, session, also=True)  # with those that a job begins with
             deal = _Deal(state, ongoing)
             deal.follow()
             state._on_commit = partial(_commit, ongoing=ongoing, session=session, deal=deal)
             with _leaving_by_sigterm(session):
-                return _finished(partial(function, state, *args, **kwargs), ongoing)
+                result = _settled(partial(function, state, *args, **kwargs), ongoing)
+            _finish(ongoing, session)
+            return result
         except JobOverError as error:
             if not error.has_left:
                 raise
@@ -105,7 +109,7 @@ def run(function: Callable[..., R]) -> Callable[..., R]:
     return elastic
 
 
-def _finished(call: Callable[[], R], ongoing: steps.Steps) -> R:
+def _settled(call: Callable[[], R], ongoing: steps.Steps) -> R:
     """What ``call()`` returns, when its programs are over.
 
     An error that a step raises within one (of TensorFlow, of JAX) comes out of it as another one.
@@ -146,12 +150,12 @@ class _Deal:
     def __init__(self, state: State, ongoing: steps.Steps) -> None:
         self._samplers = state.samplers()
         self._ongoing = ongoing
-        self._epoch = 0  # of the world whose ranks they know
+        self._epochs = [0 for _ in self._samplers]  # of the world whose ranks each knows
 
     def record(self) -> None:
         """A step is over."""
         counted, self._ongoing.counted = self._ongoing.counted, None
-        world = worlds.current()
+        world = self._ongoing.world
         if counted is None and world.size == 1:  # whose optimizer sends nothing
             counted = world.members
         if counted is None and self._samplers:
@@ -164,11 +168,10 @@ class _Deal:
 
     def follow(self) -> None:
         """Deal the samples anew if the ranks are others than before."""
-        while self._samplers and self._epoch != worlds.current().epoch:
-            world = worlds.current()
-            self._epoch = world.epoch
-            for sampler in self._samplers:
-                sampler.changed(world.members[world.rank], self._gather)
+        while (now := self._ongoing.world).epoch != min(self._epochs, default=now.epoch):
+            place = self._epochs.index(min(self._epochs))
+            self._samplers[place].changed(now.members[now.rank], self._gather)
+            self._epochs[place] = self._ongoing.world.epoch
 
     def _gather(self, value: Any) -> list[Any]:
         objects = Objects(worlds.current)
@@ -179,23 +182,47 @@ def _commit(state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal
     """All ranks are here, after the same step."""
     steps.settle()
     deal.record()
-    size = worlds.current().size
-    wants_change = ongoing.must_stop
-    if size == 1:  # it passes no tickets
-        wants_change = session.wants_change
-    if wants_change or size < session.min_np:
-        ongoing.must_stop = False
-        _change(ongoing, session)
-    _share(state, ongoing, session)
+    size = ongoing.world.size
+    must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
+    if must_stop or size < session.min_np:
+        session.stop_for_next(is_wanted=must_stop)
+        lifecycle.shutdown()
+        lifecycle.init()
+        ongoing.begin()
+        _share(state, ongoing, session)
     deal.follow()
 
 
-def _share(state: State, ongoing: steps.Steps, session: Session) -> None:
-    """``sync`` as a step: who has passed its ticket knows that all ranks have the state."""
-    while ongoing.lacks_state:
-        ongoing.lacks_state = False
-        ongoing.exactly(state.sync)
-        session.got_state()
+def _share(state: State, ongoing: steps.Steps, session: Session, *, also: bool = False) -> None:
+    """``sync`` as a step: who has passed its ticket knows that all ranks have the state.
+
+    Each try asks anew whether anybody lacks it (``also``: this rank says so): who does may be gone.
+    """
+    ongoing.exactly(lambda: state.sync() if also or ongoing.lacks_state else None)
+    session.got_state()
+
+
+def _finish(ongoing: steps.Steps, session: Session) -> None:
+    """Wait for the others' end: who has missed its last ticket can learn of it from this rank.
+
+    Who does not come to it in _END_S is not waited for.
+    """
+    if worlds.current().size == 1:
+        return
+
+    def give_up() -> None:
+        reason = "its function has ended, that of others has not"
+        session.resign(reason)
+        _abort(reason)
+
+    timer = threading.Timer(_END_S, give_up)
+    timer.start()
+    try:
+        ongoing.exactly(lambda: None)
+    except JobOverError:
+        pass
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -215,21 +242,6 @@ def _leaving_by_sigterm(session: Session) -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _handler = None
-
-
-def _change(ongoing: steps.Steps, session: Session) -> None:
-    """All ranks are here: the next world."""
-    session.stop_for_next()
-    lifecycle.shutdown()
-    lifecycle.init()
-    _meet(ongoing)
-
-
-def _meet(ongoing: steps.Steps) -> None:
-    try:
-        ongoing.meet()
-    except CollectiveAbortedError as error:
-        ongoing.recover(error)
 
 
 def _abort(reason: str) -> None:
@@ -289,6 +301,18 @@ def _find(environment: RankEnvironment, settings: Settings) -> lifecycle.Guide |
     return _job.enter() if _job.begins or _job.session is not None else _Alone()
 
 
+def _before_fork() -> None:
+    """Let SIGTERM wait: a child that is sent it before its handler is gone would forget it."""
+    if _handler is not None:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _after_fork() -> None:
+    mask = vars(_forking).pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _after_fork_in_child() -> None:
     """The session is the parent's, and SIGTERM ends a child as always."""
     global _job, _handler
@@ -297,7 +321,10 @@ def _after_fork_in_child() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _job, _handler = None, None
     steps.enter(None)
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
 lifecycle.guided_by(_find)

@@ -8,6 +8,7 @@ has come to a place where all ranks stop alike (``stop_for_next``).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import threading
@@ -17,11 +18,12 @@ from typing import Any
 
 from kolovod.elastic.ballots import NOTHING, Member, Record, World
 from kolovod.elastic.protocol import (
-    MAX_REASON,
     ballot_of,
+    encode_reason,
     encode_record,
     encode_stamp,
     member_of,
+    reason_of,
     world_of,
 )
 from kolovod.elastic.record_file import RecordFile
@@ -41,6 +43,8 @@ _SEND_S = 2.0
 _AGAIN_S = 0.1
 _LOST_S = 30.0
 """How long a steward that cannot be reached is looked for."""
+_WANTED_S = 1.0
+"""How long all ranks wait to be asked for a world that one of them has heard of."""
 
 
 class Session:
@@ -81,6 +85,7 @@ class Session:
         self._broken = ""
         self._pending: World | None = None  # not urgent, and not agreed to yet
         self._stops = False  # at a place where all ranks stop alike
+        self._wanted_until_s = math.inf
         self._over: JobOverError | None = None
         self._is_closed = False
         if first is not None:
@@ -147,17 +152,22 @@ class Session:
         with self._lock:
             return self._pending is not None or self._leaves
 
-    def stop_for_next(self) -> None:
-        """All ranks have come here alike, and stop until their next world."""
+    def stop_for_next(self, *, is_wanted: bool = True) -> None:
+        """All ranks have come here alike, and stop until their next world.
+
+        ``is_wanted``: somebody has heard of one; it may be off by now, and then this world is
+        formed anew.
+        """
         with self._lock:
             self._stops = True
+            self._wanted_until_s = time.monotonic() + _WANTED_S if is_wanted else math.inf
         self._ring()
 
     def resign(self, reason: str) -> None:
         """Be counted as dead: by ``reason`` this process ends, however long that takes."""
         with self._lock:
             if self._over is None:
-                self._resigns = reason[:MAX_REASON] or "it gives up"
+                self._resigns = encode_reason(reason) or "it gives up"
         self._ring()
         self._thread.join(_SEND_S)
 
@@ -203,7 +213,7 @@ class Session:
             try:
                 with contextlib.closing(channel):
                     self._converse(channel)
-            except (EOFError, OSError, BootstrapError):
+            except (EOFError, OSError, AuthenticationError):
                 lost_s = time.monotonic()
             except Exception as error:  # a defect: whoever waits must hear of it
                 self._end(f"the session with the steward has failed: {error!r}")
@@ -274,13 +284,21 @@ class Session:
     def _sign_of_life(self) -> dict[str, Any]:
         with self._lock:
             epoch = 0 if self._current is None else self._current.epoch
+            if self._stops and not self._is_offered() and time.monotonic() > self._wanted_until_s:
+                self._broken = self._broken or "its ranks have stopped for a world that is off"
             return {
                 "alive": encode_record(self._record),
                 "has_state": self._has_state and self._current is not None,
                 "leaves": self._leaves,
-                "broken": self._broken[:MAX_REASON],
+                "broken": encode_reason(self._broken),
                 "epoch": epoch,
             }
+
+    def _is_offered(self) -> bool:
+        """Under the lock. Whether this process may still come into a later world."""
+        agreed, current = self._record.agreed, self._current
+        later = agreed is not None and current is not None and agreed.stamp > current.stamp
+        return later or self._pending is not None
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """What the steward has said; returns what to reply."""
@@ -294,10 +312,10 @@ class Session:
             self._take_number(member_of(message["you"]))
             self._told(world_of(message.get("formed")), "")
         elif "formed" in message:
-            reason = messages.text(message, "reason", MAX_REASON)
+            reason = reason_of(message, "reason")
             self._told(world_of(message["formed"]), reason)
         elif "stop" in message:
-            self._end(messages.text(message, "stop", MAX_REASON))
+            self._end(reason_of(message, "stop"))
         return None
 
     def _take_number(self, member: Member) -> None:
@@ -307,7 +325,7 @@ class Session:
 
     def _consider(self, world: World, message: dict[str, Any]) -> dict[str, Any] | None:
         urgent = messages.flag(message, "urgent")
-        reason = messages.text(message, "reason", MAX_REASON)
+        reason = reason_of(message, "reason")
         with self._lock:
             works = self._current is not None and not self._broken
             in_a_step = self._current is not None and not self._stops

@@ -8,6 +8,11 @@ which ticket they have passed last: if one of them has passed that of a step, al
 the step's results, too, and use them; if nobody has, nobody has used a result, and the step's
 reductions are repeated among the survivors, from gradients that the first try has left alone.
 
+A survivor that has passed the ticket may be in the next step when it hears of the failure, and one
+that has not is in the same step still. What both decide after a step, who takes which samples, say,
+must therefore follow from the ticket and from the world in which it was passed (``Steps.world``),
+not from the world of the moment.
+
 The argument is that of a commit in two phases (Gray, "Notes on data base operating systems", 1978)
 in which whoever is left takes the coordinator's part: no rank is waited for.
 """
@@ -76,7 +81,21 @@ class Steps:
         self._lock = threading.RLock()  # programs of a framework step in threads of theirs
         self._recovery = recovery
         self._world = world
+        self._passed_in: World | None = None
         self._verbs = Collectives(NumpyFrontend(), world)
+
+    @property
+    def world(self) -> World:
+        """The same for all ranks after a step: that in which its ticket was passed."""
+        now = self._world()  # alone, a step may have no ticket, and nobody decides otherwise
+        return now if now.size == 1 or self._passed_in is None else self._passed_in
+
+    def begin(self) -> None:
+        """All ranks come into this world alike."""
+        try:
+            self.meet()
+        except CollectiveAbortedError as error:
+            self.recover(error)
 
     def exactly(self, attempt: Callable[[], T], *, counts: bool = False) -> T:
         """What ``attempt()`` returns, once every rank has such a result; tried until then.
@@ -92,13 +111,11 @@ class Steps:
     def _exactly(self, attempt: Callable[[], T], counts: bool) -> T:
         while True:
             results: list[T] = []
-            members: tuple[int, ...] = ()
+            world = self._world()
             try:
                 results.append(attempt())
-                members = self._world().members
                 self._pass()
-                self.counted = members if counts else self.counted
-                return results[0]
+                return self._done(results[0], world, counts)
             except CollectiveAbortedError as error:
                 before = self.passed
                 self.recover(error)
@@ -108,8 +125,14 @@ class Steps:
                         f"another rank has completed step {self.passed}, of which this one has no "
                         "results: do all ranks run the same operations?"
                     )
-                self.counted = members if counts else self.counted
-                return results[0]
+                return self._done(results[0], world, counts)
+
+    def _done(self, result: T, world: World, counts: bool) -> T:
+        """The ticket was passed in ``world``, on this rank or another."""
+        self._passed_in = world
+        if counts:
+            self.counted = world.members
+        return result
 
     def recover(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, and learn what its ranks have done and have."""
@@ -127,9 +150,11 @@ class Steps:
 
     def meet(self) -> None:
         """The first operation in every world: which ticket was passed last, and who lacks what."""
-        mine = np.array([self.passed, not self._recovery.has_state], np.int64)
+        last = 2 * self.passed + self.must_stop  # what a ticket says, all say who have passed it
+        mine = np.array([last, not self._recovery.has_state], np.int64)
         self._verbs.allreduce_(mine, "elastic.meeting", Max)
-        self.passed, self.lacks_state = int(mine[0]), bool(mine[1])
+        self.passed, self.must_stop = int(mine[0]) // 2, bool(mine[0] % 2)
+        self.lacks_state = bool(mine[1])
 
     def _pass(self) -> None:
         ticket = np.zeros(_BYTES, np.uint8)

@@ -20,9 +20,10 @@ from typing import Any
 from kolovod.elastic.ballots import Member, Proof, World
 from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
 from kolovod.elastic.protocol import (
-    MAX_REASON,
     encode_member,
+    encode_reason,
     encode_world,
+    reason_of,
     record_of,
     stamp_of,
 )
@@ -222,7 +223,7 @@ class Steward:
 
     def _dismiss(self, channel: Channel, reason: str) -> None:
         with contextlib.suppress(OSError):
-            channel.send({"stop": reason[:MAX_REASON]}, time.monotonic() + _SEND_S)
+            channel.send({"stop": encode_reason(reason)}, time.monotonic() + _SEND_S)
         channel.close()
 
     def _drop(self, number: int) -> None:
@@ -257,7 +258,10 @@ class Steward:
         try:
             message = connection.channel.receive(time.monotonic() + _SEND_S)
             self._take(number, messages.mapping(message))
-        except (EOFError, OSError, AuthenticationError, BootstrapError):
+        except (EOFError, OSError, AuthenticationError):
+            self._lose(number)
+        except BootstrapError as error:  # it would say it again
+            self._dismiss(connection.channel, str(error))
             self._lose(number)
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
@@ -267,7 +271,7 @@ class Steward:
         elif "agreed" in message:
             table.agreed(number, stamp_of(message["agreed"]), record_of(message.get("record")))
         elif "resigns" in message:  # it agrees to nothing any more, as one that is dead
-            cause = messages.text(message, "resigns", MAX_REASON)
+            cause = reason_of(message, "resigns")
             proof = Proof(number, cause, record_of(message.get("record")))
             table.prove(proof, now)
             self._drop(number)
@@ -278,7 +282,7 @@ class Steward:
                 table.has_state.add(number)
             if messages.flag(message, "leaves"):
                 table.leave(number, now)
-            broken = messages.text(message, "broken", MAX_REASON)
+            broken = reason_of(message, "broken")
             if broken:
                 table.fail(messages.whole(message, "epoch", 0, _MAX_SLOT), broken, now)
 
@@ -298,7 +302,7 @@ class Steward:
                 message = {
                     "propose": encode_world(decision.world),
                     "urgent": decision.urgent,
-                    "reason": decision.reason[:MAX_REASON],
+                    "reason": encode_reason(decision.reason),
                 }
                 mark = (decision.world.stamp, decision.urgent)
                 self._question(decision.numbers, message, mark)
@@ -311,7 +315,7 @@ class Steward:
                 return decision.until_s
             elif isinstance(decision, Stop):
                 self._has_stopped = True
-                self._tell({"stop": decision.reason[:MAX_REASON]}, decision.reason)
+                self._tell({"stop": encode_reason(decision.reason)}, decision.reason)
                 self._stopped(decision.reason)
         return None
 
@@ -325,4 +329,4 @@ class Steward:
 
     def _tell(self, message: dict[str, Any], reason: str) -> None:
         for number, connection in list(self._connections.items()):
-            self._send(number, connection, {"reason": reason[:MAX_REASON], **message})
+            self._send(number, connection, {"reason": encode_reason(reason), **message})

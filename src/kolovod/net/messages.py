@@ -59,6 +59,11 @@ def text(message: Any, name: str, most: int) -> str:
     return value
 
 
+def printable(value: str, most: int) -> str:
+    """``value`` as ``text`` takes it: other characters are written as Python writes them."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value[:most])[:most]
+
+
 def flag(message: Any, name: str) -> bool:
     """True or false."""
     value = _field(message, name)

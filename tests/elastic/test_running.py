@@ -1,0 +1,323 @@
+"""What the ranks of an elastic job do after a step, wherever each is when a rank is lost.
+
+Ranks are threads, and their worlds and operations are played: an operation during which a rank is
+lost gives its result to some of the survivors and fails on the others. The code under test is that
+of ``running`` and ``steps``. In each world all ranks must run the same operations in one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from kolovod.elastic import running, steps
+from kolovod.errors import CollectiveAbortedError, JobOverError
+
+STEPS = 12
+LIMIT_S = 20.0
+
+
+class Killed(BaseException):
+    """Ends the thread of a rank, as SIGKILL does a process."""
+
+
+class World:
+    """One, and what its ranks have put into its operations."""
+
+    def __init__(self, epoch: int, members: tuple[int, ...]) -> None:
+        self.epoch, self.members, self.size = epoch, members, len(members)
+        self.given: list[dict[int, tuple[str, Any]]] = []
+        self.taken: list[set[int]] = []
+        self.done: dict[int, set[int]] = {}
+        """Who gets the result of the operation of that number; None has not been decided."""
+        self.calls: Counter[int] = Counter()
+        self.is_broken = False
+        self.stopped: set[int] = set()
+
+
+class View(NamedTuple):
+    """A world as one of its ranks sees it."""
+
+    epoch: int
+    members: tuple[int, ...]
+    rank: int
+    size: int
+
+
+class Job:
+    """The worlds of a job. One lock guards all of it."""
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.rng = random.Random(seed)
+        self.moved = threading.Condition()
+        self.worlds = [World(1, tuple(range(size)))]
+        self.alive = set(range(size))
+        self.waiting: list[int] = []  # to join
+        self.have_state = set(self.alive)
+        self.deaths_left = self.rng.randrange(4)
+        self.here = threading.local()
+        self.seen: Counter[str] = Counter()
+        self.wrong = ""
+        self.results: dict[int, Any] = {}
+        self.threads: list[threading.Thread] = []
+
+    # --- what a rank calls ---
+
+    @property
+    def mine(self) -> World:
+        return self.here.world  # type: ignore[no-any-return]
+
+    def current(self) -> View:
+        world, number = self.mine, self.here.number
+        return View(world.epoch, world.members, world.members.index(number), world.size)
+
+    def init(self) -> None:
+        """The newest world that this rank is in, later than its last."""
+        before = self.here.world
+        self._wait(lambda: self._next(before) is not None)
+        self.here.world = self._next(before)
+
+    def shutdown(self) -> None:
+        with self.moved:
+            world = self.mine
+            if world.stopped.issuperset(world.members) and not world.is_broken:
+                joined, self.waiting = self.waiting, []
+                self._break(world, joined)
+                self.seen["grows" if joined else "stops for nothing"] += 1
+            self.moved.notify_all()
+
+    def stop_for_next(self, *, is_wanted: bool) -> None:
+        with self.moved:
+            self.mine.stopped.add(self.here.number)
+
+    @property
+    def wants_change(self) -> bool:
+        with self.moved:
+            return bool(self.waiting) and self.rng.random() < 0.7
+
+    def run(self, name: str, value: Any) -> list[Any]:
+        """An operation: the values of all ranks."""
+        world, number = self.mine, self.here.number
+        with self.moved:
+            place = world.calls[number]
+            world.calls[number] += 1
+            if len(world.given) == place:
+                world.given.append({})
+            if not self._fails(world):
+                world.given[place][number] = name, value
+                if len({name for name, _ in world.given[place].values()}) > 1:
+                    self.wrong = f"epoch {world.epoch}: {world.given[place]}"
+                if len(world.given[place]) == world.size:
+                    self._complete(world, place)
+            self.moved.notify_all()
+        self._wait(lambda: self._fails(world) or place in world.done)
+        with self.moved:
+            if number not in self.alive:
+                raise Killed
+            if number not in world.done.get(place, ()):
+                raise CollectiveAbortedError(f"epoch {world.epoch} has failed")
+            return [world.given[place][member][1] for member in world.members]
+
+    # --- under the lock ---
+
+    def _complete(self, world: World, place: int) -> None:
+        """All have come; perhaps one is lost, and some do not get the result."""
+        world.done[place] = set(world.members)
+        victim = self.rng.choice(world.members)
+        survives = bool(self.have_state.intersection(world.members) - {victim})
+        if self.deaths_left and survives and self.rng.random() < 0.04:
+            self.deaths_left -= 1
+            self.alive.discard(victim)
+            torn = {m for m in world.members if self.rng.random() < 0.5}
+            world.done[place] -= torn
+            kind = world.given[place][victim][0]
+            self.seen[f"{kind} torn" if torn - {victim} else "dies"] += 1
+            self._break(world)
+
+    def _fails(self, world: World) -> bool:
+        return world.is_broken or bool(world.stopped - {self.here.number})
+
+    def _break(self, world: World, joined: Sequence[int] = ()) -> None:
+        """Another one follows, of those who are left."""
+        if not world.is_broken:
+            world.is_broken = True
+            members = tuple(m for m in world.members if m in self.alive)
+            self.worlds.append(World(len(self.worlds) + 1, (*members, *joined)))
+        self.moved.notify_all()
+
+    def _next(self, before: World | None) -> World | None:
+        newest = self.worlds[-1]
+        is_later = before is None or newest.epoch > before.epoch
+        return newest if is_later and self.here.number in newest.members else None
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        with self.moved:
+            came = self.moved.wait_for(
+                lambda: condition() or self._is_over() or self._gives_up(), LIMIT_S
+            )
+            if not came:
+                self.wrong = self.wrong or f"rank {self.here.number} waits for ever"
+                self.moved.notify_all()
+            if self._is_over():
+                raise Killed
+            if not condition() and self._gives_up():
+                raise JobOverError("others have ended")
+
+    def _is_over(self) -> bool:
+        """For this rank."""
+        return bool(self.wrong) or self.here.number not in self.alive
+
+    def _gives_up(self) -> bool:
+        """As a rank does that waits for others' end for too long."""
+        return self.here.is_ending and bool(self.results)
+
+    # --- ranks ---
+
+    def join(self) -> None:
+        """Another one comes."""
+        with self.moved:
+            number = max(self.worlds[0].size, len(self.threads))
+            self.alive.add(number)
+            self.waiting.append(number)
+        self.start(number)
+
+    def start(self, number: int) -> None:
+        self.threads.append(threading.Thread(target=self._live, args=(number,)))
+        self.threads[-1].start()
+
+    def _live(self, number: int) -> None:
+        self.here.number, self.here.world, self.here.is_ending = number, None, False
+        try:
+            self.results[number] = train(self, number)
+            with self.moved:  # whoever has not come in by now is not needed
+                self.alive.difference_update(self.waiting)
+                self.waiting.clear()
+                self.moved.notify_all()
+        except Killed:
+            pass
+        except Exception as error:
+            with self.moved:
+                self.wrong = self.wrong or f"rank {number}: {error!r}"
+                self.moved.notify_all()
+
+
+class Sampler:
+    """Takes part in the exchange, as an ElasticSampler does, and remembers who is in it."""
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.log: list[tuple[int, ...]] = []
+
+    def record_step(self, members: tuple[int, ...]) -> None:
+        self.log.append(members)
+
+    def changed(self, member: int, allgather: Callable[[Any], list[Any]]) -> None:
+        self.members = allgather(member)
+
+
+class Session:
+    """A rank's, and its ``steps.Recovery``."""
+
+    min_np = 0
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.job, self.number = job, number
+        self.stop_for_next = job.stop_for_next
+
+    def reform(self, error: CollectiveAbortedError) -> None:
+        with self.job.moved:
+            self.job._break(self.job.mine)
+        self.job.init()
+
+    @property
+    def wants_change(self) -> bool:
+        return self.job.wants_change
+
+    @property
+    def has_state(self) -> bool:
+        return self.number in self.job.have_state
+
+    def got_state(self) -> None:
+        self.job.have_state.add(self.number)
+
+
+def train(job: Job, number: int) -> Any:
+    """What ``elastic.run`` does, with a function of STEPS steps."""
+    job.init()
+    samplers = [Sampler(), Sampler()]
+    state = SimpleNamespace(step=0, total=0, log=[])
+    state.samplers = lambda: samplers
+
+    def sync() -> None:
+        mine = state.step, state.total, tuple(state.log)
+        state.step, state.total, log = job.run("sync", mine)[0]
+        state.log = list(log)
+
+    state.sync = sync
+    session: Any = Session(job, number)
+    ongoing = steps.Steps(session, job.current)  # type: ignore[arg-type]
+    ongoing._verbs = SimpleNamespace(allreduce_=maximum(job))  # type: ignore[assignment]
+    ongoing.begin()
+    running._share(state, ongoing, session, also=True)
+    deal = running._Deal(state, ongoing)  # type: ignore[arg-type]
+    deal.follow()
+    while state.step < STEPS:
+        for part in ("weights", "more"):
+            values = ongoing.exactly(lambda part=part: job.run(part, 1 << number), counts=True)
+        state.total += sum(values)
+        state.log.append(sum(values))
+        state.step += 1
+        with job.moved:
+            joins = job.rng.random() < 0.1 and len(job.threads) < 6
+        if joins:
+            job.join()
+        running._commit(state, ongoing=ongoing, session=session, deal=deal)
+    job.here.is_ending = True
+    with contextlib.suppress(JobOverError):
+        ongoing.exactly(lambda: None)
+    return state.total, state.log
+
+
+def maximum(job: Job) -> Callable[..., None]:
+    def allreduce_(array: np.ndarray, name: str, op: object) -> None:
+        array[...] = np.max(job.run(name, array.copy()), axis=0)
+
+    return allreduce_
+
+
+def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    size = random.Random(seed).choice([2, 3, 4])
+    job = Job(seed, size)
+    monkeypatch.setattr(running, "lifecycle", job)
+    monkeypatch.setattr(
+        running,
+        "Objects",
+        lambda world: SimpleNamespace(allgather_object=lambda value, name: job.run(name, value)),
+    )
+    for number in range(size):
+        job.start(number)
+    for thread in job.threads:  # which grow
+        thread.join()
+    assert not job.wrong, f"seed {seed}: {job.wrong}"
+    ended = [result for result in job.results.values() if result is not None]
+    assert ended, f"seed {seed}"
+    assert all(result == ended[0] for result in ended), f"seed {seed}: {job.results}"
+    assert ended[0][0] == sum(ended[0][1])
+    return job.seen
+
+
+def test_ranks_agree_after_each_step_whoever_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(300):
+        seen += play(seed, monkeypatch)
+    for kind in ("weights", "more", "sync", "elastic.ticket", "elastic.meeting", "elastic.samples"):
+        assert seen[f"{kind} torn"], seen
+    assert seen["grows"] > 50, seen
