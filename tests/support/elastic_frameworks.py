@@ -7,6 +7,7 @@ changes; other weights make the step one of many gradients.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 from typing import Any
@@ -16,6 +17,11 @@ import numpy as np
 SLOT = int(os.environ.get("KOLOVOD_SLOT", "0"))
 BIT = float(1 << SLOT)
 WIDTH = 300
+
+
+def digest(arrays: Any) -> str:
+    """Of every bit."""
+    return hashlib.sha256(b"".join(np.asarray(array).tobytes() for array in arrays)).hexdigest()
 
 
 class OfKeras:
@@ -38,7 +44,6 @@ class OfKeras:
         if package == "tf_keras":
             losses[1] = lambda y, p: keras.backend.mean(p * p, 1)
         self.model.compile(optimizer, losses)
-        self.weight = self.value()
 
     def values(self) -> dict[str, Any]:
         return {"model": self.model}
@@ -53,7 +58,7 @@ class OfKeras:
         return round(before - self.value())
 
     def result(self, state: Any) -> Any:
-        return [np.asarray(weight).tobytes().hex()[:200] for weight in self.model.get_weights()]
+        return [self.value(), digest(self.model.get_weights())]
 
 
 def wide_in(keras: Any, given: Any) -> Any:
@@ -106,8 +111,7 @@ class OfTensorFlow:
         return round(before - float(self.module.bits[0]))
 
     def result(self, state: Any) -> Any:
-        variables = self.module.bits, self.module.wide
-        return [float(self.tf.reduce_sum(tf_v)) for tf_v in variables]
+        return [float(self.module.bits[0]), digest([self.module.wide.numpy()])]
 
 
 class OfJax:
@@ -152,8 +156,8 @@ class OfJax:
         return round(before - float(state.params["bits"]))
 
     def result(self, state: Any) -> Any:
-        leaves = self.jax.tree.leaves((state.params, state.losses[-20:]))
-        return [np.asarray(leaf).tobytes().hex()[:200] for leaf in leaves]
+        leaves = self.jax.tree.leaves((state.params, state.opt_state, state.losses))
+        return [float(state.params["bits"]), digest(leaves)]
 
 
 KINDS = {

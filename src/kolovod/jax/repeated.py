@@ -132,12 +132,12 @@ def register() -> None:
     steps.settle_by(_settle)
 
 
-@_step.def_impl
 def _eager(*arrays: jax.Array, call: Call, counts: bool) -> list[Any]:
     """With ``jax.disable_jit``."""
     return call.bind(arrays)
 
 
+_step.def_impl(_eager)
 ad.primitive_jvps[_step] = lambda arrays, tangents, *, call, counts: differentiated(
     arrays, tangents, call=call
 )

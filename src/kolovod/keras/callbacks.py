@@ -131,33 +131,36 @@ class MetricAverageCallback(InOneKeras, _keras.callbacks.Callback):  # type: ign
 class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
     """Commits the state of an elastic job after each batch, and counts in it how far ``fit`` is.
 
-    ``state.epoch`` is the number of the epoch at hand, ``state.batch`` how many of its batches are
-    done: both 0 to begin with. A process that joins goes on from there, in a loop such as::
+    If the state has them, ``state.epoch`` is the number of the epoch at hand and ``state.batch``
+    how many of its batches are done. A process that joins goes on from there, in a loop such as::
 
-        while state.epoch < epochs:
-            model.fit(
-                batches(), initial_epoch=state.epoch, epochs=state.epoch + 1,
-                steps_per_epoch=steps - state.batch, callbacks=[..., CommitCallback(state)],
-            )
+        state = elastic.State(model=model, epoch=0, batch=0)
 
-    Put it last among the callbacks. An epoch's last batch is committed when the others have done
-    what they do at its end, so a rank that joins takes part in that, or it is over.
+        @elastic.run
+        def train(state):
+            while state.epoch < epochs:
+                model.fit(
+                    batches(), initial_epoch=state.epoch, epochs=state.epoch + 1,
+                    steps_per_epoch=steps - state.batch,
+                    callbacks=[..., CommitCallback(state)],
+                )
+
+    Put it last among the callbacks: an epoch's last batch is committed when the others have done
+    what they do at its end, so a rank that joins finds that over.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         """``batches_per_commit``: commit after so many batches, and at the end of an epoch.
 
         Where an ElasticSampler is in the state, that is the optimizer's
-        ``backward_passes_per_step``. Raises InvalidArgumentError for a state that has no ``epoch``
-        and ``batch``, and for what is no whole number above 0.
+        ``backward_passes_per_step``. Raises InvalidArgumentError for what is no state, or no whole
+        number above 0.
         """
         super().__init__()
-        for name in ("epoch", "batch"):
-            if not isinstance(getattr(state, name, None), int):
-                raise InvalidArgumentError(
-                    f"the state's {name} is {getattr(state, name, None)!r}: make it with "
-                    "elastic.State(model=model, epoch=0, batch=0)"
-                )
+        if not isinstance(state, State):
+            raise InvalidArgumentError(
+                f"state is a {type(state).__name__}: give a kolovod.elastic.State"
+            )
         if not isinstance(batches_per_commit, int) or batches_per_commit < 1:
             raise InvalidArgumentError(
                 f"batches_per_commit is {batches_per_commit!r}: give an int >= 1"
@@ -182,11 +185,15 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         """Count the batches that are done: several with ``steps_per_execution``."""
         done = batch - self._begun + 1
         self._not_committed += done
-        self.state.batch += done
+        if hasattr(self.state, "batch"):
+            self.state.batch += done
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commit an epoch."""
-        self.state.epoch, self.state.batch = epoch + 1, 0
+        if hasattr(self.state, "epoch"):
+            self.state.epoch = epoch + 1
+        if hasattr(self.state, "batch"):
+            self.state.batch = 0
         self.state.commit()
 
 

@@ -23,8 +23,9 @@ def share_in_elastic_jobs() -> None:
 
 def is_model(value: Any) -> bool:
     """Whether it is a model of either Keras; imports none."""
-    loaded = (sys.modules.get(name) for name in ("keras", "tf_keras"))
-    return any(isinstance(value, keras.Model) for keras in loaded if hasattr(keras, "Model"))
+    loaded = [sys.modules.get(name) for name in ("keras", "tf_keras")]
+    kinds = tuple(keras.Model for keras in loaded if keras is not None)
+    return isinstance(value, kinds)
 
 
 def is_optimizer(value: Any) -> bool:

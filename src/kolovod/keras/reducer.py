@@ -77,7 +77,10 @@ class GradientReducer:
             backend.dense(grad) if backend.is_sparse(grad) and self.spec.sparse_as_dense else grad
             for grad in grads
         ]
-        return backend.exactly(lambda each: self._reduced(each, variables), own, counts=True)
+        reduced: list[Any] = backend.exactly(
+            lambda each: self._reduced(each, variables), own, counts=True
+        )
+        return reduced
 
     def _reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         world, factor, backend = self._members(), self.spec.scale, self.backend

@@ -96,12 +96,13 @@ class GradientExchange:
         """
         if steps.ongoing() is None:
             return self._combined(gradients, sources)
-        own = (
-            [_densified(gradient) for gradient in gradients]
-            if self.spec.sparse_as_dense
-            else gradients
+        own = list(gradients)
+        if self.spec.sparse_as_dense:
+            own = [_densified(gradient) for gradient in own]
+        combined: list[Gradient] = repeated.exactly(
+            lambda each: self._combined(each, sources), own, counts=True
         )
-        return repeated.exactly(lambda each: self._combined(each, sources), own, counts=True)
+        return combined
 
     def _combined(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         results = list(gradients)

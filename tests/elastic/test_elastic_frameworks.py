@@ -1,0 +1,102 @@
+"""TensorFlow, Keras and JAX in jobs of ``kolovod run --elastic``.
+
+Whole jobs, whose processes import a framework when they take the place of others, so all are slow.
+Single steps of which a rank is killed: tests/frontends/*/test_*_exact.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from elastic_jobs import SCRIPT, run, train
+from frameworks import is_installed
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(330)]
+DEADLINE_S = 300.0
+QUIET = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "CUDA_VISIBLE_DEVICES": "",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_X64": "1",
+    "OMP_NUM_THREADS": "1",
+}
+KINDS = {
+    "keras on tensorflow": ("keras", "tensorflow"),
+    "keras on jax": ("keras", "jax"),
+    "keras on torch": ("keras", "torch"),
+    "keras 2": ("tf_keras", "tensorflow"),
+    "tensorflow": ("tensorflow", ""),
+    "tensorflow v1": ("tensorflow_v1", ""),
+    "jax": ("jax", ""),
+}
+
+
+def prepared(name: str) -> tuple[str, dict[str, str]]:
+    """The kind of ``elastic_script.py``, and the environment. Skips what is not installed."""
+    kind, backend = KINDS[name]
+    for module in (kind.removesuffix("_v1"), backend, *["optax"] * (kind == "jax")):
+        if module and not is_installed(module):
+            pytest.skip(f"{module} is not installed")
+    environment = {**QUIET, "KERAS_BACKEND": backend or "tensorflow"}
+    return kind, {**environment, "TF_USE_LEGACY_KERAS": "1" if kind == "tf_keras" else "0"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_killed_ranks_are_replaced_and_no_step_is_lost(name: str) -> None:
+    kind, env = prepared(name)
+    results = train(kind, 2, [1, 0], "-np", "2", deadline_s=DEADLINE_S, env=env)
+    for result in results:  # every step counts once, with those who took part
+        assert result["result"][0] == -sum(result["log"])
+
+
+GROWING = Path(SCRIPT).with_name("elastic_growing_script.py")
+
+
+@pytest.mark.parametrize("name", ["keras on tensorflow", "keras on jax", "tensorflow", "jax"])
+def test_jobs_that_grow_and_shrink(name: str, tmp_path: Path) -> None:
+    """From one rank to two, to one, to three."""
+    kind, env = prepared(name)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n")
+    flags = ["-np", "1", "--max-np", "3", "--host-discovery-script", f"cat {hosts}"]
+    script = str(GROWING), kind, str(hosts), "1,2,1,3"
+    done = run(*flags, script=script, deadline_s=DEADLINE_S, env=env)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
+    assert len(results) == 3, done.stderr
+    for result in results:
+        assert result["sizes"] == [1, 2, 1, 3]
+        assert result["log"] == results[0]["log"]
+        assert result["result"] == results[0]["result"]
+        assert result["result"][0] == -sum(result["log"])
+    assert "was lost" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+FIT = Path(SCRIPT).with_name("elastic_fit_script.py")
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("keras")])
+def test_fit_goes_on_in_the_batch_that_it_was_at(name: str) -> None:
+    kind, env = prepared(name)
+    epochs, steps, ends = 2, 6, "1:0:3,0:1:2"
+    script = str(FIT), kind, str(epochs), str(steps), ends
+    env["KOLOVOD_RANKS_OF_TEST"] = "3"
+    done = run("-np", "3", script=script, deadline_s=DEADLINE_S, env=env)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
+    assert sorted(result["slot"] for result in results) == [0, 1, 2], done.stderr
+    log, told = results[0]["log"], results[0]["told"]
+    for result in results:
+        assert (result["log"], result["told"]) == (log, told)
+        assert result["result"] == results[0]["result"]
+        assert result["result"][0] == -sum(bits for _, bits in log)
+    # No batch is lost or done twice, whoever was there.
+    count = len(told)
+    assert [epoch for epoch, _ in log] == [e for e in range(count) for _ in range(steps)]
+    assert [epoch for epoch, *_ in told] == list(range(count))
+    assert (log[0][1], log[-1][1]) == (7, 7)
+    assert done.stderr.count("was killed by signal 9") == 4
