@@ -33,7 +33,7 @@ class OfKeras:
         kv.init()
         keras.backend.set_floatx("float64")
         keras.utils.set_random_seed(SLOT)  # the weights are rank 0's all the same
-        bits = keras.layers.EinsumDense("ab,bc->ac", 1)
+        bits = keras.layers.EinsumDense("ab,bc->ac", 1, kernel_initializer="zeros")
         wide = keras.layers.EinsumDense("ab,bc->ac", WIDTH)
         given = keras.layers.Input((1,))
         self.model = keras.Model(given, [bits(given), wide(wide_in(keras, given))])
