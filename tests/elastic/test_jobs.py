@@ -10,55 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import elastic_script
 import pytest
+from elastic_jobs import DEADLINE_S, SCRIPT, run, train
 from launched import KOLOVOD
 
 from kolovod import elastic
-from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.testing import replay
-
-SCRIPT = Path(__file__).parents[1] / "support" / "elastic_script.py"
-DEADLINE_S = 100
-
-
-def run(*flags: str, script: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    command = [*KOLOVOD, "run", "--elastic", *flags, "--", sys.executable, *script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-
-
-def train(kind: str, full: int, plan: list[int], folder: Path, *flags: str) -> list[dict[str, Any]]:
-    """What each process that came to the end says; and that all is as it must be."""
-    kills = ",".join(map(str, plan))
-    done = run(*flags, script=(str(SCRIPT), kind, str(full), kills, str(folder)))
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(path.read_text()) for path in folder.iterdir()]
-    assert sorted(result["slot"] for result in results) == list(range(full)), done.stderr
-    slots = results[0]["slots"]
-    for result in results:
-        assert result["slots"] == slots
-        assert result["log"] == results[0]["log"]
-    everybody = (1 << full) - 1
-    assert slots[0] == slots[-1] == everybody
-    left_out = [everybody & ~bits for bits in slots]
-    absent = [bits for bits, before in zip(left_out, [0, *left_out], strict=False) if bits > before]
-    assert absent == [1 << slot for slot in plan]  # one at a time, and nobody else
-    assert done.stderr.count("was killed by signal 9") == 2 * len(plan)
-    replay_of(kind, results[0]["log"], slots)
-    return results
-
-
-def replay_of(kind: str, state: dict[str, Any], slots: list[int]) -> None:
-    """One process makes the same weights, after each step, from who took part."""
-    log = elastic.MembershipLog()
-    log.load_state_dict(state)
-    assert [len(step.used) for step in log.steps] == [bits.bit_count() for bits in slots]
-    assert all(step.sums for step in log.steps)
-    model = elastic_script.KINDS[kind](0)
-    replay(log, model.compute, model.apply, model.tensors, op=Sum)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from forked import run_ranks
-from survivors import Survivors, kill_soon
+from survivors import NoLoss, Survivors, kill_soon
 
 import kolovod.numpy as kv
 from kolovod.core.world import current
 from kolovod.elastic import MembershipLog, steps
-from kolovod.errors import CollectiveError, MismatchError, RankLostError
+from kolovod.elastic.running import _settled
+from kolovod.errors import CollectiveError, JobOverError, MismatchError, RankLostError
 from kolovod.testing import replay
 
 RANKS = 4
@@ -169,6 +170,52 @@ def test_ranks_at_different_steps_are_an_error() -> None:
 
 def test_results_that_are_missing_are_an_error() -> None:
     run_ranks(2, lose_results)
+
+
+class Over(NoLoss):
+    """The job ends."""
+
+    def reform(self, error: Exception) -> None:
+        raise JobOverError("nobody is left")
+
+
+def end_within_a_program(rank: int) -> None:
+    kv.init()
+    work = steps.Steps(Over(), current)
+
+    def step_of_a_program() -> None:
+        try:
+            work.exactly(lose)
+        except JobOverError as error:  # as frameworks do
+            raise RuntimeError(f"in a thread of mine: {error}") from None
+
+    def lose() -> None:
+        raise RankLostError("rank 1 was lost", 1)
+
+    with pytest.raises(JobOverError, match="nobody is left"):
+        _settled(step_of_a_program, work)
+    with pytest.raises(ValueError, match="mine"):  # while the job goes on errors are what they are
+        _settled(lambda: int("mine"), steps.Steps(NoLoss(), current))
+
+
+def test_the_end_of_a_job_that_a_framework_has_called_otherwise() -> None:
+    run_ranks(1, end_within_a_program)
+
+
+def step_after_programs(rank: int) -> None:
+    kv.init()
+    begun = ["a program"]
+    steps.settle_by(begun.clear)
+    assert steps.exactly(lambda: len(begun)) == 1  # a job that is not elastic waits for nothing
+    steps.enter(steps.Steps(NoLoss(), current))
+    assert steps.exactly(lambda: len(begun)) == 0
+    begun.append("another one")
+    _settled(lambda: None, steps.Steps(NoLoss(), current))
+    assert not begun
+
+
+def test_programs_that_were_begun_step_first() -> None:
+    run_ranks(1, step_after_programs)
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ class OfNumpy:
         """Where others have come ranks have rank 0's array, as a new one."""
         self.weights = state.model
 
-    def step(self, step: int, member: int) -> int:
-        mine = self.compute(step, member)["weights"]
+    def step(self, state: Any, member: int) -> int:
+        mine = self.compute(state.step, member)["weights"]
         total, bits = elastic.exactly(
             lambda: self.kv.grouped_allreduce([mine, np.array(self.bit)], "step", self.kv.Sum),
             counts=True,
@@ -117,8 +117,8 @@ class OfTorch:
     def follow(self, state: Any) -> None:
         """Modules are changed in place."""
 
-    def step(self, step: int, member: int) -> int:
-        self.backward(step, member)
+    def step(self, state: Any, member: int) -> int:
+        self.backward(state.step, member)
         self.optimizer.step()
         return int(self.bits.grad)
 
@@ -141,11 +141,17 @@ class Recomputed(OfTorch):
         self.kv = kv
         super().distribute(slot)
 
-    def step(self, step: int, member: int) -> int:
+    def step(self, state: Any, member: int) -> int:
         self.model.forwards += 1
         self.kv.allreduce(self.torch.zeros(1000), "forward")
-        assert int(self.model.forwards) == step + 1
-        return super().step(step, member)
+        assert int(self.model.forwards) == state.step + 1
+        return super().step(state, member)
+
+
+def of_framework(kind: str) -> Any:
+    from elastic_frameworks import KINDS as of_frameworks
+
+    return of_frameworks[kind]()
 
 
 KINDS: dict[str, Any] = {"numpy": OfNumpy, "torch": OfTorch, "recomputed": Recomputed}
@@ -157,8 +163,8 @@ def main() -> None:
     kind, full, plan = sys.argv[1], int(sys.argv[2]), [int(s) for s in sys.argv[3].split(",") if s]
     slot = int(os.environ["KOLOVOD_SLOT"])
     kolovod.init()
-    work = KINDS[kind](slot)  # the weights are rank 0's all the same
-    work.distribute(slot)
+    work = KINDS[kind](slot) if kind in KINDS else of_framework(kind)
+    work.distribute(slot)  # what it has made before is rank 0's all the same
     log = elastic.MembershipLog(work.tensors)
     state = elastic.State(step=0, slots=[], since=0, kills=0, log=log, **work.values())
     longest_s = 0.0
@@ -174,9 +180,10 @@ def main() -> None:
                     return
                 state.kills += 1
             before_s = time.monotonic()
-            state.slots.append(work.step(state.step, log.member))
+            state.slots.append(work.step(state, log.member))
             longest_s = max(longest_s, time.monotonic() - before_s)
-            if state.slots[-1] != (1 << full) - 1:
+            is_whole = state.slots[-1] == (1 << full) - 1
+            if not is_whole:
                 state.since = 0
             state.step += 1
             dies = state.since == STEPS_BETWEEN and plan[state.kills - 1] == slot
@@ -184,10 +191,17 @@ def main() -> None:
             if dies:  # as the next step begins, in its middle, or after it
                 delay_s = random.uniform(PAUSE_S / 2, 3 * PAUSE_S)
                 threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            time.sleep(PAUSE_S)
+            # A process that imports a framework needs the cores to come.
+            time.sleep(PAUSE_S if is_whole or kind in KINDS else 0.2)
 
     train(state)
-    facts = {"slot": slot, "slots": state.slots, "log": log.state_dict(), "longest_s": longest_s}
+    facts = {
+        "slot": slot,
+        "slots": state.slots,
+        "log": log.state_dict(),
+        "result": None if kind in KINDS else work.result(state),
+        "longest_s": longest_s,
+    }
     Path(sys.argv[4], f"{slot}.json").write_text(json.dumps(facts))
 
 

@@ -27,6 +27,15 @@ class Survivors:
         kolovod.init(comm=self.alive)
 
 
+class NoLoss:
+    """Where no rank is lost."""
+
+    wants_change, has_state = False, True
+
+    def reform(self, error: CollectiveAbortedError) -> None:
+        raise error
+
+
 def kill_soon(delay_s: float) -> None:
     """End this process by SIGKILL, whatever it is at then."""
     threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()

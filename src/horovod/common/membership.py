@@ -87,7 +87,7 @@ def enough(reset: Callable[[], object]) -> None:
     """Wait for worlds, by ``reset``, until one has as many ranks as the job needs."""
     own = session()
     while own is not None and current().size < own.min_np:
-        own.stop_for_next()
+        own.stop_for_next(is_wanted=False)
         reset()
 
 

@@ -118,7 +118,10 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
                 _commit, ongoing=ongoing, session=session, deal=deal, kept=kept
             )
             with _leaving_by_sigterm(session):
-                result = _call(partial(function, state, *args, **kwargs), ongoing, kept)
+                result = _settled(
+                    partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
+                    ongoing,
+                )
             _finish(ongoing, session)
             return result
         except JobOverError as error:
@@ -149,6 +152,21 @@ def join() -> Session | None:
             return None
         _job = _Job(own, load(os.environ))
     return _job.enter()
+
+
+def _settled(call: Callable[[], R], ongoing: steps.Steps) -> R:
+    """What ``call()`` returns, when its programs are over.
+
+    An error that a step raises within one (of TensorFlow, of JAX) comes out of it as another one.
+    """
+    try:
+        result = call()
+        steps.settle()
+        return result
+    except Exception:
+        if ongoing.over is None:
+            raise
+        raise ongoing.over from None
 
 
 class _Worlds:
@@ -246,6 +264,7 @@ def _commit(
     state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal, kept: _Kept
 ) -> None:
     """All ranks are here, after the same step."""
+    steps.settle()
     deal.record()
     size = ongoing.world.size
     must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets

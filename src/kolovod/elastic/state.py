@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
@@ -29,9 +29,20 @@ def _share_log(name: str, log: MembershipLog) -> MembershipLog:
     return log
 
 
-_shares: list[tuple[Callable[[Any], bool], Share, Keep | None]] = [
-    (lambda value: isinstance(value, MembershipLog), _share_log, None)
-]
+class _Way(NamedTuple):
+    """How values of a kind get to other ranks."""
+
+    fits: Callable[[Any], bool]
+    share: Share
+    keep: Keep | None = None
+
+    @property
+    def kind(self) -> str:
+        """What it is called on all ranks."""
+        return f"{self.share.__module__}.{self.share.__qualname__}"
+
+
+_ways = [_Way(lambda value: isinstance(value, MembershipLog), _share_log)]
 
 
 def share_by(fits: Callable[[Any], bool], share: Share, keep: Keep | None = None) -> None:
@@ -43,19 +54,34 @@ def share_by(fits: Callable[[Any], bool], share: Share, keep: Keep | None = None
     ``keep``: for ``run(redo="recompute")``, where a step changes more than its update does: batch
     normalisation, in forward.
     """
-    _shares.insert(0, (fits, share, keep))
+    _ways.insert(0, _Way(fits, share, keep))
 
 
-def _known(value: Any) -> tuple[Share, Keep | None] | None:
-    return next(((share, keep) for fits, share, keep in _shares if fits(value)), None)
+def _way_of(value: Any) -> _Way | None:
+    """None: it is pickled."""
+    return next((way for way in _ways if way.fits(value)), None)
+
+
+def _way_called(kind: str, value: Any) -> _Way:
+    """That which fits ``value`` if several are called so."""
+    own = _way_of(value)
+    way = next((way for way in (own, *_ways) if way is not None and way.kind == kind), None)
+    if way is None:
+        raise InvalidArgumentError(
+            f"rank 0 has a value in its state that is shared by {kind}, of which this process has "
+            "not heard: import the same front ends, and call elastic.share_by, on all ranks"
+        )
+    return way
 
 
 class State:
     """Values that all ranks have alike, as attributes.
 
     What they are, rank 0 says: as the job begins, and to ranks that join. They may be of any kind
-    that can be pickled, and what front ends know: PyTorch's modules and optimizers. An
-    ElasticSampler and a MembershipLog among them follow the steps and the ranks.
+    that can be pickled, and what the front ends know, once they are imported: modules and
+    optimizers of PyTorch, models and optimizers of Keras, modules and variables of TensorFlow, and
+    pytrees with JAX's arrays. An ElasticSampler and a MembershipLog among them follow the steps and
+    the ranks.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -132,11 +158,11 @@ class State:
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):  # goes on from the last step that was recorded
                 continue
-            known = _known(value)
-            if known is None:
+            way = _way_of(value)
+            if way is None:
                 plain[name] = value
-            elif known[1] is not None:
-                restores.append(known[1](value))
+            elif way.keep is not None:
+                restores.append(way.keep(value))
         kept = copy.deepcopy(plain)
 
         def restore() -> None:
@@ -148,17 +174,20 @@ class State:
         return restore
 
     def sync(self) -> None:
-        """Give rank 0's values to all ranks."""
-        plain: dict[str, Any] = {"_size": self._size}
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, ElasticSampler):  # ranks tell it what each has (``running``)
-                continue
-            known = _known(value)
-            if known is None:
-                plain[name] = value
-            else:
-                setattr(self, name, known[0](name, value))
-        found = Objects(current).broadcast_object(plain, 0, "elastic.state")
-        for name, value in found.items():
+        """Give rank 0's values to all ranks. What kind each is of, rank 0 says, too."""
+        values = {name: getattr(self, name) for name in self._names}
+        sent = {  # of samplers ranks tell each other what each has (``running``)
+            name: value for name, value in values.items() if not isinstance(value, ElasticSampler)
+        }
+        objects = Objects(current)
+        ways = {name: _way_of(value) for name, value in sent.items()}
+        kinds = {name: None if way is None else way.kind for name, way in ways.items()}
+        kinds = objects.broadcast_object(kinds, 0, "elastic.kinds")
+        for name, kind in kinds.items():
+            if kind is not None:
+                value = sent.get(name)
+                setattr(self, name, _way_called(kind, value).share(name, value))
+        plain = {name: value for name, value in sent.items() if kinds.get(name) is None}
+        plain["_size"] = self._size
+        for name, value in objects.broadcast_object(plain, 0, "elastic.state").items():
             setattr(self, name, value)

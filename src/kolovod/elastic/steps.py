@@ -24,6 +24,7 @@ in which whoever is left takes the coordinator's part: no rank is waited for.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -34,7 +35,7 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max
 from kolovod.core.world import World
-from kolovod.errors import CollectiveAbortedError, CollectiveError, MismatchError
+from kolovod.errors import CollectiveAbortedError, CollectiveError, JobOverError, MismatchError
 
 __all__ = [
     "Recovery",
@@ -45,6 +46,8 @@ __all__ = [
     "forgets",
     "keeps_gradients",
     "ongoing",
+    "settle",
+    "settle_by",
 ]
 
 T = TypeVar("T")
@@ -106,6 +109,9 @@ class Steps:
         self._is_applied = False  # since then a step that counts samples
         self._goes_back = False  # what this rank was at cannot be repeated
         self._target: int | None = None  # tickets at the commit to which ranks go back
+        self.over: JobOverError | None = None
+        """What a step has found: the job ends, or goes on without this process."""
+        self._lock = threading.RLock()  # programs of a framework step in threads of theirs
         self._recovery = recovery
         self._world = world
         self._passed_in: World | None = None
@@ -159,6 +165,10 @@ class Steps:
         ``attempt`` does but CollectiveAbortedError, and StepInterruptedError where all ranks go
         back to the last commit.
         """
+        with self._lock:
+            return self._exactly(attempt, counts, is_repeatable)
+
+    def _exactly(self, attempt: Callable[[], T], counts: bool, is_repeatable: bool) -> T:
         while True:
             results: list[T] = []
             world = self._world()
@@ -192,7 +202,11 @@ class Steps:
     def recover(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, and learn what its ranks have done and have."""
         while True:
-            self._recovery.reform(error)
+            try:
+                self._recovery.reform(error)
+            except JobOverError as over:
+                self.over = over
+                raise
             try:
                 self.meet()
                 return
@@ -226,6 +240,7 @@ class Steps:
 
 
 _ongoing: Steps | None = None
+_settling: list[Callable[[], object]] = []
 
 
 def enter(steps: Steps | None) -> None:
@@ -271,4 +286,19 @@ def exactly(attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bo
     """
     if _ongoing is None:
         return attempt()
+    settle()
     return _ongoing.exactly(attempt, counts=counts, is_repeatable=is_repeatable)
+
+
+def settle_by(wait: Callable[[], object]) -> None:
+    """Have ``wait()`` called before this process steps, or commits, outside of programs.
+
+    It returns when the steps of all programs that were started before are over.
+    """
+    _settling.append(wait)
+
+
+def settle() -> None:
+    """Wait until the steps of all programs that were started before are over."""
+    for wait in _settling:
+        wait()

@@ -11,6 +11,7 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
 from kolovod.core.world import current, place
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, NotInitializedError
 from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, adapted
 
@@ -91,7 +92,9 @@ class ReduceSpec:
 
 def is_elastic() -> bool:
     """Whether the world may change its size while the job runs. Raises NotInitializedError."""
-    return current().settings.elastic
+    world = current()
+    by_launcher = bool(world.environment.steward)
+    return world.settings.elastic or by_launcher or steps.ongoing() is not None
 
 
 def sends(world: WorldLike, *, is_traced: bool) -> bool:

@@ -24,7 +24,8 @@ if _error := _missing("jax"):
     raise _error
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
-from kolovod.jax import graph, retracing
+from kolovod.jax import graph, repeated, retracing
+from kolovod.jax.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
 from kolovod.jax.pytrees import Pytrees
@@ -35,7 +36,9 @@ from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 
 graph.register()
+repeated.register()
 retracing.register()
+_share_in_elastic_jobs()
 _pytrees = Pytrees(collectives)
 _metrics = _Metrics(collectives)
 

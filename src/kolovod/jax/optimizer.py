@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,7 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import ReduceSpec, checked_passes
+from kolovod.jax import repeated
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.verbs import collectives
 
@@ -58,16 +60,12 @@ def average_gradients(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if not spec.is_member:
             return updates, state
-        averaged = _pytrees.allreduce_pytree(
-            updates,
-            name,
-            op,
-            spec.prescale,
-            spec.postscale,
-            process_set,
+        scales = spec.prescale, spec.postscale
+        average = partial(
+            _pytrees.allreduce_pytree, updates, name, op, *scales, process_set,
             compression=spec.compressor,
-        )
-        return averaged, state
+        )  # fmt: skip
+        return repeated.exactly(average, updates, counts=True), state
 
     return optax.GradientTransformation(init, update)
 

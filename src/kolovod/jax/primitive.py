@@ -8,7 +8,7 @@ kolovod/core/derivatives.py has the table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -32,6 +32,7 @@ class Runner(Protocol):
     """What carries out a call whose arrays have values: JaxCollectives."""
 
     frontend: Frontend[Any]
+    world: Callable[[], WorldLike]
 
     def membership(self, process_set: Group | None) -> WorldLike:
         """See Submitter.membership."""
@@ -82,10 +83,14 @@ class Call(NamedTuple):
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
         """``bind`` for what the user gives. Raises InvalidArgumentError for other than arrays."""
+        return self.bind(self.checked(arrays))
+
+    def checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """``arrays``. Raises InvalidArgumentError for what is none."""
         for array in arrays:
             if not isinstance(array, jax.Array):
                 self.verbs.frontend.view(array)
-        return self.bind(arrays)
+        return arrays
 
     def bind(self, arrays: Sequence[Any]) -> list[Any]:
         """Run it, or make it part of what is being traced."""
@@ -155,9 +160,10 @@ _primitive.def_impl(_run)
 _primitive.def_abstract_eval(_abstract)
 
 
-def _jvp(
+def differentiated(
     arrays: Sequence[Any], tangents: Sequence[Any], *, call: Call
 ) -> tuple[list[Any], list[Any]]:
+    """The results of ``call``, and what its derivative makes of ``tangents``."""
     results = call.bind(arrays)
     if call.verb in (BARRIER, TOGETHER):
         return results, list(tangents)
@@ -175,7 +181,7 @@ def _zero(array: Any) -> Any:
     return ad.Zero(jax.core.ShapedArray(array.shape, dtype))
 
 
-ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_jvps[_primitive] = differentiated
 
 
 def _transpose(cotangents: Sequence[Any], *arrays: Any, call: Call) -> list[Any]:
@@ -226,7 +232,7 @@ def _sent_back(call: Call, given: list[Any], shapes: list[tuple[int, ...]]) -> l
 ad.primitive_transposes[_primitive] = _transpose
 
 
-def _batch(
+def batched(
     arrays: Sequence[Any], dims: Sequence[int | None], *, call: Call
 ) -> tuple[list[Any], list[int | None]]:
     """For vmap: one operation on all of the batch."""
@@ -248,4 +254,4 @@ def _batch(
     return call.bind(arrays), list(dims)
 
 
-batching.primitive_batchers[_primitive] = _batch
+batching.primitive_batchers[_primitive] = batched

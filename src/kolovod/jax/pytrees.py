@@ -16,6 +16,7 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import Group, Request, position_of
 from kolovod.core.verbs import BROADCAST
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import agree
@@ -78,7 +79,10 @@ class Pytrees:
         submit = exchange.by(self._verbs, spec, at_once=is_traced)
         scaled = exchange.scaling(self._verbs, spec)
         waiting = []
-        for number, bucket in enumerate(plan.cut(sizes)):
+        buckets = plan.cut(sizes)
+        if buckets and is_traced and steps.ongoing() is not None:
+            buckets = [list(sizes)]  # to be repeated as a whole
+        for number, bucket in enumerate(buckets):
             keyed = [(jax.tree_util.keystr(pairs[i][0]), leaves[i]) for i in bucket]
             waiting.append(
                 (bucket, exchange.start(spec, f"{name}.{number}", keyed, submit, scaled))
@@ -122,8 +126,7 @@ class Pytrees:
             root = position_of(root_rank, process_set)
             on_arrays = Collectives(NumpyFrontend(), over)
             objects = Objects(on_arrays.world)
-            described = [(k, _describe(leaf)) for k, leaf in zip(keys, leaves, strict=True)]
-            agree(objects, described, "leaf", f"{name}.leaves")
+            agree(objects, described(tree), "leaf", f"{name}.leaves")
             sent = [_sendable(leaves[i], keys[i]) for i in arrays]
             on_jax = JaxCollectives(self._verbs.frontend, over)
             received = _broadcast(sent, root, name, on_arrays, on_jax)
@@ -135,6 +138,22 @@ class Pytrees:
         for i, array in zip(arrays, received, strict=True):
             leaves[i] = _received(array, leaves[i])
         return jax.tree.unflatten(structure, leaves)  # type: ignore[no-any-return]
+
+
+def described(tree: Any) -> list[tuple[str, Any]]:
+    """What trees must have in common for ``broadcast_pytree``."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), _describe(leaf)) for path, leaf in pairs]
+
+
+def is_wholly_sent(tree: Any) -> bool:
+    """Whether ``broadcast_pytree`` sends all leaves but functions, and refuses none."""
+    return all(
+        _is_key(leaf) or leaf.dtype in DTYPES or leaf.dtype in _SAME_BITS
+        if _is_array(leaf)
+        else callable(leaf) or isinstance(leaf, _BY_VALUE)
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _broadcast(

@@ -8,6 +8,9 @@ in which nobody has asked (those that average gradients, say) never cost anybody
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from jax.interpreters import batching, mlir
 from kolovod.core import world as worlds
 
 _Place = tuple[int, ...]
+_is_running: ContextVar[bool] = ContextVar("kolovod.running", default=False)
 _place_of_programs: _Place | None = None  # of those that JAX keeps; None: they depend on none
 
 # Tracing is no public state, but what is bound while JAX traces comes to the rule for tracing.
@@ -55,9 +59,30 @@ batching.primitive_batchers[_asked] = lambda arrays, dims: ([], [])
 
 def _forget_programs(world: worlds.World) -> None:
     global _place_of_programs
-    if _place_of_programs not in (None, _place(world)):
+    if _place_of_programs not in (None, _place(world)) and not _is_running.get():
         _place_of_programs = None
         jax.clear_caches()
+
+
+def forget_late() -> None:
+    """Do what was left undone where a world was entered within a program that ran."""
+    if worlds.is_initialized():
+        _forget_programs(worlds.current())
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Within this context this thread runs a step of a program, and JAX keeps its programs."""
+    token = _is_running.set(True)
+    try:
+        yield
+    finally:
+        _is_running.reset(token)
+
+
+def is_running() -> bool:
+    """Whether this thread runs a step of a program."""
+    return _is_running.get()
 
 
 def register() -> None:

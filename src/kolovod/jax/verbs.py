@@ -13,6 +13,7 @@ from kolovod.core.submission import Group, Request
 from kolovod.core.verbs import ALLTOALL, BARRIER
 from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
+from kolovod.jax import repeated
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.primitive import TOGETHER, Call
 
@@ -38,7 +39,7 @@ class JaxCollectives(Collectives):
 
     def new(self, request: Request, tensor: Any) -> Any:
         """See Collectives.new."""
-        (result,) = Call(request, self).of([tensor])
+        (result,) = self._called(request, [tensor])
         return result
 
     def new_with_rows(
@@ -48,7 +49,7 @@ class JaxCollectives(Collectives):
         if not tensors:
             return [], []
         if request.verb is not ALLTOALL:
-            return Call(request, self).of(tensors), []
+            return self._called(request, tensors), []
         (tensor,) = tensors
         if request.splits is None:
             (result,) = Call(request, self).of([tensor])
@@ -60,6 +61,12 @@ class JaxCollectives(Collectives):
                 "fixed, they must be equal: leave it out"
             )
         return super().new_with_rows(request, tensors)
+
+    def _called(self, request: Request, arrays: Sequence[Any]) -> list[Any]:
+        call = Call(request, self)
+        if repeated.is_for(call, arrays):
+            return repeated.bind(call, call.checked(arrays))
+        return call.of(arrays)
 
     def barrier(
         self, name: str | None = None, process_set: Group | None = None, *, after: Any = None

@@ -17,6 +17,7 @@ if _error := _missing("keras"):
     raise _error
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
+from kolovod.keras.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.keras.functions import (
     allgather,
     allreduce,
@@ -34,6 +35,8 @@ from kolovod.surface.world import *
 
 if TYPE_CHECKING:
     from kolovod.keras import callbacks
+
+_share_in_elastic_jobs()
 
 __all__ = [
     "Compression",

@@ -1,4 +1,4 @@
-"""Callbacks for ``model.fit``: starting equal, metrics of all ranks, learning rates, best models.
+"""Callbacks for ``model.fit``: starting equal, metrics of all ranks, rates, best models, commits.
 
 They belong to the Keras that the process has chosen (kolovod.keras.framework_detection): Keras 3,
 or with TF_USE_LEGACY_KERAS=1 Keras 2.
@@ -7,11 +7,13 @@ or with TF_USE_LEGACY_KERAS=1 Keras 2.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.rank_info import rank
 from kolovod.core.world import current, is_initialized
+from kolovod.elastic import State, exactly, steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.spec import sends
 from kolovod.keras.framework_detection import InOneKeras, backend_of, chosen, is_keras_3
@@ -23,6 +25,7 @@ from kolovod.metrics import average_metrics
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "CommitCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
@@ -36,7 +39,8 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
 
     Where Keras makes the variables in the first step only (a model of Keras 2 without an input
     shape), after that step. It also turns off XLA on TensorFlow, which Keras turns on by itself
-    where there is a GPU and which cannot wait for other ranks.
+    where there is a GPU and which cannot wait for other ranks. In an elastic job it broadcasts
+    nothing: the state gives a rank that joins what the others have.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
         self._broadcast()
 
     def _broadcast(self) -> None:
-        if self.broadcast_done:
+        if self.broadcast_done or steps.ongoing() is not None:
             return
         self.broadcast_done, self._engine = True, current().engine
         if self.process_set is None or self.process_set.included():
@@ -119,11 +123,78 @@ class MetricAverageCallback(InOneKeras, _keras.callbacks.Callback):  # type: ign
                 if key.startswith("val_") == is_val and _is_number(value)
             }
             weight = 1 if samples is None else samples
-            logs.update(
-                average_metrics(
-                    mine, weight, f"epoch.{'val' if is_val else 'train'}", self.process_set
+            name = f"epoch.{'val' if is_val else 'train'}"
+            average = partial(average_metrics, mine, weight, name, self.process_set)
+            logs.update(exactly(average))
+
+
+class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits the state of an elastic job after each batch, and counts in it how far ``fit`` is.
+
+    If the state has them, ``state.epoch`` is the number of the epoch at hand and ``state.batch``
+    how many of its batches are done. A process that joins goes on from there, in a loop such as::
+
+        state = elastic.State(model=model, epoch=0, batch=0)
+
+        @elastic.run
+        def train(state):
+            while state.epoch < epochs:
+                model.fit(
+                    batches(), initial_epoch=state.epoch, epochs=state.epoch + 1,
+                    steps_per_epoch=steps - state.batch,
+                    callbacks=[..., CommitCallback(state)],
                 )
+
+    Put it last among the callbacks: an epoch's last batch is committed when the others have done
+    what they do at its end, so a rank that joins finds that over.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        """``batches_per_commit``: commit after so many batches, and at the end of an epoch.
+
+        Where an ElasticSampler is in the state, that is the optimizer's
+        ``backward_passes_per_step``. Raises InvalidArgumentError for what is no state, or no whole
+        number above 0.
+        """
+        super().__init__()
+        if not isinstance(state, State):
+            raise InvalidArgumentError(
+                f"state is a {type(state).__name__}: give a kolovod.elastic.State"
             )
+        if not isinstance(batches_per_commit, int) or batches_per_commit < 1:
+            raise InvalidArgumentError(
+                f"batches_per_commit is {batches_per_commit!r}: give an int >= 1"
+            )
+        self.state: Any = state
+        self.batches_per_commit = batches_per_commit
+        self._begun = 0  # the number of a batch in this call of ``fit``
+        self._not_committed = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count anew."""
+        self._not_committed = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Commit the batches before, since this is none that ends an epoch."""
+        self._begun = batch
+        if self._not_committed >= self.batches_per_commit:
+            self._not_committed = 0
+            self.state.commit()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the batches that are done: several with ``steps_per_execution``."""
+        done = batch - self._begun + 1
+        self._not_committed += done
+        if hasattr(self.state, "batch"):
+            self.state.batch += done
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit an epoch."""
+        if hasattr(self.state, "epoch"):
+            self.state.epoch = epoch + 1
+        if hasattr(self.state, "batch"):
+            self.state.batch = 0
+        self.state.commit()
 
 
 class BestModelCheckpoint(InOneKeras, _keras.callbacks.ModelCheckpoint):  # type: ignore[misc]

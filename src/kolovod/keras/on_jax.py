@@ -12,6 +12,7 @@ from kolovod.core.world import place
 from kolovod.gradients import exchange
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.jax import repeated
 from kolovod.jax.verbs import collectives
 
 varies = False
@@ -27,6 +28,13 @@ def start(
 ) -> Callable[[], Sequence[jax.Array]]:
     """Reduce or gather ``tensors`` as one group; what waits for the results."""
     return exchange.by(collectives, spec, at_once=is_traced(tensors))(verb, name, tensors)
+
+
+def exactly(
+    combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
+) -> list[Any]:
+    """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
+    return list(repeated.exactly(lambda: combine(grads), grads, counts=counts))
 
 
 def together(tensors: Sequence[jax.Array], process_set: Group | None) -> list[jax.Array]:

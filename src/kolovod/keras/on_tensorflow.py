@@ -13,6 +13,7 @@ from kolovod.gradients import exchange
 from kolovod.gradients.compression import Compressor, Payload
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.tensorflow import repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
 
@@ -56,6 +57,17 @@ def start(
     _refuse_xla()
     with tf.name_scope(f"kolovod_{name.replace('.', '_')}/"):
         return exchange.by(collectives, spec, at_once=True)(verb, "", tensors)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def exactly(
+    combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
+) -> list[Any]:
+    """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
+    if not tf.executing_eagerly():
+        _refuse_xla()
+    results: list[Any] = repeated.exactly(combine, grads, counts=counts)
+    return results
 
 
 def together(tensors: Sequence[Any], process_set: Group | None) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kolovod.core.submission import Group
+from kolovod.elastic import steps
 from kolovod.gradients import exchange
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
@@ -26,7 +27,16 @@ def start(
     spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor]
 ) -> Callable[[], Sequence[torch.Tensor]]:
     """Reduce or gather ``tensors`` as one group, maybe in place; what waits for the results."""
-    return exchange.by(collectives, spec, in_place=True)(verb, name, tensors)
+    keeps = steps.ongoing() is not None  # them, to be sent once more if a rank is lost
+    return exchange.by(collectives, spec, in_place=not keeps)(verb, name, tensors)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def exactly(
+    combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
+) -> list[Any]:
+    """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
+    return list(steps.exactly(lambda: combine(grads), counts=counts))
 
 
 def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 from kolovod.core.ops import Sum
 from kolovod.core.submission import WorldLike
 from kolovod.core.world import current
+from kolovod.elastic import steps
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import dtype_name, element_bytes
@@ -65,10 +66,23 @@ class GradientReducer:
 
         None stands for no gradient. Where that can change from step to step (PyTorch), a gradient
         that some rank has is one that all have. Raises, in the first step, MismatchError on every
-        rank when the ranks' variables differ.
+        rank when the ranks' variables differ. In an elastic job all of them are one step.
         """
         if self.is_idle:
             return list(grads)
+        if steps.ongoing() is None:
+            return self._reduced(grads, variables)
+        backend = self.backend
+        own = [
+            backend.dense(grad) if backend.is_sparse(grad) and self.spec.sparse_as_dense else grad
+            for grad in grads
+        ]
+        reduced: list[Any] = backend.exactly(
+            lambda each: self._reduced(each, variables), own, counts=True
+        )
+        return reduced
+
+    def _reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         world, factor, backend = self._members(), self.spec.scale, self.backend
         is_traced = backend.is_traced(grads)
         if world is None or not sends(world, is_traced=is_traced):
@@ -94,7 +108,18 @@ class GradientReducer:
 
     def total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""
-        world = None if self.is_idle else self._members()
+        if self.is_idle:
+            return value
+        if steps.ongoing() is None:
+            return self._total(value, grads, variables)
+
+        def total(values: Sequence[Any]) -> list[Any]:
+            return [self._total(values[0], grads, variables)]
+
+        return self.backend.exactly(total, [value], counts=False)[0]
+
+    def _total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
+        world = self._members()
         if world is None or not sends(world, is_traced=self.backend.is_traced(grads)):
             return value
         self._meet(world, grads, variables)
@@ -147,7 +172,10 @@ class GradientReducer:
         spec, backend = self.spec, self.backend
         present = [results[i] is not None for i in sent] if backend.varies else []
         waiting: list[tuple[list[int], Callable[[], list[Any]]]] = []
-        for indices in self._plan(variables, sent):
+        buckets = self._plan(variables, sent)
+        if buckets and steps.ongoing() is not None and backend.is_traced(results):
+            buckets = [[i for bucket in buckets for i in bucket]]  # to be repeated as a whole
+        for indices in buckets:
             grads = [
                 backend.zeros(variables[i]) if results[i] is None else results[i] for i in indices
             ]

@@ -31,6 +31,7 @@ from kolovod.surface.in_place import *
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 from kolovod.tensorflow import graph
+from kolovod.tensorflow.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.tensorflow.frontend import TensorflowFrontend
 from kolovod.tensorflow.functions import (
     broadcast_object_fn,
@@ -50,6 +51,7 @@ from kolovod.tensorflow.tape import DistributedGradientTape
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
 
 graph.register()
+_share_in_elastic_jobs()
 
 
 def __getattr__(name: str) -> _Any:

@@ -15,11 +15,13 @@ import tensorflow as tf
 
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.tensorflow import repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.gradients import scaled
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
@@ -90,8 +92,19 @@ class GradientExchange:
         """The combined gradients, in the order given.
 
         ``gradients``: of ``sources``, each of its source's shape. All ranks give the same sources,
-        and None for the same ones.
+        and None for the same ones. In an elastic job all of them are one step.
         """
+        if steps.ongoing() is None:
+            return self._combined(gradients, sources)
+        own = list(gradients)
+        if self.spec.sparse_as_dense:
+            own = [_densified(gradient) for gradient in own]
+        combined: list[Gradient] = repeated.exactly(
+            lambda each: self._combined(each, sources), own, counts=True
+        )
+        return combined
+
+    def _combined(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         results = list(gradients)
         if not self.is_member:
             return results
@@ -159,6 +172,11 @@ class GradientExchange:
             return [dense] if dense else []
         groups = self._groups.among({i: sources[i] for i in dense})
         return plan.cut({i: _bytes(gradients[i], sources[i]) for i in reversed(dense)}, groups)
+
+
+def _densified(gradient: Gradient) -> Gradient:
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return tf.convert_to_tensor(gradient) if is_sparse else gradient
 
 
 def divided(gradient: Gradient, members: VerbsOfSet) -> Gradient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,5 +36,17 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 
-    share_by(lambda value: isinstance(value, torch.nn.Module), share_module, keep_buffers)
+    share_by(_is_module, share_module, keep_buffers)
     share_by(lambda value: isinstance(value, torch.optim.Optimizer), share_optimizer)
+
+
+def _is_module(value: Any) -> bool:
+    """Whether it is one; a model of Keras on PyTorch is, but brings an optimizer: its front end's.
+
+    Which of the two front ends was imported last must not matter.
+    """
+    if not isinstance(value, torch.nn.Module):
+        return False
+    of_keras = sys.modules.get("keras")
+    is_model = of_keras is not None and isinstance(value, of_keras.Model)
+    return not (is_model and "kolovod.keras" in sys.modules)

@@ -1,0 +1,34 @@
+"""Pytrees with JAX's arrays in the state of an elastic job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from kolovod.core.objects import Objects
+from kolovod.elastic import share_by
+from kolovod.jax.pytrees import Pytrees, described, is_wholly_sent
+from kolovod.jax.verbs import collectives
+
+__all__ = ["share_in_elastic_jobs"]
+
+_pytrees = Pytrees(collectives)
+_objects = Objects(collectives.world)
+
+
+def share_in_elastic_jobs() -> None:
+    """Let ``kolovod.elastic.State`` hold pytrees: ranks that join get rank 0's."""
+    share_by(_has_arrays, share_pytree)
+
+
+def share_pytree(name: str, tree: Any) -> Any:
+    """Rank 0's ``tree``: array by array where all ranks have such a one, else pickled."""
+    said = _objects.allgather_object((described(tree), is_wholly_sent(tree)), f"elastic.{name}")
+    if said.count(said[0]) < len(said) or not said[0][1]:
+        return _objects.broadcast_object(tree, 0, f"elastic.{name}.pickle")
+    return _pytrees.broadcast_pytree(tree, 0, f"elastic.{name}")
+
+
+def _has_arrays(value: Any) -> bool:
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))

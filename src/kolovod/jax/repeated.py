@@ -1,0 +1,153 @@
+"""Reductions inside of programs of an elastic job: repeated if a rank is lost.
+
+There an allreduce or a broadcast is a call of Python, and a step of its own: the program goes on
+when every rank has the result (kolovod/elastic/steps.py). So it never fails while the job goes on,
+and nothing is lost that it was given to keep (``donate_argnums``). The calls are ordered, within a
+program and from one to the next, since all ranks must come to their steps in one order.
+
+What Python is given are arrays of NumPy, and nothing of JAX is used: that may need the thread which
+waits here. Under ``jax.grad`` and ``jax.vmap`` a verb stays what it is elsewhere: a rank that is
+lost is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from kolovod.core.collectives import Collectives
+from kolovod.core.numpy_frontend import NumpyFrontend
+from kolovod.core.verbs import ALLREDUCE, BROADCAST
+from kolovod.elastic import steps
+from kolovod.errors import InvalidArgumentError
+from kolovod.jax import retracing
+from kolovod.jax.primitive import Call, batched, differentiated
+
+T = TypeVar("T")
+
+_counts: ContextVar[bool] = ContextVar("kolovod.counts", default=False)
+
+
+def exactly(run: Callable[[], T], arrays: Any, *, counts: bool) -> T:
+    """``run()``, which reduces ``arrays`` by one operation, as a step if the job is elastic.
+
+    Where they are traced it is the operation that becomes a step. ``counts``: see
+    ``elastic.exactly``.
+    """
+    if steps.ongoing() is None:
+        return run()
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
+        return steps.exactly(run, counts=counts)
+    token = _counts.set(counts)
+    try:
+        return run()
+    finally:
+        _counts.reset(token)
+
+
+def is_for(call: Call, arrays: Sequence[Any]) -> bool:
+    """Whether ``call`` on ``arrays`` is part of a program, and can be repeated.
+
+    The shape of what other verbs return depends on the number of ranks, which a program cannot
+    change; and process sets end with their world.
+    """
+    return (
+        steps.ongoing() is not None
+        and call.verb in (ALLREDUCE, BROADCAST)
+        and call.request.process_set is None
+        and any(isinstance(array, jax.core.Tracer) for array in arrays)
+    )
+
+
+def bind(call: Call, arrays: Sequence[Any]) -> list[Any]:
+    """Make ``call`` part of the program that is being traced."""
+    return _step.bind(*arrays, call=call, counts=_counts.get())  # type: ignore[no-any-return]
+
+
+def _run(arrays: Sequence[np.ndarray[Any, Any]], call: Call, counts: bool) -> list[Any]:
+    """On a thread of XLA's: the memory of ``arrays`` is the program's."""
+    verbs = Collectives(NumpyFrontend(), call.verbs.world)
+    request = call.request._replace(name=call.full_name)
+
+    def attempt() -> list[Any]:
+        return verbs.new_group(request, arrays)
+
+    ongoing = steps.ongoing()
+    with retracing.running():
+        return attempt() if ongoing is None else ongoing.exactly(attempt, counts=counts)
+
+
+_step = Primitive("kolovod_step")
+_step.multiple_results = True
+
+
+def _effect() -> Any:
+    """What JAX keeps in order; there is no public name for it."""
+    program = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))()
+    (effect,) = program.effects
+    return effect
+
+
+def register() -> None:
+    """Make the primitive known to JAX, once."""
+    effect = _effect()
+
+    def abstract(*arrays: Any, call: Call, counts: bool) -> tuple[list[Any], set[Any]]:
+        call.check()
+        _ = call.world  # raises now, not when the program runs
+        return [array.update(weak_type=False) for array in arrays], {effect}
+
+    def lowering(context: Any, *operands: Any, call: Call, counts: bool) -> Sequence[Any]:
+        devices = getattr(context.module_context.axis_context, "num_devices", 1)
+        if devices != 1:
+            raise InvalidArgumentError(
+                f"{call.verb.name} is part of a program for {devices} devices, but a rank computes "
+                "on one device: start as many processes"
+            )
+
+        def callback(*arrays: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+            return tuple(_run(arrays, call, counts))
+
+        results, token, _ = mlir.emit_python_callback(
+            context,
+            callback,
+            context.tokens_in.get(effect),
+            list(operands),
+            context.avals_in,
+            context.avals_out,
+            has_side_effect=True,
+        )
+        context.set_tokens_out(mlir.TokenSet({effect: token}))
+        return results  # type: ignore[no-any-return]
+
+    _step.def_effectful_abstract_eval(abstract)
+    mlir.register_lowering(_step, lowering, platform="cpu")
+    steps.settle_by(_settle)
+
+
+def _eager(*arrays: jax.Array, call: Call, counts: bool) -> list[Any]:
+    """With ``jax.disable_jit``."""
+    return call.bind(arrays)
+
+
+_step.def_impl(_eager)
+ad.primitive_jvps[_step] = lambda arrays, tangents, *, call, counts: differentiated(
+    arrays, tangents, call=call
+)
+batching.primitive_batchers[_step] = lambda arrays, dims, *, call, counts: batched(
+    arrays, dims, call=call
+)
+
+
+def _settle() -> None:
+    """Wait for the steps of programs that are on their way; a program's own step waits for none."""
+    if not retracing.is_running():
+        jax.effects_barrier()
+        retracing.forget_late()

@@ -1,0 +1,69 @@
+"""Keras's models and optimizers in the state of an elastic job."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kolovod.core.objects import Objects
+from kolovod.core.world import current
+from kolovod.elastic import share_by
+from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.keras.framework_detection import is_keras_3, keras_of
+from kolovod.keras.functions import broadcast_model, broadcast_variables
+
+__all__ = ["share_in_elastic_jobs"]
+
+
+def share_in_elastic_jobs() -> None:
+    """Let ``kolovod.elastic.State`` hold models and optimizers: ranks that join get rank 0's."""
+    share_by(is_model, share_model)
+    share_by(is_optimizer, share_optimizer)
+
+
+def is_model(value: Any) -> bool:
+    """Whether it is a model of either Keras; imports none."""
+    loaded = [sys.modules.get(name) for name in ("keras", "tf_keras")]
+    kinds = tuple(keras.Model for keras in loaded if keras is not None)
+    return isinstance(value, kinds)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether it is an optimizer of either Keras."""
+    try:
+        keras_of(value)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
+def share_model(name: str, model: Any) -> Any:
+    """``model`` with rank 0's weights, and its optimizer's state, also in the middle of ``fit``."""
+    written_back(model)
+    broadcast_model(model)
+    return model
+
+
+def share_optimizer(name: str, optimizer: Any) -> Any:
+    """``optimizer`` with the state of rank 0's. Raises MismatchError if only one is built."""
+    variables = optimizer.variables
+    variables = list(variables() if callable(variables) else variables)
+    count = Objects(current).broadcast_object(len(variables), 0, f"elastic.{name}")
+    if count != len(variables):
+        how = "optimizer.build(model.trainable_variables)"
+        if not is_keras_3(keras_of(optimizer)):
+            how += ", or for a legacy one a step,"
+        raise MismatchError(
+            f"state.{name} is an optimizer with {len(variables)} variables, rank 0's has {count}: "
+            f"call {how} before elastic.run, on all ranks; or put the compiled model into the "
+            "state, which brings its optimizer"
+        )
+    broadcast_variables(variables)
+    return optimizer
+
+
+def written_back(model: Any) -> None:
+    """Have ``model`` hold what it has learned: on JAX ``fit`` keeps that elsewhere meanwhile."""
+    write_back = getattr(model, "jax_state_sync", None)
+    if write_back is not None:
+        write_back()
