@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from elastic_jobs import DEADLINE_S, SCRIPT, run, train
+from jobs_with_deaths import DEADLINE_S, SCRIPT, run, train
 from launched import KOLOVOD
 
 from kolovod import elastic
