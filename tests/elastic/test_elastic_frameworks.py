@@ -57,21 +57,18 @@ GROWING = Path(SCRIPT).with_name("elastic_growing_script.py")
 
 @pytest.mark.parametrize("name", ["keras on tensorflow", "jax"])
 def test_jobs_that_grow_and_shrink(name: str, tmp_path: Path) -> None:
-    """From one rank to two, to one, to three."""
+    """From one rank to two, to three, to one."""
     kind, env = prepared(name)
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:1\n")
     flags = ["-np", "1", "--max-np", "3", "--host-discovery-script", f"cat {hosts}"]
-    script = str(GROWING), kind, str(hosts), "1,2,1,3"
+    script = str(GROWING), kind, str(hosts), "1,2,3,1"
     done = run(*flags, script=script, deadline_s=DEADLINE_S, env=env)
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
-    assert len(results) == 3, done.stderr
-    for result in results:
-        assert result["sizes"] in ([1, 2, 1, 3], [1, 2, 1, 2, 3])  # where one comes first
-        assert result["log"] == results[0]["log"]
-        assert result["result"] == results[0]["result"]
-        assert result["result"][0] == -sum(result["log"])
+    (result,) = results
+    assert result["sizes"] in ([1, 2, 3, 1], [1, 2, 3, 2, 1])  # where one leaves first
+    assert result["result"][0] == -sum(result["log"])
     assert "was lost" not in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -1,8 +1,8 @@
 """A training of an elastic job that changes its hosts, and so its size, after so many steps.
 
-Run by the launcher: ``elastic_growing_script.py KIND HOSTS 1,2,1,3``: the file HOSTS, which the
+Run by the launcher: ``elastic_growing_script.py KIND HOSTS 1,2,3,1``: the file HOSTS, which the
 job's discovery script prints, gets another number of slots after ten steps with as many ranks as it
-says; ranks may join one by one. Each process that comes to the end prints one line of JSON.
+says; ranks may come and leave one by one. Who comes to the end prints a line of JSON.
 """
 
 from __future__ import annotations
