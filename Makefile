@@ -2,6 +2,7 @@
 # make demo-elastic  the same while three processes are killed, one after the other, and come back; draws the loss
 # make test      the Python tests that need PyTorch and NumPy only, but the slow ones (7 minutes, installation included)
 # make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)
+# make scenarios Horovod's elastic jobs by horovodrun: every scenario with NumPy, PyTorch, TensorFlow and Keras, SCENARIO_RUNS=1 times (15 minutes each)
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
 # make lint      style, types, warnings as errors; which lock guards what, if there is a Clang
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
@@ -29,6 +30,7 @@ BENCH_ARGS ?=
 LAUNCHERS_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_SECONDS ?= 20
+SCENARIO_RUNS ?= 1
 FUZZ_ARGS ?=
 CLANG ?= clang++
 
@@ -47,7 +49,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet scenarios native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -117,7 +119,11 @@ test-frameworks: $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,frameworks and not slow)
 
 test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/frameworks
-	$(call pytest,slow)
+	$(call pytest,slow and not thorough)
+
+scenarios: $(STAMPS)/package $(STAMPS)/frameworks
+	for run in $$(seq $(SCENARIO_RUNS)); do \
+	    $(BIN)/python -m pytest tests/horovod/test_horovod_elastic_jobs.py $(TEST_ARGS) || exit 1; done
 
 # MXNet needs an old NumPy, and so an environment of its own; it is not run where Python is too new for that.
 test-mxnet: $(STAMPS)/wheel

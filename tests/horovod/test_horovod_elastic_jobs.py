@@ -287,10 +287,16 @@ def test_torch(name: str, tmp_path: Path) -> None:
     check("torch", SCENARIOS[name], tmp_path)
 
 
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+IN_SHORT = ("hosts added", "a worker fails", "hosts removed")
+
+
 @pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.parametrize("kind", ["tensorflow", "keras"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name", [n if n in IN_SHORT else pytest.param(n, marks=THOROUGH) for n in SCENARIOS]
+)
 def test_tensorflow_and_keras(name: str, kind: str, tmp_path: Path) -> None:
     if not is_installed("tensorflow"):
         pytest.skip("TensorFlow is not installed")
