@@ -62,6 +62,11 @@ class Job:
         futures = [self.pool.submit(session.next_world) for session in sessions]
         return [future.result(LIMIT_S) for future in futures]
 
+    def first_reason(self) -> str:
+        """Which is told when the members have been told."""
+        until(lambda: bool(self.formed))
+        return self.formed[0]
+
     def close(self) -> None:
         for session in self.sessions:
             session.close()
@@ -91,8 +96,7 @@ def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
     places = job.next_worlds(first, second)
     assert [place.rank for place in places] == [0, 1]
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1))}
-    until(lambda: bool(job.formed))
-    assert "rank 2 on host b was lost (was killed)" in job.formed[0]
+    assert "rank 2 on host b was lost (was killed)" in job.first_reason()
 
 
 def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:
@@ -139,7 +143,6 @@ def test_members_of_a_host_that_is_avoided_leave_with_the_one_that_failed(job: J
     assert place.numbers == (2,)
     with pytest.raises(JobOverError, match="goes on in epoch 2 without this process"):
         job.next_worlds(job.sessions[1])
-    until(lambda: bool(job.formed))
     assert len(job.formed) == 1
 
 
@@ -178,15 +181,14 @@ def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
         session.failed("connection reset")
     places = job.next_worlds(*job.sessions)
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
-    until(lambda: bool(job.formed))  # which is called when the members have been told
-    assert "connection reset" in job.formed[0]
+    assert "connection reset" in job.first_reason()
 
 
 def test_a_reason_of_any_characters_comes_through(job: Job) -> None:
     for session in job.sessions:
         session.failed("reset\nby \x1bpeer" + 5000 * "!")
     assert {place.epoch for place in job.next_worlds(*job.sessions)} == {2}
-    assert "reset by \\x1bpeer!!" in job.formed[0]
+    assert "reset by \\x1bpeer!!" in job.first_reason()
 
 
 def test_ranks_that_stop_for_a_world_that_is_off_go_on(job: Job) -> None:
@@ -195,7 +197,7 @@ def test_ranks_that_stop_for_a_world_that_is_off_go_on(job: Job) -> None:
         session.stop_for_next()
     places = job.next_worlds(*job.sessions)
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
-    assert "its ranks have stopped for a world that is off" in job.formed[0]
+    assert "its ranks have stopped for a world that is off" in job.first_reason()
 
 
 def test_a_member_that_talks_nonsense_is_told_so(job: Job) -> None:
@@ -228,7 +230,7 @@ def test_who_gives_up_is_left_out_though_it_lives(job: Job) -> None:
     job.sessions[1].resign("ValueError: loss is nan")
     places = job.next_worlds(job.sessions[0], job.sessions[2])
     assert [place.numbers for place in places] == [(0, 2)] * 2
-    assert "ValueError: loss is nan" in job.formed[0]
+    assert "ValueError: loss is nan" in job.first_reason()
     with pytest.raises(JobOverError, match="this process has given up: ValueError"):
         job.sessions[1].next_world()
     job.sessions[1].leave()  # when the thread is over: it does nothing, to no descriptor

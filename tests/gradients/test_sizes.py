@@ -11,14 +11,17 @@ from kolovod.gradients import spec
 
 
 @pytest.mark.parametrize(
-    ("elastic", "alone", "traced"), [("0", False, False), ("1", False, True), ("", False, False)]
+    ("elastic", "steward", "traced"),
+    [("0", "", False), ("1", "", True), ("", "", False), ("0", "127.0.0.1:1", True)],
 )
-def test_what_is_sent_in_a_world_of_one(monkeypatch, elastic, alone, traced):
-    world = SimpleNamespace(size=1, settings=load({"KOLOVOD_ELASTIC": elastic}))
+def test_what_is_sent_in_a_world_of_one(monkeypatch, elastic, steward, traced):
+    settings = load({"KOLOVOD_ELASTIC": elastic})
+    environment = SimpleNamespace(steward=steward)
+    world = SimpleNamespace(size=1, settings=settings, environment=environment)
     asked = []
     monkeypatch.setattr(spec, "current", lambda: world)
     monkeypatch.setattr(spec, "place", lambda: asked.append(True))
-    assert spec.sends(world, is_traced=False) is alone
+    assert not spec.sends(world, is_traced=False)
     assert spec.sends(world, is_traced=True) is traced
     assert len(asked) == (1 if traced else 2)  # who leaves operations out is for this world only
     assert spec.sends(SimpleNamespace(size=2), is_traced=True)

@@ -22,7 +22,10 @@ class Session:
         vars(self).update(fields)
 
     def __getattr__(self, name):
-        return lambda *arguments: self.told.append((name, *arguments))
+        def note(*arguments, **named):
+            self.told.append((name, *arguments, *named.items()))
+
+        return note
 
 
 @pytest.fixture
@@ -110,7 +113,7 @@ def test_too_few_wait(monkeypatch, alone):
 
     membership.enough(reset)
     assert worlds == ["another"] * 2
-    assert session.told == [("stop_for_next",)] * 2
+    assert session.told == [("stop_for_next", ("is_wanted", False))] * 2
 
 
 @pytest.mark.parametrize(
