@@ -219,6 +219,7 @@ def test_programs_that_were_begun_step_first() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_forty_kills_tear_nothing() -> None:
     rng = random.Random(15)
     seen = {kill_one(rng.randrange(RANKS), rng.randrange(1 << 30), []) for _ in range(40)}
