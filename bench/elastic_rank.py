@@ -116,23 +116,15 @@ def kolovod_torch(notes: Notes) -> None:
     optimizer = kv.DistributedOptimizer(model.optimizer, model.module.named_parameters())
     model.optimizer = optimizer
     log = elastic.MembershipLog(model.tensors, every=10)
-    state = elastic.State(model=model.module, optimizer=optimizer, log=log, step=0)
-    _show_phases(notes)
+    state: Any = elastic.State(model=model.module, optimizer=optimizer, log=log, step=0)
 
-    @elastic.run
-    def train(state: Any) -> None:
-        while not notes.stops(state.step):
-            optimizer.zero_grad()
-            time.sleep(COMPUTE_S)
-            model.backward(state.step, log.member)
-            optimizer.step()
-            notes.say("step", state.step, kv.size(), kv.rank(), 0)
-            state.step += 1
-            state.commit()
+    def take_step() -> None:
+        optimizer.zero_grad()
+        time.sleep(COMPUTE_S)
+        model.backward(state.step, log.member)
+        optimizer.step()
 
-    notes.say("ready")
-    train(state)
-    log.save(notes.folder / f"{os.getpid()}.members")
+    _train_elastically(notes, state, take_step)
 
 
 def kolovod_numpy(notes: Notes) -> None:
@@ -145,24 +137,36 @@ def kolovod_numpy(notes: Notes) -> None:
     kv.init()
     numbers = NumpyModel()
     log = elastic.MembershipLog(numbers.tensors, every=10)
-    state = elastic.State(weights=numbers.weights, log=log, step=0)
+    state: Any = elastic.State(weights=numbers.weights, log=log, step=0)
+
+    def take_step() -> None:
+        numbers.weights = state.weights
+        time.sleep(COMPUTE_S)
+        mine = numbers.compute(state.step, log.member)["weights"]
+        mean = elastic.exactly(partial(kv.allreduce, mine, "step"), counts=True)
+        numbers.apply({"weights": np.asarray(mean)})
+
+    _train_elastically(notes, state, take_step)
+
+
+def _train_elastically(notes: Notes, state: Any, take_step: Callable[[], None]) -> None:
+    """Steps, each of which is noted, until all stop. ``state`` has ``step`` and ``log``."""
+    import kolovod
+    from kolovod import elastic
+
     _show_phases(notes)
 
     @elastic.run
     def train(state: Any) -> None:
         while not notes.stops(state.step):
-            numbers.weights = state.weights
-            time.sleep(COMPUTE_S)
-            mine = numbers.compute(state.step, log.member)["weights"]
-            mean = elastic.exactly(partial(kv.allreduce, mine, "step"), counts=True)
-            numbers.apply({"weights": np.asarray(mean)})
-            notes.say("step", state.step, kv.size(), kv.rank(), 0)
+            take_step()
+            notes.say("step", state.step, kolovod.size(), kolovod.rank(), 0)
             state.step += 1
             state.commit()
 
     notes.say("ready")
     train(state)
-    log.save(notes.folder / f"{os.getpid()}.members")
+    state.log.save(notes.folder / f"{os.getpid()}.members")
 
 
 class NumpyModel:

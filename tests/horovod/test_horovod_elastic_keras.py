@@ -60,7 +60,7 @@ def check_keras_state(keras, hvd, rank):
     state.seen.append("a")
     state.commit()
     kept = values_of(model, hvd)
-    places = [copy.ctypes.data for copy in state._copies.values()]
+    places = [copy.ctypes.data for copy in state._kept_variables.copies.values()]
     for _ in range(2):
         fit(model, 0)
         state.seen.append("b")
@@ -68,7 +68,7 @@ def check_keras_state(keras, hvd, rank):
         assert same(values_of(model, hvd), kept)
         assert state.seen == ["a"]
     state.save()
-    assert [copy.ctypes.data for copy in state._copies.values()] == places
+    assert [copy.ctypes.data for copy in state._kept_variables.copies.values()] == places
     unbuilt = keras.Sequential([keras.layers.Dense(2)])
     with pytest.raises(ValueError, match=r"has no variables yet: call model\.build"):
         hvd.elastic.KerasState(unbuilt)

@@ -10,15 +10,17 @@ from __future__ import annotations
 import copy
 import functools
 import queue
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from horovod.common import membership
+from horovod.common.basics import init, shutdown
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.common.notifications import HostUpdateResult, notification_manager
 from kolovod.errors import InternalError, MismatchError, NotInitializedError
 
-__all__ = ["ObjectState", "State", "notification_manager", "run_fn"]
+__all__ = ["Kept", "ObjectState", "State", "next_world", "notification_manager", "run_fn"]
 
 R = TypeVar("R")
 
@@ -26,8 +28,24 @@ _FINAL = (MismatchError, NotInitializedError, InternalError)
 """HorovodInternalErrors that another try would meet again. Horovod tries for ever."""
 
 
-class State:
+class Kept(ABC):
     """What all ranks have alike, and return to when a rank is lost."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Keep a copy, for ``restore``."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Go back to what ``save`` or ``sync`` has kept last; else to the beginning."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Take what rank 0 has, and keep a copy of it. All ranks call it alike."""
+
+
+class State(Kept):
+    """The state of a training, which hears of hosts that come and go; for subclasses."""
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         """``bcast_object(value)``: rank 0's ``value``, on all ranks. ``get_rank()``: of now."""
@@ -77,24 +95,12 @@ class State:
         if latest > before:
             raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
-    def save(self) -> None:
-        """Keep a copy of the values, for ``restore``."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Go back to what ``save`` or ``sync`` has kept last; else to the beginning."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Take the values of rank 0. All ranks call it alike."""
-        raise NotImplementedError
-
     def reset(self) -> None:
         """For subclasses: what a new world asks for, before the callbacks are called."""
 
 
 class ObjectState(State):
-    """Attributes of any kind that can be pickled."""
+    """Attributes of any kind that can be pickled, and what subclasses add to them."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
@@ -104,19 +110,32 @@ class ObjectState(State):
         self._saved_state: dict[str, Any] = copy.deepcopy(kwargs)
         self._set(kwargs)
 
+    def _parts(self) -> Iterable[Kept]:
+        """For subclasses: what is kept in a way of its own, before the attributes."""
+        return ()
+
     def save(self) -> None:
-        """See State."""
-        self._saved_state = copy.deepcopy(self._values())
+        """See Kept."""
+        for part in self._parts():
+            part.save()
+        self._save_values()
 
     def restore(self) -> None:
-        """See State."""
+        """See Kept."""
+        for part in self._parts():
+            part.restore()
         self._set(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """See State."""
+        """See Kept."""
+        for part in self._parts():
+            part.sync()
         if self._saved_state:
             self._set(self._bcast_object(self._values()))
-            ObjectState.save(self)
+            self._save_values()
+
+    def _save_values(self) -> None:
+        self._saved_state = copy.deepcopy(self._values())
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._saved_state}
@@ -124,6 +143,12 @@ class ObjectState(State):
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
+
+
+def next_world() -> None:
+    """Leave the present world, and return in the next one."""
+    shutdown()
+    init()
 
 
 def run_fn(func: Callable[..., R], reset: Callable[[], object]) -> Callable[..., R]:

@@ -1,4 +1,4 @@
-"""What a lost rank is in a program that TensorFlow runs, as the error that a script expects."""
+"""What a lost rank is in a program that TensorFlow runs: the error that ``run`` expects."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import kolovod
+from horovod.common.elastic import next_world, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
-__all__ = ["raising_horovods"]
+__all__ = ["raising_horovods", "run"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,6 +18,11 @@ R = TypeVar("R")
 _OF_A_LOST_WORLD = ("AbortedError", "CancelledError", "UnknownError")
 """In ``tf.errors``: ours is the first; operations that wait for one that has failed are cancelled.
 The last is Horovod's, in scripts that raise it themselves."""
+
+
+def run(func: Callable[..., R]) -> Callable[..., R]:
+    """Enter ``func(state, ...)`` again in each world; see horovod.common.elastic.run_fn."""
+    return run_fn(raising_horovods(func), next_world)
 
 
 def raising_horovods(function: Callable[P, R]) -> Callable[P, R]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from horovod.common.basics import init, shutdown
-from horovod.common.elastic import run_fn
-from horovod.common.graph_errors import raising_horovods
+from horovod.common.graph_errors import run
 from horovod.keras.state import KerasState
 from kolovod.keras.framework_detection import InOneKeras, chosen
 
@@ -19,19 +16,7 @@ __all__ = [
     "run",
 ]
 
-R = TypeVar("R")
-
 _keras: Any = chosen()
-
-
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Enter ``func(state, ...)`` again in each world; see horovod.common.elastic.run_fn."""
-
-    def reset() -> None:
-        shutdown()
-        init()
-
-    return run_fn(raising_horovods(func), reset)
 
 
 class CommitStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]

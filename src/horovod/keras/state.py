@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from horovod.common.basics import rank
-from horovod.common.elastic import ObjectState
+from horovod.common.elastic import Kept, ObjectState
 from kolovod.errors import InvalidArgumentError
 from kolovod.keras.framework_detection import backend_of, chosen
 from kolovod.keras.functions import broadcast_variables, optimizer_variables, to_numpy
@@ -41,40 +42,48 @@ class KerasState(ObjectState):
             )
         self.model = model
         self.optimizer = optimizer
-        self._copies: dict[int, npt.NDArray[Any]] = {}
+        self._kept_variables = _KeptVariables(self._variables)
         super().__init__(broadcast_object, rank, **kwargs)
-        self._copy()
 
-    def save(self) -> None:
-        """See State; the copies are made into the memory of the last ones."""
-        self._copy()
-        super().save()
-
-    def restore(self) -> None:
-        """See State."""
-        for variable in self._variables():
-            copy = self._copies.get(id(variable))
-            if copy is not None:
-                variable.assign(copy)
-        super().restore()
-
-    def sync(self) -> None:
-        """See State."""
-        broadcast_variables(self._variables(), 0)
-        self._copy()
-        super().sync()
+    def _parts(self) -> Iterable[Kept]:
+        """Weights, and what the optimizer keeps."""
+        return (self._kept_variables,)
 
     def _variables(self) -> list[Any]:
         optimizer = self.optimizer or getattr(self.model, "optimizer", None)
         built = [] if optimizer is None else optimizer_variables(optimizer, self.model)
         return [*self.model.weights, *built]
 
-    def _copy(self) -> None:
-        before, self._copies = self._copies, {}
+
+class _KeptVariables(Kept):
+    """Variables of Keras, of which there may be more later."""
+
+    def __init__(self, variables: Callable[[], list[Any]]) -> None:
+        """``variables()``: those that there are now."""
+        self._variables = variables
+        self.copies: dict[int, npt.NDArray[Any]] = {}
+        """By id of the variable; each is made into the memory of the last one."""
+        self.save()
+
+    def save(self) -> None:
+        """See Kept."""
+        before, self.copies = self.copies, {}
         for variable in self._variables():
             value, old = to_numpy(variable), before.get(id(variable))
             if old is not None and (old.shape, old.dtype) == (value.shape, value.dtype):
                 np.copyto(old, value)
-                self._copies[id(variable)] = old
+                self.copies[id(variable)] = old
             else:
-                self._copies[id(variable)] = np.array(value)
+                self.copies[id(variable)] = np.array(value)
+
+    def restore(self) -> None:
+        """See Kept. A variable of which there is no copy stays as it is."""
+        for variable in self._variables():
+            copy = self.copies.get(id(variable))
+            if copy is not None:
+                variable.assign(copy)
+
+    def sync(self) -> None:
+        """See Kept."""
+        broadcast_variables(self._variables(), 0)
+        self.save()

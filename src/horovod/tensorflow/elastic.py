@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from horovod.common.basics import init, rank, shutdown
-from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.graph_errors import raising_horovods
+from horovod.common.basics import rank
+from horovod.common.elastic import Kept, ObjectState
+from horovod.common.graph_errors import raising_horovods, run
 from horovod.keras.state import KerasState
 from horovod.tensorflow.functions import broadcast_object, broadcast_variables
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
-
-R = TypeVar("R")
-
-
-def run(func: Callable[..., R]) -> Callable[..., R]:
-    """Enter ``func(state, ...)`` again in each world; see horovod.common.elastic.run_fn."""
-
-    def reset() -> None:
-        shutdown()
-        init()
-
-    return run_fn(raising_horovods(func), reset)
 
 
 class TensorFlowKerasState(KerasState):
@@ -61,44 +49,47 @@ class TensorFlowState(ObjectState):
         self.session: Any = None if is_eager else session or tf.compat.v1.get_default_session()
         if not is_eager and self.session is None:
             raise ValueError("session is None, and there is no default one: give it")
-        self._broadcast = None if is_eager else broadcast_variables(given, 0)
-        self._copies: list[npt.NDArray[Any]] = []
+        self._kept_variables = _KeptVariables(given, self.session)
         super().__init__(broadcast_object, rank, **kwargs)
-        self._copy()
+
+    def _parts(self) -> Iterable[Kept]:
+        """The variables."""
+        return (self._kept_variables,)
+
+
+class _KeptVariables(Kept):
+    """Variables of TensorFlow; their copies are made into the memory of the last ones."""
+
+    def __init__(self, variables: list[Any], session: Any) -> None:
+        """``session``: of TensorFlow 1; None where code is eager."""
+        self._variables = variables
+        self._session = session
+        self._broadcast = None if session is None else broadcast_variables(variables, 0)
+        self._copies = [np.array(value) for value in self._values()]
 
     def save(self) -> None:
-        """See State; the copies are made into the memory of the last ones."""
-        self._copy()
-        super().save()
+        """See Kept."""
+        for copy, value in zip(self._copies, self._values(), strict=True):
+            np.copyto(copy, value)
 
     def restore(self) -> None:
-        """See State."""
-        for variable, copy in zip(self.variables, self._copies, strict=True):
-            if self.session is None:
+        """See Kept."""
+        for variable, copy in zip(self._variables, self._copies, strict=True):
+            if self._session is None:
                 variable.assign(copy)
             else:
-                variable.load(copy, self.session)
-        super().restore()
-
-    def sync(self) -> None:
-        """See State."""
-        self._take_first()
-        self._copy()
-        super().sync()
+                variable.load(copy, self._session)
 
     @raising_horovods
-    def _take_first(self) -> None:
-        if self.session is None:
-            broadcast_variables(self.variables, 0)
+    def sync(self) -> None:
+        """See Kept."""
+        if self._session is None:
+            broadcast_variables(self._variables, 0)
         else:
-            self.session.run(self._broadcast)
+            self._session.run(self._broadcast)
+        self.save()
 
-    def _copy(self) -> None:
-        if self.session is None:
-            values = [variable.numpy() for variable in self.variables]
-        else:
-            values = self.session.run(self.variables)
-        if not self._copies:
-            self._copies = [np.array(value) for value in values]
-        for copy, value in zip(self._copies, values, strict=True):
-            np.copyto(copy, value)
+    def _values(self) -> list[npt.NDArray[Any]]:
+        if self._session is None:
+            return [variable.numpy() for variable in self._variables]
+        return list(self._session.run(self._variables))

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ def replay(
             "weights, MembershipLog(tensors)"
         )
     before: dict[str, int] | None = None
-    with _Adding(op) as adding:
+    with closing(_Adding(op)) as adding:
         for number, step in enumerate(log.steps):
             _check_members(number, step)
             if tensors is not None and step.sums is not None:
@@ -154,15 +153,8 @@ class _Adding:
         self._worlds: dict[tuple[bool, tuple[int, ...]], Loopback[Any]] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> _Adding:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the worlds that additions have asked."""
         self._stack.close()
 
     def add(self, gradients: Sequence[Tensors], hosts: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from kolovod.launch.discovery import places_in, said_by
@@ -9,12 +10,12 @@ from kolovod.launch.discovery import places_in, said_by
 __all__ = ["FixedHosts", "HostDiscovery", "HostDiscoveryScript"]
 
 
-class HostDiscovery:
+class HostDiscovery(ABC):
     """For subclasses."""
 
+    @abstractmethod
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """The hosts that there are now, each with the processes that it may have."""
-        raise NotImplementedError
 
 
 class HostDiscoveryScript(HostDiscovery):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from horovod.common.elastic import run_fn
+from horovod.common.elastic import next_world, run_fn
+from horovod.torch import handles
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.state import TorchState
-from horovod.torch.mpi_ops import init, shutdown
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -19,7 +19,7 @@ def run(func: Callable[..., R]) -> Callable[..., R]:
     """Enter ``func(state, ...)`` again in each world; see horovod.common.elastic.run_fn."""
 
     def reset() -> None:
-        shutdown()
-        init()
+        next_world()
+        handles.forget()
 
     return run_fn(func, reset)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from horovod.common.elastic import ObjectState
+from horovod.common.elastic import Kept, ObjectState
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.elastic.snapshot import copied, fits
 from horovod.torch.functions import (
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 
-class StateHandler:
+class StateHandler(Kept):
     """Saves, restores and gives to other ranks one value of a TorchState; for subclasses."""
 
     def __init__(self, value: Any) -> None:
@@ -39,18 +40,6 @@ class StateHandler:
         """Take another value, and save it."""
         self.value = value
         self.save()
-
-    def save(self) -> None:
-        """Keep a copy."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Go back to that copy."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Take what rank 0 has, and save it."""
-        raise NotImplementedError
 
 
 class ModelStateHandler(StateHandler):
@@ -63,16 +52,16 @@ class ModelStateHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """See StateHandler; the copy is made into the memory of the last one."""
+        """See Kept; the copy is made into the memory of the last one."""
         self._saved = copied(self.value.state_dict(), self._saved)
 
     def restore(self) -> None:
-        """See StateHandler."""
+        """See Kept."""
         others = {k: v for k, v in self._saved.items() if not isinstance(v, torch.Tensor)}
         self.value.load_state_dict({**self._saved, **copy.deepcopy(others)})
 
     def sync(self) -> None:
-        """See StateHandler."""
+        """See Kept."""
         broadcast_parameters(self.value.state_dict(), 0)
         self.save()
 
@@ -87,11 +76,11 @@ class OptimizerStateHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """See StateHandler; the copy is made into the memory of the last one."""
+        """See Kept; the copy is made into the memory of the last one."""
         self._saved = copied(self.value.state_dict(), self._saved)
 
     def restore(self) -> None:
-        """See StateHandler. Gradients, of a step that failed, are forgotten."""
+        """See Kept. Gradients, of a step that failed, are forgotten."""
         own = self.value.state_dict()["state"]
         if fits(self._saved["state"], own):
             self._restore_in_place(own)
@@ -111,7 +100,7 @@ class OptimizerStateHandler(StateHandler):
                     group[name] = copied(value, group.get(name))
 
     def sync(self) -> None:
-        """See StateHandler."""
+        """See Kept."""
         broadcast_optimizer_state(self.value, 0)
         self.save()
 
@@ -125,15 +114,15 @@ class SamplerStateHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """See StateHandler."""
+        """See Kept."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """See StateHandler."""
+        """See Kept."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """See StateHandler."""
+        """See Kept."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
         self.save()
 
@@ -191,24 +180,14 @@ class TorchState(ObjectState):
             self._handlers[name] = handler
         super().__setattr__(name, value)
 
-    def save(self) -> None:
-        """See State."""
-        for handler in self._handlers.values():
-            handler.save()
-        super().save()
+    def _parts(self) -> Iterable[Kept]:
+        """The handlers."""
+        return self._handlers.values()
 
     def restore(self) -> None:
-        """See State."""
-        for handler in self._handlers.values():
-            handler.restore()
+        """See Kept."""
         super().restore()
         self._is_restored = True
-
-    def sync(self) -> None:
-        """See State."""
-        for handler in self._handlers.values():
-            handler.sync()
-        super().sync()
 
     def reset(self) -> None:
         """Deal samples to the ranks of now, and forget passes that an optimizer has counted."""
