@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import pickle
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.elastic.sampling import Plan
@@ -322,3 +325,39 @@ def play(seed: int) -> Counter[str]:
     """A whole job; returns how often what happened."""
     job = Job(seed)
     return job.play(job.draw.randrange(1, 4))
+
+
+# --- samplers without a simulation ---
+
+
+def world(size: int, *args: Any, **kwargs: Any) -> list[ElasticSampler]:
+    """One for each rank."""
+    return [ElasticSampler(*args, rank=rank, size=size, **kwargs) for rank in range(size)]
+
+
+def change(samplers: list[ElasticSampler], members: list[int]) -> None:
+    """``changed`` on all, each in a thread."""
+    values: list[Any] = [None] * len(samplers)
+    gate = threading.Barrier(len(samplers), timeout=20)
+    errors: list[Exception | None] = [None] * len(samplers)
+
+    def run(rank: int) -> None:
+        def allgather(value: Any) -> list[Any]:
+            gate.wait()
+            values[rank] = pickle.dumps(value)
+            gate.wait()
+            return list(map(pickle.loads, values))
+
+        try:
+            samplers[rank].changed(members[rank], allgather)
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(samplers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors[0] is not None:
+        assert len({repr(error) for error in errors}) == 1, errors
+        raise errors[0]

@@ -20,7 +20,7 @@ from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.allocation import allocation
 from kolovod.launch.discovery import ask_script
 from kolovod.launch.doctor import run_doctor
-from kolovod.launch.elastic_job import ElasticOptions
+from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import forwarding, run_elastic_job, show_all_characters
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome

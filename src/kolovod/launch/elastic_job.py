@@ -13,54 +13,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Proof, World
-from kolovod.elastic.hosts import RetryPolicy, Start, plan_starts
-from kolovod.elastic.membership import Policy
+from kolovod.elastic.hosts import Start, plan_starts
 from kolovod.elastic.steward import Steward
-from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.errors import BootstrapError
 from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
-from kolovod.launch.fleet import Fleet, Meeting
+from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.elastic_services import ElasticServices
+from kolovod.launch.fleet import Fleet
 from kolovod.launch.job import JobOptions, now_text
 from kolovod.launch.local import GRACE_S, Ended, signal_name
 from kolovod.launch.output import Output
-from kolovod.net.addresses import LOOPBACK, address_of, endpoint, listen
-from kolovod.net.channel import new_secret
-from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
-from kolovod.rendezvous.server import RendezvousServer
 
-__all__ = ["ElasticJob", "ElasticOptions"]
+__all__ = ["ElasticJob"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
 _FINISHED_GRACE_S = 1.0
 """For the others to end as well, when one process has ended well."""
-
-
-@dataclass(frozen=True)
-class ElasticOptions:
-    """What makes a job elastic."""
-
-    np: int
-    """Processes at the beginning."""
-    min_np: int = 1
-    max_np: int = 1 << 10
-    places: Mapping[str, int] = field(default_factory=dict)
-    """Processes that each host may have, in the order of preference."""
-    discover: Callable[[], Mapping[str, int]] | None = None
-    """Says that instead, as often as it is asked. Raises as ``discovery.ask_script``."""
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-    elastic_timeout_s: float = 600.0
-    reset_limit: int | None = None
-    ends_for_growth: bool = False
-    """See ``membership.Policy``."""
-    gather_started_s: float = 0.0
-    """See ``membership.Policy``."""
-    begins_with_all: bool = False
-    """Whether the job begins with as many processes as there are places, up to ``max_np``."""
 
 
 class ElasticJob:
@@ -69,7 +41,6 @@ class ElasticJob:
     def __init__(self, elastic: ElasticOptions, options: JobOptions) -> None:
         self._elastic = elastic
         self._options = options
-        self._secret = new_secret()
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None
         self._places: Mapping[str, int] = dict(elastic.places)
@@ -80,11 +51,7 @@ class ElasticJob:
         self._output = Output(most, consoles, stamp, options.output_dir, options.report)
         self._fleet = Fleet(options.ssh, self._write, options.popen)
         self._command: Sequence[str] = ()
-        self._rendezvous: RendezvousServer | None = None
-        self._steward: Steward | None = None
-        self._meeting: Meeting | None = None
-        self._own = ("", "")  # where rendezvous and steward listen
-        self._found: dict[str, tuple[str, str]] = {}  # by host: where they are seen from there
+        self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
         self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
         self._failed: list[Ended] = []
@@ -124,9 +91,19 @@ class ElasticJob:
                 f"{self._elastic.min_np} processes are to start, but the hosts have places for "
                 f"{len(plan.starts)}"
             )
-        first_hosts = tuple(start.host for start in plan.starts)
-        self._serve(first_hosts)
-        self._start(plan.starts, first_hosts, self._places)
+        self._services = ElasticServices(
+            self._elastic,
+            self._fleet,
+            [start.host for start in plan.starts],
+            self._options.environment,
+            more_may_come=self._discovery is not None and self._options.ssh is not None,
+            formed=self._formed,
+            stopped=self._stopped,
+            resigned=self._resigned,
+        )
+        self._services.find(self._places)
+        self._services.start()
+        self._start(plan.starts, True, self._places)
         if self._discovery is not None:
             self._discovery.start(self._places)
 
@@ -151,7 +128,8 @@ class ElasticJob:
 
     def _discovered(self, places: Mapping[str, int]) -> bool:
         """On the discovery's thread: the hosts have changed. False: some cannot be reached yet."""
-        new = [host for host in places if host not in self._found]
+        services = self._serving
+        new = [host for host in places if not services.is_found_from(host)]
         usable = dict(places)
         try:
             self._fleet.connect(new, lambda: bool(self._signals))
@@ -161,7 +139,7 @@ class ElasticJob:
             if self._fleet.is_far(host) and host not in self._fleet.remote:
                 del usable[host]
             else:
-                self._find(host)
+                services.find([host])
         if usable == self._places:
             return usable == places
         self._places = usable
@@ -170,54 +148,17 @@ class ElasticJob:
         self._ring()
         return usable == places
 
-    def _serve(self, first_hosts: Sequence[str]) -> None:
-        comes = self._discovery is not None and self._options.ssh is not None
-        meeting = Meeting(self._fleet, self._options.environment, more_may_come=comes)
-        self._meeting = meeting
-        addresses = meeting.addresses
-        rendezvous = RendezvousServer(self._secret, len(first_hosts), *addresses, port=meeting.port)
-        self._rendezvous = rendezvous
-        # Users who say where other hosts reach this one have opened the next port as well.
-        port = meeting.port and meeting.port + 1
-        listeners = listen(addresses or [LOOPBACK], backlog=128, port=port)
-        policy = Policy(
-            min_np=self._elastic.min_np,
-            max_np=self._elastic.max_np,
-            elastic_timeout_s=self._elastic.elastic_timeout_s,
-            reset_limit=self._elastic.reset_limit,
-            ends_for_growth=self._elastic.ends_for_growth,
-            gather_started_s=self._elastic.gather_started_s,
-        )
-        self._steward = Steward(
-            FIRST_LAUNCHER,
-            Table(first_world(enumerate(first_hosts))),
-            policy,
-            self._secret,
-            listeners,
-            formed=self._formed,
-            stopped=self._stopped,
-            resigned=self._resigned,
-        )
-        self._own = rendezvous.address, ",".join(map(address_of, listeners))
-        for host in self._places:
-            self._find(host)
-        rendezvous.start()
-        self._steward.start()
+    @property
+    def _serving(self) -> ElasticServices:
+        assert self._services is not None
+        return self._services
 
-    def _find(self, host: str) -> None:
-        """Note where processes on ``host`` find the rendezvous and the steward."""
-        meeting = self._meeting
-        assert meeting is not None
-        rendezvous, steward = self._own
-        if meeting.host and host in self._fleet.remote:
-            rendezvous = endpoint(meeting.host, meeting.port)
-            steward = endpoint(meeting.host, meeting.port + 1)
-        self._found[host] = rendezvous, steward
+    @property
+    def _steward(self) -> Steward:
+        return self._serving.steward
 
-    def _start(
-        self, starts: Sequence[Start], first_hosts: tuple[str, ...], places: Mapping[str, int]
-    ) -> None:
-        assert self._steward is not None
+    def _start(self, starts: Sequence[Start], are_first: bool, places: Mapping[str, int]) -> None:
+        services = self._serving
         for start in starts:
             number = len(self._processes)
             self._processes[number] = Process(
@@ -225,36 +166,18 @@ class ElasticJob:
                 start.host,
                 time.monotonic(),
                 self._steward.number_in(start.slot),
-                bool(first_hosts),
+                are_first,
             )
             self._steward.expect(start.slot, comes=True)
             order = self._fleet.order(
                 number,
                 self._command,
-                self._environment(start, first_hosts),
+                services.environment(start, are_first),
                 self._options.environment,
-                self._fleet.torch_server(start.host, self._found[start.host][0]),
+                services.torch_server(start.host),
                 beside=places[start.host],
             )
             self._fleet.group(start.host).start([order], self._options.payload)
-
-    def _environment(self, start: Start, first_hosts: tuple[str, ...]) -> RankEnvironment:
-        """``rank`` and ``size`` are those of a world; a process that comes later is alone first."""
-        rendezvous, steward = self._found[start.host]
-        numbers = (0, 1, 0, 1, 0, 1)
-        if first_hosts:
-            where = local_and_cross(first_hosts, start.slot)
-            numbers = (start.slot, len(first_hosts), *where)
-        return RankEnvironment(
-            *numbers,
-            host=start.host,
-            rendezvous=rendezvous,
-            secret=self._secret,
-            steward=steward,
-            slot=start.slot,
-            first_hosts=first_hosts,
-            min_np=self._elastic.min_np,
-        )
 
     # --- while it runs ---
 
@@ -307,7 +230,6 @@ class ElasticJob:
 
     def results(self) -> list[bytes]:
         """What each member of the last world has left, by rank (``JobOptions.payload``)."""
-        assert self._steward is not None
         ends = (self._ends.get(member.number) for member in self._steward.world.members)
         return [b"" if end is None else end.result for end in ends]
 
@@ -315,7 +237,7 @@ class ElasticJob:
         """0 if no member of the last world has failed, and one has come to its end."""
         if self._stopped_by is not None:
             return 128 + self._stopped_by
-        numbers = set() if self._steward is None else self._steward.world.numbers
+        numbers = set() if self._services is None else self._steward.world.numbers
         last = [end for number, end in self._ends.items() if number in numbers and end.code != 0]
         failed = last or ([] if self._ended_well else self._failed)
         if failed:
@@ -330,9 +252,8 @@ class ElasticJob:
             self._discovery.close()
         self._fleet.close()
         self._output.close()
-        for server in (self._steward, self._rendezvous):
-            if server is not None:
-                server.close()
+        if self._services is not None:
+            self._services.close()
         os.close(self._bell)
         self._bell = -1
 
@@ -347,7 +268,6 @@ class ElasticJob:
 
     def _plan(self) -> float | None:
         """Start what is missing; returns when to look again."""
-        assert self._steward is not None
         if self._ended_well or self._kill_at is not None:
             return None
         places = self._places  # which another thread replaces
@@ -372,7 +292,7 @@ class ElasticJob:
         if plan.starts and self._fleet.running:
             for start in plan.starts:
                 self._options.report(start.reason)
-            self._start(plan.starts, (), places)
+            self._start(plan.starts, False, places)
         return plan.until_s
 
     def _sleep(self, until_s: float | None) -> None:
@@ -396,11 +316,10 @@ class ElasticJob:
         for due_s, proof in list(self._proofs):
             if due_s <= now:
                 self._proofs.remove((due_s, proof))
-                self._prove(proof)
+                self._serving.prove(proof)
 
     def _note(self, end: Ended) -> None:
         """A process has ended."""
-        assert self._steward is not None
         process = self._processes[end.rank]
         number = self._number_of(process)
         self._steward.expect(process.slot, comes=False)
@@ -425,11 +344,10 @@ class ElasticJob:
         if end.code == 0:
             self._proofs.append((time.monotonic() + _FINISHED_GRACE_S, proof))
         else:
-            self._prove(proof)
+            self._serving.prove(proof)
 
     def _number_of(self, process: Process) -> int | None:
         """The member that it is; None: it has not become one."""
-        assert self._steward is not None
         if process.begins:
             return process.slot
         number = self._steward.number_in(process.slot)
@@ -437,15 +355,13 @@ class ElasticJob:
 
     def _note_failure(self, process: Process) -> None:
         """Before it is proven, so that the next world has nobody of a host that is avoided."""
-        assert self._steward is not None
         if self._avoided.note(process) and self._elastic.retry.whole_host:
             self._steward.avoid(process.host)
 
     def _resigned(self, proof: Proof) -> None:
         """On the steward's thread: a member is about to fail."""
-        self._mark_dead(proof)
+        self._serving.mark_dead(proof)
         if self._elastic.retry.whole_host:
-            assert self._steward is not None
             for member in self._steward.world.members:
                 if member.number == proof.number:
                     self._steward.avoid(member.host)
@@ -460,23 +376,7 @@ class ElasticJob:
                 process.has_resigned = True
                 self._note_failure(process)
 
-    def _prove(self, proof: Proof) -> None:
-        assert self._steward is not None
-        assert self._rendezvous is not None
-        self._steward.prove(proof)
-        self._mark_dead(proof)
-
-    def _mark_dead(self, proof: Proof) -> None:
-        """Those who form the present world shall not wait for it."""
-        assert self._steward is not None
-        assert self._rendezvous is not None
-        world = self._steward.world
-        for rank, member in enumerate(world.members):
-            if member.number == proof.number:
-                self._rendezvous.mark_dead(rank, proof.cause, world.epoch)
-
     def _name(self, process: Process, number: int | None, end: Ended) -> str:
-        assert self._steward is not None
         world = self._steward.world
         where = f"on host {process.host} (pid {end.pid})"
         for rank, member in enumerate(world.members):

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from kolovod.errors import BootstrapError
-from kolovod.launch.elastic_job import ElasticJob, ElasticOptions
+from kolovod.launch.elastic_job import ElasticJob
+from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.job import Job, JobOptions
 
 __all__ = ["forwarding", "run_elastic_job", "show_all_characters"]

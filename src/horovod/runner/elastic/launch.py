@@ -12,7 +12,8 @@ from typing import Any
 from horovod.runner.common.util.hosts import HostInfo
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from kolovod.elastic.hosts import RetryPolicy
-from kolovod.launch.elastic_job import ElasticJob, ElasticOptions
+from kolovod.launch.elastic_job import ElasticJob
+from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job, show_all_characters
 from kolovod.launch.function import CHILD, console, packed_call, read_record
 from kolovod.launch.job import JobOptions

@@ -1,0 +1,46 @@
+"""What a user says of an elastic job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kolovod.elastic.hosts import RetryPolicy
+from kolovod.elastic.membership import Policy
+
+__all__ = ["ElasticOptions"]
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """What makes a job elastic."""
+
+    np: int
+    """Processes at the beginning."""
+    min_np: int = 1
+    max_np: int = 1 << 10
+    places: Mapping[str, int] = field(default_factory=dict)
+    """Processes that each host may have, in the order of preference."""
+    discover: Callable[[], Mapping[str, int]] | None = None
+    """Says that instead, as often as it is asked. Raises as ``discovery.ask_script``."""
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    elastic_timeout_s: float = 600.0
+    reset_limit: int | None = None
+    ends_for_growth: bool = False
+    """See ``membership.Policy``."""
+    gather_started_s: float = 0.0
+    """See ``membership.Policy``."""
+    begins_with_all: bool = False
+    """Whether the job begins with as many processes as there are places, up to ``max_np``."""
+
+    @property
+    def policy(self) -> Policy:
+        """What the steward goes by."""
+        return Policy(
+            min_np=self.min_np,
+            max_np=self.max_np,
+            elastic_timeout_s=self.elastic_timeout_s,
+            reset_limit=self.reset_limit,
+            ends_for_growth=self.ends_for_growth,
+            gather_started_s=self.gather_started_s,
+        )

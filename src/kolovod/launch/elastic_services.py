@@ -1,0 +1,127 @@
+"""What the launcher of an elastic job serves: the rendezvous, and the steward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kolovod.elastic.ballots import Proof, World
+from kolovod.elastic.hosts import Start
+from kolovod.elastic.steward import Steward
+from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
+from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.fleet import Fleet, Meeting
+from kolovod.net.addresses import LOOPBACK, address_of, endpoint, listen
+from kolovod.net.channel import new_secret
+from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
+from kolovod.rendezvous.server import RendezvousServer
+
+__all__ = ["ElasticServices"]
+
+
+class ElasticServices:
+    """Both servers, and what a process must be told to find them."""
+
+    def __init__(
+        self,
+        elastic: ElasticOptions,
+        fleet: Fleet,
+        first_hosts: Sequence[str],
+        environment: Mapping[str, str],
+        more_may_come: bool,
+        formed: Callable[[World, str], None],
+        stopped: Callable[[str], None],
+        resigned: Callable[[Proof], None],
+    ) -> None:
+        """Listens. The last three: as ``Steward`` calls them.
+
+        ``first_hosts``: of the ranks of the first world. ``more_may_come``: whether there may be
+        processes on hosts later that ``fleet`` does not know yet.
+        """
+        self._elastic = elastic
+        self._fleet = fleet
+        self._secret = new_secret()
+        self._first_hosts = tuple(first_hosts)
+        self._meeting = Meeting(fleet, environment, more_may_come=more_may_come)
+        addresses, port = self._meeting.addresses, self._meeting.port
+        self._rendezvous = RendezvousServer(self._secret, len(first_hosts), *addresses, port=port)
+        # Users who say where other hosts reach this one have opened the next port as well.
+        try:
+            listeners = listen(addresses or [LOOPBACK], backlog=128, port=port and port + 1)
+        except BaseException:
+            self._rendezvous.close()
+            raise
+        self.steward = Steward(
+            FIRST_LAUNCHER,
+            Table(first_world(enumerate(first_hosts))),
+            elastic.policy,
+            self._secret,
+            listeners,
+            formed=formed,
+            stopped=stopped,
+            resigned=resigned,
+        )
+        self._own = self._rendezvous.address, ",".join(map(address_of, listeners))
+        self._found: dict[str, tuple[str, str]] = {}  # by host: where they are seen from there
+
+    def start(self) -> None:
+        """Answer."""
+        self._rendezvous.start()
+        self.steward.start()
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        self.steward.close()
+        self._rendezvous.close()
+
+    def find(self, hosts: Iterable[str]) -> None:
+        """Note where processes on these hosts, to which there are connections, find both."""
+        rendezvous, steward = self._own
+        for host in hosts:
+            self._found[host] = rendezvous, steward
+            if self._meeting.host and host in self._fleet.remote:
+                self._found[host] = (
+                    endpoint(self._meeting.host, self._meeting.port),
+                    endpoint(self._meeting.host, self._meeting.port + 1),
+                )
+
+    def is_found_from(self, host: str) -> bool:
+        """Whether ``find`` has been called of it."""
+        return host in self._found
+
+    def environment(self, start: Start, is_first: bool) -> RankEnvironment:
+        """Of a process that is started. ``is_first``: it is a rank of the first world.
+
+        Its rank and size are those of that world; a process that comes later is alone first.
+        """
+        rendezvous, steward = self._found[start.host]
+        first_hosts = self._first_hosts if is_first else ()
+        numbers = (0, 1, 0, 1, 0, 1)
+        if is_first:
+            where = local_and_cross(first_hosts, start.slot)
+            numbers = (start.slot, len(first_hosts), *where)
+        return RankEnvironment(
+            *numbers,
+            host=start.host,
+            rendezvous=rendezvous,
+            secret=self._secret,
+            steward=steward,
+            slot=start.slot,
+            first_hosts=first_hosts,
+            min_np=self._elastic.min_np,
+        )
+
+    def torch_server(self, host: str) -> tuple[int, str]:
+        """See ``Fleet.torch_server``."""
+        return self._fleet.torch_server(host, self._found[host][0])
+
+    def prove(self, proof: Proof) -> None:
+        """A member's process has ended."""
+        self.steward.prove(proof)
+        self.mark_dead(proof)
+
+    def mark_dead(self, proof: Proof) -> None:
+        """Those who form the present world shall not wait for this member."""
+        world = self.steward.world
+        for rank, member in enumerate(world.members):
+            if member.number == proof.number:
+                self._rendezvous.mark_dead(rank, proof.cause, world.epoch)
