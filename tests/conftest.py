@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 import forked
 import psutil
 import pytest
+
+from kolovod.launch import guard
 
 _OTHER_FRAMEWORKS = {"tensorflow", "keras", "jax", "mxnet"}  # folders of tests
 _PATIENCE_S = 3.0  # for what is just about to end
@@ -94,6 +97,24 @@ def forked_ranks() -> Iterator[None]:
     """The processes that ranks are forked from end with the tests."""
     yield
     forked.stop()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_job_outlives_its_tests() -> Iterator[None]:
+    """Elastic jobs go on when a test that fails kills their launcher: they end with the tests."""
+    mark = secrets.token_hex(16)
+    before = os.environ.get(guard.MARK_NAME)
+    os.environ[guard.MARK_NAME] = mark if before is None else f"{before},{mark}"
+    yield
+    for pid in guard.job_processes(mark):
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if "--elastic" in process.cmdline():
+                process.kill()
+    if before is None:
+        del os.environ[guard.MARK_NAME]
+    else:
+        os.environ[guard.MARK_NAME] = before
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["KEPT_FILES", "default_folder", "file_prefix", "prune"]
+__all__ = ["KEPT_FILES", "default_folder", "file_prefix", "is_ours", "prune"]
 
 KEPT_FILES = 48  # in the default folder; another folder is its user's
 
@@ -45,7 +45,7 @@ def file_prefix(folder: str, secret: str, epoch: int, members: Sequence[int] = (
                 f"KOLOVOD_LAST_OPERATIONS_DIR={folder!r}: there is no such folder, and it cannot "
                 f"be made ({error.strerror})"
             ) from None
-    elif not _is_ours(path):
+    elif not is_ours(path):
         warnings.warn(
             f"{path} is not a folder of this user: the last operations will not be written when "
             "the world fails (KOLOVOD_LAST_OPERATIONS_DIR names another folder)",
@@ -69,7 +69,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Whether nobody else can have put it there: anyone may write into its parent."""
     try:
         status = path.lstat()

@@ -21,9 +21,10 @@ from kolovod.launch.allocation import allocation
 from kolovod.launch.discovery import ask_script
 from kolovod.launch.doctor import run_doctor
 from kolovod.launch.elastic_options import ElasticOptions
-from kolovod.launch.foreground import forwarding, run_elastic_job, show_all_characters
+from kolovod.launch.foreground import forwarding, show_all_characters
 from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome
+from kolovod.launch.keeper import attach, run_kept_job
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.remote import SshOptions
 from kolovod.net.encryption import require_libcrypto
@@ -132,9 +133,33 @@ def _parser() -> argparse.ArgumentParser:
         metavar = (knob.unit or "value").upper()
         knobs.add_argument(knob.flag, dest=dest, metavar=metavar, help=f"{text} [{knob.default}]")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    _add_attach(actions)
     _add_timeline(actions)
     _add_doctor(actions)
     return parser
+
+
+def _add_attach(actions: Any) -> None:
+    attaching = actions.add_parser(
+        "attach",
+        help="show an elastic job whose launcher has ended",
+        description="An elastic job goes on if `kolovod run` ends, by a lost connection or a "
+        "signal that cannot be passed on. This shows what the job has written since, and what it "
+        "writes from now on, passes signals on to it, and exits with its code.",
+        allow_abbrev=False,
+    )
+    attaching.set_defaults(parser=attaching, act=_attach)
+    attaching.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="its number; needed where there are several",
+    )
+
+
+def _attach(options: argparse.Namespace) -> int:
+    show_all_characters()
+    return attach(options.job)
 
 
 def _add_doctor(actions: Any) -> None:
@@ -319,7 +344,7 @@ def _run_elastic(
         elastic_timeout_s=options.elastic_timeout,
         reset_limit=options.reset_limit,
     )
-    return run_elastic_job(elastic, command, job_options)
+    return run_kept_job(elastic, command, job_options)
 
 
 def _to_discover(options: argparse.Namespace) -> list[str]:

@@ -1,0 +1,329 @@
+"""Jobs that outlive their launcher: a process in the background keeps them, another one shows them.
+
+``kolovod run --elastic`` forks the keeper, which starts the ranks, is their steward and takes what
+they write. What the user sees is a viewer: it shows that, and passes signals on. If it ends,
+however that comes, the job goes on, and ``kolovod attach`` is another viewer. They speak in frames
+(``agent_messages``) over a socket of this host::
+
+    keeper -> viewer   "O", where the rank is 0;  {"exit": code}
+    viewer -> keeper   {"shown": frames so far}, {"told": true} of the exit code, {"signal": number}
+
+The keeper hangs up where another viewer has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TextIO, cast
+
+from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch import job_folders
+from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output
+from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.foreground import run_elastic_job
+from kolovod.launch.job import JobOptions
+from kolovod.launch.job_folders import JobFolder
+from kolovod.launch.spool import Frame, Spool
+from kolovod.notices import report_to_stderr
+
+__all__ = ["attach", "run_kept_job"]
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+_READ_BYTES = 1 << 16
+_EXIT_WRONG_USE = 2
+_DEATH_S = 1.0
+"""From the end of a process's connections to its own, at most."""
+
+
+def run_kept_job(elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
+    """``run_elastic_job`` that goes on if this process ends; returns the exit code."""
+    here, there = socket.socketpair()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():  # of threads that NumPy's library has started, which is ready
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            here.close()
+            code = _Keeper(there).run(elastic, command, options)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    there.close()
+    shown = _show(here, pid, lambda: os.waitpid(pid, os.WNOHANG)[0] == 0)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0 if shown is not None else os.WNOHANG)
+    return shown or 0
+
+
+def attach(name: str | None) -> int:
+    """Show a job's output from where it was shown last, to its end; returns its exit code.
+
+    ``name``: None for the only job of this user on this host. Raises InvalidArgumentError for one
+    that is not there.
+    """
+    folder = job_folders.find(name)
+    try:
+        connection = folder.connect()
+    except OSError:
+        return _show_what_is_left(folder)
+    return _show(connection, folder.pid, folder.is_kept) or 0
+
+
+def _show(connection: socket.socket, pid: int, is_kept: Callable[[], bool]) -> int | None:
+    """The exit code; None: another viewer has come. ``is_kept()``: whether the keeper lives."""
+    try:
+        return _View(connection).show()
+    except EOFError:
+        deadline = time.monotonic() + _DEATH_S
+        while time.monotonic() < deadline:
+            if not is_kept():
+                report_to_stderr(
+                    f"the process that kept the job (pid {pid}) was killed, and so the job"
+                )
+                return 128 + signal.SIGKILL
+            time.sleep(0.01)
+    report_to_stderr(f"job {pid} is shown by another kolovod attach now; it goes on")
+    return None
+
+
+def _show_what_is_left(folder: JobFolder) -> int:
+    code = folder.exit_code()
+    if code is None:
+        raise InvalidArgumentError(f"job {folder.pid} is about to end: try again")
+    for stream in ("stdout", "stderr"):
+        _print(stream, folder.left(stream))
+    folder.remove()
+    return code
+
+
+def _print(stream: str, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # who reads it is gone
+        console = sys.stdout if stream == "stdout" else sys.stderr
+        console.write(text)
+        console.flush()
+
+
+class _View:
+    """What a viewer does."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._writer = FrameWriter(connection.fileno())
+        self._signals: list[int] = []
+
+    def show(self) -> int:
+        """To the job's end; returns its exit code. Raises EOFError if the keeper ends before."""
+        reader = FrameReader(prelude=False)
+        shown = 0
+        with self._connection, self._hearing_signals() as bell:
+            poll = select.poll()
+            for fd in (self._connection.fileno(), bell):
+                poll.register(fd, select.POLLIN)
+            while True:
+                ready = [fd for fd, _ in poll.poll()]
+                if bell in ready:
+                    os.eventfd_read(bell)
+                    while self._signals:
+                        self._say({"signal": self._signals.pop(0)})
+                if self._connection.fileno() not in ready:
+                    continue
+                for kind, body in reader.feed(self._receive()):
+                    if kind == b"O":
+                        _, stream, data = split_output(body)
+                        _print(stream, data.decode())
+                        shown += 1
+                        continue
+                    said = json.loads(body)
+                    if "exit" in said:
+                        self._say({"told": True})
+                        return int(said["exit"])
+                self._say({"shown": shown})
+
+    def _receive(self) -> bytes:
+        try:
+            data = self._connection.recv(_READ_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        return data
+
+    def _say(self, value: Any) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which is read
+            self._writer.json(value)
+
+    @contextlib.contextmanager
+    def _hearing_signals(self) -> Iterator[int]:
+        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+        def hear(signum: int, _: object) -> None:
+            self._signals.append(signum)
+            os.eventfd_write(bell, 1)
+
+        before = {signum: signal.signal(signum, hear) for signum in _PASSED_ON}
+        try:
+            yield bell
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            os.close(bell)
+
+
+class _Console(io.TextIOBase):
+    """A stream of the job's, as the launcher sees it."""
+
+    def __init__(self, spool: Spool, stream: str, is_terminal: bool) -> None:
+        self._spool, self._stream, self._is_terminal = spool, stream, is_terminal
+
+    def write(self, text: str) -> int:
+        self._spool.write(self._stream, text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        """Whether that of the first viewer is a terminal."""
+        return self._is_terminal
+
+
+class _Keeper:
+    """The process in the background."""
+
+    def __init__(self, first_viewer: socket.socket) -> None:
+        os.setsid()
+        self._spool = Spool()
+        self._lock = threading.Lock()
+        self._viewer: socket.socket | None = None
+        self._folder: JobFolder | None = None
+        self._is_told = False
+        names = ("stdout", "stderr")
+        self._consoles = {
+            name: _Console(self._spool, name, getattr(sys, name).isatty()) for name in names
+        }
+        sys.stdout, sys.stderr = (cast("TextIO", self._consoles[name]) for name in names)
+        self._take_over_descriptors()
+        self._begin_view(first_viewer)
+
+    def _take_over_descriptors(self) -> None:
+        """Nobody shall wait for the end of the viewer's output because this process has it open."""
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        source, sink = os.pipe()
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        os.close(sink)
+
+        def take() -> None:  # what libraries print
+            while data := os.read(source, _READ_BYTES):
+                self._spool.write("stderr", data.decode(errors="replace"))
+
+        threading.Thread(target=take, name="kolovod stderr", daemon=True).start()
+
+    def run(self, elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
+        """To the job's end, and until that was told."""
+        listener: socket.socket | None = None
+        try:
+            self._folder = job_folders.make(tuple(command))
+            listener = self._folder.listen()
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        except (BootstrapError, OSError) as error:
+            report_to_stderr(f"the job ends with this launcher, nobody could attach: {error}")
+        shown = replace(
+            options,
+            stdout=cast("TextIO", self._consoles["stdout"]),
+            stderr=cast("TextIO", self._consoles["stderr"]),
+        )
+        code = 1
+        try:
+            code = run_elastic_job(elastic, command, shown)
+        except InvalidArgumentError as error:
+            report_to_stderr(str(error))
+            code = _EXIT_WRONG_USE
+        except KeyboardInterrupt:  # before there was a job to pass it on to
+            code = 128 + signal.SIGINT
+        except BaseException:
+            traceback.print_exc()
+        self._spool.end(code)
+        self._spool.wait_for_view()
+        if self._folder is not None:
+            self._leave(self._folder, code)
+        return code
+
+    def _leave(self, folder: JobFolder, code: int) -> None:
+        """For who attaches later, unless all was shown."""
+        folder.close_socket()
+        self._spool.wait_for_view()  # of somebody who came last
+        if self._is_told:
+            folder.remove()
+        else:
+            folder.leave(self._spool.rest(), code)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            self._begin_view(connection)
+
+    def _begin_view(self, connection: socket.socket) -> None:
+        with self._lock:
+            before, self._viewer = self._viewer, connection
+            view, first = self._spool.begin_view()
+        if before is not None:
+            _hang_up(before)
+        threading.Thread(target=self._serve, args=(connection, view, first), daemon=True).start()
+
+    def _serve(self, connection: socket.socket, view: int, first: int) -> None:
+        """One viewer, until it is gone."""
+        writer = FrameWriter(connection.fileno())
+        sender = threading.Thread(target=self._send, args=(writer, view, first), daemon=True)
+        sender.start()
+        with contextlib.suppress(OSError):
+            reader = FrameReader(prelude=False)
+            while data := connection.recv(_READ_BYTES):
+                for _, body in reader.feed(data):
+                    self._obey(json.loads(body), view, first)
+        _hang_up(connection)
+        self._spool.end_view(view)
+        sender.join()
+        connection.close()
+        with self._lock:
+            is_last = self._viewer is connection
+        if is_last and self._folder is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _obey(self, said: dict[str, Any], view: int, first: int) -> None:
+        if "shown" in said:
+            self._spool.shown(view, first + int(said["shown"]))
+        elif "told" in said:
+            self._is_told = True
+        elif int(said.get("signal", 0)) in _PASSED_ON:
+            os.kill(os.getpid(), int(said["signal"]))
+
+    def _send(self, writer: FrameWriter, view: int, number: int) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which is read
+            while (what := self._spool.next(view, number)) is not None:
+                if not isinstance(what, Frame):
+                    writer.json({"exit": what})
+                    return
+                writer.output(0, what.stream, what.text.encode(errors="replace"))
+                number += 1
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed
+        connection.shutdown(socket.SHUT_RDWR)

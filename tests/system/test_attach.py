@@ -1,0 +1,301 @@
+"""Elastic jobs whose launcher ends: they go on, and ``kolovod attach`` shows them again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launched import KOLOVOD, is_running, wait_until_gone
+
+from kolovod.core.record_files import default_folder
+from kolovod.launch import job_folders
+from kolovod.launch.spool import Frame, Spool
+
+DEADLINE_S = 60
+
+STEPS = """
+import os, sys, time
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+folder = sys.argv[1]
+state = elastic.State(step=0, moments=[])
+
+@elastic.run
+def train(state):
+    while not os.path.exists(folder + "/end"):
+        elastic.exactly(lambda: kv.allreduce(1.0, "one"))
+        state.step += 1
+        state.moments.append(time.monotonic())
+        state.commit()
+        if kv.rank() == 0 and state.step % 20 == 0:
+            print("step", state.step, flush=True)
+            with open(folder + "/new", "w") as file:
+                file.write(f"{state.step} {os.getpid()}")
+            os.rename(folder + "/new", folder + "/step")
+        time.sleep(0.002)
+
+train(state)
+if kv.rank() == 0:
+    waits = [b - a for a, b in zip(state.moments, state.moments[1:])]
+    print("steps", state.step, len(state.moments), "longest", max(waits), flush=True)
+raise SystemExit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the jobs of this test are, and nobody else's."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def job(folder: Path, np: int = 2, code: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """A job that makes steps until it is told; nothing is left of it at the end."""
+    process = start("run", "--elastic", "-np", str(np), "--", sys.executable, "-c", STEPS,
+                    str(folder), str(code))  # fmt: skip
+    try:
+        until(lambda: (folder / "step").exists())
+        yield process
+    finally:
+        for kept in job_folders.found():
+            if kept.is_kept():
+                os.kill(kept.pid, signal.SIGKILL)  # and so its ranks
+        kill(process)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*KOLOVOD, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def kill(process: subprocess.Popen[str]) -> str:
+    """What it has shown."""
+    process.kill()
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    return out
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps(folder: Path) -> int:
+    return int((folder / "step").read_text().split()[0])
+
+
+def goes_on(folder: Path) -> None:
+    before = steps(folder)
+    until(lambda: steps(folder) > before + 40)
+
+
+def shown(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"step (\d+)$", text, re.MULTILINE)]
+
+
+def test_a_killed_launcher_is_survived_and_the_job_attached_to(folder: Path) -> None:
+    """All of the output is shown once, no step is lost, and the exit code is the job's."""
+    with job(folder, np=3, code=7) as launcher:
+        first = kill(launcher)
+        goes_on(folder)
+        pid = int((folder / "step").read_text().split()[1])
+        os.kill(pid, signal.SIGKILL)  # rank 0, which is replaced though nobody looks
+        goes_on(folder)
+        (kept,) = job_folders.found()
+        again = start("attach", str(kept.pid))
+        goes_on(folder)
+        (folder / "end").touch()
+        second, errors = again.communicate(timeout=DEADLINE_S)
+    assert again.returncode == 7
+    numbers = shown(first) + shown(second)
+    assert sorted(set(numbers)) == list(range(20, max(numbers) + 1, 20))
+    assert f"(pid {pid}) was killed by signal 9" in errors
+    (ended,) = re.findall(r"steps (\d+) (\d+) longest", second)
+    assert ended[0] == ended[1]  # each was committed once
+    assert not job_folders.found()
+
+
+@pytest.mark.slow
+def test_what_a_job_wrote_that_has_ended_is_shown_later(folder: Path) -> None:
+    with job(folder, code=3) as launcher:
+        kill(launcher)
+        (kept,) = job_folders.found()
+        (folder / "end").touch()
+        until(lambda: not kept.is_kept())
+        done = start("attach")  # it is the only one
+        out, _ = done.communicate(timeout=DEADLINE_S)
+    assert done.returncode == 3
+    assert "steps" in out
+    assert not kept.path.exists()
+
+
+@pytest.mark.slow
+def test_a_signal_to_attach_ends_the_job(folder: Path) -> None:
+    with job(folder) as launcher:
+        pid = int((folder / "step").read_text().split()[1])
+        kill(launcher)
+        again = start("attach")
+        assert again.stdout is not None
+        again.stdout.readline()  # it is there
+        again.send_signal(signal.SIGTERM)
+        _, errors = again.communicate(timeout=DEADLINE_S)
+        assert again.returncode == 128 + signal.SIGTERM
+        assert "SIGTERM: ending 2 ranks" in errors
+        wait_until_gone([pid])
+
+
+@pytest.mark.slow
+def test_another_attach_takes_the_job_over(folder: Path) -> None:
+    with job(folder) as launcher:
+        again = start("attach")
+        out, errors = launcher.communicate(timeout=DEADLINE_S)
+        assert launcher.returncode == 0
+        assert "is shown by another kolovod attach now; it goes on" in errors
+        goes_on(folder)
+        (folder / "end").touch()
+        more, _ = again.communicate(timeout=DEADLINE_S)
+    numbers = shown(out) + shown(more)
+    assert sorted(set(numbers)) == list(range(20, max(numbers) + 1, 20))
+
+
+@pytest.mark.slow
+def test_a_killed_keeper_ends_the_job_and_is_named(folder: Path) -> None:
+    with job(folder) as launcher:
+        pid = int((folder / "step").read_text().split()[1])
+        (kept,) = job_folders.found()
+        os.kill(kept.pid, signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=DEADLINE_S)
+        wait_until_gone([pid])
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert f"kept the job (pid {kept.pid}) was killed" in errors
+    assert not job_folders.found()  # what was killed is forgotten
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_is_survived(folder: Path) -> None:
+    with job(folder) as launcher:
+        launcher.send_signal(signal.SIGHUP)
+        launcher.communicate(timeout=DEADLINE_S)
+        assert launcher.returncode == -signal.SIGHUP
+        goes_on(folder)
+
+
+@pytest.mark.slow
+def test_where_no_folder_can_be_made_the_job_ends_with_its_launcher(folder: Path) -> None:
+    default_folder().write_text("in the way")
+    with job(folder) as launcher:
+        pid = int((folder / "step").read_text().split()[1])
+        launcher.kill()
+        _, errors = launcher.communicate(timeout=DEADLINE_S)
+        wait_until_gone([pid])
+    assert "the job ends with this launcher, nobody could attach" in errors
+
+
+@pytest.mark.slow
+def test_what_cannot_be_attached_to_is_said(folder: Path) -> None:
+    done = subprocess.run([*KOLOVOD, "attach"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no elastic job of this user is on this host" in done.stderr
+    with job(folder), contextlib.ExitStack() as stack:
+        (first,) = job_folders.found()
+        done = subprocess.run([*KOLOVOD, "attach", "1"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert f"there is no job 1; there are:\n  {first.pid}  since " in done.stderr
+        other = start("run", "--elastic", "-np", "1", "--", "sleep", "60")
+        stack.callback(kill, other)
+        until(lambda: len(job_folders.found()) == 2)
+        done = subprocess.run([*KOLOVOD, "attach"], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "name one of these jobs:" in done.stderr
+        assert re.search(r"\n  \d+  since [-\d: ]+  sleep 60\n", done.stderr)
+
+
+def test_a_command_that_cannot_start_is_said_as_before(folder: Path) -> None:
+    done = subprocess.run(
+        [*KOLOVOD, "run", "--elastic", "-H", "nowhere.invalid:2", "--", "true"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "nowhere.invalid" in done.stderr
+    assert not job_folders.found()
+
+
+# --- what nobody has shown yet ---
+
+
+def test_a_spool_gives_what_was_not_shown_to_the_next_view() -> None:
+    spool = Spool()
+    for text in ("a", "b", "c"):
+        spool.write("stdout", text)
+    view, first = spool.begin_view()
+    assert [spool.next(view, first + i) for i in range(3)] == [Frame("stdout", t) for t in "abc"]
+    spool.shown(view, first + 1)
+    later, first = spool.begin_view()
+    assert spool.next(view, first) is None
+    spool.shown(view, first + 3)  # of a view that is over
+    spool.end_view(view)
+    assert spool.next(later, first) == Frame("stdout", "b")
+    assert spool.rest() == {"stdout": "bc", "stderr": ""}
+    spool.end(4)
+    assert spool.next(later, first + 2) == 4
+
+
+def test_a_spool_that_nobody_views_drops_the_oldest_and_says_so() -> None:
+    spool = Spool(limit_bytes=10)
+    for text in ("aaaa", "bbbb", "cccc", "d" * 50):
+        spool.write("stdout", text)
+    view, first = spool.begin_view()
+    note = spool.next(view, first)
+    assert isinstance(note, Frame)
+    assert note.stream == "stderr"
+    assert "12 bytes of earlier output are lost" in note.text
+    assert spool.next(view, first + 1) == Frame("stdout", "d" * 50)  # the last is always kept
+    spool.end_view(view)
+    assert "12 bytes" in spool.rest()["stderr"]
+
+
+def test_who_writes_waits_for_a_slow_view_until_it_ends() -> None:
+    spool = Spool(limit_bytes=10)
+    view, first = spool.begin_view()
+    spool.write("stdout", "a" * 10)
+    writer = threading.Thread(target=spool.write, args=("stdout", "b"))
+    writer.start()
+    writer.join(0.1)
+    assert writer.is_alive()
+    spool.shown(view, first + 1)
+    writer.join(10)
+    assert spool.next(view, first + 1) == Frame("stdout", "b")
+    spool.write("stdout", "c" * 10)
+    writer = threading.Thread(target=spool.write, args=("stdout", "d"))
+    writer.start()
+    spool.end_view(view)
+    writer.join(10)
+    assert not writer.is_alive()
+
+
+def test_the_process_that_had_a_pid_before_is_not_the_keeper(folder: Path) -> None:
+    made = job_folders.make(("true",))
+    assert made.is_kept()
+    assert [kept.pid for kept in job_folders.found()] == [os.getpid()]
+    earlier = made.path / "job"
+    earlier.write_text(earlier.read_text().replace(str(made.ticks), str(made.ticks - 1)))
+    assert not job_folders.found()
+    assert not made.path.exists()
+    assert is_running(os.getpid())
