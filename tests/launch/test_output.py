@@ -83,3 +83,22 @@ def test_a_file_that_cannot_be_closed_is_named_and_the_others_are_closed(tmp_pat
     ]
     assert file is not None
     assert file.closed
+
+
+def test_ranks_that_come_later_have_files_from_then_on(tmp_path: Path) -> None:
+    """As many as there may be would take more open files than a process may have."""
+    reports: list[str] = []
+    console = io.StringIO()
+    (tmp_path / "rank.0200").write_text("in the way")
+    output = Output(1, {"stdout": console}, folder=tmp_path, report=reports.append, most=5000)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["rank.0000", "rank.0200"]
+    for rank in (0, 17, 17, 200):
+        output.add(rank)
+        output.write(rank, "stdout", f"{rank}\n".encode())
+    output.close()
+    assert (tmp_path / "rank.0000/stdout").read_text() == "0\n"
+    assert (tmp_path / "rank.0017/stdout").read_text() == "17\n17\n"
+    assert console.getvalue().count("\n") == 4
+    (report,) = reports
+    assert "rank.0200" in report
+    assert "the job goes on without it" in report

@@ -47,8 +47,8 @@ class ElasticJob:
         self._discovery: Discovery | None = None
         if elastic.discover is not None:
             self._discovery = Discovery(elastic.discover, self._discovered, options.report)
-        most = elastic.max_np
-        self._output = Output(most, consoles, stamp, options.output_dir, options.report)
+        folder, most = options.output_dir, elastic.max_np
+        self._output = Output(0, consoles, stamp, folder, options.report, most)
         self._fleet = Fleet(options.ssh, self._write, options.popen)
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
@@ -160,6 +160,7 @@ class ElasticJob:
     def _start(self, starts: Sequence[Start], are_first: bool, places: Mapping[str, int]) -> None:
         services = self._serving
         for start in starts:
+            self._output.add(start.slot)
             number = len(self._processes)
             self._processes[number] = Process(
                 start.slot,

@@ -74,6 +74,7 @@ class _Stream:
 class Output:
     """Where the ranks' output goes: marked to the console, as it is to files. For several threads.
 
+    ``size``: ranks that the job begins with; ``most``: there may be so many later, if that is more.
     ``consoles``: of "stdout" and "stderr", None for nowhere; ``now`` makes the time before each
     line, None for none; ``folder``: each rank's bytes go to rank.N/stdout and stderr below it, too.
     A file that cannot be written is given up, and ``report`` is told of it.
@@ -86,21 +87,40 @@ class Output:
         now: Callable[[], str] | None = None,
         folder: Path | None = None,
         report: Callable[[str], None] = lambda text: None,
+        most: int = 0,
     ) -> None:
         self._now = now
         self._report = report
+        self._consoles, self._folder = consoles, folder
+        self._width = len(str(max(size, most) - 1))
         self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _Stream] = {}
-        width = len(str(size - 1))
         for rank in range(size):
-            for name, console in consoles.items():
-                file: IO[bytes] | None = None
-                if folder is not None:
-                    place = folder / f"rank.{rank:0{width}d}"
-                    place.mkdir(parents=True, exist_ok=True)
-                    file = open(place / name, "wb")  # noqa: SIM115 - close() does
-                prefix = _colored(f"[{rank}]<{name}>:", rank, console)
-                self._streams[rank, name] = _Stream(prefix, console, file)
+            for name in consoles:
+                self._streams[rank, name] = self._stream(rank, name, self._file(rank, name))
+
+    def add(self, rank: int) -> None:
+        """There is one more than at the beginning. Nothing if there was before."""
+        for name in self._consoles:
+            if (rank, name) in self._streams:
+                continue
+            file: IO[bytes] | None = None
+            try:
+                file = self._file(rank, name)
+            except OSError as error:  # as later, when a file cannot be written
+                self._report(f"{error.filename} is missing: {error}; the job goes on without it")
+            self._streams[rank, name] = self._stream(rank, name, file)
+
+    def _file(self, rank: int, name: str) -> IO[bytes] | None:
+        if self._folder is None:
+            return None
+        place = self._folder / f"rank.{rank:0{self._width}d}"
+        place.mkdir(parents=True, exist_ok=True)
+        return open(place / name, "wb")
+
+    def _stream(self, rank: int, name: str, file: IO[bytes] | None) -> _Stream:
+        console = self._consoles[name]
+        return _Stream(_colored(f"[{rank}]<{name}>:", rank, console), console, file)
 
     def write(self, rank: int, stream_name: str, data: bytes) -> None:
         """What a rank has written; no bytes: the stream has ended."""
