@@ -71,6 +71,11 @@ class ProcessSet:
         """Its number, the same on all ranks: 0 for the world, None while it is not added."""
         return self._id if self._is_current() else None
 
+    @property
+    def comes_later(self) -> bool:
+        """Whether it is not usable yet, but will be before a training begins."""
+        return False
+
     def included(self) -> bool:
         """Whether this rank is a member. Raises NotInitializedError."""
         return place().rank in self._ranks
@@ -173,10 +178,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     InvalidArgumentError if it names a rank that is not there, or equals another set or the world,
     BootstrapError if the members cannot form it; and what allgather raises.
     """
-    world = current()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _agree(("add_process_set", added.ranks))
-    _check_new(added, world)
+    _check_new(added, current())
+    form_process_set(added)
+    return added
+
+
+def form_process_set(added: ProcessSet) -> None:
+    """``add_process_set`` of a set that all ranks are known to have; it may equal another one."""
+    world = current()
     number = world.sets.next_id
     world.sets.next_id += 1
     engine: _native.Engine | None = None
@@ -196,7 +207,6 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         _native.publish(number, engine)
     added._world, added._id = world, number
     world.sets.by_id[number] = added
-    return added
 
 
 def add_first_sets(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:

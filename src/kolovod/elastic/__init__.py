@@ -24,6 +24,7 @@ and ``kolovod run --elastic -np 4 python train.py``. Who decides, and why nothin
 """
 
 from kolovod.elastic.membership_log import LoggedStep, MembershipLog
+from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.running import run
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.elastic.sampling import global_batch
@@ -34,6 +35,7 @@ __all__ = [
     "ElasticSampler",
     "LoggedStep",
     "MembershipLog",
+    "ProcessSet",
     "State",
     "exactly",
     "global_batch",

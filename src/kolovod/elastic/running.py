@@ -33,8 +33,10 @@ from kolovod import lifecycle
 from kolovod.config import Settings, load
 from kolovod.core import world as worlds
 from kolovod.core.objects import Objects
+from kolovod.core.process_sets import add_process_set
 from kolovod.core.uncaught import first_line
 from kolovod.elastic import record_file, steps
+from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
 from kolovod.elastic.table import first_world
@@ -98,6 +100,9 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             )
         lifecycle.init()
         if _job is None:
+            for process_set in state.process_sets():
+                if process_set.process_set_id is None:
+                    add_process_set(process_set)
             return function(state, *args, **kwargs)
         session = _job.session
         has_come_later = session is None
@@ -106,7 +111,12 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             if has_come_later:  # from now on the others may wait for this process
                 lifecycle.shutdown()
                 lifecycle.init()
-            ongoing = steps.Steps(_Worlds(session), worlds.current, recomputes=recomputes)
+            ongoing = steps.Steps(
+                _Worlds(session),
+                worlds.current,
+                recomputes=recomputes,
+                entered=KeptSets(state.process_sets()).form,
+            )
             steps.enter(ongoing)
             ongoing.begin()
             _share(state, ongoing, session, also=True)  # with those that a job begins with

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic.membership_log import MembershipLog
+from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.errors import InvalidArgumentError
 
@@ -80,8 +81,8 @@ class State:
     What they are, rank 0 says: as the job begins, and to ranks that join. They may be of any kind
     that can be pickled, and what the front ends know, once they are imported: modules and
     optimizers of PyTorch, models and optimizers of Keras, modules and variables of TensorFlow, and
-    pytrees with JAX's arrays. An ElasticSampler and a MembershipLog among them follow the steps and
-    the ranks.
+    pytrees with JAX's arrays. An ElasticSampler, a MembershipLog and a ``elastic.ProcessSet`` among
+    them follow the steps and the ranks.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -143,6 +144,10 @@ class State:
         """Those among the values."""
         return self._of(MembershipLog)
 
+    def process_sets(self) -> list[ProcessSet]:
+        """Those among the values."""
+        return self._of(ProcessSet)
+
     def _of(self, kind: type[V]) -> list[V]:
         values = (getattr(self, name) for name in self._names)
         return [value for value in values if isinstance(value, kind)]
@@ -157,6 +162,8 @@ class State:
         for name in self._names:
             value = getattr(self, name)
             if isinstance(value, ElasticSampler):  # goes on from the last step that was recorded
+                continue
+            if isinstance(value, ProcessSet):  # follows the worlds, not the steps
                 continue
             way = _way_of(value)
             if way is None:
@@ -176,8 +183,10 @@ class State:
     def sync(self) -> None:
         """Give rank 0's values to all ranks. What kind each is of, rank 0 says, too."""
         values = {name: getattr(self, name) for name in self._names}
-        sent = {  # of samplers ranks tell each other what each has (``running``)
-            name: value for name, value in values.items() if not isinstance(value, ElasticSampler)
+        sent = {  # of the others ranks tell each other what each has (``running``)
+            name: value
+            for name, value in values.items()
+            if not isinstance(value, ElasticSampler | ProcessSet)
         }
         objects = Objects(current)
         ways = {name: _way_of(value) for name, value in sent.items()}

@@ -88,11 +88,17 @@ class Steps:
     """The steps of one process in an elastic job."""
 
     def __init__(
-        self, recovery: Recovery, world: Callable[[], World], *, recomputes: bool = False
+        self,
+        recovery: Recovery,
+        world: Callable[[], World],
+        *,
+        recomputes: bool = False,
+        entered: Callable[[], object] = lambda: None,
     ) -> None:
         """``world``: that of now, among whose ranks tickets are passed.
 
         ``recomputes``: what is interrupted may be computed again from the last commit.
+        ``entered()`` is called by all ranks when they have met in a world, and may run operations.
         """
         self.recomputes = recomputes
         self.passed = 0
@@ -114,6 +120,7 @@ class Steps:
         self._lock = threading.RLock()  # programs of a framework step in threads of theirs
         self._recovery = recovery
         self._world = world
+        self._entered = entered
         self._passed_in: World | None = None
         self._verbs = Collectives(NumpyFrontend(), world)
 
@@ -127,6 +134,7 @@ class Steps:
         """All ranks come into this world alike."""
         try:
             self.meet()
+            self._entered()
         except CollectiveAbortedError as error:
             self.recover(error)
 
@@ -209,6 +217,7 @@ class Steps:
                 raise
             try:
                 self.meet()
+                self._entered()
                 return
             except CollectiveAbortedError as again:
                 error = again

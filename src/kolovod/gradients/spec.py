@@ -79,6 +79,11 @@ class ReduceSpec:
         """Whether this rank takes part. Raises NotInitializedError, for a process set."""
         return self.process_set is None or bool(self.process_set.included())
 
+    @property
+    def comes_later(self) -> bool:
+        """Whether the process set is not usable yet, but will be before a training begins."""
+        return isinstance(self.process_set, ProcessSet) and self.process_set.comes_later
+
     def has_others(self, world: Callable[[], WorldLike], *, without_world: bool) -> bool:
         """Whether there is another rank to combine gradients with, in the world of now.
 

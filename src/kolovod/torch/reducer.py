@@ -24,6 +24,7 @@ from kolovod.core import spans
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max, Sum
+from kolovod.core.world import current
 from kolovod.elastic import steps
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
 from kolovod.gradients.agreement import Agreement
@@ -73,7 +74,7 @@ class GradientReducer:
         self.agreement = Agreement(verbs.world, spec.process_set)
         self._used = False  # there was a step, and no zero_grad since
         self._is_watched = False
-        if spec.is_member:
+        if spec.is_member and not spec.comes_later:
             verbs.world()  # raises where there is none
         self.add(named)
         self.follow_world()
@@ -169,7 +170,10 @@ class GradientReducer:
     @spans.shown(spans.WAIT_FOR_GRADIENTS)
     def synchronize(self) -> None:
         """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
-        if not self.follow_world() or not (self.parameters or self.parameters.frozen):
+        if not self.follow_world():
+            self._step_apart()
+            return
+        if not (self.parameters or self.parameters.frozen):
             return
         problems = self._thaw()
         try:
@@ -183,6 +187,12 @@ class GradientReducer:
         finally:
             self._reset()
         self.synchronized = True
+
+    def _step_apart(self) -> None:
+        """In an elastic job a step is one of all ranks, also of those outside the process set."""
+        if self.spec.process_set is not None and steps.ongoing() is not None and current().size > 1:
+            steps.exactly(lambda: None, counts=True)
+            self.synchronized = True
 
     def _attempt(self, problems: list[InvalidArgumentError]) -> list[Callable[[], None]]:
         """Send all, and wait for it; what is returned puts the results in their places.
