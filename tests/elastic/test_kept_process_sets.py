@@ -82,44 +82,103 @@ def test_sets_follow_their_members_and_not_the_ranks() -> None:
     assert seen[3, True] == [{"ends": None}]
 
 
-TORCH = """
-import hashlib, os, signal
-import torch
-import kolovod.torch as kv
+TRAINING = """
+import os, signal
 from kolovod import elastic
-kv.init()
-slot = int(os.environ["KOLOVOD_SLOT"])
-torch.manual_seed(1)
-model = torch.nn.Linear(3, 1)
 few = elastic.ProcessSet([0, 2])
-optimizer = torch.optim.SGD(model.parameters(), 0.125)
-optimizer = kv.DistributedOptimizer(optimizer, model.named_parameters(), process_set=few)
-state = elastic.State(model=model, optimizer=optimizer, few=few, step=0)
+slot = int(os.environ["KOLOVOD_SLOT"])
+{setup}
 
 @elastic.run
 def train(state):
     while state.step < 30:
         if state.step == 10 and slot == 2 and os.environ["KOLOVOD_FIRST_HOSTS"]:
             os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        model(torch.full((1, 3), float(slot + 1))).sum().backward()
-        optimizer.step()
+        step(float(slot + 1))
         state.step += 1
         state.commit()
 
-before = model.weight.detach()[0, 0].item()
 train(state)
-print("moved", slot, round(model.weight.detach()[0, 0].item() - before, 4), flush=True)
+print("moved", slot, weight(), flush=True)
 """
+OPTIMIZERS = {
+    "torch": """
+import torch
+import kolovod.torch as kv
+kv.init()
+model = torch.nn.Linear(3, 1)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), 0.125)
+optimizer = kv.DistributedOptimizer(optimizer, model.named_parameters(), process_set=few)
+state = elastic.State(model=model, optimizer=optimizer, few=few, step=0)
+
+def step(x):
+    optimizer.zero_grad()
+    model(torch.full((1, 3), x)).sum().backward()
+    optimizer.step()
+
+def weight():
+    return model.weight[0, 0].item()
+""",
+    "tensorflow": """
+import tensorflow as tf
+import kolovod.tensorflow as kv
+kv.init()
+w = tf.Variable([0.0, 0.0, 0.0])
+optimizer = kv.DistributedOptimizer(tf.keras.optimizers.SGD(0.125), process_set=few)
+optimizer.build([w])
+state = elastic.State(w=w, few=few, step=0)
+
+@tf.function
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(w * x)
+    optimizer.apply_gradients([(tape.gradient(loss, w), w)])
+
+def weight():
+    return float(w[0])
+""",
+    "jax": """
+import jax, jax.numpy as jnp, optax
+import kolovod.jax as kv
+kv.init()
+optimizer = kv.DistributedOptimizer(optax.sgd(0.125), process_set=few)
+state = elastic.State(w=jnp.zeros(3), s=optimizer.init(jnp.zeros(3)), few=few, step=0)
+
+def update(w, s, x):
+    updates, s = optimizer.update(jax.grad(lambda w: (w * x).sum())(w), s, w)
+    return optax.apply_updates(w, updates), s
+
+jitted = jax.jit(update)
+
+def step(x):
+    way = jitted if state.step % 2 else update
+    state.w, state.s = way(state.w, state.s, x)
+
+def weight():
+    return float(state.w[0])
+""",
+}
 
 
 @pytest.mark.slow
-def test_an_optimizer_over_a_set_steps_with_the_ranks_outside() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "torch",
+        pytest.param("tensorflow", marks=pytest.mark.frameworks),
+        pytest.param("jax", marks=pytest.mark.frameworks),
+    ],
+)
+def test_an_optimizer_over_a_set_steps_with_the_ranks_outside(kind: str) -> None:
     """Ranks 0 and 2 average (1 + 3) / 2; rank 1, and rank 0 when it is the last, step alone."""
-    done = run("-np", "3", script=("-c", TORCH))
+    if kind != "torch":
+        pytest.importorskip(kind, reason=f"{kind} is not installed")
+    done = run("-np", "3", script=("-c", TRAINING.replace("{setup}", OPTIMIZERS[kind])))
     assert done.returncode == 0, done.stderr
     moved = dict(re.findall(r"moved (\d) (.*)", done.stdout))
     assert moved["0"] == str(-0.125 * (10 * 2 + 20 * 1))
+    assert moved["1"] == str(-0.125 * 30 * 2)
     assert "was killed by signal 9" in done.stderr
 
 

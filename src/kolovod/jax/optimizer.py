@@ -59,6 +59,7 @@ def average_gradients(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if not spec.is_member:
+            repeated.apart(updates)
             return updates, state
         scales = spec.prescale, spec.postscale
         average = partial(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +26,7 @@ from jax.interpreters import ad, batching, mlir
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.verbs import ALLREDUCE, BROADCAST
-from kolovod.elastic import steps
+from kolovod.elastic import ProcessSet, steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax import retracing
 from kolovod.jax.primitive import Call, batched, differentiated
@@ -56,14 +57,28 @@ def is_for(call: Call, arrays: Sequence[Any]) -> bool:
     """Whether ``call`` on ``arrays`` is part of a program, and can be repeated.
 
     The shape of what other verbs return depends on the number of ranks, which a program cannot
-    change; and process sets end with their world.
+    change; and process sets end with their world, but for those in the job's state.
     """
+    process_set = call.request.process_set
     return (
         steps.ongoing() is not None
         and call.verb in (ALLREDUCE, BROADCAST)
-        and call.request.process_set is None
+        and (process_set is None or isinstance(process_set, ProcessSet))
         and any(isinstance(array, jax.core.Tracer) for array in arrays)
     )
+
+
+def apart(arrays: Any) -> None:
+    """The step of a rank that has no part in a reduction, if the job is elastic.
+
+    Where ``arrays`` are traced it is a part of the program.
+    """
+    if steps.ongoing() is None:
+        return
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
+        _step.bind(call=None, counts=True)
+    else:
+        steps.exactly(lambda: None, counts=True)
 
 
 def bind(call: Call, arrays: Sequence[Any]) -> list[Any]:
@@ -71,14 +86,16 @@ def bind(call: Call, arrays: Sequence[Any]) -> list[Any]:
     return _step.bind(*arrays, call=call, counts=_counts.get())  # type: ignore[no-any-return]
 
 
-def _run(arrays: Sequence[np.ndarray[Any, Any]], call: Call, counts: bool) -> list[Any]:
-    """On a thread of XLA's: the memory of ``arrays`` is the program's."""
+def _attempt(arrays: Sequence[np.ndarray[Any, Any]], call: Call | None) -> Callable[[], list[Any]]:
+    if call is None:
+        return lambda: []
     verbs = Collectives(NumpyFrontend(), call.verbs.world)
-    request = call.request._replace(name=call.full_name)
+    return partial(verbs.new_group, call.request._replace(name=call.full_name), arrays)
 
-    def attempt() -> list[Any]:
-        return verbs.new_group(request, arrays)
 
+def _run(arrays: Sequence[np.ndarray[Any, Any]], call: Call | None, counts: bool) -> list[Any]:
+    """On a thread of XLA's: the memory of ``arrays`` is the program's."""
+    attempt = _attempt(arrays, call)
     ongoing = steps.ongoing()
     with retracing.running():
         return attempt() if ongoing is None else ongoing.exactly(attempt, counts=counts)
@@ -99,16 +116,17 @@ def register() -> None:
     """Make the primitive known to JAX, once."""
     effect = _effect()
 
-    def abstract(*arrays: Any, call: Call, counts: bool) -> tuple[list[Any], set[Any]]:
-        call.check()
-        _ = call.world  # raises now, not when the program runs
+    def abstract(*arrays: Any, call: Call | None, counts: bool) -> tuple[list[Any], set[Any]]:
+        if call is not None:
+            call.check()
+            _ = call.world  # raises now, not when the program runs
         return [array.update(weak_type=False) for array in arrays], {effect}
 
-    def lowering(context: Any, *operands: Any, call: Call, counts: bool) -> Sequence[Any]:
+    def lowering(context: Any, *operands: Any, call: Call | None, counts: bool) -> Sequence[Any]:
         devices = getattr(context.module_context.axis_context, "num_devices", 1)
         if devices != 1:
             raise InvalidArgumentError(
-                f"{call.verb.name} is part of a program for {devices} devices, but a rank computes "
+                f"a reduction is part of a program for {devices} devices, but a rank computes "
                 "on one device: start as many processes"
             )
 
@@ -132,9 +150,9 @@ def register() -> None:
     steps.settle_by(_settle)
 
 
-def _eager(*arrays: jax.Array, call: Call, counts: bool) -> list[Any]:
+def _eager(*arrays: jax.Array, call: Call | None, counts: bool) -> list[Any]:
     """With ``jax.disable_jit``."""
-    return call.bind(arrays)
+    return [] if call is None else call.bind(arrays)
 
 
 _step.def_impl(_eager)
