@@ -2,6 +2,7 @@
 # make demo-elastic  the same while three processes are killed, one after the other, and come back; draws the loss
 # make test      the Python tests that need PyTorch and NumPy only, but the slow ones (7 minutes, installation included)
 # make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)
+# make thorough  what test-all leaves out because it takes long: more schedules, more frameworks (an hour)
 # make scenarios Horovod's elastic jobs by horovodrun: every scenario with NumPy, PyTorch, TensorFlow and Keras, SCENARIO_RUNS=1 times (15 minutes each)
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
 # make lint      style, types, warnings as errors; which lock guards what, if there is a Clang
@@ -49,7 +50,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet scenarios native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet thorough scenarios native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -121,6 +122,9 @@ test-frameworks: $(STAMPS)/package $(STAMPS)/frameworks
 test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,slow and not thorough)
 
+thorough: $(STAMPS)/package $(STAMPS)/frameworks
+	$(call pytest,thorough)
+
 scenarios: $(STAMPS)/package $(STAMPS)/frameworks
 	for run in $$(seq $(SCENARIO_RUNS)); do \
 	    $(BIN)/python -m pytest tests/horovod/test_horovod_elastic_jobs.py $(TEST_ARGS) || exit 1; done
@@ -178,15 +182,18 @@ lint: $(STAMPS)/lint $(STAMPS)/doctest lint-locks
 
 sanitize: sanitize-thread sanitize-address
 
+# Without the longest ones, of which the same code has shorter ones; test-slow runs all of them as they are.
+SANITIZED := -E '^engine_(names_test|(names|hosts)_test_shuffled_.*)$$'
+
 sanitize-thread: $(STAMPS)/tools $(STAMPS)/doctest
 	@mkdir -p build
 	$(call native,tsan,-DKOLOVOD_SANITIZE=thread)
-	TSAN_OPTIONS=halt_on_error=1 $(call ctest,tsan)
+	TSAN_OPTIONS=halt_on_error=1 $(call ctest,tsan) $(SANITIZED)
 
 sanitize-address: $(STAMPS)/tools $(STAMPS)/doctest
 	@mkdir -p build
 	$(call native,asan,-DKOLOVOD_SANITIZE=address$(comma)undefined)
-	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan)
+	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan) $(SANITIZED)
 
 $(STAMPS)/fuzz: pyproject.toml $(STAMPS)/test
 	$(PIP) install --quiet --no-build-isolation '.[fuzz]'

@@ -245,6 +245,7 @@ def test_random_schedules_keep_to_the_rules():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(3000)
 def test_a_hundred_thousand_random_schedules_keep_to_the_rules():
     had = explore(range(100_000))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from frameworks import is_installed
 from jobs_with_deaths import SCRIPT, run, train
+from slow import thorough_but
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(330)]
 DEADLINE_S = 300.0
@@ -44,7 +45,13 @@ def prepared(name: str) -> tuple[str, dict[str, str]]:
     return kind, {**environment, "TF_USE_LEGACY_KERAS": "1" if kind == "tf_keras" else "0"}
 
 
-@pytest.mark.parametrize("name", ["keras on jax", "keras 2", "tensorflow", "tensorflow v1", "jax"])
+@pytest.mark.parametrize(
+    "name",
+    thorough_but(
+        ["keras on jax", "tensorflow"],
+        ["keras on jax", "keras 2", "tensorflow", "tensorflow v1", "jax"],
+    ),
+)
 def test_killed_ranks_are_replaced_and_no_step_is_lost(name: str, tmp_path: Path) -> None:
     kind, env = prepared(name)
     results = train(kind, 2, [1, 0], tmp_path, "-np", "2", deadline_s=DEADLINE_S, env=env)
@@ -55,7 +62,7 @@ def test_killed_ranks_are_replaced_and_no_step_is_lost(name: str, tmp_path: Path
 GROWING = Path(SCRIPT).with_name("elastic_growing_script.py")
 
 
-@pytest.mark.parametrize("name", ["keras on tensorflow", "jax"])
+@pytest.mark.parametrize("name", thorough_but(["jax"], ["keras on tensorflow", "jax"]))
 def test_jobs_that_grow_and_shrink(name: str, tmp_path: Path) -> None:
     """From one rank to two, to three, to one."""
     kind, env = prepared(name)
@@ -76,7 +83,12 @@ def test_jobs_that_grow_and_shrink(name: str, tmp_path: Path) -> None:
 FIT = Path(SCRIPT).with_name("elastic_fit_script.py")
 
 
-@pytest.mark.parametrize("name", ["keras on tensorflow", "keras on jax", "keras on torch"])
+@pytest.mark.parametrize(
+    "name",
+    thorough_but(
+        ["keras on tensorflow"], ["keras on tensorflow", "keras on jax", "keras on torch"]
+    ),
+)
 def test_fit_goes_on_in_the_batch_that_it_was_at(name: str) -> None:
     kind, env = prepared(name)
     epochs, steps, ends = 2, 6, "1:0:3,0:1:2"

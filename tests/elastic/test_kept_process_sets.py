@@ -166,7 +166,7 @@ def weight():
     "kind",
     [
         "torch",
-        pytest.param("tensorflow", marks=pytest.mark.frameworks),
+        pytest.param("tensorflow", marks=[pytest.mark.frameworks, pytest.mark.thorough]),
         pytest.param("jax", marks=pytest.mark.frameworks),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from sampled import Loader, change, play, world
-from slow import slow_but
+from slow import thorough_but
 
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.elastic.sampling import Batch, Plan, Progress, Rules
@@ -19,7 +19,9 @@ from kolovod.errors import InvalidArgumentError, MismatchError
 SCHEDULES = 1000
 
 
-@pytest.mark.parametrize("part", slow_but([0], range(21)))
+@pytest.mark.parametrize(
+    "part", [0, pytest.param(1, marks=pytest.mark.slow), *thorough_but([], range(2, 21))]
+)
 def test_each_sample_counts_once_whatever_happens(part: int) -> None:
     schedules = range(300) if part == 0 else range(part * SCHEDULES, (part + 1) * SCHEDULES)
     events: Counter[str] = Counter()

@@ -16,7 +16,7 @@ import pytest
 from frameworks import is_installed
 from netbed import Bed
 from reached_by_ssh import environment, made_bed  # noqa: F401
-from slow import slow_but
+from slow import slow_but, thorough_but
 
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
@@ -280,24 +280,28 @@ def test_a_function_that_raises_in_all_ranks() -> None:
     assert "KeyError: 'weights'" in done.stdout
 
 
+IN_SHORT = ("hosts added", "a worker fails", "hosts removed")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", thorough_but(IN_SHORT, SCENARIOS))
 def test_torch(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     check("torch", SCENARIOS[name], tmp_path)
 
 
-THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
-IN_SHORT = ("hosts added", "a worker fails", "hosts removed")
-
-
 @pytest.mark.slow
 @pytest.mark.frameworks
-@pytest.mark.parametrize("kind", ["tensorflow", "keras"])
 @pytest.mark.parametrize(
-    "name", [n if n in IN_SHORT else pytest.param(n, marks=THOROUGH) for n in SCENARIOS]
+    "case",
+    thorough_but(
+        [("tensorflow", "a worker fails"), ("keras", "hosts added")],
+        [(kind, name) for kind in ("tensorflow", "keras") for name in SCENARIOS],
+    ),
+    ids="-".join,
 )
-def test_tensorflow_and_keras(name: str, kind: str, tmp_path: Path) -> None:
+def test_tensorflow_and_keras(case: tuple[str, str], tmp_path: Path) -> None:
+    kind, name = case
     if not is_installed("tensorflow"):
         pytest.skip("TensorFlow is not installed")
     check(kind, SCENARIOS[name], tmp_path)

@@ -215,7 +215,7 @@ def test_the_file_is_valid_at_every_moment(tmp_path: Path) -> None:
         process.kill()
         process.communicate()
     assert len(sizes) >= 20
-    assert len(json.loads(path.read_text())) >= max(sizes)
+    assert len(read(path)) >= max(sizes)  # which leaves half an event out
 
 
 def test_a_later_world_does_not_overwrite_the_first(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, SpanLog
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe.collector import Clock
 from kolovod.observe.recorder import Batch, Operation
-from kolovod.observe.summary import summarize, text
+from kolovod.observe.summary import read, summarize, text
 from kolovod.observe.trace import Trace
 from kolovod.observe.trace_file import TraceFile
 
@@ -137,6 +137,24 @@ def test_the_file_is_whole_after_every_append(tmp_path: Path) -> None:
     file.close()
     file.append([{"n": "late"}])
     assert json.loads(path.read_text()) == written
+
+
+def test_a_file_whose_last_event_is_half_there_is_read(tmp_path: Path) -> None:
+    """As of a process that was killed while a write went from one page to the next."""
+    path = tmp_path / "timeline.json"
+    file = TraceFile(str(path), [{"n": 0}])
+    file.append([{"n": n} for n in range(1, 6)])
+    file.close()
+    whole = path.read_bytes()
+    first = whole.index(b",\n") + 2
+    for end in range(first, len(whole) + 1):
+        path.write_bytes(whole[:end])
+        events = read(path)
+        assert events == [{"n": n} for n in range(len(events))]
+        assert len(events) == 6 if b"]" in whole[:end] else len(events) < 6
+    path.write_bytes(whole[: first - 3])
+    with pytest.raises(InvalidArgumentError, match="is no timeline"):
+        read(path)
 
 
 def test_a_disk_that_was_full_from_the_start(

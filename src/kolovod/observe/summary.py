@@ -87,9 +87,16 @@ class _Rank:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a timeline's file. Raises InvalidArgumentError if it is none."""
+    """The events of a timeline's file. Raises InvalidArgumentError if it is none.
+
+    Of a process that was killed in the instant between two pages of a write the last event may be
+    half there (trace_file.py): it is left out.
+    """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if not text.rstrip().endswith("]"):
+            text = text.rpartition(",\n")[0] + "]"
+        events = json.loads(text)
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A file that is a valid JSON array at every moment, and grows."""
+"""A file that is a valid JSON array whenever it is read, and grows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class TraceFile:
     """Events go in before the closing bracket, by writes that bring a new one along.
 
     So whoever reads the file, also after the process was killed, finds an array. Each write stays
-    within a page if it can: the system may show, or do, half of a larger one.
+    within a page if it can: the system may show, or do, half of a larger one. What is left is the
+    one event that crosses from a page to the next: SIGKILL in that instant leaves a part of it.
     """
 
     def __init__(self, path: str, events: Sequence[dict[str, Any]]) -> None:
