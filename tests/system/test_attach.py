@@ -164,7 +164,7 @@ def test_another_attach_takes_the_job_over(folder: Path) -> None:
     with job(folder) as launcher:
         again = start("attach")
         out, errors = launcher.communicate(timeout=DEADLINE_S)
-        assert launcher.returncode == 0
+        assert launcher.returncode == 128 + signal.SIGHUP  # how the job ends is not known yet
         assert "is shown by another kolovod attach now; it goes on" in errors
         goes_on(folder)
         (folder / "end").touch()

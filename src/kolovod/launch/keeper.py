@@ -44,6 +44,8 @@ __all__ = ["attach", "run_kept_job"]
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 _READ_BYTES = 1 << 16
 _EXIT_WRONG_USE = 2
+_EXIT_REPLACED = 128 + signal.SIGHUP
+"""Of a viewer that another one has replaced: nobody knows yet how the job ends."""
 _DEATH_S = 1.0
 """From the end of a process's connections to its own, at most."""
 
@@ -69,7 +71,7 @@ def run_kept_job(elastic: ElasticOptions, command: Sequence[str], options: JobOp
     shown = _show(here, pid, lambda: os.waitpid(pid, os.WNOHANG)[0] == 0)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0 if shown is not None else os.WNOHANG)
-    return shown or 0
+    return _EXIT_REPLACED if shown is None else shown
 
 
 def attach(name: str | None) -> int:
@@ -83,7 +85,8 @@ def attach(name: str | None) -> int:
         connection = folder.connect()
     except OSError:
         return _show_what_is_left(folder)
-    return _show(connection, folder.pid, folder.is_kept) or 0
+    shown = _show(connection, folder.pid, folder.is_kept)
+    return _EXIT_REPLACED if shown is None else shown
 
 
 def _show(connection: socket.socket, pid: int, is_kept: Callable[[], bool]) -> int | None:
@@ -237,10 +240,10 @@ class _Keeper:
 
     def run(self, elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
         """To the job's end, and until that was told."""
-        listener: socket.socket | None = None
         try:
-            self._folder = job_folders.make(tuple(command))
-            listener = self._folder.listen()
+            folder = job_folders.make(tuple(command))
+            listener = folder.listen()
+            self._folder = folder
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         except (BootstrapError, OSError) as error:
             report_to_stderr(f"the job ends with this launcher, nobody could attach: {error}")
