@@ -23,6 +23,14 @@ def test_a_lost_rank_is_left_out_at_once_and_the_others_keep_their_order():
     assert (job.world.epoch, job.world.resets, job.world.joined) == (2, 1, frozenset())
 
 
+def test_a_rank_that_has_ended_well_is_not_called_lost():
+    job = Job("aa")
+    job.settle()
+    job.table.prove(Proof(1, "ended with exit code 0", NOTHING, has_finished=True), 0.0)
+    job.cut_off.add(1)
+    assert job.settle()[0].reason == "rank 1 on host a has ended"
+
+
 def test_joiners_come_together_and_last_at_a_step_boundary():
     job = Job("ab")
     job.settle()

@@ -180,6 +180,8 @@ class Proof:
     """For messages: "killed by SIGKILL"."""
     record: Record | None = None
     """What it left. None: nobody could read it."""
+    has_finished: bool = False
+    """It has ended by itself, with exit code 0."""
 
 
 Proofs = Mapping[int, Proof]

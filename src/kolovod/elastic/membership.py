@@ -351,7 +351,9 @@ def _without_survivor(
 def _name_lost(world: World, member: Member, proofs: Mapping[int, Proof]) -> str:
     name = world.name(member.number)
     proof = proofs.get(member.number)
-    return f"{name} was lost ({proof.cause})" if proof else f"{name} cannot be reached"
+    if proof is None:
+        return f"{name} cannot be reached"
+    return f"{name} has ended" if proof.has_finished else f"{name} was lost ({proof.cause})"
 
 
 def _loss(line: Line, proofs: Mapping[int, Proof]) -> str:

@@ -341,7 +341,8 @@ class ElasticJob:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
             return
-        proof = Proof(number, end.cause, record_file.parse(end.record) or NOTHING)
+        record = record_file.parse(end.record) or NOTHING
+        proof = Proof(number, end.cause, record, has_finished=end.code == 0)
         if end.code == 0:
             self._proofs.append((time.monotonic() + _FINISHED_GRACE_S, proof))
         else:
