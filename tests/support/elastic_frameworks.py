@@ -173,7 +173,52 @@ class OfJax(OfFramework):
         return [float(state.params["bits"]), digest(leaves)]
 
 
+class OfMxnet(OfFramework):
+    """A net of Gluon with a DistributedTrainer."""
+
+    def __init__(self) -> None:
+        import mxnet as mx
+
+        import kolovod.mxnet as kv
+
+        kv.init()
+        mx.random.seed(SLOT)
+        self.mx = mx
+        self.net = mx.gluon.nn.HybridSequential()
+        self.net.add(mx.gluon.nn.Dense(WIDTH, in_units=WIDTH), mx.gluon.nn.Dense(1, in_units=WIDTH))
+        self.net.initialize(mx.init.Xavier())
+        self.bits = mx.gluon.Parameter("bits", shape=(1,), dtype="float64", init="zeros")
+        self.bits.initialize()
+        self.parameters = mx.gluon.ParameterDict()
+        self.parameters.update(self.net.collect_params())
+        self.parameters._params["bits"] = self.bits
+        options = {"learning_rate": 1.0}
+        self.trainer = kv.DistributedTrainer(self.parameters, "sgd", options, op=kv.Sum)
+
+    def values(self) -> dict[str, Any]:
+        return {"parameters": self.parameters, "trainer": self.trainer}
+
+    def value(self) -> float:
+        return float(self.bits.data().asscalar())
+
+    def step(self, state: Any, member: int = 0) -> int:
+        mx, before = self.mx, self.value()
+        draw = np.random.default_rng([state.step, SLOT])
+        rows = mx.nd.array(draw.normal(size=(4, WIDTH)), dtype="float32")
+        with mx.autograd.record():
+            wide = 0.01 * mx.nd.mean(mx.nd.square(self.net(rows)))
+            loss = BIT * self.bits.data().sum()
+        mx.autograd.backward([wide, loss])
+        self.trainer.step(1)
+        return round(before - self.value())
+
+    def result(self, state: Any) -> Any:
+        arrays = [parameter.data().asnumpy() for parameter in self.parameters.values()]
+        return [self.value(), digest(arrays)]
+
+
 KINDS = {
+    "mxnet": OfMxnet,
     "keras": OfKeras,
     "tf_keras": lambda: OfKeras("tf_keras"),
     "tensorflow": OfTensorFlow,

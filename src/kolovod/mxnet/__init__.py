@@ -19,6 +19,7 @@ if _error := _missing("mxnet"):
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.mxnet import store as _store
+from kolovod.mxnet.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.mxnet.frontend import MxnetFrontend
 from kolovod.mxnet.functions import Functions
 from kolovod.mxnet.optimizer import DistributedOptimizer
@@ -32,6 +33,7 @@ from kolovod.surface.world import *
 
 _store.register()
 _functions = Functions(collectives)
+_share_in_elastic_jobs(_functions)
 
 broadcast_parameters = _functions.broadcast_parameters
 

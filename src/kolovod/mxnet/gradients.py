@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mxnet as mx
@@ -10,6 +11,7 @@ import numpy as np
 
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
@@ -53,49 +55,67 @@ class GradientReducer:
         """Overwrite the gradients of a whole model, the last first: backward makes them so.
 
         Each bucket is on its way as soon as MXNet has computed its gradients, while it computes
-        those before. Raises MismatchError, on every rank, when ranks have other parameters.
+        those before. Raises MismatchError, on every rank, when ranks have other parameters. In an
+        elastic job all of them are one step.
         """
-        if not self.is_member():
-            return
         described = [(g.name, (g.arrays[0].shape, str(g.arrays[0].dtype))) for g in gradients]
-        self._agree(described)
         sizes = {i: _bytes(gradients[i].arrays[0]) for i in reversed(range(len(gradients)))}
         groups = self._groups.among(dict(enumerate(gradients))) if self._groups else None
-        buckets = enumerate(plan.cut(sizes, groups))
-        pending = [self._start([gradients[i] for i in part], str(n)) for n, part in buckets]
-        for finish in pending:
-            finish()
+        buckets = [
+            ([gradients[i] for i in part], str(n)) for n, part in enumerate(plan.cut(sizes, groups))
+        ]
+        self._combine(buckets, described)
 
     def reduce(self, gradients: Sequence[Gradient]) -> None:
         """Overwrite some gradients, of which all ranks know that they come together."""
-        if not self.is_member():
-            return
-        self._agree([])
         names = [gradient.name for gradient in gradients]
-        self._start(gradients, names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}")()
+        name = names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+        self._combine([(gradients, name)], [])
+
+    def _combine(
+        self,
+        buckets: Sequence[tuple[Sequence[Gradient], str]],
+        described: list[tuple[str, Any]],
+    ) -> None:
+        if not self.is_member():
+            if steps.ongoing() is not None:  # whose steps are those of all ranks
+                steps.exactly(lambda: None, counts=True)
+            return
+        for bucket, _ in buckets:
+            for gradient in bucket:
+                _add_up(gradient.arrays)
+
+        def attempt() -> list[Callable[[], None]]:
+            self._agree(described)
+            pending = [self._start(*bucket) for bucket in buckets]
+            return [wait() for wait in pending]
+
+        for put in steps.exactly(attempt, counts=True):
+            put()
 
     def _agree(self, described: list[tuple[str, Any]]) -> None:
         """Once in each world, find a number for this optimizer that it has on all ranks."""
         if not self._agreement.is_current():
             self._agreement.reach(described)
 
-    def _start(self, bucket: Sequence[Gradient], name: str) -> Callable[[], None]:
-        """Send a bucket; what waits, and writes the results where the gradients were."""
-        for gradient in bucket:
-            _add_up(gradient.arrays)
+    def _start(self, bucket: Sequence[Gradient], name: str) -> Callable[[], Callable[[], None]]:
+        """Send a bucket; what waits, and returns what puts the results where the gradients were.
+
+        In an elastic job these stay as they are before, to be sent once more if a rank is lost.
+        """
         sent = [(gradient.name, gradient.arrays[0]) for gradient in bucket]
         full_name = f"{self._prefix}gradients.{self._agreement.number}.{name}"
-        submit = exchange.by(self._verbs, self.spec, in_place=True)
+        submit = exchange.by(self._verbs, self.spec, in_place=steps.ongoing() is None)
         scaled = exchange.scaling(self._verbs, self.spec)
         wait = exchange.start(self.spec, full_name, sent, submit, scaled)
 
-        def finish() -> None:
-            for result, gradient in zip(wait(), bucket, strict=True):
+        def put(results: Sequence[mx.nd.NDArray]) -> None:
+            for result, gradient in zip(results, bucket, strict=True):
                 for array in gradient.arrays:
                     if array is not result:
                         result.copyto(array)
 
-        return finish
+        return lambda: partial(put, wait())
 
 
 def _add_up(arrays: list[mx.nd.NDArray]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 import mxnet as mx
 
 from kolovod.core.ops import Sum
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec
@@ -64,8 +65,12 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
     def broadcast(
         self, key: int | str, value: mx.nd.NDArray, out: Arrays, priority: int = 0
     ) -> None:
-        """Put the ``value`` of ``root`` into ``out``; ``priority`` is of no use here."""
-        if self.reducer.is_member():
+        """Put the ``value`` of ``root`` into ``out``; ``priority`` is of no use here.
+
+        In an elastic job each rank's own: its state has made them equal, and who joins calls this
+        when the others do not.
+        """
+        if self.reducer.is_member() and steps.ongoing() is None:
             root = self._set.ranks[self.root] if self._set else self.root
             name = f"{self._prefix}parameter.{key}"
             value = self._verbs.broadcast(value, root, name, self._set)

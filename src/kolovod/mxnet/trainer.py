@@ -10,6 +10,7 @@ import mxnet as mx
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import is_elastic
@@ -31,7 +32,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
     first step parameters become those of the first rank; ``broadcast_parameters`` makes them equal
     before the first forward. Where the world may grow (KOLOVOD_ELASTIC), they become, in the first
     step of each world in which somebody steps for the first time, those of the first rank that has
-    stepped before.
+    stepped before. In the function of ``elastic.run`` they are those of the state.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
     def _kolovod_meet(self) -> None:
         """Have Gluon, which broadcasts in the first step, do so for ranks that are new."""
         store = self._kolovod_store
-        if not is_elastic() or not store.reducer.is_member():
+        if not is_elastic() or not store.reducer.is_member() or steps.ongoing() is not None:
             return
         engine = collectives.membership(store.reducer.spec.process_set).engine
         if engine is self._kolovod_engine:
