@@ -10,5 +10,6 @@ __all__ = ["report_to_stderr"]
 
 def report_to_stderr(text: str) -> None:
     """Print ``text`` marked as Kolovod's; a closed or broken standard error is no failure."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"kolovod: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # None: it was closed before
+        sys.stderr.write(f"kolovod: {text}\n")  # at once: others write, too
+        sys.stderr.flush()

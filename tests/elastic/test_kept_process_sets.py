@@ -28,6 +28,7 @@ state = elastic.State(
     high=elastic.ProcessSet([0] if joins else [2, 3]),  # a joiner takes those of the others
     ends=elastic.ProcessSet([0, 3], on_loss="drop"),
     all=elastic.ProcessSet(range(4)),
+    size=4,
 )
 names = ["low", "high", "ends", "all"]
 seen = []
@@ -43,6 +44,10 @@ def sums():
             found[name] = [int(total), one.size(), one.process_set_id]
     return found
 
+@state.on_size_change  # kv.size() is that of the moment, this the same on all ranks
+def follow(before, after):
+    state.size = after
+
 @elastic.run
 def train(state):
     while state.step < 60:
@@ -53,7 +58,7 @@ def train(state):
         if not joins and (state.step, slot) in [(10, 1), (30, 3)]:
             os.kill(os.getpid(), signal.SIGKILL)
         state.commit()
-        while kv.size() < 4:  # who was lost comes back, as another one
+        while state.size < 4:  # who was lost comes back, as another one
             elastic.exactly(lambda: None)
             state.commit()
 
@@ -91,15 +96,17 @@ slot = int(os.environ["KOLOVOD_SLOT"])
 
 @elastic.run
 def train(state):
+    global tickets
     while state.step < 30:
         if state.step == 10 and slot == 2 and os.environ["KOLOVOD_FIRST_HOSTS"]:
             os.kill(os.getpid(), signal.SIGKILL)
         step(float(slot + 1))
+        tickets = elastic.steps.ongoing().passed
         state.step += 1
         state.commit()
 
 train(state)
-print("moved", slot, weight(), flush=True)
+print("moved", slot, weight(), tickets, flush=True)
 """
 OPTIMIZERS = {
     "torch": """
@@ -176,7 +183,10 @@ def test_an_optimizer_over_a_set_steps_with_the_ranks_outside(kind: str) -> None
         pytest.importorskip(kind, reason=f"{kind} is not installed")
     done = run("-np", "3", script=("-c", TRAINING.replace("{setup}", OPTIMIZERS[kind])))
     assert done.returncode == 0, done.stderr
-    moved = dict(re.findall(r"moved (\d) (.*)", done.stdout))
+    found = re.findall(r"moved (\d) (.*) (\d+)", done.stdout)
+    assert len({tickets for _, _, tickets in found}) == 1  # all have made the same steps
+    assert int(found[0][2]) >= 30
+    moved = {rank: weight for rank, weight, _ in found}
     assert moved["0"] == str(-0.125 * (10 * 2 + 20 * 1))
     assert moved["1"] == str(-0.125 * 30 * 2)
     assert "was killed by signal 9" in done.stderr

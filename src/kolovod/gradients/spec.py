@@ -84,6 +84,14 @@ class ReduceSpec:
         """Whether the process set is not usable yet, but will be before a training begins."""
         return isinstance(self.process_set, ProcessSet) and self.process_set.comes_later
 
+    @property
+    def steps_apart(self) -> bool:
+        """Whether a rank that has no part in a reduction steps with the others all the same.
+
+        In an elastic job a step is one of all ranks, also of those outside the process set.
+        """
+        return self.process_set is not None and steps.ongoing() is not None and current().size > 1
+
     def has_others(self, world: Callable[[], WorldLike], *, without_world: bool) -> bool:
         """Whether there is another rank to combine gradients with, in the world of now.
 

@@ -114,7 +114,11 @@ class MetricAverageCallback(InOneKeras, _keras.callbacks.Callback):  # type: ign
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Average what there is. Raises MismatchError when ranks have different metrics."""
-        if logs is None or (self.process_set is not None and not self.process_set.included()):
+        if self.process_set is not None and not self.process_set.included():
+            for _ in range(2):  # in an elastic job steps are those of all ranks
+                exactly(lambda: None)
+            return
+        if logs is None:
             return
         for is_val, samples in ((False, self.samples), (True, self.val_samples)):
             mine = {

@@ -49,7 +49,8 @@ def run_elastic_job(
     ``stopped(reason)`` is called if the job was ended since it could not go on. Raises
     InvalidArgumentError for what discovery says, as ``ElasticJob.start``.
     """
-    with ElasticJob(elastic, options) as job, forwarding(job):
+    job = ElasticJob(elastic, options)
+    with forwarding(job), job:  # signals are heard until nothing is left of it
         try:
             job.start(command)
         except BootstrapError as error:

@@ -79,12 +79,12 @@ class JobFolder:
     def leave(self, outputs: dict[str, str], code: int) -> None:
         """What is to be shown to who attaches later."""
         for stream, text in outputs.items():
-            (self.path / stream).write_text(text, errors="replace")
+            (self.path / stream).write_bytes(text.encode(errors="replace"))
         (self.path / "exit_code").write_text(str(code))
 
     def left(self, stream: str) -> str:
         """What ``leave`` has written of a stream."""
-        return (self.path / stream).read_text(errors="replace")
+        return (self.path / stream).read_bytes().decode(errors="replace")
 
     def remove(self) -> None:
         """Forget the job."""

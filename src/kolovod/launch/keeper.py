@@ -53,8 +53,9 @@ _DEATH_S = 1.0
 def run_kept_job(elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
     """``run_elastic_job`` that goes on if this process ends; returns the exit code."""
     here, there = socket.socketpair()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed when this process began
+            stream.flush()
     with warnings.catch_warnings():  # of threads that NumPy's library has started, which is ready
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
@@ -111,14 +112,19 @@ def _show_what_is_left(folder: JobFolder) -> int:
     if code is None:
         raise InvalidArgumentError(f"job {folder.pid} is about to end: try again")
     for stream in ("stdout", "stderr"):
-        _print(stream, folder.left(stream))
+        try:
+            _print(stream, folder.left(stream))
+        except OSError:
+            raise InvalidArgumentError(f"job {folder.pid} was shown to its end meanwhile") from None
     folder.remove()
     return code
 
 
 def _print(stream: str, text: str) -> None:
+    console: TextIO | None = sys.stdout if stream == "stdout" else sys.stderr
+    if console is None:
+        return
     with contextlib.suppress(OSError, ValueError):  # who reads it is gone
-        console = sys.stdout if stream == "stdout" else sys.stderr
         console.write(text)
         console.flush()
 
@@ -216,7 +222,7 @@ class _Keeper:
         self._is_told = False
         names = ("stdout", "stderr")
         self._consoles = {
-            name: _Console(self._spool, name, getattr(sys, name).isatty()) for name in names
+            name: _Console(self._spool, name, _is_terminal(getattr(sys, name))) for name in names
         }
         sys.stdout, sys.stderr = (cast("TextIO", self._consoles[name]) for name in names)
         self._take_over_descriptors()
@@ -262,6 +268,8 @@ class _Keeper:
             code = 128 + signal.SIGINT
         except BaseException:
             traceback.print_exc()
+        for signum in _PASSED_ON:  # nothing is left to be ended
+            signal.signal(signum, lambda *_: None)
         self._spool.end(code)
         self._spool.wait_for_view()
         if self._folder is not None:
@@ -325,6 +333,10 @@ class _Keeper:
                     return
                 writer.output(0, what.stream, what.text.encode(errors="replace"))
                 number += 1
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -205,7 +205,7 @@ class HostRanks:
 
     def needs_polling(self) -> bool:
         """Whether the system has no pidfds, so that ``collect`` must be called by and by."""
-        return len(self._pidfds) < len(self._processes)
+        return any(rank not in self._pidfds for rank in self._running)
 
     def collect(self) -> list[Ended]:
         """Who has ended since the last time; deaths by signal first: they cause the others."""
@@ -228,6 +228,11 @@ class HostRanks:
                 )
                 ended.append(end)
         self._running -= {end.rank for end in ended}
+        for end in ended:  # of an elastic job many may come and go
+            for files in (self._pidfds, self._results, self._blame, self._records):
+                fd = files.pop(end.rank, -1)
+                if fd >= 0:
+                    os.close(fd)
         return sorted(ended, key=lambda end: (end.code >= 0, end.rank))
 
     def send(self, signum: int, ranks: Collection[int] | None = None) -> None:

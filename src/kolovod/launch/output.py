@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, TextIO, cast
 
 __all__ = ["LineSplitter", "Output", "OutputPump"]
 
@@ -239,6 +239,9 @@ class OutputPump:
                 if not data:
                     self._selector.unregister(key.fd)
                     self._open -= 1
+                    pipe = cast("IO[bytes]", key.fileobj)
+                    self._pipes.remove(pipe)
+                    pipe.close()
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._sink(key.data[0], key.data[1], b"")

@@ -153,9 +153,12 @@ class RemoteRanks:
         return (parts[0], parts[2]) if len(parts) == 4 else ("", "")
 
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
-        """Have them started."""
+        """Have them started; on a host that is lost they end at once, as lost ones."""
         with self._lock:
             self._running |= {order.rank for order in orders}
+            if self._lost:
+                self._end_as_lost()
+                return
         # What all have in common travels once.
         shared = dict(set.intersection(*(set(order.environment.items()) for order in orders)))
         listed = []
@@ -306,12 +309,16 @@ class RemoteRanks:
             if self._finished:
                 return
             self._lost = reason
-            told = {end.rank for end in self._events}
-            for rank in sorted(self._running - told):
-                pid = self._pids.get(rank, 0)
-                end = Ended(rank, pid, 255, self.host, lost=reason, time=self._heard)
-                self._events.append(end)
+            self._end_as_lost()
             self._changed.notify_all()
+
+    def _end_as_lost(self) -> None:
+        """With the lock held."""
+        told = {end.rank for end in self._events}
+        for rank in sorted(self._running - told):
+            pid = self._pids.get(rank, 0)
+            end = Ended(rank, pid, 255, self.host, lost=self._lost, time=self._heard)
+            self._events.append(end)
         self._ring()
 
     def _ring(self) -> None:

@@ -48,8 +48,8 @@ class GradientReducer:
 
     def is_member(self) -> bool:
         """Whether this rank takes part. Raises NotInitializedError."""
-        process_set = self.spec.process_set
-        return process_set is None or self._verbs.world().rank in process_set.ranks
+        self._verbs.world()
+        return self.spec.is_member
 
     def reduce_all(self, gradients: Sequence[Gradient]) -> None:
         """Overwrite the gradients of a whole model, the last first: backward makes them so.

@@ -64,6 +64,8 @@ class ByAdasum(torch.optim.Optimizer):
         """Step, combine the ranks' steps, and take that from where the parameters were."""
         spec, verbs = self._kolovod_spec, self._kolovod_verbs
         if not spec.has_others(verbs.world, without_world=False):
+            if spec.steps_apart:
+                steps.exactly(lambda: None, counts=True)
             return super().step() if closure is None else super().step(closure)
         size = verbs.world().size
         if size & (size - 1) != 0:  # before the parameters have changed

@@ -58,6 +58,8 @@ class Distributed(torch.optim.Optimizer):
         """Average the gradients unless that is done, or not wanted."""
         reducer = self._kolovod_reducer
         if not reducer.follow_world():
+            if not (reducer.skips or reducer.settled):
+                reducer.synchronize()
             return
         if reducer.skips:
             if reducer.sending:
@@ -130,10 +132,12 @@ class Distributed(torch.optim.Optimizer):
             loss = closure()
             if reducer.skips or not reducer.follow_world():
                 self._kolovod_prepare()
+                if reducer.spec.steps_apart and not reducer.skips and _is_tensor(loss):
+                    steps.exactly(lambda: None)  # as the others do with their losses
                 return loss
             if not reducer.settled:
                 reducer.synchronize()
-            if isinstance(loss, torch.Tensor):
+            if _is_tensor(loss):
                 own = loss.detach()
                 loss = steps.exactly(lambda: reducer.verbs.allreduce(own))
             return loss
@@ -154,6 +158,10 @@ class Distributed(torch.optim.Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""
         return unwrapped(self, self._kolovod_base)
+
+
+def _is_tensor(loss: Any) -> bool:
+    return isinstance(loss, torch.Tensor)
 
 
 def DistributedOptimizer(

@@ -24,7 +24,6 @@ from kolovod.core import spans
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max, Sum
-from kolovod.core.world import current
 from kolovod.elastic import steps
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
 from kolovod.gradients.agreement import Agreement
@@ -171,7 +170,9 @@ class GradientReducer:
     def synchronize(self) -> None:
         """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
         if not self.follow_world():
-            self._step_apart()
+            if self.spec.steps_apart:
+                steps.exactly(lambda: None, counts=True)
+                self.synchronized = True
             return
         if not (self.parameters or self.parameters.frozen):
             return
@@ -187,12 +188,6 @@ class GradientReducer:
         finally:
             self._reset()
         self.synchronized = True
-
-    def _step_apart(self) -> None:
-        """In an elastic job a step is one of all ranks, also of those outside the process set."""
-        if self.spec.process_set is not None and steps.ongoing() is not None and current().size > 1:
-            steps.exactly(lambda: None, counts=True)
-            self.synchronized = True
 
     def _attempt(self, problems: list[InvalidArgumentError]) -> list[Callable[[], None]]:
         """Send all, and wait for it; what is returned puts the results in their places.
