@@ -48,7 +48,7 @@ def prepared(name: str) -> tuple[str, dict[str, str]]:
 @pytest.mark.parametrize(
     "name",
     thorough_but(
-        ["keras on jax", "tensorflow"],
+        ["tensorflow"],
         ["keras on jax", "keras 2", "tensorflow", "tensorflow v1", "jax"],
     ),
 )

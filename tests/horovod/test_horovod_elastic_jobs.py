@@ -118,6 +118,12 @@ SCENARIOS = {
 }  # fmt: skip
 
 
+SHORT = (
+    "hosts added", "a worker fails", "the oldest host removed", "an operation fails",
+    "a host cools down and comes back", "all hosts are avoided", "the reset limit", "nobody comes",
+)  # fmt: skip
+
+
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*HOROVODRUN, *arguments],
@@ -162,7 +168,13 @@ def check(kind: str, scenario: Scenario, folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", slow_but(["hosts added", "a worker fails"], SCENARIOS))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *slow_but(["hosts added", "a worker fails"], SHORT),
+        *thorough_but([], [name for name in SCENARIOS if name not in SHORT]),
+    ],
+)
 def test_without_a_framework(name: str, tmp_path: Path) -> None:
     check("plain", SCENARIOS[name], tmp_path)
 
@@ -280,7 +292,7 @@ def test_a_function_that_raises_in_all_ranks() -> None:
     assert "KeyError: 'weights'" in done.stdout
 
 
-IN_SHORT = ("hosts added", "a worker fails", "hosts removed")
+IN_SHORT = ("hosts removed",)
 
 
 @pytest.mark.slow

@@ -197,6 +197,7 @@ def test_results_are_bitwise_equal_when_fused_differently():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_more_than_two_to_the_31_bytes():
     count = 2**31 + 4099
     if psutil.virtual_memory().available < 3.5 * count:

@@ -351,6 +351,7 @@ def test_collectives_write_verified_results(tmp_path, lent):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_training_runs_and_equals_ddp(tmp_path, lent):
     arguments = ["--models", "mlp", "--rounds", "1", "--steps", "2", "--output", str(tmp_path)]
     assert training.main(arguments) == 0
@@ -366,6 +367,7 @@ def test_training_runs_and_equals_ddp(tmp_path, lent):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_overhead_finds_no_hook_in_a_world_of_one(tmp_path, lent):
     assert overhead.main(["--rounds", "1", "--steps", "2", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "overhead.json").read_text())

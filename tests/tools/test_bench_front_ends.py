@@ -65,6 +65,7 @@ def check(framework, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_short_run_with_jax(tmp_path):
     """As a user starts it."""
     if not hasattr(pytest.importorskip("jax"), "shard_map"):

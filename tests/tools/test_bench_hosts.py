@@ -102,6 +102,7 @@ def test_nothing_of_the_last_bucket_is_hidden():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 def test_a_small_overlap_is_measured(tmp_path):
     command = [sys.executable, str(BENCH / "overlap.py"), "--quick", "--output", str(tmp_path)]

@@ -16,6 +16,7 @@ SCRIPT = BENCH / "tf_ops.py"
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 @pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed")
 def test_a_short_run(tmp_path):

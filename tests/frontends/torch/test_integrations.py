@@ -135,6 +135,7 @@ def reference(script, folder, *arguments, **variables):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_accelerate(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     gloo = reference(ACCELERATE, tmp_path)
@@ -143,6 +144,7 @@ def test_accelerate(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_lightning(tmp_path):
     pytest.importorskip("lightning", reason="lightning is not installed")
     gloo = reference(LIGHTNING, tmp_path)
