@@ -150,10 +150,7 @@ def _add_attach(actions: Any) -> None:
     )
     attaching.set_defaults(parser=attaching, act=_attach)
     attaching.add_argument(
-        "job",
-        nargs="?",
-        metavar="JOB",
-        help="its number; needed where there are several",
+        "job", nargs="?", metavar="JOB", help="its number; needed where there are several"
     )
 
 
@@ -222,7 +219,10 @@ def _add_elastic(run: argparse.ArgumentParser) -> None:
         "--min-np", type=_rank_count, metavar="N", help="ranks without which the job waits [1]"
     )
     group.add_argument(
-        "--max-np", type=_rank_count, metavar="N", help="ranks at most [the hosts' places]"
+        "--max-np",
+        type=_rank_count,
+        metavar="N",
+        help="ranks at most [-np; or what a script finds]",
     )
     group.add_argument(
         "--host-discovery-script",
