@@ -125,8 +125,9 @@ def register() -> None:
     def lowering(context: Any, *operands: Any, call: Call | None, counts: bool) -> Sequence[Any]:
         devices = getattr(context.module_context.axis_context, "num_devices", 1)
         if devices != 1:
+            what = "a step" if call is None else call.verb.name
             raise InvalidArgumentError(
-                f"a reduction is part of a program for {devices} devices, but a rank computes "
+                f"{what} is part of a program for {devices} devices, but a rank computes "
                 "on one device: start as many processes"
             )
 

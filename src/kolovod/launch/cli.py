@@ -149,9 +149,8 @@ def _add_attach(actions: Any) -> None:
         allow_abbrev=False,
     )
     attaching.set_defaults(parser=attaching, act=_attach)
-    attaching.add_argument(
-        "job", nargs="?", metavar="JOB", help="its number; needed where there are several"
-    )
+    text = "its number; needed where there are several"
+    attaching.add_argument("job", nargs="?", metavar="JOB", help=text)
 
 
 def _attach(options: argparse.Namespace) -> int:
@@ -222,7 +221,7 @@ def _add_elastic(run: argparse.ArgumentParser) -> None:
         "--max-np",
         type=_rank_count,
         metavar="N",
-        help="ranks at most [-np; or what a script finds]",
+        help="ranks at most [-np, or what discovery finds]",
     )
     group.add_argument(
         "--host-discovery-script",
