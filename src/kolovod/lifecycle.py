@@ -50,6 +50,8 @@ class Place(NamedTuple):
     rank: int
     numbers: tuple[int, ...]
     """Of the members, in the order of their ranks: no two processes of a job have the same."""
+    rendezvous: str = ""
+    """Where they meet; "": where the job began."""
 
 
 class Guide(Protocol):
@@ -177,6 +179,8 @@ def _follow(guide: Guide, own: RankEnvironment, comm: Any, settings: Settings) -
         place = guide.next_world()
         members = tuple(range(len(place.numbers)))
         environment = replace(own, rank=place.rank, size=len(members))
+        if place.rendezvous:
+            environment = replace(environment, rendezvous=place.rendezvous)
         try:
             _begin(environment, members, settings, place)
             return

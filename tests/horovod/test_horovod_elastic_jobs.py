@@ -22,9 +22,9 @@ from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.launch import elastic_options
 from kolovod.launch import avoided_hosts
+from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.job import JobOptions
-from kolovod.launch.remote import SshOptions
 
 pytestmark = pytest.mark.timeout(340)
 

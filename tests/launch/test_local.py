@@ -6,8 +6,9 @@ import os
 import select
 import time
 
+from kolovod.launch.agent_line import SshLine, SshOptions
 from kolovod.launch.local import Ended, HostRanks, Order
-from kolovod.launch.remote import RemoteRanks, SshOptions
+from kolovod.launch.remote import RemoteRanks
 
 
 def ended(ranks: HostRanks) -> list[Ended]:
@@ -40,7 +41,7 @@ def test_processes_that_have_ended_keep_no_files_open() -> None:
 
 
 def test_what_is_started_on_a_lost_host_ends_at_once() -> None:
-    remote = RemoteRanks("b", SshOptions(), lambda rank, stream, data: None)
+    remote = RemoteRanks("b", SshLine("b", SshOptions()), lambda rank, stream, data: None)
     remote._lose("ssh to b ended")
     remote.start([Order(3, ["true"], {})])
     (end,) = remote.collect()

@@ -24,9 +24,9 @@ from horovod.runner.flags import is_elastic, parse_args, variables_of
 from kolovod.config import load
 from kolovod.core.affinity import check_affinity
 from kolovod.errors import BootstrapError
+from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.cli import main as kolovod
 from kolovod.launch.job import JobOptions
-from kolovod.launch.remote import SshOptions
 from kolovod.notices import report_to_stderr
 
 __all__ = ["check_build", "parse_args", "run_commandline"]

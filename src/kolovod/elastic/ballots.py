@@ -117,6 +117,10 @@ class World:
         """What others name in their basis."""
         return replace(self, basis=()) if self.basis else self
 
+    def announcement(self, reason: str) -> str:
+        """What users hear when it has formed."""
+        return f"epoch {self.epoch}: {len(self.members)} ranks go on, since {reason}"
+
     def name(self, number: int) -> str:
         """A member as users know it: "rank 2 on host b"."""
         for rank, member in enumerate(self.members):

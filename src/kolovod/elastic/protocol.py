@@ -1,43 +1,70 @@
 """What members of an elastic job and its steward say to each other.
 
 Pure: values in, JSON values out, and back with every field checked. After the handshake
-(net/channel.py) a member says who it is; from then on both sides speak when they have to::
+(net/channel.py) whoever listens says whether it is a steward, or which it knows (``address`` is
+"" for the launcher, which all know). To a steward a member says who it is; from then on both sides
+speak when they have to::
+
+    listener -> caller  {"steward": n or null, "is_here": bool, "address": text,
+                         "formed": world or null, "rendezvous": text, "policy": policy or null}
 
     member  -> steward  {"protocol": n, "version": text, "number": n or null, "slot": n,
-                         "host": text, "pid": n, "record": record}
+                         "host": text, "record": record, "facts": facts or null,
+                         "contact": [addresses, pid, pid namespace, path of the record]}
     steward -> member   {"you": member, "formed": world}
-    member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "broken": text,
-                         "epoch": n}
+    member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "ends": bool,
+                         "broken": text, "epoch": n}
                         {"promised": record}
                         {"agreed": [[term, steward], epoch], "record": record}
                         {"resigns": text, "record": record}
+                        {"proofs": [proof]} of processes on its host
     steward -> member   {"ask": [term, steward]}
                         {"propose": world, "urgent": bool, "reason": text}
                         {"formed": world, "reason": text}, {"stop": text}, {"alive": true}
+                        {"facts": facts}, {"contacts": [contact]} for when the steward is lost
 
     member  [number, slot, host]        ballot  [term, steward]
     world   {"ballot", "epoch", "members", "basis": [world], "joined": [number], "resets"}
     record  {"promised": ballot, "formed": world or null, "agreed": world or null}
+    proof   [number, cause, record or null, has finished]
+    facts   {"formed": world, "proofs": [proof], "entrants": [member], "leaving": [number],
+             "has_state": [number]}
+    contact [number, addresses, pid, pid namespace, path of the record]
+    policy  {name: value} of ``membership.Policy``
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
 
-from kolovod.elastic.ballots import Ballot, Member, Record, Stamp, World
+from kolovod.elastic.ballots import Ballot, Member, Proof, Record, Stamp, World
+from kolovod.elastic.membership import Policy
+from kolovod.elastic.table import Facts
 from kolovod.errors import BootstrapError
 from kolovod.net import messages
 from kolovod.net.messages import MAX_RANKS
 
 __all__ = [
+    "Contact",
     "ballot_of",
+    "contact_of",
+    "encode_contact",
+    "encode_facts",
     "encode_member",
+    "encode_policy",
+    "encode_proof",
     "encode_reason",
     "encode_record",
     "encode_stamp",
     "encode_world",
+    "facts_of",
+    "list_of",
     "member_of",
+    "policy_of",
+    "proof_of",
     "reason_of",
     "record_of",
     "stamp_of",
@@ -48,6 +75,24 @@ _MAX_REASON = 1 << 12
 _MAX_NUMBER = 1 << 53
 _MAX_BASIS = 64
 _MAX_HOST = 255
+_MAX_ADDRESSES = 1 << 10
+_MAX_PATH = 1 << 10
+_MAX_NAMESPACE = 64
+
+T = TypeVar("T")
+
+
+class Contact(NamedTuple):
+    """How a member is found, and how others on its host watch it."""
+
+    number: int
+    addresses: str
+    """Where it listens, as steward or to say who that is."""
+    pid: int
+    namespace: str
+    """In which the pid counts; "": unknown."""
+    record_path: str
+    """See record_file.py."""
 
 
 def encode_member(member: Member) -> list[Any]:
@@ -86,6 +131,33 @@ def encode_stamp(stamp: Stamp) -> list[Any]:
     return [list(stamp.ballot), stamp.epoch]
 
 
+def encode_proof(proof: Proof) -> list[Any]:
+    """See the module."""
+    record = None if proof.record is None else encode_record(proof.record)
+    return [proof.number, encode_reason(proof.cause), record, proof.has_finished]
+
+
+def encode_facts(facts: Facts) -> dict[str, Any]:
+    """See the module."""
+    return {
+        "formed": encode_world(facts.formed),
+        "proofs": [encode_proof(proof) for proof in facts.proofs.values()],
+        "entrants": [encode_member(member) for member in facts.entrants.values()],
+        "leaving": sorted(facts.leaving),
+        "has_state": sorted(facts.has_state),
+    }
+
+
+def encode_contact(contact: Contact) -> list[Any]:
+    """See the module."""
+    return list(contact)
+
+
+def encode_policy(policy: Policy) -> dict[str, Any]:
+    """See the module."""
+    return asdict(policy)
+
+
 def ballot_of(value: Any) -> Ballot:
     """Raises BootstrapError naming what is wrong, as all below do."""
     numbers = messages.wholes({"ballot": value}, "ballot", -_MAX_NUMBER, _MAX_NUMBER)
@@ -103,9 +175,7 @@ def stamp_of(value: Any) -> Stamp:
 
 def member_of(row: Any) -> Member:
     """One member."""
-    if not isinstance(row, list) or len(row) != 3:
-        raise BootstrapError("a malformed message: a member has a number, a slot and a host")
-    given = dict(zip(("number", "slot", "host"), row, strict=True))
+    given = _named(row, ("number", "slot", "host"), "a member")
     return Member(
         messages.whole(given, "number", 0, _MAX_NUMBER),
         messages.whole(given, "slot", 0, _MAX_NUMBER),
@@ -149,3 +219,79 @@ def record_of(value: Any) -> Record:
         None if formed is None else world_of(formed),
         None if agreed is None else world_of(agreed),
     )
+
+
+def list_of(value: Any, item_of: Callable[[Any], T], what: str) -> list[T]:
+    """A list of what ``item_of`` takes, ``what`` in messages."""
+    if not isinstance(value, list):
+        raise BootstrapError(f"a malformed message: {what} are a list")
+    return [item_of(item) for item in value]
+
+
+def proof_of(row: Any) -> Proof:
+    """A proof."""
+    given = _named(row, ("number", "cause", "record", "has_finished"), "a proof")
+    return Proof(
+        messages.whole(given, "number", 0, _MAX_NUMBER),
+        messages.text(given, "cause", _MAX_REASON),
+        None if given["record"] is None else record_of(given["record"]),
+        messages.flag(given, "has_finished"),
+    )
+
+
+def facts_of(value: Any) -> Facts:
+    """Facts."""
+    given = messages.mapping(value)
+    proofs = list_of(given.get("proofs"), proof_of, "proofs")
+    entrants = list_of(given.get("entrants"), member_of, "entrants")
+    return Facts(
+        world_of(given.get("formed")),
+        {proof.number: proof for proof in proofs},
+        {member.number: member for member in entrants},
+        frozenset(messages.wholes(given, "leaving", 0, _MAX_NUMBER)),
+        frozenset(messages.wholes(given, "has_state", 0, _MAX_NUMBER)),
+    )
+
+
+def contact_of(row: Any) -> Contact:
+    """A contact."""
+    given = _named(row, Contact._fields, "a contact")
+    return Contact(
+        messages.whole(given, "number", 0, _MAX_NUMBER),
+        messages.text(given, "addresses", _MAX_ADDRESSES),
+        messages.whole(given, "pid", 1, _MAX_NUMBER),
+        messages.text(given, "namespace", _MAX_NAMESPACE),
+        messages.text(given, "record_path", _MAX_PATH),
+    )
+
+
+def policy_of(value: Any) -> Policy:
+    """A policy; whoever says it has checked what it means."""
+    given = messages.mapping(value)
+    limit = given.get("reset_limit")
+    return Policy(
+        min_np=messages.whole(given, "min_np", 0, _MAX_NUMBER),
+        max_np=messages.whole(given, "max_np", 0, _MAX_NUMBER),
+        **{name: _seconds(given, name) for name in _TIMES},
+        reset_limit=None if limit is None else messages.whole(given, "reset_limit", 0, _MAX_NUMBER),
+        ends_for_growth=messages.flag(given, "ends_for_growth"),
+        go_on_after_loss=messages.flag(given, "go_on_after_loss"),
+    )
+
+
+_TIMES = ("elastic_timeout_s", "gather_s", "gather_started_s", "silence_s", "broken_s")
+
+
+def _seconds(given: dict[str, Any], name: str) -> float:
+    value: Any = given.get(name)
+    if type(value) not in (int, float) or not value >= 0:
+        raise BootstrapError(f"a malformed message: {name} is {value!r:.40}; expected seconds")
+    return float(value)
+
+
+def _named(row: Any, names: Iterable[str], what: str) -> dict[str, Any]:
+    """The row's fields by name."""
+    expected = tuple(names)
+    if not isinstance(row, list) or len(row) != len(expected):
+        raise BootstrapError(f"a malformed message: {what} has {', '.join(expected)}")
+    return dict(zip(expected, row, strict=True))

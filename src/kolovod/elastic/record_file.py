@@ -44,6 +44,11 @@ class RecordFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
         self._sequence = 0
 
+    @property
+    def path(self) -> str:
+        """Where others of this host open it while this process lives; "": there is none."""
+        return "" if self._fd < 0 else f"/proc/{os.getpid()}/fd/{self._fd}"
+
     def write(self, record: Record) -> None:
         """Returns when a reader will find it, whatever becomes of this process."""
         if self._fd < 0:

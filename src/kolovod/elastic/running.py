@@ -304,6 +304,7 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
     Who does not come to it in _END_S is not waited for.
     """
     if worlds.current().size == 1:
+        session.finished()
         return
 
     def give_up() -> None:
@@ -319,6 +320,7 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
         pass
     finally:
         timer.cancel()
+    session.finished()
 
 
 @contextlib.contextmanager
@@ -363,7 +365,7 @@ class _Job:
 
     def __init__(self, environment: RankEnvironment, settings: Settings) -> None:
         self._place = environment
-        self._is_encrypted = settings.encrypt
+        self._settings = settings
         self.begins = bool(environment.first_hosts)
         """Whether this process is one of those that the job starts with."""
         self.session: Session | None = None
@@ -380,7 +382,8 @@ class _Job:
                 place.host,
                 first=None if first is None else (place.slot, first),
                 record_path=os.environ.get(record_file.VARIABLE, ""),
-                encrypted=self._is_encrypted,
+                encrypted=self._settings.encrypt,
+                interfaces=self._settings.interface_names,
                 abort=_abort,
                 min_np=place.min_np,
             )
@@ -412,6 +415,8 @@ def _after_fork() -> None:
 def _after_fork_in_child() -> None:
     """The session is the parent's, and SIGTERM ends a child as always."""
     global _job, _handler
+    if _job is not None and _job.session is not None:
+        _job.session.forget()
     if _handler is not None and signal.getsignal(signal.SIGTERM) is _handler:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

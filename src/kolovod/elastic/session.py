@@ -2,7 +2,8 @@
 
 A thread answers the steward at once, whatever the script is at. It agrees to a world that follows a
 loss without asking the script, whose operations then fail, and to one that can wait when the script
-has come to a place where all ranks stop alike (``stop_for_next``).
+has come to a place where all ranks stop alike (``stop_for_next``). Where the steward is lost it
+follows another one (deputy.py).
 """
 
 from __future__ import annotations
@@ -13,34 +14,41 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kolovod.elastic.ballots import NOTHING, Member, Record, World
+from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, World
+from kolovod.elastic.deputy import Deputy, Known
+from kolovod.elastic.mates import Mates
 from kolovod.elastic.protocol import (
     ballot_of,
+    contact_of,
+    encode_facts,
+    encode_proof,
     encode_reason,
     encode_record,
     encode_stamp,
+    facts_of,
+    list_of,
     member_of,
     reason_of,
     world_of,
 )
 from kolovod.elastic.record_file import RecordFile
-from kolovod.elastic.steward import BEAT_S, LABEL
+from kolovod.elastic.search import Answer
+from kolovod.elastic.steward import BEAT_S
 from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
 from kolovod.lifecycle import Place
 from kolovod.net import messages
-from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel
 from kolovod.net.lost_hosts import notice_lost_host
 from kolovod.rendezvous import versions
+from kolovod.rendezvous.segment_handover import pid_namespace
 
 __all__ = ["Session"]
 
-_CONNECT_S = 10.0
 _SEND_S = 2.0
-_AGAIN_S = 0.1
+_AGAIN_S = 0.02
 _LOST_S = 30.0
 """How long a steward that cannot be reached is looked for."""
 _WANTED_S = 1.0
@@ -60,10 +68,11 @@ class Session:
         first: tuple[int, World] | None = None,
         record_path: str = "",
         encrypted: bool = False,
+        interfaces: Sequence[str] = (),
         abort: Callable[[str], None] = lambda reason: None,
         min_np: int = 1,
     ) -> None:
-        """``steward``: its addresses. ``slot``, ``host``: the place that this process fills.
+        """``steward``: the launcher's addresses. ``slot``, ``host``: the place of this process.
 
         ``first``: its number and the world that the job starts with, if it is one of those who
         start it. ``record_path``: see record_file.py. ``abort(reason)``: makes the operations of
@@ -73,7 +82,7 @@ class Session:
         self.min_np = min_np
         self.hears_of_change: Callable[[], None] = lambda: None
         """Is called on the session's thread when ``change`` has become other than None."""
-        self._address, self._secret, self._encrypted = steward, secret, encrypted
+        self._address = steward
         self._slot, self._host = slot, host
         self._abort = abort
         self._file = RecordFile(record_path)
@@ -84,6 +93,7 @@ class Session:
         self._current: World | None = None  # that this process works in, or has last
         self._has_state = False
         self._leaves = False
+        self._ends = False
         self._broken = ""
         self._pending: World | None = None  # not urgent, and not agreed to yet
         self._stops = False  # at a place where all ranks stop alike
@@ -94,6 +104,12 @@ class Session:
             number, world = first
             self._number, self._record = number, NOTHING.told(world)
             self._file.write(self._record)
+        self._mates = Mates()
+        self._proofs: dict[int, Proof] = {}  # of members on this host
+        self._deputy = Deputy(
+            steward, secret, self._known, encrypted=encrypted, interfaces=interfaces
+        )
+        self._rendezvous = ""  # of the present steward
         self._resigns = ""
         self._to_abort = ""  # why, once the answer is sent
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -122,7 +138,7 @@ class Session:
             if number not in world.joined:
                 self._has_state = True
             numbers = tuple(member.number for member in world.members)
-            return Place(world.epoch, numbers.index(number), numbers)
+            return Place(world.epoch, numbers.index(number), numbers, self._rendezvous)
 
     def failed(self, reason: str) -> None:
         """The present world has failed, or could not be formed: another one must follow."""
@@ -146,6 +162,12 @@ class Session:
         """Let this process leave at the next place where all ranks stop alike."""
         with self._lock:
             self._leaves = True
+        self._ring()
+
+    def finished(self) -> None:
+        """The script has done its part, so the process may end well from now on."""
+        with self._lock:
+            self._ends = True
         self._ring()
 
     @property
@@ -196,7 +218,12 @@ class Session:
         if os.getpid() == self._owner:
             self._ring()
             self._thread.join(_SEND_S)
+            self._deputy.close()
         self._file.close()
+
+    def forget(self) -> None:
+        """In a forked child: it is no part of the job."""
+        self._deputy.forget()
 
     def _next(self) -> World | None:
         """Under the lock."""
@@ -219,54 +246,71 @@ class Session:
         lost_s = time.monotonic()
         while not self._is_closed and self._over is None:
             try:
-                channel = self._connect()
+                self._watch_mates()
+                answer = self._deputy.find(lambda formed: self._told(formed, ""))
             except (EOFError, OSError, BootstrapError) as error:
                 if isinstance(error, AuthenticationError) or time.monotonic() > lost_s + _LOST_S:
                     self._end(f"the job's steward at {self._address} cannot be reached ({error})")
                 time.sleep(_AGAIN_S)
                 continue
             try:
-                with contextlib.closing(channel):
-                    self._converse(channel)
+                with contextlib.closing(answer):
+                    self._follow(answer)
             except (EOFError, OSError, AuthenticationError):
                 lost_s = time.monotonic()
             except Exception as error:  # a defect: whoever waits must hear of it
                 self._end(f"the session with the steward has failed: {error!r}")
+        self._mates.close()
+        self._deputy.retire()
         with self._lock:
             bell, self._bell = self._bell, -1
             os.close(bell)
 
-    def _connect(self) -> Channel:
-        deadline = time.monotonic() + _CONNECT_S
-        channel = connect_any(
-            self._address, self._secret, LABEL, deadline, encrypted=self._encrypted
-        )
-        try:
-            notice_lost_host(channel.fileno())
-            with self._lock:
-                hello = {
-                    **versions.own(),
-                    "number": self._number,
-                    "slot": self._slot,
-                    "host": self._host,
-                    "pid": os.getpid(),
-                    "record": encode_record(self._record),
-                }
-            channel.send(hello, deadline)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+    def _known(self) -> Known:
+        with self._lock:
+            return Known(self._number, self._record, tuple(self._proofs.values()))
 
-    def _converse(self, channel: Channel) -> None:
-        """Until the connection breaks, or this process needs it no longer."""
-        poll = select.poll()
+    def _follow(self, answer: Answer) -> None:
+        """A steward, until the connection breaks, or this process needs it no longer."""
+        channel = answer.channel
+        assert channel is not None
+        notice_lost_host(channel.fileno())
+        facts = self._deputy.facts
+        with self._lock:
+            self._rendezvous = answer.rendezvous
+            hello = {
+                **versions.own(),
+                "number": self._number,
+                "slot": self._slot,
+                "host": self._host,
+                "contact": [
+                    self._deputy.addresses,
+                    os.getpid(),
+                    pid_namespace(),
+                    self._file.path,
+                ],
+                "record": encode_record(self._record),
+                "facts": None if facts is None else encode_facts(facts),
+            }
+        channel.send(hello, time.monotonic() + _SEND_S)
+        # A launcher sees its processes end, and knows why.
+        self._converse(channel, tells_proofs=answer.steward is not None and answer.steward >= 0)
+
+    def _converse(self, channel: Channel, *, tells_proofs: bool) -> None:
         bell = self._bell
-        poll.register(channel.fileno(), select.POLLIN)
-        poll.register(bell, select.POLLIN)
         said_s = 0.0
+        told: set[int] = set()
         while not self._is_closed and self._over is None:
+            poll = select.poll()
+            for fd in (channel.fileno(), bell, *self._mates.fds()):
+                poll.register(fd, select.POLLIN)
             ready = [fd for fd, _ in poll.poll(BEAT_S * 1000)]
+            self._watch_mates()
+            untold = self._proofs.keys() - told if tells_proofs and self._number is not None else ()
+            if untold:
+                told |= untold
+                rows = [encode_proof(self._proofs[number]) for number in sorted(untold)]
+                channel.send({"proofs": rows}, time.monotonic() + _SEND_S)
             if channel.fileno() in ready:
                 message = messages.mapping(channel.receive(time.monotonic() + _SEND_S))
                 answer = self._answer(message)
@@ -290,6 +334,12 @@ class Session:
                 said_s = now
                 channel.send(self._sign_of_life(), now + _SEND_S)
 
+    def _watch_mates(self) -> None:
+        """Note which of them have ended."""
+        ended = self._mates.ended()
+        with self._lock:
+            self._proofs |= {proof.number: proof for proof in ended}
+
     def _send_resignation(self, channel: Channel) -> None:
         """The last word: nothing is agreed to after it, so the record counts as a dead one's."""
         with self._lock:
@@ -307,6 +357,7 @@ class Session:
                 "alive": encode_record(self._record),
                 "has_state": self._has_state and self._current is not None,
                 "leaves": self._leaves,
+                "ends": self._ends,
                 "broken": encode_reason(self._broken),
                 "epoch": epoch,
             }
@@ -331,6 +382,13 @@ class Session:
         elif "formed" in message:
             reason = reason_of(message, "reason")
             self._told(world_of(message["formed"]), reason)
+        elif "facts" in message:
+            self._deputy.hear_facts(facts_of(message["facts"]))
+        elif "contacts" in message:
+            contacts = list_of(message["contacts"], contact_of, "contacts")
+            self._deputy.hear_contacts(contacts)
+            for contact in contacts:
+                self._mates.add(contact)
         elif "stop" in message:
             self._end(reason_of(message, "stop"))
         return None

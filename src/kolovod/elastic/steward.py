@@ -2,7 +2,7 @@
 
 What follows from what it knows, ``membership.decide`` says; here are the connections, the clock and
 the order in which things happen. Members connect and stay connected (protocol.py); who starts them
-says when a process has ended.
+says when a process has ended. Members hear all that another steward needs (deputy.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kolovod.elastic.ballots import Member, Proof, World
 from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
 from kolovod.elastic.protocol import (
+    Contact,
+    contact_of,
+    encode_contact,
+    encode_facts,
     encode_member,
+    encode_policy,
     encode_reason,
     encode_world,
+    facts_of,
+    list_of,
+    proof_of,
     reason_of,
     record_of,
     stamp_of,
@@ -42,7 +50,10 @@ BEAT_S = 0.25
 """Between two messages to a member at least: where its host is gone, nothing acknowledges them."""
 _SEND_S = 2.0
 _HELLO_S = 10.0
+_FINISHED_GRACE_S = 1.0
+"""For the others to end as well, when one process has ended well."""
 _MAX_SLOT = 1 << 53
+_CONTACTS_PER_MESSAGE = 1000
 
 
 @dataclass
@@ -53,6 +64,8 @@ class _Connection:
     asked: Any = None
     """The last question that it was sent."""
     said_s: float = 0.0
+    facts_told: Any = None
+    contacts_told: int = 0
 
 
 class Steward:
@@ -64,30 +77,44 @@ class Steward:
         table: Table,
         policy: Policy,
         secret: str,
-        listeners: Sequence[socket.socket],
+        listeners: Sequence[socket.socket] = (),
         *,
         formed: Callable[[World, str], None],
         stopped: Callable[[str], None],
         resigned: Callable[[Proof], None] = lambda proof: None,
+        mark_dead: Callable[[int, str, int], None] = lambda rank, cause, epoch: None,
+        rendezvous: str = "",
     ) -> None:
         """``number``: the steward's own, see `kolovod.elastic.table`. Takes over the listeners.
 
         ``formed(world, reason)``, ``stopped(reason)`` and, where a member gives up,
-        ``resigned(proof)`` are called on its thread.
+        ``resigned(proof)`` are called on its thread. ``mark_dead``: of the rendezvous server, which
+        is at ``rendezvous``; "": where the job began.
         """
         self._number = number
         self._table = table
         self._policy = policy
         self._formed, self._stopped, self._resigned = formed, stopped, resigned
+        self._mark_dead = mark_dead
+        self._here = {
+            "steward": number,
+            "is_here": True,
+            "address": "",
+            "rendezvous": rendezvous,
+            "policy": encode_policy(policy),
+        }
         self._lock = threading.RLock()  # of the table and of what follows
         self._connections: dict[int, _Connection] = {}
         self._newcomers: list[tuple[Channel, Any]] = []
+        self._contacts: list[Contact] = []  # in the order in which they came
+        self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
+        self._ending: set[int] = set()  # whose function has come to its end
         self._slots: dict[int, int] = {}  # the number of the member that fills it
         self._is_closed = False
         self._has_stopped = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._serve, name="kolovod steward", daemon=True)
-        self._servers = [Server(listener, secret, LABEL, self._greet) for listener in listeners]
+        self._servers = [Server(listener, secret, LABEL, self.greet) for listener in listeners]
 
     def start(self) -> None:
         """Begin."""
@@ -114,10 +141,9 @@ class Steward:
     # --- what others know ---
 
     def prove(self, proof: Proof) -> None:
-        """A member has ended."""
+        """A member has ended. If it has finished the others get a moment to do so, too."""
         with self._lock:
-            self._table.prove(proof, time.monotonic())
-            self._drop(proof.number)
+            self._prove(proof)
         self._ring()
 
     def leave(self, numbers: Collection[int]) -> None:
@@ -158,14 +184,22 @@ class Steward:
         with self._lock:
             return self._table.formed
 
+    def misses(self) -> frozenset[int]:
+        """Members of the newest world that are not connected, and not known to have ended."""
+        with self._lock:
+            table = self._table
+            return table.formed.numbers - self._connections.keys() - table.proofs.keys()
+
     # --- the thread ---
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
 
-    def _greet(self, channel: Channel) -> None:
-        """On the connection's own thread: what a member says first."""
+    def greet(self, channel: Channel) -> None:
+        """On the connection's own thread: say who is here, and hear who has come."""
+        here = {**self._here, "formed": encode_world(self.world)}
+        channel.send(here, time.monotonic() + _SEND_S)
         hello = channel.receive(time.monotonic() + _HELLO_S)
         if (other := versions.find_other(hello)) is not None:
             text = f"this rank has {other}, its launcher {versions.OURS}: {versions.ADVICE}"
@@ -185,6 +219,7 @@ class Steward:
                 if self._is_closed:
                     return
                 self._let_in()
+                due_s = self._prove_due()
                 until_s = self._decide()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
                     self._lose(number)
@@ -193,7 +228,8 @@ class Steward:
             poll = select.poll()
             for fd in (self._bell, *fds):
                 poll.register(fd, select.POLLIN)
-            wait_s = min(BEAT_S, BEAT_S if until_s is None else until_s - time.monotonic())
+            now = time.monotonic()
+            wait_s = min([BEAT_S, *(s - now for s in (until_s, due_s) if s is not None)])
             ready = [fd for fd, _ in poll.poll(max(0.0, wait_s) * 1000 + 1)]
             with self._lock:
                 for fd in ready:
@@ -202,8 +238,33 @@ class Steward:
                     else:
                         self._hear(fds[fd])
 
+    def _prove(self, proof: Proof) -> None:
+        """Under the lock."""
+        if proof.has_finished:
+            self._due.append((time.monotonic() + _FINISHED_GRACE_S, proof))
+        else:
+            self._bury(proof)
+
+    def _prove_due(self) -> float | None:
+        """What was to wait, and has; returns when to look again."""
+        now = time.monotonic()
+        due, self._due = self._due, [(at, proof) for at, proof in self._due if at > now]
+        for at, proof in due:
+            if at <= now:
+                self._bury(proof)
+        return min((at for at, _ in self._due), default=None)
+
+    def _bury(self, proof: Proof) -> None:
+        self._table.prove(proof, time.monotonic())
+        self._drop(proof.number)
+        world = self._table.formed  # whose members shall not wait for this one
+        for rank, member in enumerate(world.members):
+            if member.number == proof.number:
+                self._mark_dead(rank, proof.cause, world.epoch)
+
     def _let_in(self) -> None:
         waiting, self._newcomers = self._newcomers, []
+        came: list[int] = []
         for channel, hello in waiting:
             try:
                 member = self._member_of(hello)
@@ -220,17 +281,25 @@ class Steward:
             self._table.coming.discard(member.slot)
             self._table.hear(number)
             self._table.see(record_of(hello["record"]))
+            self._contacts.append(contact_of([number, *hello["contact"]]))
             world = encode_world(self._table.formed)
             self._send(number, connection, {"you": encode_member(member), "formed": world})
+            came.append(number)
+        if came:
+            self._tell_news(came)
 
     def _member_of(self, hello: Any) -> Member | None:
         """Who says hello; it gets a number if it has none. Raises BootstrapError."""
-        slot = messages.whole(hello, "slot", 0, _MAX_SLOT)
-        host = messages.text(hello, "host", 255)
-        record_of(messages.mapping(hello).get("record"))
-        if hello.get("number") is None:
+        given = messages.mapping(hello)
+        slot = messages.whole(given, "slot", 0, _MAX_SLOT)
+        host = messages.text(given, "host", 255)
+        record_of(given.get("record"))
+        contact_of([0, *list_of(given.get("contact"), lambda item: item, "contacts")])
+        if given.get("facts") is not None:  # of another steward
+            self._table.merge(facts_of(given["facts"]), time.monotonic())
+        if given.get("number") is None:
             return self._table.enter(slot, host, time.monotonic())
-        number = messages.whole(hello, "number", 0, _MAX_SLOT)
+        number = messages.whole(given, "number", 0, _MAX_SLOT)
         if number in self._table.proofs:
             raise BootstrapError(f"member {number} is known to have ended")
         return Member(number, slot, host)
@@ -261,9 +330,28 @@ class Steward:
 
     def _beat(self) -> None:
         now = time.monotonic()
-        for number, connection in list(self._connections.items()):
-            if now - connection.said_s >= BEAT_S:
+        due = [n for n, c in self._connections.items() if now - c.said_s >= BEAT_S]
+        self._tell_news(due)
+        for number in due:
+            if (connection := self._connections.get(number)) is not None:
                 self._send(number, connection, {"alive": True})
+
+    def _tell_news(self, numbers: Collection[int]) -> None:
+        """What another steward must know, as far as it has changed since each was told."""
+        version = self._table.version()
+        facts: dict[str, Any] | None = None
+        for number in numbers:
+            connection = self._connections.get(number)
+            if connection is not None and connection.facts_told != version:
+                connection.facts_told = version
+                facts = facts or {"facts": encode_facts(self._table.facts())}
+                self._send(number, connection, facts)
+            while connection is not None and connection.contacts_told < len(self._contacts):
+                first = connection.contacts_told
+                some = self._contacts[first : first + _CONTACTS_PER_MESSAGE]
+                connection.contacts_told += len(some)
+                rows = [encode_contact(contact) for contact in some]
+                self._send(number, connection, {"contacts": rows})
 
     def _hear(self, number: int) -> None:
         connection = self._connections.get(number)
@@ -287,18 +375,28 @@ class Steward:
         elif "resigns" in message:  # it agrees to nothing any more, as one that is dead
             cause = reason_of(message, "resigns")
             proof = Proof(number, cause, record_of(message.get("record")))
-            table.prove(proof, now)
-            self._drop(number)
+            self._bury(proof)
             self._resigned(proof)
+        elif "proofs" in message:
+            for proof in list_of(message["proofs"], proof_of, "proofs"):
+                self._take_proof(proof)
         elif "alive" in message:
             table.see(record_of(message["alive"]))
             if messages.flag(message, "has_state"):
                 table.has_state.add(number)
             if messages.flag(message, "leaves"):
                 table.leave(number, now)
+            if messages.flag(message, "ends"):
+                self._ending.add(number)
             broken = reason_of(message, "broken")
             if broken:
                 table.fail(messages.whole(message, "epoch", 0, _MAX_SLOT), broken, now)
+
+    def _take_proof(self, proof: Proof) -> None:
+        """By a member on the same host, that may have seen it before the connection broke."""
+        waiting = {other.number for _, other in self._due}
+        if proof.number not in self._table.proofs and proof.number not in waiting:
+            self._prove(replace(proof, has_finished=proof.number in self._ending))
 
     def _decide(self) -> float | None:
         """Do what there is to do; returns when to look again if nothing happens."""
@@ -337,7 +435,9 @@ class Steward:
         """To those who are connected and have not been asked this."""
         for number in numbers:
             connection = self._connections.get(number)
-            if connection is not None and connection.asked != mark:
+            if connection is None:
+                self._table.miss(number, time.monotonic())
+            elif connection.asked != mark:
                 connection.asked = mark
                 self._send(number, connection, message)
 

@@ -110,14 +110,44 @@ class Table:
     # What happens.
 
     def facts(self) -> Facts:
-        """For messages."""
+        """For messages: of the dead only those that matter for worlds to come."""
+        waiting = {n: member for n, member in self.entrants.items() if n not in self.proofs}
+        present = waiting.keys() | self.formed.numbers
+        matter = present.union(*(world.numbers for world in self._worlds_at_the_end()))
         return Facts(
             self.formed,
-            dict(self.proofs),
-            dict(self.entrants),
+            {number: proof for number, proof in self.proofs.items() if number in matter},
+            waiting,
+            frozenset(self.leaving & present),
+            frozenset(self.has_state & present),
+        )
+
+    def version(self) -> object:
+        """Another one, compared by ``==``, whenever ``facts`` may be others."""
+        known = sum(proof.record is not None for proof in self.proofs.values())
+        office = self.office
+        proposal = None if office is None or office.proposal is None else office.proposal.stamp
+        return (
+            self.formed.stamp,
+            (len(self.proofs), known),
+            tuple(self.entrants),
             frozenset(self.leaving),
             frozenset(self.has_state),
+            proposal,
         )
+
+    def _worlds_at_the_end(self) -> list[World]:
+        """The newest that has formed, what it follows, and what may follow it."""
+        office = self.office
+        records = [proof.record for proof in self.proofs.values() if proof.record is not None]
+        found = [self.formed]
+        if office is not None:
+            records += office.answers.values()
+            found += [office.proposal] if office.proposal is not None else []
+        for record in records:
+            if record.agreed is not None and record.agreed.stamp > self.formed.stamp:
+                found.append(record.agreed)
+        return [world for last in found for world in (last, *last.basis)]
 
     def merge(self, facts: Facts, now_s: float) -> None:
         """Take what another one knows."""

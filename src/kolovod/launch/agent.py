@@ -1,19 +1,30 @@
-"""The launcher's hand on another host: ``python -m kolovod.launch.agent``, started by ssh.
+"""The launcher's hand on a host: ``python -m kolovod.launch.agent``.
 
-Takes orders from standard input and reports on standard output, in frames (``frames``)::
+Takes orders and reports, in frames (``agent_messages``), by its standard input and output as ssh
+passes them on::
 
     order    {"start": {"ranks": [[rank, command, environment, beside]], "shared": environment,
              "payload": bool}}   after the frames "P", if there is a payload
              {"signal": number, "ranks": [number]}   for every process of the ranks; of these only
+             {"noted": [rank]}    these ends need not be told again
+             {"keep": value}      for the launcher that comes next
              {"close": true}      end what is left, say "bye" and end
              {"alive": true}
-    report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection"}}
+    report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection", "pid",
+             "ranks": {rank: pid}, "kept"}}
              {"started": {rank: pid}},
              {"ended": [rank, pid, code, whom it blames or null, its record as JSON or ""]},
              {"stopped": [rank]} when that has changed, {"alive": true}, {"bye": true}
 
 When its standard input ends, or nothing is heard for half a minute, the launcher is gone: it ends
 its ranks, and then itself. If it is killed, ``guard`` does that.
+
+``serve NAME`` is an agent that *lasts*, for an elastic job: launchers come to its socket
+(``agent_line``), the latest counts. While there is none its ranks go on, and it keeps for the next
+one what they write, as much as a ``Spool`` does, and how they end. One that was started on the
+launcher's own host starts that again (``keep``: {"again": command line}). It ends when no rank runs
+and nobody has come for a while. ``reach NAME`` starts it if it is not there, and passes on between
+it and ssh.
 """
 
 from __future__ import annotations
@@ -22,16 +33,24 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+from kolovod.launch.agent_line import agent_folder, open_socket
 from kolovod.launch.agent_messages import MAGIC, FrameReader, FrameWriter
-from kolovod.launch.local import HostRanks, Order
+from kolovod.launch.local import Ended, HostRanks, Order
+from kolovod.launch.local_sockets import hold, listen_at
 from kolovod.launch.remote import ALIVE_S
+from kolovod.launch.spool import LIMIT_BYTES
+from kolovod.net.server import same_user
 from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
@@ -39,37 +58,87 @@ __all__ = ["main"]
 
 _LAUNCHER_LOST_AFTER_S = 30.0
 _POLL_WITHOUT_PIDFD_MS = 50.0
+_ORPHAN_S = 60.0
+"""Without ranks and without a launcher."""
+_AGAIN_S = (0.0, 1.0, 10.0)
+"""Before each start of the launcher in a row that fails."""
+_READ_BYTES = 1 << 18
+
+
+class _Launcher:
+    """Whoever gives orders now."""
+
+    def __init__(self, source: int, sink: int, connection: socket.socket | None = None) -> None:
+        self.source = source
+        self.reader = FrameReader(prelude=False)
+        self.writer = FrameWriter(sink)
+        self.heard_s = time.monotonic()
+        self._connection = connection
+
+    def hang_up(self) -> None:
+        """Whoever reads or writes there is woken."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release it."""
+        if self._connection is not None:
+            self._connection.close()
 
 
 class _Agent:
-    def __init__(self, source: int, sink: int) -> None:
-        self._source = source
-        self._reader = FrameReader(prelude=False)
-        self._writer = FrameWriter(sink)
-        self._ranks = HostRanks(self._writer.output)
+    """``launcher``: the one that has started it; None: it lasts, and they come to ``listener``."""
+
+    def __init__(self, launcher: _Launcher | None, listener: socket.socket | None = None) -> None:
+        self._launcher = launcher
+        self._listener = listener
+        self._lock = threading.Lock()  # of the launcher, and of what waits for one
+        self._unsent: deque[tuple[int, str, bytes]] = deque()
+        self._unsent_bytes = 0
+        self._ranks = HostRanks(self._output)
         self._payload = bytearray()
-        self._heard = time.monotonic()
-        self._said = 0.0
+        self._said_s = 0.0
         self._stopped: set[int] = set()
+        self._untold: dict[int, Ended] = {}  # which the launcher has not noted
+        self._kept: dict[str, Any] | None = None
+        self._alone_s = time.monotonic()
+        self._starts: list[float] = []  # of launchers, in a row
         self._closing = False
 
     def run(self) -> int:
-        """Until the launcher wants no more, or is gone."""
+        """Until the launcher wants no more, or is gone for good."""
         threading.Thread(target=self._watch_launcher, daemon=True).start()
         try:
-            self._writer.json({"hello": self._facts()})
+            if self._launcher is not None:
+                self._greet(self._launcher)
             while not self._closing:
                 self._turn()
             self._ranks.close()
             self._tell_ended()
-            self._writer.json({"bye": True})
+            self._say({"bye": True})
         except OSError:  # nobody listens any more
             return 1
         finally:
             self._ranks.close()
         return 0
 
+    # --- who gives orders ---
+
+    def _greet(self, launcher: _Launcher) -> None:
+        """Say who is here, and what no launcher has heard yet."""
+        launcher.writer.json({"hello": self._facts()})
+        for end in self._untold.values():
+            self._tell(launcher, end)
+        with self._lock:
+            while self._unsent:
+                launcher.writer.output(*self._unsent[0])
+                self._unsent_bytes -= len(self._unsent.popleft()[2])
+            self._launcher = launcher
+        self._stopped = set()
+
     def _facts(self) -> dict[str, Any]:
+        running = self._ranks.running
         return {
             "version": __version__,
             "python": sys.executable,
@@ -77,30 +146,110 @@ class _Agent:
             "cores": usable_cores(),
             "torch_port": self._ranks.torch_port,
             "connection": os.environ.get("SSH_CONNECTION", ""),
+            "pid": os.getpid(),
+            "ranks": {rank: pid for rank, pid in self._ranks.pids().items() if rank in running},
+            "kept": self._kept,
         }
 
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        if not same_user(connection):
+            connection.close()
+            return
+        self._lose_launcher()
+        launcher = _Launcher(connection.fileno(), connection.fileno(), connection)
+        try:
+            self._greet(launcher)
+        except OSError:
+            launcher.close()
+        self._starts.clear()
+
+    def _lose_launcher(self) -> None:
+        """It is gone, or another one has come."""
+        with self._lock:
+            launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.hang_up()
+            launcher.close()
+            self._alone_s = time.monotonic()
+
+    def _say(self, value: Any) -> None:
+        """To the launcher. Raises OSError only where it cannot be replaced."""
+        launcher = self._launcher
+        if launcher is None:
+            return
+        try:
+            launcher.writer.json(value)
+        except OSError:
+            if self._listener is None:
+                raise
+            self._lose_launcher()
+
+    def _output(self, rank: int, stream: str, data: bytes) -> None:
+        """On the thread that reads the ranks' pipes."""
+        broken: _Launcher | None = None
+        while True:
+            with self._lock:
+                launcher = self._launcher
+                if launcher is None or launcher is broken:  # the other thread will see that
+                    self._keep_output(rank, stream, data)
+                    return
+            try:
+                launcher.writer.output(rank, stream, data)
+                return
+            except OSError:
+                if self._listener is None:
+                    raise
+                broken = launcher
+
+    def _keep_output(self, rank: int, stream: str, data: bytes) -> None:
+        """Under the lock."""
+        self._unsent.append((rank, stream, data))
+        self._unsent_bytes += len(data)
+        while self._unsent_bytes > LIMIT_BYTES and len(self._unsent) > 1:
+            self._unsent_bytes -= len(self._unsent.popleft()[2])
+
+    # --- its turns ---
+
     def _turn(self) -> None:
+        launcher, listener = self._launcher, self._listener
         poll = select.poll()
-        for fd in (self._source, *self._ranks.fds()):
+        sources = [] if launcher is None else [launcher.source]
+        if listener is not None:
+            sources.append(listener.fileno())
+        for fd in (*sources, *self._ranks.fds()):
             poll.register(fd, select.POLLIN)
         wait_ms = _POLL_WITHOUT_PIDFD_MS if self._ranks.needs_polling() else ALIVE_S * 1000
         ready = [fd for fd, _ in poll.poll(wait_ms)]
         self._tell_ended()
-        if self._source in ready:
-            data = os.read(self._source, 1 << 18)
-            if not data:
-                self._closing = True
-                return
-            self._heard = time.monotonic()
-            for kind, body in self._reader.feed(data):
-                if kind == b"P":
-                    self._payload += body
-                elif kind == b"J":
-                    self._obey(json.loads(body))
-        if time.monotonic() - self._said >= ALIVE_S / 2:
-            self._said = time.monotonic()
-            self._writer.json({"alive": True})
+        if launcher is not None and launcher.source in ready and launcher is self._launcher:
+            self._hear(launcher)
+        if listener is not None and listener.fileno() in ready:
+            self._accept(listener)
+        if time.monotonic() - self._said_s >= ALIVE_S / 2:
+            self._said_s = time.monotonic()
+            self._say({"alive": True})
             self._tell_stopped()
+        if listener is not None and self._launcher is None:
+            self._be_alone()
+
+    def _hear(self, launcher: _Launcher) -> None:
+        try:
+            data = os.read(launcher.source, _READ_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            if self._listener is None:
+                self._closing = True
+            else:
+                self._lose_launcher()
+            return
+        launcher.heard_s = time.monotonic()
+        for kind, body in launcher.reader.feed(data):
+            if kind == b"P":
+                self._payload += body
+            elif kind == b"J":
+                self._obey(json.loads(body))
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "start" in order:
@@ -111,46 +260,126 @@ class _Agent:
             ]
             self._ranks.start(orders, bytes(self._payload) if start["payload"] else None)
             self._payload.clear()
-            self._writer.json({"started": self._ranks.pids()})
+            self._say({"started": self._ranks.pids()})
         elif "signal" in order:
             ranks = order.get("ranks")
             chosen = None if ranks is None else self._ranks.running.intersection(map(int, ranks))
             self._ranks.send(int(order["signal"]), chosen)
+        elif "noted" in order:
+            for rank in order["noted"]:
+                self._untold.pop(int(rank), None)
+        elif "keep" in order:
+            self._kept = dict(order["keep"])
         elif "close" in order:
             self._closing = True
 
     def _tell_ended(self) -> None:
         for end in self._ranks.collect():
-            self._writer.result(end.rank, end.result)
-            ended = [end.rank, end.pid, end.code, end.blames, end.record.decode()]
-            self._writer.json({"ended": ended})
+            if self._listener is not None:
+                self._untold[end.rank] = end
+            launcher = self._launcher
+            if launcher is None:
+                continue
+            try:
+                self._tell(launcher, end)
+            except OSError:
+                if self._listener is None:
+                    raise
+                self._lose_launcher()
+
+    def _tell(self, launcher: _Launcher, end: Ended) -> None:
+        launcher.writer.result(end.rank, end.result)
+        record = (end.record or b"").decode()
+        launcher.writer.json({"ended": [end.rank, end.pid, end.code, end.blames, record]})
 
     def _tell_stopped(self) -> None:
         before, self._stopped = self._stopped, self._ranks.stopped()
         if self._stopped != before:
-            self._writer.json({"stopped": sorted(self._stopped)})
+            self._say({"stopped": sorted(self._stopped)})
+
+    def _be_alone(self) -> None:
+        """No launcher is there."""
+        now = time.monotonic()
+        again = None if self._kept is None else self._kept.get("again")
+        starts = self._starts
+        if again and len(starts) < len(_AGAIN_S):
+            if now >= max([self._alone_s, *starts]) + _AGAIN_S[len(starts)]:
+                starts.append(now)
+                _start_launcher(again)
+        elif not self._ranks.running and now > self._alone_s + _ORPHAN_S:
+            self._closing = True
 
     def _watch_launcher(self) -> None:
         """Also when a report that nobody takes blocks the other thread."""
-        while time.monotonic() - self._heard < _LAUNCHER_LOST_AFTER_S:
+        while True:
             time.sleep(ALIVE_S)
+            launcher = self._launcher
+            if launcher is None or time.monotonic() - launcher.heard_s < _LAUNCHER_LOST_AFTER_S:
+                continue
+            if self._listener is None:
+                break
+            launcher.hang_up()
         self._ranks.send(signal.SIGTERM)
         time.sleep(ALIVE_S)
         os._exit(1)  # the watcher beside it kills what is left
 
 
-def main() -> int:
+def _start_launcher(command: Sequence[str]) -> None:
+    with contextlib.suppress(OSError):  # then somebody may attach
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        threading.Thread(target=process.wait, daemon=True).start()
+
+
+def _serve(name: str) -> int:
+    folder = agent_folder(name)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hold(folder)
+    try:
+        with listen_at(folder / "socket") as listener:
+            return _Agent(None, listener).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reach(name: str, sink: int) -> int:
+    """Pass on between standard input, ``sink`` and the agent, until one of them ends."""
+    connection = open_socket(name)
+    os.write(sink, b"\n" + MAGIC)
+    poll = select.poll()
+    ways = {0: connection.fileno(), connection.fileno(): sink}
+    for fd in ways:
+        poll.register(fd, select.POLLIN)
+    while True:
+        for fd, _ in poll.poll():
+            data = memoryview(os.read(fd, _READ_BYTES))
+            if not data:
+                return 0
+            while data:
+                data = data[os.write(ways[fd], data) :]
+
+
+def main(arguments: Sequence[str]) -> int:
     """Run until the launcher is gone; 0 if it said goodbye."""
     sink = os.dup(1)
     os.dup2(2, 1)  # whatever prints here must not print among the frames
     os.environ.pop("OLDPWD", None)  # of the shell that came here, no business of the ranks
     for signum in (signal.SIGHUP, signal.SIGINT):
         signal.signal(signum, lambda *_: None)  # not SIG_IGN, which the ranks would inherit
-    with contextlib.suppress(BrokenPipeError):
+    if arguments[:1] == ["serve"]:
+        return _serve(arguments[1])
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        if arguments[:1] == ["reach"]:
+            return _reach(arguments[1], sink)
         os.write(sink, b"\n" + MAGIC)
-        return _Agent(0, sink).run()
+        return _Agent(_Launcher(0, sink)).run()
     return 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -10,23 +10,22 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kolovod.config import KNOBS, Knob, load
 from kolovod.core.affinity import check_affinity
 from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch import elastic_flags
+from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.allocation import allocation
-from kolovod.launch.discovery import ask_script
 from kolovod.launch.doctor import run_doctor
-from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.elastic_flags import rank_count
 from kolovod.launch.foreground import forwarding, show_all_characters
-from kolovod.launch.hosts import assign, is_this_host, parse_host_file, parse_hosts
+from kolovod.launch.hosts import HostSlots, assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome
-from kolovod.launch.keeper import attach, run_kept_job
+from kolovod.launch.keeper import attach
 from kolovod.launch.mpirun import run_by_mpi
-from kolovod.launch.remote import SshOptions
 from kolovod.net.encryption import require_libcrypto
 from kolovod.notices import report_to_stderr
 from kolovod.observe import summary
@@ -35,20 +34,21 @@ from kolovod.version import __version__
 
 __all__ = ["main"]
 
-_MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
 _EXIT_NOT_FOUND = 127
 _NEVER_HERE = ("KOLOVOD_SECRET", "_HOROVOD_SECRET_KEY")
 _LAST_LINES = 12  # of a failed rank's stderr
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, goes_on: Path | None = None) -> int:
     """Run the command line (``sys.argv[1:]`` by default); returns the exit code.
 
-    That of the first rank that failed (128 + N for signal N), 0 if none did. Raises SystemExit(2)
-    for a wrong command line, as argparse does.
+    ``goes_on``: the folder of an elastic job that an earlier launcher has begun with it. The code
+    is that of the first rank that failed (128 + N for signal N), 0 if none did. Raises
+    SystemExit(2) for a wrong command line, as argparse does.
     """
     parser = _parser()
-    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given, argparse.Namespace(given=given, goes_on=goes_on))
     if options.action is None:
         parser.print_help(sys.stderr)
         return 2
@@ -80,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.set_defaults(parser=run, act=_run)
     run.add_argument(
-        "-np", "--num-proc", type=_rank_count, metavar="N", help="ranks [all slots of the hosts]"
+        "-np", "--num-proc", type=rank_count, metavar="N", help="ranks [all slots of the hosts]"
     )
     _add_hosts(run)
-    _add_elastic(run)
+    elastic_flags.add(run)
     run.add_argument(
         "--timestamps", action="store_true", help="put the time before each line of output"
     )
@@ -167,15 +167,22 @@ def _add_doctor(actions: Any) -> None:
         "start.",
         allow_abbrev=False,
     )
-    doctor.set_defaults(parser=doctor, act=_examine, num_proc=None, label_hosts="")
+    doctor.set_defaults(
+        parser=doctor,
+        act=_examine,
+        num_proc=None,
+        label_hosts="",
+        host_discovery_script=None,
+        max_np=None,
+    )
     _add_hosts(doctor)
 
 
 def _examine(options: argparse.Namespace) -> int:
     hosts, ssh = ["localhost"], None
     if options.hosts or options.hostfile:
-        placed, ssh = _placed(options)
-        hosts = list(dict.fromkeys(placed))
+        places, ssh = _places(options)
+        hosts = [place.name for place in places]
     return run_doctor(hosts, ssh)
 
 
@@ -206,48 +213,6 @@ def _add_hosts(run: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_elastic(run: argparse.ArgumentParser) -> None:
-    group = run.add_argument_group("elastic jobs, whose ranks may end, come and leave")
-    group.add_argument(
-        "--elastic",
-        action="store_true",
-        help="when a rank is lost let the others go on, and start another one in its place; the "
-        "script calls kolovod.elastic.run",
-    )
-    group.add_argument(
-        "--min-np", type=_rank_count, metavar="N", help="ranks without which the job waits [1]"
-    )
-    group.add_argument(
-        "--max-np",
-        type=_rank_count,
-        metavar="N",
-        help="ranks at most [-np, or what discovery finds]",
-    )
-    group.add_argument(
-        "--host-discovery-script",
-        metavar="COMMAND",
-        help="asked once a second, in the place of -H: prints the hosts that there are, in lines "
-        "HOST or HOST:SLOTS",
-    )
-    group.add_argument(
-        "--slots-per-host",
-        type=_rank_count,
-        default=1,
-        metavar="N",
-        help="of a discovered host whose line has no number [1]",
-    )
-    group.add_argument(
-        "--elastic-timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="how long to wait for --min-np ranks [600]",
-    )
-    group.add_argument(
-        "--reset-limit", type=int, metavar="N", help="how often the world may change [no limit]"
-    )
-
-
 def _add_timeline(actions: Any) -> None:
     timeline = actions.add_parser(
         "timeline",
@@ -266,12 +231,6 @@ def _summarize(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rank_count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_RANKS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 to {_MAX_RANKS}")
-    return int(text)
-
-
 def _run(options: argparse.Namespace) -> int:
     command: list[str] = options.command
     if command[:1] == ["--"]:
@@ -279,11 +238,8 @@ def _run(options: argparse.Namespace) -> int:
     if not command:
         options.parser.error("no COMMAND to run, for example: kolovod run -np 2 python train.py")
     variables = _variables(options)
-    if options.host_discovery_script:
-        placed: tuple[list[str], SshOptions | None] = _to_discover(options), _ssh(options)
-    else:
-        placed = _placed(options)
-    hosts, ssh = placed
+    places, ssh = _places(options)
+    hosts = assign(places, options.num_proc) if places else []
     settings = load({**os.environ, **variables})
     check_affinity(settings.thread_affinity, hosts)
     here = ssh is None or any(is_this_host(host) for host in dict.fromkeys(hosts))
@@ -306,7 +262,7 @@ def _run(options: argparse.Namespace) -> int:
         report=report_to_stderr,
     )
     if options.elastic:
-        return _run_elastic(options, command, hosts, job_options)
+        return elastic_flags.run(options, command, places, job_options)
     with Job(len(hosts), job_options) as job, forwarding(job):
         try:
             if settings.encrypt:  # the rendezvous server is here
@@ -320,45 +276,6 @@ def _run(options: argparse.Namespace) -> int:
     return outcome.exit_code(options.keep_going)
 
 
-def _run_elastic(
-    options: argparse.Namespace, command: list[str], hosts: list[str], job_options: JobOptions
-) -> int:
-    if options.keep_going:
-        raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
-    script, slots = options.host_discovery_script, options.slots_per_host
-    np = options.num_proc if script else len(hosts)
-    max_np = options.max_np or (_MAX_RANKS if script else np)
-    min_np = options.min_np or 1
-    if not min_np <= np <= max_np:
-        raise InvalidArgumentError(
-            f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must not descend"
-        )
-    places = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
-    elastic = ElasticOptions(
-        np=np,
-        min_np=min_np,
-        max_np=max_np,
-        places=places,
-        discover=partial(ask_script, script, slots) if script else None,
-        elastic_timeout_s=options.elastic_timeout,
-        reset_limit=options.reset_limit,
-    )
-    return run_kept_job(elastic, command, job_options)
-
-
-def _to_discover(options: argparse.Namespace) -> list[str]:
-    """No hosts yet: a script will name them. Raises InvalidArgumentError."""
-    if not options.elastic:
-        raise InvalidArgumentError("--host-discovery-script without --elastic")
-    if options.hosts or options.hostfile or options.label_hosts:
-        raise InvalidArgumentError(
-            "--host-discovery-script beside -H, --hostfile or --label-hosts: give one of them"
-        )
-    if options.num_proc is None:
-        raise InvalidArgumentError("--host-discovery-script needs -np N, the ranks to begin with")
-    return []
-
-
 def _ssh(options: argparse.Namespace) -> SshOptions:
     """How other hosts are reached."""
     return SshOptions(
@@ -370,28 +287,31 @@ def _ssh(options: argparse.Namespace) -> SshOptions:
     )
 
 
-def _placed(options: argparse.Namespace) -> tuple[list[str], SshOptions | None]:
-    """The host of each rank, and how other hosts are reached; None if all ranks run here."""
+def _places(options: argparse.Namespace) -> tuple[list[HostSlots], SshOptions | None]:
+    """Where ranks may run, and how other hosts are reached; None if all run here.
+
+    No places if a script will name them.
+    """
     size: int | None = options.num_proc
+    if options.host_discovery_script:
+        elastic_flags.check_discovery(options)
+        return [], _ssh(options)
     if options.label_hosts:
         if options.hosts or options.hostfile:
             raise InvalidArgumentError(
                 "--label-hosts beside -H or --hostfile: it labels ranks that all run here"
             )
-        return assign(parse_hosts(options.label_hosts), size), None
+        return parse_hosts(options.label_hosts), None
     if options.hosts:
-        listed = parse_hosts(options.hosts)
-    elif options.hostfile:
-        listed = parse_host_file(_text_of(options.hostfile), options.hostfile)
-    else:
-        listed = allocation(os.environ, read_hosts)
-        if len(listed) < 2:  # a single host is this one
-            if size is None:
-                raise InvalidArgumentError(
-                    "-np N, -H or --hostfile must say how many ranks to start"
-                )
-            return ["localhost"] * size, None
-    return assign(listed, size), _ssh(options)
+        return parse_hosts(options.hosts), _ssh(options)
+    if options.hostfile:
+        return parse_host_file(_text_of(options.hostfile), options.hostfile), _ssh(options)
+    listed = allocation(os.environ, read_hosts)
+    if len(listed) >= 2:  # a single host is this one
+        return listed, _ssh(options)
+    if size is None:
+        raise InvalidArgumentError("-np N, -H or --hostfile must say how many ranks to start")
+    return [HostSlots("localhost", max(size, options.max_np or 0))], None
 
 
 def _text_of(path: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kolovod.errors import KolovodError
+from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks
 from kolovod.launch.hosts import is_this_host
-from kolovod.launch.remote import SshOptions
 from kolovod.observe.doctor import PROBLEM, Finding, Link, judge, table
 from kolovod.observe.examine import examine
 

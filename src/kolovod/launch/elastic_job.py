@@ -25,21 +25,24 @@ from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.elastic_services import ElasticServices
 from kolovod.launch.fleet import Fleet
 from kolovod.launch.job import JobOptions, now_text
+from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import GRACE_S, Ended, signal_name
 from kolovod.launch.output import Output
 
 __all__ = ["ElasticJob"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
-_FINISHED_GRACE_S = 1.0
-"""For the others to end as well, when one process has ended well."""
 
 
 class ElasticJob:
     """A context manager: leaving it leaves nothing behind."""
 
-    def __init__(self, elastic: ElasticOptions, options: JobOptions) -> None:
+    def __init__(
+        self, elastic: ElasticOptions, options: JobOptions, keeping: Keeping | None = None
+    ) -> None:
+        """``keeping``: how it outlives this process; None: it does not."""
         self._elastic = elastic
+        self._keeping = keeping
         self._options = options
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None
@@ -49,7 +52,13 @@ class ElasticJob:
             self._discovery = Discovery(elastic.discover, self._discovered, options.report)
         folder, most = options.output_dir, elastic.max_np
         self._output = Output(0, consoles, stamp, folder, options.report, most)
-        self._fleet = Fleet(options.ssh, self._write, options.popen)
+        self._fleet = Fleet(
+            options.ssh,
+            self._write,
+            options.popen,
+            "" if keeping is None else keeping.name,
+            keeping is not None and keeping.goes_on,
+        )
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
@@ -57,7 +66,6 @@ class ElasticJob:
         self._failed: list[Ended] = []
         self._ends: dict[int, Ended] = {}  # of members, by number
         self._left: dict[int, str] = {}  # by slot, the hosts of those that wanted to leave
-        self._proofs: list[tuple[float, Proof]] = []  # of those that have ended well, and when due
         self._ended_well = False
         self._signals: list[int] = []
         self._given_up: list[Proof] = []  # by themselves; their processes may still run
@@ -77,35 +85,96 @@ class ElasticJob:
     # --- the beginning ---
 
     def start(self, command: Sequence[str]) -> None:
-        """Start the processes that the job begins with. Raises BootstrapError, as ``Job`` does."""
+        """Start the processes that the job begins with, or go on with those that there are.
+
+        Raises BootstrapError, as ``Job`` does.
+        """
         self._command = command
-        if self._elastic.discover is not None and not self._wait_for_places(self._elastic.discover):
+        before = self._take_over() if self._keeping is not None else None
+        if before is not None:
+            first_hosts = before.first_hosts
+        elif self._find_hosts():
+            now = time.monotonic()
+            count = self._elastic.max_np if self._elastic.begins_with_all else self._elastic.np
+            plan = plan_starts(self._places, {}, (), count, self._elastic.retry, now)
+            if len(plan.starts) < self._elastic.min_np:
+                raise BootstrapError(
+                    f"{self._elastic.min_np} processes are to start, but the hosts have places for "
+                    f"{len(plan.starts)}"
+                )
+            first_hosts = [start.host for start in plan.starts]
+        else:
             return
-        if not self._fleet.connect(list(self._places), lambda: bool(self._signals)):
-            return
-        now = time.monotonic()
-        count = self._elastic.max_np if self._elastic.begins_with_all else self._elastic.np
-        plan = plan_starts(self._places, {}, (), count, self._elastic.retry, now)
-        if len(plan.starts) < self._elastic.min_np:
-            raise BootstrapError(
-                f"{self._elastic.min_np} processes are to start, but the hosts have places for "
-                f"{len(plan.starts)}"
-            )
         self._services = ElasticServices(
             self._elastic,
             self._fleet,
-            [start.host for start in plan.starts],
+            first_hosts,
             self._options.environment,
             more_may_come=self._discovery is not None and self._options.ssh is not None,
+            before=before,
             formed=self._formed,
             stopped=self._stopped,
             resigned=self._resigned,
         )
         self._services.find(self._places)
         self._services.start()
-        self._start(plan.starts, True, self._places)
+        if before is None:
+            self._start(plan.starts, True, self._places)
+        else:
+            self._keep()
         if self._discovery is not None:
             self._discovery.start(self._places)
+
+    def _find_hosts(self) -> bool:
+        """Reach the hosts that the job begins on. False: a signal came."""
+        if self._elastic.discover is not None and not self._wait_for_places(self._elastic.discover):
+            return False
+        return self._fleet.connect(list(self._places), lambda: bool(self._signals))
+
+    def _take_over(self) -> Kept | None:
+        """Reach this host's agent, and those that an earlier launcher has started.
+
+        None: there was none. Raises BootstrapError.
+        """
+        here = self._fleet.reach_here()
+        if self._keeping is None or not self._keeping.goes_on:
+            return None
+        if here.kept is None:
+            raise BootstrapError("the agent of this host knows nothing of a job")
+        before = Kept(**here.kept)
+        self._places = before.places
+        self._ended_well = before.ended_well
+        for number, (slot, host, begins) in enumerate(before.processes):
+            self._output.add(slot)
+            self._processes[number] = Process(slot, host, time.monotonic(), None, begins)
+        try:
+            self._fleet.connect(before.hosts, lambda: bool(self._signals))
+        except BootstrapError as error:
+            self._options.report(str(error))
+        self._options.report(
+            f"this launcher goes on with {len(self._fleet.running)} processes of an earlier one"
+        )
+        return before
+
+    def _keep(self) -> None:
+        """Let the next launcher know what there is, before it is."""
+        if self._keeping is None:
+            return
+        services = self._serving
+        rendezvous, steward = services.addresses
+        kept = Kept(
+            list(self._keeping.again),
+            services.turn,
+            services.secret,
+            rendezvous,
+            steward,
+            list(services.first_hosts),
+            sorted(self._fleet.remote),
+            dict(self._places),
+            [[p.slot, p.host, p.begins] for p in self._processes.values()],
+            self._ended_well,
+        )
+        self._fleet.keep(kept.as_json())
 
     def _wait_for_places(self, discover: Callable[[], Mapping[str, int]]) -> bool:
         """Ask until there are places for the processes that the job begins with.
@@ -159,9 +228,9 @@ class ElasticJob:
 
     def _start(self, starts: Sequence[Start], are_first: bool, places: Mapping[str, int]) -> None:
         services = self._serving
-        for start in starts:
+        numbers = range(len(self._processes), len(self._processes) + len(starts))
+        for number, start in zip(numbers, starts, strict=True):
             self._output.add(start.slot)
-            number = len(self._processes)
             self._processes[number] = Process(
                 start.slot,
                 start.host,
@@ -169,6 +238,8 @@ class ElasticJob:
                 self._steward.number_in(start.slot),
                 are_first,
             )
+        self._keep()
+        for number, start in zip(numbers, starts, strict=True):
             self._steward.expect(start.slot, comes=True)
             order = self._fleet.order(
                 number,
@@ -245,6 +316,10 @@ class ElasticJob:
             return failed[0].exit_code
         return 0 if self._ended_well else 128 + signal.SIGTERM  # all have left
 
+    def leave_alone(self) -> None:
+        """Let agents and processes go on without this launcher."""
+        self._fleet.leave_alone()
+
     def close(self) -> None:
         """End whatever is left, and release everything. Idempotent."""
         if self._bell < 0:
@@ -301,7 +376,7 @@ class ElasticJob:
         for fd in (self._bell, *self._fleet.fds()):
             poll.register(fd, select.POLLIN)
         stop_at = self._stop_at if self._kill_at is None else None
-        moments = [until_s, stop_at, self._kill_at, *(due_s for due_s, _ in self._proofs)]
+        moments = [until_s, stop_at, self._kill_at]
         moments += self._avoided.kill_times(self._processes)
         times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self._fleet.needs_polling():
@@ -309,15 +384,10 @@ class ElasticJob:
         poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        now = time.monotonic()
         with self._lock:
             given_up, self._given_up = self._given_up, []
         for proof in given_up:
             self._note_resigned(proof)
-        for due_s, proof in list(self._proofs):
-            if due_s <= now:
-                self._proofs.remove((due_s, proof))
-                self._serving.prove(proof)
 
     def _note(self, end: Ended) -> None:
         """A process has ended."""
@@ -329,6 +399,7 @@ class ElasticJob:
         elif end.code == 0 and not end.lost:
             if number is not None and number in self._steward.world.numbers:
                 self._ended_well = True  # it has come to its end, and so will the others
+                self._keep()
             elif not process.sent_away:
                 self._left[process.slot] = process.host
         elif self._kill_at is None:
@@ -341,12 +412,8 @@ class ElasticJob:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
             return
-        record = record_file.parse(end.record) or NOTHING
-        proof = Proof(number, end.cause, record, has_finished=end.code == 0)
-        if end.code == 0:
-            self._proofs.append((time.monotonic() + _FINISHED_GRACE_S, proof))
-        else:
-            self._serving.prove(proof)
+        record = None if end.record is None else record_file.parse(end.record) or NOTHING
+        self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
 
     def _number_of(self, process: Process) -> int | None:
         """The member that it is; None: it has not become one."""
@@ -362,7 +429,6 @@ class ElasticJob:
 
     def _resigned(self, proof: Proof) -> None:
         """On the steward's thread: a member is about to fail."""
-        self._serving.mark_dead(proof)
         if self._elastic.retry.whole_host:
             for member in self._steward.world.members:
                 if member.number == proof.number:
@@ -388,9 +454,7 @@ class ElasticJob:
 
     def _formed(self, world: World, reason: str) -> None:
         """On the steward's thread."""
-        self._options.report(
-            f"epoch {world.epoch}: {len(world.members)} ranks go on, since {reason}"
-        )
+        self._options.report(world.announcement(reason))
 
     def _stopped(self, reason: str) -> None:
         """On the steward's thread."""

@@ -10,7 +10,8 @@ from kolovod.elastic.steward import Steward
 from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.fleet import Fleet, Meeting
-from kolovod.net.addresses import LOOPBACK, address_of, endpoint, listen
+from kolovod.launch.keeping import Kept
+from kolovod.net.addresses import LOOPBACK, address_of, endpoint, listen, listen_again
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from kolovod.rendezvous.server import RendezvousServer
@@ -28,6 +29,7 @@ class ElasticServices:
         first_hosts: Sequence[str],
         environment: Mapping[str, str],
         more_may_come: bool,
+        before: Kept | None,
         formed: Callable[[World, str], None],
         stopped: Callable[[str], None],
         resigned: Callable[[Proof], None],
@@ -35,32 +37,47 @@ class ElasticServices:
         """Listens. The last three: as ``Steward`` calls them.
 
         ``first_hosts``: of the ranks of the first world. ``more_may_come``: whether there may be
-        processes on hosts later that ``fleet`` does not know yet.
+        processes on hosts later that ``fleet`` does not know yet. ``before``: of the launcher whose
+        part this one takes: its processes find both servers where they were. Raises BootstrapError.
         """
         self._elastic = elastic
         self._fleet = fleet
-        self._secret = new_secret()
-        self._first_hosts = tuple(first_hosts)
+        self.secret = new_secret() if before is None else before.secret
+        self.turn = 0 if before is None else before.turn + 1
+        self.first_hosts = tuple(first_hosts)
         self._meeting = Meeting(fleet, environment, more_may_come=more_may_come)
         addresses, port = self._meeting.addresses, self._meeting.port
-        self._rendezvous = RendezvousServer(self._secret, len(first_hosts), *addresses, port=port)
+        self._rendezvous = RendezvousServer(
+            self.secret,
+            len(first_hosts),
+            *addresses,
+            port=port,
+            at="" if before is None else before.rendezvous,
+            turn=self.turn,
+        )
         # Users who say where other hosts reach this one have opened the next port as well.
         try:
-            listeners = listen(addresses or [LOOPBACK], backlog=128, port=port and port + 1)
+            listeners = (
+                listen(addresses or [LOOPBACK], backlog=128, port=port and port + 1)
+                if before is None
+                else listen_again(before.steward, backlog=128)
+            )
         except BaseException:
             self._rendezvous.close()
             raise
         self.steward = Steward(
-            FIRST_LAUNCHER,
+            FIRST_LAUNCHER - self.turn,
             Table(first_world(enumerate(first_hosts))),
             elastic.policy,
-            self._secret,
+            self.secret,
             listeners,
             formed=formed,
             stopped=stopped,
             resigned=resigned,
+            mark_dead=self._rendezvous.mark_dead,
         )
-        self._own = self._rendezvous.address, ",".join(map(address_of, listeners))
+        self.addresses = self._rendezvous.address, ",".join(map(address_of, listeners))
+        """Of the rendezvous, and of the steward."""
         self._found: dict[str, tuple[str, str]] = {}  # by host: where they are seen from there
 
     def start(self) -> None:
@@ -75,7 +92,7 @@ class ElasticServices:
 
     def find(self, hosts: Iterable[str]) -> None:
         """Note where processes on these hosts, to which there are connections, find both."""
-        rendezvous, steward = self._own
+        rendezvous, steward = self.addresses
         for host in hosts:
             self._found[host] = rendezvous, steward
             if self._meeting.host and host in self._fleet.remote:
@@ -94,7 +111,7 @@ class ElasticServices:
         Its rank and size are those of that world; a process that comes later is alone first.
         """
         rendezvous, steward = self._found[start.host]
-        first_hosts = self._first_hosts if is_first else ()
+        first_hosts = self.first_hosts if is_first else ()
         numbers = (0, 1, 0, 1, 0, 1)
         if is_first:
             where = local_and_cross(first_hosts, start.slot)
@@ -103,7 +120,7 @@ class ElasticServices:
             *numbers,
             host=start.host,
             rendezvous=rendezvous,
-            secret=self._secret,
+            secret=self.secret,
             steward=steward,
             slot=start.slot,
             first_hosts=first_hosts,
@@ -113,15 +130,3 @@ class ElasticServices:
     def torch_server(self, host: str) -> tuple[int, str]:
         """See ``Fleet.torch_server``."""
         return self._fleet.torch_server(host, self._found[host][0])
-
-    def prove(self, proof: Proof) -> None:
-        """A member's process has ended."""
-        self.steward.prove(proof)
-        self.mark_dead(proof)
-
-    def mark_dead(self, proof: Proof) -> None:
-        """Those who form the present world shall not wait for this member."""
-        world = self.steward.world
-        for rank, member in enumerate(world.members):
-            if member.number == proof.number:
-                self._rendezvous.mark_dead(rank, proof.cause, world.epoch)

@@ -8,12 +8,14 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kolovod.config import load
 from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.agent_line import LocalLine, SshLine, SshOptions, forwarded
 from kolovod.launch.hosts import is_this_host
 from kolovod.launch.local import Ended, HostRanks, Order
-from kolovod.launch.remote import RemoteRanks, SshOptions, forwarded
+from kolovod.launch.remote import RemoteRanks
 from kolovod.net.addresses import LOOPBACK, endpoint, own_addresses, split_addresses
 from kolovod.rendezvous.external.launchers import asked_store
 from kolovod.rendezvous.rank_environment import RankEnvironment
@@ -65,29 +67,37 @@ class Fleet:
         ssh: SshOptions | None,
         sink: Callable[[int, str, bytes], None],
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        lasting: str = "",
+        adopts: bool = False,
     ) -> None:
         """``ssh``: how other hosts are reached; None: hosts are but labels, all is here.
 
         ``sink``, ``popen``: see HostRanks; the sink hears of ranks that a host has no right to.
+        ``lasting``: agents of that name run the ranks, here too, and outlive this process;
+        ``adopts``: it goes on with what they run.
         """
-        self.here: HostRanks | None = None
+        self.here: HostRanks | RemoteRanks | None = None
         self.remote: dict[str, RemoteRanks] = {}
         self._ssh = ssh
         self._sink = sink
         self._popen = popen
+        self._lasting, self._adopts = lasting, adopts
+        self._replaced: list[RemoteRanks] = []  # lost ones
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
-        """Reach all ``hosts`` that were not reached before, at once.
+        """Reach all ``hosts`` that were not reached before, or were lost since, at once.
 
         False if ``is_stopped()`` meanwhile. Raises BootstrapError if some cannot be reached, each
         with its reason.
         """
         wanted = list(dict.fromkeys(hosts))
         far = [host for host in wanted if self.is_far(host)]
-        if len(far) < len(wanted) and self.here is None:
-            self.here = HostRanks(self._sink, self._popen)
-        ssh = self._ssh or SshOptions()
-        made = {h: RemoteRanks(h, ssh, self._sink) for h in far if h not in self.remote}
+        made = {host: self._far(host) for host in far if self._is_to_reach(self.remote.get(host))}
+        if len(far) < len(wanted) and self._is_to_reach(self.here):
+            if self._lasting:
+                self.reach_here()
+            else:
+                self.here = HostRanks(self._sink, self._popen)
         results: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
         def reach(remote: RemoteRanks) -> None:
@@ -102,7 +112,7 @@ class Fleet:
         reasons: dict[str, str] = {}
         while len(reasons) < len(made):
             if is_stopped():
-                self.remote |= made  # to be closed
+                self._replace(made)  # to be closed
                 return False
             with contextlib.suppress(queue.Empty):
                 host, reason = results.get(timeout=0.1)
@@ -110,7 +120,7 @@ class Fleet:
         failed = [(host, reasons[host]) for host in made if reasons[host]]
         for host, _ in failed:
             made.pop(host).close()
-        self.remote |= made
+        self._replace(made)
         if failed:
             lines = "".join(f"\n  {host}: {reason}" for host, reason in failed)
             count = len(failed) + len(made)
@@ -120,6 +130,40 @@ class Fleet:
                 "question; --remote-python and --directory say where things are there"
             )
         return True
+
+    @staticmethod
+    def _is_to_reach(group: HostRanks | RemoteRanks | None) -> bool:
+        return group is None or (isinstance(group, RemoteRanks) and bool(group.lost))
+
+    def _far(self, host: str) -> RemoteRanks:
+        # Hosts may have one file system, and so one folder.
+        name = f"{self._lasting}-{host}" if self._lasting else ""
+        line = SshLine(host, self._ssh or SshOptions(), name)
+        return RemoteRanks(host, line, self._sink, self._adopts)
+
+    def reach_here(self) -> RemoteRanks:
+        """The agent of this host, which lasts. Raises BootstrapError."""
+        if isinstance(self.here, RemoteRanks):
+            if not self.here.lost:
+                return self.here
+            self._replaced.append(self.here)
+        here = RemoteRanks("this host", LocalLine(self._lasting), self._sink, self._adopts)
+        self.here = here
+        here.connect()
+        return here
+
+    def keep(self, value: Any) -> None:
+        """Have the agent of this host keep it for the next launcher."""
+        if isinstance(self.here, RemoteRanks):
+            self.here.keep(value)
+
+    def _replace(self, made: Mapping[str, RemoteRanks]) -> None:
+        self._replaced += [self.remote[host] for host in made if host in self.remote]
+        self.remote |= made
+
+    def lost(self, host: str) -> bool:
+        """Whether a host that was reached must be reached again."""
+        return self._is_to_reach(self.group(host))
 
     def is_far(self, host: str) -> bool:
         """Whether ssh is needed to get there."""
@@ -136,7 +180,7 @@ class Fleet:
     def groups(self) -> list[HostRanks | RemoteRanks]:
         """Of all hosts."""
         here = [] if self.here is None else [self.here]
-        return [*here, *self.remote.values()]
+        return [*here, *self.remote.values(), *self._replaced]
 
     @property
     def running(self) -> set[int]:
@@ -191,9 +235,15 @@ class Fleet:
     def torch_server(self, host: str, rendezvous: str) -> tuple[int, str]:
         """Port and address for a server that a process on ``host`` starts, for ``order``."""
         group = self.group(host)
-        if isinstance(group, RemoteRanks):
+        if isinstance(group, RemoteRanks) and group is not self.here:
             return group.torch_port, group.addresses[1] or group.host
         return group.torch_port, split_addresses(rendezvous)[0][0] if self.remote else LOOPBACK
+
+    def leave_alone(self) -> None:
+        """Leave agents that last, and what they run, as they are; ``close`` has nothing to end."""
+        for group in self.groups:
+            if isinstance(group, RemoteRanks):
+                group.leave_alone()
 
     def close(self) -> None:
         """End whatever is left, and release everything. Idempotent."""

@@ -11,6 +11,7 @@ from kolovod.errors import BootstrapError
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.job import Job, JobOptions
+from kolovod.launch.keeping import Keeping
 
 __all__ = ["forwarding", "run_elastic_job", "show_all_characters"]
 
@@ -43,17 +44,22 @@ def run_elastic_job(
     command: Sequence[str],
     options: JobOptions,
     stopped: Callable[[str], None] = lambda reason: None,
+    keeping: Keeping | None = None,
 ) -> int:
     """Run ``command`` as an elastic job to its end; returns the exit code.
 
-    ``stopped(reason)`` is called if the job was ended since it could not go on. Raises
-    InvalidArgumentError for what discovery says, as ``ElasticJob.start``.
+    ``stopped(reason)`` is called if the job was ended since it could not go on. ``keeping``: see
+    ElasticJob. Raises InvalidArgumentError for what discovery says, as ``ElasticJob.start``, and
+    BootstrapError if it cannot go on with an earlier launcher's job, which it leaves alone then.
     """
-    job = ElasticJob(elastic, options)
+    job = ElasticJob(elastic, options, keeping)
     with forwarding(job), job:  # signals are heard until nothing is left of it
         try:
             job.start(command)
         except BootstrapError as error:
+            if keeping is not None and keeping.goes_on:
+                job.leave_alone()
+                raise
             options.report(str(error))
             return 1
         code = job.wait()

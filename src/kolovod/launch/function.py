@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import cloudpickle
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.local import (
     PAYLOAD_FD,
@@ -27,7 +28,6 @@ from kolovod.launch.local import (
     read_memory_file,
     write_memory_file,
 )
-from kolovod.launch.remote import SshOptions
 
 __all__ = [
     "CHILD",

@@ -20,10 +20,11 @@ from typing import TextIO
 
 from kolovod import blame
 from kolovod.config import load
+from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet, Meeting
 from kolovod.launch.local import GRACE_S, Ended, HostRanks, Order, signal_name
 from kolovod.launch.output import Output
-from kolovod.launch.remote import RemoteRanks, SshOptions
+from kolovod.launch.remote import RemoteRanks
 from kolovod.launch.standstill import LOOK_S, Standstill
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross

@@ -1,29 +1,37 @@
 """Where the jobs of this user that outlive their launcher are found, on this host.
 
-A folder for each, named by the process that keeps it (``keeper``)::
+A folder for each, named by the process that has begun it, and one for the agent that runs its ranks
+(``agent_line``)::
 
-    TMP/kolovod-UID/jobs/PID/
-      job                         {"command": [text], "began": text, "ticks": n} as JSON
-      socket                      the keeper's, while it lives
+    TMP/kolovod-UID/jobs/NAME/
+      job                         {"command": [text], "began": text, "pid": n, "agent": name,
+                                  "again": command line} as JSON
+      socket                      the keeper's (``keeper``), while it lives
       stdout, stderr, exit_code   of a job that has ended while nobody was attached
+
+Keeper and agent hold a lock on their folders while they live. It says so to processes in other pid
+namespaces, too, and keeps systemd-tmpfiles from removing what is older than it likes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import socket
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kolovod.core.record_files import default_folder, is_ours
 from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.agent_line import agent_folder
+from kolovod.launch.local_sockets import connect_to, hold, is_held, listen_at
 
-__all__ = ["JobFolder", "find", "found", "make"]
+__all__ = ["JobFolder", "find", "found", "make", "read", "take_over"]
 
 
 @dataclass(frozen=True)
@@ -34,17 +42,25 @@ class JobFolder:
     command: tuple[str, ...]
     began: str
     """Local time, to the second."""
-    ticks: int
-    """When the keeper was started, as the kernel counts: another process may have its pid later."""
+    pid: int
+    """Of the keeper."""
+    agent: str
+    """The name of the agent that runs the ranks."""
+    again: tuple[str, ...]
+    """The command line that starts another keeper."""
 
     @property
-    def pid(self) -> int:
-        """Of the keeper, and the job's name."""
-        return int(self.path.name)
+    def name(self) -> str:
+        """For users."""
+        return self.path.name
 
     def is_kept(self) -> bool:
         """Whether the keeper is there."""
-        return _ticks(self.pid) == self.ticks
+        return is_held(self.path)
+
+    def has_agent(self) -> bool:
+        """Whether the ranks may run though no keeper is there."""
+        return is_held(agent_folder(self.agent))
 
     def exit_code(self) -> int | None:
         """Of a job that has ended with nobody attached; None: it goes on, or was killed."""
@@ -55,22 +71,21 @@ class JobFolder:
 
     def listen(self) -> socket.socket:
         """The keeper's socket."""
-        listener = socket.socket(socket.AF_UNIX)
-        with _short(self.path) as folder:
-            listener.bind(f"{folder}/socket")
-        listener.listen(4)
-        return listener
+        return listen_at(self.path / "socket")
 
     def connect(self) -> socket.socket:
         """To the keeper. Raises OSError if it is gone."""
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            with _short(self.path) as folder:
-                connection.connect(f"{folder}/socket")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        return connect_to(self.path / "socket")
+
+    def start_again(self) -> None:
+        """Start another keeper. Raises OSError."""
+        subprocess.Popen(
+            self.again,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def close_socket(self) -> None:
         """Nobody finds the keeper from now on. Idempotent."""
@@ -90,49 +105,111 @@ class JobFolder:
         """Forget the job."""
         shutil.rmtree(self.path, ignore_errors=True)
 
+    def _write(self) -> None:
+        given = {
+            "command": self.command,
+            "began": self.began,
+            "pid": self.pid,
+            "agent": self.agent,
+            "again": self.again,
+        }
+        new = self.path / "new"
+        new.write_text(json.dumps(given))
+        new.rename(self.path / "job")
 
-def make(command: tuple[str, ...]) -> JobFolder:
-    """The folder of a job whose keeper is this process. Raises BootstrapError."""
+
+def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
+    """The folder of a job whose keeper is this process, to its end. Raises BootstrapError.
+
+    ``again``: starts another keeper, which is told the folder as a last argument.
+    """
     parent = _parent()
-    path = parent / str(os.getpid())
     try:
         if not is_ours(parent.parent):
             raise PermissionError(0, "it belongs to somebody else", str(parent.parent))
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shutil.rmtree(path, ignore_errors=True)  # of an earlier process with this pid
-        path.mkdir(mode=0o700)
+        path = _free(parent)
+        hold(path)
         began = time.strftime("%Y-%m-%d %H:%M:%S")
-        folder = JobFolder(path, command, began, _ticks(os.getpid()) or 0)
-        text = json.dumps({"command": command, "began": began, "ticks": folder.ticks})
-        (path / "job").write_text(text)
+        agent = f"{path.name}-{os.urandom(8).hex()}"
+        folder = JobFolder(path, tuple(command), began, os.getpid(), agent, (*again, str(path)))
+        folder._write()
     except OSError as error:
-        raise BootstrapError(f"{error.filename or path}: {error.strerror}") from None
+        raise BootstrapError(f"{error.filename or parent}: {error.strerror}") from None
     return folder
 
 
+def _free(parent: Path) -> Path:
+    """A new folder, named by this process if no earlier one with its number has left a job."""
+    name, turn = str(os.getpid()), 1
+    while True:
+        path = parent / (name if turn == 1 else f"{name}-{turn}")
+        try:
+            path.mkdir(mode=0o700)
+            return path
+        except FileExistsError:
+            before = read(path)
+            if before is None or not _is_alive(before):
+                shutil.rmtree(path)
+            else:
+                turn += 1
+
+
+def take_over(path: Path) -> JobFolder:
+    """Be the keeper of a job that has lost its own. Raises BootstrapError if it has not."""
+    folder = read(path)
+    if folder is None:
+        raise BootstrapError(f"there is no job in {path}")
+    try:
+        hold(path)
+    except OSError:
+        raise BootstrapError(f"job {folder.name} has a keeper") from None
+    mine = JobFolder(path, folder.command, folder.began, os.getpid(), folder.agent, folder.again)
+    mine._write()
+    return mine
+
+
 def found() -> list[JobFolder]:
-    """All jobs that can be attached to, the oldest first. Folders of killed keepers are removed."""
+    """All jobs that can be attached to, the oldest first. Folders of killed jobs are removed."""
     folders = []
     parent = _parent()
     if not parent.is_dir() or not is_ours(parent.parent):
         return []
     for path in parent.iterdir():
-        try:
-            job = json.loads((path / "job").read_text())
-            folder = JobFolder(path, tuple(job["command"]), str(job["began"]), int(job["ticks"]))
-        except (OSError, ValueError, KeyError, TypeError):
+        folder = read(path)
+        if folder is None:
             continue  # it is being made, or removed
-        if folder.is_kept() or folder.exit_code() is not None:
+        if _is_alive(folder) or folder.exit_code() is not None:
             folders.append(folder)
         else:
             folder.remove()
-    return sorted(folders, key=lambda folder: (folder.began, folder.pid))
+    return sorted(folders, key=lambda folder: (folder.began, folder.name))
+
+
+def _is_alive(folder: JobFolder) -> bool:
+    return folder.is_kept() or folder.has_agent()
+
+
+def read(path: Path) -> JobFolder | None:
+    """The job of that folder; None: it is being made, or removed."""
+    try:
+        job: dict[str, Any] = json.loads((path / "job").read_text())
+        return JobFolder(
+            path,
+            tuple(job["command"]),
+            str(job["began"]),
+            int(job["pid"]),
+            str(job["agent"]),
+            tuple(job["again"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def find(name: str | None) -> JobFolder:
     """The job of that name; None: the only one. Raises InvalidArgumentError."""
     folders = found()
-    chosen = [folder for folder in folders if name is None or folder.path.name == name]
+    chosen = [folder for folder in folders if name is None or folder.name == name]
     if len(chosen) == 1:
         return chosen[0]
     if not folders:
@@ -148,28 +225,8 @@ def find(name: str | None) -> JobFolder:
 def _line(folder: JobFolder) -> str:
     code = folder.exit_code()
     how = "" if code is None else f" (ended with exit code {code})"
-    return f"{folder.pid}  since {folder.began}  {' '.join(folder.command)}{how}"
+    return f"{folder.name}  since {folder.began}  {' '.join(folder.command)}{how}"
 
 
 def _parent() -> Path:
     return default_folder() / "jobs"
-
-
-def _ticks(pid: int) -> int | None:
-    """When this process was started; None: there is none, or it is a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # from the third field on, the state
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-@contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
-    """A short name of a folder: those of sockets have 107 bytes at most."""
-    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)

@@ -1,14 +1,15 @@
 """Jobs that outlive their launcher: a process in the background keeps them, another one shows them.
 
-``kolovod run --elastic`` forks the keeper, which starts the ranks, is their steward and takes what
-they write. What the user sees is a viewer: it shows that, and passes signals on. If it ends,
-however that comes, the job goes on, and ``kolovod attach`` is another viewer. They speak in frames
-(``agent_messages``) over a socket of this host::
+``kolovod run --elastic`` forks the keeper, which has agents start the ranks, is their steward and
+takes what they write. What the user sees is a viewer: it shows that, and passes signals on. If it
+ends, however that comes, the job goes on, and ``kolovod attach`` is another viewer. They speak in
+frames (``agent_messages``) over a socket of this host::
 
-    keeper -> viewer   "O", where the rank is 0;  {"exit": code}
+    keeper -> viewer   {"folder": path} first;  "O", where the rank is 0;  {"exit": code}
     viewer -> keeper   {"shown": frames so far}, {"told": true} of the exit code, {"signal": number}
 
-The keeper hangs up where another viewer has come.
+The keeper hangs up where another viewer has come. If it ends the ranks go on, too: the agent of
+this host starts another keeper, to which viewers come by themselves.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from kolovod.errors import BootstrapError, InvalidArgumentError
@@ -36,10 +38,11 @@ from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job
 from kolovod.launch.job import JobOptions
 from kolovod.launch.job_folders import JobFolder
+from kolovod.launch.keeping import Keeping
 from kolovod.launch.spool import Frame, Spool
 from kolovod.notices import report_to_stderr
 
-__all__ = ["attach", "run_kept_job"]
+__all__ = ["attach", "keep_again", "run_kept_job"]
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 _READ_BYTES = 1 << 16
@@ -48,10 +51,18 @@ _EXIT_REPLACED = 128 + signal.SIGHUP
 """Of a viewer that another one has replaced: nobody knows yet how the job ends."""
 _DEATH_S = 1.0
 """From the end of a process's connections to its own, at most."""
+_AGAIN_S = 30.0
+"""For the next keeper to come."""
 
 
-def run_kept_job(elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
-    """``run_elastic_job`` that goes on if this process ends; returns the exit code."""
+def run_kept_job(
+    elastic: ElasticOptions, command: Sequence[str], options: JobOptions, again: Sequence[str]
+) -> int:
+    """``run_elastic_job`` that goes on if this process ends; returns the exit code.
+
+    ``again``: the command line that calls ``keep_again`` with the same, and with the job's folder,
+    which is its last argument.
+    """
     here, there = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # it was closed when this process began
@@ -63,16 +74,27 @@ def run_kept_job(elastic: ElasticOptions, command: Sequence[str], options: JobOp
         code = 1
         try:
             here.close()
-            code = _Keeper(there).run(elastic, command, options)
+            code = _Keeper(there).run(elastic, command, options, again)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
     there.close()
-    shown = _show(here, pid, lambda: os.waitpid(pid, os.WNOHANG)[0] == 0)
+    code = _show(here, pid)
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0 if shown is not None else os.WNOHANG)
-    return _EXIT_REPLACED if shown is None else shown
+        os.waitpid(pid, os.WNOHANG)
+    return code
+
+
+def keep_again(
+    path: Path, elastic: ElasticOptions, command: Sequence[str], options: JobOptions
+) -> int:
+    """Be the keeper of a job whose own has ended, until it has come to its end, too."""
+    try:
+        return _Keeper(None).go_on(job_folders.take_over(path), elastic, command, options)
+    except BootstrapError as error:
+        report_to_stderr(str(error))
+        return 1
 
 
 def attach(name: str | None) -> int:
@@ -83,39 +105,81 @@ def attach(name: str | None) -> int:
     """
     folder = job_folders.find(name)
     try:
-        connection = folder.connect()
+        connection: socket.socket | None = folder.connect()
     except OSError:
-        return _show_what_is_left(folder)
-    shown = _show(connection, folder.pid, folder.is_kept)
-    return _EXIT_REPLACED if shown is None else shown
+        if folder.exit_code() is None and not folder.is_kept():
+            folder.start_again()
+        connection = _wait_for_keeper(folder)
+    return _end_of(folder) if connection is None else _show(connection, folder.pid)
 
 
-def _show(connection: socket.socket, pid: int, is_kept: Callable[[], bool]) -> int | None:
-    """The exit code; None: another viewer has come. ``is_kept()``: whether the keeper lives."""
-    try:
-        return _View(connection).show()
-    except EOFError:
-        deadline = time.monotonic() + _DEATH_S
-        while time.monotonic() < deadline:
-            if not is_kept():
-                report_to_stderr(
-                    f"the process that kept the job (pid {pid}) was killed, and so the job"
-                )
-                return 128 + signal.SIGKILL
-            time.sleep(0.01)
-    report_to_stderr(f"job {pid} is shown by another kolovod attach now; it goes on")
+def _show(connection: socket.socket, pid: int) -> int:
+    """What a keeper says, and the one after it; returns the exit code."""
+    while True:
+        view = _View(connection)
+        try:
+            return view.show()
+        except EOFError:
+            folder = view.folder
+        if folder is None:
+            report_to_stderr(
+                f"the process that kept the job (pid {pid}) was killed, and so the job"
+            )
+            return 128 + signal.SIGKILL
+        if _lives(folder):
+            report_to_stderr(
+                f"job {folder.name} is shown by another kolovod attach now; it goes on"
+            )
+            return _EXIT_REPLACED
+        again = _wait_for_keeper(folder)
+        if again is None:
+            return _end_of(folder)
+        report_to_stderr(
+            f"the process that kept the job (pid {folder.pid}) was killed; another one goes on"
+        )
+        connection = again
+
+
+def _lives(folder: JobFolder) -> bool:
+    """Whether the keeper is still there a moment after it has hung up."""
+    deadline = time.monotonic() + _DEATH_S
+    while time.monotonic() < deadline:
+        now = job_folders.read(folder.path)
+        if now is None or now.pid != folder.pid or not folder.is_kept():
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _wait_for_keeper(folder: JobFolder) -> socket.socket | None:
+    """A connection to the next one; None: there is none, or the job has ended."""
+    deadline = time.monotonic() + _AGAIN_S
+    while time.monotonic() < deadline and folder.exit_code() is None:
+        with contextlib.suppress(OSError):
+            return folder.connect()
+        if not folder.is_kept() and not folder.has_agent():
+            break
+        time.sleep(0.02)
     return None
 
 
-def _show_what_is_left(folder: JobFolder) -> int:
+def _end_of(folder: JobFolder) -> int:
+    """Of a job that has no keeper to say it; returns the exit code."""
     code = folder.exit_code()
     if code is None:
-        raise InvalidArgumentError(f"job {folder.pid} is about to end: try again")
+        text = f"the processes that kept job {folder.name} were killed, and so the job"
+        if folder.has_agent():
+            text = (
+                f"job {folder.name} goes on without a launcher, and none could be started: "
+                f"kolovod attach {folder.name} tries again"
+            )
+        report_to_stderr(text)
+        return 128 + signal.SIGKILL
     for stream in ("stdout", "stderr"):
         try:
             _print(stream, folder.left(stream))
         except OSError:
-            raise InvalidArgumentError(f"job {folder.pid} was shown to its end meanwhile") from None
+            report_to_stderr(f"the rest of job {folder.name} was shown elsewhere")
     folder.remove()
     return code
 
@@ -133,12 +197,14 @@ class _View:
     """What a viewer does."""
 
     def __init__(self, connection: socket.socket) -> None:
+        self.folder: JobFolder | None = None
+        """Where the job is found if the keeper ends."""
         self._connection = connection
         self._writer = FrameWriter(connection.fileno())
         self._signals: list[int] = []
 
     def show(self) -> int:
-        """To the job's end; returns its exit code. Raises EOFError if the keeper ends before."""
+        """To the job's end; returns its exit code. Raises EOFError if the keeper hangs up."""
         reader = FrameReader(prelude=False)
         shown = 0
         with self._connection, self._hearing_signals() as bell:
@@ -160,6 +226,8 @@ class _View:
                         shown += 1
                         continue
                     said = json.loads(body)
+                    if "folder" in said:
+                        self.folder = job_folders.read(Path(said["folder"]))
                     if "exit" in said:
                         self._say({"told": True})
                         return int(said["exit"])
@@ -213,8 +281,9 @@ class _Console(io.TextIOBase):
 class _Keeper:
     """The process in the background."""
 
-    def __init__(self, first_viewer: socket.socket) -> None:
-        os.setsid()
+    def __init__(self, first_viewer: socket.socket | None) -> None:
+        with contextlib.suppress(PermissionError):  # it has one already
+            os.setsid()
         self._spool = Spool()
         self._lock = threading.Lock()
         self._viewer: socket.socket | None = None
@@ -226,7 +295,7 @@ class _Keeper:
         }
         sys.stdout, sys.stderr = (cast("TextIO", self._consoles[name]) for name in names)
         self._take_over_descriptors()
-        self._begin_view(first_viewer)
+        self._first_viewer = first_viewer
 
     def _take_over_descriptors(self) -> None:
         """Nobody shall wait for the end of the viewer's output because this process has it open."""
@@ -244,30 +313,68 @@ class _Keeper:
 
         threading.Thread(target=take, name="kolovod stderr", daemon=True).start()
 
-    def run(self, elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
+    def run(
+        self,
+        elastic: ElasticOptions,
+        command: Sequence[str],
+        options: JobOptions,
+        again: Sequence[str],
+    ) -> int:
         """To the job's end, and until that was told."""
+        keeping: Keeping | None = None
         try:
-            folder = job_folders.make(tuple(command))
-            listener = folder.listen()
-            self._folder = folder
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+            folder = self._folder = job_folders.make(command, again)
+            keeping = Keeping(folder.agent, folder.again)
+            self._listen(folder)
         except (BootstrapError, OSError) as error:
             report_to_stderr(f"the job ends with this launcher, nobody could attach: {error}")
+        assert self._first_viewer is not None
+        self._begin_view(self._first_viewer)
+        return self._end(self._run(elastic, command, options, keeping))
+
+    def go_on(
+        self,
+        folder: JobFolder,
+        elastic: ElasticOptions,
+        command: Sequence[str],
+        options: JobOptions,
+    ) -> int:
+        """The same of a job that an earlier keeper has begun. Raises BootstrapError."""
+        self._folder = folder
+        self._listen(folder)
+        keeping = Keeping(folder.agent, folder.again, goes_on=True)
+        return self._end(self._run(elastic, command, options, keeping))
+
+    def _listen(self, folder: JobFolder) -> None:
+        listener = folder.listen()
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def _run(
+        self,
+        elastic: ElasticOptions,
+        command: Sequence[str],
+        options: JobOptions,
+        keeping: Keeping | None,
+    ) -> int:
         shown = replace(
             options,
             stdout=cast("TextIO", self._consoles["stdout"]),
             stderr=cast("TextIO", self._consoles["stderr"]),
         )
-        code = 1
         try:
-            code = run_elastic_job(elastic, command, shown)
+            return run_elastic_job(elastic, command, shown, keeping=keeping)
         except InvalidArgumentError as error:
             report_to_stderr(str(error))
-            code = _EXIT_WRONG_USE
+            return _EXIT_WRONG_USE
         except KeyboardInterrupt:  # before there was a job to pass it on to
-            code = 128 + signal.SIGINT
+            return 128 + signal.SIGINT
+        except BootstrapError:
+            raise
         except BaseException:
             traceback.print_exc()
+            return 1
+
+    def _end(self, code: int) -> int:
         for signum in _PASSED_ON:  # nothing is left to be ended
             signal.signal(signum, lambda *_: None)
         self._spool.end(code)
@@ -327,6 +434,8 @@ class _Keeper:
 
     def _send(self, writer: FrameWriter, view: int, number: int) -> None:
         with contextlib.suppress(OSError):  # it is gone, which is read
+            if self._folder is not None:
+                writer.json({"folder": str(self._folder.path)})
             while (what := self._spool.next(view, number)) is not None:
                 if not isinstance(what, Frame):
                     writer.json({"exit": what})

@@ -71,8 +71,9 @@ class Ended:
     """What it has left in the file that a job with a payload gives it."""
     blames: int | None = None
     """The rank whose failure it says was the cause of its own (``blame``)."""
-    record: bytes = b""
-    """What a member of an elastic job has left in its file (``elastic.record_file``)."""
+    record: bytes | None = b""
+    """What a member of an elastic job has left in its file (``elastic.record_file``); None: nobody
+    could read it."""
     time: float = 0.0
     """``time.monotonic()`` of the launcher; of a lost one, of its host's last sign of life."""
 

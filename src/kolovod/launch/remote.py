@@ -1,8 +1,8 @@
-"""The ranks of a job on another host: an agent there, reached by the system's ssh.
+"""The ranks of a job that an agent runs, on another host or on this one.
 
-The launcher's half; ``agent`` has the other, ``frames`` what they say. The same methods as
-``HostRanks``, so that a job does not care where its ranks are. Orders, also the job's secret, go
-through ssh's standard input, never by a command line.
+The launcher's half; ``agent`` has the other, ``agent_line`` the way there, ``agent_messages`` what
+they say. The same methods as ``HostRanks``, so that a job does not care where its ranks are.
+Orders, also the job's secret, go through ssh's standard input, never by a command line.
 """
 
 from __future__ import annotations
@@ -10,90 +10,43 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
-import shlex
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from kolovod.errors import BootstrapError
+from kolovod.launch.agent_line import Line
 from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output, split_result
-from kolovod.launch.local import GRACE_S, Ended, Order, signal_name
+from kolovod.launch.local import GRACE_S, Ended, Order
 from kolovod.version import __version__
 
-__all__ = ["RemoteRanks", "SshOptions", "forwarded", "ssh_command"]
+__all__ = ["RemoteRanks"]
 
 ALIVE_S = 1.0  # between two signs of life
 LOST_AFTER_S = 10.0  # without one a host is lost
-_FORGOTTEN = re.compile(
-    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES|HOSTNAME|SSH_.*|XDG_.*"
-    r"|_HOROVOD_SECRET_KEY|KOLOVOD_SECRET|KOLOVOD_JOB"
-)
-
-
-@dataclass(frozen=True)
-class SshOptions:
-    """Says how other hosts are reached."""
-
-    port: int | None = None
-    identity: str | None = None
-    """A file with a private key."""
-    arguments: Sequence[str] = ()
-    """Further arguments of ssh."""
-    connect_timeout_s: float = 10.0
-    python: str = ""
-    """The Python of the agents, which has Kolovod; this one's path by default."""
-    directory: str = ""
-    """Where the ranks run; this process's directory by default."""
-
-
-def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """What ranks on other hosts inherit of the launcher's environment: all but what is about here.
-
-    These are Horovod's rules, and besides what describes a login or belongs to another job.
-    """
-    return {name: value for name, value in environ.items() if not _FORGOTTEN.fullmatch(name)}
-
-
-def ssh_command(host: str, ssh: SshOptions, environ: Mapping[str, str]) -> list[str]:
-    """The command line that starts an agent on ``host``. Decides, does nothing.
-
-    ssh asks for no password and checks the host's key as its configuration says (by default: an
-    unknown one is refused). A directory or a Python that is not there is told by the shell.
-    """
-    python = ssh.python or sys.executable
-    path = environ.get("PYTHONPATH")
-    variables = ["env", f"PYTHONPATH={path}"] if path else []
-    agent = shlex.join([*variables, python, "-m", "kolovod.launch.agent"])
-    inner = f"cd {shlex.quote(ssh.directory or os.getcwd())} && exec {agent}"
-    command = ["ssh", "-T", "-o", "BatchMode=yes"]
-    command += ["-o", f"ConnectTimeout={max(1, round(ssh.connect_timeout_s))}"]
-    command += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-    if ssh.port is not None:
-        command += ["-p", str(ssh.port)]
-    if ssh.identity is not None:
-        command += ["-i", ssh.identity]
-    return [*command, *ssh.arguments, "--", host, f"exec /bin/sh -c {shlex.quote(inner)}"]
 
 
 class RemoteRanks:
     """Ranks on ``host``. ``connect``, then ``start``; ``close`` leaves nothing of them behind.
 
-    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own.
+    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own. ``adopts``:
+    what the agent runs for an earlier launcher is this one's from now on; it is ended otherwise.
     """
 
-    def __init__(self, host: str, ssh: SshOptions, sink: Callable[[int, str, bytes], None]) -> None:
+    def __init__(
+        self, host: str, line: Line, sink: Callable[[int, str, bytes], None], adopts: bool = False
+    ) -> None:
         self.host = host
-        self._ssh = ssh
+        self._line = line
         self._sink = sink
+        self._adopts = adopts
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._handed: list[int] = []  # ends that the job was told of, and the agent not yet
         self._writer: FrameWriter | None = None
         self._thread: threading.Thread | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -114,22 +67,14 @@ class RemoteRanks:
 
     def connect(self) -> None:
         """Start the agent and hear its greeting. Raises BootstrapError with the reason."""
-        self._process = subprocess.Popen(
-            ssh_command(self.host, self._ssh, os.environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher, which tells the agents
-        )
-        if self._process.stdin is None:
-            raise AssertionError("ssh has no standard input")
-        self._writer = FrameWriter(self._process.stdin.fileno())
+        self._line.open()
+        self._writer = FrameWriter(self._line.sink)
         self._heard = time.monotonic()
         self._thread = threading.Thread(
             target=self._listen, name=f"kolovod host {self.host}", daemon=True
         )
         self._thread.start()
-        limit_s = 2 * self._ssh.connect_timeout_s + LOST_AFTER_S
+        limit_s = 2 * self._line.connect_timeout_s + LOST_AFTER_S
         with self._changed:
             self._changed.wait_for(lambda: self._hello or self._lost, limit_s)
             if not self._hello:
@@ -140,6 +85,22 @@ class RemoteRanks:
                 f"{self._hello.get('python')} there has Kolovod {version}, this is {__version__}: "
                 "install the same on all hosts"
             )
+
+    @property
+    def lost(self) -> str:
+        """Why it cannot be reached any more; "" while it can."""
+        with self._lock:
+            return self._lost
+
+    @property
+    def kept(self) -> Any:
+        """What an earlier launcher had it ``keep``."""
+        return self._hello.get("kept")
+
+    def keep(self, value: Any) -> None:
+        """Have the agent keep a JSON value for the launcher that comes next."""
+        with contextlib.suppress(OSError):
+            self._out().json({"keep": value})
 
     @property
     def torch_port(self) -> int:
@@ -207,6 +168,10 @@ class RemoteRanks:
             ended = list(self._events)
             self._events.clear()
             self._running -= {end.rank for end in ended}
+            noted, self._handed = self._handed, [end.rank for end in ended]
+        if noted:
+            with contextlib.suppress(OSError):
+                self._out().json({"noted": noted})
         return ended
 
     def send(self, signum: int, ranks: Collection[int] | None = None) -> None:
@@ -217,9 +182,15 @@ class RemoteRanks:
         with contextlib.suppress(OSError):
             self._out().json(order)
 
+    def leave_alone(self) -> None:
+        """Have nothing ended; the agent must be one that lasts."""
+        with self._changed:
+            self._finished = True
+        self._line.close(0.1)
+
     def begin_close(self) -> None:
         """Have whatever is left ended; ``close`` waits for it."""
-        if self._writer is not None and not self._lost:
+        if self._writer is not None and not self._lost and not self._finished:
             with contextlib.suppress(OSError):
                 self._writer.json({"close": True})
 
@@ -227,23 +198,14 @@ class RemoteRanks:
         """End whatever is left, and release everything. Idempotent."""
         if self._bell < 0:
             return
-        process = self._process
-        if process is not None and process.stdin is not None and self._thread is not None:
+        if self._thread is not None:
             self.begin_close()
             with self._changed:
                 limit_s = 2 * GRACE_S + LOST_AFTER_S
                 self._changed.wait_for(lambda: self._finished or self._lost, limit_s)
-            with contextlib.suppress(OSError):
-                process.stdin.close()  # the agent ends, if it has not
-            try:
-                process.wait(1.0 if self._finished else 0.1)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            self._line.close(1.0 if self._finished else 0.1)
             self._thread.join(timeout=5)
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            self._line.release()
         os.close(self._bell)
         self._bell = -1
 
@@ -255,26 +217,25 @@ class RemoteRanks:
         return self._writer
 
     def _listen(self) -> None:
-        process = self._process
-        if process is None or process.stdout is None or process.stderr is None:
-            raise AssertionError("ssh was not started")
-        reader = FrameReader(prelude=True)
+        line = self._line
+        reader = FrameReader(prelude=line.has_prelude)
         poll = select.poll()
-        for pipe in (process.stdout, process.stderr):
-            poll.register(pipe, select.POLLIN)
+        for fd in (line.source, line.errors):
+            if fd >= 0:
+                poll.register(fd, select.POLLIN)
         try:
             while not self._finished:
                 ready = [fd for fd, _ in poll.poll(ALIVE_S * 1000)]
                 now = time.monotonic()
-                if process.stderr.fileno() in ready:
-                    data = os.read(process.stderr.fileno(), 1 << 16)
+                if line.errors in ready:
+                    data = os.read(line.errors, 1 << 16)
                     self._errors = (self._errors + data)[-4096:]
                     if not data:
-                        poll.unregister(process.stderr)
-                if process.stdout.fileno() in ready:
-                    data = os.read(process.stdout.fileno(), 1 << 18)
+                        poll.unregister(line.errors)
+                if line.source in ready:
+                    data = os.read(line.source, 1 << 18)
                     if not data:
-                        self._lose(self._why_ssh_ended(process))
+                        self._lose(line.why_ended(self._errors))
                         return
                     self._heard = now
                     for kind, body in reader.feed(data):
@@ -285,23 +246,10 @@ class RemoteRanks:
                 if self._hello and now - self._said >= ALIVE_S / 2:
                     self._said = now
                     self._out().json({"alive": True})
+        except ConnectionError:
+            self._lose(line.why_ended(self._errors))
         except (OSError, ValueError, KeyError, BootstrapError) as error:
             self._lose(f"{type(error).__name__}: {error}")
-
-    def _why_ssh_ended(self, process: subprocess.Popen[bytes]) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(2)
-        if process.stderr is not None:
-            os.set_blocking(process.stderr.fileno(), False)
-            with contextlib.suppress(OSError):
-                self._errors = (self._errors + os.read(process.stderr.fileno(), 4096))[-4096:]
-        code = process.returncode
-        how = "" if code is None else f" with exit code {code}"
-        if code is not None and code < 0:
-            how = f", killed by signal {-code} ({signal_name(-code)})"
-        lines = self._errors.decode(errors="replace").strip().splitlines()
-        said = "".join(f": {line.strip()}" for line in lines[-3:])
-        return f"ssh to {self.host} ended{how}{said}"
 
     def _lose(self, reason: str) -> None:
         """The host is out of reach: so are its ranks."""
@@ -318,6 +266,8 @@ class RemoteRanks:
         for rank in sorted(self._running - told):
             pid = self._pids.get(rank, 0)
             end = Ended(rank, pid, 255, self.host, lost=self._lost, time=self._heard)
+            if self._line.is_here:  # its ranks die with it (``guard``), and what they have left
+                end = replace(end, code=-signal.SIGKILL, lost="", record=None)
             self._events.append(end)
         self._ring()
 
@@ -335,10 +285,20 @@ class RemoteRanks:
         elif kind == b"J":
             self._report(json.loads(body))
 
+    def _find(self, ranks: Mapping[int, int]) -> None:
+        """The agent runs these already."""
+        if self._adopts:
+            self._pids |= ranks
+            self._running |= ranks.keys()
+        elif ranks:
+            with contextlib.suppress(OSError):
+                self._out().json({"signal": signal.SIGKILL, "ranks": sorted(ranks)})
+
     def _report(self, report: dict[str, Any]) -> None:
         with self._changed:
             if "hello" in report:
                 self._hello = report["hello"]
+                self._find({int(r): int(pid) for r, pid in self._hello["ranks"].items()})
             elif "started" in report:
                 self._pids |= {int(rank): int(pid) for rank, pid in report["started"].items()}
             elif "ended" in report:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks
 from kolovod.launch.hosts import assign, parse_hosts
-from kolovod.launch.remote import SshOptions
 from kolovod.notices import report_to_stderr
 
 __all__ = ["RankFailed", "SshOptions", "run"]

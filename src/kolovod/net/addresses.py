@@ -33,6 +33,7 @@ __all__ = [
     "interfaces",
     "is_loopback",
     "listen",
+    "listen_again",
     "own_addresses",
     "reach",
     "resolve",
@@ -154,6 +155,23 @@ def listen(addresses: Sequence[str], backlog: int, port: int = 0) -> list[socket
             reason = f"{address}: {error.strerror or error}"
     if not sockets:
         raise BootstrapError(f"cannot listen at any address of this host ({reason})")
+    return sockets
+
+
+def listen_again(addresses: str, backlog: int) -> list[socket.socket]:
+    """A listening socket at each of "ip:port,ip:port", where an earlier process has listened.
+
+    Raises BootstrapError if one cannot be had.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for host, port in split_addresses(addresses):
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            sockets.append(socket.create_server((host, port), family=family, backlog=backlog))
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise BootstrapError(f"cannot listen at {addresses} again: {error}") from error
     return sockets
 
 

@@ -63,6 +63,10 @@ class Server:
         if self._thread.ident is not None:
             self._thread.join(timeout=5)
 
+    def forget(self) -> None:
+        """In a forked child: the parent listens on, this process does not."""
+        self._listener.close()
+
     def _accept(self) -> None:
         while True:
             try:

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kolovod.errors import BootstrapError
-from kolovod.net.addresses import LOOPBACK, address_of, listen
+from kolovod.net.addresses import LOOPBACK, address_of, listen, listen_again
 from kolovod.net.channel import Channel, encode
 from kolovod.net.server import Server
 from kolovod.rendezvous import versions
@@ -66,6 +66,8 @@ GONE_GRACE_S = 1.0
 """For a rank that has gone away to come again, and for the launcher to know why it has."""
 _SEND_TIMEOUT_S = 5.0
 _FORMING_S = 10.0  # at least, from the answer on, as ranks give each other (bootstrap.py)
+_TURNS = 16
+"""Servers that follow each other and number the process sets of one world differently."""
 _WATCH_S = 3600.0  # at most, between two looks at deadlines
 
 
@@ -109,12 +111,17 @@ class _Group:
 class RendezvousServer:
     """The rendezvous server. Thread based; ``close`` ends its threads."""
 
-    def __init__(self, secret: str, size: int, *hosts: str, port: int = 0) -> None:
+    def __init__(
+        self, secret: str, size: int, *hosts: str, port: int = 0, at: str = "", turn: int = 0
+    ) -> None:
         """``hosts``: the addresses where it listens; by default the loopback interface.
 
-        ``port``: at all of them; 0: free ones. Raises BootstrapError if there are none.
+        ``port``: at all of them; 0: free ones. ``at``: the very "ip:port,ip:port" of an earlier
+        server, whose part this one takes as the ``turn``-th after the first. Raises BootstrapError
+        if they cannot be had.
         """
-        listeners = listen(hosts or [LOOPBACK], max(128, size), port)
+        backlog = max(128, size)
+        listeners = listen_again(at, backlog) if at else listen(hosts or [LOOPBACK], backlog, port)
         self.address = ",".join(map(address_of, listeners))
         self.host_of: Sequence[str] = ()
         """The host of each rank, for messages, if the launcher knows."""
@@ -129,6 +136,7 @@ class RendezvousServer:
         self._lost: dict[_Rank, Member] = {}  # went while a world formed, and did not come again
         self._refused: dict[int, str] = {}  # came with another protocol, and not again since
         self._epoch = 0
+        self._first_in_scope = turn % _TURNS * (WORLDS_PER_SCOPE // _TURNS)
         self._closed = False
         self._servers = [
             Server(listener, secret, LABEL, self._serve, max_strangers=64 + size)
@@ -306,7 +314,7 @@ class RendezvousServer:
         parts = encode_members([group.joined[rank][0] for rank in group.members])
         terms = {"config": group.config, "notes": group.notes}
         # So it grows, too, when another process takes the server's part later.
-        epoch = max(self._epoch, group.key[0] * WORLDS_PER_SCOPE) + 1
+        epoch = max(self._epoch, group.key[0] * WORLDS_PER_SCOPE + self._first_in_scope) + 1
         parts[0] = {"epoch": epoch, **terms, **parts[0]}
         try:
             bodies = [encode(part) for part in parts]

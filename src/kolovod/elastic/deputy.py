@@ -1,0 +1,345 @@
+"""What a member does so that no steward is needed for ever: it finds the next one, or is it.
+
+The launcher is steward while it can be reached, else the lowest member that can. Every member
+listens, and says who its steward is. One that has lost its steward asks the launcher and all lower
+members: whoever is a steward is its new one; if none of them answers it takes the part itself, with
+what it knows from the last one. A steward among members looks around as long as it misses some of
+them: it steps back for the launcher, for one with a newer world, and for a lower one. Until then
+there may be two, which does no harm (``ballots``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kolovod.elastic.ballots import Proof, Record, World
+from kolovod.elastic.membership import Policy
+from kolovod.elastic.protocol import Contact, encode_world
+from kolovod.elastic.search import Answer, ask, ask_all
+from kolovod.elastic.steward import LABEL, Steward
+from kolovod.elastic.table import Facts, Table
+from kolovod.errors import BootstrapError
+from kolovod.net.addresses import address_of, addresses_beside, listen
+from kolovod.net.channel import Channel
+from kolovod.net.server import Server
+from kolovod.notices import report_to_stderr
+from kolovod.rendezvous.server import RendezvousServer
+
+__all__ = ["Deputy", "Known"]
+
+_FIRST_CONNECT_S = 10.0
+"""To the launcher, while nobody else is known."""
+_LOOK_S = 1.0
+"""Between two looks around."""
+_SEND_S = 2.0
+
+
+class Known(NamedTuple):
+    """What the process knows that the deputy belongs to."""
+
+    number: int | None
+    record: Record
+    proofs: Sequence[Proof]
+    """Of others on its host."""
+
+    @property
+    def formed(self) -> World | None:
+        """The newest world."""
+        return self.record.formed
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it is in that world."""
+        return self.formed is not None and self.number in self.formed.numbers
+
+
+class Deputy:
+    """One process's. ``find`` is for one thread; what else is public for any."""
+
+    def __init__(
+        self,
+        launcher: str,
+        secret: str,
+        known: Callable[[], Known],
+        *,
+        encrypted: bool = False,
+        interfaces: Sequence[str] = (),
+    ) -> None:
+        """``launcher``: its addresses. Listens; on the loopback interface, if the launcher does.
+
+        Raises BootstrapError if it cannot, InvalidArgumentError for ``interfaces``.
+        """
+        self._launcher, self._secret, self._encrypted = launcher, secret, encrypted
+        self._known = known
+        self._hosts = addresses_beside(launcher, interfaces, 0)
+        listeners = listen(self._hosts, backlog=128)
+        self.addresses = ",".join(map(address_of, listeners))
+        self._servers = [Server(listener, secret, LABEL, self._greet) for listener in listeners]
+        self._lock = threading.Lock()
+        self._facts: Facts | None = None
+        self._policy = Policy()
+        self._contacts: dict[int, Contact] = {}
+        self._follows: tuple[int, str] | None = None  # the present steward, and where it is
+        self._hint = ""  # where a steward was seen
+        self._office: _Office | None = None
+        self._is_closed = False
+        for server in self._servers:
+            server.start()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._is_closed = True
+        self._step_back()
+        for server in self._servers:
+            server.close()
+
+    def retire(self) -> None:
+        """The process is no member any more: it stays only if it is steward, for the others."""
+        if self._office is None:
+            self.close()
+
+    def forget(self) -> None:
+        """In a forked child, which must not listen in its parent's place."""
+        for server in self._servers:
+            server.forget()
+
+    # --- what the steward tells ---
+
+    def hear_facts(self, facts: Facts) -> None:
+        """What the next steward must know."""
+        with self._lock:
+            self._facts = facts
+
+    def hear_contacts(self, contacts: Sequence[Contact]) -> None:
+        """Where members are."""
+        with self._lock:
+            self._contacts |= {contact.number: contact for contact in contacts}
+
+    @property
+    def facts(self) -> Facts | None:
+        """For another steward."""
+        with self._lock:
+            return self._facts
+
+    # --- who has lost its steward ---
+
+    def find(self, told: Callable[[World], None]) -> Answer:
+        """The steward, to which the answer's channel leads; the caller closes that.
+
+        ``told(world)`` is called of worlds that others know as formed. Raises ConnectionError if
+        nobody is steward now, AuthenticationError, BootstrapError.
+        """
+        with self._lock:
+            self._follows = None
+            hint, self._hint = self._hint, ""
+        known = self._known()
+        if known.is_member and self._office is not None:
+            return self._follow(self._ask_own())
+        lower, may_lead = self._candidates(known)
+        if not lower and not hint and not may_lead:
+            return self._follow(self._ask_launcher())
+        answered, refusal = False, ""
+        addresses = [*filter(None, [hint]), self._launcher, *lower]
+        found = ask_all(addresses, self._secret, encrypted=self._encrypted)
+        with contextlib.closing(found):
+            for address, answer in found:
+                if isinstance(answer, Exception):
+                    if address == self._launcher:
+                        refusal = str(answer)
+                    continue
+                if answer.formed is not None:
+                    told(answer.formed)
+                if answer.channel is not None:
+                    return self._follow(answer, address)
+                answered = True
+        if answered or not may_lead:  # whoever has answered will be steward, or reaches one
+            raise ConnectionError(refusal or "others look for it, too")
+        self._take_office(known)
+        return self._follow(self._ask_own())
+
+    def _candidates(self, known: Known) -> tuple[list[str], bool]:
+        """Who may be steward rather than this process, and whether it may be itself."""
+        formed = known.formed
+        dead = {proof.number for proof in known.proofs}
+        with self._lock:
+            contacts, has_facts = dict(self._contacts), self._facts is not None
+            if self._facts is not None:
+                dead |= self._facts.proofs.keys()
+        if formed is None:
+            return [], False
+        alive = sorted(formed.numbers - dead)
+        if known.is_member:
+            assert known.number is not None
+            alive = [number for number in alive if number < known.number]
+        may_lead = known.is_member and has_facts and all(number in contacts for number in alive)
+        return [contacts[n].addresses for n in alive if n in contacts], may_lead
+
+    def _ask_launcher(self) -> Answer:
+        return ask(
+            self._launcher,
+            self._secret,
+            encrypted=self._encrypted,
+            connect_s=_FIRST_CONNECT_S,
+            answer_s=_FIRST_CONNECT_S,
+        )
+
+    def _ask_own(self) -> Answer:
+        return ask(self.addresses, self._secret, encrypted=self._encrypted)
+
+    def _follow(self, answer: Answer, address: str = "") -> Answer:
+        if answer.channel is None or answer.steward is None:
+            raise ConnectionError("who was steward is not any more")
+        if address == self._launcher:
+            address = ""
+        with self._lock:
+            self._follows = answer.steward, address
+            if answer.policy is not None:
+                self._policy = answer.policy
+        return answer
+
+    # --- who asks ---
+
+    def _greet(self, channel: Channel) -> None:
+        """On the connection's own thread."""
+        with self._lock:
+            office, follows = self._office, self._follows
+        if office is not None:
+            office.steward.greet(channel)
+            return
+        steward, address = follows if follows is not None else (None, "")
+        formed = self._known().formed
+        answer = {
+            "steward": steward,
+            "is_here": False,
+            "address": address,
+            "formed": None if formed is None else encode_world(formed),
+            "rendezvous": "",
+            "policy": None,
+        }
+        channel.send(answer, time.monotonic() + _SEND_S)
+
+    # --- as steward ---
+
+    def _take_office(self, known: Known) -> None:
+        number, formed = known.number, known.formed
+        assert number is not None
+        assert formed is not None
+        with self._lock:
+            if self._is_closed:
+                raise ConnectionError("this process ends")
+            facts, policy = self._facts, self._policy
+        table, now = Table(formed), time.monotonic()
+        if facts is not None:
+            table.merge(facts, now)
+        table.see(known.record)
+        for proof in known.proofs:
+            table.prove(proof, now)
+        for other in table.formed.numbers - table.proofs.keys():
+            table.miss(other, now)  # until it has come
+        office = _Office(number, table, policy, self._secret, self._hosts, self._look_around)
+        with self._lock:
+            self._office = office
+        office.start()
+
+    def _look_around(self, office: _Office) -> bool:
+        """Whether the office is still this process's: nobody answers to whom it must go."""
+        missing = office.steward.misses()
+        own = office.steward.world
+        with self._lock:
+            addresses = [c.addresses for n, c in self._contacts.items() if n in missing]
+        found = ask_all([self._launcher, *addresses], self._secret, encrypted=self._encrypted)
+        with contextlib.closing(found):
+            for address, answer in found:
+                if isinstance(answer, Exception) or answer.steward is None:
+                    continue
+                answer.close()
+                at_launcher = address == self._launcher
+                if at_launcher or _goes_before(answer, own, office.number):
+                    with self._lock:
+                        self._hint = "" if at_launcher else answer.address or address
+                    self._step_back()
+                    return False
+        return True
+
+    def _step_back(self) -> None:
+        """Its members, this one too, look for another steward."""
+        with self._lock:
+            office, self._office = self._office, None
+        if office is not None:
+            office.close()
+
+
+def _goes_before(answer: Answer, own: World, number: int) -> bool:
+    """Whether another steward is the one to follow."""
+    assert answer.steward is not None
+    if answer.steward < 0:  # a launcher that this one cannot reach
+        return False
+    if answer.formed is not None and answer.formed.stamp != own.stamp:
+        return answer.formed.stamp > own.stamp
+    return answer.steward < number
+
+
+class _Office:
+    """The steward in a member's process, and a rendezvous server for its worlds."""
+
+    def __init__(
+        self,
+        number: int,
+        table: Table,
+        policy: Policy,
+        secret: str,
+        hosts: Sequence[str],
+        look_around: Callable[[_Office], bool],
+    ) -> None:
+        """``look_around(self)``: whether to go on; called on a thread of its own."""
+        self.number = number
+        self._look_around = look_around
+        self._rendezvous = RendezvousServer(secret, len(table.formed.members), *hosts)
+        self.steward = Steward(
+            number,
+            table,
+            policy,
+            secret,
+            formed=self._formed,
+            stopped=lambda reason: report_to_stderr(f"ending the job: {reason}"),
+            mark_dead=self._rendezvous.mark_dead,
+            rendezvous=self._rendezvous.address,
+        )
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="kolovod deputy", daemon=True)
+
+    def start(self) -> None:
+        """Answer."""
+        self._rendezvous.start()
+        self.steward.start()
+        self._thread.start()
+        report_to_stderr(
+            f"the job's steward cannot be reached: rank {self._rank()} takes its part from now on"
+        )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed.set()
+        self.steward.close()
+        self._rendezvous.close()
+
+    def _rank(self) -> int:
+        members = self.steward.world.members
+        return [member.number for member in members].index(self.number)
+
+    def _formed(self, world: World, reason: str) -> None:
+        report_to_stderr(world.announcement(reason))
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            try:
+                if not self._look_around(self):
+                    return
+            except BootstrapError as error:  # an address that makes no sense
+                report_to_stderr(f"looking for the launcher has failed: {error}")
+                return

@@ -1,0 +1,291 @@
+"""How the launcher reaches the agent of a host: by ssh, or here by a socket.
+
+An agent that *lasts* outlives who has started it; it is found again by its name, at a socket in a
+folder for this user (``agent_folder``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kolovod.core.record_files import default_folder, is_ours
+from kolovod.errors import BootstrapError
+from kolovod.launch.local import signal_name
+from kolovod.launch.local_sockets import connect_to
+
+__all__ = [
+    "Line",
+    "LocalLine",
+    "SshLine",
+    "SshOptions",
+    "agent_folder",
+    "forwarded",
+    "open_socket",
+    "ssh_command",
+]
+
+_START_S = 20.0
+"""For an agent to be there, on a busy host."""
+_agents: list[subprocess.Popen[bytes]] = []
+"""Those that were started here. They may outlive this process."""
+_FORGOTTEN = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES|HOSTNAME|SSH_.*|XDG_.*"
+    r"|_HOROVOD_SECRET_KEY|KOLOVOD_SECRET|KOLOVOD_JOB"
+)
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """Says how other hosts are reached."""
+
+    port: int | None = None
+    identity: str | None = None
+    """A file with a private key."""
+    arguments: Sequence[str] = ()
+    """Further arguments of ssh."""
+    connect_timeout_s: float = 10.0
+    python: str = ""
+    """The Python of the agents, which has Kolovod; this one's path by default."""
+    directory: str = ""
+    """Where the ranks run; this process's directory by default."""
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """What ranks on other hosts inherit of the launcher's environment: all but what is about here.
+
+    These are Horovod's rules, and besides what describes a login or belongs to another job.
+    """
+    return {name: value for name, value in environ.items() if not _FORGOTTEN.fullmatch(name)}
+
+
+def ssh_command(
+    host: str, ssh: SshOptions, environ: Mapping[str, str], lasting: str = ""
+) -> list[str]:
+    """The command line that starts an agent on ``host``. Decides, does nothing.
+
+    ``lasting``: the name of one that lasts, which is started only if it is not there. ssh asks for
+    no password and checks the host's key as its configuration says (by default: an unknown one is
+    refused). A directory or a Python that is not there is told by the shell.
+    """
+    python = ssh.python or sys.executable
+    path = environ.get("PYTHONPATH")
+    variables = ["env", f"PYTHONPATH={path}"] if path else []
+    wanted = ["reach", lasting] if lasting else []
+    agent = shlex.join([*variables, python, "-m", "kolovod.launch.agent", *wanted])
+    inner = f"cd {shlex.quote(ssh.directory or os.getcwd())} && exec {agent}"
+    command = ["ssh", "-T", "-o", "BatchMode=yes"]
+    command += ["-o", f"ConnectTimeout={max(1, round(ssh.connect_timeout_s))}"]
+    command += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    if ssh.port is not None:
+        command += ["-p", str(ssh.port)]
+    if ssh.identity is not None:
+        command += ["-i", ssh.identity]
+    return [*command, *ssh.arguments, "--", host, f"exec /bin/sh -c {shlex.quote(inner)}"]
+
+
+class Line(Protocol):
+    """A way to an agent, in both directions."""
+
+    @property
+    def has_prelude(self) -> bool:
+        """Whether something may come before the first frame (``agent_messages``)."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the agent is on this host, so that its ranks are known to end with it."""
+
+    @property
+    def connect_timeout_s(self) -> float:
+        """For the agent to answer."""
+
+    def open(self) -> None:
+        """Go there. Raises OSError, BootstrapError."""
+
+    @property
+    def source(self) -> int:
+        """Descriptor of what the agent says."""
+
+    @property
+    def sink(self) -> int:
+        """Descriptor of what it is told."""
+
+    @property
+    def errors(self) -> int:
+        """Descriptor of what comes from the way itself; -1: nothing does."""
+
+    def why_ended(self, said: bytes) -> str:
+        """Of a line that has ended. ``said``: what came from ``errors``."""
+
+    def close(self, patience_s: float) -> None:
+        """Leave. ``patience_s``: for it to end by itself."""
+
+    def release(self) -> None:
+        """Close what ``close`` leaves open for who reads it."""
+
+
+class SshLine:
+    """By the system's ssh, whose process this one ends."""
+
+    has_prelude = True
+    is_here = False
+
+    def __init__(self, host: str, ssh: SshOptions, lasting: str = "") -> None:
+        self._host, self._ssh, self._lasting = host, ssh, lasting
+        self.connect_timeout_s = ssh.connect_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def open(self) -> None:
+        """See Line."""
+        self._process = subprocess.Popen(
+            ssh_command(self._host, self._ssh, os.environ, self._lasting),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher, which tells the agents
+        )
+
+    @property
+    def source(self) -> int:
+        """See Line."""
+        return self._fd("stdout")
+
+    @property
+    def sink(self) -> int:
+        """See Line."""
+        return self._fd("stdin")
+
+    @property
+    def errors(self) -> int:
+        """See Line."""
+        return self._fd("stderr")
+
+    def _fd(self, name: str) -> int:
+        pipe = getattr(self._process, name)
+        fd: int = pipe.fileno()
+        return fd
+
+    def why_ended(self, said: bytes) -> str:
+        """See Line."""
+        process = self._process
+        assert process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(2)
+        os.set_blocking(self.errors, False)
+        with contextlib.suppress(OSError):
+            said = (said + os.read(self.errors, 4096))[-4096:]
+        code = process.returncode
+        how = "" if code is None else f" with exit code {code}"
+        if code is not None and code < 0:
+            how = f", killed by signal {-code} ({signal_name(-code)})"
+        lines = said.decode(errors="replace").strip().splitlines()
+        last = "".join(f": {line.strip()}" for line in lines[-3:])
+        return f"ssh to {self._host} ended{how}{last}"
+
+    def close(self, patience_s: float) -> None:
+        """See Line."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            if process.stdin is not None:
+                process.stdin.close()  # the agent ends, if it has not
+        try:
+            process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def release(self) -> None:
+        """See Line."""
+        for pipe in (self._process.stdout, self._process.stderr) if self._process else ():
+            if pipe is not None:
+                pipe.close()
+
+
+class LocalLine:
+    """To an agent on this host that lasts; it is started if it is not there."""
+
+    has_prelude = False
+    is_here = True
+    connect_timeout_s = _START_S
+    errors = -1
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._socket: socket.socket | None = None
+
+    def open(self) -> None:
+        """See Line."""
+        self._socket = open_socket(self._name)
+
+    @property
+    def source(self) -> int:
+        """See Line."""
+        assert self._socket is not None
+        return self._socket.fileno()
+
+    sink = source
+
+    def why_ended(self, said: bytes) -> str:
+        """See Line."""
+        return "the process that runs the ranks of this host has ended"
+
+    def close(self, patience_s: float) -> None:
+        """See Line."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """See Line."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+def agent_folder(name: str) -> Path:
+    """Where the socket of an agent that lasts is. Raises BootstrapError if it cannot be safe."""
+    base = default_folder()
+    if not is_ours(base):
+        raise BootstrapError(f"{base} belongs to somebody else")
+    return base / "agents" / name
+
+
+def open_socket(name: str) -> socket.socket:
+    """A connection to the agent of this name, which is started if nobody answers there.
+
+    Raises BootstrapError if it does not come.
+    """
+    folder = agent_folder(name)
+    deadline = time.monotonic() + _START_S
+    started: subprocess.Popen[bytes] | None = None
+    while True:
+        try:
+            return connect_to(folder / "socket")
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise BootstrapError(f"no agent answers at {folder}: {error}") from error
+        if started is None:
+            started = subprocess.Popen(
+                [sys.executable, "-m", "kolovod.launch.agent", "serve", name],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            _agents.append(started)
+        elif started.poll() is not None:
+            raise BootstrapError(
+                f"the agent that was to run ranks ended with exit code {started.returncode}"
+            )
+        time.sleep(0.01)

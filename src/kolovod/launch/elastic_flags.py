@@ -1,0 +1,116 @@
+"""The flags of ``kolovod run`` for elastic jobs, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.discovery import ask_script
+from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.hosts import HostSlots
+from kolovod.launch.job import JobOptions
+from kolovod.launch.keeper import keep_again, run_kept_job
+
+__all__ = ["MAX_RANKS", "add", "check_discovery", "rank_count", "run"]
+
+MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
+
+
+def rank_count(text: str) -> int:
+    """For argparse."""
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 to {MAX_RANKS}")
+    return int(text)
+
+
+def add(run: argparse.ArgumentParser) -> None:
+    """Add them."""
+    group = run.add_argument_group("elastic jobs, whose ranks may end, come and leave")
+    group.add_argument(
+        "--elastic",
+        action="store_true",
+        help="when a rank is lost let the others go on, and start another one in its place; the "
+        "script calls kolovod.elastic.run",
+    )
+    group.add_argument(
+        "--min-np", type=rank_count, metavar="N", help="ranks without which the job waits [1]"
+    )
+    group.add_argument(
+        "--max-np",
+        type=rank_count,
+        metavar="N",
+        help="ranks at most [-np, or what discovery finds]",
+    )
+    group.add_argument(
+        "--host-discovery-script",
+        metavar="COMMAND",
+        help="asked once a second, in the place of -H: prints the hosts that there are, in lines "
+        "HOST or HOST:SLOTS",
+    )
+    group.add_argument(
+        "--slots-per-host",
+        type=rank_count,
+        default=1,
+        metavar="N",
+        help="of a discovered host whose line has no number [1]",
+    )
+    group.add_argument(
+        "--elastic-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long to wait for --min-np ranks [600]",
+    )
+    group.add_argument(
+        "--reset-limit", type=int, metavar="N", help="how often the world may change [no limit]"
+    )
+
+
+def check_discovery(options: argparse.Namespace) -> None:
+    """Whether the flags beside a discovery script make sense. Raises InvalidArgumentError."""
+    if not options.elastic:
+        raise InvalidArgumentError("--host-discovery-script without --elastic")
+    if options.hosts or options.hostfile or options.label_hosts:
+        raise InvalidArgumentError(
+            "--host-discovery-script beside -H, --hostfile or --label-hosts: give one of them"
+        )
+    if options.num_proc is None:
+        raise InvalidArgumentError("--host-discovery-script needs -np N, the ranks to begin with")
+
+
+def run(
+    options: argparse.Namespace,
+    command: list[str],
+    places: Sequence[HostSlots],
+    job_options: JobOptions,
+) -> int:
+    """Run ``command`` at ``places``, or go on with a job; returns the exit code.
+
+    Raises InvalidArgumentError.
+    """
+    if options.keep_going:
+        raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
+    script, slots = options.host_discovery_script, options.slots_per_host
+    np = options.num_proc or sum(place.slots for place in places)
+    max_np = options.max_np or (MAX_RANKS if script else np)
+    min_np = options.min_np or 1
+    if not min_np <= np <= max_np:
+        raise InvalidArgumentError(
+            f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must not descend"
+        )
+    elastic = ElasticOptions(
+        np=np,
+        min_np=min_np,
+        max_np=max_np,
+        places={place.name: place.slots for place in places},
+        discover=partial(ask_script, script, slots) if script else None,
+        elastic_timeout_s=options.elastic_timeout,
+        reset_limit=options.reset_limit,
+    )
+    if options.goes_on is not None:
+        return keep_again(options.goes_on, elastic, command, job_options)
+    again = [sys.executable, "-m", "kolovod.launch.going_on", *options.given]
+    return run_kept_job(elastic, command, job_options, again)

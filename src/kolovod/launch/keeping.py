@@ -1,0 +1,45 @@
+"""What a job needs to outlive its launcher, and the launcher that comes next to go on with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Kept", "Keeping"]
+
+
+@dataclass
+class Kept:
+    """What the next launcher is told: the agent on this host has it in memory (``agent``)."""
+
+    again: list[str]
+    """The command line that starts it."""
+    turn: int = 0
+    """How many launchers there were before."""
+    secret: str = field(default="", repr=False)
+    rendezvous: str = ""
+    steward: str = ""
+    """Where both servers listen, and will again."""
+    first_hosts: list[str] = field(default_factory=list)
+    """Of the ranks of the first world."""
+    hosts: list[str] = field(default_factory=list)
+    """That have agents of the job."""
+    places: dict[str, int] = field(default_factory=dict)
+    processes: list[list[Any]] = field(default_factory=list)
+    """Slot, host, and whether it is one of those that the job begins with, by number."""
+    ended_well: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """For the agent."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a job is kept: by agents of this name, and by ``again`` when the launcher is gone."""
+
+    name: str
+    again: Sequence[str]
+    goes_on: bool = False
+    """Whether an earlier launcher has begun it."""

@@ -1,0 +1,232 @@
+"""Members that go on without the launcher: processes, each with a session and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kolovod.elastic.ballots import Proof
+from kolovod.elastic.membership import Policy
+from kolovod.elastic.record_file import new_file, parse, read
+from kolovod.elastic.steward import Steward
+from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
+from kolovod.net.addresses import address_of, listen
+from kolovod.net.channel import new_secret
+
+LIMIT_S = 60.0
+MEMBER = Path(__file__).parent.parent / "support" / "elastic_member.py"
+
+
+class Member:
+    """A process, see support/elastic_member.py."""
+
+    def __init__(self, **given: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(MEMBER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.tell(given)
+
+    def tell(self, what: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.errors()
+        return json.loads(line)
+
+    def errors(self) -> str:
+        """What it has written to standard error, to its end."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Job:
+    """Members, and a launcher's steward."""
+
+    def __init__(self, hosts: list[str], policy: Policy) -> None:
+        self.secret = new_secret()
+        self.world = first_world(enumerate(hosts))
+        self.policy = policy
+        self.place = listen(["127.0.0.1"], backlog=16)[0]
+        self.address = address_of(self.place)
+        self.steward = self.launcher(FIRST_LAUNCHER, self.place)
+        self.files = [new_file() for _ in hosts]
+        self.members = [
+            self.member(slot=slot, host=host, first_hosts=hosts, record_path=self.files[slot][1])
+            for slot, host in enumerate(hosts)
+        ]
+        for member in self.members:
+            assert member.hear()["numbers"] == list(range(len(hosts)))
+
+    def launcher(self, number: int, place: Any) -> Steward:
+        steward = Steward(
+            number,
+            Table(self.world),
+            self.policy,
+            self.secret,
+            [place],
+            formed=lambda world, reason: None,
+            stopped=lambda reason: None,
+        )
+        steward.start()
+        return steward
+
+    def member(self, **given: Any) -> Member:
+        return Member(launcher=self.address, secret=self.secret, **given)
+
+    def wait_for_news(self) -> None:
+        """Until members know each other."""
+        for member in self.members:
+            member.tell("contacts")
+            while len(member.hear()["contacts"]) < len(self.members):
+                time.sleep(0.02)
+                member.tell("contacts")
+
+    def wait_for_change(self) -> None:
+        """Until all members know that another world waits for them to stop."""
+        for member in self.members:
+            member.tell("change")
+            while not member.hear()["change"]:
+                time.sleep(0.02)
+                member.tell("change")
+
+    def close(self) -> None:
+        self.steward.close()
+        for member in self.members:
+            member.kill()
+        for fd, _ in self.files:
+            os.close(fd)
+
+
+@pytest.fixture(name="job")
+def made_job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    hosts = getattr(request, "param", ["a", "a", "a", "a"])
+    job = Job(hosts, Policy(gather_s=0.05, silence_s=1.0, broken_s=0.2, elastic_timeout_s=5.0))
+    job.wait_for_news()
+    yield job
+    job.close()
+
+
+def next_worlds(members: list[Member]) -> list[list[int]]:
+    """Of each, which must all be the same one."""
+    told = [member.hear() for member in members]
+    assert len({(world["epoch"], *world["numbers"]) for world in told}) == 1, told
+    return told
+
+
+def test_a_loss_without_a_launcher_is_noticed_by_the_others_on_its_host(job: Job) -> None:
+    job.steward.close()
+    job.members[2].kill()
+    places = next_worlds([job.members[n] for n in (0, 1, 3)])
+    assert places[0]["numbers"] == [0, 1, 3]
+    assert places[0]["rendezvous"].startswith("127.0.0.1:")
+    assert {place["rendezvous"] for place in places} == {places[0]["rendezvous"]}
+
+
+def test_whoever_is_steward_may_die_one_after_the_other(job: Job) -> None:
+    job.steward.close()
+    places = set()
+    for lost in range(3):
+        job.members[lost].kill()
+        told = next_worlds(job.members[lost + 1 :])
+        assert told[0]["numbers"] == list(range(lost + 1, 4))
+        places.add(told[0]["rendezvous"])
+    assert len(places) == 3
+    job.members[3].kill()
+    said = job.members[3].errors()
+    assert "the job's steward cannot be reached: rank 1 takes its part from now on" in said
+    assert "1 ranks go on, since rank 0 on host a was lost (its process has ended)" in said
+
+
+@pytest.mark.parametrize("job", [["a", "b", "c"]], indirect=True)
+def test_hosts_go_on_by_majority(job: Job) -> None:
+    """Each label counts as a host, whose end only a process there can prove."""
+    job.steward.close()
+    job.members[1].kill()
+    assert next_worlds([job.members[0], job.members[2]])[0]["numbers"] == [0, 2]
+
+
+def test_a_world_can_follow_where_nobody_is_lost(job: Job) -> None:
+    job.steward.close()
+    for member in job.members:
+        member.tell("failed")
+    assert next_worlds(job.members)[0]["numbers"] == [0, 1, 2, 3]
+
+
+def test_one_who_comes_later_finds_the_steward(job: Job) -> None:
+    """By the address of the launcher it cannot; by what it heard before that ended, it can."""
+    joining = job.member(slot=4, host="a")
+    try:
+        job.wait_for_change()
+        job.steward.close()
+        numbers: list[int] = []
+        while len(numbers) < 5:  # a world without it may come first
+            for member in job.members:
+                member.tell("stop")
+            numbers = next_worlds(job.members)[0]["numbers"]
+            if len(numbers) < 5:
+                job.wait_for_change()
+        assert joining.hear()["numbers"] == numbers
+    finally:
+        joining.kill()
+
+
+def test_the_launcher_that_comes_back_is_steward_again(job: Job) -> None:
+    job.steward.close()
+    job.members[3].kill()
+    assert next_worlds(job.members[:3])[0]["numbers"] == [0, 1, 2]
+    host, port = job.address.rsplit(":", 1)
+    job.steward = job.launcher(FIRST_LAUNCHER - 1, listen([host], 16, int(port))[0])
+    deadline = time.monotonic() + LIMIT_S
+    while job.steward.misses() or len(job.steward.world.members) != 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    job.members[2].kill()
+    job.steward.prove(Proof(2, "was killed", parse(read(job.files[2][0]))))
+    told = next_worlds(job.members[:2])
+    assert told[0]["numbers"] == [0, 1]
+    assert told[0]["rendezvous"] == ""
+
+
+def test_one_that_has_ended_well_is_not_lost_at_once(job: Job) -> None:
+    job.steward.close()
+    job.members[3].tell("finished")
+    time.sleep(0.5)
+    job.members[3].tell("end")
+    job.members[3].process.wait(LIMIT_S)
+    ended_s = time.monotonic()
+    next_worlds(job.members[:3])
+    assert time.monotonic() - ended_s > 0.5
+    for member in job.members[:3]:
+        member.kill()
+    said = "".join(member.errors() for member in job.members[:3])
+    assert "3 ranks go on, since rank 3 on host a has ended" in said
+
+
+def test_a_stopped_steward_is_replaced_by_those_who_can_prove_it(job: Job) -> None:
+    """Not by silence: on one host all that live must agree. So it is killed in the end."""
+    job.steward.close()
+    job.members[0].process.send_signal(signal.SIGSTOP)
+    job.members[3].kill()
+    time.sleep(2.0)
+    job.members[0].kill()
+    assert next_worlds(job.members[1:3])[0]["numbers"] == [1, 2]

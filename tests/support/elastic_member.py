@@ -1,0 +1,63 @@
+"""A process with a session, as its test tells it: a JSON value in each line of standard input.
+
+First its place; then "failed", "stop", "finished", "contacts", "change", "end". It says each world
+that it comes into, as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+from kolovod.elastic.session import Session
+from kolovod.elastic.table import first_world
+from kolovod.errors import JobOverError
+
+lock = threading.Lock()
+
+
+def say(value: Any) -> None:
+    with lock:
+        print(json.dumps(value), flush=True)
+
+
+def follow(session: Session) -> None:
+    try:
+        while True:
+            say(session.next_world()._asdict())
+    except JobOverError as error:
+        say({"over": str(error)})
+
+
+def main() -> None:
+    given = json.loads(sys.stdin.readline())
+    hosts = given.get("first_hosts")
+    first = None if hosts is None else (given["slot"], first_world(enumerate(hosts)))
+    session = Session(
+        given["launcher"],
+        given["secret"],
+        given["slot"],
+        given["host"],
+        first=first,
+        record_path=given.get("record_path", ""),
+    )
+    threading.Thread(target=follow, args=(session,), daemon=True).start()
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order == "failed":
+            session.failed("connection reset")
+        elif order == "stop":
+            session.stop_for_next()
+        elif order == "finished":
+            session.finished()
+        elif order == "contacts":
+            say({"contacts": sorted(session._deputy._contacts)})
+        elif order == "change":
+            say({"change": session.wants_change})
+        elif order == "end":
+            return
+
+
+main()
