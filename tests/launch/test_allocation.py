@@ -7,6 +7,7 @@ import pytest
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch import cli
 from kolovod.launch.allocation import allocation
+from kolovod.launch.hosts import assign
 
 SLURM = {
     "SLURM_JOB_ID": "17",
@@ -54,7 +55,8 @@ def test_what_makes_no_sense(variables, said):
 
 def placed(*arguments):
     options = cli._parser().parse_args(["run", *arguments, "true"])
-    return cli._placed(options)
+    places, ssh = cli._places(options)
+    return assign(places, options.num_proc), ssh
 
 
 def test_the_launcher_uses_the_allocation(monkeypatch, tmp_path):

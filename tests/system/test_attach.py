@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launched import KOLOVOD, is_running, wait_until_gone
+from launched import KOLOVOD, wait_until_gone
 
 from kolovod.core.record_files import default_folder
-from kolovod.launch import job_folders
+from kolovod.errors import BootstrapError
+from kolovod.launch import job_folders, local_sockets
+from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.spool import Frame, Spool
 
 DEADLINE_S = 60
@@ -28,12 +30,13 @@ import kolovod.numpy as kv
 from kolovod import elastic
 kv.init()
 folder = sys.argv[1]
-state = elastic.State(step=0, moments=[])
+state = elastic.State(step=0, ends=False, moments=[])
 
 @elastic.run
 def train(state):
-    while not os.path.exists(folder + "/end"):
-        elastic.exactly(lambda: kv.allreduce(1.0, "one"))
+    while not state.ends:
+        ends = float(os.path.exists(folder + "/end"))
+        state.ends = elastic.exactly(lambda: kv.allreduce(ends, "ends", op=kv.Max)) > 0
         state.step += 1
         state.moments.append(time.monotonic())
         state.commit()
@@ -70,9 +73,17 @@ def job(folder: Path, np: int = 2, code: int = 0) -> Iterator[subprocess.Popen[s
         yield process
     finally:
         for kept in job_folders.found():
+            kill_agent(kept)  # and so its ranks
             if kept.is_kept():
-                os.kill(kept.pid, signal.SIGKILL)  # and so its ranks
+                os.kill(kept.pid, signal.SIGKILL)
         kill(process)
+
+
+def kill_agent(kept: JobFolder) -> None:
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"serve\0{kept.agent}\0" in (entry / "cmdline").read_text():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -173,17 +184,104 @@ def test_another_attach_takes_the_job_over(folder: Path) -> None:
     assert sorted(set(numbers)) == list(range(20, max(numbers) + 1, 20))
 
 
+def test_a_killed_keeper_is_survived_and_followed_by_another(folder: Path) -> None:
+    """Whoever looks on sees all of it; a rank that is lost then is replaced."""
+    with job(folder, np=3, code=7) as launcher:
+        (kept,) = job_folders.found()
+        for _ in range(2):
+            os.kill(kept.pid, signal.SIGKILL)
+            goes_on(folder)
+            kept = next_keeper(kept)
+        pid = int((folder / "step").read_text().split()[1])
+        os.kill(pid, signal.SIGKILL)
+        goes_on(folder)
+        (folder / "end").touch()
+        out, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 7, errors
+    numbers = shown(out)
+    assert sorted(set(numbers)) == list(range(20, max(numbers) + 1, 20))
+    assert "was killed; another one goes on" in errors  # the second may be killed before it is seen
+    assert "this launcher goes on with 3 processes of an earlier one" in errors
+    assert "slot 0 failed on host localhost and is started again" in errors
+    (ended,) = re.findall(r"steps (\d+) (\d+) longest", out)
+    assert ended[0] == ended[1]  # each was committed once
+    assert not job_folders.found()
+
+
+def next_keeper(before: JobFolder) -> JobFolder:
+    """The one that takes the job over, once it answers."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        now = job_folders.read(before.path)
+        if now is not None and now.pid != before.pid and now.is_kept():
+            return now
+
+
 @pytest.mark.slow
-def test_a_killed_keeper_ends_the_job_and_is_named(folder: Path) -> None:
+def test_a_job_without_any_launcher_is_attached_to(folder: Path) -> None:
+    with job(folder, code=7) as launcher:
+        (kept,) = job_folders.found()
+        os.kill(launcher.pid, signal.SIGKILL)
+        os.kill(kept.pid, signal.SIGKILL)
+        first, _ = launcher.communicate(timeout=DEADLINE_S)
+        again = start("attach", kept.name)
+        goes_on(folder)
+        (folder / "end").touch()
+        second, errors = again.communicate(timeout=DEADLINE_S)
+    assert again.returncode == 7, errors
+    assert "this launcher goes on with 2 processes of an earlier one" in errors
+    numbers = shown(first) + shown(second)
+    assert sorted(set(numbers)) == list(range(20, max(numbers) + 1, 20))
+
+
+@pytest.mark.slow
+def test_a_job_whose_launchers_cannot_start_goes_on_and_attach_tries_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with job(folder, code=7) as launcher:
+        (kept,) = job_folders.found()
+        # Not by the agent, which has been told the command line; by who attaches.
+        broken = kept.path / "job"
+        whole = broken.read_text()
+        broken.write_text("nothing")
+        os.kill(kept.pid, signal.SIGKILL)
+        goes_on(folder)
+        launcher.kill()
+        time.sleep(2)
+        goes_on(folder)
+        broken.write_text(whole)
+        again = start("attach", kept.name)
+        goes_on(folder)
+        (folder / "end").touch()
+        again.communicate(timeout=DEADLINE_S)
+    assert again.returncode == 7
+
+
+@pytest.mark.slow
+def test_if_keeper_and_agent_are_killed_the_job_has_ended_and_that_is_said(folder: Path) -> None:
     with job(folder) as launcher:
         pid = int((folder / "step").read_text().split()[1])
         (kept,) = job_folders.found()
+        os.kill(kept.pid, signal.SIGSTOP)  # or it would report the agent's end
+        kill_agent(kept)
+        wait_until_gone([pid])
         os.kill(kept.pid, signal.SIGKILL)
         _, errors = launcher.communicate(timeout=DEADLINE_S)
-        wait_until_gone([pid])
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert f"kept the job (pid {kept.pid}) was killed" in errors
+    assert f"the processes that kept job {kept.name} were killed, and so the job" in errors
     assert not job_folders.found()  # what was killed is forgotten
+
+
+@pytest.mark.slow
+def test_if_the_agent_is_killed_its_ranks_are_lost_and_named(folder: Path) -> None:
+    with job(folder) as launcher:
+        (kept,) = job_folders.found()
+        kill_agent(kept)
+        _, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "rank 0 on host localhost" in errors
 
 
 @pytest.mark.slow
@@ -215,7 +313,7 @@ def test_what_cannot_be_attached_to_is_said(folder: Path) -> None:
         (first,) = job_folders.found()
         done = subprocess.run([*KOLOVOD, "attach", "1"], capture_output=True, text=True)
         assert done.returncode == 2
-        assert f"there is no job 1; there are:\n  {first.pid}  since " in done.stderr
+        assert f"there is no job 1; there are:\n  {first.name}  since " in done.stderr
         other = start("run", "--elastic", "-np", "1", "--", "sleep", "60")
         stack.callback(kill, other)
         until(lambda: len(job_folders.found()) == 2)
@@ -290,12 +388,21 @@ def test_who_writes_waits_for_a_slow_view_until_it_ends() -> None:
     assert not writer.is_alive()
 
 
-def test_the_process_that_had_a_pid_before_is_not_the_keeper(folder: Path) -> None:
-    made = job_folders.make(("true",))
+def test_a_folder_is_a_job_as_long_as_a_process_holds_it(folder: Path) -> None:
+    made = job_folders.make(("true",), ("true",))
     assert made.is_kept()
+    assert made.name == str(os.getpid())
+    assert made.again == ("true", str(made.path))
     assert [kept.pid for kept in job_folders.found()] == [os.getpid()]
-    earlier = made.path / "job"
-    earlier.write_text(earlier.read_text().replace(str(made.ticks), str(made.ticks - 1)))
-    assert not job_folders.found()
-    assert not made.path.exists()
-    assert is_running(os.getpid())
+    with pytest.raises(BootstrapError, match="has a keeper"):
+        job_folders.take_over(made.path)
+    other = job_folders.make(("true",), ())  # of a process that has the number in a namespace
+    assert other.name == f"{made.name}-2"
+    for fd in local_sockets._held[-2:]:
+        os.close(fd)
+    del local_sockets._held[-2:]
+    taken = job_folders.take_over(made.path)
+    assert taken.command == ("true",)
+    assert [kept.name for kept in job_folders.found()] == [made.name]
+    assert not other.path.exists()
+    os.close(local_sockets._held.pop())

@@ -22,7 +22,7 @@ from kolovod.elastic.protocol import Contact, encode_world
 from kolovod.elastic.search import Answer, ask, ask_all
 from kolovod.elastic.steward import LABEL, Steward
 from kolovod.elastic.table import Facts, Table
-from kolovod.errors import BootstrapError
+from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.addresses import address_of, addresses_beside, listen
 from kolovod.net.channel import Channel
 from kolovod.net.server import Server
@@ -189,7 +189,10 @@ class Deputy:
         )
 
     def _ask_own(self) -> Answer:
-        return ask(self.addresses, self._secret, encrypted=self._encrypted)
+        try:
+            return ask(self.addresses, self._secret, encrypted=self._encrypted)
+        except AuthenticationError as error:  # it has stepped back meanwhile
+            raise ConnectionError(str(error)) from error
 
     def _follow(self, answer: Answer, address: str = "") -> Answer:
         if answer.channel is None or answer.steward is None:

@@ -16,7 +16,7 @@ from kolovod.elastic.steward import LABEL
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import messages
 from kolovod.net.addresses import first_that_greets, reach
-from kolovod.net.channel import Channel
+from kolovod.net.channel import Channel, retried
 
 __all__ = ["Answer", "ask", "ask_all"]
 
@@ -64,8 +64,12 @@ def ask(
     Raises OSError or EOFError if nobody answers in time, AuthenticationError, BootstrapError.
     """
     now = time.monotonic()
-    found = reach(address, now + connect_s)
-    channel = first_that_greets(found, address, secret, LABEL, now + answer_s, encrypted=encrypted)
+
+    def attempt() -> Channel:
+        found = reach(address, time.monotonic() + connect_s)
+        return first_that_greets(found, address, secret, LABEL, now + answer_s, encrypted=encrypted)
+
+    channel = retried(attempt, now + answer_s)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(channel.close)
         said = messages.mapping(channel.receive(now + answer_s))

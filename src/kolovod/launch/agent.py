@@ -9,7 +9,7 @@ passes them on::
              {"noted": [rank]}    these ends need not be told again
              {"keep": value}      for the launcher that comes next
              {"close": true}      end what is left, say "bye" and end
-             {"alive": true}
+             {"alive": true, "shown": n}   so many frames "O" need not be told to another launcher
     report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection", "pid",
              "ranks": {rank: pid}, "kept"}}
              {"started": {rank: pid}},
@@ -87,6 +87,35 @@ class _Launcher:
             self._connection.close()
 
 
+class _Unshown:
+    """What ranks have written, as long as nobody has seen it, and as much as a ``Spool`` keeps."""
+
+    def __init__(self) -> None:
+        self.frames: deque[tuple[int, str, bytes]] = deque()
+        self._bytes = 0
+        self._dropped = 0  # since ``begin``
+
+    def begin(self) -> None:
+        """Another launcher gets it all."""
+        self._dropped = 0
+
+    def add(self, frame: tuple[int, str, bytes]) -> None:
+        """One more."""
+        self.frames.append(frame)
+        self._bytes += len(frame[2])
+        while self._bytes > LIMIT_BYTES and len(self.frames) > 1:
+            self._drop()
+
+    def drop_shown(self, count: int) -> None:
+        """So many of those that the launcher was told."""
+        while self._dropped < count and self.frames:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._bytes -= len(self.frames.popleft()[2])
+        self._dropped += 1
+
+
 class _Agent:
     """``launcher``: the one that has started it; None: it lasts, and they come to ``listener``."""
 
@@ -94,8 +123,7 @@ class _Agent:
         self._launcher = launcher
         self._listener = listener
         self._lock = threading.Lock()  # of the launcher, and of what waits for one
-        self._unsent: deque[tuple[int, str, bytes]] = deque()
-        self._unsent_bytes = 0
+        self._unshown = _Unshown()
         self._ranks = HostRanks(self._output)
         self._payload = bytearray()
         self._said_s = 0.0
@@ -131,14 +159,14 @@ class _Agent:
         for end in self._untold.values():
             self._tell(launcher, end)
         with self._lock:
-            while self._unsent:
-                launcher.writer.output(*self._unsent[0])
-                self._unsent_bytes -= len(self._unsent.popleft()[2])
+            self._unshown.begin()
+            for frame in self._unshown.frames:
+                launcher.writer.output(*frame)
             self._launcher = launcher
         self._stopped = set()
 
     def _facts(self) -> dict[str, Any]:
-        running = self._ranks.running
+        to_tell = self._ranks.running | self._untold.keys()
         return {
             "version": __version__,
             "python": sys.executable,
@@ -147,7 +175,7 @@ class _Agent:
             "torch_port": self._ranks.torch_port,
             "connection": os.environ.get("SSH_CONNECTION", ""),
             "pid": os.getpid(),
-            "ranks": {rank: pid for rank, pid in self._ranks.pids().items() if rank in running},
+            "ranks": {rank: pid for rank, pid in self._ranks.pids().items() if rank in to_tell},
             "kept": self._kept,
         }
 
@@ -187,27 +215,17 @@ class _Agent:
 
     def _output(self, rank: int, stream: str, data: bytes) -> None:
         """On the thread that reads the ranks' pipes."""
-        broken: _Launcher | None = None
-        while True:
-            with self._lock:
-                launcher = self._launcher
-                if launcher is None or launcher is broken:  # the other thread will see that
-                    self._keep_output(rank, stream, data)
-                    return
-            try:
-                launcher.writer.output(rank, stream, data)
-                return
-            except OSError:
-                if self._listener is None:
-                    raise
-                broken = launcher
-
-    def _keep_output(self, rank: int, stream: str, data: bytes) -> None:
-        """Under the lock."""
-        self._unsent.append((rank, stream, data))
-        self._unsent_bytes += len(data)
-        while self._unsent_bytes > LIMIT_BYTES and len(self._unsent) > 1:
-            self._unsent_bytes -= len(self._unsent.popleft()[2])
+        with self._lock:
+            launcher = self._launcher
+            if self._listener is not None:
+                self._unshown.add((rank, stream, data))
+        if launcher is None:
+            return
+        try:
+            launcher.writer.output(rank, stream, data)
+        except OSError:
+            if self._listener is None:
+                raise
 
     # --- its turns ---
 
@@ -272,6 +290,9 @@ class _Agent:
             self._kept = dict(order["keep"])
         elif "close" in order:
             self._closing = True
+        elif "shown" in order:
+            with self._lock:
+                self._unshown.drop_shown(int(order["shown"]))
 
     def _tell_ended(self) -> None:
         for end in self._ranks.collect():

@@ -56,12 +56,14 @@ class ElasticJob:
             options.ssh,
             self._write,
             options.popen,
-            "" if keeping is None else keeping.name,
-            keeping is not None and keeping.goes_on,
+            keeping,
         )
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
+        self._are_known = threading.Event()  # those of an earlier launcher
+        if keeping is None or not keeping.goes_on:
+            self._are_known.set()
         self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
         self._failed: list[Ended] = []
         self._ends: dict[int, Ended] = {}  # of members, by number
@@ -147,6 +149,7 @@ class ElasticJob:
         for number, (slot, host, begins) in enumerate(before.processes):
             self._output.add(slot)
             self._processes[number] = Process(slot, host, time.monotonic(), None, begins)
+        self._are_known.set()
         try:
             self._fleet.connect(before.hosts, lambda: bool(self._signals))
         except BootstrapError as error:
@@ -318,6 +321,7 @@ class ElasticJob:
 
     def leave_alone(self) -> None:
         """Let agents and processes go on without this launcher."""
+        self._are_known.set()
         self._fleet.leave_alone()
 
     def close(self) -> None:
@@ -338,6 +342,7 @@ class ElasticJob:
             os.eventfd_write(self._bell, 1)
 
     def _write(self, number: int, stream: str, data: bytes) -> None:
+        self._are_known.wait()
         process = self._processes.get(number)
         if process is not None and data:  # the end of a stream is not that of the slot's
             self._output.write(process.slot, stream, data)

@@ -14,6 +14,7 @@ from kolovod.config import load
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.agent_line import LocalLine, SshLine, SshOptions, forwarded
 from kolovod.launch.hosts import is_this_host
+from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import Ended, HostRanks, Order
 from kolovod.launch.remote import RemoteRanks
 from kolovod.net.addresses import LOOPBACK, endpoint, own_addresses, split_addresses
@@ -67,21 +68,19 @@ class Fleet:
         ssh: SshOptions | None,
         sink: Callable[[int, str, bytes], None],
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
-        lasting: str = "",
-        adopts: bool = False,
+        keeping: Keeping | None = None,
     ) -> None:
         """``ssh``: how other hosts are reached; None: hosts are but labels, all is here.
 
         ``sink``, ``popen``: see HostRanks; the sink hears of ranks that a host has no right to.
-        ``lasting``: agents of that name run the ranks, here too, and outlive this process;
-        ``adopts``: it goes on with what they run.
+        ``keeping``: agents run the ranks, here too, and outlive this process.
         """
         self.here: HostRanks | RemoteRanks | None = None
         self.remote: dict[str, RemoteRanks] = {}
         self._ssh = ssh
         self._sink = sink
         self._popen = popen
-        self._lasting, self._adopts = lasting, adopts
+        self._keeping = keeping
         self._replaced: list[RemoteRanks] = []  # lost ones
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
@@ -94,7 +93,7 @@ class Fleet:
         far = [host for host in wanted if self.is_far(host)]
         made = {host: self._far(host) for host in far if self._is_to_reach(self.remote.get(host))}
         if len(far) < len(wanted) and self._is_to_reach(self.here):
-            if self._lasting:
+            if self._keeping is not None:
                 self.reach_here()
             else:
                 self.here = HostRanks(self._sink, self._popen)
@@ -137,9 +136,9 @@ class Fleet:
 
     def _far(self, host: str) -> RemoteRanks:
         # Hosts may have one file system, and so one folder.
-        name = f"{self._lasting}-{host}" if self._lasting else ""
+        name = "" if self._keeping is None else f"{self._keeping.name}-{host}"
         line = SshLine(host, self._ssh or SshOptions(), name)
-        return RemoteRanks(host, line, self._sink, self._adopts)
+        return RemoteRanks(host, line, self._sink, self._keeping)
 
     def reach_here(self) -> RemoteRanks:
         """The agent of this host, which lasts. Raises BootstrapError."""
@@ -147,7 +146,9 @@ class Fleet:
             if not self.here.lost:
                 return self.here
             self._replaced.append(self.here)
-        here = RemoteRanks("this host", LocalLine(self._lasting), self._sink, self._adopts)
+        assert self._keeping is not None
+        line = LocalLine(self._keeping.name)
+        here = RemoteRanks("this host", line, self._sink, self._keeping)
         self.here = here
         here.connect()
         return here

@@ -80,7 +80,7 @@ def run_kept_job(
         finally:
             os._exit(code)
     there.close()
-    code = _show(here, pid)
+    code = _show(here, None, pid)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
     return code
@@ -104,40 +104,39 @@ def attach(name: str | None) -> int:
     that is not there.
     """
     folder = job_folders.find(name)
-    try:
-        connection: socket.socket | None = folder.connect()
-    except OSError:
-        if folder.exit_code() is None and not folder.is_kept():
-            folder.start_again()
-        connection = _wait_for_keeper(folder)
-    return _end_of(folder) if connection is None else _show(connection, folder.pid)
+    if folder.exit_code() is None and not folder.is_kept():
+        folder.start_again()
+    kept = _wait_for_keeper(folder)
+    return _end_of(folder) if kept is None else _show(*kept)
 
 
-def _show(connection: socket.socket, pid: int) -> int:
-    """What a keeper says, and the one after it; returns the exit code."""
+def _show(connection: socket.socket, folder: JobFolder | None, pid: int = 0) -> int:
+    """What a keeper says, and the one after it; returns the exit code.
+
+    ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``.
+    """
     while True:
         view = _View(connection)
         try:
             return view.show()
         except EOFError:
-            folder = view.folder
+            folder = folder or view.folder
         if folder is None:
-            report_to_stderr(
-                f"the process that kept the job (pid {pid}) was killed, and so the job"
-            )
+            text = f"the process that kept the job (pid {pid}) was killed, and so the job"
+            report_to_stderr(text)
             return 128 + signal.SIGKILL
         if _lives(folder):
             report_to_stderr(
                 f"job {folder.name} is shown by another kolovod attach now; it goes on"
             )
             return _EXIT_REPLACED
-        again = _wait_for_keeper(folder)
-        if again is None:
+        kept = _wait_for_keeper(folder)
+        if kept is None:
             return _end_of(folder)
         report_to_stderr(
             f"the process that kept the job (pid {folder.pid}) was killed; another one goes on"
         )
-        connection = again
+        connection, folder = kept
 
 
 def _lives(folder: JobFolder) -> bool:
@@ -151,12 +150,17 @@ def _lives(folder: JobFolder) -> bool:
     return True
 
 
-def _wait_for_keeper(folder: JobFolder) -> socket.socket | None:
-    """A connection to the next one; None: there is none, or the job has ended."""
+def _wait_for_keeper(folder: JobFolder) -> tuple[socket.socket, JobFolder] | None:
+    """A connection to the job's keeper, and what it has written of the job.
+
+    None: there is none, or the job has ended.
+    """
     deadline = time.monotonic() + _AGAIN_S
     while time.monotonic() < deadline and folder.exit_code() is None:
-        with contextlib.suppress(OSError):
-            return folder.connect()
+        now = job_folders.read(folder.path)
+        if now is not None:
+            with contextlib.suppress(OSError):
+                return now.connect(), now
         if not folder.is_kept() and not folder.has_agent():
             break
         time.sleep(0.02)
@@ -324,7 +328,7 @@ class _Keeper:
         keeping: Keeping | None = None
         try:
             folder = self._folder = job_folders.make(command, again)
-            keeping = Keeping(folder.agent, folder.again)
+            keeping = Keeping(folder.agent, folder.again, self._spool)
             self._listen(folder)
         except (BootstrapError, OSError) as error:
             report_to_stderr(f"the job ends with this launcher, nobody could attach: {error}")
@@ -342,7 +346,7 @@ class _Keeper:
         """The same of a job that an earlier keeper has begun. Raises BootstrapError."""
         self._folder = folder
         self._listen(folder)
-        keeping = Keeping(folder.agent, folder.again, goes_on=True)
+        keeping = Keeping(folder.agent, folder.again, self._spool, goes_on=True)
         return self._end(self._run(elastic, command, options, keeping))
 
     def _listen(self, folder: JobFolder) -> None:

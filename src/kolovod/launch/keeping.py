@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["Kept", "Keeping"]
+__all__ = ["Kept", "Keeping", "Shown"]
+
+
+class Shown(Protocol):
+    """Knows what of the job's output somebody has seen, see ``Spool``."""
+
+    def mark(self) -> int:
+        """All that was written before now."""
+
+    def is_shown(self, mark: int) -> bool:
+        """Whether that was shown."""
 
 
 @dataclass
@@ -41,5 +51,7 @@ class Keeping:
 
     name: str
     again: Sequence[str]
+    shown: Shown
+    """Agents keep what was not, for the next launcher."""
     goes_on: bool = False
     """Whether an earlier launcher has begun it."""

@@ -22,6 +22,7 @@ from typing import Any
 from kolovod.errors import BootstrapError
 from kolovod.launch.agent_line import Line
 from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output, split_result
+from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order
 from kolovod.version import __version__
 
@@ -34,17 +35,25 @@ LOST_AFTER_S = 10.0  # without one a host is lost
 class RemoteRanks:
     """Ranks on ``host``. ``connect``, then ``start``; ``close`` leaves nothing of them behind.
 
-    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own. ``adopts``:
-    what the agent runs for an earlier launcher is this one's from now on; it is ended otherwise.
+    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own. ``keeping``:
+    of a job that outlives its launcher. If it goes on what the agent runs for an earlier launcher
+    is this one's from now on; it is ended otherwise.
     """
 
     def __init__(
-        self, host: str, line: Line, sink: Callable[[int, str, bytes], None], adopts: bool = False
+        self,
+        host: str,
+        line: Line,
+        sink: Callable[[int, str, bytes], None],
+        keeping: Keeping | None = None,
     ) -> None:
         self.host = host
         self._line = line
         self._sink = sink
-        self._adopts = adopts
+        self._keeping = keeping
+        self._frames = 0  # of output that came
+        self._shown_frames = 0
+        self._marks: deque[tuple[int, int]] = deque()  # (frames, Shown.mark) of moments
         self._lock = threading.Lock()
         self._handed: list[int] = []  # ends that the job was told of, and the agent not yet
         self._writer: FrameWriter | None = None
@@ -245,11 +254,23 @@ class RemoteRanks:
                     return
                 if self._hello and now - self._said >= ALIVE_S / 2:
                     self._said = now
-                    self._out().json({"alive": True})
+                    self._out().json({"alive": True, "shown": self._shown()})
         except ConnectionError:
             self._lose(line.why_ended(self._errors))
         except (OSError, ValueError, KeyError, BootstrapError) as error:
             self._lose(f"{type(error).__name__}: {error}")
+
+    def _shown(self) -> int:
+        """How many frames of output the agent need not keep."""
+        if self._keeping is None:
+            return self._frames
+        shown = self._keeping.shown
+        self._marks.append((self._frames, shown.mark()))
+        frames = 0
+        while self._marks and shown.is_shown(self._marks[0][1]):
+            frames = self._marks.popleft()[0]
+        self._shown_frames = max(self._shown_frames, frames)
+        return self._shown_frames
 
     def _lose(self, reason: str) -> None:
         """The host is out of reach: so are its ranks."""
@@ -278,6 +299,7 @@ class RemoteRanks:
     def _take(self, kind: bytes, body: bytes) -> None:
         if kind == b"O":
             rank, stream, data = split_output(body)
+            self._frames += 1
             self._sink(rank, stream, data)
         elif kind == b"R":
             rank, data = split_result(body)
@@ -287,7 +309,7 @@ class RemoteRanks:
 
     def _find(self, ranks: Mapping[int, int]) -> None:
         """The agent runs these already."""
-        if self._adopts:
+        if self._keeping is not None and self._keeping.goes_on:
             self._pids |= ranks
             self._running |= ranks.keys()
         elif ranks:

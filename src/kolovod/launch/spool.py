@@ -95,6 +95,16 @@ class Spool:
                 self._pop()
             self._changed.notify_all()
 
+    def mark(self) -> int:
+        """For ``is_shown``: all that was written before now."""
+        with self._changed:
+            return self._first + len(self._frames)
+
+    def is_shown(self, mark: int) -> bool:
+        """Whether all that was written before ``mark`` was shown, or dropped."""
+        with self._changed:
+            return self._first >= mark
+
     def end_view(self, view: int) -> None:
         """Nobody shows it any more, unless there is a later view."""
         with self._changed:
