@@ -6,11 +6,11 @@ found when it has ended, though the process that gave it the file may be gone, t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Proof
@@ -18,9 +18,23 @@ from kolovod.elastic.protocol import Contact
 from kolovod.net.sockets import close_all
 from kolovod.rendezvous.segment_handover import pid_namespace
 
-__all__ = ["Mates"]
+__all__ = ["Mates", "pid_space"]
 
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _CAUSE = "its process has ended"
+
+
+def pid_space() -> str:
+    """Where a pid of this process's means the same; "": unknown.
+
+    Not the namespace alone: the first one has the same name on every host.
+    """
+    namespace = pid_namespace()
+    try:
+        boot = Path(_BOOT_ID).read_text().strip()
+    except OSError:
+        return ""
+    return f"{boot} {namespace}" if boot and namespace else ""
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,6 @@ class _Mate:
     number: int
     pidfd: int
     record: int
-    """-1: it could not be opened."""
 
 
 class Mates:
@@ -36,24 +49,23 @@ class Mates:
 
     def __init__(self) -> None:
         self._by_pidfd: dict[int, _Mate] = {}
-        self._here = pid_namespace()
+        self._here = pid_space()
 
     def add(self, contact: Contact) -> None:
         """Watch it if it is a process of this host."""
         known = {mate.number for mate in self._by_pidfd.values()}
-        if not self._here or contact.namespace != self._here or contact.number in known:
+        if not self._here or contact.pid_space != self._here or contact.number in known:
             return
         if contact.pid == os.getpid():
             return
-        record = -1
-        with contextlib.suppress(OSError):
-            record = os.open(contact.record_path, os.O_RDONLY | os.O_CLOEXEC)
+        opened: list[int] = []
         try:
-            pidfd = os.pidfd_open(contact.pid)
-        except OSError:  # it has ended; whose the pid was by then, nobody knows
-            close_all([record] if record >= 0 else [])
+            opened.append(os.pidfd_open(contact.pid))
+            opened.append(record_file.open_to_read(contact.record_path))
+        except OSError:  # it has ended, and another process may have its pid
+            close_all(opened)
             return
-        self._by_pidfd[pidfd] = _Mate(contact.number, pidfd, record)
+        self._by_pidfd[opened[0]] = _Mate(contact.number, *opened)
 
     def forget(self, numbers: Collection[int]) -> None:
         """Watch these no more."""
@@ -73,9 +85,7 @@ class Mates:
         proofs = []
         for fd, _ in poll.poll(0):
             mate = self._by_pidfd[fd]
-            record = None
-            if mate.record >= 0:
-                record = record_file.parse(record_file.read(mate.record)) or NOTHING
+            record = record_file.parse(record_file.read(mate.record)) or NOTHING
             proofs.append(Proof(mate.number, _CAUSE, record))
             self._drop(mate)
         return proofs
@@ -87,4 +97,4 @@ class Mates:
 
     def _drop(self, mate: _Mate) -> None:
         del self._by_pidfd[mate.pidfd]
-        close_all([fd for fd in (mate.pidfd, mate.record) if fd >= 0])
+        close_all([mate.pidfd, mate.record])

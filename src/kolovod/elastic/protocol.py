@@ -10,7 +10,7 @@ speak when they have to::
 
     member  -> steward  {"protocol": n, "version": text, "number": n or null, "slot": n,
                          "host": text, "record": record, "facts": facts or null,
-                         "contact": [addresses, pid, pid namespace, path of the record]}
+                         "contact": [addresses, pid, pid space, path of the record]}
     steward -> member   {"you": member, "formed": world}
     member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "ends": bool,
                          "broken": text, "epoch": n}
@@ -29,7 +29,7 @@ speak when they have to::
     proof   [number, cause, record or null, has finished]
     facts   {"formed": world, "proofs": [proof], "entrants": [member], "leaving": [number],
              "has_state": [number]}
-    contact [number, addresses, pid, pid namespace, path of the record]
+    contact [number, addresses, pid, pid space, path of the record]
     policy  {name: value} of ``membership.Policy``
 """
 
@@ -77,7 +77,7 @@ _MAX_BASIS = 64
 _MAX_HOST = 255
 _MAX_ADDRESSES = 1 << 10
 _MAX_PATH = 1 << 10
-_MAX_NAMESPACE = 64
+_MAX_PID_SPACE = 128
 
 T = TypeVar("T")
 
@@ -89,8 +89,8 @@ class Contact(NamedTuple):
     addresses: str
     """Where it listens, as steward or to say who that is."""
     pid: int
-    namespace: str
-    """In which the pid counts; "": unknown."""
+    pid_space: str
+    """Where the pid counts; "": unknown."""
     record_path: str
     """See record_file.py."""
 
@@ -260,7 +260,7 @@ def contact_of(row: Any) -> Contact:
         messages.whole(given, "number", 0, _MAX_NUMBER),
         messages.text(given, "addresses", _MAX_ADDRESSES),
         messages.whole(given, "pid", 1, _MAX_NUMBER),
-        messages.text(given, "namespace", _MAX_NAMESPACE),
+        messages.text(given, "pid_space", _MAX_PID_SPACE),
         messages.text(given, "record_path", _MAX_PATH),
     )
 

@@ -21,9 +21,10 @@ from kolovod.elastic.ballots import Record
 from kolovod.elastic.protocol import encode_record, record_of
 from kolovod.errors import BootstrapError
 
-__all__ = ["VARIABLE", "RecordFile", "new_file", "parse", "read"]
+__all__ = ["VARIABLE", "RecordFile", "new_file", "open_to_read", "parse", "read"]
 
 VARIABLE = "KOLOVOD_RECORD"
+_NAME = "kolovod-record"
 _HEAD = struct.Struct("<QII")
 _PLACE_BYTES = 1 << 23
 """A world of 65,536 members and what it is based on fit; memory is taken only for what is there."""
@@ -31,7 +32,7 @@ _PLACE_BYTES = 1 << 23
 
 def new_file() -> tuple[int, str]:
     """An empty file: its descriptor, and the variable's value."""
-    fd = os.memfd_create("kolovod-record")
+    fd = os.memfd_create(_NAME)
     os.ftruncate(fd, 2 * _PLACE_BYTES)
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
@@ -69,6 +70,15 @@ class RecordFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def open_to_read(path: str) -> int:
+    """``RecordFile.path`` of another process. Raises OSError if there is no such file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):
+        os.close(fd)
+        raise FileNotFoundError(path)
+    return fd
 
 
 def read(fd: int) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, World
 from kolovod.elastic.deputy import Deputy, Known
-from kolovod.elastic.mates import Mates
+from kolovod.elastic.mates import Mates, pid_space
 from kolovod.elastic.protocol import (
     ballot_of,
     contact_of,
@@ -43,7 +43,6 @@ from kolovod.net import messages
 from kolovod.net.channel import Channel
 from kolovod.net.lost_hosts import notice_lost_host
 from kolovod.rendezvous import versions
-from kolovod.rendezvous.segment_handover import pid_namespace
 
 __all__ = ["Session"]
 
@@ -286,7 +285,7 @@ class Session:
                 "contact": [
                     self._deputy.addresses,
                     os.getpid(),
-                    pid_namespace(),
+                    pid_space(),
                     self._file.path,
                 ],
                 "record": encode_record(self._record),

@@ -1,0 +1,89 @@
+"""Members on this host whose ends others prove."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kolovod.elastic import record_file
+from kolovod.elastic.ballots import NOTHING, Ballot, Record
+from kolovod.elastic.mates import Mates, pid_space
+from kolovod.elastic.protocol import Contact
+
+
+@pytest.fixture(name="process")
+def made_process() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture(name="record")
+def made_record() -> Iterator[tuple[int, str]]:
+    fd, path = record_file.new_file()
+    yield fd, path
+    os.close(fd)
+
+
+def contact(process: subprocess.Popen[bytes], path: str, space: str | None = None) -> Contact:
+    return Contact(3, "", process.pid, pid_space() if space is None else space, path)
+
+
+def ended(mates: Mates) -> list[tuple[int, Record | None]]:
+    deadline = time.monotonic() + 10
+    while not (proofs := mates.ended()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [(proof.number, proof.record) for proof in proofs]
+
+
+def test_the_end_of_a_process_comes_with_its_record(
+    process: subprocess.Popen[bytes], record: tuple[int, str]
+) -> None:
+    mates = Mates()
+    mates.add(contact(process, record[1]))
+    mates.add(contact(process, record[1]))  # it is watched once
+    assert len(mates.fds()) == 1
+    assert mates.ended() == []
+    left = Record(Ballot(7, 2))
+    record_file.RecordFile(record[1]).write(left)
+    process.kill()
+    assert ended(mates) == [(3, left)]
+    assert mates.fds() == []
+
+
+def test_one_that_has_written_nothing_has_promised_nothing(
+    process: subprocess.Popen[bytes], record: tuple[int, str]
+) -> None:
+    mates = Mates()
+    mates.add(contact(process, record[1]))
+    process.kill()
+    assert ended(mates) == [(3, NOTHING)]
+
+
+@pytest.mark.parametrize("space", ["", "another boot pid:[4026531836]"])
+def test_pids_of_other_hosts_are_not_watched(
+    process: subprocess.Popen[bytes], record: tuple[int, str], space: str
+) -> None:
+    mates = Mates()
+    mates.add(contact(process, record[1], space))
+    assert mates.fds() == []
+
+
+def test_a_process_without_a_record_may_be_another_one(
+    process: subprocess.Popen[bytes], record: tuple[int, str]
+) -> None:
+    """Which has got the pid of one that has ended."""
+    mates = Mates()
+    mates.add(contact(process, f"/proc/{process.pid}/fd/0"))
+    mates.add(contact(process, f"/proc/{process.pid}/fd/77"))
+    assert mates.fds() == []
+    before = len(os.listdir("/proc/self/fd"))
+    mates.add(contact(process, record[1]))
+    mates.close()
+    assert len(os.listdir("/proc/self/fd")) == before
