@@ -242,8 +242,6 @@ class Deputy:
         table.see(known.record)
         for proof in known.proofs:
             table.prove(proof, now)
-        for other in table.formed.numbers - table.proofs.keys():
-            table.miss(other, now)  # until it has come
         office = _Office(number, table, policy, self._secret, self._hosts, self._look_around)
         with self._lock:
             self._office = office
@@ -312,6 +310,7 @@ class _Office:
             stopped=lambda reason: report_to_stderr(f"ending the job: {reason}"),
             mark_dead=self._rendezvous.mark_dead,
             rendezvous=self._rendezvous.address,
+            come_s=0.0,
         )
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kolovod deputy", daemon=True)

@@ -37,6 +37,7 @@ from kolovod.elastic.protocol import (
 from kolovod.elastic.record_file import RecordFile
 from kolovod.elastic.search import Answer
 from kolovod.elastic.steward import BEAT_S
+from kolovod.elastic.table import FIRST_LAUNCHER
 from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
 from kolovod.lifecycle import Place
 from kolovod.net import messages
@@ -292,8 +293,8 @@ class Session:
                 "facts": None if facts is None else encode_facts(facts),
             }
         channel.send(hello, time.monotonic() + _SEND_S)
-        # A launcher sees its processes end, and knows why.
-        self._converse(channel, tells_proofs=answer.steward is not None and answer.steward >= 0)
+        # Who has started them all sees them end, and knows why.
+        self._converse(channel, tells_proofs=answer.steward != FIRST_LAUNCHER)
 
     def _converse(self, channel: Channel, *, tells_proofs: bool) -> None:
         bell = self._bell

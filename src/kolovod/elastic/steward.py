@@ -8,6 +8,7 @@ says when a process has ended. Members hear all that another steward needs (depu
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -84,12 +85,15 @@ class Steward:
         resigned: Callable[[Proof], None] = lambda proof: None,
         mark_dead: Callable[[int, str, int], None] = lambda rank, cause, epoch: None,
         rendezvous: str = "",
+        come_s: float | None = None,
     ) -> None:
         """``number``: the steward's own, see `kolovod.elastic.table`. Takes over the listeners.
 
         ``formed(world, reason)``, ``stopped(reason)`` and, where a member gives up,
         ``resigned(proof)`` are called on its thread. ``mark_dead``: of the rendezvous server, which
-        is at ``rendezvous``; "": where the job began.
+        is at ``rendezvous``; "": where the job began. ``come_s``: after how long members that have
+        not come count as silent, where another steward was before; None: they may still be
+        starting.
         """
         self._number = number
         self._table = table
@@ -110,6 +114,8 @@ class Steward:
         self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
         self._ending: set[int] = set()  # whose function has come to its end
         self._slots: dict[int, int] = {}  # the number of the member that fills it
+        self._come_s = come_s
+        self._come_by_s = math.inf
         self._is_closed = False
         self._has_stopped = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -118,6 +124,8 @@ class Steward:
 
     def start(self) -> None:
         """Begin."""
+        if self._come_s is not None:
+            self._come_by_s = time.monotonic() + self._come_s
         for server in self._servers:
             server.start()
         self._thread.start()
@@ -220,6 +228,10 @@ class Steward:
                     return
                 self._let_in()
                 due_s = self._prove_due()
+                if time.monotonic() >= self._come_by_s:
+                    self._come_by_s = math.inf
+                    for number in self.misses():
+                        self._table.miss(number, time.monotonic())
                 until_s = self._decide()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
                     self._lose(number)
@@ -435,9 +447,9 @@ class Steward:
         """To those who are connected and have not been asked this."""
         for number in numbers:
             connection = self._connections.get(number)
-            if connection is None:
-                self._table.miss(number, time.monotonic())
-            elif connection.asked != mark:
+            if connection is None and number not in self._table.formed.numbers:
+                self._table.miss(number, time.monotonic())  # it came to another steward
+            elif connection is not None and connection.asked != mark:
                 connection.asked = mark
                 self._send(number, connection, message)
 

@@ -34,8 +34,6 @@ class Process:
     """Its host is avoided: it is killed then."""
     is_told: bool = False
     """It was told to end before."""
-    is_lost: bool = False
-    """Its host was lost: nobody has seen it end."""
 
 
 class AvoidedHosts:

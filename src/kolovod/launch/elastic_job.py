@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import signal
 import threading
@@ -32,6 +33,7 @@ from kolovod.launch.output import Output
 __all__ = ["ElasticJob"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
+_REACH_AGAIN_S = 5.0
 
 
 class ElasticJob:
@@ -61,6 +63,8 @@ class ElasticJob:
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
+        self._is_closed = threading.Event()
+        self._reached: queue.SimpleQueue[str] = queue.SimpleQueue()  # hosts that had been lost
         self._are_known = threading.Event()  # those of an earlier launcher
         if keeping is None or not keeping.goes_on:
             self._are_known.set()
@@ -126,6 +130,8 @@ class ElasticJob:
             self._keep()
         if self._discovery is not None:
             self._discovery.start(self._places)
+        if self._keeping is not None:
+            threading.Thread(target=self._reach_lost_hosts, daemon=True).start()
 
     def _find_hosts(self) -> bool:
         """Reach the hosts that the job begins on. False: a signal came."""
@@ -271,9 +277,10 @@ class ElasticJob:
 
     def wait(self) -> int:
         """Wait until all processes have ended; returns the exit code."""
-        while self._fleet.running:
+        while self._fleet.running or self._may_hear_of_more():
             until_s = self._plan()
             self._sleep(until_s)
+            self._note_reached()
             for end in self._fleet.collect():
                 self._note(end)
             self._avoided.kill_late(self._processes)
@@ -291,6 +298,37 @@ class ElasticJob:
                 self._kill_at = now + 1.0
                 self._fleet.send(signal.SIGKILL)
         return self._exit_code()
+
+    def _may_hear_of_more(self) -> bool:
+        """Hosts are lost on which ranks may go on without this launcher."""
+        if self._keeping is None or self._ended_well or self._kill_at is not None:
+            return False
+        with self._lock:
+            return not self._stop_reason and bool(self._fleet.lost())
+
+    def _reach_lost_hosts(self) -> None:
+        """On a thread of its own: those that are lost may come back, with what runs there."""
+        while not self._is_closed.wait(_REACH_AGAIN_S):
+            for host in self._fleet.lost():
+                with contextlib.suppress(BootstrapError):
+                    if not self._fleet.connect([host], self._is_closed.is_set):
+                        return
+                    self._reached.put(host)
+                    self._ring()
+
+    def _note_reached(self) -> None:
+        """Of hosts that had been lost: what runs there has not ended."""
+        while not self._reached.empty():
+            host = self._reached.get()
+            back = self._fleet.group(host).running
+            self._options.report(
+                f"host {host} is reached again, with {len(back)} processes of this job"
+            )
+            for number in back:
+                member = self._number_of(self._processes[number])
+                if member is not None:
+                    self._ends.pop(member, None)
+            self._failed = [end for end in self._failed if end.rank not in back]
 
     @property
     def stop_reason(self) -> str:
@@ -328,6 +366,7 @@ class ElasticJob:
         """End whatever is left, and release everything. Idempotent."""
         if self._bell < 0:
             return
+        self._is_closed.set()
         if self._discovery is not None:
             self._discovery.close()
         self._fleet.close()
@@ -351,7 +390,9 @@ class ElasticJob:
         """Start what is missing; returns when to look again."""
         if self._ended_well or self._kill_at is not None:
             return None
-        places = self._places  # which another thread replaces
+        lost = self._fleet.lost()
+        # Another thread replaces them.
+        places = {host: count for host, count in self._places.items() if host not in lost}
         taken = self._left.copy()  # nobody is to come after those
         taken |= {self._processes[n].slot: self._processes[n].host for n in self._fleet.running}
         now = time.monotonic()

@@ -18,6 +18,9 @@ from kolovod.rendezvous.server import RendezvousServer
 
 __all__ = ["ElasticServices"]
 
+_COME_S = 5.0
+"""For members to find a launcher that follows another one: they look once a second."""
+
 
 class ElasticServices:
     """Both servers, and what a process must be told to find them."""
@@ -75,6 +78,7 @@ class ElasticServices:
             stopped=stopped,
             resigned=resigned,
             mark_dead=self._rendezvous.mark_dead,
+            come_s=None if before is None else _COME_S,
         )
         self.addresses = self._rendezvous.address, ",".join(map(address_of, listeners))
         """Of the rendezvous, and of the steward."""

@@ -162,9 +162,9 @@ class Fleet:
         self._replaced += [self.remote[host] for host in made if host in self.remote]
         self.remote |= made
 
-    def lost(self, host: str) -> bool:
-        """Whether a host that was reached must be reached again."""
-        return self._is_to_reach(self.group(host))
+    def lost(self) -> set[str]:
+        """Other hosts that were reached, and cannot be any more."""
+        return {host for host, group in self.remote.items() if group.lost}
 
     def is_far(self, host: str) -> bool:
         """Whether ssh is needed to get there."""

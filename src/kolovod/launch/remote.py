@@ -36,8 +36,7 @@ class RemoteRanks:
     """Ranks on ``host``. ``connect``, then ``start``; ``close`` leaves nothing of them behind.
 
     ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own. ``keeping``:
-    of a job that outlives its launcher. If it goes on what the agent runs for an earlier launcher
-    is this one's from now on; it is ended otherwise.
+    of a job that outlives its launcher; then the agent may run some already.
     """
 
     def __init__(
@@ -308,13 +307,9 @@ class RemoteRanks:
             self._report(json.loads(body))
 
     def _find(self, ranks: Mapping[int, int]) -> None:
-        """The agent runs these already."""
-        if self._keeping is not None and self._keeping.goes_on:
-            self._pids |= ranks
-            self._running |= ranks.keys()
-        elif ranks:
-            with contextlib.suppress(OSError):
-                self._out().json({"signal": signal.SIGKILL, "ranks": sorted(ranks)})
+        """The agent runs these already, for an earlier launcher or since before it was lost."""
+        self._pids |= ranks
+        self._running |= ranks.keys()
 
     def _report(self, report: dict[str, Any]) -> None:
         with self._changed:

@@ -1,0 +1,190 @@
+"""Elastic jobs on several hosts whose launcher, or its host, is lost. Hosts are namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from netbed import Bed, unavailable
+from reached_by_ssh import DEADLINE_S, RUN, environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
+
+STEPS = """
+import os, sys, time
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+folder = sys.argv[1]
+state = elastic.State(step=0, ends=False, moments=[])
+
+@elastic.run
+def train(state):
+    while not state.ends:
+        ends = float(os.path.exists(folder + "/end"))
+        state.ends = elastic.exactly(lambda: kv.allreduce(ends, "ends", op=kv.Max)) > 0
+        state.step += 1
+        state.moments.append(time.monotonic())
+        state.commit()
+        with open(f"{folder}/new{kv.rank()}", "w") as file:
+            file.write(f"{state.step} {kv.size()} {os.getpid()}")
+        os.rename(f"{folder}/new{kv.rank()}", f"{folder}/{os.environ['KOLOVOD_HOST']}")
+        time.sleep(0.01)
+
+train(state)
+print("steps", state.step, len(state.moments), flush=True)
+"""
+
+
+class Running:
+    """A job with a rank on each of three hosts, started on ``login`` or on one of them."""
+
+    def __init__(self, bed: Bed, folder: Path, login: str, *flags: str) -> None:
+        self.bed, self.folder, self.login = bed, folder, login
+        variables = environment(TMPDIR=str(folder))
+        command = [*RUN, "--elastic", "-H", "a:1,b:1,c:1", *flags, "--"]
+        self.process = bed.popen(
+            login,
+            [*command, sys.executable, "-c", STEPS, str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=variables,
+        )
+        until(lambda: all(self.step(host)[1:2] == [3] for host in "abc"))
+
+    def step(self, host: str) -> list[int]:
+        """Its steps, the size of its world, and the pid of the rank there; [] before the first."""
+        try:
+            return [int(word) for word in (self.folder / host).read_text().split()]
+        except (OSError, ValueError):
+            return []
+
+    def goes_on(self, *hosts: str, size: int) -> None:
+        before = {host: self.step(host)[0] for host in hosts}
+        until(
+            lambda: all(
+                self.step(host)[0] > before[host] + 20 and self.step(host)[1] == size
+                for host in hosts
+            )
+        )
+
+    def keeper(self) -> int:
+        (job,) = self.folder.glob("kolovod-*/jobs/*/job")
+        return int(json.loads(job.read_text())["pid"])
+
+    def kill(self, host: str, pid: int) -> None:
+        """``pid``: as it is there."""
+        self.bed.run(host, ["kill", "-9", str(pid)], timeout_s=DEADLINE_S)
+
+    def end(self) -> tuple[str, str]:
+        (self.folder / "end").touch()
+        return self.process.communicate(timeout=DEADLINE_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        for host in (self.login, "a", "b", "c"):
+            for process in self.bed.processes(host):
+                if any(
+                    word in process.command for word in (str(self.folder), "kolovod.", "ssh -T")
+                ):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+        out, errors = self.process.communicate()
+        print(out, errors, sep="\n")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(name="bed", scope="module")
+def made_bed() -> Iterator[Bed]:
+    with Bed(["login", "a", "b", "c"]) as bed:
+        yield bed
+
+
+@pytest.fixture(name="start")
+def made_start(bed: Bed, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    jobs = []
+
+    def start(login: str, *flags: str) -> Running:
+        jobs.append(Running(bed, tmp_path, login, *flags))
+        return jobs[-1]
+
+    yield start
+    bed.heal()
+    for host in ("login", "a", "b", "c"):
+        bed.set_link(host, up=True)
+    for job in jobs:
+        job.close()
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def test_a_killed_launcher_finds_its_hosts_again(start: Callable[..., Running]) -> None:
+    job = start("login")
+    job.kill("login", job.keeper())
+    job.goes_on("a", "b", "c", size=3)
+    until(lambda: _has_agents(job))
+    job.kill("b", job.step("b")[2])
+    job.goes_on("a", "c", size=3)  # it is replaced
+    out, errors = job.end()
+    assert job.process.returncode == 0, errors
+    assert "this launcher goes on with 3 processes of an earlier one" in errors
+    assert len(re.findall(r"steps (\d+) \1$", out, re.MULTILINE)) == 3
+
+
+def _has_agents(job: Running) -> bool:
+    """Whether the launcher's next one has come as far as to serve again."""
+    commands = [process.command for process in job.bed.processes("login")]
+    return sum("ssh" in command and "reach" in command for command in commands) >= 3
+
+
+def test_the_launchers_host_may_be_cut_off_and_come_back(start: Callable[..., Running]) -> None:
+    job = start("login")
+    job.bed.set_link("login", up=False)
+    job.goes_on("a", "b", "c", size=3)
+    job.kill("c", job.step("c")[2])  # who can prove it is gone, but two of three are a majority
+    job.goes_on("a", "b", size=2)
+    time.sleep(12)  # the launcher counts all hosts as lost
+    job.bed.set_link("login", up=True)
+    job.goes_on("a", "b", size=3)  # it starts another one
+    _, errors = job.end()
+    assert job.process.returncode == 0, errors
+    assert "host a is reached again, with 1 processes of this job" in errors
+
+
+def test_the_host_of_launcher_and_lowest_rank_may_vanish(start: Callable[..., Running]) -> None:
+    job = start("a")
+    job.bed.set_link("a", up=False)
+    began_s = time.monotonic()
+    until(lambda: job.step("b")[1] == 2 and job.step("c")[1] == 2)
+    print(f"the others went on after {time.monotonic() - began_s:.2f} s")
+    job.goes_on("b", "c", size=2)
+    stood = job.step("a")
+    time.sleep(2)
+    assert job.step("a") == stood  # a minority makes no step
+    (job.folder / "end").touch()
+    for host in "bc":
+        until(
+            lambda host=host: (
+                not any(str(job.folder) in process.command for process in job.bed.processes(host))
+            )
+        )
