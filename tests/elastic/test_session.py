@@ -264,13 +264,14 @@ def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
 
 
 def test_a_steward_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a process that has not heard yet who else could be one."""
     monkeypatch.setattr("kolovod.elastic.session._LOST_S", 0.3)
-    monkeypatch.setattr("kolovod.elastic.steward.BEAT_S", 60.0)  # nobody hears of the others
     job = Job(Policy())
-    job.steward.close()
-    with pytest.raises(JobOverError, match=r"steward at 127.0.0.1:\d+ cannot be reached"):
-        job.sessions[0].next_world()
     job.close()
+    joining = job.session(3, "b")
+    with pytest.raises(JobOverError, match=r"steward at 127.0.0.1:\d+ cannot be reached"):
+        joining.next_world()
+    joining.close()
 
 
 def test_a_wrong_secret_is_refused(job: Job) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kolovod.elastic.ballots import Proof, Record, World
@@ -23,7 +23,7 @@ from kolovod.elastic.search import Answer, ask, ask_all
 from kolovod.elastic.steward import LABEL, Steward
 from kolovod.elastic.table import Facts, Table
 from kolovod.errors import AuthenticationError, BootstrapError
-from kolovod.net.addresses import address_of, addresses_beside, listen
+from kolovod.net.addresses import address_of, addresses_beside, listen, split_addresses
 from kolovod.net.channel import Channel
 from kolovod.net.server import Server
 from kolovod.notices import report_to_stderr
@@ -33,6 +33,8 @@ __all__ = ["Deputy", "Known"]
 
 _FIRST_CONNECT_S = 10.0
 """To the launcher, while nobody else is known."""
+_SILENT_S = 3.0
+"""How long a host that was silent is not asked."""
 _LOOK_S = 1.0
 """Between two looks around."""
 _SEND_S = 2.0
@@ -85,6 +87,7 @@ class Deputy:
         self._contacts: dict[int, Contact] = {}
         self._follows: tuple[int, str] | None = None  # the present steward, and where it is
         self._hint = ""  # where a steward was seen
+        self._silent: tuple[frozenset[str], float] = frozenset(), 0.0
         self._office: _Office | None = None
         self._is_closed = False
         for server in self._servers:
@@ -120,6 +123,19 @@ class Deputy:
         with self._lock:
             self._contacts |= {contact.number: contact for contact in contacts}
 
+    def knows(self, world: World) -> bool:
+        """Whether it could do without the steward there."""
+        with self._lock:
+            return self._facts is not None and world.numbers <= self._contacts.keys()
+
+    def host_is_silent(self, since_s: float) -> None:
+        """The steward's host acknowledges nothing; for a while nobody there is asked."""
+        with self._lock:
+            number, address = self._follows or (None, "")
+            hosts = _hosts_of(address or self._launcher)
+            if number is not None and hosts.isdisjoint(_hosts_of(self.addresses)):
+                self._silent = hosts, since_s
+
     @property
     def facts(self) -> Facts | None:
         """For another steward."""
@@ -137,6 +153,9 @@ class Deputy:
         with self._lock:
             self._follows = None
             hint, self._hint = self._hint, ""
+            silent = self._silent
+            if time.monotonic() > silent[1] + _SILENT_S:
+                silent = frozenset(), 0.0
         known = self._known()
         if known.is_member and self._office is not None:
             return self._follow(self._ask_own())
@@ -145,6 +164,7 @@ class Deputy:
             return self._follow(self._ask_launcher())
         answered, refusal = False, ""
         addresses = [*filter(None, [hint]), self._launcher, *lower]
+        addresses = [a for a in addresses if silent[0].isdisjoint(_hosts_of(a))]
         found = ask_all(addresses, self._secret, encrypted=self._encrypted)
         with contextlib.closing(found):
             for address, answer in found:
@@ -159,7 +179,7 @@ class Deputy:
                 answered = True
         if answered or not may_lead:  # whoever has answered will be steward, or reaches one
             raise ConnectionError(refusal or "others look for it, too")
-        self._take_office(known)
+        self._take_office(known, *silent)
         return self._follow(self._ask_own())
 
     def _candidates(self, known: Known) -> tuple[list[str], bool]:
@@ -228,7 +248,8 @@ class Deputy:
 
     # --- as steward ---
 
-    def _take_office(self, known: Known) -> None:
+    def _take_office(self, known: Known, silent: frozenset[str], since_s: float) -> None:
+        """``silent``: hosts that have been since then."""
         number, formed = known.number, known.formed
         assert number is not None
         assert formed is not None
@@ -236,13 +257,17 @@ class Deputy:
             if self._is_closed:
                 raise ConnectionError("this process ends")
             facts, policy = self._facts, self._policy
+            gone = [n for n, c in self._contacts.items() if silent & _hosts_of(c.addresses)]
         table, now = Table(formed), time.monotonic()
         if facts is not None:
             table.merge(facts, now)
         table.see(known.record)
         for proof in known.proofs:
             table.prove(proof, now)
-        office = _Office(number, table, policy, self._secret, self._hosts, self._look_around)
+        silent_since_s = dict.fromkeys(table.formed.numbers.intersection(gone), since_s)
+        office = _Office(
+            number, table, policy, self._secret, self._hosts, silent_since_s, self._look_around
+        )
         with self._lock:
             self._office = office
         office.start()
@@ -275,6 +300,10 @@ class Deputy:
             office.close()
 
 
+def _hosts_of(addresses: str) -> frozenset[str]:
+    return frozenset(host for host, _ in split_addresses(addresses))
+
+
 def _goes_before(answer: Answer, own: World, number: int) -> bool:
     """Whether another steward is the one to follow."""
     assert answer.steward is not None
@@ -295,9 +324,13 @@ class _Office:
         policy: Policy,
         secret: str,
         hosts: Sequence[str],
+        silent_since_s: Mapping[int, float],
         look_around: Callable[[_Office], bool],
     ) -> None:
-        """``look_around(self)``: whether to go on; called on a thread of its own."""
+        """``silent_since_s``: see Steward.
+
+        ``look_around(self)``: whether to go on; called on a thread of its own.
+        """
         self.number = number
         self._look_around = look_around
         self._rendezvous = RendezvousServer(secret, len(table.formed.members), *hosts)
@@ -311,6 +344,7 @@ class _Office:
             mark_dead=self._rendezvous.mark_dead,
             rendezvous=self._rendezvous.address,
             come_s=0.0,
+            silent_since_s=silent_since_s,
         )
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kolovod deputy", daemon=True)

@@ -42,7 +42,7 @@ from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
 from kolovod.lifecycle import Place
 from kolovod.net import messages
 from kolovod.net.channel import Channel
-from kolovod.net.lost_hosts import notice_lost_host
+from kolovod.net.lost_hosts import HostWatch, notice_lost_host
 from kolovod.rendezvous import versions
 
 __all__ = ["Session"]
@@ -51,6 +51,8 @@ _SEND_S = 2.0
 _AGAIN_S = 0.02
 _LOST_S = 30.0
 """How long a steward that cannot be reached is looked for."""
+_KNOW_S = 10.0
+"""How long the first world waits for its members to know each other."""
 _WANTED_S = 1.0
 """How long all ranks wait to be asked for a world that one of them has heard of."""
 
@@ -110,6 +112,7 @@ class Session:
             steward, secret, self._known, encrypted=encrypted, interfaces=interfaces
         )
         self._rendezvous = ""  # of the present steward
+        self._heard_s = 0.0  # from it
         self._resigns = ""
         self._to_abort = ""  # why, once the answer is sent
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -125,13 +128,18 @@ class Session:
         Raises JobOverError if the job ends, or goes on without this process.
         """
         with self._lock:
+            know_by_s = time.monotonic() + _KNOW_S
             while True:
                 world = self._next()
-                if world is not None:
+                if world is not None and (
+                    self._current is not None
+                    or self._deputy.knows(world)
+                    or time.monotonic() > know_by_s
+                ):
                     break
                 if self._over is not None:
                     raise self._over
-                self._lock.wait()
+                self._lock.wait(None if world is None else 0.1)
             number = self._number
             assert number is not None
             self._current, self._broken, self._stops = world, "", False
@@ -256,8 +264,10 @@ class Session:
             try:
                 with contextlib.closing(answer):
                     self._follow(answer)
-            except (EOFError, OSError, AuthenticationError):
+            except (EOFError, OSError, AuthenticationError) as error:
                 lost_s = time.monotonic()
+                if isinstance(error, TimeoutError):
+                    self._deputy.host_is_silent(self._heard_s)
             except Exception as error:  # a defect: whoever waits must hear of it
                 self._end(f"the session with the steward has failed: {error!r}")
         self._mates.close()
@@ -297,14 +307,16 @@ class Session:
         self._converse(channel, tells_proofs=answer.steward != FIRST_LAUNCHER)
 
     def _converse(self, channel: Channel, *, tells_proofs: bool) -> None:
-        bell = self._bell
+        bell, host = self._bell, HostWatch(channel.fileno())
         said_s = 0.0
         told: set[int] = set()
         while not self._is_closed and self._over is None:
             poll = select.poll()
             for fd in (channel.fileno(), bell, *self._mates.fds()):
                 poll.register(fd, select.POLLIN)
-            ready = [fd for fd, _ in poll.poll(BEAT_S * 1000)]
+            wait_s = min(BEAT_S, max(0.0, host.due_s() - time.monotonic()))
+            ready = [fd for fd, _ in poll.poll(wait_s * 1000 + 1)]
+            host.check()
             self._watch_mates()
             untold = self._proofs.keys() - told if tells_proofs and self._number is not None else ()
             if untold:
@@ -313,6 +325,7 @@ class Session:
                 channel.send({"proofs": rows}, time.monotonic() + _SEND_S)
             if channel.fileno() in ready:
                 message = messages.mapping(channel.receive(time.monotonic() + _SEND_S))
+                self._heard_s = time.monotonic()
                 answer = self._answer(message)
                 if answer is not None:
                     channel.send(answer, time.monotonic() + _SEND_S)
@@ -389,6 +402,8 @@ class Session:
             self._deputy.hear_contacts(contacts)
             for contact in contacts:
                 self._mates.add(contact)
+            with self._lock:
+                self._lock.notify_all()
         elif "stop" in message:
             self._end(reason_of(message, "stop"))
         return None

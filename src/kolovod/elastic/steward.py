@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from kolovod.elastic.table import Table
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import messages
 from kolovod.net.channel import Channel
-from kolovod.net.lost_hosts import notice_lost_host
+from kolovod.net.lost_hosts import UNACKNOWLEDGED_S, HostWatch, notice_lost_host
 from kolovod.net.server import Server
 from kolovod.rendezvous import versions
 
@@ -62,6 +62,7 @@ class _Connection:
     """A member's."""
 
     channel: Channel
+    watch: HostWatch
     asked: Any = None
     """The last question that it was sent."""
     said_s: float = 0.0
@@ -86,6 +87,7 @@ class Steward:
         mark_dead: Callable[[int, str, int], None] = lambda rank, cause, epoch: None,
         rendezvous: str = "",
         come_s: float | None = None,
+        silent_since_s: Mapping[int, float] = {},
     ) -> None:
         """``number``: the steward's own, see `kolovod.elastic.table`. Takes over the listeners.
 
@@ -93,7 +95,7 @@ class Steward:
         ``resigned(proof)`` are called on its thread. ``mark_dead``: of the rendezvous server, which
         is at ``rendezvous``; "": where the job began. ``come_s``: after how long members that have
         not come count as silent, where another steward was before; None: they may still be
-        starting.
+        starting. ``silent_since_s``: of members known to be so.
         """
         self._number = number
         self._table = table
@@ -115,6 +117,8 @@ class Steward:
         self._ending: set[int] = set()  # whose function has come to its end
         self._slots: dict[int, int] = {}  # the number of the member that fills it
         self._come_s = come_s
+        for member, since_s in silent_since_s.items():
+            table.miss(member, since_s)
         self._come_by_s = math.inf
         self._is_closed = False
         self._has_stopped = False
@@ -288,7 +292,9 @@ class Steward:
                 continue
             number = member.number
             self._drop(number)
-            connection = self._connections[number] = _Connection(channel)
+            connection = self._connections[number] = _Connection(
+                channel, HostWatch(channel.fileno())
+            )
             self._slots[member.slot] = max(number, self._slots.get(member.slot, -1))
             self._table.coming.discard(member.slot)
             self._table.hear(number)
@@ -297,7 +303,9 @@ class Steward:
             world = encode_world(self._table.formed)
             self._send(number, connection, {"you": encode_member(member), "formed": world})
             came.append(number)
-        if came:
+        if came and self._table.formed.numbers <= self._connections.keys():
+            self._tell_news(list(self._connections))  # with which all know each other
+        elif came:
             self._tell_news(came)
 
     def _member_of(self, hello: Any) -> Member | None:
@@ -331,17 +339,20 @@ class Steward:
         try:
             connection.channel.send(message, connection.said_s + _SEND_S)
         except TimeoutError:
-            self._lose(number)
+            self._lose(number, UNACKNOWLEDGED_S)
         except OSError:
             pass  # it is closed, and readable: what it has said last is heard before
 
-    def _lose(self, number: int) -> None:
-        """Its connection is broken."""
+    def _lose(self, number: int, silent_s: float = 0.0) -> None:
+        """Its connection is broken. ``silent_s``: for how long its host had said nothing."""
         self._drop(number)
-        self._table.miss(number, time.monotonic())
+        self._table.miss(number, time.monotonic() - silent_s)
 
     def _beat(self) -> None:
         now = time.monotonic()
+        silent = [n for n, c in self._connections.items() if c.watch.due_s() <= now]
+        for number in silent:
+            self._lose(number, UNACKNOWLEDGED_S)
         due = [n for n, c in self._connections.items() if now - c.said_s >= BEAT_S]
         self._tell_news(due)
         for number in due:
@@ -372,6 +383,8 @@ class Steward:
         try:
             message = connection.channel.receive(time.monotonic() + _SEND_S)
             self._take(number, messages.mapping(message))
+        except TimeoutError:
+            self._lose(number, UNACKNOWLEDGED_S)
         except (EOFError, OSError, AuthenticationError):
             self._lose(number)
         except BootstrapError as error:  # it would say it again

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import select
 import signal
 import threading
@@ -20,6 +19,7 @@ from kolovod.elastic.ballots import NOTHING, Proof, World
 from kolovod.elastic.hosts import Start, plan_starts
 from kolovod.elastic.steward import Steward
 from kolovod.errors import BootstrapError
+from kolovod.launch import succession
 from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.elastic_options import ElasticOptions
@@ -28,12 +28,12 @@ from kolovod.launch.fleet import Fleet
 from kolovod.launch.job import JobOptions, now_text
 from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import GRACE_S, Ended, signal_name
+from kolovod.launch.lost_hosts import LostHosts
 from kolovod.launch.output import Output
 
 __all__ = ["ElasticJob"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
-_REACH_AGAIN_S = 5.0
 
 
 class ElasticJob:
@@ -63,8 +63,7 @@ class ElasticJob:
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
-        self._is_closed = threading.Event()
-        self._reached: queue.SimpleQueue[str] = queue.SimpleQueue()  # hosts that had been lost
+        self._lost_hosts = LostHosts(self._fleet, self._ring)
         self._are_known = threading.Event()  # those of an earlier launcher
         if keeping is None or not keeping.goes_on:
             self._are_known.set()
@@ -96,7 +95,15 @@ class ElasticJob:
         Raises BootstrapError, as ``Job`` does.
         """
         self._command = command
-        before = self._take_over() if self._keeping is not None else None
+        before = None
+        if self._keeping is not None:
+            before = succession.find(
+                self._fleet,
+                self._keeping,
+                self._options.report,
+                self._found,
+                lambda: bool(self._signals),
+            )
         if before is not None:
             first_hosts = before.first_hosts
         elif self._find_hosts():
@@ -131,7 +138,7 @@ class ElasticJob:
         if self._discovery is not None:
             self._discovery.start(self._places)
         if self._keeping is not None:
-            threading.Thread(target=self._reach_lost_hosts, daemon=True).start()
+            self._lost_hosts.start()
 
     def _find_hosts(self) -> bool:
         """Reach the hosts that the job begins on. False: a signal came."""
@@ -139,51 +146,26 @@ class ElasticJob:
             return False
         return self._fleet.connect(list(self._places), lambda: bool(self._signals))
 
-    def _take_over(self) -> Kept | None:
-        """Reach this host's agent, and those that an earlier launcher has started.
-
-        None: there was none. Raises BootstrapError.
-        """
-        here = self._fleet.reach_here()
-        if self._keeping is None or not self._keeping.goes_on:
-            return None
-        if here.kept is None:
-            raise BootstrapError("the agent of this host knows nothing of a job")
-        before = Kept(**here.kept)
+    def _found(self, before: Kept, processes: dict[int, Process]) -> None:
+        """What an earlier launcher has left."""
         self._places = before.places
         self._ended_well = before.ended_well
-        for number, (slot, host, begins) in enumerate(before.processes):
-            self._output.add(slot)
-            self._processes[number] = Process(slot, host, time.monotonic(), None, begins)
+        for process in processes.values():
+            self._output.add(process.slot)
+        self._processes = processes
         self._are_known.set()
-        try:
-            self._fleet.connect(before.hosts, lambda: bool(self._signals))
-        except BootstrapError as error:
-            self._options.report(str(error))
-        self._options.report(
-            f"this launcher goes on with {len(self._fleet.running)} processes of an earlier one"
-        )
-        return before
 
     def _keep(self) -> None:
         """Let the next launcher know what there is, before it is."""
-        if self._keeping is None:
-            return
-        services = self._serving
-        rendezvous, steward = services.addresses
-        kept = Kept(
-            list(self._keeping.again),
-            services.turn,
-            services.secret,
-            rendezvous,
-            steward,
-            list(services.first_hosts),
-            sorted(self._fleet.remote),
-            dict(self._places),
-            [[p.slot, p.host, p.begins] for p in self._processes.values()],
-            self._ended_well,
-        )
-        self._fleet.keep(kept.as_json())
+        if self._keeping is not None:
+            succession.leave(
+                self._fleet,
+                self._keeping,
+                self._serving,
+                self._places,
+                self._processes,
+                ended_well=self._ended_well,
+            )
 
     def _wait_for_places(self, discover: Callable[[], Mapping[str, int]]) -> bool:
         """Ask until there are places for the processes that the job begins with.
@@ -306,20 +288,9 @@ class ElasticJob:
         with self._lock:
             return not self._stop_reason and bool(self._fleet.lost())
 
-    def _reach_lost_hosts(self) -> None:
-        """On a thread of its own: those that are lost may come back, with what runs there."""
-        while not self._is_closed.wait(_REACH_AGAIN_S):
-            for host in self._fleet.lost():
-                with contextlib.suppress(BootstrapError):
-                    if not self._fleet.connect([host], self._is_closed.is_set):
-                        return
-                    self._reached.put(host)
-                    self._ring()
-
     def _note_reached(self) -> None:
         """Of hosts that had been lost: what runs there has not ended."""
-        while not self._reached.empty():
-            host = self._reached.get()
+        for host in self._lost_hosts.reached():
             back = self._fleet.group(host).running
             self._options.report(
                 f"host {host} is reached again, with {len(back)} processes of this job"
@@ -366,7 +337,7 @@ class ElasticJob:
         """End whatever is left, and release everything. Idempotent."""
         if self._bell < 0:
             return
-        self._is_closed.set()
+        self._lost_hosts.close()
         if self._discovery is not None:
             self._discovery.close()
         self._fleet.close()

@@ -1,0 +1,74 @@
+"""From one launcher of a job to the next: what it finds, and what it leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from kolovod.errors import BootstrapError
+from kolovod.launch.avoided_hosts import Process
+from kolovod.launch.elastic_services import ElasticServices
+from kolovod.launch.fleet import Fleet
+from kolovod.launch.keeping import Keeping, Kept
+
+__all__ = ["find", "leave"]
+
+
+def find(
+    fleet: Fleet,
+    keeping: Keeping,
+    report: Callable[[str], None],
+    known: Callable[[Kept, dict[int, Process]], None],
+    is_stopped: Callable[[], bool],
+) -> Kept | None:
+    """Reach this host's agent, and those that an earlier launcher has started.
+
+    ``known(kept, processes)`` is called before output of these processes can come. None: there was
+    no earlier launcher. Raises BootstrapError.
+    """
+    here = fleet.reach_here()
+    if not keeping.goes_on:
+        return None
+    if here.kept is None:
+        raise BootstrapError("the agent of this host knows nothing of a job")
+    before = Kept(**here.kept)
+    now = time.monotonic()
+    known(
+        before,
+        {
+            number: Process(slot, host, now, None, begins)
+            for number, (slot, host, begins) in enumerate(before.processes)
+        },
+    )
+    try:
+        fleet.connect(before.hosts, is_stopped)
+    except BootstrapError as error:
+        report(str(error))
+    report(f"this launcher goes on with {len(fleet.running)} processes of an earlier one")
+    return before
+
+
+def leave(
+    fleet: Fleet,
+    keeping: Keeping,
+    services: ElasticServices,
+    places: Mapping[str, int],
+    processes: Mapping[int, Process],
+    *,
+    ended_well: bool,
+) -> None:
+    """Let the next launcher know what there is; called before it is."""
+    rendezvous, steward = services.addresses
+    kept = Kept(
+        list(keeping.again),
+        services.turn,
+        services.secret,
+        rendezvous,
+        steward,
+        list(services.first_hosts),
+        sorted(fleet.remote),
+        dict(places),
+        [[process.slot, process.host, process.begins] for process in processes.values()],
+        ended_well,
+    )
+    fleet.keep(kept.as_json())
