@@ -126,7 +126,7 @@ def made_job(request: pytest.FixtureRequest) -> Iterator[Job]:
     job.close()
 
 
-def next_worlds(members: list[Member]) -> list[list[int]]:
+def next_worlds(members: list[Member]) -> list[dict[str, Any]]:
     """Of each, which must all be the same one."""
     told = [member.hear() for member in members]
     assert len({(world["epoch"], *world["numbers"]) for world in told}) == 1, told

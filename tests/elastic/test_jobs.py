@@ -46,6 +46,44 @@ def test_an_optimizer_of_torch(case: tuple[str, int], tmp_path: Path) -> None:
     train(kind, full, plan, tmp_path, "-np", str(full))
 
 
+UNTIL_SIZE = """
+import os, sys
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+state = elastic.State(step=0, size=0)
+state.on_size_change(lambda before, after: setattr(state, "size", after))
+
+@elastic.run
+def train(state):
+    while state.size < int(sys.argv[1]):
+        elastic.exactly(lambda: kv.allreduce(1.0, "one"))
+        state.step += 1
+        state.commit()
+
+train(state)
+print("ended in a world of", kv.size(), "on", os.environ["KOLOVOD_HOST"], flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "hosts"),
+    [
+        (["-np", "1", "--max-np", "2"], ["localhost", "localhost"]),
+        (["-np", "2", "--max-np", "3", "--label-hosts", "a:2,b:2"], ["a", "a", "b"]),
+    ],
+    ids=["this host", "places beyond -np"],
+)
+def test_a_job_grows_up_to_max_np_where_there_are_places(
+    flags: list[str], hosts: list[str]
+) -> None:
+    done = run(*flags, script=("-c", UNTIL_SIZE, str(len(hosts))))
+    assert done.returncode == 0, done.stderr
+    ended = re.findall(r"ended in a world of (\d+) on (\w+)$", done.stdout, re.MULTILINE)
+    assert sorted(host for _, host in ended) == hosts
+    assert {int(size) for size, _ in ended} == {len(hosts)}
+
+
 NORMALISED = """
 import hashlib, os, signal, threading
 import torch

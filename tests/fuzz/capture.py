@@ -23,13 +23,19 @@ import numpy as np
 
 import kolovod as kv
 from kolovod.elastic import ballots, record_file
+from kolovod.elastic.membership import Policy
 from kolovod.elastic.protocol import (
+    Contact,
+    encode_contact,
+    encode_facts,
     encode_member,
+    encode_policy,
+    encode_proof,
     encode_record,
     encode_stamp,
     encode_world,
 )
-from kolovod.elastic.table import first_world
+from kolovod.elastic.table import Facts, first_world
 from kolovod.net import channel as channels
 from kolovod.rendezvous import segment_handover, versions
 from kolovod.rendezvous.client import join
@@ -209,6 +215,12 @@ def elastic_messages(folder: Path) -> None:
     for value in (encode_world(second), encode_member(members[2]), encode_stamp(second.stamp)):
         keep(folder, "steward", json.dumps(value).encode())
     keep(folder, "steward", json.dumps(encode_record(records[2])).encode())
+    proofs = {2: ballots.Proof(2, "was killed", records[1])}
+    facts = Facts(second, proofs, {members[2].number: members[2]}, frozenset({1}), frozenset())
+    contact = Contact(1, "127.0.0.1:4000", 17, "boot pid:[4026531836]", "/proc/17/fd/5")
+    told = encode_facts(facts), encode_contact(contact), encode_policy(Policy())
+    for value in (*told, encode_proof(proofs[2])):
+        keep(folder, "steward", json.dumps(value).encode())
     for record in records:
         fd, path = record_file.new_file()
         with contextlib.closing(record_file.RecordFile(path)) as file:

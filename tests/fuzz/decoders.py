@@ -174,6 +174,10 @@ def _of_a_steward(message: Any) -> None:
         (elastic_protocol.record_of, elastic_protocol.encode_record),
         (elastic_protocol.member_of, elastic_protocol.encode_member),
         (elastic_protocol.stamp_of, elastic_protocol.encode_stamp),
+        (elastic_protocol.proof_of, elastic_protocol.encode_proof),
+        (elastic_protocol.facts_of, elastic_protocol.encode_facts),
+        (elastic_protocol.contact_of, elastic_protocol.encode_contact),
+        (elastic_protocol.policy_of, elastic_protocol.encode_policy),
     ]
     for parse, encode in pairs:
         with contextlib.suppress(KolovodError):
@@ -282,7 +286,17 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.net.sockets": ("read_exactly",),
     "kolovod.rendezvous.segment_handover": ("parse_answer",),
     "kolovod.net.messages": (),
-    "kolovod.elastic.protocol": ("ballot_of", "stamp_of", "member_of", "world_of", "record_of"),
+    "kolovod.elastic.protocol": (
+        "ballot_of",
+        "stamp_of",
+        "member_of",
+        "world_of",
+        "record_of",
+        "proof_of",
+        "facts_of",
+        "contact_of",
+        "policy_of",
+    ),
     "kolovod.elastic.record_file": ("read", "parse"),
     "kolovod.rendezvous.rank_environment": ("read_rank_environment", "whole_number"),
     "kolovod.rendezvous.protocol": (
