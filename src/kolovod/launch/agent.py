@@ -62,6 +62,8 @@ _ORPHAN_S = 60.0
 """Without ranks and without a launcher."""
 _AGAIN_S = (0.0, 1.0, 10.0)
 """Before each start of the launcher in a row that fails."""
+_PROVEN_S = 10.0
+"""A launcher that has stayed so long is no failed start."""
 _READ_BYTES = 1 << 18
 
 
@@ -72,7 +74,7 @@ class _Launcher:
         self.source = source
         self.reader = FrameReader(prelude=False)
         self.writer = FrameWriter(sink)
-        self.heard_s = time.monotonic()
+        self.came_s = self.heard_s = time.monotonic()
         self._connection = connection
 
     def hang_up(self) -> None:
@@ -190,7 +192,6 @@ class _Agent:
             self._greet(launcher)
         except OSError:
             launcher.close()
-        self._starts.clear()
 
     def _lose_launcher(self) -> None:
         """It is gone, or another one has come."""
@@ -200,6 +201,8 @@ class _Agent:
             launcher.hang_up()
             launcher.close()
             self._alone_s = time.monotonic()
+            if self._alone_s > launcher.came_s + _PROVEN_S:
+                self._starts.clear()
 
     def _say(self, value: Any) -> None:
         """To the launcher. Raises OSError only where it cannot be replaced."""
