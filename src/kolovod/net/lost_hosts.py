@@ -10,6 +10,7 @@ import time
 __all__ = ["UNACKNOWLEDGED_S", "HostWatch", "notice_lost_host"]
 
 UNACKNOWLEDGED_S = 1.0
+_BETWEEN_LOOKS_S = 0.5
 _UNACKNOWLEDGED = struct.Struct(
     "24xI"
 )  # the part of struct tcp_info (linux/tcp.h) up to tcpi_unacked
@@ -33,18 +34,21 @@ def notice_lost_host(fd: int) -> None:
 class HostWatch:
     """Says how long the host at the other end has acknowledged nothing of what was sent.
 
-    It must be asked before each message, so that time in which this process stood still, or had
-    sent nothing, does not count.
+    It must be asked before each message, so that time in which this process had sent nothing does
+    not count; nor does time in which it stood still itself (``csrc/transport/host_watch.h`` is the
+    same for ranks).
     """
 
     def __init__(self, fd: int) -> None:
         """``fd``: of the socket, which stays open meanwhile."""
         self._fd = fd
-        self._clear_s = time.monotonic()
+        self._clear_s = self._looked_s = time.monotonic()
 
     def due_s(self) -> float:
         """When it will have been silent for UNACKNOWLEDGED_S, by ``time.monotonic()``."""
         now = time.monotonic()
+        self._clear_s += max(0.0, now - self._looked_s - _BETWEEN_LOOKS_S)
+        self._looked_s = now
         if not _has_unacknowledged(self._fd):
             self._clear_s = now
         return self._clear_s + UNACKNOWLEDGED_S
