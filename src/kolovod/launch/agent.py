@@ -10,6 +10,7 @@ passes them on::
              {"keep": value}      for the launcher that comes next
              {"close": true}      end what is left, say "bye" and end
              {"alive": true, "shown": n}   so many frames "O" need not be told to another launcher
+             {"took": bytes}      of all frames "O": there are never more than WINDOW_BYTES between
     report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection", "pid",
              "ranks": {rank: pid}, "kept"}}
              {"started": {rank: pid}},
@@ -42,12 +43,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kolovod.launch.agent_line import agent_folder, open_socket
-from kolovod.launch.agent_messages import MAGIC, FrameReader, FrameWriter
+from kolovod.launch.agent_messages import MAGIC, WINDOW_BYTES, FrameReader, FrameWriter
 from kolovod.launch.local import Ended, HostRanks, Order
-from kolovod.launch.local_sockets import hold, listen_at
+from kolovod.launch.local_sockets import hold, is_held, listen_at
 from kolovod.launch.remote import ALIVE_S
 from kolovod.launch.spool import LIMIT_BYTES
 from kolovod.net.server import same_user
@@ -85,37 +87,76 @@ class _Launcher:
 
     def close(self) -> None:
         """Release it."""
+        self.writer.close()  # the descriptor may be another file's soon
         if self._connection is not None:
             self._connection.close()
 
 
-class _Unshown:
-    """What ranks have written, as long as nobody has seen it, and as much as a ``Spool`` keeps."""
+class _Outbox:
+    """What ranks have written: until the launcher has it, or until it was shown if it ``keeps``.
 
-    def __init__(self) -> None:
-        self.frames: deque[tuple[int, str, bytes]] = deque()
+    Then another launcher gets it, too; as much as a ``Spool`` keeps.
+    """
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._frames: deque[tuple[int, str, bytes]] = deque()
         self._bytes = 0
-        self._dropped = 0  # since ``begin``
+        self.begin()
 
     def begin(self) -> None:
         """Another launcher gets it all."""
+        self._sent = 0  # of the frames
+        self._sent_bytes = self._taken_bytes = 0  # by this launcher, of all
         self._dropped = 0
+        self._unsent_bytes = self._bytes
 
     def add(self, frame: tuple[int, str, bytes]) -> None:
         """One more."""
-        self.frames.append(frame)
+        self._frames.append(frame)
         self._bytes += len(frame[2])
-        while self._bytes > LIMIT_BYTES and len(self.frames) > 1:
+        self._unsent_bytes += len(frame[2])
+        while self._bytes > LIMIT_BYTES and len(self._frames) > 1:
             self._drop()
+
+    def is_full(self) -> bool:
+        """Whether enough waits to be sent."""
+        return self._unsent_bytes > WINDOW_BYTES
+
+    def has_unsent(self) -> bool:
+        """Whether anything does."""
+        return self._sent < len(self._frames)
+
+    def next(self, *, at_once: bool) -> tuple[int, str, bytes] | None:
+        """To be sent now; None: nothing, or enough is on its way (unless ``at_once``)."""
+        is_enough = self._sent_bytes - self._taken_bytes > WINDOW_BYTES and not at_once
+        if not self.has_unsent() or is_enough:
+            return None
+        frame = self._frames[self._sent]
+        self._sent += 1
+        self._sent_bytes += len(frame[2])
+        self._unsent_bytes -= len(frame[2])
+        if not self._keeps:
+            self._drop()
+        return frame
+
+    def took(self, count: int) -> None:
+        """The launcher has taken so many bytes."""
+        self._taken_bytes = count
 
     def drop_shown(self, count: int) -> None:
         """So many of those that the launcher was told."""
-        while self._dropped < count and self.frames:
+        while self._dropped < count and self._sent:
             self._drop()
 
     def _drop(self) -> None:
-        self._bytes -= len(self.frames.popleft()[2])
+        size = len(self._frames.popleft()[2])
+        self._bytes -= size
         self._dropped += 1
+        if self._sent:
+            self._sent -= 1
+        else:
+            self._unsent_bytes -= size
 
 
 class _Agent:
@@ -124,8 +165,8 @@ class _Agent:
     def __init__(self, launcher: _Launcher | None, listener: socket.socket | None = None) -> None:
         self._launcher = launcher
         self._listener = listener
-        self._lock = threading.Lock()  # of the launcher, and of what waits for one
-        self._unshown = _Unshown()
+        self._lock = threading.Condition()  # of the launcher, and of what waits for one
+        self._outbox = _Outbox(keeps=listener is not None)
         self._ranks = HostRanks(self._output)
         self._payload = bytearray()
         self._said_s = 0.0
@@ -135,17 +176,22 @@ class _Agent:
         self._alone_s = time.monotonic()
         self._starts: list[float] = []  # of launchers, in a row
         self._closing = False
+        self._is_sending = False
 
     def run(self) -> int:
         """Until the launcher wants no more, or is gone for good."""
-        threading.Thread(target=self._watch_launcher, daemon=True).start()
+        for target in (self._watch_launcher, self._send_output):
+            threading.Thread(target=target, daemon=True).start()
         try:
             if self._launcher is not None:
                 self._greet(self._launcher)
             while not self._closing:
                 self._turn()
+            with self._lock:
+                self._lock.notify_all()
             self._ranks.close()
             self._tell_ended()
+            self._wait_for_output()
             self._say({"bye": True})
         except OSError:  # nobody listens any more
             return 1
@@ -161,10 +207,9 @@ class _Agent:
         for end in self._untold.values():
             self._tell(launcher, end)
         with self._lock:
-            self._unshown.begin()
-            for frame in self._unshown.frames:
-                launcher.writer.output(*frame)
+            self._outbox.begin()
             self._launcher = launcher
+            self._lock.notify_all()
         self._stopped = set()
 
     def _facts(self) -> dict[str, Any]:
@@ -197,6 +242,7 @@ class _Agent:
         """It is gone, or another one has come."""
         with self._lock:
             launcher, self._launcher = self._launcher, None
+            self._lock.notify_all()
         if launcher is not None:
             launcher.hang_up()
             launcher.close()
@@ -217,18 +263,37 @@ class _Agent:
             self._lose_launcher()
 
     def _output(self, rank: int, stream: str, data: bytes) -> None:
-        """On the thread that reads the ranks' pipes."""
+        """On the thread that reads the ranks' pipes, which waits for a slow launcher."""
         with self._lock:
-            launcher = self._launcher
-            if self._listener is not None:
-                self._unshown.add((rank, stream, data))
-        if launcher is None:
-            return
-        try:
-            launcher.writer.output(rank, stream, data)
-        except OSError:
-            if self._listener is None:
-                raise
+            while self._launcher is not None and self._outbox.is_full() and not self._closing:
+                self._lock.wait()
+            self._outbox.add((rank, stream, data))
+            self._lock.notify_all()
+
+    def _send_output(self) -> None:
+        """On a thread of its own, so that a launcher that takes none still gets reports."""
+        while True:
+            with self._lock:
+                while (launcher := self._launcher) is None or (frame := self._next()) is None:
+                    self._lock.wait()
+                self._is_sending = True
+            try:
+                launcher.writer.output(*frame)
+            except OSError:  # it is gone, which the other thread will read, or has
+                launcher.hang_up()
+            with self._lock:
+                self._is_sending = False
+                self._lock.notify_all()
+
+    def _next(self) -> tuple[int, str, bytes] | None:
+        # At the end nobody hears any more what the launcher has taken.
+        return self._outbox.next(at_once=self._closing)
+
+    def _wait_for_output(self) -> None:
+        """Until the launcher has been sent all of it."""
+        with self._lock:
+            while self._launcher is not None and (self._is_sending or self._outbox.has_unsent()):
+                self._lock.wait()
 
     # --- its turns ---
 
@@ -295,7 +360,11 @@ class _Agent:
             self._closing = True
         elif "shown" in order:
             with self._lock:
-                self._unshown.drop_shown(int(order["shown"]))
+                self._outbox.drop_shown(int(order["shown"]))
+        elif "took" in order:
+            with self._lock:
+                self._outbox.took(int(order["took"]))
+                self._lock.notify_all()
 
     def _tell_ended(self) -> None:
         for end in self._ranks.collect():
@@ -364,11 +433,20 @@ def _serve(name: str) -> int:
     folder = agent_folder(name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     hold(folder)
+    _forget_killed(folder.parent)
     try:
         with listen_at(folder / "socket") as listener:
             return _Agent(None, listener).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _forget_killed(folders: Path) -> None:
+    """Remove what agents have left that were killed."""
+    for folder in folders.iterdir():
+        with contextlib.suppress(OSError):  # it is gone
+            if not is_held(folder) and folder.stat().st_mtime < time.time() - _ORPHAN_S:
+                shutil.rmtree(folder)
 
 
 def _reach(name: str, sink: int) -> int:

@@ -21,10 +21,12 @@ from typing import Any
 
 from kolovod.errors import BootstrapError
 
-__all__ = ["MAGIC", "FrameReader", "FrameWriter", "STREAMS"]
+__all__ = ["MAGIC", "STREAMS", "WINDOW_BYTES", "FrameReader", "FrameWriter"]
 
 MAGIC = b"KOLOVOD-AGENT-1\n"
 STREAMS = ("stdout", "stderr")
+WINDOW_BYTES = 1 << 20
+"""Of output that is on its way at most, so that reports never wait for who shows it."""
 MAX_BODY_BYTES = 16 << 20
 _PART_BYTES = 1 << 20
 _MAX_PRELUDE_BYTES = 1 << 20  # of what a login shell may print
@@ -85,6 +87,11 @@ class FrameWriter:
         """What a rank has returned."""
         for start in range(0, len(data), _PART_BYTES):
             self._frame(b"R", _RANK.pack(rank) + data[start : start + _PART_BYTES])
+
+    def close(self) -> None:
+        """Write nothing any more: who would gets an OSError. What is being written is, first."""
+        with self._lock:
+            self._fd = -1
 
     def _frame(self, kind: bytes, body: bytes) -> None:
         if len(body) > MAX_BODY_BYTES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import threading
@@ -21,7 +22,13 @@ from typing import Any
 
 from kolovod.errors import BootstrapError
 from kolovod.launch.agent_line import Line
-from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output, split_result
+from kolovod.launch.agent_messages import (
+    WINDOW_BYTES,
+    FrameReader,
+    FrameWriter,
+    split_output,
+    split_result,
+)
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order
 from kolovod.version import __version__
@@ -29,6 +36,7 @@ from kolovod.version import __version__
 __all__ = ["RemoteRanks"]
 
 ALIVE_S = 1.0  # between two signs of life
+_LAST_WORDS_S = 0.2
 LOST_AFTER_S = 10.0  # without one a host is lost
 
 
@@ -50,13 +58,16 @@ class RemoteRanks:
         self._line = line
         self._sink = sink
         self._keeping = keeping
-        self._frames = 0  # of output that came
+        self._output: queue.SimpleQueue[tuple[int, str, bytes] | None] = queue.SimpleQueue()
+        self._frames = 0  # of output that the sink has taken
+        self._came = 0  # that came
         self._shown_frames = 0
         self._marks: deque[tuple[int, int]] = deque()  # (frames, Shown.mark) of moments
         self._lock = threading.Lock()
         self._handed: list[int] = []  # ends that the job was told of, and the agent not yet
         self._writer: FrameWriter | None = None
         self._thread: threading.Thread | None = None
+        self._output_thread: threading.Thread | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition(self._lock)
         self._hello: dict[str, Any] = {}
@@ -82,6 +93,10 @@ class RemoteRanks:
             target=self._listen, name=f"kolovod host {self.host}", daemon=True
         )
         self._thread.start()
+        self._output_thread = threading.Thread(
+            target=self._pass_on, name=f"kolovod output of {self.host}", daemon=True
+        )
+        self._output_thread.start()
         limit_s = 2 * self._line.connect_timeout_s + LOST_AFTER_S
         with self._changed:
             self._changed.wait_for(lambda: self._hello or self._lost, limit_s)
@@ -213,6 +228,9 @@ class RemoteRanks:
                 self._changed.wait_for(lambda: self._finished or self._lost, limit_s)
             self._line.close(1.0 if self._finished else 0.1)
             self._thread.join(timeout=5)
+            self._output.put(None)
+            if self._output_thread is not None:
+                self._output_thread.join()
             self._line.release()
         os.close(self._bell)
         self._bell = -1
@@ -259,6 +277,24 @@ class RemoteRanks:
         except (OSError, ValueError, KeyError, BootstrapError) as error:
             self._lose(f"{type(error).__name__}: {error}")
 
+    def _pass_on(self) -> None:
+        """Output, on a thread of its own: whoever shows it may be slow, and the agent waits."""
+        took = told = 0
+        while (frame := self._output.get()) is not None:
+            self._sink(*frame)
+            self._frames += 1
+            took += len(frame[2])
+            if took > told + WINDOW_BYTES // 4:
+                told = took
+                with contextlib.suppress(OSError):
+                    self._out().json({"took": took})
+
+    def _wait_for_output(self) -> None:
+        """A moment, so that what a rank has written is shown before its end is told."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._frames < self._came and time.monotonic() < deadline:
+            time.sleep(0.002)
+
     def _shown(self) -> int:
         """How many frames of output the agent need not keep."""
         if self._keeping is None:
@@ -297,9 +333,8 @@ class RemoteRanks:
 
     def _take(self, kind: bytes, body: bytes) -> None:
         if kind == b"O":
-            rank, stream, data = split_output(body)
-            self._frames += 1
-            self._sink(rank, stream, data)
+            self._came += 1
+            self._output.put(split_output(body))
         elif kind == b"R":
             rank, data = split_result(body)
             self._results.setdefault(rank, bytearray()).extend(data)
@@ -312,6 +347,8 @@ class RemoteRanks:
         self._running |= ranks.keys()
 
     def _report(self, report: dict[str, Any]) -> None:
+        if "ended" in report:
+            self._wait_for_output()
         with self._changed:
             if "hello" in report:
                 self._hello = report["hello"]

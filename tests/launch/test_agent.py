@@ -1,0 +1,86 @@
+"""What an agent keeps of its ranks' output."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kolovod.launch.agent import _Outbox
+from kolovod.launch.agent_messages import WINDOW_BYTES, FrameReader, FrameWriter
+from kolovod.launch.spool import LIMIT_BYTES
+
+
+def frame(text: str) -> tuple[int, str, bytes]:
+    return 0, "stdout", text.encode()
+
+
+def sent(box: _Outbox, *, at_once: bool = False) -> list[str]:
+    """All that may be sent now."""
+    found = []
+    while (one := box.next(at_once=at_once)) is not None:
+        found.append(one[2].decode())
+    return found
+
+
+def test_what_was_not_shown_goes_to_the_next_launcher_as_well() -> None:
+    box = _Outbox(keeps=True)
+    for text in "abc":
+        box.add(frame(text))
+    assert sent(box) == ["a", "b", "c"]
+    assert not box.has_unsent()
+    box.drop_shown(2)
+    box.add(frame("d"))
+    assert sent(box) == ["d"]
+    box.begin()
+    assert sent(box) == ["c", "d"]
+    box.drop_shown(1)
+    box.drop_shown(1)  # it was told so already
+    box.begin()
+    assert sent(box) == ["d"]
+
+
+def test_without_another_launcher_nothing_is_kept() -> None:
+    box = _Outbox(keeps=False)
+    box.add(frame("a"))
+    assert sent(box) == ["a"]
+    box.begin()
+    assert sent(box) == []
+
+
+def test_no_more_than_a_window_is_on_its_way() -> None:
+    box = _Outbox(keeps=True)
+    piece = "x" * (WINDOW_BYTES // 4)
+    for _ in range(12):
+        box.add(frame(piece))
+    assert len(sent(box)) == 5
+    assert box.is_full()
+    box.took(2 * len(piece))
+    assert len(sent(box)) == 2
+    assert len(sent(box, at_once=True)) == 5
+    assert not box.is_full()
+
+
+def test_the_oldest_is_dropped_where_nobody_takes_it() -> None:
+    box = _Outbox(keeps=True)
+    piece = "x" * (LIMIT_BYTES // 4)
+    for text in "abcdef":
+        box.add(frame(text + piece))
+    assert [text[0] for text in sent(box, at_once=True)] == ["d", "e", "f"]
+    box.drop_shown(1)
+    box.begin()
+    assert [text[0] for text in sent(box, at_once=True)] == ["e", "f"]
+
+
+def test_a_closed_writer_writes_into_no_other_file() -> None:
+    source, sink = os.pipe()
+    writer = FrameWriter(sink)
+    writer.output(3, "stderr", b"x")
+    writer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        writer.output(3, "stderr", b"y")
+    ((kind, body),) = FrameReader(prelude=False).feed(os.read(source, 100))
+    assert kind == b"O"
+    assert body.endswith(b"x")
+    os.close(source)
+    os.close(sink)
