@@ -108,7 +108,7 @@ class _Outbox:
         """Another launcher gets it all."""
         self._sent = 0  # of the frames
         self._sent_bytes = self._taken_bytes = 0  # by this launcher, of all
-        self._dropped = 0
+        self._dropped = 0  # of those that it was sent
         self._unsent_bytes = self._bytes
 
     def add(self, frame: tuple[int, str, bytes]) -> None:
@@ -152,9 +152,9 @@ class _Outbox:
     def _drop(self) -> None:
         size = len(self._frames.popleft()[2])
         self._bytes -= size
-        self._dropped += 1
         if self._sent:
             self._sent -= 1
+            self._dropped += 1
         else:
             self._unsent_bytes -= size
 
