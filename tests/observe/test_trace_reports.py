@@ -23,7 +23,7 @@ EPOCHS = iter(range(1 << 20, 1 << 21))
 class Ends:
     """A collector and one reporter, with what the first has received."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_begun: bool = False) -> None:
         self.epoch = next(EPOCHS)
         self.batches: list[Batch] = []
         self.log = SpanLog()
@@ -31,6 +31,8 @@ class Ends:
         self.collector = Collector(
             SECRET, self.epoch, 2, lambda _, batch: self.batches.append(batch)
         )
+        if is_begun:
+            self.collector.start()
         self.reporter = Reporter(SECRET, self.epoch, 1, 2, self.recorder, "")
 
     def names(self) -> list[str]:
@@ -69,6 +71,25 @@ def test_spans_of_any_characters_arrive(ends: Ends) -> None:
     assert ends.collector.finish() == []
     assert len(ends.names()) == 3000
     assert not ends.recorder.on
+
+
+def test_who_has_heard_of_a_timeline_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else rank 0 would think that it has reported all, and not wait for the rest."""
+    said: list[tuple[int, bool]] = []
+    take = Collector._take
+
+    def noted(self: Collector, rank: int, message: dict[str, Any]) -> None:
+        said.append((message["begun"], message["on"]))
+        take(self, rank, message)
+
+    monkeypatch.setattr(Collector, "_take", noted)
+    ends = Ends(is_begun=True)
+    try:
+        until(lambda: (1, True) in said)
+        assert (1, False) not in said
+        assert ends.collector.finish() == []
+    finally:
+        ends.close()
 
 
 def test_stop_and_start_at_once_lose_nothing(ends: Ends) -> None:

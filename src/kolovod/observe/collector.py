@@ -297,7 +297,7 @@ class Reporter:
             is_early = self._is_expecting() and not is_over
             batch = Batch() if is_early else self._recorder.take(_MOST_PER_REPORT)
             try:
-                wanted = self._exchange(channel, batch, clock)
+                wanted, begun = self._exchange(channel, batch, clock)
             except BaseException:
                 self._recorder.put_back(batch)
                 raise
@@ -306,6 +306,8 @@ class Reporter:
             if is_over:
                 return
             was_on = self._recorder.on
+            # Rank 0 takes who knows of a timeline, and does not record, for one that has told all.
+            self._begun = begun
             self._recorder.switch(wanted or self._is_expecting())
             if was_on and not self._recorder.on:
                 continue
@@ -324,8 +326,8 @@ class Reporter:
                 return
             self._recorder.pull()
 
-    def _exchange(self, channel: Channel, batch: Batch, clock: Clock) -> bool:
-        """Report ``batch``; returns whether to record."""
+    def _exchange(self, channel: Channel, batch: Batch, clock: Clock) -> tuple[bool, int]:
+        """Report ``batch``; returns whether to record, and how many timelines have begun."""
         batch = batch.shifted(clock.offset_ns)
         report = {
             "on": self._recorder.on or bool(batch),
@@ -338,8 +340,7 @@ class Reporter:
         channel.send(report, time.monotonic() + _ANSWER_S)
         answer: dict[str, Any] = channel.receive(time.monotonic() + _ANSWER_S)
         clock.asked(before_ns, int(answer["now_ns"]), time.monotonic_ns())
-        self._begun = int(answer["begun"])
-        return bool(answer["on"])
+        return bool(answer["on"]), int(answer["begun"])
 
 
 def _unix_address(secret: str, epoch: int) -> str:
