@@ -16,22 +16,25 @@ from kolovod.elastic.mates import Mates, pid_space
 from kolovod.elastic.protocol import Contact
 
 
-@pytest.fixture(name="process")
-def made_process() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    yield process
-    process.kill()
-    process.wait()
-
-
 @pytest.fixture(name="record")
 def made_record() -> Iterator[tuple[int, str]]:
+    """Its descriptor, here and in ``process``, and where this process finds it."""
     fd, path = record_file.new_file()
     yield fd, path
     os.close(fd)
 
 
-def contact(process: subprocess.Popen[bytes], path: str, space: str | None = None) -> Contact:
+@pytest.fixture(name="process")
+def made_process(record: tuple[int, str]) -> Iterator[subprocess.Popen[bytes]]:
+    code = "import time; time.sleep(100)"
+    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[record[0]])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def contact(process: subprocess.Popen[bytes], fd: int, space: str | None = None) -> Contact:
+    path = f"/proc/{process.pid}/fd/{fd}"
     return Contact(3, "", process.pid, pid_space() if space is None else space, path)
 
 
@@ -46,8 +49,8 @@ def test_the_end_of_a_process_comes_with_its_record(
     process: subprocess.Popen[bytes], record: tuple[int, str]
 ) -> None:
     mates = Mates()
-    mates.add(contact(process, record[1]))
-    mates.add(contact(process, record[1]))  # it is watched once
+    mates.add(contact(process, record[0]))
+    mates.add(contact(process, record[0]))  # it is watched once
     assert len(mates.fds()) == 1
     assert mates.ended() == []
     left = Record(Ballot(7, 2))
@@ -61,7 +64,7 @@ def test_one_that_has_written_nothing_has_promised_nothing(
     process: subprocess.Popen[bytes], record: tuple[int, str]
 ) -> None:
     mates = Mates()
-    mates.add(contact(process, record[1]))
+    mates.add(contact(process, record[0]))
     process.kill()
     assert ended(mates) == [(3, NOTHING)]
 
@@ -71,7 +74,7 @@ def test_pids_of_other_hosts_are_not_watched(
     process: subprocess.Popen[bytes], record: tuple[int, str], space: str
 ) -> None:
     mates = Mates()
-    mates.add(contact(process, record[1], space))
+    mates.add(contact(process, record[0], space))
     assert mates.fds() == []
 
 
@@ -80,10 +83,12 @@ def test_a_process_without_a_record_may_be_another_one(
 ) -> None:
     """Which has got the pid of one that has ended."""
     mates = Mates()
-    mates.add(contact(process, f"/proc/{process.pid}/fd/0"))
-    mates.add(contact(process, f"/proc/{process.pid}/fd/77"))
+    mates.add(contact(process, 0))  # another file
+    mates.add(contact(process, 77))  # none
+    mates.add(contact(process, record[0])._replace(record_path=record[1]))  # another process's
+    mates.add(contact(process, record[0])._replace(record_path="/etc/passwd"))
     assert mates.fds() == []
     before = len(os.listdir("/proc/self/fd"))
-    mates.add(contact(process, record[1]))
+    mates.add(contact(process, record[0]))
     mates.close()
     assert len(os.listdir("/proc/self/fd")) == before

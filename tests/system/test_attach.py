@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from elastic_steps import DEADLINE_S, STEPS, until
 from launched import KOLOVOD, wait_until_gone
 
 from kolovod.core.record_files import default_folder
@@ -21,38 +22,6 @@ from kolovod.errors import BootstrapError
 from kolovod.launch import job_folders, local_sockets
 from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.spool import Frame, Spool
-
-DEADLINE_S = 60
-
-STEPS = """
-import os, sys, time
-import kolovod.numpy as kv
-from kolovod import elastic
-kv.init()
-folder = sys.argv[1]
-state = elastic.State(step=0, ends=False, moments=[])
-
-@elastic.run
-def train(state):
-    while not state.ends:
-        ends = float(os.path.exists(folder + "/end"))
-        state.ends = elastic.exactly(lambda: kv.allreduce(ends, "ends", op=kv.Max)) > 0
-        state.step += 1
-        state.moments.append(time.monotonic())
-        state.commit()
-        if kv.rank() == 0 and state.step % 20 == 0:
-            print("step", state.step, flush=True)
-            with open(folder + "/new", "w") as file:
-                file.write(f"{state.step} {os.getpid()}")
-            os.rename(folder + "/new", folder + "/step")
-        time.sleep(0.002)
-
-train(state)
-if kv.rank() == 0:
-    waits = [b - a for a, b in zip(state.moments, state.moments[1:])]
-    print("steps", state.step, len(state.moments), "longest", max(waits), flush=True)
-raise SystemExit(int(sys.argv[2]))
-"""
 
 
 @pytest.fixture
@@ -99,13 +68,6 @@ def kill(process: subprocess.Popen[str]) -> str:
     return out
 
 
-def until(condition) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def steps(folder: Path) -> int:
     return int((folder / "step").read_text().split()[0])
 
@@ -124,7 +86,7 @@ def test_a_killed_launcher_is_survived_and_the_job_attached_to(folder: Path) -> 
     with job(folder, np=3, code=7) as launcher:
         first = kill(launcher)
         goes_on(folder)
-        pid = int((folder / "step").read_text().split()[1])
+        pid = int((folder / "step").read_text().split()[2])
         os.kill(pid, signal.SIGKILL)  # rank 0, which is replaced though nobody looks
         goes_on(folder)
         (kept,) = job_folders.found()
@@ -158,7 +120,7 @@ def test_what_a_job_wrote_that_has_ended_is_shown_later(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_signal_to_attach_ends_the_job(folder: Path) -> None:
     with job(folder) as launcher:
-        pid = int((folder / "step").read_text().split()[1])
+        pid = int((folder / "step").read_text().split()[2])
         kill(launcher)
         again = start("attach")
         assert again.stdout is not None
@@ -192,7 +154,7 @@ def test_a_killed_keeper_is_survived_and_followed_by_another(folder: Path) -> No
             os.kill(kept.pid, signal.SIGKILL)
             goes_on(folder)
             kept = next_keeper(kept)
-        pid = int((folder / "step").read_text().split()[1])
+        pid = int((folder / "step").read_text().split()[2])
         os.kill(pid, signal.SIGKILL)
         goes_on(folder)
         (folder / "end").touch()
@@ -262,7 +224,7 @@ def test_a_job_whose_launchers_cannot_start_goes_on_and_attach_tries_again(
 @pytest.mark.slow
 def test_if_keeper_and_agent_are_killed_the_job_has_ended_and_that_is_said(folder: Path) -> None:
     with job(folder) as launcher:
-        pid = int((folder / "step").read_text().split()[1])
+        pid = int((folder / "step").read_text().split()[2])
         (kept,) = job_folders.found()
         os.kill(kept.pid, signal.SIGSTOP)  # or it would report the agent's end
         kill_agent(kept)
@@ -297,7 +259,7 @@ def test_a_closed_terminal_is_survived(folder: Path) -> None:
 def test_where_no_folder_can_be_made_the_job_ends_with_its_launcher(folder: Path) -> None:
     default_folder().write_text("in the way")
     with job(folder) as launcher:
-        pid = int((folder / "step").read_text().split()[1])
+        pid = int((folder / "step").read_text().split()[2])
         launcher.kill()
         _, errors = launcher.communicate(timeout=DEADLINE_S)
         wait_until_gone([pid])

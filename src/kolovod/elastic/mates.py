@@ -7,6 +7,7 @@ found when it has ended, though the process that gave it the file may be gone, t
 from __future__ import annotations
 
 import os
+import re
 import select
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ class Mates:
         known = {mate.number for mate in self._by_pidfd.values()}
         if not self._here or contact.pid_space != self._here or contact.number in known:
             return
-        if contact.pid == os.getpid():
+        own_file = re.fullmatch(rf"/proc/{contact.pid}/fd/\d+", contact.record_path)
+        if contact.pid == os.getpid() or own_file is None:
             return
         opened: list[int] = []
         try:

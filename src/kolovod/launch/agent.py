@@ -37,7 +37,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -48,6 +47,7 @@ from typing import Any
 
 from kolovod.launch.agent_line import agent_folder, open_socket
 from kolovod.launch.agent_messages import MAGIC, WINDOW_BYTES, FrameReader, FrameWriter
+from kolovod.launch.background import start_in_background
 from kolovod.launch.local import Ended, HostRanks, Order
 from kolovod.launch.local_sockets import hold, is_held, listen_at
 from kolovod.launch.remote import ALIVE_S
@@ -398,7 +398,8 @@ class _Agent:
         if again and len(starts) < len(_AGAIN_S):
             if now >= max([self._alone_s, *starts]) + _AGAIN_S[len(starts)]:
                 starts.append(now)
-                _start_launcher(again)
+                with contextlib.suppress(OSError):  # then somebody may attach
+                    start_in_background(again)
         elif not self._ranks.running and now > self._alone_s + _ORPHAN_S:
             self._closing = True
 
@@ -415,18 +416,6 @@ class _Agent:
         self._ranks.send(signal.SIGTERM)
         time.sleep(ALIVE_S)
         os._exit(1)  # the watcher beside it kills what is left
-
-
-def _start_launcher(command: Sequence[str]) -> None:
-    with contextlib.suppress(OSError):  # then somebody may attach
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        threading.Thread(target=process.wait, daemon=True).start()
 
 
 def _serve(name: str) -> int:

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from kolovod.core.record_files import default_folder, is_ours
 from kolovod.errors import BootstrapError
+from kolovod.launch.background import start_in_background
 from kolovod.launch.local import signal_name
 from kolovod.launch.local_sockets import connect_to
 
@@ -37,8 +38,6 @@ __all__ = [
 
 _START_S = 20.0
 """For an agent to be there, on a busy host."""
-_agents: list[subprocess.Popen[bytes]] = []
-"""Those that were started here. They may outlive this process."""
 _FORGOTTEN = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES|HOSTNAME|SSH_.*|XDG_.*"
     r"|_HOROVOD_SECRET_KEY|KOLOVOD_SECRET|KOLOVOD_JOB"
@@ -276,14 +275,9 @@ def open_socket(name: str) -> socket.socket:
             if time.monotonic() > deadline:
                 raise BootstrapError(f"no agent answers at {folder}: {error}") from error
         if started is None:
-            started = subprocess.Popen(
-                [sys.executable, "-m", "kolovod.launch.agent", "serve", name],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+            started = start_in_background(
+                [sys.executable, "-m", "kolovod.launch.agent", "serve", name]
             )
-            _agents.append(started)
         elif started.poll() is not None:
             raise BootstrapError(
                 f"the agent that was to run ranks ended with exit code {started.returncode}"

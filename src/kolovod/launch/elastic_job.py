@@ -300,6 +300,7 @@ class ElasticJob:
                 if member is not None:
                     self._ends.pop(member, None)
             self._failed = [end for end in self._failed if end.rank not in back]
+            self._keep()  # its agent may be a new one
 
     @property
     def stop_reason(self) -> str:

@@ -82,6 +82,7 @@ class Fleet:
         self._popen = popen
         self._keeping = keeping
         self._replaced: list[RemoteRanks] = []  # lost ones
+        self._names_here: set[str] = set()
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
         """Reach all ``hosts`` that were not reached before, or were lost since, at once.
@@ -92,6 +93,7 @@ class Fleet:
         wanted = list(dict.fromkeys(hosts))
         far = [host for host in wanted if self.is_far(host)]
         made = {host: self._far(host) for host in far if self._is_to_reach(self.remote.get(host))}
+        self._names_here |= set(wanted).difference(far)
         if len(far) < len(wanted) and self._is_to_reach(self.here):
             if self._keeping is not None:
                 self.reach_here()
@@ -142,16 +144,20 @@ class Fleet:
 
     def reach_here(self) -> RemoteRanks:
         """The agent of this host, which lasts. Raises BootstrapError."""
-        if isinstance(self.here, RemoteRanks):
-            if not self.here.lost:
-                return self.here
-            self._replaced.append(self.here)
+        if isinstance(self.here, RemoteRanks) and not self.here.lost:
+            return self.here
         assert self._keeping is not None
         line = LocalLine(self._keeping.name)
-        here = RemoteRanks("this host", line, self._sink, self._keeping)
-        self.here = here
-        here.connect()
-        return here
+        made = RemoteRanks("this host", line, self._sink, self._keeping)
+        try:
+            made.connect()  # before others, on other threads, can find it
+        except BaseException:
+            made.close()
+            raise
+        if isinstance(self.here, RemoteRanks):
+            self._replaced.append(self.here)
+        self.here = made
+        return made
 
     def keep(self, value: Any) -> None:
         """Have the agent of this host keep it for the next launcher."""
@@ -163,8 +169,10 @@ class Fleet:
         self.remote |= made
 
     def lost(self) -> set[str]:
-        """Other hosts that were reached, and cannot be any more."""
-        return {host for host, group in self.remote.items() if group.lost}
+        """Hosts that were reached, and cannot be any more; of this one, whose agent has ended."""
+        far = {host for host, group in self.remote.items() if group.lost}
+        is_here = isinstance(self.here, RemoteRanks) and bool(self.here.lost)
+        return far | self._names_here if is_here else far
 
     def is_far(self, host: str) -> bool:
         """Whether ssh is needed to get there."""

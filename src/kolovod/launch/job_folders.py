@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,16 +75,6 @@ class JobFolder:
     def connect(self) -> socket.socket:
         """To the keeper. Raises OSError if it is gone."""
         return connect_to(self.path / "socket")
-
-    def start_again(self) -> None:
-        """Start another keeper. Raises OSError."""
-        subprocess.Popen(
-            self.again,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
     def close_socket(self) -> None:
         """Nobody finds the keeper from now on. Idempotent."""

@@ -34,6 +34,7 @@ from typing import Any, TextIO, cast
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch import job_folders
 from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output
+from kolovod.launch.background import start_in_background
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job
 from kolovod.launch.job import JobOptions
@@ -105,7 +106,7 @@ def attach(name: str | None) -> int:
     """
     folder = job_folders.find(name)
     if folder.exit_code() is None and not folder.is_kept():
-        folder.start_again()
+        start_in_background(folder.again)
     kept = _wait_for_keeper(folder)
     return _end_of(folder) if kept is None else _show(*kept)
 

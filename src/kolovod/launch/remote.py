@@ -36,7 +36,7 @@ from kolovod.version import __version__
 __all__ = ["RemoteRanks"]
 
 ALIVE_S = 1.0  # between two signs of life
-_LAST_WORDS_S = 0.2
+_LAST_WORDS_S = 0.05
 LOST_AFTER_S = 10.0  # without one a host is lost
 
 

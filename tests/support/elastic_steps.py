@@ -1,0 +1,56 @@
+"""An elastic script for tests that kill launchers: it makes steps until it is told to end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+DEADLINE_S = 60
+
+STEPS = """
+import os, sys, time
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+folder = sys.argv[1]
+state = elastic.State(step=0, ends=False, moments=[])
+
+
+def note(name):
+    with open(f"{folder}/new{kv.rank()}", "w") as file:
+        file.write(f"{state.step} {kv.size()} {os.getpid()}")
+    os.rename(f"{folder}/new{kv.rank()}", f"{folder}/{name}")
+
+
+@elastic.run
+def train(state):
+    while not state.ends:
+        ends = float(os.path.exists(folder + "/end"))
+        state.ends = elastic.exactly(lambda: kv.allreduce(ends, "ends", op=kv.Max)) > 0
+        state.step += 1
+        state.moments.append(time.monotonic())
+        state.commit()
+        note("on " + os.environ["KOLOVOD_HOST"])
+        if kv.rank() == 0 and state.step % 20 == 0:
+            print("step", state.step, flush=True)
+            note("step")
+        time.sleep(0.002)
+
+
+train(state)
+if kv.rank() == 0:
+    waits = [b - a for a, b in zip(state.moments, state.moments[1:])]
+    print("steps", state.step, len(state.moments), "longest", max(waits), flush=True)
+raise SystemExit(int(sys.argv[2]))
+"""
+"""Its arguments: a folder, and the exit code. It ends when the folder has a file "end". Rank 0 notes
+each twentieth step in "step", and each rank each step in "on HOST": the step, the number of ranks,
+and its pid."""
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Fails if it does not come true."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
