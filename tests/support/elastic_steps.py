@@ -43,9 +43,9 @@ if kv.rank() == 0:
     print("steps", state.step, len(state.moments), "longest", max(waits), flush=True)
 raise SystemExit(int(sys.argv[2]))
 """
-"""Its arguments: a folder, and the exit code. It ends when the folder has a file "end". Rank 0 notes
-each twentieth step in "step", and each rank each step in "on HOST": the step, the number of ranks,
-and its pid."""
+"""Its arguments: a folder, and the exit code. It ends when the folder has a file "end". Rank 0
+notes each twentieth step in "step", each rank each step in "on HOST": the step, the number of
+ranks, and its pid."""
 
 
 def until(condition: Callable[[], bool]) -> None:
