@@ -71,18 +71,22 @@ Step = tuple[int, int, int, int]
 class Running:
     """A job in ``folder``."""
 
-    def __init__(self, folder: Path, popen: Callable[..., subprocess.Popen[str]], *flags: str):
+    def __init__(
+        self,
+        folder: Path,
+        popen: Callable[..., subprocess.Popen[str]],
+        *flags: str,
+        script: str = RANK,
+    ):
+        """``script``: notes its steps as RANK does. What the launcher says is in ``folder``."""
         self.folder = folder
         (folder / "steps").mkdir()
         environment = {**os.environ, "TMPDIR": str(folder)}
-        command = [*RUN, *flags, "--", sys.executable, "-c", RANK, str(folder / "steps")]
-        self.process = popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
+        command = [*RUN, *flags, "--", sys.executable, "-c", script, str(folder / "steps")]
+        with (folder / "said").open("w") as said:
+            self.process = popen(
+                command, stdout=subprocess.DEVNULL, stderr=said, text=True, env=environment
+            )
 
     def steps(self) -> dict[tuple[int, int], list[Step]]:
         """Of each process, by slot and pid."""
@@ -91,7 +95,7 @@ class Running:
             slot, pid = path.name.split(".")
             lines = path.read_text().splitlines()
             found[int(slot), int(pid)] = [
-                (int(a), int(b), int(c), int(d)) for a, b, c, d in map(str.split, lines)
+                (int(a), int(b), int(c), int(d)) for a, b, c, d, *_ in map(str.split, lines)
             ]
         return found
 
