@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kolovod.elastic.ballots import NOTHING, Proof
+from kolovod.elastic.ballots import NOTHING, Ballot, Proof, World
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.session import Session
 from kolovod.elastic.steward import LABEL, Steward
@@ -244,6 +244,17 @@ def test_a_session_whose_connection_breaks_comes_again(job: Job) -> None:
     job.steward.prove(Proof(0, "was killed", NOTHING))
     job.sessions[0].close()
     assert [place.numbers for place in job.next_worlds(*job.sessions[1:])] == [(1, 2)] * 2
+
+
+def test_who_was_left_out_elsewhere_hears_of_it_though_it_stayed_connected(job: Job) -> None:
+    """A partition: others have gone on under another steward, and come back to this one."""
+    elsewhere = World(Ballot(2, 1), 2, job.world.members[1:], (job.world,))
+    for number in (1, 2):
+        job.sessions[number].close()
+        again = Session(job.address, SECRET, number, HOSTS[number], first=(number, elsewhere))
+        job.sessions[number] = again
+    with pytest.raises(JobOverError, match="goes on in epoch 2 without this process"):
+        job.next_worlds(job.sessions[0])
 
 
 def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:

@@ -139,6 +139,8 @@ class Session:
                     break
                 if self._over is not None:
                     raise self._over
+                if self._is_closed:
+                    raise JobOverError("this process has left its job")
                 self._lock.wait(None if world is None else 0.1)
             number = self._number
             assert number is not None

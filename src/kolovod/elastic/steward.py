@@ -116,6 +116,7 @@ class Steward:
         self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
         self._ending: set[int] = set()  # whose function has come to its end
         self._slots: dict[int, int] = {}  # the number of the member that fills it
+        self._formed_told = table.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
         for member, since_s in silent_since_s.items():
             table.miss(member, since_s)
@@ -237,6 +238,7 @@ class Steward:
                     for number in self.misses():
                         self._table.miss(number, time.monotonic())
                 until_s = self._decide()
+                self._tell_formed()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
                     self._lose(number)
                 fds = {c.channel.fileno(): n for n, c in self._connections.items()}
@@ -446,7 +448,7 @@ class Steward:
                 return now + BEAT_S
             if isinstance(decision, Formed):
                 self._table.declare(decision.world, now)
-                self._tell({"formed": encode_world(decision.world)}, decision.reason)
+                self._tell_formed(decision.reason)
                 self._formed(decision.world, decision.reason)
             elif isinstance(decision, Wait):
                 return decision.until_s
@@ -455,6 +457,13 @@ class Steward:
                 self._tell({"stop": encode_reason(decision.reason)}, decision.reason)
                 self._stopped(decision.reason)
         return None
+
+    def _tell_formed(self, reason: str = "") -> None:
+        """Also of a world that has formed elsewhere: it may have left out who is connected here."""
+        world = self._table.formed
+        if world.stamp != self._formed_told:
+            self._formed_told = world.stamp
+            self._tell({"formed": encode_world(world)}, reason)
 
     def _question(self, numbers: Collection[int], message: Any, mark: object) -> None:
         """To those who are connected and have not been asked this."""
