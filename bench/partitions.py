@@ -9,7 +9,8 @@ ends, since too few see each other (docs/elastic.md), is followed by another.
 Each step adds to a value what the members of the world in which it was made contribute, each its
 own power of two, so the value tells who took part in which step. Two worlds at a time would have
 given the same step two values; so would a step that was lost, made twice or used in part. Every
-rank's notes of all steps are compared; the run ends at the first that differ.
+rank's notes of all steps are compared; the run ends at the first that differ. The last step of a
+rank that ends is left out: it may have been the only one to know that the step was complete.
 
 ``--calm SECONDS`` cuts nothing: a world after the first is a false alarm. ``bench/host_loss.py
 --busy`` beside it makes a load.
@@ -75,7 +76,7 @@ class Steps:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
-        self._last: dict[Path, int] = {}
+        self._last: dict[Path, tuple[int, str]] = {}  # the step, and its line
         self._values: dict[int, str] = {}
         self.latest: dict[str, list[str]] = {}
         """By slot, the last line."""
@@ -84,7 +85,7 @@ class Steps:
     @property
     def count(self) -> int:
         """Steps that were made."""
-        return max(self._values, default=0)
+        return max((step for step, _ in self._last.values()), default=0)
 
     def look(self) -> None:
         """Raises SystemExit at a step that two ranks know differently."""
@@ -96,18 +97,23 @@ class Steps:
             self._read[path] = self._read.get(path, 0) + len(whole)
             for line in whole.splitlines():
                 words = line.split()
-                step, told = int(words[1]), words[5]
-                before = self._last.setdefault(path, step - 1)
-                if step != before + 1:
-                    raise SystemExit(f"{path.name} has made step {step} after {before}")
-                if self._values.setdefault(step, told) != told:
-                    raise SystemExit(
-                        f"step {step} has two values, so there were two worlds: "
-                        f"{self._values[step]} and, in {path.name}, {line}"
-                    )
-                self._last[path] = step
+                step = int(words[1])
+                if path in self._last:
+                    before, whole_line = self._last[path]
+                    if step != before + 1:
+                        raise SystemExit(f"{path.name} has made step {step} after {before}")
+                    self._compare(path.name, before, whole_line)
+                self._last[path] = step, line
                 self.latest[path.name.partition(".")[0]] = words
                 self.epochs.add(int(words[4]))
+
+    def _compare(self, name: str, step: int, line: str) -> None:
+        value = line.split()[5]
+        if self._values.setdefault(step, value) != value:
+            raise SystemExit(
+                f"step {step} has two values, so there were two worlds: {self._values[step]} and, "
+                f"in {name}, {line}"
+            )
 
     def is_whole(self, size: int, since_step: int) -> bool:
         """Whether so many ranks have made a step together since that one."""

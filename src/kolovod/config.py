@@ -158,6 +158,39 @@ class Settings:
         engine=False,
         flag=False,
     )
+    min_np: int = _knob(
+        0,
+        "Ranks without which an elastic job waits. Set for ranks that Slurm, Kubernetes or others "
+        "start, it makes their job an elastic one (docs/elastic.md). The same for all ranks.",
+        minimum=0,
+        engine=False,
+        flag=False,
+    )
+    max_np: int = _knob(
+        0,
+        "Ranks that such a job may have; 0: as many as it begins with.",
+        minimum=0,
+        engine=False,
+        flag=False,
+    )
+    elastic_timeout_s: float = _knob(
+        600.0,
+        "How long such a job waits for KOLOVOD_MIN_NP ranks, or for a majority of those that there "
+        "were.",
+        unit="seconds",
+        minimum=0.1,
+        maximum=30 * 86_400.0,
+        engine=False,
+        flag=False,
+    )
+    record_dir: str = _knob(
+        "",
+        "A folder that outlives a rank's host, where ranks of such a job note what they have "
+        "agreed to: then a job on two hosts goes on whichever of them fails, once its rank is "
+        "started again.",
+        engine=False,
+        flag=False,
+    )
     interface: str = _knob(
         "",
         "Network interfaces by which ranks of different hosts reach each other: names, or networks "

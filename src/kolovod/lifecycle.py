@@ -66,7 +66,7 @@ class Guide(Protocol):
         ...
 
 
-Find = Callable[[RankEnvironment, Settings], Guide | None]
+Find = Callable[[RankEnvironment | None, Settings], tuple[RankEnvironment, Guide] | None]
 
 _find_guide: Find | None = None
 _MOST_FAILURES = 20
@@ -74,7 +74,10 @@ _MOST_FAILURES = 20
 
 
 def guided_by(find: Find) -> None:
-    """``find(environment, settings)``: whom ``init`` asks for worlds; None: the job has but one."""
+    """``find(environment, settings)``: this process's place, and whom ``init`` asks for worlds.
+
+    None: the job has but one. ``environment``: what a launcher of ours has told.
+    """
     global _find_guide
     _find_guide = find
 
@@ -129,12 +132,12 @@ def init(
             raise NotInitializedError(_process.forked_from)
         settings = load(os.environ)
         own = read_rank_environment(os.environ)
-        guide = None if own is None or _find_guide is None else _find_guide(own, settings)
-        if own is None or guide is None:
+        found = None if _find_guide is None else _find_guide(own, settings)
+        if found is not None:
+            _follow(*found, comm, settings)
+        else:
             environment, members = _environment(comm, settings.start_timeout_s)
             _begin(environment, members, settings, None)
-        else:
-            _follow(guide, own, comm, settings)
     if process_sets is not None:
         try:
             add_first_sets(process_sets)
@@ -167,13 +170,14 @@ def _begin(
             raise
 
 
-def _follow(guide: Guide, own: RankEnvironment, comm: Any, settings: Settings) -> None:
+def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -> None:
     """Enter the next world of an elastic job; where one of its ranks is lost, that after it."""
     if comm is not None:
         raise InvalidArgumentError(
             "init(comm=...) in an elastic job, which decides by itself who is in its next world: "
             "leave comm out"
         )
+    settings = replace(settings, elastic=True)
     failures = 0
     while True:
         place = guide.next_world()

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kolovod.elastic.ballots import Proof, Record, World
 from kolovod.elastic.membership import Policy
@@ -29,7 +29,7 @@ from kolovod.net.server import Server
 from kolovod.notices import report_to_stderr
 from kolovod.rendezvous.server import RendezvousServer
 
-__all__ = ["Deputy", "Known"]
+__all__ = ["Deputy", "Known", "Outside"]
 
 _FIRST_CONNECT_S = 10.0
 """To the launcher, while nobody else is known."""
@@ -38,6 +38,8 @@ _SILENT_S = 3.0
 _LOOK_S = 1.0
 """Between two looks around."""
 _SEND_S = 2.0
+_FIRST_COME_S = 10.0
+"""For those that a job begins with to come to its first steward."""
 
 
 class Known(NamedTuple):
@@ -59,6 +61,24 @@ class Known(NamedTuple):
         return self.formed is not None and self.number in self.formed.numbers
 
 
+class Outside(Protocol):
+    """How members find each other where there is no launcher of ours (external.py)."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Where this process is to listen."""
+        ...
+
+    @property
+    def policy(self) -> Policy | None:
+        """Of the job, for its first steward."""
+        ...
+
+    def steward(self) -> str:
+        """Where a member is that knows the steward. Raises BootstrapError if nobody answers."""
+        ...
+
+
 class Deputy:
     """One process's. ``find`` is for one thread; what else is public for any."""
 
@@ -70,20 +90,31 @@ class Deputy:
         *,
         encrypted: bool = False,
         interfaces: Sequence[str] = (),
+        outside: Outside | None = None,
     ) -> None:
-        """``launcher``: its addresses. Listens; on the loopback interface, if the launcher does.
+        """``launcher``: its addresses; "": there is none, but an ``outside``.
+
+        Listens; on the loopback interface, if the launcher does.
 
         Raises BootstrapError if it cannot, InvalidArgumentError for ``interfaces``.
         """
         self._launcher, self._secret, self._encrypted = launcher, secret, encrypted
         self._known = known
-        self._hosts = addresses_beside(launcher, interfaces, 0)
+        self._outside = outside
+        if outside is not None:
+            self._hosts = list(outside.addresses)
+        else:
+            self._hosts = addresses_beside(launcher, interfaces, 0)
         listeners = listen(self._hosts, backlog=128)
         self.addresses = ",".join(map(address_of, listeners))
         self._servers = [Server(listener, secret, LABEL, self._greet) for listener in listeners]
         self._lock = threading.Lock()
         self._facts: Facts | None = None
         self._policy = Policy()
+        self._is_first = False
+        """Whether this process becomes steward without having followed one."""
+        if outside is not None and outside.policy is not None:
+            self._policy, self._is_first = outside.policy, True
         self._contacts: dict[int, Contact] = {}
         self._follows: tuple[int, str] | None = None  # the present steward, and where it is
         self._hint = ""  # where a steward was seen
@@ -132,7 +163,7 @@ class Deputy:
         """The steward's host acknowledges nothing; for a while nobody there is asked."""
         with self._lock:
             number, address = self._follows or (None, "")
-            hosts = _hosts_of(address or self._launcher)
+            hosts = _hosts_of(address or self._launcher or self.addresses)
             if number is not None and hosts.isdisjoint(_hosts_of(self.addresses)):
                 self._silent = hosts, since_s
 
@@ -161,9 +192,11 @@ class Deputy:
             return self._follow(self._ask_own())
         lower, may_lead = self._candidates(known)
         if not lower and not hint and not may_lead:
-            return self._follow(self._ask_launcher())
+            if self._outside is None:
+                return self._follow(self._ask_launcher())
+            hint = self._outside.steward()
         answered, refusal = False, ""
-        addresses = [*filter(None, [hint]), self._launcher, *lower]
+        addresses = [*filter(None, [hint, self._launcher]), *lower]
         addresses = [a for a in addresses if silent[0].isdisjoint(_hosts_of(a))]
         found = ask_all(addresses, self._secret, encrypted=self._encrypted)
         with contextlib.closing(found):
@@ -196,7 +229,8 @@ class Deputy:
         if known.is_member:
             assert known.number is not None
             alive = [number for number in alive if number < known.number]
-        may_lead = known.is_member and has_facts and all(number in contacts for number in alive)
+        may_lead = known.is_member and all(number in contacts for number in alive)
+        may_lead = may_lead and (has_facts or self._is_first)
         return [contacts[n].addresses for n in alive if n in contacts], may_lead
 
     def _ask_launcher(self) -> Answer:
@@ -224,6 +258,11 @@ class Deputy:
             if answer.policy is not None:
                 self._policy = answer.policy
         return answer
+
+    def lacks(self, slot: int) -> bool:
+        """Whether this process is steward, and nobody is there who fills ``slot``."""
+        office = self._office
+        return office is not None and not office.steward.is_filled(slot)
 
     # --- who asks ---
 
@@ -265,12 +304,20 @@ class Deputy:
         for proof in known.proofs:
             table.prove(proof, now)
         silent_since_s = dict.fromkeys(table.formed.numbers.intersection(gone), since_s)
+        is_first, self._is_first = self._is_first, False
         office = _Office(
-            number, table, policy, self._secret, self._hosts, silent_since_s, self._look_around
+            number,
+            table,
+            policy,
+            self._secret,
+            self._hosts,
+            silent_since_s,
+            _FIRST_COME_S if is_first else 0.0,
+            self._look_around,
         )
         with self._lock:
             self._office = office
-        office.start()
+        office.start(is_first=is_first)
 
     def _look_around(self, office: _Office) -> bool:
         """Whether the office is still this process's: nobody answers to whom it must go."""
@@ -278,13 +325,14 @@ class Deputy:
         own = office.steward.world
         with self._lock:
             addresses = [c.addresses for n, c in self._contacts.items() if n in missing]
-        found = ask_all([self._launcher, *addresses], self._secret, encrypted=self._encrypted)
+        addresses = [*filter(None, [self._launcher]), *addresses]
+        found = ask_all(addresses, self._secret, encrypted=self._encrypted)
         with contextlib.closing(found):
             for address, answer in found:
                 if isinstance(answer, Exception) or answer.steward is None:
                     continue
                 answer.close()
-                at_launcher = address == self._launcher
+                at_launcher = bool(self._launcher) and address == self._launcher
                 if at_launcher or _goes_before(answer, own, office.number):
                     with self._lock:
                         self._hint = "" if at_launcher else answer.address or address
@@ -325,9 +373,10 @@ class _Office:
         secret: str,
         hosts: Sequence[str],
         silent_since_s: Mapping[int, float],
+        come_s: float,
         look_around: Callable[[_Office], bool],
     ) -> None:
-        """``silent_since_s``: see Steward.
+        """``silent_since_s``, ``come_s``: see Steward.
 
         ``look_around(self)``: whether to go on; called on a thread of its own.
         """
@@ -343,20 +392,22 @@ class _Office:
             stopped=lambda reason: report_to_stderr(f"ending the job: {reason}"),
             mark_dead=self._rendezvous.mark_dead,
             rendezvous=self._rendezvous.address,
-            come_s=0.0,
+            come_s=come_s,
             silent_since_s=silent_since_s,
         )
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kolovod deputy", daemon=True)
 
-    def start(self) -> None:
-        """Answer."""
+    def start(self, *, is_first: bool) -> None:
+        """Answer. ``is_first``: there was no steward before."""
         self._rendezvous.start()
         self.steward.start()
         self._thread.start()
-        report_to_stderr(
-            f"the job's steward cannot be reached: rank {self._rank()} takes its part from now on"
-        )
+        if not is_first:
+            report_to_stderr(
+                f"the job's steward cannot be reached: rank {self._rank()} takes its part from now "
+                "on"
+            )
 
     def close(self) -> None:
         """Idempotent."""

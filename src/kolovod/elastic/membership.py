@@ -57,6 +57,8 @@ class Policy:
     """Whether beyond that limit a joiner ends the job, too, as in Horovod."""
     go_on_after_loss: bool = False
     """Whether those of an older world go on if all that had the newest state are dead."""
+    replaced_are_dead: bool = False
+    """Whether whoever starts a process in a slot vouches that the one before it has ended."""
 
 
 @dataclass(frozen=True)

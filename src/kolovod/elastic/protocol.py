@@ -10,6 +10,7 @@ speak when they have to::
 
     member  -> steward  {"protocol": n, "version": text, "number": n or null, "slot": n,
                          "host": text, "record": record, "facts": facts or null,
+                         "left": record or null, of the process that was in the slot before,
                          "contact": [addresses, pid, pid space, path of the record]}
     steward -> member   {"you": member, "formed": world}
     member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "ends": bool,
@@ -276,6 +277,7 @@ def policy_of(value: Any) -> Policy:
         reset_limit=None if limit is None else messages.whole(given, "reset_limit", 0, _MAX_NUMBER),
         ends_for_growth=messages.flag(given, "ends_for_growth"),
         go_on_after_loss=messages.flag(given, "go_on_after_loss"),
+        replaced_are_dead=messages.flag(given, "replaced_are_dead"),
     )
 
 

@@ -8,20 +8,25 @@ member has ended::
                      [length: uint32] [CRC-32 of sequence and record: uint32] [record as JSON]
 
 The newer of the places whose sum is right counts: a member may be killed while it writes.
+
+Where no launcher of ours holds such a file, its copy in a folder of the user's tells the next
+process in the same slot what this one had agreed to (external.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
 import zlib
+from pathlib import Path
 
 from kolovod.elastic.ballots import Record
 from kolovod.elastic.protocol import encode_record, record_of
 from kolovod.errors import BootstrapError
 
-__all__ = ["VARIABLE", "RecordFile", "new_file", "open_to_read", "parse", "read"]
+__all__ = ["VARIABLE", "RecordFile", "new_file", "open_to_read", "parse", "read", "read_kept"]
 
 VARIABLE = "KOLOVOD_RECORD"
 _NAME = "kolovod-record"
@@ -40,8 +45,12 @@ def new_file() -> tuple[int, str]:
 class RecordFile:
     """The member's end."""
 
-    def __init__(self, path: str) -> None:
-        """``path``: the variable's value; "": there is none, and ``write`` does nothing."""
+    def __init__(self, path: str, copy: Path | None = None) -> None:
+        """``path``: the variable's value; "": there is none, and ``write`` does nothing.
+
+        ``copy``: a file that outlives this host, for ``read_kept``.
+        """
+        self._copy = copy
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
         self._sequence = 0
 
@@ -54,7 +63,9 @@ class RecordFile:
         """Returns when a reader will find it, whatever becomes of this process."""
         if self._fd < 0:
             return
-        body = json.dumps(encode_record(record), separators=(",", ":")).encode()
+        if self._copy is not None:
+            _replace(self._copy, _encode(record))
+        body = _encode(record)
         if len(body) > _PLACE_BYTES - _HEAD.size:
             raise BootstrapError(f"a record of {len(body)} bytes is too long for its file")
         self._sequence += 1
@@ -103,6 +114,34 @@ def parse(body: bytes) -> Record | None:
         return record_of(json.loads(body)) if body else None
     except (BootstrapError, ValueError, RecursionError):
         return None
+
+
+def read_kept(path: Path) -> Record | None:
+    """From ``RecordFile``'s copy; None: there is none, or it makes no sense."""
+    try:
+        return parse(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _encode(record: Record) -> bytes:
+    return json.dumps(encode_record(record), separators=(",", ":")).encode()
+
+
+def _replace(path: Path, body: bytes) -> None:
+    """Write a file that is whole or the one before, also if this host fails."""
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.closing(os.fdopen(fd, "wb")) as file:
+            file.write(body)
+            file.flush()
+            os.fsync(fd)
+        os.rename(new, path)
+    except OSError as error:
+        raise BootstrapError(
+            f"the record cannot be kept at {path}: {error.strerror}; KOLOVOD_RECORD_DIR says where"
+        ) from error
 
 
 def _sum(sequence: int, body: bytes) -> int:

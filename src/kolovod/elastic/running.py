@@ -30,25 +30,22 @@ from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from kolovod import lifecycle
-from kolovod.config import Settings, load
+from kolovod.config import load
 from kolovod.core import world as worlds
 from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
 from kolovod.core.uncaught import first_line
-from kolovod.elastic import record_file, steps
+from kolovod.elastic import entries, steps
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
-from kolovod.elastic.table import first_world
 from kolovod.errors import (
-    BootstrapError,
     CollectiveAbortedError,
     InvalidArgumentError,
     JobOverError,
-    NotInitializedError,
 )
 from kolovod.notices import report_to_stderr
-from kolovod.rendezvous.rank_environment import RankEnvironment, read_rank_environment
+from kolovod.rendezvous.rank_environment import read_rank_environment
 
 __all__ = ["join", "run"]
 
@@ -57,7 +54,6 @@ Redo = Literal["repeat", "recompute"]
 
 _END_S = 5.0
 
-_job: _Job | None = None
 _handler: Callable[[int, Any], None] | None = None  # of SIGTERM
 _forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
@@ -99,14 +95,14 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
                 f"the first argument is a {type(state).__name__}: give a kolovod.elastic.State"
             )
         lifecycle.init()
-        if _job is None:
+        entry = entries.current()
+        if entry is None:
             for process_set in state.process_sets():
                 if process_set.process_set_id is None:
                     add_process_set(process_set)
             return function(state, *args, **kwargs)
-        session = _job.session
-        has_come_later = session is None
-        session = _job.enter()
+        has_come_later = entry.session is None
+        session = entry.enter()
         try:
             if has_come_later:  # from now on the others may wait for this process
                 lifecycle.shutdown()
@@ -138,7 +134,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             if not error.has_left:
                 raise
             report_to_stderr(str(error))
-            raise SystemExit(0) from None
+            raise SystemExit(entry.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
             session.resign(first_line(error))
             raise
@@ -155,13 +151,8 @@ def join() -> Session | None:
     For what calls its function anew in each world, as Horovod's ``run`` does: the next ``init``
     returns in a world with the others.
     """
-    global _job
-    if _job is None:
-        own = read_rank_environment(os.environ)
-        if own is None or not own.steward:
-            return None
-        _job = _Job(own, load(os.environ))
-    return _job.enter()
+    entry = entries.find(read_rank_environment(os.environ), load(os.environ))
+    return None if entry is None else entry.enter()
 
 
 def _settled(call: Callable[[], R], ongoing: steps.Steps) -> R:
@@ -310,7 +301,7 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
     def give_up() -> None:
         reason = "its function has ended, that of others has not"
         session.resign(reason)
-        _abort(reason)
+        entries.abort(reason)
 
     timer = threading.Timer(_END_S, give_up)
     timer.start()
@@ -342,64 +333,6 @@ def _leaving_by_sigterm(session: Session) -> Iterator[None]:
         _handler = None
 
 
-def _abort(reason: str) -> None:
-    """On the session's thread; the script may leave its world meanwhile."""
-    with contextlib.suppress(NotInitializedError):
-        worlds.current().engine.abort(reason)
-
-
-class _Alone:
-    """A process that has come to a job that runs: before ``run`` nobody waits for it."""
-
-    def next_world(self) -> lifecycle.Place:
-        """One of its own: what the script does before ``run`` concerns nobody else."""
-        return lifecycle.Place(0, 0, (0,))
-
-    def failed(self, reason: str) -> None:
-        """Nobody else can make it fail, so another try would not help."""
-        raise BootstrapError(reason)
-
-
-class _Job:
-    """What the launcher has told a process of an elastic job."""
-
-    def __init__(self, environment: RankEnvironment, settings: Settings) -> None:
-        self._place = environment
-        self._settings = settings
-        self.begins = bool(environment.first_hosts)
-        """Whether this process is one of those that the job starts with."""
-        self.session: Session | None = None
-
-    def enter(self) -> Session:
-        """Be a member from now on."""
-        place = self._place
-        if self.session is None:
-            first = first_world(enumerate(place.first_hosts)) if self.begins else None
-            self.session = Session(
-                place.steward,
-                place.secret,
-                place.slot,
-                place.host,
-                first=None if first is None else (place.slot, first),
-                record_path=os.environ.get(record_file.VARIABLE, ""),
-                encrypted=self._settings.encrypt,
-                interfaces=self._settings.interface_names,
-                abort=_abort,
-                min_np=place.min_np,
-            )
-        return self.session
-
-
-def _find(environment: RankEnvironment, settings: Settings) -> lifecycle.Guide | None:
-    """What finds the worlds of a process, if its launcher has told it of a steward."""
-    global _job
-    if not environment.steward:
-        return None
-    if _job is None:
-        _job = _Job(environment, settings)
-    return _job.enter() if _job.begins or _job.session is not None else _Alone()
-
-
 def _before_fork() -> None:
     """Let SIGTERM wait: a child that is sent it before its handler is gone would forget it."""
     if _handler is not None:
@@ -413,14 +346,12 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """The session is the parent's, and SIGTERM ends a child as always."""
-    global _job, _handler
-    if _job is not None and _job.session is not None:
-        _job.session.forget()
+    """SIGTERM ends a child as always."""
+    global _handler
     if _handler is not None and signal.getsignal(signal.SIGTERM) is _handler:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _job, _handler = None, None
+    _handler = None
     steps.enter(None)
     _after_fork()
 
@@ -428,4 +359,3 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
 )
-lifecycle.guided_by(_find)

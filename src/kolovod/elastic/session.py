@@ -15,10 +15,11 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, World
-from kolovod.elastic.deputy import Deputy, Known
+from kolovod.elastic.deputy import Deputy, Known, Outside
 from kolovod.elastic.mates import Mates, pid_space
 from kolovod.elastic.protocol import (
     ballot_of,
@@ -73,13 +74,19 @@ class Session:
         interfaces: Sequence[str] = (),
         abort: Callable[[str], None] = lambda reason: None,
         min_np: int = 1,
+        outside: Outside | None = None,
+        left: Record | None = None,
+        record_copy: Path | None = None,
     ) -> None:
-        """``steward``: the launcher's addresses. ``slot``, ``host``: the place of this process.
+        """``steward``: the launcher's addresses; "": there is none, but an ``outside``.
+
+        ``slot``, ``host``: the place of this process.
 
         ``first``: its number and the world that the job starts with, if it is one of those who
         start it. ``record_path``: see record_file.py. ``abort(reason)``: makes the operations of
         the present world fail; it is called on the session's thread. ``min_np``: a world of fewer
-        ranks stops after the step that it is at.
+        ranks stops after the step that it is at. ``left``: what the process has left that was in
+        this slot before, if anybody knows. ``record_copy``: see RecordFile.
         """
         self.min_np = min_np
         self.hears_of_change: Callable[[], None] = lambda: None
@@ -87,7 +94,8 @@ class Session:
         self._address = steward
         self._slot, self._host = slot, host
         self._abort = abort
-        self._file = RecordFile(record_path)
+        self._file = RecordFile(record_path, record_copy)
+        self._left = left
         self._lock = threading.Condition()
         self._number: int | None = None
         self._record = NOTHING
@@ -109,8 +117,15 @@ class Session:
         self._mates = Mates()
         self._proofs: dict[int, Proof] = {}  # of members on this host
         self._deputy = Deputy(
-            steward, secret, self._known, encrypted=encrypted, interfaces=interfaces
+            steward,
+            secret,
+            self._known,
+            encrypted=encrypted,
+            interfaces=interfaces,
+            outside=outside,
         )
+        self.addresses = self._deputy.addresses
+        """Where others find it."""
         self._rendezvous = ""  # of the present steward
         self._heard_s = 0.0  # from it
         self._resigns = ""
@@ -179,6 +194,16 @@ class Session:
         with self._lock:
             self._ends = True
         self._ring()
+
+    def lacks(self, slot: int) -> bool:
+        """See ``Deputy``."""
+        return self._deputy.lacks(slot)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether it has been told to."""
+        with self._lock:
+            return self._leaves
 
     @property
     def wants_change(self) -> bool:
@@ -302,6 +327,7 @@ class Session:
                     self._file.path,
                 ],
                 "record": encode_record(self._record),
+                "left": None if self._left is None else encode_record(self._left),
                 "facts": None if facts is None else encode_facts(facts),
             }
         channel.send(hello, time.monotonic() + _SEND_S)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kolovod.elastic.ballots import Member, Proof, World
+from kolovod.elastic.ballots import Member, Proof, Record, World
 from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
 from kolovod.elastic.protocol import (
     Contact,
@@ -116,6 +116,7 @@ class Steward:
         self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
         self._ending: set[int] = set()  # whose function has come to its end
         self._slots: dict[int, int] = {}  # the number of the member that fills it
+        self._left: dict[int, Record | None] = {}  # by slot, what who comes has found there
         self._formed_told = table.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
         for member, since_s in silent_since_s.items():
@@ -191,6 +192,11 @@ class Steward:
         with self._lock:
             return self._slots.get(slot)
 
+    def is_filled(self, slot: int) -> bool:
+        """Whether a process that fills it is connected."""
+        with self._lock:
+            return self._slots.get(slot) in self._connections
+
     @property
     def world(self) -> World:
         """The newest that has formed."""
@@ -232,6 +238,7 @@ class Steward:
                 if self._is_closed:
                     return
                 self._let_in()
+                self._prove_replaced()
                 due_s = self._prove_due()
                 if time.monotonic() >= self._come_by_s:
                     self._come_by_s = math.inf
@@ -320,11 +327,28 @@ class Steward:
         if given.get("facts") is not None:  # of another steward
             self._table.merge(facts_of(given["facts"]), time.monotonic())
         if given.get("number") is None:
+            left = given.get("left")
+            self._left[slot] = None if left is None else record_of(left)
             return self._table.enter(slot, host, time.monotonic())
         number = messages.whole(given, "number", 0, _MAX_SLOT)
         if number in self._table.proofs:
             raise BootstrapError(f"member {number} is known to have ended")
         return Member(number, slot, host)
+
+    def _prove_replaced(self) -> None:
+        """Whose slot another process has come to fill, and whose connection is gone, is dead."""
+        if not self._policy.replaced_are_dead or not self._left:
+            return
+        waiting = {hello["slot"] for _, hello in self._newcomers}
+        for member in self._table.formed.members:
+            number, slot = member.number, member.slot
+            is_replaced = slot in waiting or self._slots.get(slot, -1) > number
+            if number in self._table.proofs or number in self._connections or not is_replaced:
+                continue
+            record = self._left.get(slot)
+            if record is not None and not (record.formed and number in record.formed.numbers):
+                record = None  # of another process
+            self._bury(Proof(number, "another process has come in its place", record))
 
     def _dismiss(self, channel: Channel, reason: str) -> None:
         with contextlib.suppress(OSError):

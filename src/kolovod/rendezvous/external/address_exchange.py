@@ -20,7 +20,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
@@ -29,13 +29,25 @@ from kolovod.net.addresses import connect_any, endpoint, listen
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, connect
 from kolovod.net.server import Server, same_user
 
-__all__ = ["AddressExchange", "ask", "ask_once", "close_at_exit", "tcp_exchange", "unix_exchange"]
+__all__ = [
+    "AddressExchange",
+    "RefusedError",
+    "ask",
+    "ask_once",
+    "close_at_exit",
+    "tcp_exchange",
+    "unix_exchange",
+]
 
 LABEL = "address-exchange"
 _RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 _REFUSED_S = 3.0  # a rank 0 that is just ending breaks off as one with another secret does
 _PROCESS = secrets.token_hex(16)  # a pid may be another process's, too, in another namespace
+
+
+class RefusedError(BootstrapError):
+    """Who holds the exchange says that this process has no place there."""
 
 
 class AddressExchange:
@@ -172,23 +184,37 @@ def ask(
 
 
 def ask_once(
-    address: str | tuple[str, int], secret: str, rank: int, host: str, deadline: float
+    address: str | tuple[str, int],
+    secret: str,
+    rank: int,
+    host: str,
+    deadline: float,
+    *,
+    label: str = LABEL,
+    answer_by: float | None = None,
+    also: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The same at an exchange that has been opened: BootstrapError if it is shut."""
+    """The same at an exchange that has been opened: BootstrapError if it is shut.
+
+    RefusedError if it lets this rank not in.
+
+    ``label``: of another kind of exchange; ``also``: what is said there besides; ``answer_by``:
+    until when it may wait with its answer, if longer.
+    """
     if isinstance(address, str):
         where = "on this host"
     else:
         where = f"at {endpoint(*address)}"
-    message = {"rank": rank, "host": host, "pid": os.getpid(), "process": _PROCESS}
+    message = {"rank": rank, "host": host, "pid": os.getpid(), "process": _PROCESS, **(also or {})}
     try:
         if isinstance(address, str):
-            channel = connect(socket.AF_UNIX, f"\0{address}", secret, LABEL, deadline)
+            channel = connect(socket.AF_UNIX, f"\0{address}", secret, label, deadline)
         else:
-            channel = connect_any(endpoint(*address), secret, LABEL, deadline)
+            channel = connect_any(endpoint(*address), secret, label, deadline)
         with contextlib.closing(channel):
             _check_user(channel)
             channel.send(message, deadline)
-            answer: dict[str, Any] = channel.receive(deadline)
+            answer: dict[str, Any] = channel.receive(answer_by or deadline)
     except AuthenticationError as error:
         raise AuthenticationError(f"rank {rank} cannot meet rank 0 {where}: {error}") from None
     except (EOFError, OSError) as error:
@@ -201,7 +227,7 @@ def ask_once(
     if "facts" in answer:
         facts: dict[str, Any] = answer["facts"]
         return facts
-    raise BootstrapError(f"rank {rank} is not expected by rank 0 {where}: {answer['gone']}")
+    raise RefusedError(f"rank {rank} is not expected by rank 0 {where}: {answer['gone']}")
 
 
 def _check_user(channel: Channel) -> None:

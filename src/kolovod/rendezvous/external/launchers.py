@@ -204,7 +204,8 @@ def _found(
 ) -> Found:
     rank = _required(launcher, environ, launcher.rank)
     size = _required(launcher, environ, launcher.size)
-    if not rank < size:
+    most = max(size, _optional(environ, ("KOLOVOD_MAX_NP",)) or 0)  # an elastic job may grow
+    if not rank < most:
         raise InvalidArgumentError(
             f"{launcher.rank[0]}={rank} and {launcher.size[0]}={size}: {launcher.name} cannot have "
             "set both; the rank must be below the size"

@@ -33,7 +33,15 @@ from kolovod.rendezvous.external.launchers import Found, find, is_loopback
 from kolovod.rendezvous.rank_environment import RankEnvironment
 from kolovod.rendezvous.server import RendezvousServer
 
-__all__ = ["ExternalJob", "find_launcher", "meet", "read_hosts"]
+__all__ = [
+    "ExternalJob",
+    "exchange_name",
+    "find_launcher",
+    "meet",
+    "read_hosts",
+    "secret_between_hosts",
+    "store_addresses",
+]
 
 _RESOLVE_RETRY_S = 0.5
 _MAX_ANCESTORS = 64
@@ -80,7 +88,7 @@ def meet(
         )
     host = found.host or socket.gethostname()
     if found.is_one_host:
-        environment = _meet_here(found, host, _exchange_name(found, environ), timeout_s)
+        environment = _meet_here(found, host, exchange_name(found, environ), timeout_s)
     else:
         environment = _meet_between_hosts(found, environ, host, timeout_s, why_not_mpi)
     return ExternalJob(frozenset(range(found.size)), environment)
@@ -96,11 +104,11 @@ def _meet_here(found: Found, host: str, name: str, timeout_s: float) -> RankEnvi
 def _meet_between_hosts(
     found: Found, environ: Mapping[str, str], host: str, timeout_s: float, why_not_mpi: str
 ) -> RankEnvironment:
-    secret = _secret_between_hosts(found, environ, why_not_mpi)
+    secret = secret_between_hosts(found, environ, why_not_mpi)
     if found.rank == 0:
         if not read_secret(environ):
             report_to_stderr("KOLOVOD_INSECURE: whoever reaches this job's ports can join it")
-        return _open(found, host, _own_addresses(found, timeout_s), secret, "")
+        return _open(found, host, store_addresses(found, timeout_s), secret, "")
     facts = ask((found.store_host, found.store_port), secret, found.rank, host, timeout_s)
     return _environment(found, host, str(facts["rendezvous"]), secret)
 
@@ -145,7 +153,8 @@ def _environment(found: Found, host: str, rendezvous: str, secret: str) -> RankE
     )
 
 
-def _secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: str) -> str:
+def secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: str = "") -> str:
+    """The job's secret, derived from its user's. Raises BootstrapError, which says what to set."""
     mpi_text = ""
     if why_not_mpi:
         mpi_text = f" MPI could carry all that, but {why_not_mpi}."
@@ -166,7 +175,7 @@ def _secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi:
     return secret
 
 
-def _own_addresses(found: Found, timeout_s: float) -> list[str]:
+def store_addresses(found: Found, timeout_s: float) -> list[str]:
     """The addresses of this host, which is rank 0's, at which the others look for it.
 
     Many systems give their own name a loopback address, which is of no use to others: then it is
@@ -202,7 +211,7 @@ def _resolve(found: Found, timeout_s: float) -> list[str]:
         time.sleep(_RESOLVE_RETRY_S)
 
 
-def _exchange_name(found: Found, environ: Mapping[str, str]) -> str:
+def exchange_name(found: Found, environ: Mapping[str, str]) -> str:
     """Of the address exchange on one host: what only the ranks of this job can work out alike."""
     job = found.job
     if not any(environ.get(name) for name in found.launcher.job):

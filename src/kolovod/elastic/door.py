@@ -1,0 +1,239 @@
+"""The door of an elastic job whose ranks another launcher than ours starts.
+
+It is at an address that all ranks know, on the host where rank 0 begins. When the job begins, rank
+0 holds it until all are there, and tells them who is. From then on whoever holds it says where the
+steward is found, also to processes that come in the place of others. If rank 0's process has ended,
+another one on that host takes the door, or the process that comes in its place. That one does not
+know that the job goes on; so a steward that misses rank 0 knocks there as well, and says where it
+is. After the handshake (net/channel.py)::
+
+    caller -> door   {"rank", "host", "pid", "process": random, "steward": text, "secret": text}
+    door -> caller   {"facts": {"steward": text, "secret": text, "hosts": [text]}}
+                or   {"gone": text}
+
+``steward`` is where a member listens that knows the steward, or is it; of a caller "" unless it is
+steward. ``secret`` is "" but on one host, where the kernel vouches for both ends. ``hosts``: of the
+ranks that the job begins with; none for who comes later. Until the job begins a caller is not
+answered. It may go away again, and its rank come as another process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.net import messages
+from kolovod.net.addresses import listen
+from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel
+from kolovod.net.server import Server
+from kolovod.rendezvous.external.address_exchange import ask_once
+
+__all__ = ["Door", "Facts", "Place", "facts_of"]
+
+LABEL = "elastic-door"
+_KNOCK_S = 2.0
+_SEND_S = 2.0
+_SIGNAL_S = 0.1  # between two looks whether a signal waits for its handler
+_MAX_TEXT = 1 << 10
+
+
+class Facts(NamedTuple):
+    """What is told at the door; see the module."""
+
+    steward: str
+    secret: str = ""
+    hosts: tuple[str, ...] = ()
+
+
+def facts_of(value: Any) -> Facts:
+    """Raises BootstrapError naming what is wrong."""
+    given = messages.mapping(value)
+    hosts = given.get("hosts", [])
+    if not isinstance(hosts, list) or len(hosts) > messages.MAX_RANKS:
+        raise BootstrapError("a malformed message: hosts must be a list")
+    return Facts(
+        messages.text(given, "steward", _MAX_TEXT),
+        messages.text(given, "secret", _MAX_TEXT),
+        tuple(messages.text({"host": host}, "host", 255) for host in hosts),
+    )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the door is, and who may come there."""
+
+    name: str
+    """Of an abstract AF_UNIX socket; "": it is between hosts."""
+    host: str
+    port: int
+    secret: str
+    """"" where the kernel vouches for whoever comes."""
+    most: int
+    """Ranks are below."""
+
+    def knock(self, rank: int, host: str, answer_by: float, own: Facts | None = None) -> Facts:
+        """Hear where the steward is. ``own``: this process knows, and tells whoever holds the door.
+
+        Raises BootstrapError if nobody is there, RefusedError, and AuthenticationError.
+        """
+        also = Facts("")._asdict() if own is None else own._asdict()
+        del also["hosts"]
+        address = self.name or (self.host, self.port)
+        by = time.monotonic() + _KNOCK_S
+        answer = ask_once(
+            address, self.secret, rank, host, by, label=LABEL, answer_by=answer_by, also=also
+        )
+        return facts_of(answer)
+
+    def take(self, addresses: Sequence[str]) -> Door | None:
+        """Hold the door, at those of ``addresses`` that are this host's; None: another one does."""
+        backlog = 64 + self.most
+        try:
+            if self.name:
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    listener.bind(f"\0{self.name}")
+                    listener.listen(backlog)
+                except OSError:
+                    listener.close()
+                    raise
+                return Door([listener], self)
+            return Door(listen(addresses, backlog, self.port), self)
+        except (BootstrapError, OSError):
+            return None
+
+
+@dataclass(eq=False)
+class _Caller:
+    rank: int
+    host: str
+    where: str
+    process: str
+    channel: Channel
+    bell: int
+    """Rung when there is an answer."""
+    answer: dict[str, Any] | None = None
+
+
+class Door:
+    """Answers who comes, by a thread for each; ``close`` ends them."""
+
+    def __init__(self, listeners: Sequence[socket.socket], place: Place) -> None:
+        """Takes over the sockets."""
+        self._place = place
+        self._changed = threading.Condition()
+        self._callers: dict[int, _Caller] = {}  # that wait, by rank
+        self._facts: Facts | None = None
+        self._told: Facts | None = None  # by a steward that has come
+        self._servers = [
+            Server(listener, place.secret, LABEL, self._serve, max_strangers=64 + place.most)
+            for listener in listeners
+        ]
+        for server in self._servers:
+            server.start()
+
+    def gather(self, size: int, own_host: str, timeout_s: float) -> Facts:
+        """As rank 0: wait for all other ranks below ``size``, or to hear that the job goes on.
+
+        Returns the hosts of all, or the steward. Raises StartTimeoutError.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._told is None:
+                missing = [rank for rank in range(1, size) if rank not in self._callers]
+                if not missing:
+                    hosts = [own_host, *(self._callers[rank].host for rank in range(1, size))]
+                    return Facts("", hosts=tuple(hosts))
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    names = ", ".join(map(str, missing[:20]))
+                    raise StartTimeoutError(
+                        f"rank {names} did not come within {timeout_s:g} s, and an elastic job "
+                        f"begins with all {size}; KOLOVOD_START_TIMEOUT_S sets the limit"
+                    )
+                self._changed.wait(min(left_s, _SIGNAL_S))
+            return self._told
+
+    def tell(self, facts: Facts) -> None:
+        """Answer this, to those that wait as well: they are the ones that the job begins with."""
+        with self._changed:
+            self._facts = facts._replace(hosts=())
+            for caller in self._callers.values():
+                begins = caller.rank < len(facts.hosts)
+                self._answer(caller, {"facts": (facts if begins else self._facts)._asdict()})
+            self._callers.clear()
+
+    def close(self) -> None:
+        """Let nobody in any more. Idempotent."""
+        for server in self._servers:
+            server.close()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        for server in self._servers:
+            server.forget()
+
+    @staticmethod
+    def _answer(caller: _Caller, answer: dict[str, Any]) -> None:
+        """Under the lock."""
+        caller.answer = answer
+        os.eventfd_write(caller.bell, 1)
+
+    def _serve(self, channel: Channel) -> None:
+        message = channel.receive(time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            answer = self._hear(message, channel, bell)
+        finally:
+            os.close(bell)
+        if answer is not None:
+            channel.send(answer, time.monotonic() + _SEND_S)
+
+    def _hear(self, message: Any, channel: Channel, bell: int) -> dict[str, Any] | None:
+        """What to answer; None: the caller has gone away."""
+        try:
+            caller = self._caller_of(message, channel, bell)
+            said = facts_of(message)
+        except BootstrapError as error:
+            return {"gone": str(error)}
+        with self._changed:
+            if said.steward:
+                self._told = said
+                self._changed.notify_all()
+                return {"facts": Facts("")._asdict()}
+            if self._facts is not None:
+                return {"facts": self._facts._asdict()}
+            before = self._callers.get(caller.rank)
+            if before is not None:
+                text = f"another process has come as rank {caller.rank}, {caller.where}"
+                self._answer(before, {"gone": text})
+            self._callers[caller.rank] = caller
+            self._changed.notify_all()
+        poll = select.poll()
+        for fd in (bell, channel.fileno()):
+            poll.register(fd, select.POLLIN)
+        ready = poll.poll()
+        with self._changed:
+            if self._callers.get(caller.rank) is caller:
+                del self._callers[caller.rank]
+                self._changed.notify_all()
+            return caller.answer if any(fd == bell for fd, _ in ready) else None
+
+    def _caller_of(self, message: Any, channel: Channel, bell: int) -> _Caller:
+        """Raises BootstrapError."""
+        rank = messages.whole(message, "rank", 0, messages.MAX_RANKS)
+        host = messages.text(message, "host", 255)
+        pid = messages.whole(message, "pid", 0, 1 << 31)
+        if not 0 <= rank < self._place.most:
+            raise BootstrapError(
+                f"there is no rank {rank} to come: the job has at most {self._place.most} ranks"
+            )
+        where = f"on host {host} (pid {pid})"
+        return _Caller(rank, host, where, messages.text(message, "process", 64), channel, bell)

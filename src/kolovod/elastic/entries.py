@@ -1,0 +1,139 @@
+"""How a process comes into its elastic job: what it was told, and its session."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+from kolovod import lifecycle
+from kolovod.config import Settings
+from kolovod.core import world as worlds
+from kolovod.elastic import record_file
+from kolovod.elastic.external import External
+from kolovod.elastic.session import Session
+from kolovod.elastic.table import first_world
+from kolovod.errors import BootstrapError, NotInitializedError
+from kolovod.rendezvous.external.meeting import find_launcher
+from kolovod.rendezvous.rank_environment import RankEnvironment
+
+__all__ = ["Entry", "abort", "current", "find"]
+
+_entry: Entry | None = None
+
+
+def abort(reason: str) -> None:
+    """Make the operations of the present world fail; the script may leave it meanwhile."""
+    with contextlib.suppress(NotInitializedError):
+        worlds.current().engine.abort(reason)
+
+
+class _Alone:
+    """A process that has come to a job that runs: before ``run`` nobody waits for it."""
+
+    def next_world(self) -> lifecycle.Place:
+        """One of its own: what the script does before ``run`` concerns nobody else."""
+        return lifecycle.Place(0, 0, (0,))
+
+    def failed(self, reason: str) -> None:
+        """Nobody else can make it fail, so another try would not help."""
+        raise BootstrapError(reason)
+
+
+class Entry:
+    """What a process of an elastic job knows of it."""
+
+    def __init__(
+        self, environment: RankEnvironment, settings: Settings, outside: External | None = None
+    ) -> None:
+        """``outside``: where the launcher is another than ours."""
+        self.place = environment
+        self._settings = settings
+        self._outside = outside
+        self.begins = bool(environment.first_hosts)
+        """Whether this process is one of those that the job starts with."""
+        self.session: Session | None = None
+
+    def enter(self) -> Session:
+        """Be a member from now on."""
+        if self.session is None:
+            place, outside = self.place, self._outside
+            first = first_world(enumerate(place.first_hosts)) if self.begins else None
+            path, memory = os.environ.get(record_file.VARIABLE, ""), -1
+            if outside is not None:
+                memory, path = record_file.new_file()
+            try:
+                self.session = Session(
+                    "" if outside is not None else place.steward,
+                    place.secret,
+                    place.slot,
+                    place.host,
+                    first=None if first is None else (place.slot, first),
+                    record_path=path,
+                    encrypted=self._settings.encrypt,
+                    interfaces=self._settings.interface_names,
+                    abort=abort,
+                    min_np=place.min_np,
+                    outside=outside,
+                    left=None if outside is None else outside.left,
+                    record_copy=None if outside is None else outside.record_path,
+                )
+            finally:
+                if memory >= 0:
+                    os.close(memory)
+            if outside is not None:
+                outside.begin(self.session.addresses, place.first_hosts, self.session.lacks)
+        return self.session
+
+    @property
+    def leaving_code(self) -> int:
+        """Of a process that leaves: a scheduler takes 0 for the end of its rank's work."""
+        if self._outside is not None and self.session is not None and self.session.leaves:
+            return 128 + signal.SIGTERM
+        return 0
+
+    def forget(self) -> None:
+        """In a forked child: it is no part of the job."""
+        if self.session is not None:
+            self.session.forget()
+        if self._outside is not None:
+            self._outside.forget()
+
+
+def current() -> Entry | None:
+    """That of this process; None: its job is not elastic, or ``find`` was not called yet."""
+    return _entry
+
+
+def find(own: RankEnvironment | None, settings: Settings) -> Entry | None:
+    """Meet the others of the job, if need be; None: it is not elastic.
+
+    ``own``: what a launcher of ours has told. Raises what ``External`` raises.
+    """
+    global _entry
+    if _entry is None and own is not None:
+        _entry = Entry(own, settings) if own.steward else None
+    elif _entry is None and settings.min_np and (found := find_launcher(os.environ)) is not None:
+        outside = External(found, os.environ, settings)
+        _entry = Entry(outside.meet(), settings, outside)
+    return _entry
+
+
+def _guide(
+    own: RankEnvironment | None, settings: Settings
+) -> tuple[RankEnvironment, lifecycle.Guide] | None:
+    entry = find(own, settings)
+    if entry is None:
+        return None
+    return entry.place, entry.enter() if entry.begins or entry.session is not None else _Alone()
+
+
+def _after_fork_in_child() -> None:
+    global _entry
+    if _entry is not None:
+        _entry.forget()
+    _entry = None
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+lifecycle.guided_by(_guide)

@@ -1,0 +1,204 @@
+"""Elastic jobs whose ranks Slurm, Kubernetes, MPI or a supervisor starts, and starts again.
+
+There is no launcher of ours: the steward is a member from the beginning (deputy.py), first rank 0.
+Who comes finds it by the door (door.py). The slot of a process is the rank that its launcher has
+given it, so one that is started again fills the slot of the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kolovod.config import Settings
+from kolovod.elastic import record_file
+from kolovod.elastic.ballots import Record
+from kolovod.elastic.door import Door, Facts, Place
+from kolovod.elastic.membership import Policy
+from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
+from kolovod.net.addresses import LOOPBACK, own_addresses
+from kolovod.net.channel import new_secret
+from kolovod.rendezvous.external.address_exchange import RefusedError
+from kolovod.rendezvous.external.launchers import Found
+from kolovod.rendezvous.external.meeting import (
+    exchange_name,
+    secret_between_hosts,
+    store_addresses,
+)
+from kolovod.rendezvous.rank_environment import RankEnvironment
+
+__all__ = ["External"]
+
+_AGAIN_S = 0.2
+_LOOK_S = 1.0
+_GATHER_S = 2.0
+"""How long the first of those that join waits for others: a scheduler starts them one by one."""
+
+
+class External:
+    """The way of this process into such a job: ``meet``, then ``begin`` with a session."""
+
+    def __init__(self, found: Found, environ: Mapping[str, str], settings: Settings) -> None:
+        """Raises InvalidArgumentError; BootstrapError where an address or a secret is missing."""
+        size, most = found.size, settings.max_np or found.size
+        if not 1 <= settings.min_np <= size <= most:
+            raise InvalidArgumentError(
+                f"KOLOVOD_MIN_NP={settings.min_np}, {size} ranks that {found.launcher.name} "
+                f"starts, KOLOVOD_MAX_NP={most}: they must not descend"
+            )
+        self._found, self._settings = found, settings
+        self._host = found.host or socket.gethostname()
+        job = exchange_name(found, environ)
+        name = f"{job}-{found.store_port}-elastic" if found.is_one_host else ""
+        secret = "" if name else secret_between_hosts(found, environ)
+        self._place = Place(name, found.store_host, found.store_port, secret, most)
+        self._facts = Facts("")
+        self._door: Door | None = None
+        self._lacks: Callable[[int], bool] = lambda slot: False
+        self._closed = threading.Event()
+        self.policy: Policy | None = None
+        """Of a job that begins, for the process that is its first steward; None: another one is."""
+        self.record_path: Path | None = None
+        """Where this process's record is kept when it has ended."""
+        self.left: Record | None = None
+        """What the process has left that was in this slot before."""
+        if settings.record_dir:
+            file = f"{job}-{found.store_port}-{found.rank}.record"
+            self.record_path = Path(settings.record_dir, file)
+            self.left = record_file.read_kept(self.record_path)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the session is to listen; the first steward has nobody beside whom to do so."""
+        if self._place.name:
+            return [LOOPBACK]
+        wanted = self._settings.interface_names
+        return own_addresses(wanted) if wanted else self._store_addresses()
+
+    def _store_addresses(self) -> list[str]:
+        return store_addresses(self._found, self._settings.start_timeout_s)
+
+    # --- the way in ---
+
+    def meet(self) -> RankEnvironment:
+        """Meet those that begin the job, or find it where it is.
+
+        Raises StartTimeoutError, AuthenticationError, BootstrapError.
+        """
+        facts = self._lead_in() if self._found.rank == 0 else self._knock_until_told()
+        self._facts = facts._replace(hosts=(), secret=facts.secret or self._place.secret)
+        return RankEnvironment(
+            self._found.rank if facts.hosts else 0,
+            len(facts.hosts) or 1,
+            host=self._host,
+            secret=self._facts.secret,
+            steward=facts.steward,
+            slot=self._found.rank,
+            first_hosts=facts.hosts,
+            min_np=self._settings.min_np,
+        )
+
+    def _lead_in(self) -> Facts:
+        """As rank 0, whose job begins here, or goes on elsewhere."""
+        timeout_s = self._settings.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        addresses = [] if self._place.name else self._store_addresses()
+        while (door := self._place.take(addresses)) is None:
+            try:
+                return self._place.knock(0, self._host, time.monotonic() + _LOOK_S)
+            except (AuthenticationError, RefusedError):
+                raise
+            except BootstrapError:  # its holder is just ending, say
+                pass
+            if time.monotonic() >= deadline:
+                raise BootstrapError(
+                    f"rank 0 cannot open {self._where()}, where the ranks of this job are to meet, "
+                    "and nobody of the job answers there: does another process run as rank 0, too, "
+                    "or have the port? KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT say where that is"
+                )
+            time.sleep(_AGAIN_S)
+        self._door = door
+        facts = door.gather(self._found.size, self._host, timeout_s)
+        if not facts.hosts:
+            return facts
+        self.policy = Policy(
+            min_np=self._settings.min_np,
+            max_np=self._place.most,
+            elastic_timeout_s=self._settings.elastic_timeout_s,
+            gather_s=_GATHER_S,
+            replaced_are_dead=True,
+        )
+        return facts._replace(secret=self._place.secret or new_secret())
+
+    def _knock_until_told(self) -> Facts:
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        while True:
+            try:
+                return self._place.knock(self._found.rank, self._host, deadline)
+            except (AuthenticationError, RefusedError):
+                raise
+            except BootstrapError as error:
+                if time.monotonic() + _AGAIN_S >= deadline:
+                    raise BootstrapError(
+                        f"{error} It was tried for {self._settings.start_timeout_s:g} s; "
+                        "KOLOVOD_START_TIMEOUT_S sets the limit"
+                    ) from None
+            time.sleep(_AGAIN_S)
+
+    def _where(self) -> str:
+        return "a socket" if self._place.name else f"{self._place.host}:{self._place.port}"
+
+    # --- from then on ---
+
+    def begin(self, address: str, hosts: tuple[str, ...], lacks: Callable[[int], bool]) -> None:
+        """Be found: this process is a member, and its session is at ``address``.
+
+        ``hosts``: of those that the job begins with. ``lacks(slot)``: whether this process is
+        steward, and has nobody in that slot.
+        """
+        self._facts = self._facts._replace(steward=address)
+        self._lacks = lacks
+        if self._door is not None:
+            self._door.tell(self._facts._replace(hosts=hosts))
+        threading.Thread(target=self._keep, name="kolovod door", daemon=True).start()
+
+    def steward(self) -> str:
+        """Where a member is that knows the steward. Raises BootstrapError, AuthenticationError."""
+        return self._place.knock(self._found.rank, self._host, time.monotonic() + _LOOK_S).steward
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed.set()
+        if self._door is not None:
+            self._door.close()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        if self._door is not None:
+            self._door.forget()
+
+    def _keep(self) -> None:
+        """Hold the door if nobody on this host does; knock if rank 0's process may be there."""
+        addresses: list[str] = []
+        with contextlib.suppress(BootstrapError, OSError):
+            addresses = [] if self._place.name else self._own_store_addresses()
+        while not self._closed.wait(_LOOK_S):
+            if self._door is None and (addresses or self._place.name):
+                door = self._place.take(addresses)
+                if door is not None:
+                    door.tell(self._facts)
+                    self._door = door
+            if self._door is None and self._lacks(0):
+                with contextlib.suppress(BootstrapError):
+                    self._place.knock(
+                        self._found.rank, self._host, time.monotonic() + _LOOK_S, self._facts
+                    )
+
+    def _own_store_addresses(self) -> list[str]:
+        """Those of the door's that are this host's."""
+        own = own_addresses()
+        return [address for address in store_addresses(self._found, 0.0) if address in own]
