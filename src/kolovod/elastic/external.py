@@ -20,7 +20,7 @@ from kolovod.elastic.ballots import Record
 from kolovod.elastic.door import Door, Facts, Place
 from kolovod.elastic.membership import Policy
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
-from kolovod.net.addresses import LOOPBACK, own_addresses
+from kolovod.net.addresses import LOOPBACK, addresses_beside, endpoint, own_addresses
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.external.address_exchange import RefusedError
 from kolovod.rendezvous.external.launchers import Found
@@ -57,6 +57,7 @@ class External:
         secret = "" if name else secret_between_hosts(found, environ)
         self._place = Place(name, found.store_host, found.store_port, secret, most)
         self._facts = Facts("")
+        self._hint = ""
         self._door: Door | None = None
         self._lacks: Callable[[int], bool] = lambda slot: False
         self._closed = threading.Event()
@@ -73,11 +74,13 @@ class External:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the session is to listen; the first steward has nobody beside whom to do so."""
+        """Where the session is to listen: towards the door, or where the others look for rank 0."""
         if self._place.name:
             return [LOOPBACK]
         wanted = self._settings.interface_names
-        return own_addresses(wanted) if wanted else self._store_addresses()
+        if self._found.rank == 0 and not wanted:
+            return self._store_addresses()
+        return addresses_beside(endpoint(self._place.host, self._place.port), wanted, 0)
 
     def _store_addresses(self) -> list[str]:
         return store_addresses(self._found, self._settings.start_timeout_s)
@@ -90,6 +93,7 @@ class External:
         Raises StartTimeoutError, AuthenticationError, BootstrapError.
         """
         facts = self._lead_in() if self._found.rank == 0 else self._knock_until_told()
+        self._hint = facts.steward
         self._facts = facts._replace(hosts=(), secret=facts.secret or self._place.secret)
         return RankEnvironment(
             self._found.rank if facts.hosts else 0,
@@ -168,7 +172,11 @@ class External:
 
     def steward(self) -> str:
         """Where a member is that knows the steward. Raises BootstrapError, AuthenticationError."""
-        return self._place.knock(self._found.rank, self._host, time.monotonic() + _LOOK_S).steward
+        if self._door is not None and (told := self._door.told) is not None:
+            return told.steward  # the others find this process at the door, and nobody else
+        hint, self._hint = self._hint, ""
+        by = time.monotonic() + _LOOK_S
+        return hint or self._place.knock(self._found.rank, self._host, by).steward
 
     def close(self) -> None:
         """Idempotent."""
