@@ -3,8 +3,9 @@
 The hosts are network namespaces of this machine (scripts/netbed), so this needs root: a rank on
 each, the launcher on the first. Between two groups of them all packets are dropped from one moment
 on, for a time that is drawn; nothing is closed or refused. Then the job has until it is whole
-again: ranks that the others have gone on without end, and the launcher starts new ones. A job that
-ends, since too few see each other (docs/elastic.md), is followed by another.
+again: ranks that the others have gone on without end, and the launcher starts new ones. A host that
+has lost several is avoided for up to ten minutes (docs/elastic.md); a job that is not whole after 90
+seconds is ended, and another one begins.
 
 Each step adds to a value what the members of the world in which it was made contribute, each its
 own power of two, so the value tells who took part in which step. Two worlds at a time would have
@@ -190,7 +191,7 @@ class Partitions:
             if is_whole:
                 self.whole_s.append(time.monotonic() - healed_s)
             else:
-                self.counts["ended"] += 1
+                self.counts["anew"] += 1
                 self._end()
                 self._start()
             self._print(turn, kind, cut_s, is_whole)
@@ -209,7 +210,7 @@ class Partitions:
         self._end()
 
     def _print(self, turn: int, kind: str, cut_s: float, is_whole: bool) -> None:
-        became = f"whole after {self.whole_s[-1]:.1f} s" if is_whole else "the job has ended"
+        became = f"whole after {self.whole_s[-1]:.1f} s" if is_whole else "another job begins"
         print(f"{turn + 1}: {kind}, {cut_s:g} s: {became}; {self._seen.count} steps", flush=True)
 
     def _end(self) -> None:
@@ -240,11 +241,11 @@ def main() -> None:
             return
         made.run(options.partitions)
     load.append(os.getloadavg()[0])
-    ended = made.counts.pop("ended", 0)
+    anew = made.counts.pop("anew", 0)
     result: Json = {
         "partitions": made.counts,
         "jobs": made.jobs,
-        "jobs_ended": ended,
+        "jobs_begun_anew": anew,
         "steps": made.steps,
         "worlds": made.worlds,
         "whole_s": made.whole_s,
@@ -258,7 +259,8 @@ def main() -> None:
         f"{load[1]:.1f}; {options.hosts} hosts with a rank each. {sum(made.counts.values())} "
         f"partitions of {made.jobs} jobs; {made.steps:,} steps in {made.worlds} worlds. **No step "
         "had two values**: there were never two worlds at a time. "
-        f"{ended} of the jobs ended, since too few hosts saw each other for too long.\n\n"
+        f"{anew} jobs were not whole again after {WHOLE_S:g} s, since hosts that lose several "
+        "processes are avoided for a while, and were begun anew.\n\n"
         f"{table(['what is cut', 'times'], [[k, str(n)] for k, n in sorted(made.counts.items())])}"
         "\nFrom the end of a partition until all hosts make steps together again, with new "
         f"processes where the others went on without: median {whole[0]} s, 90 % {whole[1]} s, "

@@ -48,6 +48,27 @@ MPI.COMM_WORLD.Barrier()
 os.write(1, f"rank {rank}: the half with sum {total}\\n".encode())
 """
 
+ELASTIC = """
+import os, signal, numpy, kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+state = elastic.State(step=0)
+
+@elastic.run
+def train(state):
+    first = kv.rank()
+    while state.step < 200:
+        if state.step == 50 and first == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        size = elastic.exactly(lambda: kv.allreduce(numpy.ones(1), "one", op=kv.Sum)).item()
+        state.step += 1
+        state.commit()
+    return size
+
+size = train(state)
+os.write(1, f"{size:g} ranks are left after {state.step} steps\\n".encode())
+"""
+
 
 class Case(NamedTuple):
     """One way to start the example."""
@@ -75,6 +96,10 @@ CASES = (
     Case("srun, two nodes", f"export {SECRET}; srun -N2 -n4 {{python}} {{example}}", f"4 {DONE}"),
     Case("srun, two nodes, --mpi=pmi2",
          f"export {SECRET}; srun -N2 -n2 --mpi=pmi2 {{python}} {{example}}", f"2 {DONE}"),
+    Case("srun, two nodes, elastic, rank 0 is killed",
+         f"export {SECRET} KOLOVOD_MIN_NP=1; "
+         "srun -N2 -n4 --no-kill --kill-on-bad-exit=0 {python} {folder}/elastic.py",
+         "3 ranks are left after 200 steps", fails=True),
     Case("srun, two nodes, no secret", "srun -N2 -n2 {python} {example}",
          "export KOLOVOD_SECRET=$(openssl rand -hex 32)", fails=True),
     Case("sbatch with srun",
@@ -98,6 +123,9 @@ CASES = (
          "salloc -N2 -n2 mpirun.openmpi {python} {example}", f"2 {DONE}"),
     Case("Open MPI, one host", "mpirun.openmpi --oversubscribe -np 2 {python} {example}",
          f"2 {DONE}"),
+    Case("Open MPI, one host, elastic, rank 0 is killed",
+         "KOLOVOD_MIN_NP=1 mpirun.openmpi --oversubscribe --enable-recovery -np 3 "
+         "{python} {folder}/elastic.py", "2 ranks are left after 200 steps"),
     Case("Open MPI, two hosts, mpi4py", f"mpirun.openmpi {RSH} {{python}} {{example}}",
          f"2 {DONE}"),
     Case("Open MPI, two hosts, no mpi4py",
@@ -111,6 +139,10 @@ CASES = (
     Case("Open MPI, two hosts, hvd.init(comm=a communicator)",
          f"mpirun.openmpi {RSH_4} {{python}} {{folder}}/communicator.py", "the half with sum 4"),
     Case("MPICH, one host", "mpirun.mpich -np 2 {python} {example}", f"2 {DONE}"),
+    Case("MPICH, one host, elastic, rank 0 is killed",
+         # It ends all when a process of its own is killed, whatever -disable-auto-cleanup says.
+         "KOLOVOD_MIN_NP=1 mpirun.mpich -np 3 sh -c '{python} {folder}/elastic.py; true'",
+         "2 ranks are left after 200 steps"),
     Case("MPICH, two hosts, mpi4py", f"{LIBMPICH} mpirun.mpich {HYDRA} {{python}} {{example}}",
          f"2 {DONE}"),
     Case("MPICH, two hosts, no mpi4py",
@@ -158,6 +190,7 @@ def main() -> int:
 def prepare(folder: Path) -> None:
     """What the cases find in the folder."""
     (folder / "communicator.py").write_text(COMMUNICATOR)
+    (folder / "elastic.py").write_text(ELASTIC)
     (folder / "no").mkdir()  # on the search path: an mpi4py that cannot be imported
     (folder / "no" / "mpi4py.py").write_text("raise ImportError('hidden for this check')\n")
     (folder / "lib").mkdir()  # mpi4py looks for MPICH's library by its usual name
