@@ -32,11 +32,11 @@ class Supervised:
         }
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, rank: int, **variables: str) -> subprocess.Popen[str]:
+    def start(self, rank: int, script: str = STEPS, **variables: str) -> subprocess.Popen[str]:
         environ = {n: v for n, v in os.environ.items() if not n.startswith(TOLD)}
         told = {"KOLOVOD_RANK": str(rank), "KOLOVOD_HOST": "here", **self._variables, **variables}
         process = subprocess.Popen(
-            [sys.executable, "-c", STEPS, str(self.folder), "0"],
+            [sys.executable, "-c", script, str(self.folder), "0"],
             env={**environ, **told},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -172,6 +172,40 @@ def test_a_job_with_too_few_ranks_waits_and_then_ends(tmp_path: Path) -> None:
         assert all("2 of the at least 3 members are there" in text for text in said)
     finally:
         job.close()
+
+
+HOROVOD = """
+import os, signal, sys, torch
+import horovod.torch as hvd
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+state = hvd.elastic.TorchState(model, optimizer, batch=0)
+
+@hvd.elastic.run
+def train(state):
+    while state.batch < 30:
+        if state.batch == 10 and hvd.rank() == 0 and hvd.size() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        state.batch += 1
+        state.commit()
+
+train(state)
+print("size", hvd.size(), "after", state.batch, model.weight.sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_horovods_elastic_scripts_are_elastic_there_too(job: Supervised) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    ranks = [job.start(rank, HOROVOD) for rank in range(SIZE)]
+    first, second = job.end(*ranks[1:])
+    assert first[0] == second[0]
+    assert first[0].startswith("size 2 after 30")
 
 
 @pytest.mark.parametrize(

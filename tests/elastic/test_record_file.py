@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Ballot, Record
 from kolovod.elastic.record_file import RecordFile
 from kolovod.elastic.table import first_world
+from kolovod.errors import BootstrapError
 
 WORLD = first_world([(0, "a"), (1, "b")])
 
@@ -35,6 +37,30 @@ def test_the_latest_record_is_found(made: tuple[int, RecordFile]) -> None:
         record = Record(Ballot(term, -1), WORLD, WORLD)
         file.write(record)
         assert latest(fd) == record
+
+
+def test_a_copy_outlives_the_process(tmp_path: Path) -> None:
+    copy = tmp_path / "record"
+    assert record_file.read_kept(copy) is None
+    fd, path = record_file.new_file()
+    file = RecordFile(path, copy)
+    for term in (1, 2):
+        file.write(Record(Ballot(term, -1), WORLD, WORLD))
+    file.close()
+    os.close(fd)
+    assert record_file.read_kept(copy) == Record(Ballot(2, -1), WORLD, WORLD)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record"]
+    copy.write_bytes(b"torn")
+    assert record_file.read_kept(copy) is None
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    fd, path = record_file.new_file()
+    file = RecordFile(path, tmp_path / "no" / "record")
+    with pytest.raises(BootstrapError, match="KOLOVOD_RECORD_DIR says where"):
+        file.write(NOTHING)
+    file.close()
+    os.close(fd)
 
 
 @pytest.mark.parametrize("written", [0, 4, 17, 60])

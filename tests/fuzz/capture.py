@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
-from kolovod.elastic import ballots, record_file
+from kolovod.elastic import ballots, door, record_file
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.protocol import (
     Contact,
@@ -219,7 +219,8 @@ def elastic_messages(folder: Path) -> None:
     facts = Facts(second, proofs, {members[2].number: members[2]}, frozenset({1}), frozenset())
     contact = Contact(1, "127.0.0.1:4000", 17, "boot pid:[4026531836]", "/proc/17/fd/5")
     told = encode_facts(facts), encode_contact(contact), encode_policy(Policy())
-    for value in (*told, encode_proof(proofs[2])):
+    at_the_door = door.Facts("127.0.0.1:4000", "0123abcd", ("a", "a", "b"))._asdict()
+    for value in (*told, encode_proof(proofs[2]), at_the_door):
         keep(folder, "steward", json.dumps(value).encode())
     for record in records:
         fd, path = record_file.new_file()

@@ -21,8 +21,8 @@ from typing import Any
 from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
+from kolovod.elastic import door, record_file
 from kolovod.elastic import protocol as elastic_protocol
-from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
 from kolovod.net import channel as channels
@@ -178,6 +178,7 @@ def _of_a_steward(message: Any) -> None:
         (elastic_protocol.facts_of, elastic_protocol.encode_facts),
         (elastic_protocol.contact_of, elastic_protocol.encode_contact),
         (elastic_protocol.policy_of, elastic_protocol.encode_policy),
+        (door.facts_of, door.Facts._asdict),
     ]
     for parse, encode in pairs:
         with contextlib.suppress(KolovodError):
@@ -297,6 +298,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "contact_of",
         "policy_of",
     ),
+    "kolovod.elastic.door": ("facts_of",),
     "kolovod.elastic.record_file": ("read", "parse"),
     "kolovod.rendezvous.rank_environment": ("read_rank_environment", "whole_number"),
     "kolovod.rendezvous.protocol": (

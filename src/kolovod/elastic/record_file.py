@@ -15,7 +15,6 @@ process in the same slot what this one had agreed to (external.py).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
@@ -130,10 +129,10 @@ def _encode(record: Record) -> bytes:
 
 def _replace(path: Path, body: bytes) -> None:
     """Write a file that is whole or the one before, also if this host fails."""
-    new = path.with_name(f"{path.name}.{os.getpid()}")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    new = path.with_name(f"{path.name}.new")
     try:
-        with contextlib.closing(os.fdopen(fd, "wb")) as file:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as file:
             file.write(body)
             file.flush()
             os.fsync(fd)
