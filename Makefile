@@ -2,7 +2,7 @@
 # make demo-elastic  the same while three processes are killed, one after the other, and come back; draws the loss
 # make test      the Python tests that need PyTorch and NumPy only, but the slow ones (7 minutes, installation included)
 # make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)
-# make thorough  what test-all leaves out because it takes long: more schedules, more frameworks (an hour)
+# make thorough  what test-all leaves out because it takes long: more schedules, more frameworks (an hour and a half)
 # make scenarios Horovod's elastic jobs by horovodrun: every scenario with NumPy, PyTorch, TensorFlow and Keras, SCENARIO_RUNS=1 times (15 minutes each)
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
 # make lint      style, types, warnings as errors; which lock guards what, if there is a Clang

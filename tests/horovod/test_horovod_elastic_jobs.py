@@ -307,7 +307,7 @@ def test_torch(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case",
     thorough_but(
-        [("tensorflow", "a worker fails"), ("keras", "hosts added")],
+        [("tensorflow", "a worker fails"), ("keras", "hosts removed")],
         [(kind, name) for kind in ("tensorflow", "keras") for name in SCENARIOS],
     ),
     ids="-".join,

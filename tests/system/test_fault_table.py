@@ -23,7 +23,7 @@ import pytest
 from frameworks import is_installed
 from launched import KOLOVOD
 from paths import SUPPORT
-from slow import slow_but
+from slow import slow_but, thorough_but
 
 from kolovod.launch import guard
 
@@ -238,7 +238,7 @@ def test_half_a_second_is_enough_to_hear_of_it(fault: str, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", thorough_but([3], [2, 3, 4]))
 @pytest.mark.parametrize("way", HOSTS)
 def test_all_others(place: str, size: int, way: str, tmp_path: Path) -> None:
     cells = [Cell(place, fault, size, way) for fault in FAULTS]

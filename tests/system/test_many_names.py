@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from launched import KOLOVOD
+from slow import thorough_but
 
 CODE = """
 import random, sys
@@ -31,7 +32,7 @@ for round in range(3):
 @pytest.mark.slow
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize("place", ["a:2", "a:3", "a:4", "a:1,b:1"])
-@pytest.mark.parametrize("capacity", [1, 2, 16, 8192])
+@pytest.mark.parametrize("capacity", thorough_but([2, 8192], [1, 2, 16, 8192]))
 def test_no_wait_stalls(capacity, place):
     run(capacity, place, names=21_000, deadline_s=240)  # 5 to 40 s; a stall lasts for ever
 
