@@ -132,6 +132,7 @@ class Door:
         self._callers: dict[int, _Caller] = {}  # that wait, by rank
         self._facts: Facts | None = None
         self._told: Facts | None = None  # by a steward that has come
+        self._is_member = False  # the process that holds it
         self._servers = [
             Server(listener, place.secret, LABEL, self._serve, max_strangers=64 + place.most)
             for listener in listeners
@@ -170,11 +171,16 @@ class Door:
     def tell(self, facts: Facts) -> None:
         """Answer this, to those that wait as well: they are the ones that the job begins with."""
         with self._changed:
-            self._facts = facts._replace(hosts=())
-            for caller in self._callers.values():
-                begins = caller.rank < len(facts.hosts)
-                self._answer(caller, {"facts": (facts if begins else self._facts)._asdict()})
-            self._callers.clear()
+            self._is_member = True
+            self._tell(facts)
+
+    def _tell(self, facts: Facts) -> None:
+        """Under the lock."""
+        self._facts = facts._replace(hosts=())
+        for caller in self._callers.values():
+            begins = caller.rank < len(facts.hosts)
+            self._answer(caller, {"facts": (facts if begins else self._facts)._asdict()})
+        self._callers.clear()
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""
@@ -212,6 +218,8 @@ class Door:
         with self._changed:
             if said.steward:
                 self._told = said
+                if not self._is_member:
+                    self._tell(said)
                 self._changed.notify_all()
                 return {"facts": Facts("")._asdict()}
             if self._facts is not None:

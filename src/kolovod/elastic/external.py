@@ -60,7 +60,6 @@ class External:
         self._hint = ""
         self._door: Door | None = None
         self._lacks: Callable[[int], bool] = lambda slot: False
-        self._closed = threading.Event()
         self.policy: Policy | None = None
         """Of a job that begins, for the process that is its first steward; None: another one is."""
         self.record_path: Path | None = None
@@ -178,12 +177,6 @@ class External:
         by = time.monotonic() + _LOOK_S
         return hint or self._place.knock(self._found.rank, self._host, by).steward
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._closed.set()
-        if self._door is not None:
-            self._door.close()
-
     def forget(self) -> None:
         """In a forked child."""
         if self._door is not None:
@@ -194,7 +187,8 @@ class External:
         addresses: list[str] = []
         with contextlib.suppress(BootstrapError, OSError):
             addresses = [] if self._place.name else self._own_store_addresses()
-        while not self._closed.wait(_LOOK_S):
+        while True:
+            time.sleep(_LOOK_S)
             if self._door is None and (addresses or self._place.name):
                 door = self._place.take(addresses)
                 if door is not None:

@@ -106,8 +106,6 @@ def _meet_between_hosts(
 ) -> RankEnvironment:
     secret = secret_between_hosts(found, environ, why_not_mpi)
     if found.rank == 0:
-        if not read_secret(environ):
-            report_to_stderr("KOLOVOD_INSECURE: whoever reaches this job's ports can join it")
         return _open(found, host, store_addresses(found, timeout_s), secret, "")
     facts = ask((found.store_host, found.store_port), secret, found.rank, host, timeout_s)
     return _environment(found, host, str(facts["rendezvous"]), secret)
@@ -172,6 +170,8 @@ def secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: 
             f"({found.launcher.export}), or KOLOVOD_SECRET_FILE, a file that only you can read; or "
             "KOLOVOD_INSECURE=1 where nobody else reaches these hosts"
         )
+    if found.rank == 0 and not read_secret(environ):
+        report_to_stderr("KOLOVOD_INSECURE: whoever reaches this job's ports can join it")
     return secret
 
 
