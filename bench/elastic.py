@@ -259,6 +259,7 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
         f"run and {load[1]:.1f} after it. {INTERRUPTED * result['interrupted']}Medians of all "
         "kills. How it was measured: the head of bench/elastic.py.\n",
         table(head, rows),
+        *_stuck_text(result),
         f"{result['replayed']:,} steps of Kolovod's were replayed in one process: the same "
         "weights, bit for bit.\n",
         "Where the time goes, ms, median (p99):\n",
@@ -268,6 +269,17 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
         parts.append(_cost_text(result["cost"]))
     parts.append(table(["goal", "measured", "wanted", "reached"], goals(result)))
     return "\n".join(parts)
+
+
+def _stuck_text(result: Json) -> list[str]:
+    """Of systems that went on after no kill at all."""
+    failed = {one["system"]: one["failed"] for one in result["samples"] if "failed" in one}
+    lines = [
+        f"- {name}: {why.partition(';')[0]}"
+        for name, why in failed.items()
+        if name not in result["kills"]
+    ]
+    return ["No job went on after a kill, so these have no row:\n", *lines, ""] if lines else []
 
 
 def command_line() -> str:
@@ -358,14 +370,13 @@ def main(arguments: list[str] | None = None) -> int:
         result["cost"] = cost(options) if options.steps else None
     except KeyboardInterrupt:
         result["interrupted"] = True
-    result["kills"] = summarize(found)
+    result["kills"], result["samples"] = summarize(found), found
     after = machine.load()["loadavg"]
     markdown = make(result, facts, (before, after))
     result = {
         "command": command_line(),
         "machine": {**facts, "loadavg": [before, after]},
         **result,
-        "samples": found,
     }
     report.write("elastic", result, markdown, options.output)
     print(f"\n{markdown}")
