@@ -127,7 +127,14 @@ def kills(system: str, next_ms: float, lost: int = 0) -> dict[str, Any]:
 def test_goals_that_are_missed_are_in_the_table() -> None:
     found = [kills("kolovod", 80.0), kills("kolovod", 90.0), kills("kolovod", 400.0, 1)]
     found += [kills("torchft, defaults", 5000.0), {"system": "torchft, defaults", "failed": "so"}]
-    result = {"kills": bench.summarize(found), "cost": None, "replayed": 7, "interrupted": True}
+    found.append({"system": "torchrun, tuned", "failed": "not within 120 s; its last words:"})
+    result = {
+        "kills": bench.summarize(found),
+        "samples": found,
+        "cost": None,
+        "replayed": 7,
+        "interrupted": True,
+    }
     assert bench.goals(result) == [
         ["kolovod: median to the next step", "90.0 ms", "100 ms", "yes"],
         ["kolovod: p99 to the next step", "400 ms", "300 ms", "no"],
@@ -141,6 +148,7 @@ def test_goals_that_are_missed_are_in_the_table() -> None:
         "| torchft, defaults | 5,000 | 5,000 | 5,000 | 5,000 | 1.00 | 0.05 | 0.0 (0) | 1 | 1 |"
         in text
     )
+    assert "these have no row:\n\n- torchrun, tuned: not within 120 s\n\n7 steps" in text
 
 
 def test_a_job_that_stands_still_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
