@@ -285,7 +285,8 @@ class Session:
                 answer = self._deputy.find(lambda formed: self._told(formed, ""))
             except (EOFError, OSError, BootstrapError) as error:
                 if isinstance(error, AuthenticationError) or time.monotonic() > lost_s + _LOST_S:
-                    self._end(f"the job's steward at {self._address} cannot be reached ({error})")
+                    where = f" at {self._address}" if self._address else ""
+                    self._end(f"the job's steward{where} cannot be reached ({error})", is_lost=True)
                 time.sleep(_AGAIN_S)
                 continue
             try:
@@ -491,10 +492,11 @@ class Session:
         before = self._current
         return before is not None and known.stamp > before.stamp and number not in known.numbers
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, is_lost: bool = False) -> None:
+        """``is_lost``: the job may go on, but this process cannot find it."""
         with self._lock:
-            has_left = self._leaves or self._current is None  # or had nothing to lose
-            if self._current is None:
+            has_left = self._leaves or (self._current is None and not is_lost)
+            if self._current is None and not is_lost:
                 reason = f"the job has ended before this process was in it ({reason})"
             self._over = self._over or JobOverError(reason, has_left)
             self._lock.notify_all()
