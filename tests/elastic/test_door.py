@@ -16,7 +16,7 @@ from kolovod.net.channel import new_secret
 from kolovod.rendezvous.external.address_exchange import RefusedError
 
 LIMIT_S = 30.0
-STEWARD = Facts("10.0.0.2:4000", "secret of the job")
+STEWARD = Facts("10.0.0.2:4000", "secret of the job", "job")
 
 
 class Ranks:
@@ -44,7 +44,8 @@ def made_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 @pytest.fixture(name="door")
-def made_door(ranks: Ranks) -> Iterator[Door]:
+def made_door(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    monkeypatch.setattr("kolovod.elastic.door._LATE_KNOCK_S", 0.3)
     door = ranks.place.take(["127.0.0.1"])
     assert door is not None
     yield door
@@ -106,6 +107,29 @@ def test_a_steward_that_comes_is_passed_on_at_once(ranks: Ranks, door: Door) -> 
     door.tell(STEWARD._replace(steward="own:1"))  # it is a member now
     ranks.knock(3, own=later).result(LIMIT_S)
     assert ranks.knock(1).result(LIMIT_S).steward == "own:1"
+
+
+def test_a_steward_is_waited_for_where_a_job_may_go_on_without_the_first_ranks(
+    ranks: Ranks, door: Door
+) -> None:
+    waiting = ranks.knock(1)
+    until(lambda: len(door._callers) == 1)
+    begun = ranks._pool.submit(door.gather, 2, "host0", LIMIT_S)
+    ranks.knock(3, own=STEWARD).result(LIMIT_S)
+    assert begun.result(LIMIT_S) == waiting.result(LIMIT_S) == STEWARD
+
+
+def test_a_steward_that_comes_when_the_job_has_begun_is_too_late(ranks: Ranks, door: Door) -> None:
+    waiting = ranks.knock(1)
+    facts = door.gather(2, "host0", LIMIT_S)
+    ranks.knock(3, own=STEWARD).result(LIMIT_S)
+    door.tell(facts._replace(steward="here:1"))
+    assert waiting.result(LIMIT_S) == Facts("here:1", hosts=("host0", "host1"))
+
+
+def test_rank_0_is_one_process(ranks: Ranks, door: Door) -> None:
+    with pytest.raises(RefusedError, match=rf"as rank 0 \(pid {os.getpid()}\)"):
+        ranks.knock(0).result(LIMIT_S)
 
 
 def test_who_has_no_place_in_the_job_is_told_so(ranks: Ranks, door: Door) -> None:

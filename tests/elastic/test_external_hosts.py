@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,12 +37,12 @@ class Pods:
         }
         self.running = {host: self.start(host) for host in hosts}
 
-    def start(self, host: str) -> subprocess.Popen[str]:
+    def start(self, host: str, script: str = STEPS) -> subprocess.Popen[str]:
         rank = str(self.hosts.index(host))
         told = {"KOLOVOD_RANK": rank, "KOLOVOD_HOST": host, **self._variables}
         return self.bed.popen(
             host,
-            [sys.executable, "-c", STEPS, str(self.folder), "0"],
+            [sys.executable, "-c", script, str(self.folder), "0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -82,6 +84,9 @@ class Pods:
             process.kill()
             if process.stdout is not None and not process.stdout.closed:
                 print(*process.communicate(), sep="\n")
+        for host in self.hosts:
+            for left in self.bed.processes(host):  # that a rank has forked
+                os.kill(left.pid, signal.SIGKILL)
 
 
 @pytest.fixture(name="bed", scope="module")
@@ -124,7 +129,35 @@ def test_a_host_that_was_cut_off_starts_again(start: Callable[..., Pods]) -> Non
     job.bed.heal()
     process = job.running.pop("a")
     assert "goes on in epoch" in process.communicate(timeout=DEADLINE_S)[1]
+    assert process.returncode == 1
     job.come_again("a")
+    job.goes_on("abc")
+    job.end()
+
+
+FORKS = STEPS.replace(
+    "def train(state):\n",
+    """def train(state):
+    if os.fork() == 0:  # as a worker that loads data, and does not notice its parent's end
+        for fd in (1, 2):
+            os.close(fd)
+        time.sleep(300)
+        os._exit(0)
+""",
+)
+
+
+def test_what_a_rank_has_forked_does_not_keep_it_alive(start: Callable[..., Pods]) -> None:
+    job = start("abc")
+    job.goes_on("abc")
+    for host in "ba":  # a member, and then who is steward
+        job.lose(host)
+        job.goes_on("abc".replace(host, ""))
+        job.running[host] = job.start(host, FORKS)
+        job.goes_on("abc")
+    job.lose("b")
+    job.goes_on("ac")
+    job.come_again("b")
     job.goes_on("abc")
     job.end()
 

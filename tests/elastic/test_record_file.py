@@ -10,7 +10,8 @@ import pytest
 
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Ballot, Record
-from kolovod.elastic.record_file import RecordFile
+from kolovod.elastic.protocol import Left
+from kolovod.elastic.record_file import Copy, RecordFile
 from kolovod.elastic.table import first_world
 from kolovod.errors import BootstrapError
 
@@ -43,20 +44,25 @@ def test_a_copy_outlives_the_process(tmp_path: Path) -> None:
     copy = tmp_path / "record"
     assert record_file.read_kept(copy) is None
     fd, path = record_file.new_file()
-    file = RecordFile(path, copy)
+    kept = Copy(copy, "a job")
+    file = RecordFile(path, kept)
+    file.write(NOTHING)
+    assert record_file.read_kept(copy) is None  # it is nobody's yet
+    kept.number = 7
     for term in (1, 2):
         file.write(Record(Ballot(term, -1), WORLD, WORLD))
     file.close()
     os.close(fd)
-    assert record_file.read_kept(copy) == Record(Ballot(2, -1), WORLD, WORLD)
+    assert record_file.read_kept(copy) == ("a job", Left(7, Record(Ballot(2, -1), WORLD, WORLD)))
     assert [entry.name for entry in tmp_path.iterdir()] == ["record"]
-    copy.write_bytes(b"torn")
-    assert record_file.read_kept(copy) is None
+    copy.write_bytes(b"{}")
+    with pytest.raises(BootstrapError, match=r"cannot be read .* KOLOVOD_RECORD_DIR says where"):
+        record_file.read_kept(copy)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     fd, path = record_file.new_file()
-    file = RecordFile(path, tmp_path / "no" / "record")
+    file = RecordFile(path, Copy(tmp_path / "no" / "record", "a job", 7))
     with pytest.raises(BootstrapError, match="KOLOVOD_RECORD_DIR says where"):
         file.write(NOTHING)
     file.close()

@@ -26,8 +26,10 @@ from kolovod.elastic import ballots, door, record_file
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.protocol import (
     Contact,
+    Left,
     encode_contact,
     encode_facts,
+    encode_left,
     encode_member,
     encode_policy,
     encode_proof,
@@ -219,8 +221,9 @@ def elastic_messages(folder: Path) -> None:
     facts = Facts(second, proofs, {members[2].number: members[2]}, frozenset({1}), frozenset())
     contact = Contact(1, "127.0.0.1:4000", 17, "boot pid:[4026531836]", "/proc/17/fd/5")
     told = encode_facts(facts), encode_contact(contact), encode_policy(Policy())
-    at_the_door = door.Facts("127.0.0.1:4000", "0123abcd", ("a", "a", "b"))._asdict()
-    for value in (*told, encode_proof(proofs[2]), at_the_door):
+    at_the_door = door.Facts("127.0.0.1:4000", "0123abcd", "feed", ("a", "a", "b"))._asdict()
+    left = encode_left(Left(7, records[2]))
+    for value in (*told, encode_proof(proofs[2]), at_the_door, left):
         keep(folder, "steward", json.dumps(value).encode())
     for record in records:
         fd, path = record_file.new_file()

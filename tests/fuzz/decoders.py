@@ -178,6 +178,7 @@ def _of_a_steward(message: Any) -> None:
         (elastic_protocol.facts_of, elastic_protocol.encode_facts),
         (elastic_protocol.contact_of, elastic_protocol.encode_contact),
         (elastic_protocol.policy_of, elastic_protocol.encode_policy),
+        (elastic_protocol.left_of, elastic_protocol.encode_left),
         (door.facts_of, door.Facts._asdict),
     ]
     for parse, encode in pairs:
@@ -297,6 +298,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "facts_of",
         "contact_of",
         "policy_of",
+        "left_of",
     ),
     "kolovod.elastic.door": ("facts_of",),
     "kolovod.elastic.record_file": ("read", "parse"),

@@ -78,6 +78,10 @@ class Outside(Protocol):
         """Where a member is that knows the steward. Raises BootstrapError if nobody answers."""
         ...
 
+    def close(self) -> None:
+        """Tell nobody any more where the steward is. Idempotent."""
+        ...
+
 
 class Deputy:
     """One process's. ``find`` is for one thread; what else is public for any."""
@@ -131,6 +135,8 @@ class Deputy:
         self._step_back()
         for server in self._servers:
             server.close()
+        if self._outside is not None:
+            self._outside.close()
 
     def retire(self) -> None:
         """The process is no member any more: it stays only if it is steward, for the others."""
@@ -138,9 +144,11 @@ class Deputy:
             self.close()
 
     def forget(self) -> None:
-        """In a forked child, which must not listen in its parent's place."""
+        """In a forked child, which must not listen in its parent's place, or keep it connected."""
         for server in self._servers:
             server.forget()
+        if self._office is not None:
+            self._office.steward.forget()
 
     # --- what the steward tells ---
 

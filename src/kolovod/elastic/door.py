@@ -7,18 +7,21 @@ another one on that host takes the door, or the process that comes in its place.
 know that the job goes on; so a steward that misses rank 0 knocks there as well, and says where it
 is. After the handshake (net/channel.py)::
 
-    caller -> door   {"rank", "host", "pid", "process": random, "steward": text, "secret": text}
-    door -> caller   {"facts": {"steward": text, "secret": text, "hosts": [text]}}
+    caller -> door   {"rank", "host", "pid", "process": random,
+                      "steward": text, "secret": text, "job": text}
+    door -> caller   {"facts": {"steward": text, "secret": text, "job": text, "hosts": [text]}}
                 or   {"gone": text}
 
 ``steward`` is where a member listens that knows the steward, or is it; of a caller "" unless it is
-steward. ``secret`` is "" but on one host, where the kernel vouches for both ends. ``hosts``: of the
+steward. ``secret`` is "" but on one host, where the kernel vouches for both ends. ``job``: random,
+the job's. ``hosts``: of the
 ranks that the job begins with; none for who comes later. Until the job begins a caller is not
 answered. It may go away again, and its rank come as another process.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import socket
@@ -32,6 +35,7 @@ from kolovod.errors import BootstrapError, StartTimeoutError
 from kolovod.net import messages
 from kolovod.net.addresses import listen
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel
+from kolovod.net.lost_hosts import notice_lost_host
 from kolovod.net.server import Server
 from kolovod.rendezvous.external.address_exchange import ask_once
 
@@ -42,6 +46,8 @@ _KNOCK_S = 2.0
 _SEND_S = 2.0
 _SIGNAL_S = 0.1  # between two looks whether a signal waits for its handler
 _MAX_TEXT = 1 << 10
+_LATE_KNOCK_S = 5.0
+"""For a steward to knock, where a job may go on without any of the ranks that it began with."""
 
 
 class Facts(NamedTuple):
@@ -49,6 +55,7 @@ class Facts(NamedTuple):
 
     steward: str
     secret: str = ""
+    job: str = ""
     hosts: tuple[str, ...] = ()
 
 
@@ -61,6 +68,7 @@ def facts_of(value: Any) -> Facts:
     return Facts(
         messages.text(given, "steward", _MAX_TEXT),
         messages.text(given, "secret", _MAX_TEXT),
+        messages.text(given, "job", _MAX_TEXT),
         tuple(messages.text({"host": host}, "host", 255) for host in hosts),
     )
 
@@ -132,7 +140,7 @@ class Door:
         self._callers: dict[int, _Caller] = {}  # that wait, by rank
         self._facts: Facts | None = None
         self._told: Facts | None = None  # by a steward that has come
-        self._is_member = False  # the process that holds it
+        self._has_begun = False  # the job, of which the process that holds the door is a member
         self._servers = [
             Server(listener, place.secret, LABEL, self._serve, max_strangers=64 + place.most)
             for listener in listeners
@@ -146,20 +154,24 @@ class Door:
         Returns the hosts of all, or the steward. Raises StartTimeoutError.
         """
         deadline = time.monotonic() + timeout_s
+        late_s = _LATE_KNOCK_S if self._place.most > size else 0.0
+        begin_s = math.inf
         with self._changed:
             while self._told is None:
                 missing = [rank for rank in range(1, size) if rank not in self._callers]
-                if not missing:
+                begin_s = math.inf if missing else min(begin_s, time.monotonic() + late_s)
+                if time.monotonic() >= begin_s:
+                    self._has_begun = True
                     hosts = [own_host, *(self._callers[rank].host for rank in range(1, size))]
                     return Facts("", hosts=tuple(hosts))
                 left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                if missing and left_s <= 0:
                     names = ", ".join(map(str, missing[:20]))
                     raise StartTimeoutError(
                         f"rank {names} did not come within {timeout_s:g} s, and an elastic job "
                         f"begins with all {size}; KOLOVOD_START_TIMEOUT_S sets the limit"
                     )
-                self._changed.wait(min(left_s, _SIGNAL_S))
+                self._changed.wait(min(max(left_s, 0.01), _SIGNAL_S))
             return self._told
 
     @property
@@ -171,14 +183,14 @@ class Door:
     def tell(self, facts: Facts) -> None:
         """Answer this, to those that wait as well: they are the ones that the job begins with."""
         with self._changed:
-            self._is_member = True
+            self._has_begun = True
             self._tell(facts)
 
     def _tell(self, facts: Facts) -> None:
         """Under the lock."""
         self._facts = facts._replace(hosts=())
         for caller in self._callers.values():
-            begins = caller.rank < len(facts.hosts)
+            begins = 0 < caller.rank < len(facts.hosts)
             self._answer(caller, {"facts": (facts if begins else self._facts)._asdict()})
         self._callers.clear()
 
@@ -218,18 +230,21 @@ class Door:
         with self._changed:
             if said.steward:
                 self._told = said
-                if not self._is_member:
+                if not self._has_begun:
                     self._tell(said)
                 self._changed.notify_all()
                 return {"facts": Facts("")._asdict()}
             if self._facts is not None:
                 return {"facts": self._facts._asdict()}
+            if caller.rank == 0:
+                return {"gone": f"another process runs as rank 0 (pid {os.getpid()})"}
             before = self._callers.get(caller.rank)
             if before is not None:
                 text = f"another process has come as rank {caller.rank}, {caller.where}"
                 self._answer(before, {"gone": text})
             self._callers[caller.rank] = caller
             self._changed.notify_all()
+        notice_lost_host(channel.fileno())
         poll = select.poll()
         for fd in (bell, channel.fileno()):
             poll.register(fd, select.POLLIN)

@@ -76,7 +76,7 @@ class Entry:
                     min_np=place.min_np,
                     outside=outside,
                     left=None if outside is None else outside.left,
-                    record_copy=None if outside is None else outside.record_path,
+                    record_copy=None if outside is None else outside.record_copy,
                 )
             finally:
                 if memory >= 0:
@@ -88,9 +88,10 @@ class Entry:
     @property
     def leaving_code(self) -> int:
         """Of a process that leaves: a scheduler takes 0 for the end of its rank's work."""
-        if self._outside is not None and self.session is not None and self.session.leaves:
-            return 128 + signal.SIGTERM
-        return 0
+        if self._outside is None:
+            return 0
+        leaves = self.session is not None and self.session.leaves
+        return 128 + signal.SIGTERM if leaves else 1
 
     def forget(self) -> None:
         """In a forked child: it is no part of the job."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from kolovod.config import Settings
 from kolovod.elastic import record_file
-from kolovod.elastic.ballots import Record
 from kolovod.elastic.door import Door, Facts, Place
 from kolovod.elastic.membership import Policy
+from kolovod.elastic.protocol import Left
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
 from kolovod.net.addresses import LOOPBACK, addresses_beside, endpoint, own_addresses
 from kolovod.net.channel import new_secret
@@ -60,16 +60,17 @@ class External:
         self._hint = ""
         self._door: Door | None = None
         self._lacks: Callable[[int], bool] = lambda slot: False
+        self._closed = threading.Event()
         self.policy: Policy | None = None
         """Of a job that begins, for the process that is its first steward; None: another one is."""
-        self.record_path: Path | None = None
+        self.record_copy: record_file.Copy | None = None
         """Where this process's record is kept when it has ended."""
-        self.left: Record | None = None
+        self.left: Left | None = None
         """What the process has left that was in this slot before."""
+        self._record_path: Path | None = None
         if settings.record_dir:
             file = f"{job}-{found.store_port}-{found.rank}.record"
-            self.record_path = Path(settings.record_dir, file)
-            self.left = record_file.read_kept(self.record_path)
+            self._record_path = Path(settings.record_dir, file)
 
     @property
     def addresses(self) -> list[str]:
@@ -91,14 +92,19 @@ class External:
 
         Raises StartTimeoutError, AuthenticationError, BootstrapError.
         """
+        kept = None if self._record_path is None else record_file.read_kept(self._record_path)
         facts = self._lead_in() if self._found.rank == 0 else self._knock_until_told()
         self._hint = facts.steward
-        self._facts = facts._replace(hosts=(), secret=facts.secret or self._place.secret)
+        self._facts = facts._replace(hosts=())
+        if self._record_path is not None:
+            self.record_copy = record_file.Copy(self._record_path, facts.job)
+            if kept is not None and kept[0] == facts.job:  # not that of an earlier job
+                self.left = kept[1]
         return RankEnvironment(
             self._found.rank if facts.hosts else 0,
             len(facts.hosts) or 1,
             host=self._host,
-            secret=self._facts.secret,
+            secret=facts.secret or self._place.secret,
             steward=facts.steward,
             slot=self._found.rank,
             first_hosts=facts.hosts,
@@ -124,8 +130,12 @@ class External:
                     "or have the port? KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT say where that is"
                 )
             time.sleep(_AGAIN_S)
+        try:
+            facts = door.gather(self._found.size, self._host, timeout_s)
+        except BaseException:
+            door.close()
+            raise
         self._door = door
-        facts = door.gather(self._found.size, self._host, timeout_s)
         if not facts.hosts:
             return facts
         self.policy = Policy(
@@ -135,7 +145,7 @@ class External:
             gather_s=_GATHER_S,
             replaced_are_dead=True,
         )
-        return facts._replace(secret=self._place.secret or new_secret())
+        return facts._replace(secret=new_secret() if self._place.name else "", job=new_secret())
 
     def _knock_until_told(self) -> Facts:
         deadline = time.monotonic() + self._settings.start_timeout_s
@@ -177,6 +187,12 @@ class External:
         by = time.monotonic() + _LOOK_S
         return hint or self._place.knock(self._found.rank, self._host, by).steward
 
+    def close(self) -> None:
+        """Tell nobody any more where the job is: the session is over. Idempotent."""
+        self._closed.set()
+        if self._door is not None:
+            self._door.close()
+
     def forget(self) -> None:
         """In a forked child."""
         if self._door is not None:
@@ -187,13 +203,14 @@ class External:
         addresses: list[str] = []
         with contextlib.suppress(BootstrapError, OSError):
             addresses = [] if self._place.name else self._own_store_addresses()
-        while True:
-            time.sleep(_LOOK_S)
+        while not self._closed.wait(_LOOK_S):
             if self._door is None and (addresses or self._place.name):
                 door = self._place.take(addresses)
                 if door is not None:
                     door.tell(self._facts)
                     self._door = door
+                    if self._closed.is_set():
+                        door.close()
             if self._door is None and self._lacks(0):
                 with contextlib.suppress(BootstrapError):
                     self._place.knock(

@@ -10,7 +10,7 @@ speak when they have to::
 
     member  -> steward  {"protocol": n, "version": text, "number": n or null, "slot": n,
                          "host": text, "record": record, "facts": facts or null,
-                         "left": record or null, of the process that was in the slot before,
+                         "left": [number, record] or null, of who was in the slot before,
                          "contact": [addresses, pid, pid space, path of the record]}
     steward -> member   {"you": member, "formed": world}
     member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "ends": bool,
@@ -50,10 +50,12 @@ from kolovod.net.messages import MAX_RANKS
 
 __all__ = [
     "Contact",
+    "Left",
     "ballot_of",
     "contact_of",
     "encode_contact",
     "encode_facts",
+    "encode_left",
     "encode_member",
     "encode_policy",
     "encode_proof",
@@ -62,6 +64,7 @@ __all__ = [
     "encode_stamp",
     "encode_world",
     "facts_of",
+    "left_of",
     "list_of",
     "member_of",
     "policy_of",
@@ -94,6 +97,24 @@ class Contact(NamedTuple):
     """Where the pid counts; "": unknown."""
     record_path: str
     """See record_file.py."""
+
+
+class Left(NamedTuple):
+    """What the process has left that was in a slot before."""
+
+    number: int
+    record: Record
+
+
+def encode_left(left: Left) -> list[Any]:
+    """See the module."""
+    return [left.number, encode_record(left.record)]
+
+
+def left_of(row: Any) -> Left:
+    """Raises BootstrapError."""
+    given = _named(row, ("number", "record"), "what a process has left")
+    return Left(messages.whole(given, "number", 0, _MAX_NUMBER), record_of(given["record"]))
 
 
 def encode_member(member: Member) -> list[Any]:

@@ -19,16 +19,28 @@ import json
 import os
 import struct
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 from kolovod.elastic.ballots import Record
-from kolovod.elastic.protocol import encode_record, record_of
+from kolovod.elastic.protocol import Left, encode_record, record_of
 from kolovod.errors import BootstrapError
+from kolovod.net import messages
 
-__all__ = ["VARIABLE", "RecordFile", "new_file", "open_to_read", "parse", "read", "read_kept"]
+__all__ = [
+    "VARIABLE",
+    "Copy",
+    "RecordFile",
+    "new_file",
+    "open_to_read",
+    "parse",
+    "read",
+    "read_kept",
+]
 
 VARIABLE = "KOLOVOD_RECORD"
 _NAME = "kolovod-record"
+_MAX_NUMBER = 1 << 53
 _HEAD = struct.Struct("<QII")
 _PLACE_BYTES = 1 << 23
 """A world of 65,536 members and what it is based on fit; memory is taken only for what is there."""
@@ -41,14 +53,29 @@ def new_file() -> tuple[int, str]:
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
 
 
+@dataclass
+class Copy:
+    """A file that outlives the process and its host, for ``read_kept``."""
+
+    path: Path
+    job: str
+    """Random, the job's: its next one may have the same file."""
+    number: int | None = None
+    """The member's; while it has none nothing is written, so what another one left stays."""
+
+    def write(self, record: Record) -> None:
+        """Returns when the file has it, whatever becomes of this host. Raises BootstrapError."""
+        if self.number is None:
+            return
+        left = {"job": self.job, "number": self.number, "record": encode_record(record)}
+        _replace(self.path, json.dumps(left).encode())
+
+
 class RecordFile:
     """The member's end."""
 
-    def __init__(self, path: str, copy: Path | None = None) -> None:
-        """``path``: the variable's value; "": there is none, and ``write`` does nothing.
-
-        ``copy``: a file that outlives this host, for ``read_kept``.
-        """
+    def __init__(self, path: str, copy: Copy | None = None) -> None:
+        """``path``: the variable's value; "": there is none, and ``write`` does nothing."""
         self._copy = copy
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
         self._sequence = 0
@@ -63,8 +90,8 @@ class RecordFile:
         if self._fd < 0:
             return
         if self._copy is not None:
-            _replace(self._copy, _encode(record))
-        body = _encode(record)
+            self._copy.write(record)
+        body = json.dumps(encode_record(record), separators=(",", ":")).encode()
         if len(body) > _PLACE_BYTES - _HEAD.size:
             raise BootstrapError(f"a record of {len(body)} bytes is too long for its file")
         self._sequence += 1
@@ -115,16 +142,23 @@ def parse(body: bytes) -> Record | None:
         return None
 
 
-def read_kept(path: Path) -> Record | None:
-    """From ``RecordFile``'s copy; None: there is none, or it makes no sense."""
+def read_kept(path: Path) -> tuple[str, Left] | None:
+    """What ``Copy`` has written, and of which job; None: nothing.
+
+    Raises BootstrapError if it cannot be read.
+    """
     try:
-        return parse(path.read_bytes())
-    except OSError:
+        given = messages.mapping(json.loads(path.read_bytes()))
+        number = messages.whole(given, "number", 0, _MAX_NUMBER)
+        job = messages.text(given, "job", 1 << 10)
+        return job, Left(number, record_of(given.get("record")))
+    except FileNotFoundError:
         return None
-
-
-def _encode(record: Record) -> bytes:
-    return json.dumps(encode_record(record), separators=(",", ":")).encode()
+    except (BootstrapError, OSError, ValueError, RecursionError) as error:
+        raise BootstrapError(
+            f"the record at {path} cannot be read ({error}). KOLOVOD_RECORD_DIR says where; remove "
+            "the file if it is of another job"
+        ) from error
 
 
 def _replace(path: Path, body: bytes) -> None:
@@ -137,6 +171,11 @@ def _replace(path: Path, body: bytes) -> None:
             file.flush()
             os.fsync(fd)
         os.rename(new, path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)  # the file's new name
+        finally:
+            os.close(folder)
     except OSError as error:
         raise BootstrapError(
             f"the record cannot be kept at {path}: {error.strerror}; KOLOVOD_RECORD_DIR says where"

@@ -15,16 +15,17 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, World
 from kolovod.elastic.deputy import Deputy, Known, Outside
 from kolovod.elastic.mates import Mates, pid_space
 from kolovod.elastic.protocol import (
+    Left,
     ballot_of,
     contact_of,
     encode_facts,
+    encode_left,
     encode_proof,
     encode_reason,
     encode_record,
@@ -35,7 +36,7 @@ from kolovod.elastic.protocol import (
     reason_of,
     world_of,
 )
-from kolovod.elastic.record_file import RecordFile
+from kolovod.elastic.record_file import Copy, RecordFile
 from kolovod.elastic.search import Answer
 from kolovod.elastic.steward import BEAT_S
 from kolovod.elastic.table import FIRST_LAUNCHER
@@ -75,8 +76,8 @@ class Session:
         abort: Callable[[str], None] = lambda reason: None,
         min_np: int = 1,
         outside: Outside | None = None,
-        left: Record | None = None,
-        record_copy: Path | None = None,
+        left: Left | None = None,
+        record_copy: Copy | None = None,
     ) -> None:
         """``steward``: the launcher's addresses; "": there is none, but an ``outside``.
 
@@ -86,7 +87,7 @@ class Session:
         start it. ``record_path``: see record_file.py. ``abort(reason)``: makes the operations of
         the present world fail; it is called on the session's thread. ``min_np``: a world of fewer
         ranks stops after the step that it is at. ``left``: what the process has left that was in
-        this slot before, if anybody knows. ``record_copy``: see RecordFile.
+        this slot before, if anybody knows. ``record_copy``: see record_file.py.
         """
         self.min_np = min_np
         self.hears_of_change: Callable[[], None] = lambda: None
@@ -95,7 +96,8 @@ class Session:
         self._slot, self._host = slot, host
         self._abort = abort
         self._file = RecordFile(record_path, record_copy)
-        self._left = left
+        self._copy, self._left = record_copy, left
+        self._channel: Channel | None = None  # to the steward
         self._lock = threading.Condition()
         self._number: int | None = None
         self._record = NOTHING
@@ -113,6 +115,8 @@ class Session:
         if first is not None:
             number, world = first
             self._number, self._record = number, NOTHING.told(world)
+            if record_copy is not None:
+                record_copy.number = number
             self._file.write(self._record)
         self._mates = Mates()
         self._proofs: dict[int, Proof] = {}  # of members on this host
@@ -257,8 +261,10 @@ class Session:
         self._file.close()
 
     def forget(self) -> None:
-        """In a forked child: it is no part of the job."""
+        """In a forked child: it is no part of the job, and must not keep the parent connected."""
         self._deputy.forget()
+        if self._channel is not None:
+            self._channel.forget()
 
     def _next(self) -> World | None:
         """Under the lock."""
@@ -312,6 +318,7 @@ class Session:
         """A steward, until the connection breaks, or this process needs it no longer."""
         channel = answer.channel
         assert channel is not None
+        self._channel = channel
         notice_lost_host(channel.fileno())
         facts = self._deputy.facts
         with self._lock:
@@ -328,7 +335,7 @@ class Session:
                     self._file.path,
                 ],
                 "record": encode_record(self._record),
-                "left": None if self._left is None else encode_record(self._left),
+                "left": None if self._left is None else encode_left(self._left),
                 "facts": None if facts is None else encode_facts(facts),
             }
         channel.send(hello, time.monotonic() + _SEND_S)
@@ -441,6 +448,9 @@ class Session:
         with self._lock:
             if self._number is None:
                 self._number = member.number
+                if self._copy is not None:  # the steward knows what stands there
+                    self._copy.number = member.number
+                    self._copy.write(self._record)
 
     def _consider(self, world: World, message: dict[str, Any]) -> dict[str, Any] | None:
         urgent = messages.flag(message, "urgent")

@@ -18,10 +18,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kolovod.elastic.ballots import Member, Proof, Record, World
+from kolovod.elastic.ballots import Member, Proof, World
 from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
 from kolovod.elastic.protocol import (
     Contact,
+    Left,
     contact_of,
     encode_contact,
     encode_facts,
@@ -30,6 +31,7 @@ from kolovod.elastic.protocol import (
     encode_reason,
     encode_world,
     facts_of,
+    left_of,
     list_of,
     proof_of,
     reason_of,
@@ -116,7 +118,7 @@ class Steward:
         self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
         self._ending: set[int] = set()  # whose function has come to its end
         self._slots: dict[int, int] = {}  # the number of the member that fills it
-        self._left: dict[int, Record | None] = {}  # by slot, what who comes has found there
+        self._left: dict[int, Left | None] = {}  # by slot, what who comes has found there
         self._formed_told = table.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
         for member, since_s in silent_since_s.items():
@@ -151,6 +153,11 @@ class Steward:
         for channel, _ in self._newcomers:
             channel.close()
         os.close(self._bell)
+
+    def forget(self) -> None:
+        """In a forked child, which must not keep members connected."""
+        for connection in list(self._connections.values()):
+            connection.channel.forget()
 
     # --- what others know ---
 
@@ -288,7 +295,7 @@ class Steward:
                 self._mark_dead(rank, proof.cause, world.epoch)
 
     def _let_in(self) -> None:
-        waiting, self._newcomers = self._newcomers, []
+        waiting, self._newcomers = self._still_there(self._newcomers), []
         came: list[int] = []
         for channel, hello in waiting:
             try:
@@ -328,12 +335,25 @@ class Steward:
             self._table.merge(facts_of(given["facts"]), time.monotonic())
         if given.get("number") is None:
             left = given.get("left")
-            self._left[slot] = None if left is None else record_of(left)
+            if left is not None or slot not in self._left:
+                self._left[slot] = None if left is None else left_of(left)
             return self._table.enter(slot, host, time.monotonic())
         number = messages.whole(given, "number", 0, _MAX_SLOT)
         if number in self._table.proofs:
             raise BootstrapError(f"member {number} is known to have ended")
         return Member(number, slot, host)
+
+    @staticmethod
+    def _still_there(newcomers: list[tuple[Channel, Any]]) -> list[tuple[Channel, Any]]:
+        """Who has no number yet says nothing, so one that can be read has gone."""
+        poll = select.poll()
+        for channel, _ in newcomers:
+            poll.register(channel.fileno(), select.POLLIN)
+        gone = {fd for fd, _ in poll.poll(0)} if newcomers else set()
+        for channel, _ in newcomers:
+            if channel.fileno() in gone:
+                channel.close()
+        return [(channel, hello) for channel, hello in newcomers if channel.fileno() >= 0]
 
     def _prove_replaced(self) -> None:
         """Whose slot another process has come to fill, and whose connection is gone, is dead."""
@@ -343,12 +363,12 @@ class Steward:
         for member in self._table.formed.members:
             number, slot = member.number, member.slot
             is_replaced = slot in waiting or self._slots.get(slot, -1) > number
-            if number in self._table.proofs or number in self._connections or not is_replaced:
-                continue
-            record = self._left.get(slot)
-            if record is not None and not (record.formed and number in record.formed.numbers):
-                record = None  # of another process
-            self._bury(Proof(number, "another process has come in its place", record))
+            known = self._table.proofs.get(number)
+            left = self._left.get(slot)
+            record = left.record if left is not None and left.number == number else None
+            is_news = known is None or (known.record is None and record is not None)
+            if is_replaced and is_news and number not in self._connections:
+                self._bury(Proof(number, "another process has come in its place", record))
 
     def _dismiss(self, channel: Channel, reason: str) -> None:
         with contextlib.suppress(OSError):
@@ -479,6 +499,9 @@ class Steward:
             elif isinstance(decision, Stop):
                 self._has_stopped = True
                 self._tell({"stop": encode_reason(decision.reason)}, decision.reason)
+                for channel, _ in self._newcomers:
+                    self._dismiss(channel, decision.reason)
+                self._newcomers.clear()
                 self._stopped(decision.reason)
         return None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from collections.abc import Sequence
 
 __all__ = ["start_in_background"]
 
+_lock = threading.Lock()
 _started: list[subprocess.Popen[bytes]] = []
 """Kept, since a handle that is dropped complains of a process that still runs."""
 
@@ -16,8 +18,8 @@ def start_in_background(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
     Raises OSError.
     """
-    for before in [process for process in _started if process.poll() is not None]:
-        _started.remove(before)
+    with _lock:
+        _started[:] = [process for process in _started if process.poll() is None]
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -25,5 +27,6 @@ def start_in_background(command: Sequence[str]) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    _started.append(process)
+    with _lock:
+        _started.append(process)
     return process

@@ -220,6 +220,10 @@ class Channel:
         """Close the connection; a thread that waits on it is woken."""
         hang_up(self._sock)
 
+    def forget(self) -> None:
+        """In a forked child: the connection is the parent's, and ends with that."""
+        self._sock.close()
+
 
 def connect(
     family: socket.AddressFamily,

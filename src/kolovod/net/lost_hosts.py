@@ -19,14 +19,18 @@ _UNACKNOWLEDGED = struct.Struct(
 def notice_lost_host(fd: int) -> None:
     """Let the TCP connection break when its host acknowledges nothing that is sent for a second.
 
-    The host's kernel acknowledges, however busy its processes are. Something must be sent now and
-    then; other kinds of sockets stay as they are. The kernel counts from its first retransmission
-    on, and looks at its own times: who needs to know sooner asks ``HostWatch``, too.
+    The host's kernel acknowledges, however busy its processes are. Where nothing is sent, kernels
+    ask each other once a second; other kinds of sockets stay as they are. The kernel counts from
+    its first retransmission on, and looks at its own times: who needs to know sooner asks
+    ``HostWatch``, too.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=fd) as sock:
         try:
             milliseconds = int(UNACKNOWLEDGED_S * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         finally:
             sock.detach()
 

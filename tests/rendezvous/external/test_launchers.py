@@ -156,9 +156,11 @@ def test_a_wrong_environment_is_named(environ, message):
 
 def test_ranks_beyond_the_size_are_those_of_an_elastic_job():
     environ = {**KUBERNETES, "JOB_COMPLETION_INDEX": "3", "KOLOVOD_MAX_NP": "4"}
-    assert find(environ).rank == 3
-    with pytest.raises(InvalidArgumentError, match="the rank must be below the size"):
-        find({**environ, "KOLOVOD_MAX_NP": "3"})
+    elastic = {**environ, "KOLOVOD_MIN_NP": "1"}
+    assert find(elastic).rank == 3
+    for wrong in (environ, {**elastic, "KOLOVOD_MAX_NP": "3"}):
+        with pytest.raises(InvalidArgumentError, match="the rank must be below the size"):
+            find(wrong)
 
 
 def test_the_port_and_the_job_are_the_same_on_all_ranks_and_others_in_another_job():

@@ -27,6 +27,7 @@ from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutErro
 from kolovod.net import messages
 from kolovod.net.addresses import connect_any, endpoint, listen
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, connect
+from kolovod.net.lost_hosts import notice_lost_host
 from kolovod.net.server import Server, same_user
 
 __all__ = [
@@ -214,6 +215,8 @@ def ask_once(
         with contextlib.closing(channel):
             _check_user(channel)
             channel.send(message, deadline)
+            if answer_by is not None:
+                notice_lost_host(channel.fileno())
             answer: dict[str, Any] = channel.receive(answer_by or deadline)
     except AuthenticationError as error:
         raise AuthenticationError(f"rank {rank} cannot meet rank 0 {where}: {error}") from None

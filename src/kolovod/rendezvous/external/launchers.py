@@ -204,7 +204,9 @@ def _found(
 ) -> Found:
     rank = _required(launcher, environ, launcher.rank)
     size = _required(launcher, environ, launcher.size)
-    most = max(size, _optional(environ, ("KOLOVOD_MAX_NP",)) or 0)  # an elastic job may grow
+    most = size
+    if _optional(environ, ("KOLOVOD_MIN_NP",)):  # an elastic job, which may grow
+        most = max(size, _optional(environ, ("KOLOVOD_MAX_NP",)) or 0)
     if not rank < most:
         raise InvalidArgumentError(
             f"{launcher.rank[0]}={rank} and {launcher.size[0]}={size}: {launcher.name} cannot have "
