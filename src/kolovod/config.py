@@ -162,6 +162,7 @@ class Settings:
         0,
         "Ranks without which an elastic job waits. Set for ranks that Slurm, Kubernetes or others "
         "start, it makes their job an elastic one (docs/elastic.md). The same for all ranks.",
+        unit="ranks",
         minimum=0,
         engine=False,
         flag=False,
@@ -169,6 +170,7 @@ class Settings:
     max_np: int = _knob(
         0,
         "Ranks that such a job may have; 0: as many as it begins with.",
+        unit="ranks",
         minimum=0,
         engine=False,
         flag=False,

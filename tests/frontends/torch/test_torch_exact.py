@@ -131,8 +131,10 @@ def adasum(rank: int) -> Any:
 
 
 def test_steps_that_are_combined_by_adasum() -> None:
-    _, *survivors, _ = run_ranks(4, adasum, keep_going=True)
-    assert survivors == [[-3.0, -6.0, -6.0, -3.0]] * 2
+    _, first, second, _ = run_ranks(4, adasum, keep_going=True)
+    assert first == second
+    # Where only the killed ones had passed the third step's ticket, the others repeat that step.
+    assert first in ([-3.0, -6.0, -6.0, -3.0], [-2.0, -6.0, -6.0, -2.0])
 
 
 def alone(rank: int) -> list[int]:
