@@ -319,7 +319,8 @@ class GradientReducer:
             scale = self.spec.scale_of_sum(1.0 / self.verbs.world().size)
             used = marks[_MARKS:]
             tensors = self.parameters.tensors
-            stores.append(partial(results.store, tensors, done, lambda i: used[i] != 0, scale))
+            is_used, spare = (lambda i: used[i] != 0), self.sender.spare
+            stores.append(partial(results.store, tensors, done, is_used, scale, spare))
         if marks[_AGAIN]:
             stores += self._trip(self._agree_further(redo), [])
         return stores

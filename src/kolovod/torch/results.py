@@ -10,6 +10,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.torch.buckets import Buckets, Item
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.parameters import Parameters
+from kolovod.torch.spare import Spare
 
 
 def looked_at(
@@ -58,8 +59,9 @@ def store(
     done: Sequence[Item],
     is_used: Callable[[int], bool],
     scale_of_sum: float,
+    spare: Spare,
 ) -> None:
-    """Put results where the optimizer looks for them [5].
+    """Put results where the optimizer looks for them [5]; ``spare`` gets memory that is left over.
 
     ``is_used(index)``: a parameter that no rank has used keeps no gradient, as with one process.
     """
@@ -74,14 +76,19 @@ def store(
             if result is not grad:
                 grad.copy_(result)
         elif own is not None and own is not grad:
-            _take(own, grad)
+            spare.keep(index, _take(own, grad))
         if own is None and is_used(index):
             tensors[index].grad = grad
 
 
-def _take(own: torch.Tensor, result: torch.Tensor) -> None:
-    """Let ``own`` have the result's values: its memory, too, unless others see ``own``'s."""
+def _take(own: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Let ``own`` have the result's values: its memory, too, unless others see ``own``'s.
+
+    Returns what is left over.
+    """
     if own._is_view():
         own.copy_(result)
-    else:
-        own.data = result
+        return result
+    left = own.data
+    own.data = result
+    return left

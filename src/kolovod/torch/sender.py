@@ -19,6 +19,7 @@ from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item, Parcel
 from kolovod.torch.frontend import DTYPES, TorchFrontend, code_of
 from kolovod.torch.parameters import Parameters
+from kolovod.torch.spare import Spare
 
 _ALLREDUCE = _native.VERBS["allreduce"]
 _LATER = -1  # the address of a gradient on a GPU, until there is memory for its copy
@@ -37,6 +38,7 @@ class Sender:
         """``in_flight`` gets what is submitted."""
         assert isinstance(verbs.frontend, TorchFrontend)
         self.device = verbs.frontend.device
+        self.spare = Spare()
         self._parameters = parameters
         self._verbs = verbs
         self._frontend = verbs.frontend
@@ -80,7 +82,7 @@ class Sender:
             code = DTYPES.get(grad.dtype) if is_near else None
             if code is not None and not grad.is_sparse and grad.is_contiguous():
                 address = grad.data_ptr()
-                result = torch.empty_like(grad) if keeps else grad
+                result = self.spare.take(index, grad) if keeps else grad
                 entries.append((code, grad.shape, address, result.data_ptr()))
                 items.append((index, own, version, result, None))
                 continue
