@@ -72,6 +72,21 @@ class _Connection:
     contacts_told: int = 0
 
 
+@dataclass(frozen=True)
+class _Newcomer:
+    """Who has said hello, and was not let in yet."""
+
+    channel: Channel
+    hello: Any
+    known: frozenset[int]
+    """Members of the world that was the newest when it came: those it can follow in its slot."""
+
+    @property
+    def has_number(self) -> bool:
+        """Whether it was a member before."""
+        return isinstance(self.hello, dict) and self.hello.get("number") is not None
+
+
 class Steward:
     """Runs from ``start`` to ``close``. Its methods may be called on any thread."""
 
@@ -113,7 +128,7 @@ class Steward:
         }
         self._lock = threading.RLock()  # of the table and of what follows
         self._connections: dict[int, _Connection] = {}
-        self._newcomers: list[tuple[Channel, Any]] = []
+        self._newcomers: list[_Newcomer] = []
         self._contacts: list[Contact] = []  # in the order in which they came
         self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
         self._ending: set[int] = set()  # whose function has come to its end
@@ -150,8 +165,8 @@ class Steward:
             server.close()
         for connection in self._connections.values():
             connection.channel.close()
-        for channel, _ in self._newcomers:
-            channel.close()
+        for newcomer in self._newcomers:
+            newcomer.channel.close()
         os.close(self._bell)
 
     def forget(self) -> None:
@@ -236,7 +251,7 @@ class Steward:
                 return
             kept = channel.keep()
             notice_lost_host(kept.fileno())
-            self._newcomers.append((kept, hello))
+            self._newcomers.append(_Newcomer(kept, hello, self._table.formed.numbers))
         self._ring()
 
     def _serve(self) -> None:
@@ -297,14 +312,15 @@ class Steward:
     def _let_in(self) -> None:
         waiting, self._newcomers = self._still_there(self._newcomers), []
         came: list[int] = []
-        for channel, hello in waiting:
+        for newcomer in waiting:
+            channel, hello = newcomer.channel, newcomer.hello
             try:
                 member = self._member_of(hello)
             except BootstrapError as error:
                 self._dismiss(channel, str(error))
                 continue
             if member is None:  # no number can be given yet
-                self._newcomers.append((channel, hello))
+                self._newcomers.append(newcomer)
                 continue
             number = member.number
             self._drop(number)
@@ -344,25 +360,24 @@ class Steward:
         return Member(number, slot, host)
 
     @staticmethod
-    def _still_there(newcomers: list[tuple[Channel, Any]]) -> list[tuple[Channel, Any]]:
-        """Who has no number yet says nothing, so one that can be read has gone."""
+    def _still_there(newcomers: list[_Newcomer]) -> list[_Newcomer]:
+        """Who has no number yet says nothing after its hello, so one that can be read has gone."""
+        waiting = {n.channel.fileno(): n.channel for n in newcomers if not n.has_number}
         poll = select.poll()
-        for channel, _ in newcomers:
-            poll.register(channel.fileno(), select.POLLIN)
-        gone = {fd for fd, _ in poll.poll(0)} if newcomers else set()
-        for channel, _ in newcomers:
-            if channel.fileno() in gone:
-                channel.close()
-        return [(channel, hello) for channel, hello in newcomers if channel.fileno() >= 0]
+        for fd in waiting:
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(0) if waiting else ():
+            waiting[fd].close()
+        return [newcomer for newcomer in newcomers if newcomer.channel.fileno() >= 0]
 
     def _prove_replaced(self) -> None:
         """Whose slot another process has come to fill, and whose connection is gone, is dead."""
         if not self._policy.replaced_are_dead or not self._left:
             return
-        waiting = {hello["slot"] for _, hello in self._newcomers}
+        waiting = {(n.hello["slot"], number) for n in self._newcomers for number in n.known}
         for member in self._table.formed.members:
             number, slot = member.number, member.slot
-            is_replaced = slot in waiting or self._slots.get(slot, -1) > number
+            is_replaced = (slot, number) in waiting or self._slots.get(slot, -1) > number
             known = self._table.proofs.get(number)
             left = self._left.get(slot)
             record = left.record if left is not None and left.number == number else None
@@ -499,8 +514,8 @@ class Steward:
             elif isinstance(decision, Stop):
                 self._has_stopped = True
                 self._tell({"stop": encode_reason(decision.reason)}, decision.reason)
-                for channel, _ in self._newcomers:
-                    self._dismiss(channel, decision.reason)
+                for newcomer in self._newcomers:
+                    self._dismiss(newcomer.channel, decision.reason)
                 self._newcomers.clear()
                 self._stopped(decision.reason)
         return None
