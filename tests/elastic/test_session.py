@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,14 @@ import pytest
 
 from kolovod.elastic.ballots import NOTHING, Ballot, Proof, World
 from kolovod.elastic.membership import Policy
+from kolovod.elastic.protocol import encode_record
 from kolovod.elastic.session import Session
 from kolovod.elastic.steward import LABEL, Steward
 from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.errors import AuthenticationError, JobOverError
 from kolovod.net.addresses import address_of, connect_any, listen
 from kolovod.net.channel import new_secret
+from kolovod.rendezvous import versions
 
 SECRET = new_secret()
 HOSTS = ["a", "a", "b"]
@@ -234,6 +237,28 @@ def test_who_gives_up_is_left_out_though_it_lives(job: Job) -> None:
     with pytest.raises(JobOverError, match="this process has given up: ValueError"):
         job.sessions[1].next_world()
     job.sessions[1].leave()  # when the thread is over: it does nothing, to no descriptor
+
+
+def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
+    """Before the steward has looked at that; who has no number yet would be taken for gone."""
+    deadline = time.monotonic() + LIMIT_S
+    record = encode_record(NOTHING.told(job.world))
+    hello = {
+        **versions.own(),
+        "number": 2,
+        "slot": 2,
+        "host": "b",
+        "contact": ["127.0.0.1:4000", 1, "", ""],
+        "record": record,
+        "facts": None,
+    }
+    said = {"has_state": True, "leaves": False, "ends": False, "broken": "", "epoch": 1}
+    with contextlib.closing(connect_any(job.address, SECRET, LABEL, deadline)) as channel:
+        assert channel.receive(deadline)["is_here"]
+        with job.steward._lock:
+            channel.send(hello, deadline)
+            channel.send({"alive": record, **said}, deadline)
+        assert channel.receive(deadline)["you"] == [2, 2, "b"]
 
 
 def test_a_session_whose_connection_breaks_comes_again(job: Job) -> None:
