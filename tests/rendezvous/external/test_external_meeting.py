@@ -16,6 +16,10 @@ from contextlib import ExitStack
 import pytest
 import test_launchers as recorded
 
+from kolovod.errors import BootstrapError
+from kolovod.rendezvous.external import meeting
+from kolovod.rendezvous.external.launchers import find
+
 CODE = """
 import os, sys, numpy, kolovod
 members = eval(sys.argv[1]) if len(sys.argv) > 1 else None
@@ -215,3 +219,33 @@ for members in (None, [0, 1], None):
 def test_again_and_two_programs_one_after_the_other():
     texts(run([open_mpi(rank) for rank in range(2)], code=TWICE))
     texts(run([open_mpi(rank) for rank in range(2)], code=TWICE))
+
+
+@pytest.mark.parametrize(
+    ("resolved", "towards_n2", "expected"),
+    [
+        ("10.1.1.1", None, "10.1.1.1"),
+        ("127.0.1.1", "10.1.1.1", "10.1.1.1"),  # many systems give their own name that address
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),  # all hosts are this one
+        ("127.0.0.1", None, "127.0.0.1"),
+    ],
+)
+def test_the_address_at_which_others_look_for_rank_0(monkeypatch, resolved, towards_n2, expected):
+    def interface_to(address):
+        assert address.startswith("n2:")
+        if towards_n2 is None:
+            raise OSError("not known")
+        return towards_n2
+
+    monkeypatch.setattr(meeting, "resolve", lambda name: [resolved])
+    monkeypatch.setattr(meeting, "interface_to", interface_to)
+    assert meeting.store_addresses(find(recorded.SLURM), 1.0) == [expected]
+
+
+def test_a_name_that_means_something_else_on_each_host(monkeypatch):
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    monkeypatch.setattr(meeting, "resolve", lambda name: ["127.0.1.1"])
+    with pytest.raises(
+        BootstrapError, match=r"a is 127\.0\.1\.1 here, where no other host reaches"
+    ):
+        meeting.store_addresses(find(told), 1.0)

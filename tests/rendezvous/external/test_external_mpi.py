@@ -13,10 +13,8 @@ import pytest
 import worlds
 from slow import slow_but
 
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import InvalidArgumentError
 from kolovod.net.addresses import LOOPBACK, own_addresses
-from kolovod.rendezvous.external import meeting
-from kolovod.rendezvous.external.launchers import find
 from kolovod.rendezvous.external.mpi import ranks_of
 
 pytestmark = pytest.mark.frameworks
@@ -120,42 +118,3 @@ def test_an_mpi4py_of_another_mpi():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "mpi4py uses another MPI (" in done.stdout, done.stderr
     assert "for which this is rank 0 of 1" in done.stdout
-
-
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_NTASKS": "2",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-}
-
-
-@pytest.mark.parametrize(
-    ("resolved", "towards_n2", "expected"),
-    [
-        ("10.1.1.1", None, "10.1.1.1"),
-        ("127.0.1.1", "10.1.1.1", "10.1.1.1"),  # many systems give their own name that address
-        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),  # all hosts are this one
-        ("127.0.0.1", None, "127.0.0.1"),
-    ],
-)
-def test_the_address_at_which_others_look_for_rank_0(monkeypatch, resolved, towards_n2, expected):
-    def interface_to(address):
-        assert address.startswith("n2:")
-        if towards_n2 is None:
-            raise OSError("not known")
-        return towards_n2
-
-    monkeypatch.setattr(meeting, "resolve", lambda name: [resolved])
-    monkeypatch.setattr(meeting, "interface_to", interface_to)
-    assert meeting._own_addresses(find(SLURM), 1.0) == [expected]
-
-
-def test_a_name_that_means_something_else_on_each_host(monkeypatch):
-    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    monkeypatch.setattr(meeting, "resolve", lambda name: ["127.0.1.1"])
-    with pytest.raises(
-        BootstrapError, match=r"a is 127\.0\.1\.1 here, where no other host reaches"
-    ):
-        meeting._own_addresses(find(told), 1.0)
