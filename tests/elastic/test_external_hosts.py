@@ -155,10 +155,11 @@ def test_what_a_rank_has_forked_does_not_keep_it_alive(start: Callable[..., Pods
         job.goes_on("abc".replace(host, ""))
         job.running[host] = job.start(host, FORKS)
         job.goes_on("abc")
-    job.lose("b")
-    job.goes_on("ac")
-    job.come_again("b")
-    job.goes_on("abc")
+        # It has forked once, and the steward is still the one that it came to.
+        job.lose(host)
+        job.goes_on("abc".replace(host, ""))
+        job.come_again(host)
+        job.goes_on("abc")
     job.end()
 
 
