@@ -26,10 +26,11 @@ from kolovod.elastic import ballots, door, record_file
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.protocol import (
     Contact,
+    Hello,
     Left,
     encode_contact,
     encode_facts,
-    encode_left,
+    encode_hello,
     encode_member,
     encode_policy,
     encode_proof,
@@ -222,8 +223,9 @@ def elastic_messages(folder: Path) -> None:
     contact = Contact(1, "127.0.0.1:4000", 17, "boot pid:[4026531836]", "/proc/17/fd/5")
     told = encode_facts(facts), encode_contact(contact), encode_policy(Policy())
     at_the_door = door.Facts("127.0.0.1:4000", "0123abcd", "feed", ("a", "a", "b"))._asdict()
-    left = encode_left(Left(7, records[2]))
-    for value in (*told, encode_proof(proofs[2]), at_the_door, left):
+    left = Left(7, records[2])
+    hello = encode_hello(Hello(None, 2, "b", contact, ballots.NOTHING, facts, left))
+    for value in (*told, encode_proof(proofs[2]), at_the_door, hello):
         keep(folder, "steward", json.dumps(value).encode())
     for record in records:
         fd, path = record_file.new_file()

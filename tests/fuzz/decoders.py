@@ -178,7 +178,7 @@ def _of_a_steward(message: Any) -> None:
         (elastic_protocol.facts_of, elastic_protocol.encode_facts),
         (elastic_protocol.contact_of, elastic_protocol.encode_contact),
         (elastic_protocol.policy_of, elastic_protocol.encode_policy),
-        (elastic_protocol.left_of, elastic_protocol.encode_left),
+        (elastic_protocol.hello_of, elastic_protocol.encode_hello),
         (door.facts_of, door.Facts._asdict),
     ]
     for parse, encode in pairs:
@@ -298,7 +298,8 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "facts_of",
         "contact_of",
         "policy_of",
-        "left_of",
+        "hello_of",
+        "_left_of",
     ),
     "kolovod.elastic.door": ("facts_of",),
     "kolovod.elastic.record_file": ("read", "parse"),

@@ -50,12 +50,13 @@ from kolovod.net.messages import MAX_RANKS
 
 __all__ = [
     "Contact",
+    "Hello",
     "Left",
     "ballot_of",
     "contact_of",
     "encode_contact",
     "encode_facts",
-    "encode_left",
+    "encode_hello",
     "encode_member",
     "encode_policy",
     "encode_proof",
@@ -64,7 +65,7 @@ __all__ = [
     "encode_stamp",
     "encode_world",
     "facts_of",
-    "left_of",
+    "hello_of",
     "list_of",
     "member_of",
     "policy_of",
@@ -106,15 +107,19 @@ class Left(NamedTuple):
     record: Record
 
 
-def encode_left(left: Left) -> list[Any]:
-    """See the module."""
-    return [left.number, encode_record(left.record)]
+class Hello(NamedTuple):
+    """Who a member is, or one who wants to be."""
 
-
-def left_of(row: Any) -> Left:
-    """Raises BootstrapError."""
-    given = _named(row, ("number", "record"), "what a process has left")
-    return Left(messages.whole(given, "number", 0, _MAX_NUMBER), record_of(given["record"]))
+    number: int | None
+    slot: int
+    host: str
+    contact: Contact
+    """Its number counts only if the member has one."""
+    record: Record
+    facts: Facts | None = None
+    """That it has of another steward."""
+    left: Left | None = None
+    """What it has found of the process that was in its slot before."""
 
 
 def encode_member(member: Member) -> list[Any]:
@@ -173,6 +178,20 @@ def encode_facts(facts: Facts) -> dict[str, Any]:
 def encode_contact(contact: Contact) -> list[Any]:
     """See the module."""
     return list(contact)
+
+
+def encode_hello(hello: Hello) -> dict[str, Any]:
+    """See the module."""
+    left = hello.left
+    return {
+        "number": hello.number,
+        "slot": hello.slot,
+        "host": hello.host,
+        "contact": encode_contact(hello.contact)[1:],
+        "record": encode_record(hello.record),
+        "left": None if left is None else [left.number, encode_record(left.record)],
+        "facts": None if hello.facts is None else encode_facts(hello.facts),
+    }
 
 
 def encode_policy(policy: Policy) -> dict[str, Any]:
@@ -285,6 +304,28 @@ def contact_of(row: Any) -> Contact:
         messages.text(given, "pid_space", _MAX_PID_SPACE),
         messages.text(given, "record_path", _MAX_PATH),
     )
+
+
+def hello_of(value: Any) -> Hello:
+    """Who has come."""
+    given = messages.mapping(value)
+    has_number = given.get("number") is not None
+    number = messages.whole(given, "number", 0, _MAX_NUMBER) if has_number else None
+    left, facts = given.get("left"), given.get("facts")
+    return Hello(
+        number,
+        messages.whole(given, "slot", 0, _MAX_NUMBER),
+        messages.text(given, "host", _MAX_HOST),
+        contact_of([number or 0, *list_of(given.get("contact"), lambda item: item, "contacts")]),
+        record_of(given.get("record")),
+        None if facts is None else facts_of(facts),
+        None if left is None else _left_of(left),
+    )
+
+
+def _left_of(row: Any) -> Left:
+    given = _named(row, ("number", "record"), "what a process has left")
+    return Left(messages.whole(given, "number", 0, _MAX_NUMBER), record_of(given["record"]))
 
 
 def policy_of(value: Any) -> Policy:

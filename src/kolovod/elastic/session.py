@@ -21,11 +21,12 @@ from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, World
 from kolovod.elastic.deputy import Deputy, Known, Outside
 from kolovod.elastic.mates import Mates, pid_space
 from kolovod.elastic.protocol import (
+    Contact,
+    Hello,
     Left,
     ballot_of,
     contact_of,
-    encode_facts,
-    encode_left,
+    encode_hello,
     encode_proof,
     encode_reason,
     encode_record,
@@ -323,22 +324,19 @@ class Session:
         facts = self._deputy.facts
         with self._lock:
             self._rendezvous = answer.rendezvous
-            hello = {
-                **versions.own(),
-                "number": self._number,
-                "slot": self._slot,
-                "host": self._host,
-                "contact": [
-                    self._deputy.addresses,
-                    os.getpid(),
-                    pid_space(),
-                    self._file.path,
-                ],
-                "record": encode_record(self._record),
-                "left": None if self._left is None else encode_left(self._left),
-                "facts": None if facts is None else encode_facts(facts),
-            }
-        channel.send(hello, time.monotonic() + _SEND_S)
+            number = self._number
+            hello = Hello(
+                number,
+                self._slot,
+                self._host,
+                Contact(
+                    number or 0, self._deputy.addresses, os.getpid(), pid_space(), self._file.path
+                ),
+                self._record,
+                facts,
+                self._left,
+            )
+        channel.send({**versions.own(), **encode_hello(hello)}, time.monotonic() + _SEND_S)
         # Who has started them all sees them end, and knows why.
         self._converse(channel, tells_proofs=answer.steward != FIRST_LAUNCHER)
 

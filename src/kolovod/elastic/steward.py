@@ -18,20 +18,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kolovod.elastic.arrivals import Arrivals, Newcomer
 from kolovod.elastic.ballots import Member, Proof, World
 from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
 from kolovod.elastic.protocol import (
     Contact,
-    Left,
-    contact_of,
     encode_contact,
     encode_facts,
     encode_member,
     encode_policy,
     encode_reason,
     encode_world,
-    facts_of,
-    left_of,
+    hello_of,
     list_of,
     proof_of,
     reason_of,
@@ -70,21 +68,6 @@ class _Connection:
     said_s: float = 0.0
     facts_told: Any = None
     contacts_told: int = 0
-
-
-@dataclass(frozen=True)
-class _Newcomer:
-    """Who has said hello, and was not let in yet."""
-
-    channel: Channel
-    hello: Any
-    known: frozenset[int]
-    """Members of the world that was the newest when it came: those it can follow in its slot."""
-
-    @property
-    def has_number(self) -> bool:
-        """Whether it was a member before."""
-        return isinstance(self.hello, dict) and self.hello.get("number") is not None
 
 
 class Steward:
@@ -128,12 +111,10 @@ class Steward:
         }
         self._lock = threading.RLock()  # of the table and of what follows
         self._connections: dict[int, _Connection] = {}
-        self._newcomers: list[_Newcomer] = []
+        self._arrivals = Arrivals()
         self._contacts: list[Contact] = []  # in the order in which they came
         self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
         self._ending: set[int] = set()  # whose function has come to its end
-        self._slots: dict[int, int] = {}  # the number of the member that fills it
-        self._left: dict[int, Left | None] = {}  # by slot, what who comes has found there
         self._formed_told = table.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
         for member, since_s in silent_since_s.items():
@@ -165,7 +146,7 @@ class Steward:
             server.close()
         for connection in self._connections.values():
             connection.channel.close()
-        for newcomer in self._newcomers:
+        for newcomer in self._arrivals.take():
             newcomer.channel.close()
         os.close(self._bell)
 
@@ -212,12 +193,12 @@ class Steward:
     def number_in(self, slot: int) -> int | None:
         """The member that has come last to fill ``slot``."""
         with self._lock:
-            return self._slots.get(slot)
+            return self._arrivals.last_in(slot)
 
     def is_filled(self, slot: int) -> bool:
         """Whether a process that fills it is connected."""
         with self._lock:
-            return self._slots.get(slot) in self._connections
+            return self._arrivals.last_in(slot) in self._connections
 
     @property
     def world(self) -> World:
@@ -241,17 +222,21 @@ class Steward:
         """On the connection's own thread: say who is here, and hear who has come."""
         here = {**self._here, "formed": encode_world(self.world)}
         channel.send(here, time.monotonic() + _SEND_S)
-        hello = channel.receive(time.monotonic() + _HELLO_S)
-        if (other := versions.find_other(hello)) is not None:
-            text = f"this rank has {other}, its launcher {versions.OURS}: {versions.ADVICE}"
-            channel.send({"stop": text}, time.monotonic() + _SEND_S)
+        message = channel.receive(time.monotonic() + _HELLO_S)
+        try:
+            if (other := versions.find_other(message)) is not None:
+                ours = f"its launcher {versions.OURS}: {versions.ADVICE}"
+                raise BootstrapError(f"this rank has {other}, {ours}")
+            hello = hello_of(message)
+        except BootstrapError as error:
+            channel.send({"stop": encode_reason(str(error))}, time.monotonic() + _SEND_S)
             return
         with self._lock:
             if self._is_closed:
                 return
             kept = channel.keep()
             notice_lost_host(kept.fileno())
-            self._newcomers.append(_Newcomer(kept, hello, self._table.formed.numbers))
+            self._arrivals.add(Newcomer(kept, hello, self._table.formed.numbers))
         self._ring()
 
     def _serve(self) -> None:
@@ -310,28 +295,31 @@ class Steward:
                 self._mark_dead(rank, proof.cause, world.epoch)
 
     def _let_in(self) -> None:
-        waiting, self._newcomers = self._still_there(self._newcomers), []
         came: list[int] = []
-        for newcomer in waiting:
+        for newcomer in self._arrivals.take():
             channel, hello = newcomer.channel, newcomer.hello
-            try:
-                member = self._member_of(hello)
-            except BootstrapError as error:
-                self._dismiss(channel, str(error))
-                continue
+            if hello.facts is not None:
+                self._table.merge(hello.facts, time.monotonic())
+            if hello.number is None:
+                member = self._table.enter(hello.slot, hello.host, time.monotonic())
+            else:
+                member = Member(hello.number, hello.slot, hello.host)
             if member is None:  # no number can be given yet
-                self._newcomers.append(newcomer)
+                self._arrivals.add(newcomer)
                 continue
             number = member.number
+            if number in self._table.proofs:
+                self._dismiss(channel, f"member {number} is known to have ended")
+                continue
             self._drop(number)
             connection = self._connections[number] = _Connection(
                 channel, HostWatch(channel.fileno())
             )
-            self._slots[member.slot] = max(number, self._slots.get(member.slot, -1))
+            self._arrivals.fill(member)
             self._table.coming.discard(member.slot)
             self._table.hear(number)
-            self._table.see(record_of(hello["record"]))
-            self._contacts.append(contact_of([number, *hello["contact"]]))
+            self._table.see(hello.record)
+            self._contacts.append(hello.contact._replace(number=number))
             world = encode_world(self._table.formed)
             self._send(number, connection, {"you": encode_member(member), "formed": world})
             came.append(number)
@@ -340,50 +328,17 @@ class Steward:
         elif came:
             self._tell_news(came)
 
-    def _member_of(self, hello: Any) -> Member | None:
-        """Who says hello; it gets a number if it has none. Raises BootstrapError."""
-        given = messages.mapping(hello)
-        slot = messages.whole(given, "slot", 0, _MAX_SLOT)
-        host = messages.text(given, "host", 255)
-        record_of(given.get("record"))
-        contact_of([0, *list_of(given.get("contact"), lambda item: item, "contacts")])
-        if given.get("facts") is not None:  # of another steward
-            self._table.merge(facts_of(given["facts"]), time.monotonic())
-        if given.get("number") is None:
-            left = given.get("left")
-            if left is not None or slot not in self._left:
-                self._left[slot] = None if left is None else left_of(left)
-            return self._table.enter(slot, host, time.monotonic())
-        number = messages.whole(given, "number", 0, _MAX_SLOT)
-        if number in self._table.proofs:
-            raise BootstrapError(f"member {number} is known to have ended")
-        return Member(number, slot, host)
-
-    @staticmethod
-    def _still_there(newcomers: list[_Newcomer]) -> list[_Newcomer]:
-        """Who has no number yet says nothing after its hello, so one that can be read has gone."""
-        waiting = {n.channel.fileno(): n.channel for n in newcomers if not n.has_number}
-        poll = select.poll()
-        for fd in waiting:
-            poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll(0) if waiting else ():
-            waiting[fd].close()
-        return [newcomer for newcomer in newcomers if newcomer.channel.fileno() >= 0]
-
     def _prove_replaced(self) -> None:
         """Whose slot another process has come to fill, and whose connection is gone, is dead."""
-        if not self._policy.replaced_are_dead or not self._left:
+        if not self._policy.replaced_are_dead:
             return
-        waiting = {(n.hello["slot"], number) for n in self._newcomers for number in n.known}
         for member in self._table.formed.members:
-            number, slot = member.number, member.slot
-            is_replaced = (slot, number) in waiting or self._slots.get(slot, -1) > number
-            known = self._table.proofs.get(number)
-            left = self._left.get(slot)
-            record = left.record if left is not None and left.number == number else None
-            is_news = known is None or (known.record is None and record is not None)
-            if is_replaced and is_news and number not in self._connections:
-                self._bury(Proof(number, "another process has come in its place", record))
+            if member.number in self._connections or not self._arrivals.follow(member):
+                continue
+            known, record = self._table.proofs.get(member.number), self._arrivals.record_of(member)
+            if known is None or (known.record is None and record is not None):
+                cause = "another process has come in its place"
+                self._bury(Proof(member.number, cause, record))
 
     def _dismiss(self, channel: Channel, reason: str) -> None:
         with contextlib.suppress(OSError):
@@ -514,9 +469,8 @@ class Steward:
             elif isinstance(decision, Stop):
                 self._has_stopped = True
                 self._tell({"stop": encode_reason(decision.reason)}, decision.reason)
-                for newcomer in self._newcomers:
+                for newcomer in self._arrivals.take():
                     self._dismiss(newcomer.channel, decision.reason)
-                self._newcomers.clear()
                 self._stopped(decision.reason)
         return None
 

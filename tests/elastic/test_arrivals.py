@@ -1,0 +1,114 @@
+"""kolovod.elastic.arrivals: what processes that come to a steward prove of those before them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kolovod.elastic.ballots import NOTHING, Ballot, Member, World
+from kolovod.elastic.membership import Policy
+from kolovod.elastic.protocol import Contact, Hello, Left, encode_hello
+from kolovod.elastic.steward import LABEL, Steward
+from kolovod.elastic.table import Facts, Table, first_world
+from kolovod.net.addresses import address_of, connect_any, listen
+from kolovod.net.channel import Channel, new_secret
+from kolovod.rendezvous import versions
+
+SECRET = new_secret()
+LIMIT_S = 30.0
+WORLD = first_world([(0, "a"), (1, "b"), (2, "c")])
+REPLACED = "another process has come in its place"
+
+
+class Job:
+    """A steward of a world of three of which nobody has come: it may give no numbers."""
+
+    def __init__(self) -> None:
+        listeners = listen(["127.0.0.1"], backlog=16)
+        self.address = address_of(listeners[0])
+        self.table = Table(WORLD)
+        self.steward = Steward(
+            0,
+            self.table,
+            Policy(replaced_are_dead=True),
+            SECRET,
+            listeners,
+            formed=lambda world, reason: None,
+            stopped=lambda reason: None,
+        )
+        self.steward.start()
+
+    def hello(self, stack: contextlib.ExitStack, hello: Hello) -> Channel:
+        deadline = time.monotonic() + LIMIT_S
+        channel = stack.enter_context(
+            contextlib.closing(connect_any(self.address, SECRET, LABEL, deadline))
+        )
+        assert channel.receive(deadline)["is_here"]
+        channel.send({**versions.own(), **encode_hello(hello)}, deadline)
+        return channel
+
+
+@pytest.fixture(name="job")
+def made_job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.steward.close()
+
+
+def hello_of(slot: int, number: int | None = None, **told: Any) -> Hello:
+    contact = Contact(number or 0, "127.0.0.1:4000", 1, "", "")
+    return Hello(number, slot, "abc"[slot], contact, NOTHING, **told)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_who_comes_proves_that_the_one_before_has_ended(job: Job) -> None:
+    record = NOTHING.told(WORLD)
+    with contextlib.ExitStack() as stack:
+        job.hello(stack, hello_of(2, left=Left(2, record)))
+        until(lambda: 2 in job.table.proofs)
+        proof = job.table.proofs[2]
+    assert (proof.cause, proof.record) == (REPLACED, record)
+    assert job.table.proofs.keys() == {2}
+
+
+def test_one_that_is_connected_has_not_ended(job: Job) -> None:
+    with contextlib.ExitStack() as stack:
+        job.hello(stack, hello_of(2, 2))
+        until(lambda: job.steward.is_filled(2))
+        job.hello(stack, hello_of(2))
+        job.hello(stack, hello_of(1))
+        until(lambda: 1 in job.table.proofs)
+        assert job.table.proofs.keys() == {1}
+
+
+def test_an_old_hello_proves_nothing_of_who_has_come_since(job: Job) -> None:
+    """Another steward has let the process in, and its old connection is not known to be gone."""
+    replacement = Member(1 << 20, 2, "c")
+    newer = World(Ballot(1, 1), 2, (*WORLD.members[:2], replacement), (WORLD,))
+    facts = Facts(newer, {}, {}, frozenset(), frozenset())
+    with contextlib.ExitStack() as stack:
+        job.hello(stack, hello_of(2))
+        until(lambda: 2 in job.table.proofs)
+        job.hello(stack, hello_of(1, 1, facts=facts))
+        until(lambda: job.steward.world == newer)
+        job.hello(stack, hello_of(0))  # of which a proof follows, in a later turn
+        until(lambda: 0 in job.table.proofs)
+        assert replacement.number not in job.table.proofs
+        job.hello(stack, hello_of(2))  # a new process: now it has ended
+        until(lambda: replacement.number in job.table.proofs)
+
+
+def test_a_malformed_hello_is_answered(job: Job) -> None:
+    with contextlib.ExitStack() as stack:
+        channel = job.hello(stack, hello_of(1)._replace(slot=-1))
+        assert "slot" in channel.receive(time.monotonic() + LIMIT_S)["stop"]
