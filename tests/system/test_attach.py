@@ -248,7 +248,10 @@ def test_if_the_agent_is_killed_its_ranks_are_lost_and_named(folder: Path) -> No
 
 @pytest.mark.slow
 def test_a_closed_terminal_is_survived(folder: Path) -> None:
-    with job(folder) as launcher:
+    with contextlib.ExitStack() as stack:  # the tests may run under nohup, which is inherited
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        stack.callback(signal.signal, signal.SIGHUP, before)
+        launcher = stack.enter_context(job(folder))
         launcher.send_signal(signal.SIGHUP)
         launcher.communicate(timeout=DEADLINE_S)
         assert launcher.returncode == -signal.SIGHUP
