@@ -51,6 +51,7 @@ __all__ = [
     "StartTimeoutError",
     "WaitTimeoutError",
     "from_engine",
+    "unreached_rank",
 ]
 
 
@@ -157,6 +158,16 @@ _BY_STATUS: dict[str, type[KolovodError]] = {
 }
 
 _LEADING_RANK = re.compile(r"(?:the host of )?rank (\d{1,9})\b")
+
+
+def unreached_rank(error: BaseException) -> int | None:
+    """The rank that others could not reach, or waited for in vain; None: ``error`` is another one.
+
+    In the numbering of the world that has ended, or could not be formed.
+    """
+    if isinstance(error, (RankLostError, LateRankError)):
+        return error.rank
+    return _leading_rank(str(error)) if isinstance(error, BootstrapError) else None
 
 
 def _leading_rank(message: str) -> int | None:

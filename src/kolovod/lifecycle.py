@@ -27,6 +27,7 @@ from kolovod.errors import (
     CollectiveAbortedError,
     InvalidArgumentError,
     NotInitializedError,
+    unreached_rank,
 )
 from kolovod.observe import timeline
 from kolovod.rendezvous.bootstrap import bootstrap
@@ -61,8 +62,11 @@ class Guide(Protocol):
         """Return when there is one that this process has not been in."""
         ...
 
-    def failed(self, reason: str) -> None:
-        """The present world has failed, or could not be formed."""
+    def failed(self, reason: str, unreached: int | None = None) -> None:
+        """The present world has failed, or could not be formed.
+
+        ``unreached``: the rank in it that could not be reached, if that is why.
+        """
         ...
 
 
@@ -194,7 +198,7 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
             failures += 1
             if failures == _MOST_FAILURES:
                 raise
-            guide.failed(str(error))
+            guide.failed(str(error), unreached_rank(error))
 
 
 def shutdown() -> None:

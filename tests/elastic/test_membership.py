@@ -179,7 +179,7 @@ def test_too_few_end_their_step_and_wait_for_more_until_the_elastic_timeout():
 def test_a_world_that_its_members_say_has_failed_is_formed_anew():
     job = Job("ab")
     job.settle()
-    job.table.fail(1, "connection reset", 5.0)
+    job.table.fail(1, "connection reset", 5.0, 0)
     job.now_s = 5.2
     assert isinstance(job.decide(), Wait)  # a proof may come
     job.now_s = 5.0 + POLICY.broken_s
@@ -187,8 +187,68 @@ def test_a_world_that_its_members_say_has_failed_is_formed_anew():
     assert made[0].urgent
     assert "epoch 1 has failed: connection reset" in made[0].reason
     assert job.hosts() == "ab"
-    job.table.fail(1, "again", 6.0)  # an old one's failure says nothing
+    job.table.fail(1, "again", 6.0, 0)  # an old one's failure says nothing
     assert isinstance(job.decide(), Wait)
+
+
+def test_a_world_that_fails_before_who_joined_has_the_state_is_formed_anew():
+    job = Job("ab")
+    job.settle()
+    number = job.enter(2, "c")
+    job.now_s = 5.0
+    job.settle()
+    assert job.world.joined == {number}
+    job.table.fail(2, "connection reset", 6.0, 0)
+    job.now_s = 7.0
+    made = job.settle()
+    assert len([step for step in made if isinstance(step, Propose)]) <= 2  # one world, asked twice
+    assert job.hosts() == "abc"
+    assert (job.world.epoch, job.world.joined) == (3, {number})
+
+
+def test_whom_others_cannot_reach_twice_in_a_row_is_left_out():
+    """Two hosts that cannot reach each other; the steward hears of both."""
+    job = Job("abcd")
+    job.settle()
+    job.table.fail(1, "rank 3 is lost", 5.0, 2, 3)
+    job.table.fail(1, "rank 3 is lost", 5.0, 3, 2)
+    job.table.fail(1, "rank 3 is lost", 5.0, 0, 2)
+    job.now_s = 6.0
+    job.settle()
+    assert job.hosts() == "abcd"  # a connection may break once
+    job.table.fail(2, "rank 2 is lost", 7.0, 3, 2)
+    job.table.fail(2, "rank 2 is lost", 7.0, 2, 2)  # it was told so itself
+    job.now_s = 8.0
+    made = job.settle()
+    assert job.hosts() == "abd"
+    assert made[0].urgent
+    assert made[0].reason.startswith("rank 2 on host c is left out, which others cannot reach, ")
+    job.table.fail(3, "rank 1 is lost", 9.0, 0, 1)
+    job.now_s = 10.0
+    job.settle()
+    assert job.hosts() == "abd"  # of these members it is the first time
+
+
+def test_of_two_that_cannot_reach_each_other_the_later_one_is_left_out():
+    job = Job("ab")
+    job.settle()
+    for epoch, now_s in ((1, 5.0), (2, 7.0)):
+        job.table.fail(epoch, "rank 1 is lost", now_s, 0, 1)
+        job.table.fail(epoch, "rank 0 is lost", now_s, 1, 0)
+        job.now_s = now_s + 1.0
+        job.settle()
+    assert job.hosts() == "a"
+
+
+def test_failures_far_apart_or_of_other_causes_leave_nobody_out():
+    job = Job("abc")
+    job.settle()
+    for epoch, now_s, unreached in ((1, 5.0, 2), (2, 50.0, 2), (3, 51.0, None), (4, 52.0, 2)):
+        job.table.fail(epoch, "it failed", now_s, 0, unreached)
+        job.now_s = now_s + 0.9
+        job.settle()
+        assert job.hosts() == "abc"
+        assert job.world.epoch == epoch + 1
 
 
 def test_no_more_than_max_np():

@@ -23,7 +23,7 @@ from kolovod.core.uncaught import first_line
 from kolovod.core.world import current
 from kolovod.elastic.running import join
 from kolovod.elastic.session import Session
-from kolovod.errors import JobOverError
+from kolovod.errors import JobOverError, unreached_rank
 from kolovod.notices import report_to_stderr
 
 __all__ = ["enough", "entering", "failed", "gives_up", "must_sync", "session", "stops", "synced"]
@@ -63,7 +63,7 @@ def failed(error: BaseException) -> None:
     """An operation has failed: another world must follow."""
     own = session()
     if own is not None:
-        own.failed(first_line(error))
+        own.failed(first_line(error), unreached_rank(error))
 
 
 def stops() -> None:

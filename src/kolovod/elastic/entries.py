@@ -35,7 +35,7 @@ class _Alone:
         """One of its own: what the script does before ``run`` concerns nobody else."""
         return lifecycle.Place(0, 0, (0,))
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str, unreached: int | None = None) -> None:
         """Nobody else can make it fail, so another try would not help."""
         raise BootstrapError(reason)
 

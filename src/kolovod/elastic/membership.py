@@ -132,9 +132,10 @@ def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision
         return _ask(table, line, steward, ())
     office = table.office
     assert office is not None
-    is_broken = table.broken_since_s(line.formed) is not None
+    is_broken = table.failures.of(line.formed) is not None
     stands = office.proposal is not None and table.stands(office.proposal, line, gone)
-    if office.proposal is not None and stands and not (is_broken and office.proposal.joined):
+    brings_others = office.proposal is not None and office.proposal.numbers - line.formed.numbers
+    if office.proposal is not None and stands and not (is_broken and brings_others):
         urgent = bool(_lost(table, line.formed, gone))
         return _pursue(table, office, office.proposal, policy, urgent)
     plan = _plan(table, line, policy, gone, now_s)
@@ -213,21 +214,22 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     world = line.formed
     source = line.basis[0] if line.lost else world
     alive = [m for m in source.members if m.number not in table.proofs and m.number not in gone]
-    stay = [m for m in alive if not _leaves(m, table)]
+    failure, unreached = table.failures.of(world), table.failures.to_leave_out(world)
+    stay = [m for m in alive if not _leaves(m, table) and m.number != unreached]
     lost = _lost(table, world, gone)
     asked = set() if table.office is None else table.office.asked
     stopped = line.stopped or not asked.isdisjoint(world.numbers)
-    broken_s = table.broken_since_s(world)
-    urgent = bool(lost or line.open or stopped or broken_s is not None)
+    urgent = bool(lost or line.open or stopped or failure is not None)
     joiners = _joiners(table, line, gone, {member.slot for member in stay})
     reasons = [_name_lost(world, m, table.proofs) for m in lost]
-    reasons += [f"{world.name(m.number)} leaves" for m in alive if m not in stay]
-    if broken_s is not None and not lost:
-        if now_s < broken_s + policy.broken_s:
-            until_s = broken_s + policy.broken_s
+    reasons += [f"{world.name(m.number)} leaves" for m in alive if _leaves(m, table)]
+    if failure is not None and not lost:
+        until_s = failure.since_s + policy.broken_s
+        if now_s < until_s:
             return _Plan(otherwise=Wait(until_s, "its members say that the world has failed"))
-        assert table.broken is not None
-        reasons.append(f"epoch {world.epoch} has failed: {table.broken[1]}")
+        if unreached is not None:
+            reasons.append(f"{world.name(unreached)} is left out, which others cannot reach")
+        reasons.append(f"epoch {world.epoch} has failed: {failure.reason}")
     if line.open:
         reasons.append("a proposal may have formed that nobody here was told of")
     elif stopped:

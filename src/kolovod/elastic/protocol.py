@@ -14,7 +14,7 @@ speak when they have to::
                          "contact": [addresses, pid, pid space, path of the record]}
     steward -> member   {"you": member, "formed": world}
     member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "ends": bool,
-                         "broken": text, "epoch": n}
+                         "broken": text, "epoch": n, "unreached": n or null}
                         {"promised": record}
                         {"agreed": [[term, steward], epoch], "record": record}
                         {"resigns": text, "record": record}

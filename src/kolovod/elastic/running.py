@@ -43,6 +43,7 @@ from kolovod.errors import (
     CollectiveAbortedError,
     InvalidArgumentError,
     JobOverError,
+    unreached_rank,
 )
 from kolovod.notices import report_to_stderr
 from kolovod.rendezvous.rank_environment import read_rank_environment
@@ -177,7 +178,7 @@ class _Worlds:
         self._session = session
 
     def reform(self, error: CollectiveAbortedError) -> None:
-        self._session.failed(str(error))
+        self._session.failed(str(error), unreached_rank(error))
         lifecycle.shutdown()
         lifecycle.init()
 

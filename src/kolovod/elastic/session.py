@@ -108,6 +108,7 @@ class Session:
         self._leaves = False
         self._ends = False
         self._broken = ""
+        self._unreached: int | None = None
         self._pending: World | None = None  # not urgent, and not agreed to yet
         self._stops = False  # at a place where all ranks stop alike
         self._wanted_until_s = math.inf
@@ -165,15 +166,22 @@ class Session:
             number = self._number
             assert number is not None
             self._current, self._broken, self._stops = world, "", False
+            self._unreached = None
             if number not in world.joined:
                 self._has_state = True
             numbers = tuple(member.number for member in world.members)
             return Place(world.epoch, numbers.index(number), numbers, self._rendezvous)
 
-    def failed(self, reason: str) -> None:
-        """The present world has failed, or could not be formed: another one must follow."""
+    def failed(self, reason: str, unreached: int | None = None) -> None:
+        """The present world has failed, or could not be formed: another one must follow.
+
+        ``unreached``: the rank in it that could not be reached, if that is why.
+        """
         with self._lock:
             self._broken = reason or "it failed"
+            members = () if self._current is None else self._current.members
+            if unreached is not None and unreached < len(members):
+                self._unreached = members[unreached].number
         self._ring()
 
     @property
@@ -407,6 +415,7 @@ class Session:
                 "ends": self._ends,
                 "broken": encode_reason(self._broken),
                 "epoch": epoch,
+                "unreached": self._unreached,
             }
 
     def _is_offered(self) -> bool:

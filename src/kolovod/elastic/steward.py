@@ -431,7 +431,11 @@ class Steward:
                 self._ending.add(number)
             broken = reason_of(message, "broken")
             if broken:
-                table.fail(messages.whole(message, "epoch", 0, _MAX_SLOT), broken, now)
+                unreached = None
+                if message.get("unreached") is not None:
+                    unreached = messages.whole(message, "unreached", 0, _MAX_SLOT)
+                epoch = messages.whole(message, "epoch", 0, _MAX_SLOT)
+                table.fail(epoch, broken, now, number, unreached)
 
     def _take_proof(self, proof: Proof) -> None:
         """By a member on the same host, that may have seen it before the connection broke."""

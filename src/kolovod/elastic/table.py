@@ -17,6 +17,7 @@ from kolovod.elastic.ballots import (
     has_quorum,
     line_of,
 )
+from kolovod.elastic.failures import Failures
 
 __all__ = ["FIRST_LAUNCHER", "Facts", "Office", "Table", "first_world", "steward_of"]
 
@@ -101,8 +102,7 @@ class Table:
         """Since when a member is known to be dead, leaving or waiting, by this clock."""
         self.silent_s: dict[int, float] = {}
         """Since when nothing was heard of a member."""
-        self.broken: tuple[int, str, float] | None = None
-        """The epoch of a world that has failed though nobody may be lost, why, and since when."""
+        self.failures = Failures()
         self.formed_s: float | None = None
         """Since when the newest world works, if this steward has formed it."""
         self._deposed = False
@@ -178,14 +178,12 @@ class Table:
             self.leaving.add(number)
             self.since_s.setdefault(number, now_s)
 
-    def fail(self, epoch: int, reason: str, now_s: float) -> None:
+    def fail(
+        self, epoch: int, reason: str, now_s: float, member: int, unreached: int | None = None
+    ) -> None:
         """A member says that the world of ``epoch`` works no more, whoever may be lost."""
-        if epoch == self.formed.epoch and (self.broken is None or self.broken[0] != epoch):
-            self.broken = epoch, reason, now_s
-
-    def broken_since_s(self, world: World) -> float | None:
-        """Since when members say that ``world`` works no more; None: nobody does."""
-        return self.broken[2] if self.broken and self.broken[0] == world.epoch else None
+        if epoch == self.formed.epoch:
+            self.failures.note(self.formed, reason, now_s, member, unreached)
 
     def enter(self, slot: int, host: str, now_s: float) -> Member | None:
         """A process has come. Returns it with its number, None: this steward may give none yet."""

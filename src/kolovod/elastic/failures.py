@@ -1,0 +1,64 @@
+"""Worlds that fail though no member has ended: whom their members could not reach.
+
+A connection that breaks is made again by forming a world anew of the same members. Where only two
+hosts cannot reach each other, the steward hears of all, and that world would fail again and again;
+so one of those that could not be reached is left out of the next one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kolovod.elastic.ballots import World
+
+__all__ = ["Failure", "Failures"]
+
+_IN_A_ROW_S = 30.0
+"""Between the failures of two worlds at most, for the second to be of the same cause."""
+
+
+@dataclass
+class Failure:
+    """Of one world."""
+
+    epoch: int
+    numbers: frozenset[int]
+    reason: str
+    since_s: float
+    unreached: dict[int, int] = field(default_factory=dict)
+    """By member, which other one it could not reach; many only repeat what they were told."""
+
+
+class Failures:
+    """The last, and the one before if the same members have failed twice in a row."""
+
+    def __init__(self) -> None:
+        self._last: Failure | None = None
+        self._before: Failure | None = None
+
+    def note(
+        self, world: World, reason: str, now_s: float, member: int, unreached: int | None
+    ) -> None:
+        """``member`` says that ``world`` has failed, and whether it could not reach another one."""
+        last = self._last
+        if last is None or last.epoch != world.epoch:
+            is_same = last is not None and last.numbers == world.numbers
+            is_soon = last is not None and now_s - last.since_s < _IN_A_ROW_S
+            self._before = last if is_same and is_soon else None
+            self._last = last = Failure(world.epoch, world.numbers, reason, now_s)
+        if unreached in world.numbers and unreached != member:
+            assert unreached is not None
+            last.unreached[member] = unreached
+
+    def of(self, world: World) -> Failure | None:
+        """Why ``world`` works no more; None: nobody says so."""
+        return self._last if self._last and self._last.epoch == world.epoch else None
+
+    def to_leave_out(self, world: World) -> int | None:
+        """The member that most others could not reach, in both worlds; of two the later one."""
+        last, before = self.of(world), self._before
+        if last is None or before is None or not last.unreached or not before.unreached:
+            return None
+        times = Counter([*last.unreached.values(), *before.unreached.values()])
+        return max(times, key=lambda number: (times[number], number))
