@@ -63,10 +63,7 @@ class Guide(Protocol):
         ...
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
-        """The present world has failed, or could not be formed.
-
-        ``unreached``: the rank in it that could not be reached, if that is why.
-        """
+        """The present world has failed, or was not formed, since ``unreached`` was not reached."""
         ...
 
 

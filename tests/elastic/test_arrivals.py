@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from elastic_steps import until
 
 from kolovod.elastic.ballots import NOTHING, Ballot, Member, World
 from kolovod.elastic.membership import Policy
@@ -62,13 +63,6 @@ def made_job() -> Iterator[Job]:
 def hello_of(slot: int, number: int | None = None, **told: Any) -> Hello:
     contact = Contact(number or 0, "127.0.0.1:4000", 1, "", "")
     return Hello(number, slot, "abc"[slot], contact, NOTHING, **told)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_who_comes_proves_that_the_one_before_has_ended(job: Job) -> None:

@@ -240,6 +240,35 @@ def test_of_two_that_cannot_reach_each_other_the_later_one_is_left_out():
     assert job.hosts() == "a"
 
 
+def test_who_has_no_state_yet_is_left_out_rather_and_never_the_only_one_that_has_it():
+    job = Job("a")
+    job.settle()
+    late = [job.enter(slot, "bcd"[slot - 1]) for slot in (1, 2)]
+    job.now_s = 5.0
+    job.settle()
+    assert job.hosts() == "abc"
+    for epoch, now_s in ((2, 6.0), (3, 8.0)):
+        for number in late:
+            job.table.fail(epoch, "rank 0 is lost", now_s, number, 0)
+        job.table.fail(epoch, "rank 1 is lost", now_s, 0, late[0])
+        job.now_s = now_s + 1.0
+        job.settle()
+    assert job.hosts() == "ac"
+
+
+def test_where_one_has_ended_nobody_else_is_left_out():
+    job = Job("abc")
+    job.settle()
+    job.table.fail(1, "rank 1 is lost", 5.0, 0, 1)
+    job.now_s = 6.0
+    job.settle()
+    job.table.fail(2, "rank 1 is lost", 7.0, 0, 1)
+    job.lose(2)
+    job.now_s = 8.0
+    job.settle()
+    assert job.hosts() == "ab"
+
+
 def test_failures_far_apart_or_of_other_causes_leave_nobody_out():
     job = Job("abc")
     job.settle()

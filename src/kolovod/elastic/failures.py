@@ -8,6 +8,7 @@ so one of those that could not be reached is left out of the next one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kolovod.elastic.ballots import World
@@ -55,10 +56,14 @@ class Failures:
         """Why ``world`` works no more; None: nobody says so."""
         return self._last if self._last and self._last.epoch == world.epoch else None
 
-    def to_leave_out(self, world: World) -> int | None:
-        """The member that most others could not reach, in both worlds; of two the later one."""
+    def to_leave_out(self, world: World, without_state: Collection[int]) -> int | None:
+        """The member that most others could not reach, in both worlds; of two the later one.
+
+        Rather one of those ``without_state``, and never the only one that has it.
+        """
         last, before = self.of(world), self._before
         if last is None or before is None or not last.unreached or not before.unreached:
             return None
         times = Counter([*last.unreached.values(), *before.unreached.values()])
-        return max(times, key=lambda number: (times[number], number))
+        found = [n for n in times if world.numbers.difference(without_state, {n})]
+        return max(found, key=lambda n: (n in without_state, times[n], n), default=None)

@@ -214,9 +214,10 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     world = line.formed
     source = line.basis[0] if line.lost else world
     alive = [m for m in source.members if m.number not in table.proofs and m.number not in gone]
-    failure, unreached = table.failures.of(world), table.failures.to_leave_out(world)
-    stay = [m for m in alive if not _leaves(m, table) and m.number != unreached]
     lost = _lost(table, world, gone)
+    failure, without_state = table.failures.of(world), world.joined - table.has_state
+    unreached = None if lost else table.failures.to_leave_out(world, without_state)
+    stay = [m for m in alive if not _leaves(m, table) and m.number != unreached]
     asked = set() if table.office is None else table.office.asked
     stopped = line.stopped or not asked.isdisjoint(world.numbers)
     urgent = bool(lost or line.open or stopped or failure is not None)
