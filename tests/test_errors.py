@@ -8,14 +8,15 @@ import pytest
 
 from kolovod import _native, errors
 
+CLASSES = [name for name in errors.__all__ if name not in ("from_engine", "unreached_rank")]
+
 
 def test_every_public_error_is_a_kolovod_error() -> None:
-    classes = [getattr(errors, name) for name in errors.__all__ if name != "from_engine"]
-    assert len(classes) == len(errors.__all__) - 1
-    assert all(issubclass(error, errors.KolovodError) for error in classes)
+    assert len(CLASSES) == len(errors.__all__) - 2
+    assert all(issubclass(getattr(errors, name), errors.KolovodError) for name in CLASSES)
 
 
-@pytest.mark.parametrize("name", [n for n in errors.__all__ if n != "from_engine"])
+@pytest.mark.parametrize("name", CLASSES)
 def test_the_tree_in_the_docstring_is_the_real_one(name: str) -> None:
     lines = (errors.__doc__ or "").splitlines()
     drawn = {}
@@ -88,3 +89,18 @@ def test_builtin_kinds() -> None:
     assert issubclass(errors.InvalidArgumentError, ValueError)
     assert issubclass(errors.WaitTimeoutError, TimeoutError)
     assert not issubclass(errors.StartTimeoutError, errors.CollectiveAbortedError)
+
+
+@pytest.mark.parametrize(
+    ("error", "rank"),
+    [
+        (errors.RankLostError("rank 2 on host a was lost"), 2),
+        (errors.LateRankError("rank 1 is late", 1), 1),
+        (errors.BootstrapError("rank 3 on host b cannot be reached from rank 0"), 3),
+        (errors.BootstrapError("not all ranks came"), None),
+        (errors.RankLeftError("rank 2 has left"), None),  # to form the next world, as all do
+        (ValueError("rank 2 on host a was lost"), None),
+    ],
+)
+def test_the_rank_that_could_not_be_reached(error: Exception, rank: int | None) -> None:
+    assert errors.unreached_rank(error) == rank
