@@ -206,8 +206,13 @@ class TorchrunJob(Job):
         super().__init__(np, folder)
         run = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={np}"]
         run += ["--max-restarts=1000"]
-        run += ["--monitor-interval=0.01"] if tuned else []
-        self.launch([*run, RANK, "torchrun", str(folder)], {"OMP_NUM_THREADS": "1"})
+        environment = {"OMP_NUM_THREADS": "1"}
+        if tuned:
+            run += ["--monitor-interval=0.01"]
+            # By default torch 2.13's ranks that are started again find the addresses of those before
+            # them in the agent's store, so gloo never connects.
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self.launch([*run, RANK, "torchrun", str(folder)], environment)
 
 
 def _free_port() -> int:
