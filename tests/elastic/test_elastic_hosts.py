@@ -71,6 +71,16 @@ def test_without_a_cooldown_it_is_avoided_for_ever():
     assert cooling_until("a", failing(1.0), policy) == math.inf
 
 
+def test_who_was_cut_off_comes_back_to_its_host_however_often():
+    failures = [Failure(1, "b", at_s, 1.0, was_cut_off=True) for at_s in (1.0, 2.0, 3.0)]
+    assert cooling_until("b", failures, POLICY) == 0.0
+    plan = plan_starts({"a": 2, "b": 1}, {0: "a"}, failures, 2, POLICY, 3.0)
+    assert places(plan) == [(1, "b")]
+    assert plan.starts[0].reason == "slot 1 was cut off on host b and is started again"
+    failures += failing(4.0, 5.0, slot=1, host="b")
+    assert cooling_until("b", failures, POLICY) == 15.0
+
+
 def test_hosts_and_places_that_are_gone():
     running = {0: "a", 1: "b", 2: "b", 3: "c"}
     plan = plan_starts({"b": 1, "d": 1}, running, [], 8, POLICY, 0.0)

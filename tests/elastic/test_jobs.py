@@ -414,6 +414,39 @@ def test_hosts_are_discovered(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "listed", "size"),
+    [
+        (["--min-np", "1", "--max-np", "2"], "localhost:3", 2),
+        (["--min-np", "2"], "localhost:2", 2),
+        (["--slots-per-host", "2"], "localhost", 2),
+    ],
+    ids=["min and max", "min", "slots"],
+)
+def test_flags_of_elastic_jobs_need_no_other(flags: list[str], listed: str, size: int) -> None:
+    """A job that is discovered begins with all places that there are."""
+    command = [*KOLOVOD, "run", *flags, "--host-discovery-script", f"echo {listed}"]
+    script = "import os; print('first hosts', os.environ['KOLOVOD_FIRST_HOSTS'])"
+    done = subprocess.run(
+        [*command, "--", sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("first hosts") == size, done.stdout
+
+
+def test_max_np_is_how_many_begin_where_hosts_have_more_places() -> None:
+    command = [*KOLOVOD, "run", "--max-np", "2", "--label-hosts", "a:2,b:2", "--"]
+    code = "import kolovod as kv; kv.init(); print('size', kv.size())"
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"size (\d)", done.stdout) == ["2", "2"]
+
+
 DATA_SCRIPT = SCRIPT.with_name("elastic_data_script.py")
 
 

@@ -72,6 +72,7 @@ def test_silence_leaves_a_member_out_only_with_a_majority():
     job.now_s = 2.0
     assert job.settle()[0].reason == "rank 2 on host c cannot be reached"
     assert job.hosts() == "ab"
+    assert job.table.left_behind == {2}
     job.table.miss(0, 2.0)
     job.now_s = 4.0
     wait = job.decide()
@@ -80,6 +81,29 @@ def test_silence_leaves_a_member_out_only_with_a_majority():
     assert wait.reason.endswith("rank 0 on host a")
     job.now_s = 40.0
     assert isinstance(job.decide(), Stop)
+
+
+def test_a_steward_that_was_cut_off_hears_whom_the_others_have_left_behind():
+    away, here = Job("abbb"), Table(first_world(enumerate("abbb")))
+    for table in (away.table, here):
+        table.leave(1, 0.0)
+    away.settle()
+    away.table.miss(0, 0.0)
+    away.cut_off.add(0)
+    away.now_s = 2.0
+    away.settle()
+    assert away.hosts() == "bb"
+    here.merge(away.table.facts(), 3.0)
+    assert here.left_behind == {0}  # 1 has left by itself
+
+
+def test_who_has_ended_or_leaves_was_not_left_behind():
+    job = Job("aabb")
+    job.settle()
+    job.lose(3)
+    job.table.leave(1, 0.0)
+    job.settle()
+    assert (job.hosts(), job.table.left_behind) == ("ab", set())
 
 
 def test_on_one_host_silence_never_leaves_a_member_out():

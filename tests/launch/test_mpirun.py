@@ -41,6 +41,14 @@ def test_what_mpirun_does_itself_is_refused(flag: list[str]) -> None:
     assert f"{flag[0]} with backend mpi" in done.stderr
 
 
+@pytest.mark.parametrize("flag", [["--elastic"], ["--min-np", "1"]], ids="".join)
+def test_elastic_jobs_are_refused(flag: list[str]) -> None:
+    command = [sys.executable, "-m", "kolovod", "run", "-np", "1", "--backend", "mpi", *flag]
+    done = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "an elastic job with backend mpi: MPI cannot go on without a rank" in done.stderr
+
+
 def test_without_mpirun_the_backend_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,9 @@ class Failure:
     """How long it had run."""
     jitter: float = 0.0
     """From 0 to 1, drawn when it happened: up to a half is added to the cooldown."""
+    was_cut_off: bool = False
+    """Its host could not be reached, or the others had gone on without it: that says nothing about
+    the host's processes, so no cooldown follows."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def cooling_until(host: str, failures: Iterable[Failure], policy: RetryPolicy) -
     times = 0
     tries: Counter[int] = Counter()
     for failure in sorted(failures, key=lambda failure: failure.at_s):
-        if failure.host != host:
+        if failure.host != host or failure.was_cut_off:
             continue
         if failure.ran_s >= policy.proven_s:
             times = 0
@@ -153,6 +156,7 @@ def _why(until_s: float) -> str:
 def _start_reason(slot: int, host: str, before: Failure | None) -> str:
     if before is None:
         return f"slot {slot} has a place on host {host}"
+    how = "was cut off" if before.was_cut_off else "failed"
     if before.host == host:
-        return f"slot {slot} failed on host {host} and is started again"
-    return f"slot {slot} failed on host {before.host} and is started on host {host}"
+        return f"slot {slot} {how} on host {host} and is started again"
+    return f"slot {slot} {how} on host {before.host} and is started on host {host}"

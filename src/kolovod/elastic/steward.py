@@ -195,6 +195,11 @@ class Steward:
         with self._lock:
             return self._arrivals.last_in(slot)
 
+    def has_left_behind(self, number: int) -> bool:
+        """Whether a world has formed without that member since nobody there heard of it."""
+        with self._lock:
+            return number in self._table.left_behind and number not in self._table.proofs
+
     def is_filled(self, slot: int) -> bool:
         """Whether a process that fills it is connected."""
         with self._lock:

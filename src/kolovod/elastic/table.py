@@ -102,6 +102,8 @@ class Table:
         """Since when a member is known to be dead, leaving or waiting, by this clock."""
         self.silent_s: dict[int, float] = {}
         """Since when nothing was heard of a member."""
+        self.left_behind: set[int] = set()
+        """Members without which worlds have formed since they could not be heard of."""
         self.failures = Failures()
         self.formed_s: float | None = None
         """Since when the newest world works, if this steward has formed it."""
@@ -327,6 +329,9 @@ class Table:
         self.top_epoch = max(self.top_epoch, world.epoch)
         self.top_term = max(self.top_term, world.ballot.term)
         if world.stamp > self.formed.stamp:
+            is_own = self.office is not None and world.ballot == self.office.ballot
+            left = self.formed.numbers.difference(world.numbers, self.proofs, self.leaving)
+            self.left_behind |= {n for n in left if n in self.silent_s or not is_own}
             self.formed, self.formed_s = world, None
             if self.office is not None and self.office.ballot.term < world.ballot.term:
                 self._deposed = True

@@ -46,11 +46,17 @@ class AvoidedHosts:
         self._fleet = fleet
         self._report = report
 
-    def note(self, process: Process) -> bool:
-        """``process`` has failed. Whether its host is avoided from now on."""
+    def note(self, process: Process, *, was_cut_off: bool = False) -> bool:
+        """``process`` has failed. Whether its host is avoided from now on.
+
+        ``was_cut_off``: see ``Failure``. In Horovod's mode that makes no difference.
+        """
         now = time.monotonic()
-        ran_s = now - process.started_s
-        self.failures.append(Failure(process.slot, process.host, now, ran_s, random.random()))
+        ran_s, jitter = now - process.started_s, random.random()
+        excused = was_cut_off and not self._retry.whole_host
+        self.failures.append(
+            Failure(process.slot, process.host, now, ran_s, jitter, was_cut_off=excused)
+        )
         return cooling_until(process.host, self.failures, self._retry) > now
 
     def end(self, hosts: Collection[str], processes: Mapping[int, Process]) -> None:

@@ -261,7 +261,7 @@ def _run(options: argparse.Namespace) -> int:
         stderr=sys.stderr,
         report=report_to_stderr,
     )
-    if options.elastic:
+    if elastic_flags.is_elastic(options):
         return elastic_flags.run(options, command, places, job_options)
     with Job(len(hosts), job_options) as job, forwarding(job):
         try:
@@ -339,6 +339,11 @@ def _refuse_beside_mpi(options: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} with backend mpi: mpirun starts the ranks and passes "
                 "on their output; give it arguments of its own with --mpi-args"
             )
+    if elastic_flags.is_elastic(options):
+        raise InvalidArgumentError(
+            "an elastic job with backend mpi: MPI cannot go on without a rank. Leave out "
+            "--backend, or KOLOVOD_BACKEND, for the native one"
+        )
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:

@@ -14,7 +14,7 @@ from kolovod.launch.hosts import HostSlots
 from kolovod.launch.job import JobOptions
 from kolovod.launch.keeper import keep_again, run_kept_job
 
-__all__ = ["MAX_RANKS", "add", "check_discovery", "rank_count", "run"]
+__all__ = ["MAX_RANKS", "add", "check_discovery", "is_elastic", "rank_count", "run"]
 
 MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
 
@@ -27,13 +27,13 @@ def rank_count(text: str) -> int:
 
 
 def add(run: argparse.ArgumentParser) -> None:
-    """Add them."""
+    """Add them. Those without a default make a job elastic by themselves."""
     group = run.add_argument_group("elastic jobs, whose ranks may end, come and leave")
     group.add_argument(
         "--elastic",
         action="store_true",
         help="when a rank is lost let the others go on, and start another one in its place; the "
-        "script calls kolovod.elastic.run",
+        "script calls kolovod.elastic.run. The other flags of this group mean it, too",
     )
     group.add_argument(
         "--min-np", type=rank_count, metavar="N", help="ranks without which the job waits [1]"
@@ -53,14 +53,12 @@ def add(run: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slots-per-host",
         type=rank_count,
-        default=1,
         metavar="N",
         help="of a discovered host whose line has no number [1]",
     )
     group.add_argument(
         "--elastic-timeout",
         type=float,
-        default=600.0,
         metavar="SECONDS",
         help="how long to wait for --min-np ranks [600]",
     )
@@ -69,16 +67,25 @@ def add(run: argparse.ArgumentParser) -> None:
     )
 
 
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Whether any of them is given."""
+    given = (
+        options.min_np,
+        options.max_np,
+        options.host_discovery_script,
+        options.slots_per_host,
+        options.elastic_timeout,
+        options.reset_limit,
+    )
+    return options.elastic or any(value is not None for value in given)
+
+
 def check_discovery(options: argparse.Namespace) -> None:
     """Whether the flags beside a discovery script make sense. Raises InvalidArgumentError."""
-    if not options.elastic:
-        raise InvalidArgumentError("--host-discovery-script without --elastic")
     if options.hosts or options.hostfile or options.label_hosts:
         raise InvalidArgumentError(
             "--host-discovery-script beside -H, --hostfile or --label-hosts: give one of them"
         )
-    if options.num_proc is None:
-        raise InvalidArgumentError("--host-discovery-script needs -np N, the ranks to begin with")
 
 
 def run(
@@ -93,10 +100,11 @@ def run(
     """
     if options.keep_going:
         raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
-    script, slots = options.host_discovery_script, options.slots_per_host
-    np = options.num_proc or sum(place.slots for place in places)
-    max_np = options.max_np or (MAX_RANKS if script else np)
+    script, slots = options.host_discovery_script, options.slots_per_host or 1
     min_np = options.min_np or 1
+    most = sum(place.slots for place in places)  # that can be there to begin with
+    np = options.num_proc or (min_np if script else min(most, options.max_np or most))
+    max_np = options.max_np or (MAX_RANKS if script else np)
     if not min_np <= np <= max_np:
         raise InvalidArgumentError(
             f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must not descend"
@@ -107,8 +115,9 @@ def run(
         max_np=max_np,
         places={place.name: place.slots for place in places},
         discover=partial(ask_script, script, slots) if script else None,
-        elastic_timeout_s=options.elastic_timeout,
+        elastic_timeout_s=600.0 if options.elastic_timeout is None else options.elastic_timeout,
         reset_limit=options.reset_limit,
+        begins_with_all=options.num_proc is None,
     )
     if options.goes_on is not None:
         return keep_again(options.goes_on, elastic, command, job_options)

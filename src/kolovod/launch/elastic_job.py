@@ -425,7 +425,8 @@ class ElasticJob:
             others = "; the others go on" if self._fleet.running else ""
             self._options.report(f"{name} {end.cause}{others}")
             self._failed.append(end)
-            self._note_failure(process)
+            left_behind = number is not None and self._steward.has_left_behind(number)
+            self._note_failure(process, was_cut_off=end.lost or left_behind)
         if number is not None and not process.is_told:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
@@ -440,9 +441,9 @@ class ElasticJob:
         number = self._steward.number_in(process.slot)
         return None if number == process.before else number
 
-    def _note_failure(self, process: Process) -> None:
+    def _note_failure(self, process: Process, *, was_cut_off: bool = False) -> None:
         """Before it is proven, so that the next world has nobody of a host that is avoided."""
-        if self._avoided.note(process) and self._elastic.retry.whole_host:
+        if self._avoided.note(process, was_cut_off=was_cut_off) and self._elastic.retry.whole_host:
             self._steward.avoid(process.host)
 
     def _resigned(self, proof: Proof) -> None:
