@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from membership_job import LAUNCHER, POLICY, Job
 
-from kolovod.elastic.ballots import NOTHING, Proof
+from kolovod.elastic.ballots import NOTHING, Ballot, Proof, Record, has_quorum
 from kolovod.elastic.membership import Formed, Policy, Propose, Stop, Wait
 from kolovod.elastic.table import Table, first_world, steward_of
 
@@ -61,6 +61,45 @@ def test_a_slot_that_comes_back_is_another_member():
     job.now_s = 5.0
     job.settle()
     assert [(member.number, member.slot) for member in job.world.members] == [(1, 1), (number, 0)]
+
+
+def grown_late() -> tuple[Job, int, int]:
+    """A process has got its number before that of the only member that is left, and joins last."""
+    job = Job("ab")
+    job.settle()
+    early = job.enter(2, "c")
+    job.table.miss(early, 0.0)
+    job.cut_off.add(early)
+    job.now_s = 5.0
+    job.table.see(Record(Ballot(job.table.top_term + 1, 1)))  # another steward was there
+    job.settle()
+    late = job.enter(3, "d")
+    job.now_s = 10.0
+    job.settle()
+    job.table.has_state.add(late)
+    for number in (0, 1):
+        job.lose(number)
+        job.settle()
+    assert (early < late, job.hosts()) == (True, "d")
+    job.table.hear(early)
+    job.cut_off.discard(early)
+    job.now_s = 20.0
+    job.settle()
+    return job, early, late
+
+
+def test_who_joins_comes_last_however_low_its_number_is():
+    """Or it would be rank 0, whose state all others are given."""
+    job, early, late = grown_late()
+    assert [member.number for member in job.world.members] == [late, early]
+    assert job.world.joined == {early}
+
+
+def test_of_two_halves_that_of_the_lowest_rank_goes_on_and_decides():
+    job, early, late = grown_late()
+    assert has_quorum(job.world, {late}, {})
+    assert not has_quorum(job.world, {early}, {})
+    assert steward_of(job.table.facts(), None, {early, late}) == late
 
 
 def test_silence_leaves_a_member_out_only_with_a_majority():

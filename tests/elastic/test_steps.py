@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from survivors import NoLoss, Survivors, kill_soon
 
 import kolovod.numpy as kv
 from kolovod.core.world import current
-from kolovod.elastic import MembershipLog, steps
-from kolovod.elastic.running import _settled
+from kolovod.elastic import MembershipLog, State, steps
+from kolovod.elastic.running import _settled, _share
 from kolovod.errors import CollectiveError, JobOverError, MismatchError, RankLostError
 from kolovod.testing import replay
 
@@ -196,6 +197,29 @@ def end_within_a_program(rank: int) -> None:
         _settled(step_of_a_program, work)
     with pytest.raises(ValueError, match="mine"):  # while the job goes on errors are what they are
         _settled(lambda: int("mine"), steps.Steps(NoLoss(), current))
+
+
+class WithoutState(NoLoss):
+    """The process that uses it has come without the job's state."""
+
+    has_state = False
+
+
+def share_nothing(rank: int) -> float:
+    """Rank 0 has no state; it would overwrite that of the other."""
+    kv.init()
+    work = steps.Steps(WithoutState() if rank == 0 else NoLoss(), current)
+    work.begin()
+    state: Any = State(value=float(rank))
+    session: Any = SimpleNamespace(got_state=lambda: None)
+    with pytest.raises(CollectiveError, match="rank 0 of epoch 1 has come without the state"):
+        _share(state, work, session)
+    kept: float = state.value
+    return kept
+
+
+def test_a_rank_0_without_the_state_overwrites_nobodys() -> None:
+    assert run_ranks(2, share_nothing) == [0.0, 1.0]
 
 
 def test_the_end_of_a_job_that_a_framework_has_called_otherwise() -> None:

@@ -72,6 +72,11 @@ def check_state(play: Schedule, world: World) -> None:
             f"{number} brings no state of epoch {last.epoch} to epoch {world.epoch}",
         )
     check(world.joined != world.numbers, f"epoch {world.epoch} has no state")
+    first = world.members[0].number  # of whom joiners get it
+    check(
+        first not in world.joined or play.by_number[first].state == last.stamp,
+        f"rank 0 of epoch {world.epoch} has no state",
+    )
 
 
 def check_stop(play: Schedule, reason: str) -> None:
@@ -111,7 +116,7 @@ def is_settled(play: Schedule) -> bool:
     world = play.formed[-1]
     if not works(play, world):
         return False
-    table = next(p.table for p in play.processes if p.number == min(world.numbers))
+    table = next(p.table for p in play.processes if p.number == world.members[0].number)
     assert table is not None
     staying = [x for x in world.members if x.number in table.leaving or x.host in play.unwanted]
     if staying and len(staying) < len(world.members):
@@ -180,7 +185,8 @@ def _decides(world: World, alive: set[int], proofs: dict[int, Proof]) -> bool:
     voters = world.numbers - {n for n in dead if proofs[n].record is not None}
     half = len(voters) / 2
     here = voters & alive
-    return not voters or len(here) > half or (len(here) == half and min(voters) in here)
+    lowest = [x.number for x in world.members if x.number in voters][:1]
+    return not voters or len(here) > half or (len(here) == half and here.issuperset(lowest))
 
 
 def words_of(decision: Any) -> str:

@@ -15,7 +15,7 @@ enough voters may be one: there is no lease and no clock in what follows, only n
     is taken of the others; but a steward whose ballot it would refuse must take a later one.
     Silence proves nothing. A death without a record proves only that no newer world has it.
 4.  *Quorum* of a world: more than half of its voters that are left by rule 3; of exactly half, the
-    side that has the lowest number. Voters are the world's members; who joins does not vote.
+    side that has the lowest rank. Voters are the world's members; who joins does not vote.
     A world on one host knows no partitions, so all of its voters that are not proven dead must
     vote, and a death without a record suffices there if it was known before the question.
 5.  *Basis.* Before it proposes, a steward has the promises of a quorum of the newest world known
@@ -30,7 +30,7 @@ enough voters may be one: there is no lease and no clock in what follows, only n
 Why one line: let F have formed, and P be proposed later in the order of ballots. Going along the
 worlds that P's steward knows, take the last one that F follows. P's promises and F's agreements
 there have a voter in common, living or dead (rule 4): two quorums that had none would each have to
-be at most the half that the other left over, and the lowest number decides then. It agreed to F, or
+be at most the half that the other left over, and the lowest rank decides then. It agreed to F, or
 to what led to F, before it promised, or F's steward had not had its vote. So P's steward has seen
 that, and it is in the basis; the argument goes on from there, until F itself is reached.
 """
@@ -90,7 +90,8 @@ class World:
     ballot: Ballot
     epoch: int
     members: tuple[Member, ...]
-    """By ascending number, so survivors keep their order and joiners come last."""
+    """Survivors keep their order, and joiners come last: their numbers need not be the highest,
+    since a process may have got its own long ago, from a steward that was cut off."""
     basis: tuple[World, ...] = ()
     """Of which it needs a quorum each; the first has formed. They are without a basis here."""
     joined: frozenset[int] = frozenset()
@@ -224,7 +225,8 @@ def has_quorum(
     if not left:
         return True
     votes = len(left.intersection(voted))
-    return 2 * votes > len(left) or (2 * votes == len(left) and min(left) in voted)
+    lowest = next(member.number for member in world.members if member.number in left)
+    return 2 * votes > len(left) or (2 * votes == len(left) and lowest in voted)
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,7 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     if joiners:
         hosts = ", ".join(sorted({member.host for member in joiners}))
         reasons.append(f"{len(joiners)} joined on {hosts}")
-    members = tuple(sorted([*stay, *joiners], key=lambda member: member.number))
+    members = (*stay, *joiners)  # in this order: rank 0 has the state that joiners are given
     joined = {member.number for member in joiners}
     joined |= (source.joined - table.has_state) & {member.number for member in stay}
     return _Plan(members, frozenset(joined), urgent, ", ".join(reasons))

@@ -36,7 +36,6 @@ speak when they have to::
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
@@ -233,10 +232,7 @@ def world_of(value: Any, *, is_basis: bool = False) -> World:
     if not isinstance(basis, list) or len(basis) > (0 if is_basis else _MAX_BASIS):
         raise BootstrapError("a malformed message: a basis is a list of worlds without one")
     members = tuple(map(member_of, rows))
-    numbers = [member.number for member in members]
-    if any(a >= b for a, b in itertools.pairwise(numbers)):
-        raise BootstrapError("a malformed message: members must ascend")
-    return World(
+    world = World(
         ballot_of(given.get("ballot")),
         messages.whole(given, "epoch", 0, _MAX_NUMBER),
         members,
@@ -244,6 +240,9 @@ def world_of(value: Any, *, is_basis: bool = False) -> World:
         frozenset(messages.wholes(given, "joined", 0, _MAX_NUMBER)),
         messages.whole(given, "resets", 0, _MAX_NUMBER),
     )
+    if len(world.numbers) < len(members):
+        raise BootstrapError("a malformed message: a member is twice in a world")
+    return world
 
 
 def reason_of(message: dict[str, Any], name: str) -> str:

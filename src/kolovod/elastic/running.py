@@ -41,6 +41,7 @@ from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
 from kolovod.errors import (
     CollectiveAbortedError,
+    CollectiveError,
     InvalidArgumentError,
     JobOverError,
     unreached_rank,
@@ -286,7 +287,18 @@ def _share(state: State, ongoing: steps.Steps, session: Session, *, also: bool =
 
     Each try asks anew whether anybody lacks it (``also``: this rank says so): who does may be gone.
     """
-    ongoing.exactly(lambda: state.sync() if also or ongoing.lacks_state else None)
+
+    def attempt() -> None:
+        if ongoing.first_lacks_state:
+            raise CollectiveError(
+                f"rank 0 of epoch {ongoing.world.epoch} has come without the state that it would "
+                "give to the others, so they keep what they have and the job ends: this is a "
+                "defect of Kolovod"
+            )
+        if also or ongoing.lacks_state:
+            state.sync()
+
+    ongoing.exactly(attempt)
     session.got_state()
 
 

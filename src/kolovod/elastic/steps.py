@@ -107,6 +107,8 @@ class Steps:
         """Whether a rank has wished for another world in the last ticket."""
         self.lacks_state = False
         """Whether a rank of this world has come without the state."""
+        self.first_lacks_state = False
+        """Whether rank 0 has, of whom the others would be given it."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
         self.times_counted = 0
@@ -227,10 +229,11 @@ class Steps:
         # What a ticket says, all say who have passed it; of them, does one have to go back?
         last = 4 * self.passed + 2 * self.must_stop + self._goes_back
         target = self._committed if self._goes_back else -1
-        mine = np.array([last, not self._recovery.has_state, target], np.int64)
+        lacks = not self._recovery.has_state
+        mine = np.array([last, lacks, target, lacks and self._world().rank == 0], np.int64)
         self._verbs.allreduce_(mine, "elastic.meeting", Max)
         self.passed, self.must_stop = int(mine[0]) // 4, bool(mine[0] & 2)
-        self.lacks_state = bool(mine[1])
+        self.lacks_state, self.first_lacks_state = bool(mine[1]), bool(mine[3])
         self._target = int(mine[2]) if mine[0] & 1 else None
 
     def _pass(self) -> None:

@@ -55,8 +55,8 @@ def steward_of(facts: Facts, launcher: int | None, reached: Collection[int]) -> 
     """
     if launcher is not None:
         return launcher
-    alive = [n for n in facts.formed.numbers if n in reached and n not in facts.proofs]
-    return min(alive, default=None)
+    by_rank = (member.number for member in facts.formed.members)
+    return next((n for n in by_rank if n in reached and n not in facts.proofs), None)
 
 
 @dataclass

@@ -426,7 +426,7 @@ class ElasticJob:
             self._options.report(f"{name} {end.cause}{others}")
             self._failed.append(end)
             left_behind = number is not None and self._steward.has_left_behind(number)
-            self._note_failure(process, was_cut_off=end.lost or left_behind)
+            self._note_failure(process, was_cut_off=bool(end.lost) or left_behind)
         if number is not None and not process.is_told:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
