@@ -1,6 +1,6 @@
 """What a member does so that no steward is needed for ever: it finds the next one, or is it.
 
-The launcher is steward while it can be reached, else the lowest member that can. Every member
+The launcher is steward while it can be reached, else the lowest rank that can. Every member
 listens, and says who its steward is. One that has lost its steward asks the launcher and all lower
 members: whoever is a steward is its new one; if none of them answers it takes the part itself, with
 what it knows from the last one. A steward among members looks around as long as it misses some of

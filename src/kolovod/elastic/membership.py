@@ -1,6 +1,6 @@
 """Which world a job needs next, and what its steward does about it.
 
-The launcher is steward while it lives, else the lowest member that can be reached
+The launcher is steward while it lives, else the lowest rank that can be reached
 (`kolovod.elastic.table.steward_of`); since all that a steward knows travels with every answer, any
 member can take over. `decide` is what a steward does next, with the reason in words. Two stewards
 at a time do no harm: `kolovod.elastic.ballots` has the rules that see to it. The caller has the
