@@ -75,6 +75,15 @@ def test_who_comes_proves_that_the_one_before_has_ended(job: Job) -> None:
     assert job.table.proofs.keys() == {2}
 
 
+def test_two_processes_of_one_slot_are_told_apart(job: Job) -> None:
+    """A host was lost, another process fills the slot, and the host is reached again."""
+    with contextlib.ExitStack() as stack:
+        job.hello(stack, hello_of(2, 2, process=2))
+        job.hello(stack, hello_of(2, 1 << 20, process=7))
+        until(lambda: None not in map(job.steward.number_of, (2, 7)))
+        assert [job.steward.number_of(process) for process in (2, 7, 8)] == [2, 1 << 20, None]
+
+
 def test_one_that_is_connected_has_not_ended(job: Job) -> None:
     with contextlib.ExitStack() as stack:
         job.hello(stack, hello_of(2, 2))

@@ -81,6 +81,15 @@ def test_who_was_cut_off_comes_back_to_its_host_however_often():
     assert cooling_until("b", failures, POLICY) == 15.0
 
 
+def test_a_process_whose_slot_has_another_one_takes_a_place_all_the_same():
+    """Its host was lost, and is reached again."""
+    running = {0: "a", 1: "c"}
+    plan = plan_starts({"a": 1, "b": 1, "c": 1, "d": 1}, running, [], 3, POLICY, 0.0, twice=["b"])
+    assert places(plan) == []
+    plan = plan_starts({"a": 1, "b": 1, "c": 1, "d": 1}, running, [], 4, POLICY, 0.0, twice=["b"])
+    assert places(plan) == [(2, "d")]
+
+
 def test_hosts_and_places_that_are_gone():
     running = {0: "a", 1: "b", 2: "b", 3: "c"}
     plan = plan_starts({"b": 1, "d": 1}, running, [], 8, POLICY, 0.0)

@@ -162,6 +162,32 @@ def test_a_killed_agent_is_followed_by_another_with_other_ranks(
     assert "this launcher goes on with 3 processes of an earlier one" in errors
 
 
+def test_the_end_of_a_process_is_not_taken_for_that_of_another_in_its_slot(
+    start: Callable[..., Running],
+) -> None:
+    """Host b is lost, its slot is filled on another host, and b is reached again."""
+    job = start("login", "-H", "c:1,b:1,a:2", "-np", "3")
+    first = job.step("b")[2]
+    job.kill("b", first)
+    until(lambda: job.step("b")[1:] != [3, first] and job.step("b")[1] == job.step("c")[1] == 3)
+    pid = str(job.step("b")[2])
+    job.bed.set_link("b", up=False)
+    until(lambda: job.step("c")[1] == 2)
+    job.bed.run("b", ["kill", "-STOP", pid], timeout_s=DEADLINE_S)  # it ends after b is reached
+    until(lambda: job.step("c")[1] == 3)
+    job.bed.set_link("b", up=True)
+    time.sleep(12)  # the launcher looks for lost hosts every 5 seconds
+    job.bed.run("b", ["kill", "-CONT", pid], timeout_s=DEADLINE_S)
+    place = str(job.folder)
+    until(lambda: not any(place in process.command for process in job.bed.processes("b")))
+    job.goes_on("c", "a", size=3)
+    _, err = job.end()
+    assert "slot 1 was cut off on host b and is started on host a" in err
+    reached = err.index("host b is reached again, with 1 processes of this job")
+    ended = err.index("on host b (pid ", reached)
+    assert "epoch" not in err[ended:], err  # nobody was missed
+
+
 def test_the_host_of_launcher_and_lowest_rank_may_vanish(start: Callable[..., Running]) -> None:
     job = start("a")
     job.bed.set_link("a", up=False)

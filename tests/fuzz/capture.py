@@ -224,7 +224,7 @@ def elastic_messages(folder: Path) -> None:
     told = encode_facts(facts), encode_contact(contact), encode_policy(Policy())
     at_the_door = door.Facts("127.0.0.1:4000", "0123abcd", "feed", ("a", "a", "b"))._asdict()
     left = Left(7, records[2])
-    hello = encode_hello(Hello(None, 2, "b", contact, ballots.NOTHING, facts, left))
+    hello = encode_hello(Hello(None, 2, "b", contact, ballots.NOTHING, facts, left, 5))
     for value in (*told, encode_proof(proofs[2]), at_the_door, hello):
         keep(folder, "steward", json.dumps(value).encode())
     for record in records:

@@ -33,6 +33,7 @@ class Arrivals:
     def __init__(self) -> None:
         self._waiting: list[Newcomer] = []
         self._last: dict[int, int] = {}  # by slot, the number of the member that has come last
+        self._by_process: dict[int, int] = {}  # the numbers of members, by their launcher's
         self._left: dict[int, Left] = {}  # by slot, what who comes has found there
 
     def add(self, newcomer: Newcomer) -> None:
@@ -56,13 +57,19 @@ class Arrivals:
             silent[fd].close()
         return [newcomer for newcomer in waiting if newcomer.channel.fileno() >= 0]
 
-    def fill(self, member: Member) -> None:
-        """A member is connected."""
+    def fill(self, member: Member, process: int | None) -> None:
+        """A member is connected. ``process``: see ``Hello``."""
+        if process is not None:
+            self._by_process[process] = member.number
         self._last[member.slot] = max(member.number, self._last.get(member.slot, -1))
 
     def last_in(self, slot: int) -> int | None:
         """The member that has come last to fill ``slot``."""
         return self._last.get(slot)
+
+    def number_of(self, process: int) -> int | None:
+        """The member that its launcher calls ``process``; None: it has not come."""
+        return self._by_process.get(process)
 
     def follow(self, member: Member) -> bool:
         """Whether another process has come to fill its slot after it."""

@@ -68,6 +68,7 @@ class Entry:
                     place.secret,
                     place.slot,
                     place.host,
+                    process=place.process,
                     first=None if first is None else (place.slot, first),
                     record_path=path,
                     encrypted=self._settings.encrypt,

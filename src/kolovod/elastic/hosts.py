@@ -102,13 +102,16 @@ def plan_starts(
     max_np: int,
     policy: RetryPolicy,
     now_s: float,
+    *,
+    twice: Sequence[str] = (),
 ) -> Plan:
     """What the launcher does next.
 
     ``wanted``: places of each host, in the order of preference; ``running``: the host of each slot
-    that has a process; ``failures``: all so far.
+    that has a process; ``failures``: all so far. ``twice``: the hosts of processes whose slots have
+    others, too: their hosts were lost meanwhile.
     """
-    known = {*wanted, *running.values()}
+    known = {*wanted, *running.values(), *twice}
     untils = {host: cooling_until(host, failures, policy) for host in known}
     cooling = {host: _why(until_s) for host, until_s in untils.items() if until_s > now_s}
     ended = frozenset(running.values()) & cooling.keys() if policy.whole_host else frozenset[str]()
@@ -118,8 +121,9 @@ def plan_starts(
         if host in wanted and host not in ended:
             on_host[host].append(slot)
     crowded = [slot for host, slots in on_host.items() for slot in slots[max(0, wanted[host]) :]]
-    staying = sum(map(len, on_host.values())) - len(crowded)
-    free = {h: wanted[h] - len(slots) for h, slots in on_host.items() if h not in cooling}
+    staying = sum(map(len, on_host.values())) - len(crowded) + len(twice)
+    beside = Counter(twice)
+    free = {h: wanted[h] - len(s) - beside[h] for h, s in on_host.items() if h not in cooling}
     free = {host: count for host, count in free.items() if count > 0}
     last = {failure.slot: failure for failure in sorted(failures, key=lambda f: f.at_s)}
     starts: list[Start] = []

@@ -11,6 +11,7 @@ speak when they have to::
     member  -> steward  {"protocol": n, "version": text, "number": n or null, "slot": n,
                          "host": text, "record": record, "facts": facts or null,
                          "left": [number, record] or null, of who was in the slot before,
+                         "process": n or null, which it is of those that a launcher has started,
                          "contact": [addresses, pid, pid space, path of the record]}
     steward -> member   {"you": member, "formed": world}
     member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "ends": bool,
@@ -119,6 +120,9 @@ class Hello(NamedTuple):
     """That it has of another steward."""
     left: Left | None = None
     """What it has found of the process that was in its slot before."""
+    process: int | None = None
+    """What the launcher that has started it calls it: no two processes of a job have the same. Two
+    that fill one slot may run at a time, where a host was lost and is reached again."""
 
 
 def encode_member(member: Member) -> list[Any]:
@@ -190,6 +194,7 @@ def encode_hello(hello: Hello) -> dict[str, Any]:
         "record": encode_record(hello.record),
         "left": None if left is None else [left.number, encode_record(left.record)],
         "facts": None if hello.facts is None else encode_facts(hello.facts),
+        "process": hello.process,
     }
 
 
@@ -311,6 +316,7 @@ def hello_of(value: Any) -> Hello:
     has_number = given.get("number") is not None
     number = messages.whole(given, "number", 0, _MAX_NUMBER) if has_number else None
     left, facts = given.get("left"), given.get("facts")
+    has_process = given.get("process") is not None
     return Hello(
         number,
         messages.whole(given, "slot", 0, _MAX_NUMBER),
@@ -319,6 +325,7 @@ def hello_of(value: Any) -> Hello:
         record_of(given.get("record")),
         None if facts is None else facts_of(facts),
         None if left is None else _left_of(left),
+        messages.whole(given, "process", 0, _MAX_NUMBER) if has_process else None,
     )
 
 

@@ -70,6 +70,7 @@ class Session:
         slot: int,
         host: str,
         *,
+        process: int | None = None,
         first: tuple[int, World] | None = None,
         record_path: str = "",
         encrypted: bool = False,
@@ -82,7 +83,7 @@ class Session:
     ) -> None:
         """``steward``: the launcher's addresses; "": there is none, but an ``outside``.
 
-        ``slot``, ``host``: the place of this process.
+        ``slot``, ``host``: the place of this process. ``process``: see ``Hello``.
 
         ``first``: its number and the world that the job starts with, if it is one of those who
         start it. ``record_path``: see record_file.py. ``abort(reason)``: makes the operations of
@@ -94,7 +95,7 @@ class Session:
         self.hears_of_change: Callable[[], None] = lambda: None
         """Is called on the session's thread when ``change`` has become other than None."""
         self._address = steward
-        self._slot, self._host = slot, host
+        self._slot, self._host, self._process = slot, host, process
         self._abort = abort
         self._file = RecordFile(record_path, record_copy)
         self._copy, self._left = record_copy, left
@@ -343,6 +344,7 @@ class Session:
                 self._record,
                 facts,
                 self._left,
+                self._process,
             )
         channel.send({**versions.own(), **encode_hello(hello)}, time.monotonic() + _SEND_S)
         # Who has started them all sees them end, and knows why.

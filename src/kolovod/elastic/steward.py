@@ -190,10 +190,10 @@ class Steward:
             self._table.unwanted_hosts |= {host}
         self._ring()
 
-    def number_in(self, slot: int) -> int | None:
-        """The member that has come last to fill ``slot``."""
+    def number_of(self, process: int) -> int | None:
+        """The member that its launcher calls ``process``; None: it has not come."""
         with self._lock:
-            return self._arrivals.last_in(slot)
+            return self._arrivals.number_of(process)
 
     def has_left_behind(self, number: int) -> bool:
         """Whether a world has formed without that member since nobody there heard of it."""
@@ -320,7 +320,7 @@ class Steward:
             connection = self._connections[number] = _Connection(
                 channel, HostWatch(channel.fileno())
             )
-            self._arrivals.fill(member)
+            self._arrivals.fill(member, hello.process)
             self._table.coming.discard(member.slot)
             self._table.hear(number)
             self._table.see(hello.record)

@@ -71,6 +71,8 @@ class Office:
     """The dead without a record when the proposal was made."""
     asked: set[int] = field(default_factory=set)
     """Who was asked to agree since a world has formed: if it has agreed, it has stopped."""
+    silent: frozenset[int] = frozenset()
+    """Of whom nothing was heard when the proposal was made."""
     urgent: bool = False
     reason: str = ""
     entered: int = 0
@@ -246,6 +248,7 @@ class Table:
         if office.proposal is not world:
             office.proposal, office.agreed = world, set()
             office.excused = self._without_record()
+            office.silent = frozenset(self.silent_s)
             self.top_epoch = max(self.top_epoch, world.epoch)
         office.urgent, office.reason = urgent, reason
         office.asked.update(numbers)
@@ -329,9 +332,10 @@ class Table:
         self.top_epoch = max(self.top_epoch, world.epoch)
         self.top_term = max(self.top_term, world.ballot.term)
         if world.stamp > self.formed.stamp:
-            is_own = self.office is not None and world.ballot == self.office.ballot
             left = self.formed.numbers.difference(world.numbers, self.proofs, self.leaving)
-            self.left_behind |= {n for n in left if n in self.silent_s or not is_own}
+            if self.office is not None and world.ballot == self.office.ballot:
+                left &= self.office.silent
+            self.left_behind |= left
             self.formed, self.formed_s = world, None
             if self.office is not None and self.office.ballot.term < world.ballot.term:
                 self._deposed = True

@@ -22,8 +22,6 @@ class Process:
     slot: int
     host: str
     started_s: float
-    before: int | None
-    """The member that filled the slot before."""
     begins: bool
     """It is one of those that the job starts with."""
     has_resigned: bool = False

@@ -12,6 +12,7 @@ import select
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from kolovod.elastic import record_file
@@ -222,20 +223,15 @@ class ElasticJob:
         numbers = range(len(self._processes), len(self._processes) + len(starts))
         for number, start in zip(numbers, starts, strict=True):
             self._output.add(start.slot)
-            self._processes[number] = Process(
-                start.slot,
-                start.host,
-                time.monotonic(),
-                self._steward.number_in(start.slot),
-                are_first,
-            )
+            now = time.monotonic()
+            self._processes[number] = Process(start.slot, start.host, now, are_first)
         self._keep()
         for number, start in zip(numbers, starts, strict=True):
             self._steward.expect(start.slot, comes=True)
             order = self._fleet.order(
                 number,
                 self._command,
-                services.environment(start, are_first),
+                services.environment(start, are_first, number),
                 self._options.environment,
                 services.torch_server(start.host),
                 beside=places[start.host],
@@ -296,7 +292,7 @@ class ElasticJob:
                 f"host {host} is reached again, with {len(back)} processes of this job"
             )
             for number in back:
-                member = self._number_of(self._processes[number])
+                member = self._number_of(number)
                 if member is not None:
                     self._ends.pop(member, None)
             self._failed = [end for end in self._failed if end.rank not in back]
@@ -366,7 +362,10 @@ class ElasticJob:
         # Another thread replaces them.
         places = {host: count for host, count in self._places.items() if host not in lost}
         taken = self._left.copy()  # nobody is to come after those
-        taken |= {self._processes[n].slot: self._processes[n].host for n in self._fleet.running}
+        running = [self._processes[number] for number in sorted(self._fleet.running)]
+        taken |= {process.slot: process.host for process in running}
+        twice = Counter((process.slot, process.host) for process in running)
+        twice -= Counter(taken.items())
         now = time.monotonic()
         plan = plan_starts(
             places,
@@ -375,14 +374,16 @@ class ElasticJob:
             self._elastic.max_np,
             self._elastic.retry,
             now,
+            twice=[host for _, host in twice.elements()],
         )
         self._steward.set_hosts(plan.cooling, plan.unwanted | plan.ended)
-        for running in map(self._processes.__getitem__, self._fleet.running):
-            if running.host in plan.unwanted or running.slot in plan.crowded:
-                running.sent_away = True
+        for process in running:
+            if process.host in plan.unwanted or process.slot in plan.crowded:
+                process.sent_away = True
         self._avoided.end(plan.ended, self._processes)
-        crowded = (self._steward.number_in(slot) for slot in plan.crowded)
-        self._steward.leave([number for number in crowded if number is not None])
+        crowded = [n for n in self._fleet.running if self._processes[n].slot in plan.crowded]
+        members = map(self._number_of, crowded)
+        self._steward.leave([number for number in members if number is not None])
         if plan.starts and self._fleet.running:
             for start in plan.starts:
                 self._options.report(start.reason)
@@ -410,7 +411,7 @@ class ElasticJob:
     def _note(self, end: Ended) -> None:
         """A process has ended."""
         process = self._processes[end.rank]
-        number = self._number_of(process)
+        number = self._number_of(end.rank)
         self._steward.expect(process.slot, comes=False)
         if process.is_told:
             pass  # whatever its code
@@ -434,12 +435,11 @@ class ElasticJob:
         record = None if end.record is None else record_file.parse(end.record) or NOTHING
         self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
 
-    def _number_of(self, process: Process) -> int | None:
+    def _number_of(self, process: int) -> int | None:
         """The member that it is; None: it has not become one."""
-        if process.begins:
-            return process.slot
-        number = self._steward.number_in(process.slot)
-        return None if number == process.before else number
+        if self._processes[process].begins:
+            return self._processes[process].slot
+        return self._steward.number_of(process)
 
     def _note_failure(self, process: Process, *, was_cut_off: bool = False) -> None:
         """Before it is proven, so that the next world has nobody of a host that is avoided."""
@@ -459,7 +459,7 @@ class ElasticJob:
     def _note_resigned(self, proof: Proof) -> None:
         for number in self._fleet.running:
             process = self._processes[number]
-            if self._number_of(process) == proof.number and not process.has_resigned:
+            if self._number_of(number) == proof.number and not process.has_resigned:
                 process.has_resigned = True
                 self._note_failure(process)
 

@@ -109,8 +109,10 @@ class ElasticServices:
         """Whether ``find`` has been called of it."""
         return host in self._found
 
-    def environment(self, start: Start, is_first: bool) -> RankEnvironment:
+    def environment(self, start: Start, is_first: bool, process: int) -> RankEnvironment:
         """Of a process that is started. ``is_first``: it is a rank of the first world.
+
+        ``process``: what the launcher calls it.
 
         Its rank and size are those of that world; a process that comes later is alone first.
         """
@@ -127,6 +129,7 @@ class ElasticServices:
             secret=self.secret,
             steward=steward,
             slot=start.slot,
+            process=process,
             first_hosts=first_hosts,
             min_np=self._elastic.min_np,
         )

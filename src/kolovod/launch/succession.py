@@ -36,7 +36,7 @@ def find(
     known(
         before,
         {
-            number: Process(slot, host, now, None, begins)
+            number: Process(slot, host, now, begins)
             for number, (slot, host, begins) in enumerate(before.processes)
         },
     )

@@ -41,6 +41,8 @@ class RankEnvironment:
     """Where the steward of an elastic job is; "" if the job is not elastic."""
     slot: int = 0
     """The place that this process fills in an elastic job; the next one there has the same."""
+    process: int | None = None
+    """What its launcher calls it; no other process of the job has the same."""
     first_hosts: tuple[str, ...] = ()
     """The hosts of the ranks that an elastic job starts with; none for who comes later."""
     min_np: int = 1
@@ -58,6 +60,8 @@ class RankEnvironment:
         if self.steward:
             variables[STEWARD] = self.steward
             variables["KOLOVOD_SLOT"] = str(self.slot)
+            if self.process is not None:
+                variables["KOLOVOD_PROCESS"] = str(self.process)
             variables["KOLOVOD_FIRST_HOSTS"] = ",".join(self.first_hosts)
             variables["KOLOVOD_MIN_NP"] = str(self.min_np)
             variables["KOLOVOD_ELASTIC"] = "1"
@@ -118,6 +122,9 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         secret=environ.get("KOLOVOD_SECRET", ""),
         steward=environ.get(STEWARD, ""),
         slot=whole_number(environ, "KOLOVOD_SLOT", 0),
+        process=whole_number(environ, "KOLOVOD_PROCESS", None)
+        if environ.get("KOLOVOD_PROCESS")
+        else None,
         min_np=whole_number(environ, "KOLOVOD_MIN_NP", 1),
         first_hosts=tuple(filter(None, environ.get("KOLOVOD_FIRST_HOSTS", "").split(","))),
     )
