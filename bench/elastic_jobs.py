@@ -209,8 +209,8 @@ class TorchrunJob(Job):
         environment = {"OMP_NUM_THREADS": "1"}
         if tuned:
             run += ["--monitor-interval=0.01"]
-            # By default torch 2.13's ranks that are started again find the addresses of those before
-            # them in the agent's store, so gloo never connects.
+            # By default ranks of torch 2.13 that are started again find the addresses of those
+            # before them in the agent's store, so gloo never connects.
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.launch([*run, RANK, "torchrun", str(folder)], environment)
 

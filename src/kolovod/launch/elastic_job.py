@@ -437,9 +437,10 @@ class ElasticJob:
 
     def _number_of(self, process: int) -> int | None:
         """The member that it is; None: it has not become one."""
-        if self._processes[process].begins:
+        number = self._steward.number_of(process)
+        if number is None and self._processes[process].begins:
             return self._processes[process].slot
-        return self._steward.number_of(process)
+        return number
 
     def _note_failure(self, process: Process, *, was_cut_off: bool = False) -> None:
         """Before it is proven, so that the next world has nobody of a host that is avoided."""
