@@ -193,6 +193,9 @@ class Partitions:
                 self.whole_s.append(time.monotonic() - healed_s)
             else:
                 self.counts["anew"] += 1
+                said = (self._job.folder / "said").read_text().splitlines()
+                ours = [line for line in said if line.startswith("kolovod: ")]
+                print("\n".join(["not whole; the launcher's last words:", *ours[-20:]]))
                 self._end()
                 self._start()
             self._print(turn, kind, cut_s, is_whole)
