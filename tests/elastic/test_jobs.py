@@ -32,6 +32,47 @@ def test_killed_ranks_are_replaced_and_no_step_is_lost(
 
 
 @pytest.mark.slow
+def test_gloo_is_made_anew_in_each_world(tmp_path: Path) -> None:
+    """It carries the bytes; its sums may differ in their last bits from those of a replay."""
+    pytest.importorskip("torch", reason="PyTorch, which has Gloo, is not installed")
+    flags = ["-np", "3", "--backend", "gloo"]
+    done = run(*flags, script=("-c", KILLED_IN_TURN))
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"sizes (.*)", done.stdout) == ["[3, 2, 3, 2, 3]"] * 3, done.stderr
+
+
+KILLED_IN_TURN = """
+import os, signal
+import numpy as np
+import kolovod.numpy as kv
+from kolovod import elastic
+from kolovod.core import world
+kv.init()
+state = elastic.State(step=0, at=0, sizes=[])
+
+@state.on_size_change
+def note(before, after):
+    state.at = state.step
+    state.sizes.append(after)
+
+@elastic.run
+def train(state):
+    state.sizes = state.sizes or [kv.size()]
+    while not (len(state.sizes) == 5 and state.step == state.at + 20):
+        size = float(elastic.exactly(lambda: kv.allreduce(np.ones(1000), "one", op=kv.Sum))[0])
+        assert world.current().carrier is not None
+        state.step += 1
+        is_next = state.sizes in ([3], [3, 2, 3]) and kv.rank() == len(state.sizes) // 2
+        if is_next and state.step == state.at + 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.commit()
+
+train(state)
+print("sizes", state.sizes, flush=True)
+"""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     thorough_but(

@@ -49,6 +49,19 @@ def test_elastic_jobs_are_refused(flag: list[str]) -> None:
     assert "an elastic job with backend mpi: MPI cannot go on without a rank" in done.stderr
 
 
+def test_ranks_of_an_elastic_job_refuse_it_too() -> None:
+    """They may have it from their environment."""
+    ours = {"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "2", "KOLOVOD_MIN_NP": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import kolovod, kolovod.elastic; kolovod.init()"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **ours, "KOLOVOD_STORE_HOST": "127.0.0.1", "KOLOVOD_BACKEND": "mpi"},
+    )
+    assert "InvalidArgumentError: an elastic job with backend mpi" in done.stderr
+
+
 def test_without_mpirun_the_backend_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

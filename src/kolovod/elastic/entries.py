@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 
-from kolovod import lifecycle
+from kolovod import backends, lifecycle
 from kolovod.config import Settings
 from kolovod.core import world as worlds
 from kolovod.elastic import record_file
@@ -110,12 +110,16 @@ def current() -> Entry | None:
 def find(own: RankEnvironment | None, settings: Settings) -> Entry | None:
     """Meet the others of the job, if need be; None: it is not elastic.
 
-    ``own``: what a launcher of ours has told. Raises what ``External`` raises.
+    ``own``: what a launcher of ours has told. Raises what ``External`` raises, and
+    InvalidArgumentError for a backend that cannot be.
     """
     global _entry
     if _entry is None and own is not None:
-        _entry = Entry(own, settings) if own.steward else None
+        if own.steward:
+            backends.check_elastic(settings.backend)
+            _entry = Entry(own, settings)
     elif _entry is None and settings.min_np and (found := find_launcher(os.environ)) is not None:
+        backends.check_elastic(settings.backend)
         outside = External(found, os.environ, settings)
         _entry = Entry(outside.meet(), settings, outside)
     return _entry

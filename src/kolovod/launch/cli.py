@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kolovod.backends import check_elastic
 from kolovod.config import KNOBS, Knob, load
 from kolovod.core.affinity import check_affinity
 from kolovod.errors import BootstrapError, InvalidArgumentError
@@ -340,10 +341,7 @@ def _refuse_beside_mpi(options: argparse.Namespace) -> None:
                 "on their output; give it arguments of its own with --mpi-args"
             )
     if elastic_flags.is_elastic(options):
-        raise InvalidArgumentError(
-            "an elastic job with backend mpi: MPI cannot go on without a rank. Leave out "
-            "--backend, or KOLOVOD_BACKEND, for the native one"
-        )
+        check_elastic("mpi")
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
