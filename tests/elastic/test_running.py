@@ -187,7 +187,7 @@ class Job:
             number = max(self.worlds[0].size, len(self.threads))
             self.alive.add(number)
             self.waiting.append(number)
-        self.start(number)
+            self.start(number)  # here, or another one that comes now gets the same number
 
     def start(self, number: int) -> None:
         self.threads.append(threading.Thread(target=self._live, args=(number,)))
