@@ -13,6 +13,7 @@ from jobs_with_deaths import run
 from launched import KOLOVOD
 
 from kolovod import elastic
+from kolovod.elastic.process_sets import KeptSets
 from kolovod.errors import InvalidArgumentError
 
 SETS = """
@@ -223,6 +224,15 @@ def test_wrong_sets_are_named(sets: str, code: int, message: str) -> None:
     done = run("-np", "2", script=("-c", script))
     assert done.returncode == code
     assert re.search(message, done.stderr)
+
+
+def test_ranks_of_the_first_world_are_checked_without_the_others() -> None:
+    """So each rank ends by its own error, also if it comes to it when another has ended by it."""
+    sets = [elastic.ProcessSet([1]), elastic.ProcessSet([5, 0])]
+    with pytest.raises(InvalidArgumentError, match=r"\[0, 5\]: rank 5 is not in 0\.\.1"):
+        KeptSets(sets, 2)
+    KeptSets(sets, 6)
+    KeptSets(sets, None)  # who joins takes those of rank 0
 
 
 def test_a_set_that_is_dropped_says_why() -> None:

@@ -87,6 +87,11 @@ class Entry:
         return self.session
 
     @property
+    def first_size(self) -> int | None:
+        """Of the world that the job begins with, on those that begin it; None on others."""
+        return len(self.place.first_hosts) if self.begins else None
+
+    @property
     def leaving_code(self) -> int:
         """Of a process that leaves: a scheduler takes 0 for the end of its rank's work."""
         if self._outside is None:

@@ -23,7 +23,6 @@ from kolovod.errors import (
 
 __all__ = ["KeptSets", "ProcessSet"]
 
-_FIRST_EPOCH = 1
 _MOST_FAILURES = 3
 """Worlds in a row in which a set cannot be formed, before that is an error."""
 
@@ -63,11 +62,6 @@ class ProcessSet(process_sets.ProcessSet):
     def follow(self, numbers: Sequence[int], world: World) -> bool:
         """Have the members with these numbers that are in ``world``; False: it is dropped."""
         self.numbers = tuple(numbers)
-        if world.epoch == _FIRST_EPOCH and self.numbers[-1] >= world.size:
-            raise InvalidArgumentError(
-                f"process set {list(self.numbers)}: rank {self.numbers[-1]} is not in "
-                f"0..{world.size - 1}, the ranks that the job begins with"
-            )
         self._forget()
         self._was_formed = True
         self._ranks = [rank for rank, number in enumerate(world.members) if number in self.numbers]
@@ -115,8 +109,20 @@ class ProcessSet(process_sets.ProcessSet):
 class KeptSets:
     """Those of a state."""
 
-    def __init__(self, sets: Sequence[ProcessSet]) -> None:
-        """In an order that is the same on all ranks."""
+    def __init__(self, sets: Sequence[ProcessSet], first_size: int | None) -> None:
+        """``sets``: in an order that is the same on all ranks.
+
+        ``first_size``: of the world that the job begins with; None on a process that joins. Raises
+        InvalidArgumentError for a rank that is not in it, on every rank before any of them ends by
+        it: the others would take it for a lost one.
+        """
+        for kept in sets:
+            last = kept.numbers[-1]
+            if first_size is not None and last >= first_size:
+                raise InvalidArgumentError(
+                    f"process set {list(kept.numbers)}: rank {last} is not in "
+                    f"0..{first_size - 1}, the ranks that the job begins with"
+                )
         self._sets = sets
         self._failures = 0
 

@@ -113,7 +113,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
                 _Worlds(session),
                 worlds.current,
                 recomputes=recomputes,
-                entered=KeptSets(state.process_sets()).form,
+                entered=KeptSets(state.process_sets(), entry.first_size).form,
             )
             steps.enter(ongoing)
             ongoing.begin()
