@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +29,7 @@ from kolovod.errors import (
     NotInitializedError,
     unreached_rank,
 )
+from kolovod.forming import Ahead, Formation
 from kolovod.observe import timeline
 from kolovod.rendezvous.bootstrap import bootstrap
 from kolovod.rendezvous.external import mpi
@@ -41,7 +42,18 @@ from kolovod.rendezvous.rank_environment import (
 )
 from kolovod.rendezvous.segment_handover import Ready, own_pidfd
 
-__all__ = ["Guide", "Place", "guided_by", "has_rank", "init", "init_at", "leave", "shutdown"]
+__all__ = [
+    "FormAhead",
+    "Guide",
+    "Place",
+    "form_ahead",
+    "guided_by",
+    "has_rank",
+    "init",
+    "init_at",
+    "leave",
+    "shutdown",
+]
 
 
 class Place(NamedTuple):
@@ -53,6 +65,12 @@ class Place(NamedTuple):
     """Of the members, in the order of their ranks: no two processes of a job have the same."""
     rendezvous: str = ""
     """Where they meet; "": where the job began."""
+    ballot: tuple[int, int] = (0, 0)
+    """Under which they have agreed to it: with the epoch no other world's."""
+
+
+FormAhead = Callable[[Place, Callable[[bool], None]], None]
+"""``form_ahead`` of a process, with its environment."""
 
 
 class Guide(Protocol):
@@ -66,6 +84,10 @@ class Guide(Protocol):
         """The present world has failed, or was not formed, since ``unreached`` was not reached."""
         ...
 
+
+_AHEAD_S = 5.0
+"""At most for a world that forms beside another one."""
+_END_S = 1.0
 
 Find = Callable[[RankEnvironment | None, Settings], tuple[RankEnvironment, Guide] | None]
 
@@ -98,6 +120,7 @@ class _Process:
         self.has_exit_hook = False
         self.has_pruned = False  # the files of jobs that are long over
         self.watch: uncaught.Watch | None = None
+        self.ahead: Ahead | None = None  # has a lock of its own: see form_ahead
 
 
 _process = _Process()
@@ -154,21 +177,37 @@ def _begin(
     place: Place | None,
 ) -> None:
     """Form a world and enter it. ``place``: see ``_make_world``."""
-    with contextlib.closing(_opening(environment, members, settings)) as opening:
-        try:
-            scope = 0 if place is None else place.epoch
-            ready = _ready(environment, members, settings, scope, opening.notes)
-            world = _make_world(ready, environment, settings, place)
-        except CollectiveAbortedError as error:
-            error.rank = blame.launched_as(error.rank, str(error))
-            blame.note(error.rank)
-            raise
-        _enter(world)
-        try:
-            timeline.begin(world, ready.notes, opening)
-        except BaseException:
-            shutdown()
-            raise
+    with _noting_culprit():
+        formation = _form_world(environment, members, settings, place)
+    _enter(formation)
+
+
+@contextlib.contextmanager
+def _noting_culprit() -> Iterator[None]:
+    try:
+        yield
+    except CollectiveAbortedError as error:
+        error.rank = blame.launched_as(error.rank, str(error))
+        blame.note(error.rank)
+        raise
+
+
+def _form_world(
+    environment: RankEnvironment,
+    members: tuple[int, ...],
+    settings: Settings,
+    place: Place | None,
+) -> Formation:
+    """Without touching what this process is in. ``place``: see ``_make_world``."""
+    with contextlib.ExitStack() as cleanup:
+        opening = cleanup.enter_context(
+            contextlib.closing(_opening(environment, members, settings))
+        )
+        scope = 0 if place is None else place.epoch
+        ready = _ready(environment, members, settings, scope, opening.notes)
+        world = _make_world(ready, environment, settings, place)
+        cleanup.pop_all()
+        return Formation(world, ready.notes, opening)
 
 
 def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -> None:
@@ -178,16 +217,15 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
             "init(comm=...) in an elastic job, which decides by itself who is in its next world: "
             "leave comm out"
         )
-    settings = replace(settings, elastic=True)
     failures = 0
     while True:
         place = guide.next_world()
-        members = tuple(range(len(place.numbers)))
-        environment = replace(own, rank=place.rank, size=len(members))
-        if place.rendezvous:
-            environment = replace(environment, rendezvous=place.rendezvous)
         try:
-            _begin(environment, members, settings, place)
+            formation = _taken(place)
+            if formation is not None:
+                _enter(formation)
+            else:
+                _begin(*_told(own, place, settings), place)
             return
         except AuthenticationError:
             raise
@@ -196,6 +234,42 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
             if failures == _MOST_FAILURES:
                 raise
             guide.failed(str(error), unreached_rank(error))
+
+
+def _told(
+    own: RankEnvironment, place: Place, settings: Settings
+) -> tuple[RankEnvironment, tuple[int, ...], Settings]:
+    """By what a process with the environment ``own`` forms the world of ``place``."""
+    members = tuple(range(len(place.numbers)))
+    rendezvous = place.rendezvous or own.rendezvous
+    environment = replace(own, rank=place.rank, size=len(members), rendezvous=rendezvous)
+    return environment, members, replace(settings, elastic=True)
+
+
+def form_ahead(own: RankEnvironment, place: Place, done: Callable[[bool], None]) -> None:
+    """Form the world of ``place`` in a thread, while the present one goes on; ``init`` enters it.
+
+    Unless another one follows: then it is dropped. ``own``: the environment of this process.
+    ``done(works)`` is called on that thread. One that was asked for before is dropped.
+    """
+    settings = load(os.environ)
+    settings = replace(settings, start_timeout_s=min(settings.start_timeout_s, _AHEAD_S))
+    told = _told(own, place, settings)
+    before = _process.ahead
+    _process.ahead = Ahead(place, lambda: _form_world(*told, place), done)
+    if before is not None:
+        before.drop()
+
+
+def _taken(place: Place) -> Formation | None:
+    """The world of ``place`` if it was formed ahead, and nothing that was is kept."""
+    ahead, _process.ahead = _process.ahead, None
+    if ahead is None:
+        return None
+    if ahead.key == place:
+        return ahead.take()
+    ahead.drop()
+    return None
 
 
 def shutdown() -> None:
@@ -231,8 +305,24 @@ def _check_same_members(comm: Any, world: World) -> None:
         )
 
 
-def _enter(world: World) -> None:
-    """Be a rank of it, until the process ends, if not before; the others hear why that ends."""
+def _enter(formation: Formation) -> None:
+    """Be a rank of it, until the process ends, if not before; the others hear why that ends.
+
+    Takes it over. Raises what the backend does, and InvalidArgumentError for a timeline that cannot
+    be written.
+    """
+    with contextlib.closing(formation.opening):
+        with _noting_culprit():
+            world = _with_carrier(formation.world)
+        _be_rank_of(world)
+        try:
+            timeline.begin(world, formation.notes, formation.opening)
+        except BaseException:
+            shutdown()
+            raise
+
+
+def _be_rank_of(world: World) -> None:
     worlds.enter(world)
     blame.formed(world.rank, world.members)
     blame.note(None)
@@ -367,9 +457,7 @@ def _make_world(
     """``place``: in an elastic job, which numbers its worlds and their members."""
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
-    device = backends.device_of(settings.backend)
-    if device == "host" and size == 1:
-        device = ""
+    device = _carried(settings, size)
     local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
     if ready.rank == 0 and not _process.has_pruned:
         _process.has_pruned = True
@@ -380,7 +468,7 @@ def _make_world(
         )
         core = affinity.core_of(settings.thread_affinity, local_rank, local_size)
         engine = make_engine(ready, core, external=device, last_operations_prefix=prefix)
-    world = World(
+    return World(
         rank=ready.rank,
         size=size,
         local_rank=local_rank,
@@ -399,7 +487,19 @@ def _make_world(
         former=_form,
         takes_gpus=device == "gpu",
     )
-    return replace(world, carrier=_carrier(world, engine, range(size))) if device else world
+
+
+def _carried(settings: Settings, size: int) -> str:
+    """Which tensors a backend carries in a world of ``size``; see ``make_engine``."""
+    device = backends.device_of(settings.backend)
+    return "" if device == "host" and size == 1 else device
+
+
+def _with_carrier(world: World) -> World:
+    """With its backend, started now: NCCL forms no communicator beside one that is in use."""
+    if not _carried(world.settings, world.size):
+        return world
+    return replace(world, carrier=_carrier(world, world.engine, range(world.size)))
 
 
 def end_by(error: BaseException) -> None:
@@ -410,6 +510,9 @@ def end_by(error: BaseException) -> None:
 
 def leave_at_exit() -> None:
     """Leave the world, with no thread in it any more, as the interpreter ends."""
+    ahead, _process.ahead = _process.ahead, None
+    if ahead is not None:
+        ahead.drop(_END_S)
     if not worlds.is_initialized():
         return
     if _process.watch is not None:
@@ -428,6 +531,8 @@ def _after_fork_in_child() -> None:
     if before.watch is not None:
         before.watch.end()
         blame.formed(-1, ())
+    if before.ahead is not None:
+        before.ahead.forget()
     _process.epochs_alone = before.epochs_alone
     _process.has_exit_hook = before.has_exit_hook
     _process.forked_from, _process.may_init = before.forked_from, before.may_init

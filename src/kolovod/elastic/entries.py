@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from functools import partial
 
 from kolovod import backends, lifecycle
 from kolovod.config import Settings
@@ -74,6 +75,7 @@ class Entry:
                     encrypted=self._settings.encrypt,
                     interfaces=self._settings.interface_names,
                     abort=abort,
+                    form_ahead=partial(lifecycle.form_ahead, place),
                     min_np=place.min_np,
                     outside=outside,
                     left=None if outside is None else outside.left,

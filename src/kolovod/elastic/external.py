@@ -17,7 +17,7 @@ from pathlib import Path
 from kolovod.config import Settings
 from kolovod.elastic import record_file
 from kolovod.elastic.door import Door, Facts, Place
-from kolovod.elastic.membership import Policy
+from kolovod.elastic.membership import PREPARE_S, Policy
 from kolovod.elastic.protocol import Left
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
 from kolovod.net.addresses import LOOPBACK, addresses_beside, endpoint, own_addresses
@@ -143,6 +143,7 @@ class External:
             max_np=self._place.most,
             elastic_timeout_s=self._settings.elastic_timeout_s,
             gather_s=_GATHER_S,
+            prepare_s=PREPARE_S,
             replaced_are_dead=True,
         )
         return facts._replace(secret=new_secret() if self._place.name else "", job=new_secret())

@@ -7,6 +7,8 @@ at a time do no harm: `kolovod.elastic.ballots` has the rules that see to it. Th
 sockets, the timers and the step counter:
 
 - `Ask`: ``table.stand(ballot)``, ask ``numbers`` to promise it, ``table.promised(...)``.
+- `Prepare`: ``table.prepare(world, now_s)``, ask ``numbers`` to form the engine of ``world`` beside
+  the present one, whose steps go on, ``table.prepared(...)``. Nobody agrees to anything by it.
 - `Propose`: ``table.propose(...)``, ask ``numbers`` to agree, at the next step boundary that all
   ranks share unless it is urgent, ``table.agreed(...)``; again while it is told so.
 - `Formed`: ``table.declare(world, now_s)``, tell its members, who then work there.
@@ -23,15 +25,21 @@ from kolovod.elastic.ballots import Ballot, Line, Member, Proof, World, has_quor
 from kolovod.elastic.table import Office, Table
 
 __all__ = [
+    "PREPARE_S",
     "Ask",
     "Decision",
     "Formed",
     "Policy",
+    "Prepare",
     "Propose",
     "Stop",
     "Wait",
     "decide",
 ]
+
+
+PREPARE_S = 5.0
+"""``Policy.prepare_s`` of a job."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,9 @@ class Policy:
     """The same while processes are known to be on their way (``Table.coming``), if longer."""
     silence_s: float = 1.0
     """After how long without a sign of life a world is sought without a member."""
+    prepare_s: float = 0.0
+    """How long the next world's engine may take to form beside the present one, before ranks stop
+    for that instead; 0: they stop at once."""
     broken_s: float = 0.5
     """How long a world that its members say has failed waits for proof that one of them has
     ended, before it is formed anew of the same members."""
@@ -68,6 +79,16 @@ class Ask:
     ballot: Ballot
     numbers: tuple[int, ...]
     reason: str
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Have ``numbers`` form the engine of ``world``, to which they will be asked to agree."""
+
+    world: World
+    numbers: tuple[int, ...]
+    until_s: float
+    """When it is asked for without that."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +125,7 @@ class Stop:
     reason: str
 
 
-Decision = Ask | Propose | Formed | Wait | Stop
+Decision = Ask | Prepare | Propose | Formed | Wait | Stop
 
 
 @dataclass(frozen=True)
@@ -151,7 +172,44 @@ def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision
         plan.joined,
         max(base.resets for base in line.basis) + 1,
     )
+    if not plan.urgent and policy.prepare_s > 0 and len(plan.members) > 1:
+        step = _prepare(table, office, world, policy.prepare_s, now_s)
+        if isinstance(step, Prepare):
+            return step
+        world = step
     return Propose(world, _to_ask(world, table.proofs.keys()), plan.urgent, plan.reason)
+
+
+def _prepare(
+    table: Table, office: Office, world: World, prepare_s: float, now_s: float
+) -> Prepare | World:
+    """What is to be prepared before ranks stop, or the world that they stop for then.
+
+    A world under way stays the one, whoever else comes meanwhile. What could not be prepared by all
+    is not used by anybody: it keeps its epoch to itself.
+    """
+    under_way = office.preparation
+    if under_way is None or not _is_due_still(table, under_way.world, world):
+        return Prepare(world, tuple(sorted(world.numbers)), now_s + prepare_s)
+    until_s = under_way.since_s + prepare_s
+    missing = under_way.world.numbers - under_way.works
+    if not missing:
+        return under_way.world
+    if under_way.has_failed or now_s >= until_s:
+        return world
+    return Prepare(under_way.world, tuple(sorted(missing)), until_s)
+
+
+def _is_due_still(table: Table, before: World, now: World) -> bool:
+    """Whether the world ``before``, planned a while ago, does what ``now`` does, or less of it."""
+    return (
+        before.epoch == table.top_epoch
+        and [w.stamp for w in before.basis] == [w.stamp for w in now.basis]
+        and [m for m in before.members if m.number not in before.joined]
+        == [m for m in now.members if m.number not in now.joined]
+        and before.joined <= now.joined
+        and bool(before.joined) == bool(now.joined)
+    )
 
 
 def _ask(table: Table, line: Line, steward: int, gone: Collection[int]) -> Ask:

@@ -18,9 +18,11 @@ speak when they have to::
                          "broken": text, "epoch": n, "unreached": n or null}
                         {"promised": record}
                         {"agreed": [[term, steward], epoch], "record": record}
+                        {"prepared": [[term, steward], epoch], "works": bool}
                         {"resigns": text, "record": record}
                         {"proofs": [proof]} of processes on its host
     steward -> member   {"ask": [term, steward]}
+                        {"prepare": world}
                         {"propose": world, "urgent": bool, "reason": text}
                         {"formed": world, "reason": text}, {"stop": text}, {"alive": true}
                         {"facts": facts}, {"contacts": [contact]} for when the steward is lost
@@ -349,7 +351,14 @@ def policy_of(value: Any) -> Policy:
     )
 
 
-_TIMES = ("elastic_timeout_s", "gather_s", "gather_started_s", "silence_s", "broken_s")
+_TIMES = (
+    "elastic_timeout_s",
+    "gather_s",
+    "gather_started_s",
+    "silence_s",
+    "prepare_s",
+    "broken_s",
+)
 
 
 def _seconds(given: dict[str, Any], name: str) -> float:

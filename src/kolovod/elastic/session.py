@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, World
+from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, Stamp, World
 from kolovod.elastic.deputy import Deputy, Known, Outside
 from kolovod.elastic.mates import Mates, pid_space
 from kolovod.elastic.protocol import (
@@ -42,7 +42,7 @@ from kolovod.elastic.search import Answer
 from kolovod.elastic.steward import BEAT_S
 from kolovod.elastic.table import FIRST_LAUNCHER
 from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
-from kolovod.lifecycle import Place
+from kolovod.lifecycle import FormAhead, Place
 from kolovod.net import messages
 from kolovod.net.channel import Channel
 from kolovod.net.lost_hosts import HostWatch, notice_lost_host
@@ -58,6 +58,10 @@ _KNOW_S = 10.0
 """How long the first world waits for its members to know each other."""
 _WANTED_S = 1.0
 """How long all ranks wait to be asked for a world that one of them has heard of."""
+
+
+def _cannot_form(place: Place, done: Callable[[bool], None]) -> None:
+    done(False)
 
 
 class Session:
@@ -76,6 +80,7 @@ class Session:
         encrypted: bool = False,
         interfaces: Sequence[str] = (),
         abort: Callable[[str], None] = lambda reason: None,
+        form_ahead: FormAhead = _cannot_form,
         min_np: int = 1,
         outside: Outside | None = None,
         left: Left | None = None,
@@ -89,14 +94,15 @@ class Session:
         start it. ``record_path``: see record_file.py. ``abort(reason)``: makes the operations of
         the present world fail; it is called on the session's thread. ``min_np``: a world of fewer
         ranks stops after the step that it is at. ``left``: what the process has left that was in
-        this slot before, if anybody knows. ``record_copy``: see record_file.py.
+        this slot before, if anybody knows. ``record_copy``: see record_file.py. ``form_ahead``: see
+        lifecycle.py.
         """
         self.min_np = min_np
         self.hears_of_change: Callable[[], None] = lambda: None
         """Is called on the session's thread when ``change`` has become other than None."""
         self._address = steward
         self._slot, self._host, self._process = slot, host, process
-        self._abort = abort
+        self._abort, self._form_ahead = abort, form_ahead
         self._file = RecordFile(record_path, record_copy)
         self._copy, self._left = record_copy, left
         self._channel: Channel | None = None  # to the steward
@@ -136,6 +142,7 @@ class Session:
         self._rendezvous = ""  # of the present steward
         self._heard_s = 0.0  # from it
         self._resigns = ""
+        self._prepared: list[tuple[Stamp, bool]] = []  # what the steward does not know yet
         self._to_abort = ""  # why, once the answer is sent
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._owner = os.getpid()
@@ -170,8 +177,13 @@ class Session:
             self._unreached = None
             if number not in world.joined:
                 self._has_state = True
-            numbers = tuple(member.number for member in world.members)
-            return Place(world.epoch, numbers.index(number), numbers, self._rendezvous)
+            return self._place(world, number)
+
+    def _place(self, world: World, number: int) -> Place:
+        """Under the lock."""
+        numbers = tuple(member.number for member in world.members)
+        rank = numbers.index(number)
+        return Place(world.epoch, rank, numbers, self._rendezvous, world.ballot)
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
         """The present world has failed, or could not be formed: another one must follow.
@@ -386,6 +398,9 @@ class Session:
                 answer = self._agree_if_due()
                 if answer is not None:
                     channel.send(answer, time.monotonic() + _SEND_S)
+                for stamp, works in self._take_prepared():
+                    word = {"prepared": encode_stamp(stamp), "works": works}
+                    channel.send(word, time.monotonic() + _SEND_S)
             now = time.monotonic()
             if (bell in ready or now >= said_s + BEAT_S) and self._number is not None:
                 said_s = now
@@ -432,7 +447,9 @@ class Session:
             with self._lock:
                 self._set(self._record.promise(ballot_of(message["ask"])))
                 return {"promised": encode_record(self._record)}
-        if "propose" in message:
+        if "prepare" in message:
+            self._prepare(world_of(message["prepare"]))
+        elif "propose" in message:
             return self._consider(world_of(message["propose"]), message)
         if "you" in message:
             self._take_number(member_of(message["you"]))
@@ -452,6 +469,25 @@ class Session:
         elif "stop" in message:
             self._end(reason_of(message, "stop"))
         return None
+
+    def _prepare(self, world: World) -> None:
+        with self._lock:
+            number = self._number
+            if number is None or number not in world.numbers:
+                return
+            place = self._place(world, number)
+        self._form_ahead(place, lambda works: self._has_prepared(world.stamp, works))
+
+    def _has_prepared(self, stamp: Stamp, works: bool) -> None:
+        """On any thread."""
+        with self._lock:
+            self._prepared.append((stamp, works))
+        self._ring()
+
+    def _take_prepared(self) -> list[tuple[Stamp, bool]]:
+        with self._lock:
+            taken, self._prepared = self._prepared, []
+        return taken
 
     def _take_number(self, member: Member) -> None:
         with self._lock:

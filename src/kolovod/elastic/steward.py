@@ -20,7 +20,7 @@ from typing import Any
 
 from kolovod.elastic.arrivals import Arrivals, Newcomer
 from kolovod.elastic.ballots import Member, Proof, World
-from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
+from kolovod.elastic.membership import Ask, Formed, Policy, Prepare, Propose, Stop, Wait, decide
 from kolovod.elastic.protocol import (
     Contact,
     encode_contact,
@@ -418,6 +418,9 @@ class Steward:
             table.promised(number, record_of(message["promised"]))
         elif "agreed" in message:
             table.agreed(number, stamp_of(message["agreed"]), record_of(message.get("record")))
+        elif "prepared" in message:
+            works = messages.flag(message, "works")
+            table.prepared(number, stamp_of(message["prepared"]), works)
         elif "resigns" in message:  # it agrees to nothing any more, as one that is dead
             cause = reason_of(message, "resigns")
             proof = Proof(number, cause, record_of(message.get("record")))
@@ -457,6 +460,11 @@ class Steward:
                 self._table.stand(decision.ballot)
                 self._question(decision.numbers, {"ask": list(decision.ballot)}, decision.ballot)
                 return now + BEAT_S
+            if isinstance(decision, Prepare):
+                self._table.prepare(decision.world, now)
+                question = {"prepare": encode_world(decision.world)}
+                self._question(decision.numbers, question, ("prepare", decision.world.stamp))
+                return min(now + BEAT_S, decision.until_s)
             if isinstance(decision, Propose):
                 self._table.propose(
                     decision.world, decision.numbers, decision.urgent, decision.reason

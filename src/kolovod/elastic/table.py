@@ -60,6 +60,17 @@ def steward_of(facts: Facts, launcher: int | None, reached: Collection[int]) -> 
 
 
 @dataclass
+class Preparation:
+    """Of a world whose engine forms beside the present one."""
+
+    world: World
+    since_s: float
+    works: set[int] = field(default_factory=set)
+    """Members that have it."""
+    has_failed: bool = False
+
+
+@dataclass
 class Office:
     """What a steward has got under its ballot."""
 
@@ -75,6 +86,7 @@ class Office:
     """Of whom nothing was heard when the proposal was made."""
     urgent: bool = False
     reason: str = ""
+    preparation: Preparation | None = None
     entered: int = 0
     """How many numbers it has given away."""
 
@@ -241,6 +253,23 @@ class Table:
         if office is not None and record.promised == office.ballot:
             office.answers.setdefault(number, record)
 
+    def prepare(self, world: World, now_s: float) -> None:
+        """Begin with a preparation that `decide` has named, or go on with it. Before asking."""
+        office = self.office
+        assert office is not None
+        if office.preparation is None or office.preparation.world is not world:
+            office.preparation = Preparation(world, now_s)
+            self.top_epoch = max(self.top_epoch, world.epoch)
+
+    def prepared(self, number: int, stamp: Stamp, works: bool) -> None:
+        """A member has formed the engine of that world, or could not."""
+        preparation = None if self.office is None else self.office.preparation
+        if preparation is not None and preparation.world.stamp == stamp:
+            if works:
+                preparation.works.add(number)
+            else:
+                preparation.has_failed = True
+
     def propose(self, world: World, numbers: Collection[int], urgent: bool, reason: str) -> None:
         """Begin with a proposal that `decide` has made, or go on with it. Before asking."""
         office = self.office
@@ -268,7 +297,7 @@ class Table:
         assert office is not None
         record = Record(office.ballot, world, world)
         office.answers = dict.fromkeys(world.numbers, record)
-        office.proposal, office.asked = None, set()
+        office.proposal, office.asked, office.preparation = None, set(), None
         self._see_world(world)
         self.formed_s = now_s
 

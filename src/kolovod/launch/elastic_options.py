@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kolovod.elastic.hosts import RetryPolicy
-from kolovod.elastic.membership import Policy
+from kolovod.elastic.membership import PREPARE_S, Policy
 
 __all__ = ["ElasticOptions"]
 
@@ -43,4 +43,5 @@ class ElasticOptions:
             reset_limit=self.reset_limit,
             ends_for_growth=self.ends_for_growth,
             gather_started_s=self.gather_started_s,
+            prepare_s=PREPARE_S,
         )

@@ -1,0 +1,79 @@
+"""A world that has been formed and is not entered yet; in elastic jobs beside the present one.
+
+An engine shares nothing with another one of the same process, so the next world's can form in a
+thread while the script's operations go on in the present one. Nobody decides anything by it: which
+world follows is agreed upon as ever, and what does not follow is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kolovod.core.world import World
+from kolovod.errors import KolovodError
+from kolovod.observe.timeline import Opening
+
+__all__ = ["Ahead", "Formation"]
+
+
+@dataclass(frozen=True)
+class Formation:
+    """The world without its backend, which starts when it is entered."""
+
+    world: World
+    notes: Mapping[str, str]
+    """What rank 0 has told as they met."""
+    opening: Opening
+
+    def close(self) -> None:
+        """It is not needed."""
+        self.world.engine.shutdown()
+        self.opening.close()
+
+
+class Ahead:
+    """One that forms in a thread of its own."""
+
+    def __init__(
+        self, key: object, form: Callable[[], Formation], done: Callable[[bool], None]
+    ) -> None:
+        """``key``: what it is asked for by. ``done(works)`` is called on that thread."""
+        self.key = key
+        self._form, self._done = form, done
+        self._formation: Formation | None = None
+        self._is_formed = threading.Event()
+        self._is_decided = threading.Event()
+        self._is_wanted = False
+        self._thread = threading.Thread(target=self._run, name="kolovod forming", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._formation = self._form()
+        except (KolovodError, OSError):  # whoever enters that world says why, if it fails there
+            pass
+        finally:
+            self._is_formed.set()
+        self._done(self._formation is not None)
+        self._is_decided.wait()
+        if self._formation is not None and not self._is_wanted:
+            self._formation.close()
+
+    def take(self) -> Formation | None:
+        """When it is there, for the caller to enter or to close; None: it could not be formed."""
+        self._is_formed.wait()
+        self._is_wanted = True
+        self._is_decided.set()
+        return self._formation
+
+    def drop(self, wait_s: float = 0.0) -> None:
+        """It is not wanted; returns when it is gone, or after ``wait_s``. Idempotent."""
+        self._is_decided.set()
+        self._thread.join(wait_s)
+
+    def forget(self) -> None:
+        """In a forked child: the engine is the parent's."""
+        if self._formation is not None:
+            self._formation.world.engine.forget()
