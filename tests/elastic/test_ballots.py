@@ -240,7 +240,7 @@ def test_random_schedules_keep_to_the_rules():
     had = explore(range(1000))
     for what in ("settled", "partitions", "takeovers", "launchers killed", "several stewards"):
         assert had[what] > 50, had
-    for what in ("of several worlds", "without silent members", "joined", "sides lost"):
+    for what in ("of several worlds", "without silent members", "joined", "sides lost", "prepared"):
         assert had[what] > 50, had
 
 

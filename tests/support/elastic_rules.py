@@ -194,6 +194,8 @@ def words_of(decision: Any) -> str:
     name = type(decision).__name__
     if isinstance(decision, m.Ask):
         return f"{name} {tuple(decision.ballot)} {decision.numbers}"
+    if isinstance(decision, m.Prepare):
+        return f"{name} {decision.world.epoch} {sorted(decision.world.numbers)}"
     if isinstance(decision, m.Propose | m.Formed):
         world = decision.world
         basis = [w.epoch for w in world.basis]

@@ -73,6 +73,7 @@ class Schedule:
             max_np=rng.choice((count, count + 2, 16)),
             elastic_timeout_s=rng.choice((2.0, 60.0)),
             gather_s=rng.choice((0.0, 0.7)),
+            prepare_s=rng.choice((0.0, 1.0)),
             silence_s=rng.choice((0.3, 1.0)),
             reset_limit=rng.choice((None, None, None, None, 3)),
             go_on_after_loss=rng.random() < 0.3,
@@ -264,6 +265,10 @@ class Schedule:
                     return
                 table.stand(decision.ballot)
                 what: tuple[Any, ...] = ("ask", decision.ballot)
+            elif isinstance(decision, m.Prepare):
+                table.prepare(decision.world, self.now_s)
+                what = ("prepare", decision.world)
+                self.counts["prepared"] += 1
             elif isinstance(decision, m.Propose):
                 table.propose(decision.world, decision.numbers, decision.urgent, decision.reason)
                 what = ("propose", decision.world)
@@ -297,6 +302,18 @@ class Schedule:
         assert process.table is not None
         process.table.see(process.record)
         self._send(process, source, "promise", process.number, process.record)
+
+    def _on_prepare(self, process: Process, source: Process, world: World) -> None:
+        if process.number is not None and process.number >= 0:
+            works = self.rng.random() < 0.9
+            self._send(process, source, "prepared", process.number, world.stamp, works)
+
+    def _on_prepared(
+        self, process: Process, source: Process, number: int, stamp: Stamp, works: bool
+    ) -> None:
+        assert process.table is not None
+        process.table.prepared(number, stamp, works)
+        self._act(process, at_tick=False)
 
     def _on_propose(self, process: Process, source: Process, world: World) -> None:
         if process.number is None or process.number < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kolovod.elastic.ballots import NOTHING, Ballot, Proof, Record, World
-from kolovod.elastic.membership import Ask, Formed, Policy, Propose, Stop, Wait, decide
+from kolovod.elastic.membership import Ask, Formed, Policy, Prepare, Propose, Stop, Wait, decide
 from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 
 LAUNCHER = FIRST_LAUNCHER
@@ -20,6 +20,10 @@ class Job:
         self.policy = policy
         self.records = {n: NOTHING.told(self.world) for n in self.world.numbers}
         self.cut_off: set[int] = set()
+        self.slow: set[int] = set()
+        """Members that do not come to an end with preparing."""
+        self.unable: set[int] = set()
+        """Members that cannot prepare."""
         self.now_s = 0.0
 
     def decide(self, steward: int = LAUNCHER):
@@ -45,6 +49,10 @@ class Job:
             for n in set(decision.numbers) - self.cut_off:
                 self.records[n] = self.records[n].promise(decision.ballot) or self.records[n]
                 self.table.promised(n, self.records[n])
+        elif isinstance(decision, Prepare):
+            self.table.prepare(decision.world, self.now_s)
+            for n in set(decision.numbers) - self.cut_off - self.slow:
+                self.table.prepared(n, decision.world.stamp, n not in self.unable)
         elif isinstance(decision, Propose):
             self.table.propose(decision.world, decision.numbers, decision.urgent, decision.reason)
             for n in set(decision.numbers) - self.cut_off:

@@ -135,7 +135,8 @@ class _Plan:
     members: tuple[Member, ...] = ()
     joined: frozenset[int] = frozenset()
     urgent: bool = False
-    reason: str = ""
+    reasons: tuple[str, ...] = ()
+    """But that others join."""
     otherwise: Wait | Stop | None = None
     """What to do instead."""
 
@@ -177,7 +178,8 @@ def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision
         if isinstance(step, Prepare):
             return step
         world = step
-    return Propose(world, _to_ask(world, table.proofs.keys()), plan.urgent, plan.reason)
+    reason = _with_joiners(plan.reasons, world)
+    return Propose(world, _to_ask(world, table.proofs.keys()), plan.urgent, reason)
 
 
 def _prepare(
@@ -193,6 +195,8 @@ def _prepare(
         return Prepare(world, tuple(sorted(world.numbers)), now_s + prepare_s)
     until_s = under_way.since_s + prepare_s
     missing = under_way.world.numbers - under_way.works
+    if under_way.world is office.proposal:
+        return world  # it was asked for, and does not stand any more
     if not missing:
         return under_way.world
     if under_way.has_failed or now_s >= until_s:
@@ -317,13 +321,18 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     joiners = joiners[: max(0, places)]
     if len(stay) + len(joiners) < policy.min_np and not urgent:
         return _Plan(otherwise=_too_few(table, world, stay, joiners, policy, now_s, reasons))
-    if joiners:
-        hosts = ", ".join(sorted({member.host for member in joiners}))
-        reasons.append(f"{len(joiners)} joined on {hosts}")
     members = (*stay, *joiners)  # in this order: rank 0 has the state that joiners are given
     joined = {member.number for member in joiners}
     joined |= (source.joined - table.has_state) & {member.number for member in stay}
-    return _Plan(members, frozenset(joined), urgent, ", ".join(reasons))
+    return _Plan(members, frozenset(joined), urgent, tuple(reasons))
+
+
+def _with_joiners(reasons: tuple[str, ...], world: World) -> str:
+    """Why ``world`` is needed, for users."""
+    new = [member for member in world.members if member.number not in world.basis[0].numbers]
+    if new:
+        reasons += (f"{len(new)} joined on {', '.join(sorted({m.host for m in new}))}",)
+    return ", ".join(reasons)
 
 
 def _leaves(member: Member, table: Table) -> bool:
