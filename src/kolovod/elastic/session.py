@@ -56,6 +56,8 @@ _LOST_S = 30.0
 """How long a steward that cannot be reached is looked for."""
 _KNOW_S = 10.0
 """How long the first world waits for its members to know each other."""
+_LEAVE_S = 7.0
+"""How long who leaves waits for the others' world, which is prepared meanwhile."""
 _WANTED_S = 1.0
 """How long all ranks wait to be asked for a world that one of them has heard of."""
 
@@ -113,6 +115,7 @@ class Session:
         self._current: World | None = None  # that this process works in, or has last
         self._has_state = False
         self._leaves = False
+        self._leaves_by_s = math.inf
         self._ends = False
         self._broken = ""
         self._unreached: int | None = None
@@ -212,6 +215,8 @@ class Session:
     def leave(self) -> None:
         """Let this process leave at the next place where all ranks stop alike."""
         with self._lock:
+            if not self._leaves:
+                self._leaves_by_s = time.monotonic() + _LEAVE_S
             self._leaves = True
         self._ring()
 
@@ -235,7 +240,10 @@ class Session:
     def wants_change(self) -> bool:
         """Whether another world waits until all ranks stop."""
         with self._lock:
-            return self._pending is not None or self._leaves
+            if self._pending is not None or not self._leaves:
+                return self._pending is not None
+            is_alone = self._current is not None and len(self._current.members) == 1
+            return is_alone or time.monotonic() > self._leaves_by_s
 
     @property
     def change(self) -> tuple[World, World] | None:
