@@ -79,8 +79,8 @@ def run(function: Callable[..., Any] | None = None, *, redo: Redo = "repeat") ->
 
     Where the job is not elastic it is called as it is. Raises what it raises, and JobOverError when
     the job ends: too few ranks are left, say. InvalidArgumentError for another ``redo``. A process
-    that is sent SIGTERM leaves after the step that it is at, as one does whose host is not wanted
-    any more: SystemExit(0).
+    that is sent SIGTERM leaves at a ``commit``, as one does whose host is not wanted any more, when
+    the others' world has formed beside the present one: SystemExit(0).
     """
     if redo not in ("repeat", "recompute"):
         raise InvalidArgumentError(f'redo is {redo!r}: need "repeat" or "recompute"')
@@ -329,7 +329,7 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
 
 @contextlib.contextmanager
 def _leaving_by_sigterm(session: Session) -> Iterator[None]:
-    """Within this context SIGTERM asks this process to leave after the step that it is at."""
+    """Within this context SIGTERM asks this process to leave at a ``commit``."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
