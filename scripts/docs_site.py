@@ -165,6 +165,7 @@ def _commands() -> str:
         ("kolovod", "kolovod", []),
         ("kolovod run", "kolovod", ["run"]),
         ("kolovod doctor", "kolovod", ["doctor"]),
+        ("kolovod manifest", "kolovod", ["manifest"]),
         ("kolovod timeline", "kolovod", ["timeline"]),
         ("horovodrun", "horovod.runner.launch", []),
     ):

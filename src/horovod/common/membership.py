@@ -53,6 +53,8 @@ def entering() -> Iterator[None]:
         if not error.has_left:
             raise
         report_to_stderr(str(error))
+        if own is not None:
+            own.see_off()
         raise SystemExit(0) from None
     if own is not None:
         for name in _NUMBERS:

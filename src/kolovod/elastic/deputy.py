@@ -38,6 +38,7 @@ _SILENT_S = 3.0
 _LOOK_S = 1.0
 """Between two looks around."""
 _SEND_S = 2.0
+_SEE_OFF_S = 5.0
 _FIRST_COME_S = 10.0
 """For those that a job begins with to come to its first steward."""
 
@@ -142,6 +143,15 @@ class Deputy:
         """The process is no member any more: it stays only if it is steward, for the others."""
         if self._office is None:
             self.close()
+
+    def see_off(self) -> None:
+        """Having left the job as its steward, stay until the others need it no more, or a while.
+
+        They meet at its rendezvous server; then one of them is steward.
+        """
+        office = self._office
+        if office is not None:
+            office.see_off()
 
     def forget(self) -> None:
         """In a forked child, which must not listen in its parent's place, or keep it connected."""
@@ -416,6 +426,12 @@ class _Office:
                 f"the job's steward cannot be reached: rank {self._rank()} takes its part from now "
                 "on"
             )
+
+    def see_off(self) -> None:
+        """Stay until the newest world has formed without this process, or a while."""
+        world = self.steward.world
+        if self.number not in world.numbers and len(world.members) > 1:
+            self._rendezvous.wait_formed(world.epoch, _SEE_OFF_S)
 
     def close(self) -> None:
         """Idempotent."""

@@ -5,7 +5,8 @@ It is at an address that all ranks know, on the host where rank 0 begins. When t
 steward is found, also to processes that come in the place of others. If rank 0's process has ended,
 another one on that host takes the door, or the process that comes in its place. That one does not
 know that the job goes on; so a steward that misses rank 0 knocks there as well, and says where it
-is. After the handshake (net/channel.py)::
+is. Where each rank is on a host of its own, every member holds a door (doors.py). After the
+handshake (net/channel.py)::
 
     caller -> door   {"rank", "host", "pid", "process": random,
                       "steward": text, "secret": text, "job": text}
@@ -27,7 +28,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ _SIGNAL_S = 0.1  # between two looks whether a signal waits for its handler
 _MAX_TEXT = 1 << 10
 _LATE_KNOCK_S = 5.0
 """For a steward to knock, where a job may go on without any of the ranks that it began with."""
+_LOOK_PAUSE_S = 1.0
+"""Between two looks for the job."""
 
 
 class Facts(NamedTuple):
@@ -148,19 +151,34 @@ class Door:
         for server in self._servers:
             server.start()
 
-    def gather(self, size: int, own_host: str, timeout_s: float) -> Facts:
+    def gather(
+        self,
+        size: int,
+        own_host: str,
+        timeout_s: float,
+        look: Callable[[], Facts | None] | None = None,
+    ) -> Facts:
         """As rank 0: wait for all other ranks below ``size``, or to hear that the job goes on.
 
-        Returns the hosts of all, or the steward. Raises StartTimeoutError.
+        ``look``: finds out where it goes on, as far as this process can. Returns the hosts of all,
+        or the steward. Raises StartTimeoutError, and what ``look`` raises.
         """
         deadline = time.monotonic() + timeout_s
         late_s = _LATE_KNOCK_S if self._place.most > size else 0.0
-        begin_s = math.inf
-        with self._changed:
-            while self._told is None:
+        begin_s, looked_s, look_s = math.inf, math.inf if look is None else 0.0, 0.0
+        while True:
+            if look is not None and time.monotonic() >= look_s:
+                started_s = time.monotonic()
+                if (found := look()) is not None:
+                    self._hear_steward(found)
+                looked_s, look_s = started_s, time.monotonic() + _LOOK_PAUSE_S
+            with self._changed:
+                if self._told is not None:
+                    return self._told
                 missing = [rank for rank in range(1, size) if rank not in self._callers]
                 begin_s = math.inf if missing else min(begin_s, time.monotonic() + late_s)
-                if time.monotonic() >= begin_s:
+                has_looked = not late_s or looked_s >= begin_s - late_s  # with all there
+                if time.monotonic() >= begin_s and has_looked:
                     self._has_begun = True
                     hosts = [own_host, *(self._callers[rank].host for rank in range(1, size))]
                     return Facts("", hosts=tuple(hosts))
@@ -172,7 +190,6 @@ class Door:
                         f"begins with all {size}; KOLOVOD_START_TIMEOUT_S sets the limit"
                     )
                 self._changed.wait(min(max(left_s, 0.01), _SIGNAL_S))
-            return self._told
 
     @property
     def told(self) -> Facts | None:
@@ -193,6 +210,14 @@ class Door:
             begins = 0 < caller.rank < len(facts.hosts)
             self._answer(caller, {"facts": (facts if begins else self._facts)._asdict()})
         self._callers.clear()
+
+    def _hear_steward(self, facts: Facts) -> None:
+        """The job goes on there."""
+        with self._changed:
+            self._told = facts
+            if not self._has_begun:
+                self._tell(facts)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Let nobody in any more. Idempotent."""
@@ -229,10 +254,7 @@ class Door:
             return {"gone": str(error)}
         with self._changed:
             if said.steward:
-                self._told = said
-                if not self._has_begun:
-                    self._tell(said)
-                self._changed.notify_all()
+                self._hear_steward(said)
                 return {"facts": Facts("")._asdict()}
             if self._facts is not None:
                 return {"facts": self._facts._asdict()}

@@ -2,12 +2,14 @@
 
 There is no launcher of ours: the steward is a member from the beginning (deputy.py), first rank 0.
 Who comes finds it by the door (door.py). The slot of a process is the rank that its launcher has
-given it, so one that is started again fills the slot of the one before.
+given it, so one that is started again fills the slot of the one before. Where each rank's host has
+a name of its own, as a pod has, all of them are asked (doors.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -17,10 +19,11 @@ from pathlib import Path
 from kolovod.config import Settings
 from kolovod.elastic import record_file
 from kolovod.elastic.door import Door, Facts, Place
+from kolovod.elastic.doors import Doors
 from kolovod.elastic.membership import PREPARE_S, Policy
 from kolovod.elastic.protocol import Left
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
-from kolovod.net.addresses import LOOPBACK, addresses_beside, endpoint, own_addresses
+from kolovod.net.addresses import LOOPBACK, addresses_beside, own_addresses
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.external.address_exchange import RefusedError
 from kolovod.rendezvous.external.launchers import Found
@@ -56,6 +59,11 @@ class External:
         name = f"{job}-{found.store_port}-elastic" if found.is_one_host else ""
         secret = "" if name else secret_between_hosts(found, environ)
         self._place = Place(name, found.store_host, found.store_port, secret, most)
+        self._doors: Doors | None = None
+        """None: there is one, rank 0's."""
+        if found.numbers_hosts and not name:
+            self._doors = Doors(self._place, found.host_of, found.rank, self._host)
+        self._looked_s = -math.inf
         self._facts = Facts("")
         self._hint = ""
         self._door: Door | None = None
@@ -74,13 +82,13 @@ class External:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the session is to listen: towards the door, or where the others look for rank 0."""
+        """Where the session is to listen: towards the steward, or where others look for rank 0."""
         if self._place.name:
             return [LOOPBACK]
         wanted = self._settings.interface_names
-        if self._found.rank == 0 and not wanted:
-            return self._store_addresses()
-        return addresses_beside(endpoint(self._place.host, self._place.port), wanted, 0)
+        if self._hint:  # by numbers: what rank 0's host is called may be unknown by now
+            return addresses_beside(self._hint, wanted, 0)
+        return own_addresses(wanted) if wanted else self._store_addresses()
 
     def _store_addresses(self) -> list[str]:
         return store_addresses(self._found, self._settings.start_timeout_s)
@@ -131,7 +139,8 @@ class External:
                 )
             time.sleep(_AGAIN_S)
         try:
-            facts = door.gather(self._found.size, self._host, timeout_s)
+            look = None if self._doors is None else self._doors.look_at_all
+            facts = door.gather(self._found.size, self._host, timeout_s, look)
         except BaseException:
             door.close()
             raise
@@ -156,6 +165,10 @@ class External:
             except (AuthenticationError, RefusedError):
                 raise
             except BootstrapError as error:
+                if self._doors is not None:
+                    self._pause()
+                    if (facts := self._doors.look_at_some(first=False)) is not None:
+                        return facts
                 if time.monotonic() + _AGAIN_S >= deadline:
                     raise BootstrapError(
                         f"{error} It was tried for {self._settings.start_timeout_s:g} s; "
@@ -182,11 +195,23 @@ class External:
 
     def steward(self) -> str:
         """Where a member is that knows the steward. Raises BootstrapError, AuthenticationError."""
+        hint, self._hint = self._hint, ""
+        if hint:
+            return hint
+        if self._doors is not None:
+            self._pause()
+            if (facts := self._doors.look_at_some(first=True)) is not None:
+                return facts.steward
+            raise BootstrapError("none of the ranks that were asked belongs to the job")
         if self._door is not None and (told := self._door.told) is not None:
             return told.steward  # the others find this process at the door, and nobody else
-        hint, self._hint = self._hint, ""
         by = time.monotonic() + _LOOK_S
-        return hint or self._place.knock(self._found.rank, self._host, by).steward
+        return self._place.knock(self._found.rank, self._host, by).steward
+
+    def _pause(self) -> None:
+        """Look around no more often than once in _LOOK_S."""
+        time.sleep(max(0.0, self._looked_s + _LOOK_S - time.monotonic()))
+        self._looked_s = time.monotonic()
 
     def close(self) -> None:
         """Tell nobody any more where the job is: the session is over. Idempotent."""
@@ -201,6 +226,7 @@ class External:
 
     def _keep(self) -> None:
         """Hold the door if nobody on this host does; knock if rank 0's process may be there."""
+        holds_first = self._doors is None or self._found.rank == 0
         addresses: list[str] = []
         with contextlib.suppress(BootstrapError, OSError):
             addresses = [] if self._place.name else self._own_store_addresses()
@@ -212,7 +238,7 @@ class External:
                     self._door = door
                     if self._closed.is_set():
                         door.close()
-            if self._door is None and self._lacks(0):
+            if (self._door is None or not holds_first) and self._lacks(0):
                 with contextlib.suppress(BootstrapError):
                     self._place.knock(
                         self._found.rank, self._host, time.monotonic() + _LOOK_S, self._facts

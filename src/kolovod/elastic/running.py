@@ -136,6 +136,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             if not error.has_left:
                 raise
             report_to_stderr(str(error))
+            session.see_off()
             raise SystemExit(entry.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
             session.resign(first_line(error))

@@ -15,13 +15,13 @@ from kolovod.elastic.protocol import policy_of, world_of
 from kolovod.elastic.steward import LABEL
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import messages
-from kolovod.net.addresses import first_that_greets, reach
-from kolovod.net.channel import Channel, retried
+from kolovod.net.addresses import connect_any
+from kolovod.net.channel import Channel
 
 __all__ = ["Answer", "ask", "ask_all"]
 
 _CONNECT_S = 1.0
-"""For a host to take the connection: its kernel does, however busy its processes are."""
+"""For a host to take the connection."""
 _ANSWER_S = 5.0
 """For the process to answer."""
 _AT_ONCE = 16
@@ -64,12 +64,9 @@ def ask(
     Raises OSError or EOFError if nobody answers in time, AuthenticationError, BootstrapError.
     """
     now = time.monotonic()
-
-    def attempt() -> Channel:
-        found = reach(address, time.monotonic() + connect_s)
-        return first_that_greets(found, address, secret, LABEL, now + answer_s, encrypted=encrypted)
-
-    channel = retried(attempt, now + answer_s)
+    channel = connect_any(
+        address, secret, LABEL, now + answer_s, encrypted=encrypted, reach_s=connect_s
+    )
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(channel.close)
         said = messages.mapping(channel.receive(now + answer_s))

@@ -277,6 +277,10 @@ class Session:
         self._ring()
         self._thread.join(_SEND_S)
 
+    def see_off(self) -> None:
+        """Having left, stay until the others can do without this process: it may be steward."""
+        self._deputy.see_off()
+
     def close(self) -> None:
         """Hang up. Idempotent."""
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import math
 import os
 import select
 import socket
@@ -305,16 +306,23 @@ def reach(
 
 
 def connect_any(
-    addresses: str, secret: str, label: str, deadline: float, *, encrypted: bool = False
+    addresses: str,
+    secret: str,
+    label: str,
+    deadline: float,
+    *,
+    encrypted: bool = False,
+    reach_s: float = math.inf,
 ) -> Channel:
     """Connect to the first of ``addresses`` ("ip:port,ip:port") where somebody proves the secret.
 
-    ``encrypted``: what passes is encrypted. Raises AuthenticationError if nobody proves it but
-    somebody answers, OSError if nobody does.
+    ``encrypted``: what passes is encrypted. ``reach_s``: for a host to take the connection, if
+    less than until the ``deadline``: its kernel does, however busy its processes are. Raises
+    AuthenticationError if nobody proves it but somebody answers, OSError if nobody does.
     """
 
     def attempt() -> Channel:
-        found = reach(addresses, deadline)
+        found = reach(addresses, min(deadline, time.monotonic() + reach_s))
         return first_that_greets(found, addresses, secret, label, deadline, encrypted=encrypted)
 
     return retried(attempt, deadline)

@@ -7,6 +7,7 @@ once when one ends, and says so to the others.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from kolovod.errors import (
 from kolovod.net import messages
 from kolovod.net.addresses import LOOPBACK, connect_any, split_addresses
 from kolovod.net.channel import Channel
+from kolovod.net.lost_hosts import notice_lost_host
 from kolovod.net.sockets import poll_until
 from kolovod.rendezvous import versions
 from kolovod.rendezvous.protocol import Formation, Member, parse_answer, raise_told, spans
@@ -32,6 +34,7 @@ __all__ = ["Joined", "join"]
 
 _ANSWER_GRACE_S = 5.0  # the rendezvous server's own deadline comes first: it knows who is missing
 _SEND_TIMEOUT_S = 5.0
+_REACH_S = 3.0
 WORD_S = GONE_GRACE_S + 1.5
 """For the rendezvous server to say why somebody cannot be reached."""
 
@@ -143,7 +146,8 @@ def join(
 
     ``config``: this rank's engine configuration, which holds for all if it is the first member.
     ``notes``: what it tells the others in that case, a few short texts. ``scope``: the epoch
-    in whose world ranks have these numbers; 0: they are launcher ranks.
+    in whose world ranks have these numbers; 0: they are launcher ranks. Then the server is there
+    already, and its host counts as lost when it says nothing for some seconds.
 
     Raises RankLostError if one of them has ended, StartTimeoutError naming the missing ones,
     InvalidArgumentError if they ask for different worlds, AuthenticationError, BootstrapError.
@@ -160,9 +164,18 @@ def join(
         "scope": scope,
     }
     try:
-        channel = connect_any(address, secret, LABEL, deadline, encrypted=member.encrypts)
+        channel = connect_any(
+            address,
+            secret,
+            LABEL,
+            deadline,
+            encrypted=member.encrypts,
+            reach_s=_REACH_S if scope else math.inf,
+        )
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(channel.close)
+            if scope:
+                notice_lost_host(channel.fileno())
             channel.send(request, deadline)
             formation = parse_answer(lambda: channel.receive(deadline), members, config)
             cleanup.pop_all()

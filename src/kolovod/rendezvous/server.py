@@ -47,6 +47,7 @@ from typing import Any
 from kolovod.errors import BootstrapError
 from kolovod.net.addresses import LOOPBACK, address_of, listen, listen_again
 from kolovod.net.channel import Channel, encode
+from kolovod.net.lost_hosts import notice_lost_host
 from kolovod.net.server import Server
 from kolovod.rendezvous import versions
 from kolovod.rendezvous.protocol import (
@@ -126,6 +127,8 @@ class RendezvousServer:
         self.host_of: Sequence[str] = ()
         """The host of each rank, for messages, if the launcher knows."""
         self._lock = threading.Lock()
+        self._has_formed = threading.Condition(self._lock)
+        self._formed_scope = 0  # the highest of those whose worlds have formed
         self._groups: dict[_Key, _Group] = {}  # that wait for members
         self._forming: dict[int, _Group] = {}  # that have had the answer, by epoch
         self._waiting: dict[int, tuple[_Group, int, Channel]] = {}  # by descriptor
@@ -179,6 +182,11 @@ class RendezvousServer:
                 if group.key[0] == scope and rank in group.members:
                     self._fail_dead(group, rank)
 
+    def wait_formed(self, scope: int, timeout_s: float) -> bool:
+        """Whether a world of that scope, or of a later one, has formed here, now or soon."""
+        with self._lock:
+            return self._has_formed.wait_for(lambda: self._formed_scope >= scope, timeout_s)
+
     def _open_groups(self) -> list[_Group]:
         return [*self._groups.values(), *self._forming.values()]
 
@@ -225,6 +233,8 @@ class RendezvousServer:
             self._groups[key] = group
             os.eventfd_write(self._bell, 1)  # the watcher has a new deadline
         kept = channel.keep()
+        if request.scope:  # the others go on without a rank whose host is lost
+            notice_lost_host(kept.fileno())
         group.joined[member.rank] = (member, kept)
         group.gone.pop(member.rank, None)
         self._lost.pop((request.scope, member.rank), None)
@@ -286,6 +296,8 @@ class RendezvousServer:
             group.forming.discard(rank)
             if not group.forming:
                 self._forming.pop(group.epoch)
+                self._formed_scope = max(self._formed_scope, group.key[0])
+                self._has_formed.notify_all()
                 self._tell(group, encode({"formed": group.epoch}))
             return
         text, lost = word

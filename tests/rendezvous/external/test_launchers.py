@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from paths import EXAMPLES
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.rendezvous.external.launchers import LAUNCHERS, expand_hosts, find
@@ -158,9 +157,21 @@ def test_ranks_beyond_the_size_are_those_of_an_elastic_job():
     environ = {**KUBERNETES, "JOB_COMPLETION_INDEX": "3", "KOLOVOD_MAX_NP": "4"}
     elastic = {**environ, "KOLOVOD_MIN_NP": "1"}
     assert find(elastic).rank == 3
-    for wrong in (environ, {**elastic, "KOLOVOD_MAX_NP": "3"}):
-        with pytest.raises(InvalidArgumentError, match="the rank must be below the size"):
-            find(wrong)
+    with pytest.raises(InvalidArgumentError, match="the rank must be below the size"):
+        find(environ)
+    with pytest.raises(InvalidArgumentError, match="JOB_COMPLETION_INDEX=3 and KOLOVOD_MAX_NP=3: "):
+        find({**elastic, "KOLOVOD_MAX_NP": "3"})
+
+
+def test_where_each_rank_has_a_host_its_name_follows_from_that_of_rank_0():
+    names = {"j-0.svc": "j-12.svc", "a-b-0-0.s": "a-b-0-12.s", "j-0": "j-12"}
+    for store_host, name in names.items():
+        found = find({**KUBERNETES, "KOLOVOD_STORE_HOST": store_host})
+        assert (found.numbers_hosts, found.host_of(12)) == (True, name)
+    for store_host in ("10.0.0.1", "zero.svc", "j-1.svc"):
+        found = find({**KUBERNETES, "KOLOVOD_STORE_HOST": store_host})
+        assert (found.numbers_hosts, found.host_of(12)) == (False, "")
+    assert not find({**BY_HAND, "KOLOVOD_STORE_HOST": "j-0.svc"}).numbers_hosts
 
 
 def test_the_port_and_the_job_are_the_same_on_all_ranks_and_others_in_another_job():
@@ -199,23 +210,3 @@ def test_host_lists(text, names):
 def test_what_is_no_host_list(text):
     with pytest.raises(InvalidArgumentError):
         expand_hosts(text)
-
-
-def test_the_manifest_for_kubernetes_gives_what_a_rank_needs():
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    path = EXAMPLES / "kubernetes" / "job.yaml"
-    service, job = yaml.safe_load_all(path.read_text())
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    environ = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
-    found = find({**environ, "JOB_COMPLETION_INDEX": "3"})
-    assert (found.launcher.name, found.rank, found.size) == ("Kubernetes", 3, spec["completions"])
-    assert spec["parallelism"] == spec["completions"]
-    assert spec["completionMode"] == "Indexed"
-    names = (job["metadata"]["name"], pod["subdomain"])
-    assert found.store_host == "{}-0.{}".format(*names)
-    assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"job-name": names[0]}
-    # The secret's file, as it is mounted, passes read_secret: the group of the user may read it.
-    (secret,) = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
-    assert secret["defaultMode"] == 0o440
-    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]

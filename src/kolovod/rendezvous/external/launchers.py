@@ -19,6 +19,7 @@ __all__ = ["LAUNCHERS", "Found", "Launcher", "asked_store", "expand_hosts", "fin
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below what systems give to outgoing connections
 _MAX_HOSTS = 1 << 16
 _LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
+_NUMBERED = re.compile(r"([^.]*-)0(\..*)?")
 _ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 
 
@@ -45,6 +46,8 @@ class Launcher:
     export: str = "set it for all ranks"
     """How all ranks get a variable; for messages."""
     is_mpi: bool = False
+    numbers_hosts: bool = False
+    """Each rank has a host of its own: rank 0 NAME-0 or NAME-0.DOMAIN, and the others alike."""
 
 
 LAUNCHERS = (
@@ -130,6 +133,7 @@ LAUNCHERS = (
         size=("KOLOVOD_SIZE",),
         job=("KOLOVOD_STORE_HOST",),
         export="mount it or set it from a Secret in the pod template",
+        numbers_hosts=True,
     ),
     Launcher(
         "torch's env://",
@@ -166,6 +170,16 @@ class Found:
     """Where rank 0 is; "" if nothing tells."""
     store_port: int = 0
     """Where the ranks meet on it."""
+
+    @property
+    def numbers_hosts(self) -> bool:
+        """Whether ``host_of`` knows them all."""
+        return self.launcher.numbers_hosts and _NUMBERED.fullmatch(self.store_host) is not None
+
+    def host_of(self, rank: int) -> str:
+        """The name of the host that this rank has to itself; "" if nothing tells."""
+        name = _NUMBERED.fullmatch(self.store_host) if self.launcher.numbers_hosts else None
+        return "" if name is None else f"{name[1]}{rank}{name[2] or ''}"
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}, started by {self.launcher.name}"
@@ -207,6 +221,11 @@ def _found(
     most = size
     if _optional(environ, ("KOLOVOD_MIN_NP",)):  # an elastic job, which may grow
         most = max(size, _optional(environ, ("KOLOVOD_MAX_NP",)) or 0)
+    if most > size and not rank < most:
+        raise InvalidArgumentError(
+            f"{launcher.rank[0]}={rank} and KOLOVOD_MAX_NP={most}: {launcher.name} starts more "
+            "ranks than the elastic job may have; ask it for fewer, or begin a job with more"
+        )
     if not rank < most:
         raise InvalidArgumentError(
             f"{launcher.rank[0]}={rank} and {launcher.size[0]}={size}: {launcher.name} cannot have "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kolovod.errors import BootstrapError, InvalidArgumentError
-from kolovod.net.addresses import LOOPBACK, endpoint, interface_to, resolve
+from kolovod.net.addresses import LOOPBACK, endpoint, interface_to, own_addresses, resolve
 from kolovod.net.channel import new_secret
 from kolovod.notices import report_to_stderr
 from kolovod.rendezvous.external import mpi
@@ -179,8 +179,12 @@ def store_addresses(found: Found, timeout_s: float) -> list[str]:
     """The addresses of this host, which is rank 0's, at which the others look for it.
 
     Many systems give their own name a loopback address, which is of no use to others: then it is
-    that of the interface towards the job's next host.
+    that of the interface towards the job's next host. Where each rank's host is named by its
+    number, the name may still be unknown, or be that of the host before: then they are all that
+    this host has.
     """
+    if found.numbers_hosts:
+        return own_addresses()
     addresses = _resolve(found, timeout_s)
     outside = [address for address in addresses if not is_loopback(address)]
     if outside or is_loopback(found.store_host):

@@ -1,0 +1,296 @@
+"""What Kubernetes is to be told so that it starts a job's ranks, and starts them again.
+
+Pure: what a user wants in, Kubernetes' objects out. docs/kubernetes.md says what each part is for.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kolovod.errors import InvalidArgumentError
+
+__all__ = ["KINDS", "Wanted", "objects"]
+
+Object = dict[str, Any]
+
+_SECRET_PATH = "/etc/kolovod"
+_RECORD_PATH = "/var/lib/kolovod"
+_USER = 1000
+_LEFT = 128 + 15
+"""The exit code of a rank that leaves by SIGTERM (``Entry.leaving_code``)."""
+_GROUP = "ranks"
+"""What a JobSet calls its only Job, and a RayJob its workers."""
+_MAX_LABEL = 63
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job, as its user sees it. Raises InvalidArgumentError, which names the flag."""
+
+    name: str
+    image: str
+    """With Kolovod, the framework and the script in it."""
+    command: Sequence[str]
+    """What each rank runs; of a RayJob, what its driver runs."""
+    size: int
+    """Ranks that it begins with: one in each pod."""
+    min_np: int = 0
+    """Ranks without which it waits; 0: the job is not elastic."""
+    max_np: int = 0
+    """Ranks that it may have; 0: ``size``."""
+    cpu: str = "1"
+    memory: str = "2Gi"
+    """As Kubernetes writes quantities, for each rank."""
+    shm: str = "1Gi"
+    """The size of its /dev/shm; it counts as memory."""
+    gpus: int = 0
+    """For each rank."""
+    grace_s: int = 60
+    """From SIGTERM, by which a rank leaves, to SIGKILL."""
+    retries: int = 5
+    """How often a rank may fail, by itself, before it is given up."""
+    start_timeout_s: int = 600
+    """For all pods to be scheduled and to have their image."""
+    record_claim: str = ""
+    """A claim to a volume that all pods may write at once, for KOLOVOD_RECORD_DIR; "": none."""
+
+    def __post_init__(self) -> None:
+        longest = f"{self.name}-{_GROUP}-0-{max(self.size, self.max_np) - 1}"
+        if not _NAME.fullmatch(self.name) or len(longest) > _MAX_LABEL:
+            raise InvalidArgumentError(
+                f"--name {self.name!r}: expected small letters, digits and -, so short that "
+                f"{longest!r} has at most {_MAX_LABEL} characters"
+            )
+        if not self.image or not self.command:
+            raise InvalidArgumentError("--image and a COMMAND are needed")
+        if self.size < 1 or self.min_np > self.size or 0 < self.max_np < self.size:
+            raise InvalidArgumentError(
+                f"--min-np {self.min_np}, -np {self.size}, --max-np {self.max_np}: they must not "
+                "descend"
+            )
+        if self.max_np > self.size and not self.min_np:
+            raise InvalidArgumentError(
+                f"--max-np {self.max_np}: only an elastic job grows; give --min-np, too"
+            )
+        for flag in ("cpu", "memory", "shm"):
+            if not _QUANTITY.fullmatch(getattr(self, flag)):
+                raise InvalidArgumentError(
+                    f"--{flag} {getattr(self, flag)!r}: expected a quantity, as 4, 500m or 8Gi"
+                )
+        for flag in ("gpus", "grace_s", "retries", "start_timeout_s"):
+            if getattr(self, flag) < 0:
+                text = flag.replace("_", "-")
+                raise InvalidArgumentError(f"--{text} {getattr(self, flag)}: below 0")
+
+    @property
+    def most(self) -> int:
+        """Ranks at most."""
+        return self.max_np or self.size
+
+    @property
+    def secret_name(self) -> str:
+        """Of the Secret that its user makes."""
+        return f"{self.name}-secret"
+
+
+def objects(kind: str, wanted: Wanted) -> list[Object]:
+    """The objects of a job, for ``kubectl apply``: a "job", "jobset" or "rayjob"."""
+    return KINDS[kind](wanted)
+
+
+def _job(wanted: Wanted) -> list[Object]:
+    label = {"batch.kubernetes.io/job-name": wanted.name}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": wanted.name},
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": label},
+    }
+    spec = _job_spec(wanted, f"{wanted.name}-0.{wanted.name}", label)
+    spec["template"]["spec"] = {"subdomain": wanted.name, **spec["template"]["spec"]}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": wanted.name},
+        "spec": spec,
+    }
+    return [service, job]
+
+
+def _jobset(wanted: Wanted) -> list[Object]:
+    job_name = f"{wanted.name}-{_GROUP}-0"
+    label = {"batch.kubernetes.io/job-name": job_name}
+    spec = _job_spec(wanted, f"{job_name}-0.{wanted.name}", label)
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": wanted.name},
+        "spec": {
+            "network": {
+                "enableDNSHostnames": True,
+                "subdomain": wanted.name,
+                "publishNotReadyAddresses": True,
+            },
+            "failurePolicy": {"maxRestarts": wanted.retries},
+            "replicatedJobs": [{"name": _GROUP, "replicas": 1, "template": {"spec": spec}}],
+        },
+    }
+    return [jobset]
+
+
+def _job_spec(wanted: Wanted, store_host: str, label: Mapping[str, str]) -> Object:
+    """``store_host``: the name of rank 0's pod. ``label``: that of all pods."""
+    return {
+        "completionMode": "Indexed",
+        "completions": wanted.size,
+        "parallelism": wanted.size,
+        **(_again(wanted) if wanted.min_np else {"backoffLimit": 0}),
+        "template": {"spec": _rank_pod(wanted, _variables(wanted, store_host), label)},
+    }
+
+
+def _again(wanted: Wanted) -> Object:
+    """Which pods are started again, and when that is a failure of their rank."""
+    evicted = {"type": "DisruptionTarget", "status": "True"}
+    left = {"containerName": "rank", "operator": "In", "values": [_LEFT]}
+    return {
+        "backoffLimitPerIndex": wanted.retries,
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "Ignore", "onPodConditions": [evicted]},
+                {"action": "Ignore", "onExitCodes": left},
+            ]
+        },
+        "successPolicy": {"rules": [{"succeededCount": 1}]},
+    }
+
+
+def _variables(wanted: Wanted, store_host: str) -> dict[str, str]:
+    told = {
+        "KOLOVOD_SIZE": str(wanted.size),
+        "KOLOVOD_STORE_HOST": store_host,
+        "KOLOVOD_SECRET_FILE": f"{_SECRET_PATH}/secret",
+        "KOLOVOD_START_TIMEOUT_S": str(wanted.start_timeout_s),
+    }
+    if wanted.min_np:
+        told["KOLOVOD_MIN_NP"] = str(wanted.min_np)
+        told["KOLOVOD_MAX_NP"] = str(wanted.most)
+    if wanted.record_claim:
+        told["KOLOVOD_RECORD_DIR"] = _RECORD_PATH
+    return told
+
+
+def _rank_pod(wanted: Wanted, variables: Mapping[str, str], label: Mapping[str, str]) -> Object:
+    volumes: list[Object] = [
+        {"name": "secret", "secret": {"secretName": wanted.secret_name, "defaultMode": 0o440}},
+        _shared_memory(wanted),
+    ]
+    mounts: list[Object] = [
+        {"name": "secret", "mountPath": _SECRET_PATH, "readOnly": True},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    if wanted.record_claim:
+        claim = {"claimName": wanted.record_claim}
+        volumes.append({"name": "records", "persistentVolumeClaim": claim})
+        mounts.append({"name": "records", "mountPath": _RECORD_PATH})
+    container = {
+        "name": "rank",
+        "image": wanted.image,
+        "command": list(wanted.command),
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        "resources": _resources(wanted),
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": wanted.grace_s,
+        "securityContext": {"runAsUser": _USER, "runAsGroup": _USER, "fsGroup": _USER},
+        "topologySpreadConstraints": [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": dict(label)},
+            }
+        ],
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _shared_memory(wanted: Wanted) -> Object:
+    return {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": wanted.shm}}
+
+
+def _resources(wanted: Wanted) -> Object:
+    limits = {"cpu": wanted.cpu, "memory": wanted.memory}
+    if wanted.gpus:
+        limits["nvidia.com/gpu"] = str(wanted.gpus)
+    return {"limits": limits}
+
+
+def _rayjob(wanted: Wanted) -> list[Object]:
+    if wanted.record_claim:
+        raise InvalidArgumentError(
+            f"--record-claim {wanted.record_claim!r}: ranks that Ray starts keep no records"
+        )
+    fewest = wanted.min_np or wanted.size
+    head = {
+        "name": "head",
+        "image": wanted.image,
+        "resources": {"limits": {"cpu": "2", "memory": "4Gi"}},
+    }
+    worker = {
+        "name": "worker",
+        "image": wanted.image,
+        "resources": _resources(wanted),
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    workers = {
+        "groupName": _GROUP,
+        "replicas": wanted.size,
+        "minReplicas": fewest,
+        "maxReplicas": wanted.most,
+        "rayStartParams": {},
+        "template": {
+            "spec": {
+                "terminationGracePeriodSeconds": wanted.grace_s,
+                "containers": [worker],
+                "volumes": [_shared_memory(wanted)],
+            }
+        },
+    }
+    rayjob = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": wanted.name},
+        "spec": {
+            "entrypoint": shlex.join(wanted.command),
+            "shutdownAfterJobFinishes": True,
+            "rayClusterSpec": {
+                "enableInTreeAutoscaling": fewest < wanted.most,
+                "headGroupSpec": {
+                    # No rank runs there: its end is that of the whole cluster.
+                    "rayStartParams": {"num-cpus": "0"},
+                    "template": {"spec": {"containers": [head]}},
+                },
+                "workerGroupSpecs": [workers],
+            },
+        },
+    }
+    return [rayjob]
+
+
+KINDS: Mapping[str, Callable[[Wanted], list[Object]]] = {
+    "job": _job,
+    "jobset": _jobset,
+    "rayjob": _rayjob,
+}
+"""By name."""
