@@ -123,6 +123,27 @@ def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:
     joining.close()
 
 
+def test_who_is_to_come_into_a_world_does_not_agree_to_the_one_after_it(job: Job) -> None:
+    """A rank leaves, and the next change follows at once: others wait in the world between."""
+    *staying, leaving = job.sessions
+    leaving.leave()
+    until(lambda: all(session.change is not None for session in staying))
+    for session in job.sessions:
+        session.stop_for_next()
+    until(lambda: bool(job.formed))
+    joining = job.session(3, "b")
+
+    def knows_both(session: Session) -> bool:
+        return session.change is not None and session.change[1].epoch == 3
+
+    until(lambda: all(map(knows_both, staying)))
+    assert [place.epoch for place in job.next_worlds(*staying)] == [2, 2]
+    for session in staying:
+        session.stop_for_next()
+    assert [place.epoch for place in job.next_worlds(*staying, joining)] == [3, 3, 3]
+    joining.close()
+
+
 def test_who_has_come_is_not_expected_any_more() -> None:
     job = Job(Policy(gather_s=0.0, gather_started_s=60.0))
     try:

@@ -515,7 +515,7 @@ class Session:
         with self._lock:
             works = self._current is not None and not self._broken
             in_a_step = self._current is not None and not self._stops
-            if not urgent and in_a_step and (works or world.joined):
+            if not urgent and (self._is_awaited() or (in_a_step and (works or world.joined))):
                 self._pending = world  # whose new ranks would meet this one in the middle of a step
                 return None
             answer = self._agree(world)
@@ -528,9 +528,18 @@ class Session:
         """The script has stopped for a world that could wait."""
         with self._lock:
             world = self._pending
-            if world is None or not (self._stops or (self._broken and not world.joined)):
+            if world is None or self._is_awaited():
+                return None
+            if not (self._stops or (self._broken and not world.joined)):
                 return None
             return self._agree(world)
+
+    def _is_awaited(self) -> bool:
+        """Under the lock. Whether a world has formed that the script is yet to come into.
+
+        Others are there, and wait: it comes there first, whatever is to follow.
+        """
+        return self._next() is not None
 
     def _agree(self, world: World) -> dict[str, Any]:
         """Under the lock. An answer, whether this process agrees or not."""
