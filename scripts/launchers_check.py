@@ -69,6 +69,48 @@ size = train(state)
 os.write(1, f"{size:g} ranks are left after {state.step} steps\\n".encode())
 """
 
+# checkpointed.py FOLDER UNTIL: it trains until something has happened, and 50 steps more. Each step
+# takes 20 ms at least.
+CHECKPOINTED = """
+import os, pathlib, signal, sys, time, numpy, kolovod.numpy as kv
+from kolovod import elastic
+folder, until = pathlib.Path(sys.argv[1]), sys.argv[2]
+checkpoint = folder / "checkpoint"
+begun = int(checkpoint.read_text()) if checkpoint.exists() else 0
+kv.init()
+state = elastic.State(step=begun, begun=begun, sizes=[], since=0)
+happened = {
+    "restarted": lambda: state.begun > 0,
+    "smaller": lambda: state.sizes[-1] < max(state.sizes),
+    "larger": lambda: state.sizes[-1] > state.sizes[0],
+    "back": lambda: state.sizes[-1] == max(state.sizes) > min(state.sizes) > 1,
+}
+
+@state.on_leave
+def save(rank):
+    if rank == 0:
+        checkpoint.with_suffix(".new").write_text(str(state.step))
+        checkpoint.with_suffix(".new").rename(checkpoint)
+
+@elastic.run
+def train(state):
+    while not state.since or state.step < state.since + 50:
+        size = elastic.exactly(lambda: kv.allreduce(numpy.ones(1), "one", op=kv.Sum)).item()
+        state.step += 1
+        state.sizes.append(int(size))
+        if state.step >= state.begun + 50 and not state.since and happened[until]():
+            state.since = state.step
+        state.commit()
+        (folder / f"step.{kv.rank()}").write_text(f"{state.step} {size} {os.getpid()}")
+        time.sleep(0.02)
+
+train(state)
+if kv.rank() == 0:
+    if state.begun:
+        print("it went on from a checkpoint,", end=" ")
+    print(f"{until}: {state.sizes[-1]} ranks at the end", flush=True)
+"""
+
 
 class Case(NamedTuple):
     """One way to start the example."""
@@ -87,9 +129,17 @@ RSH_4 = "--mca plm rsh --mca plm_rsh_agent {agent} -H n1:2,n2:2 -np 4"
 HYDRA = "-launcher rsh -launcher-exec {agent} -hosts n1:1,n2:1 -np 2"
 # To UCX namespaces of one kernel are one host, whose memory it would share.
 LIBMPICH = "MPI4PY_MPIABI=mpich LD_LIBRARY_PATH={folder}/lib UCX_TLS=tcp,self"
+CHECKPOINTED_SCRIPT = "{folder}/checkpointed.py {folder}"
+CHECKPOINTED_RUN = f"{{python}} {CHECKPOINTED_SCRIPT}"
+FRESH = "rm -f {folder}/checkpoint {folder}/step.*"
+TRAINS = "until test -s {folder}/step.1; do sleep 0.2; done"  # two ranks at least
 TORCHRUN = "{python} -m torch.distributed.run --nproc-per-node=2"
 KOLOVOD_RUN = "{python} -m kolovod run"  # without -H
 HOSTS = "--nnodes=2 --master-addr=n1 --master-port=29400"
+ELASTIC_HOSTS = (
+    "--nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=n1:29400 --rdzv-id=check "
+    "--rdzv-conf=last_call_timeout=2"
+)
 
 CASES = (
     Case("srun, one node", "srun -N1 -n2 {python} {example}", f"2 {DONE}"),
@@ -108,6 +158,28 @@ CASES = (
     Case("sbatch without srun: a world of one",
          "sbatch -W -N2 -n2 -o {folder}/out1 --wrap '{python} {example}'; cat {folder}/out1",
          "1 process: accuracy"),
+    Case("sbatch --requeue, told to leave by SIGUSR1 before its time limit",
+         f"export {SECRET} KOLOVOD_MIN_NP=1; {FRESH}; sbatch -N2 -n2 -t2 --signal=USR1@30 "
+         "--requeue --no-kill --open-mode=append -o {folder}/out4 "
+         f"--wrap 'srun --kill-on-bad-exit=0 {CHECKPOINTED_RUN} restarted; "
+         "test $? -ne 143 || scontrol requeue $SLURM_JOB_ID'; "
+         "while squeue -h | grep -q .; do sleep 1; done; cat {folder}/out4",
+         "it went on from a checkpoint, restarted: 2 ranks at the end"),
+    Case("sbatch --no-kill, a node goes down",
+         f"export {SECRET} KOLOVOD_MIN_NP=1; {FRESH}; sbatch -W -N2 -n2 --no-kill "
+         "-o {folder}/out5 --wrap "
+         f"'srun --no-kill --kill-on-bad-exit=0 {CHECKPOINTED_RUN} smaller' & "
+         f"{TRAINS}; scontrol update NodeName=n2 State=DOWN Reason=check; wait; "
+         "scontrol update NodeName=n2 State=RESUME; cat {folder}/out5",
+         "smaller: 1 ranks at the end"),
+    Case("sbatch, a second job joins the first by address and secret",
+         f"export {SECRET} KOLOVOD_JOB=check KOLOVOD_STORE_HOST=n1 KOLOVOD_MIN_NP=1 "
+         f"KOLOVOD_MAX_NP=4; {FRESH}; "
+         f"sbatch -w n1 -n2 -o {{folder}}/out6 --wrap 'srun {CHECKPOINTED_RUN} larger'; "
+         f"{TRAINS}; KOLOVOD_FIRST_RANK=2 KOLOVOD_SIZE=2 "
+         f"sbatch -W -w n2 -n2 -o {{folder}}/out7 --wrap 'srun {CHECKPOINTED_RUN} larger'; "
+         "while squeue -h | grep -q .; do sleep 1; done; cat {folder}/out6",
+         "larger: 4 ranks at the end"),
     Case("salloc with srun", f"export {SECRET}; salloc -N2 -n2 srun {{python}} {{example}}",
          f"2 {DONE}"),
     Case("salloc with kolovod run, which takes the hosts of the allocation",
@@ -152,6 +224,19 @@ CASES = (
     Case("torchrun, two hosts",
          f"export {SECRET}; {{agent}} n2 {TORCHRUN} {HOSTS} --node-rank=1 {{example}} & "
          f"{TORCHRUN} {HOSTS} --node-rank=0 {{example}} && wait $!", f"4 {DONE}"),
+    Case("torchrun --nnodes=1:2, elastic, a second host comes",
+         f"export {SECRET} KOLOVOD_MIN_NP=1; {FRESH}; {TORCHRUN} {ELASTIC_HOSTS} "
+         f"{CHECKPOINTED_SCRIPT} restarted & {TRAINS}; "
+         f"{{agent}} n2 {TORCHRUN} {ELASTIC_HOSTS} {CHECKPOINTED_SCRIPT} restarted; wait $!",
+         "it went on from a checkpoint, restarted: 4 ranks at the end"),
+    Case("torchrun on each of two hosts, elastic, its restarts come in as joins",
+         f"export {SECRET} KOLOVOD_JOB=check KOLOVOD_STORE_HOST=n1 KOLOVOD_MIN_NP=1 "
+         f"KOLOVOD_MAX_NP=4; {FRESH}; {TORCHRUN} --max-restarts=3 {CHECKPOINTED_SCRIPT} back & "
+         "export KOLOVOD_FIRST_RANK=2 KOLOVOD_SIZE=2; "
+         f"{{agent}} n2 {TORCHRUN} --max-restarts=3 {CHECKPOINTED_SCRIPT} back & "
+         "until grep -q ' 4.0' {folder}/step.3; do sleep 0.2; done; "
+         "kill -9 $(cut -d' ' -f3 {folder}/step.1); wait",
+         "back: 4 ranks at the end"),
     Case("torchrun in srun",
          f"export {SECRET}; srun -N2 -n2 "
          f"sh -c '{TORCHRUN} {HOSTS} --node-rank=$SLURM_NODEID {{example}}'", f"4 {DONE}"),
@@ -191,6 +276,7 @@ def prepare(folder: Path) -> None:
     """What the cases find in the folder."""
     (folder / "communicator.py").write_text(COMMUNICATOR)
     (folder / "elastic.py").write_text(ELASTIC)
+    (folder / "checkpointed.py").write_text(CHECKPOINTED)
     (folder / "no").mkdir()  # on the search path: an mpi4py that cannot be imported
     (folder / "no" / "mpi4py.py").write_text("raise ImportError('hidden for this check')\n")
     (folder / "lib").mkdir()  # mpi4py looks for MPICH's library by its usual name

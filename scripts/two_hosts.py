@@ -48,7 +48,7 @@ SLURM_CONF = """
 ClusterName=kolovod
 SlurmctldHost=n1
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CryptoType=crypto/munge
 SlurmUser=root
 SlurmdUser=root

@@ -56,7 +56,10 @@ Redo = Literal["repeat", "recompute"]
 
 _END_S = 5.0
 
-_handler: Callable[[int, Any], None] | None = None  # of SIGTERM
+_LEAVING = (signal.SIGTERM, signal.SIGUSR1)
+"""What tells a process to leave: SIGUSR1 is what Slurm is asked to send before a time limit."""
+
+_handlers: dict[int, Callable[[int, Any], None]] = {}  # of those signals
 _forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
 
@@ -79,8 +82,9 @@ def run(function: Callable[..., Any] | None = None, *, redo: Redo = "repeat") ->
 
     Where the job is not elastic it is called as it is. Raises what it raises, and JobOverError when
     the job ends: too few ranks are left, say. InvalidArgumentError for another ``redo``. A process
-    that is sent SIGTERM leaves at a ``commit``, as one does whose host is not wanted any more, when
-    the others' world has formed beside the present one: SystemExit(0).
+    that is sent SIGTERM or SIGUSR1 leaves at a ``commit``, as one does whose host is not wanted any
+    more, when the others' world has formed beside the present one: SystemExit(0), or 143 where
+    another launcher than ours has started it.
     """
     if redo not in ("repeat", "recompute"):
         raise InvalidArgumentError(f'redo is {redo!r}: need "repeat" or "recompute"')
@@ -125,7 +129,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             state._on_commit = partial(
                 _commit, ongoing=ongoing, session=session, deal=deal, kept=kept
             )
-            with _leaving_by_sigterm(session):
+            with _leaving_by_signals(session):
                 result = _settled(
                     partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
                     ongoing,
@@ -136,6 +140,8 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             if not error.has_left:
                 raise
             report_to_stderr(str(error))
+            if session.leaves:
+                state.has_left(session.last_rank)
             session.see_off()
             raise SystemExit(entry.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
@@ -329,28 +335,30 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
 
 
 @contextlib.contextmanager
-def _leaving_by_sigterm(session: Session) -> Iterator[None]:
-    """Within this context SIGTERM asks this process to leave at a ``commit``."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
+def _leaving_by_signals(session: Session) -> Iterator[None]:
+    """Within this context they ask this process to leave at a ``commit``.
+
+    Those that the script handles, or ignores, stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    global _handler
-    _handler = lambda number, frame: session.leave()  # noqa: E731
-    signal.signal(signal.SIGTERM, _handler)
+    for number in _LEAVING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            _handlers[number] = lambda number, frame: session.leave()
+            signal.signal(number, _handlers[number])
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _handler = None
+        for number in _handlers:
+            signal.signal(number, signal.SIG_DFL)
+        _handlers.clear()
 
 
 def _before_fork() -> None:
-    """Let SIGTERM wait: a child that is sent it before its handler is gone would forget it."""
-    if _handler is not None:
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    """Let them wait: a child that is sent one before its handler is gone would forget it."""
+    if _handlers:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, list(_handlers))
 
 
 def _after_fork() -> None:
@@ -360,12 +368,12 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """SIGTERM ends a child as always."""
-    global _handler
-    if _handler is not None and signal.getsignal(signal.SIGTERM) is _handler:
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _handler = None
+    """They end a child as always."""
+    for number, handler in _handlers.items():
+        if signal.getsignal(number) is handler:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(number, signal.SIG_DFL)
+    _handlers.clear()
     steps.enter(None)
     _after_fork()
 

@@ -237,6 +237,13 @@ class Session:
             return self._leaves
 
     @property
+    def last_rank(self) -> int:
+        """In the world that it works in, or has worked in last."""
+        with self._lock:
+            assert self._current is not None
+            return [member.number for member in self._current.members].index(self._number)
+
+    @property
     def wants_change(self) -> bool:
         """Whether another world waits until all ranks stop."""
         with self._lock:

@@ -23,6 +23,7 @@ Share = Callable[[str, Any], Any]
 """``share(name, value)``: returns, on all ranks, rank 0's value, or ``value`` changed to it."""
 
 SizeCallback = Callable[[int, int], None]
+LeaveCallback = Callable[[int], None]
 
 
 def _share_log(name: str, log: MembershipLog) -> MembershipLog:
@@ -100,6 +101,7 @@ class State:
         self._on_commit: Callable[[State], None] | None = None
         self._size = 0  # that the values are made for; 0: not known yet
         self._size_callbacks: list[SizeCallback] = []
+        self._leave_callbacks: list[LeaveCallback] = []
         for name, value in values.items():
             setattr(self, name, value)
 
@@ -128,6 +130,22 @@ class State:
         """
         self._size_callbacks.append(callback)
         return callback
+
+    def on_leave(self, callback: LeaveCallback) -> LeaveCallback:
+        """Have ``callback(rank)`` called on a process that leaves, just before it ends.
+
+        It has been told to by a signal (see ``run``), and has made its last step with the others,
+        where it was ``rank``. The values are as all ranks have them after that step, so this is
+        the place to write a checkpoint, on rank 0, before a time limit. The others may go on
+        already: ``callback`` runs no operations. Returns it, and so serves as a decorator.
+        """
+        self._leave_callbacks.append(callback)
+        return callback
+
+    def has_left(self, rank: int) -> None:
+        """Say that this process has left, where it was ``rank``."""
+        for callback in self._leave_callbacks:
+            callback(rank)
 
     def has_size(self, size: int) -> None:
         """Say how many ranks there are from now on: on all ranks, between two steps."""

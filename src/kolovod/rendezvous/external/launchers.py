@@ -170,6 +170,13 @@ class Found:
     """Where rank 0 is; "" if nothing tells."""
     store_port: int = 0
     """Where the ranks meet on it."""
+    is_named: bool = False
+    """Whether several starts, by any launchers, make one elastic job, which KOLOVOD_JOB names."""
+
+    @property
+    def identity(self) -> str:
+        """What all ranks of the job have in common, and those of others have not."""
+        return self.job if self.is_named else f"{self.launcher.name} {self.job}"
 
     @property
     def numbers_hosts(self) -> bool:
@@ -216,8 +223,9 @@ def asked_store(environ: Mapping[str, str]) -> tuple[str, int]:
 def _found(
     launcher: Launcher, environ: Mapping[str, str], read_file: Callable[[str], str]
 ) -> Found:
-    rank = _required(launcher, environ, launcher.rank)
-    size = _required(launcher, environ, launcher.size)
+    first, is_named = _named(environ)
+    rank = first + _required(launcher, environ, launcher.rank)
+    size = _required(launcher, environ, ("KOLOVOD_SIZE",) if first else launcher.size)
     most = size
     if _optional(environ, ("KOLOVOD_MIN_NP",)):  # an elastic job, which may grow
         most = max(size, _optional(environ, ("KOLOVOD_MAX_NP",)) or 0)
@@ -237,20 +245,40 @@ def _found(
     local_size = _optional(environ, launcher.local_size)
     node_count = _optional(environ, (launcher.node_count,))
     is_one_host = local_size == size or node_count == 1 or is_loopback(master)
-    job = _job(launcher, environ)
+    job = f"KOLOVOD_JOB={environ['KOLOVOD_JOB']}" if is_named else _job(launcher, environ)
     return Found(
         launcher=launcher,
         rank=rank,
         size=size,
         local_rank=_optional(environ, launcher.local_rank),
         local_size=local_size,
-        is_one_host=is_one_host and (not asked_host or is_loopback(asked_host)),
+        is_one_host=is_one_host and not is_named and (not asked_host or is_loopback(asked_host)),
         job=job,
         host=environ.get("KOLOVOD_HOST") or environ.get(launcher.node_name, ""),
         hosts=hosts,
         store_host=asked_host or master or (hosts[0] if hosts else ""),
-        store_port=asked_port or _port(launcher.name, job),
+        store_port=asked_port or _port("" if is_named else launcher.name, job),
+        is_named=is_named,
     )
+
+
+def _named(environ: Mapping[str, str]) -> tuple[int, bool]:
+    """The rank of this launcher's first process, and whether KOLOVOD_JOB names the job."""
+    first, is_named = _optional(environ, ("KOLOVOD_FIRST_RANK",)) or 0, "KOLOVOD_JOB" in environ
+    if is_named and not (environ["KOLOVOD_JOB"].strip() and environ.get("KOLOVOD_MIN_NP")):
+        raise InvalidArgumentError(
+            f"KOLOVOD_JOB={environ['KOLOVOD_JOB']!r}: it names an elastic job; set KOLOVOD_MIN_NP, "
+            "too, or leave it out"
+        )
+    needed = ("KOLOVOD_JOB", "KOLOVOD_SIZE", "KOLOVOD_STORE_HOST")
+    missing = [name for name in needed if not environ.get(name)]
+    if first and missing:
+        raise InvalidArgumentError(
+            f"KOLOVOD_FIRST_RANK={first}: these ranks join an elastic job that others begin, so "
+            f"set {', '.join(missing)}, too: its name, with how many ranks it begins, and rank "
+            "0's host"
+        )
+    return first, is_named
 
 
 def is_loopback(host: str) -> bool:

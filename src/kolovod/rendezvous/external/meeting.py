@@ -162,7 +162,7 @@ def secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: 
             f"{mpi_text} Set KOLOVOD_STORE_HOST to the name of rank 0's host, and KOLOVOD_SECRET, "
             "for all ranks"
         )
-    secret = job_secret(environ, f"{found.launcher.name} {found.job}")
+    secret = job_secret(environ, found.identity)
     if not secret:
         raise BootstrapError(
             f"{found}: it may have ranks on several hosts, and they have no secret in common."
@@ -217,10 +217,10 @@ def _resolve(found: Found, timeout_s: float) -> list[str]:
 
 def exchange_name(found: Found, environ: Mapping[str, str]) -> str:
     """Of the address exchange on one host: what only the ranks of this job can work out alike."""
-    job = found.job
-    if not any(environ.get(name) for name in found.launcher.job):
+    job = found.identity
+    if not found.is_named and not any(environ.get(name) for name in found.launcher.job):
         job = f"{job} {_starter(found.launcher.marks[0])}"
-    facts = f"{os.geteuid()} {found.launcher.name} {found.size} {job}"
+    facts = f"{os.geteuid()} {found.size} {job}"
     return f"kolovod-{hashlib.sha256(facts.encode()).hexdigest()[:32]}"
 
 
