@@ -225,8 +225,10 @@ CASES = (
          f"export {SECRET}; {{agent}} n2 {TORCHRUN} {HOSTS} --node-rank=1 {{example}} & "
          f"{TORCHRUN} {HOSTS} --node-rank=0 {{example}} && wait $!", f"4 {DONE}"),
     Case("torchrun --nnodes=1:2, elastic, a second host comes",
-         f"export {SECRET} KOLOVOD_MIN_NP=1; {FRESH}; {TORCHRUN} {ELASTIC_HOSTS} "
-         f"{CHECKPOINTED_SCRIPT} restarted & {TRAINS}; "
+         # Else the agent that comes waits for an address that the first one does not tell again.
+         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; "
+         f"export {SECRET} KOLOVOD_MIN_NP=1; {FRESH}; "
+         f"{TORCHRUN} {ELASTIC_HOSTS} {CHECKPOINTED_SCRIPT} restarted & {TRAINS}; "
          f"{{agent}} n2 {TORCHRUN} {ELASTIC_HOSTS} {CHECKPOINTED_SCRIPT} restarted; wait $!",
          "it went on from a checkpoint, restarted: 4 ranks at the end"),
     Case("torchrun on each of two hosts, elastic, its restarts come in as joins",

@@ -148,6 +148,55 @@ def test_sigterm_is_leaving_with_a_code_that_has_another_one_started(job: Superv
     job.end(ranks[0], again, ranks[2])
 
 
+CHECKPOINT = STEPS.replace(
+    "@elastic.run",
+    """@state.on_leave
+def save(rank):
+    with open(f"{folder}/left {rank} {os.getpid()}", "w") as file:
+        file.write(str(state.step))
+
+
+@elastic.run""",
+    1,
+)
+
+
+def test_who_leaves_by_a_signal_may_write_a_checkpoint(tmp_path: Path) -> None:
+    """All leave, as before a time limit: rank 0 has made all steps that anybody has made."""
+    job = Supervised(tmp_path, KOLOVOD_SIZE="2", KOLOVOD_LOCAL_SIZE="2")
+    try:
+        ranks = [job.start(rank, CHECKPOINT) for rank in range(2)]
+        job.goes_on(2)
+        for process in ranks:
+            process.send_signal(signal.SIGUSR1)
+        said = [process.communicate(timeout=DEADLINE_S)[1] for process in ranks]
+        assert [process.returncode for process in ranks] == [128 + signal.SIGTERM] * 2, said
+        # Who was told first may have left a step before the other one, which is rank 0 then.
+        steps = [int(path.read_text()) for path in tmp_path.glob("left *")]
+        assert len(steps) == 2
+        by_rank_0 = [int(path.read_text()) for path in tmp_path.glob("left 0 *")]
+        assert max(by_rank_0) == max(steps) >= 40
+    finally:
+        job.close()
+
+
+@pytest.mark.slow
+def test_several_starts_make_one_job_by_its_name(tmp_path: Path) -> None:
+    """The second one counts its ranks from 0, too, and has all three on one host."""
+    named = {"KOLOVOD_JOB": "one", "KOLOVOD_SECRET": "0123456789abcdef", "KOLOVOD_MAX_NP": "4"}
+    job = Supervised(tmp_path, **named)
+    try:
+        ranks = [job.start(rank) for rank in range(SIZE)]
+        job.goes_on(SIZE)
+        other = job.start(0, KOLOVOD_FIRST_RANK="3", KOLOVOD_SECRET="another 0123456789abcdef")
+        assert "its secret (KOLOVOD_SECRET) is not that of the job" in other.communicate(timeout=DEADLINE_S)[1]
+        more = job.start(0, KOLOVOD_FIRST_RANK="3")
+        job.goes_on(4)
+        job.end(more, *ranks)
+    finally:
+        job.close()
+
+
 @pytest.mark.slow
 def test_ranks_beyond_the_first_ones_join(tmp_path: Path) -> None:
     job = Supervised(tmp_path, KOLOVOD_MAX_NP="4")

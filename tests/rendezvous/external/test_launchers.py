@@ -163,6 +163,30 @@ def test_ranks_beyond_the_size_are_those_of_an_elastic_job():
         find({**elastic, "KOLOVOD_MAX_NP": "3"})
 
 
+def test_several_starts_that_make_one_job_have_all_in_common_but_their_ranks():
+    named = {"KOLOVOD_JOB": "a", "KOLOVOD_MIN_NP": "1", "KOLOVOD_MAX_NP": "6"}
+    first = find({**SLURM, **named})
+    joining = {**named, "KOLOVOD_FIRST_RANK": "4", "KOLOVOD_STORE_HOST": "n1"}
+    others = [
+        find({**SLURM, **joining, "KOLOVOD_SIZE": str(first.size), "SLURM_JOB_ID": "99"}),
+        find({**TORCHRUN, **joining, "KOLOVOD_SIZE": str(first.size)}),
+    ]
+    for other in others:
+        assert (other.identity, other.store_port) == (first.identity, first.store_port)
+        assert (other.size, other.store_host) == (first.size, first.store_host)
+        assert not other.is_one_host
+        assert other.rank == 4 + 1
+    assert find({**SLURM, **named, "KOLOVOD_JOB": "b"}).identity != first.identity
+    for wrong, said in (
+        ({"KOLOVOD_JOB": "a"}, "KOLOVOD_JOB='a': it names an elastic job; set KOLOVOD_MIN_NP"),
+        ({**named, "KOLOVOD_JOB": " "}, "KOLOVOD_JOB=' ': it names an elastic job"),
+        ({"KOLOVOD_FIRST_RANK": "2"}, "set KOLOVOD_JOB, KOLOVOD_SIZE, KOLOVOD_STORE_HOST, too"),
+        ({**named, "KOLOVOD_FIRST_RANK": "x"}, "KOLOVOD_FIRST_RANK='x': expected a whole number"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=re.escape(said)):
+            find({**SLURM, **wrong})
+
+
 def test_where_each_rank_has_a_host_its_name_follows_from_that_of_rank_0():
     names = {"j-0.svc": "j-12.svc", "a-b-0-0.s": "a-b-0-12.s", "j-0": "j-12"}
     for store_host, name in names.items():
