@@ -189,7 +189,10 @@ def test_several_starts_make_one_job_by_its_name(tmp_path: Path) -> None:
         ranks = [job.start(rank) for rank in range(SIZE)]
         job.goes_on(SIZE)
         other = job.start(0, KOLOVOD_FIRST_RANK="3", KOLOVOD_SECRET="another 0123456789abcdef")
-        assert "its secret (KOLOVOD_SECRET) is not that of the job" in other.communicate(timeout=DEADLINE_S)[1]
+        assert (
+            "its secret (KOLOVOD_SECRET) is not that of the job"
+            in other.communicate(timeout=DEADLINE_S)[1]
+        )
         more = job.start(0, KOLOVOD_FIRST_RANK="3")
         job.goes_on(4)
         job.end(more, *ranks)

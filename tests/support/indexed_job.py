@@ -72,6 +72,8 @@ class Cluster:
         self.ended: list[Pod] = []
         self.failures: dict[int, int] = {}
         """Counted, by index."""
+        self.ignored: list[Pod] = []
+        """Those whose end counts as no failure of their index."""
         self.succeeded: set[int] = set()
         self.failed: set[int] = set()
         """Indices that are given up."""
@@ -245,7 +247,9 @@ class Cluster:
         code = 128 - code if code < 0 else code
         if code == 0:
             self.succeeded.add(pod.index)
-        elif pod.index < self._job["completions"] and not self._is_ignored(pod, code):
+        elif pod.index >= self._job["completions"] or self._is_ignored(pod, code):
+            self.ignored.append(pod)
+        else:
             self.failures[pod.index] = self.failures.get(pod.index, 0) + 1
             if self.failures[pod.index] > self._job["backoffLimitPerIndex"]:
                 self.failed.add(pod.index)
