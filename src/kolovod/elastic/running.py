@@ -59,7 +59,7 @@ _END_S = 5.0
 _LEAVING = (signal.SIGTERM, signal.SIGUSR1)
 """What tells a process to leave: SIGUSR1 is what Slurm is asked to send before a time limit."""
 
-_handlers: dict[int, Callable[[int, Any], None]] = {}  # of those signals
+_handlers: dict[signal.Signals, Callable[[int, Any], None]] = {}
 _forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
 

@@ -241,6 +241,7 @@ class Session:
         """In the world that it works in, or has worked in last."""
         with self._lock:
             assert self._current is not None
+            assert self._number is not None
             return [member.number for member in self._current.members].index(self._number)
 
     @property
