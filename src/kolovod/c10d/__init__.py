@@ -4,7 +4,8 @@ The default group is this process's world; every further group has an engine of 
 process sets have. docs/torch-distributed.md says what works and what does not. The files:
 ``groups`` finds the engine for a group, ``flat`` sees tensors as c10d does and ``sparse`` those of
 indices and values, ``base``, ``moving`` and ``reducing`` are the process group with its verbs,
-``work`` is what they return. ``monitored`` is the barrier that names who is missing.
+``work`` is what they return. ``monitored`` is the barrier that names who is missing. In elastic jobs ``elastic`` makes the default
+group anew in each world, and ``data_parallel`` lets DDP lose a rank.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ def register() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and not hasattr(dist.Backend, "KOLOVOD"):
-        from kolovod.c10d import monitored
+        from kolovod.c10d import elastic, monitored
 
         dist.Backend.register_backend("kolovod", _create, extended_api=True, devices=["cpu"])
         monitored.install()
+        elastic.install()
 
 
 def _create(options: Any, backend_options: Any) -> Any:

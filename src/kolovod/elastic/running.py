@@ -36,6 +36,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
 from kolovod.core.uncaught import first_line
 from kolovod.elastic import entries, steps
+from kolovod.elastic.each_world import forming
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
@@ -117,7 +118,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
                 _Worlds(session),
                 worlds.current,
                 recomputes=recomputes,
-                entered=KeptSets(state.process_sets(), entry.first_size).form,
+                entered=forming(KeptSets(state.process_sets(), entry.first_size).form),
             )
             steps.enter(ongoing)
             ongoing.begin()
@@ -129,7 +130,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             state._on_commit = partial(
                 _commit, ongoing=ongoing, session=session, deal=deal, kept=kept
             )
-            with _leaving_by_signals(session):
+            with _leaving_by_signals(session), state.in_use():
                 result = _settled(
                     partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
                     ongoing,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
@@ -21,6 +22,8 @@ Keep = Callable[[Any], Callable[[], None]]
 update changes."""
 Share = Callable[[str, Any], Any]
 """``share(name, value)``: returns, on all ranks, rank 0's value, or ``value`` changed to it."""
+Within = Callable[[str, Any], contextlib.AbstractContextManager[object]]
+"""``within(name, value)``: in whose context the function of ``elastic.run`` runs."""
 
 SizeCallback = Callable[[int, int], None]
 LeaveCallback = Callable[[int], None]
@@ -45,6 +48,7 @@ class _Way(NamedTuple):
 
 
 _ways = [_Way(lambda value: isinstance(value, MembershipLog), _share_log)]
+_contexts: list[tuple[Callable[[Any], bool], Within]] = []
 
 
 def share_by(fits: Callable[[Any], bool], share: Share, keep: Keep | None = None) -> None:
@@ -57,6 +61,15 @@ def share_by(fits: Callable[[Any], bool], share: Share, keep: Keep | None = None
     normalisation, in forward.
     """
     _ways.insert(0, _Way(fits, share, keep))
+
+
+def run_within(fits: Callable[[Any], bool], within: Within) -> None:
+    """In an elastic job the function of ``run`` runs in a context of each value that fits.
+
+    For what communicates by itself: it may be made elastic for that time, and an error of the
+    function be replaced by a clearer one.
+    """
+    _contexts.append((fits, within))
 
 
 def _way_of(value: Any) -> _Way | None:
@@ -197,6 +210,17 @@ class State:
                 each()
 
         return restore
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The contexts of the values, for the function of ``elastic.run``; see ``run_within``."""
+        with contextlib.ExitStack() as stack:
+            for name in self._names:
+                value = getattr(self, name)
+                for fits, within in _contexts:
+                    if fits(value):
+                        stack.enter_context(within(name, value))
+            yield
 
     def sync(self) -> None:
         """Give rank 0's values to all ranks. What kind each is of, rank 0 says, too."""
