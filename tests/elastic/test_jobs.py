@@ -76,8 +76,8 @@ print("sizes", state.sizes, flush=True)
 @pytest.mark.parametrize(
     "case",
     thorough_but(
-        [("torch", 3), ("recomputed", 2)],
-        [(kind, full) for kind in ("torch", "recomputed") for full in (2, 3)],
+        [("torch", 3), ("ddp", 3), ("recomputed", 2)],
+        [(kind, full) for kind in ("torch", "ddp", "recomputed") for full in (2, 3)],
     ),
 )
 def test_an_optimizer_of_torch(case: tuple[str, int], tmp_path: Path) -> None:

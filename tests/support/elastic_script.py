@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from kolovod import elastic
+from kolovod.core.ops import Average, Sum
+from kolovod.elastic import steps
 
 STEPS_BETWEEN = 10
 PAUSE_S = 0.004
@@ -31,7 +33,7 @@ COUNT = 5_000
 class OfNumpy:
     """Weights whose bits depend on every step, and on the order in which ranks are added."""
 
-    redo = "repeat"
+    redo, op = "repeat", Sum
 
     def __init__(self, seed: int) -> None:
         self.weights = np.random.default_rng(seed).normal(size=COUNT).astype(np.float32)
@@ -72,7 +74,7 @@ class OfNumpy:
 class OfTorch:
     """A model with buckets, momentum, and one more parameter that tells who takes part."""
 
-    redo = "repeat"
+    redo, op = "repeat", Sum
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -95,8 +97,10 @@ class OfTorch:
     def backward(self, step: int, member: int) -> None:
         self.optimizer.zero_grad()
         seed = self.torch.Generator().manual_seed(100 * step + member)
-        loss = self.model(self.torch.randn(4, 8, generator=seed)).square().mean()
-        (0.01 * loss + (self.bits * self.bit).sum()).backward()
+        self.loss(self.torch.randn(4, 8, generator=seed)).backward()
+
+    def loss(self, rows: Any) -> Any:
+        return 0.01 * self.model(rows).square().mean() + (self.bits * self.bit).sum()
 
     def compute(self, step: int, member: int) -> dict[str, Any]:
         self.backward(step, member)
@@ -121,6 +125,53 @@ class OfTorch:
         self.backward(state.step, member)
         self.optimizer.step()
         return int(self.bits.grad)
+
+
+class OfDdp(OfTorch):
+    """DDP and a plain optimizer, by ``torch.distributed`` alone."""
+
+    op = Average
+    ddp: Any = None  # where steps are replayed
+
+    def values(self) -> dict[str, Any]:
+        return {"model": self.ddp, "optimizer": self.optimizer}
+
+    def loss(self, rows: Any) -> Any:
+        return super().loss(rows) if self.ddp is None else self.ddp(rows)
+
+    def distribute(self, slot: int) -> None:
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+
+        work = self
+
+        class Whole(self.torch.nn.Module):  # type: ignore[name-defined]
+            def __init__(self) -> None:
+                super().__init__()
+                self.model, self.bits = work.model, work.bits
+
+            def forward(self, rows: Any) -> Any:
+                return OfTorch.loss(work, rows)
+
+        dist.init_process_group("kolovod")
+        self.dist, self.bit = dist, float(1 << slot)
+        self.ddp = DistributedDataParallel(Whole())
+
+    def step(self, state: Any, member: int) -> int:
+        self.backward(state.step, member)
+        self.optimizer.step()
+        ongoing = steps.ongoing()
+        assert ongoing is not None
+        bits = round(float(self.bits.grad) * ongoing.world.size)  # that of which it is the average
+        elastic.exactly(self.check_group)
+        return bits
+
+    def check_group(self) -> None:
+        """``torch.distributed`` knows the same ranks, and they communicate."""
+        dist, counted = self.dist, self.torch.ones(1)
+        dist.all_reduce(counted)
+        assert dist.get_world_size() == dist.get_world_size(dist.group.WORLD) == int(counted)
+        assert 0 <= dist.get_rank() < int(counted)
 
 
 class Recomputed(OfTorch):
@@ -154,7 +205,12 @@ def of_framework(kind: str) -> Any:
     return of_frameworks[kind]()
 
 
-KINDS: dict[str, Any] = {"numpy": OfNumpy, "torch": OfTorch, "recomputed": Recomputed}
+KINDS: dict[str, Any] = {
+    "numpy": OfNumpy,
+    "torch": OfTorch,
+    "ddp": OfDdp,
+    "recomputed": Recomputed,
+}
 
 
 def main() -> None:
@@ -192,7 +248,7 @@ def main() -> None:
                 delay_s = random.uniform(PAUSE_S / 2, 3 * PAUSE_S)
                 threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
             # A process that imports a framework needs the cores to come.
-            time.sleep(PAUSE_S if is_whole or kind in KINDS else 0.2)
+            time.sleep(PAUSE_S if is_whole or kind == "numpy" else 0.2)
 
     train(state)
     facts = {

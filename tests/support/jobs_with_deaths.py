@@ -14,7 +14,6 @@ import elastic_script
 from launched import KOLOVOD
 
 from kolovod import elastic
-from kolovod.core.ops import Sum
 from kolovod.testing import replay
 
 SCRIPT = Path(__file__).parent / "elastic_script.py"
@@ -72,4 +71,4 @@ def replay_of(kind: str, state: dict[str, Any], slots: list[int]) -> None:
     assert [len(step.used) for step in log.steps] == [bits.bit_count() for bits in slots]
     assert all(step.sums for step in log.steps)
     model = elastic_script.KINDS[kind](0)
-    replay(log, model.compute, model.apply, model.tensors, op=Sum)
+    replay(log, model.compute, model.apply, model.tensors, op=model.op)

@@ -77,7 +77,7 @@ class _Default:
     def begin(self, original: Callable[..., Any], given: dict[str, Any]) -> None:
         """Make it by ``original``, for the first time. ``given``: the script's arguments."""
         from kolovod import lifecycle
-        from kolovod.c10d import data_parallel
+        from kolovod.c10d import data_parallel, shards
         from kolovod.elastic.each_world import in_each_world
 
         lifecycle.init()
@@ -86,8 +86,9 @@ class _Default:
         self._given = {key: value for key, value in given.items() if key not in _OURS}
         self._form()
         if is_first:
-            data_parallel.register()
             in_each_world(self.follow)
+            data_parallel.register()
+            shards.register()
 
     def follow(self) -> None:
         """Make it anew if it is not of the present world. All ranks call it when they have met.

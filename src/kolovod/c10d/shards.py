@@ -1,0 +1,107 @@
+"""Models and optimizers in the state of an elastic job of which each rank has another part.
+
+What a lost rank had of FSDP's parameters, or of ZeRO's optimizer, nobody else has, and a rank that
+joins could be given no part of its own. So where the ranks change the job ends, on each rank with
+an error that says who was lost, of what, and how to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kolovod.core.world import World, current
+from kolovod.elastic import share_by, steps
+from kolovod.elastic.each_world import in_each_world
+from kolovod.elastic.state import run_within
+from kolovod.errors import CollectiveAbortedError, JobOverError
+
+__all__ = ["register"]
+
+_WAY_OUT = (
+    "Start it again from a checkpoint (torch.distributed.checkpoint), or train by "
+    "DistributedDataParallel, which goes on without the ranks that are lost"
+)
+
+_in_use: dict[str, tuple[str, World]] = {}  # by name: how it is sharded, over which ranks
+
+
+def register() -> None:
+    """Let ``kolovod.elastic.run`` know shards among the values of its state."""
+    share_by(_is_sharded, share_shards)
+    run_within(_is_sharded, _within)
+    in_each_world(_check_ranks)
+
+
+def share_shards(name: str, value: Any) -> Any:
+    """Each rank keeps its part. Raises JobOverError, on all, if one has come that has none."""
+    ongoing = steps.ongoing()
+    if ongoing is not None and ongoing.lacks_state:
+        how = _kind_of(value) or "sharded"
+        raise JobOverError(
+            f"{name!r} of the state is {how}: a rank that joins the others could be given no part "
+            f"of it, so this job ends when its ranks change. {_WAY_OUT}"
+        )
+    return value
+
+
+@contextlib.contextmanager
+def _within(name: str, value: Any) -> Iterator[None]:
+    _in_use[name] = _kind_of(value) or "sharded", current()
+    try:
+        yield
+    except CollectiveAbortedError as error:
+        ongoing = steps.ongoing()
+        assert ongoing is not None
+        ongoing.recover(error)  # the next world has those who are left, and ends by _check_ranks
+        raise JobOverError(_text(name, *_in_use[name], str(error))) from error
+    finally:
+        del _in_use[name]
+
+
+def _check_ranks() -> None:
+    """In each world. Raises JobOverError unless all ranks are here that had a part."""
+    for name, (how, before) in _in_use.items():
+        gone = [rank for rank, n in enumerate(before.members) if n not in current().members]
+        if gone:
+            who = ", ".join(f"rank {rank} on host {before.hosts[rank]}" for rank in gone)
+            raise JobOverError(_text(name, how, before, f"{who} is not in the job any more"))
+
+
+def _text(name: str, how: str, world: World, why: str) -> str:
+    return (
+        f"{why}. {name!r} of the state is {how}, in {world.size} parts, of which each rank has one "
+        f"that no other rank has, so the job ends here. {_WAY_OUT}"
+    )
+
+
+def _is_sharded(value: Any) -> bool:
+    return _kind_of(value) is not None
+
+
+def _kind_of(value: Any) -> str | None:
+    """How ``value`` is sharded, in words; None: it is not."""
+    if isinstance(value, torch.nn.Module):
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+        if any(isinstance(module, fsdp) for module in value.modules()):
+            return "sharded by FSDP"
+        return "sharded by FSDP2 (DTensor)" if any(map(_is_part, value.parameters())) else None
+    if isinstance(value, torch.optim.Optimizer):
+        zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
+        if isinstance(value, zero):
+            return "sharded by ZeroRedundancyOptimizer"
+        tensors = [tensor for group in value.param_groups for tensor in group["params"]]
+        if any(map(_is_part, tensors)):
+            return "the optimizer of a model that FSDP has sharded"
+    return None
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether it is a rank's part of a parameter: a DTensor's, or one of FSDP's first version."""
+    placements = getattr(tensor, "placements", ())
+    flattened = getattr(tensor, "_fsdp_flattened", False) or type(tensor).__name__ == "FlatParameter"
+    return flattened or any(placement.is_shard() for placement in placements)
