@@ -4,8 +4,9 @@ The default group is this process's world; every further group has an engine of 
 process sets have. docs/torch-distributed.md says what works and what does not. The files:
 ``groups`` finds the engine for a group, ``flat`` sees tensors as c10d does and ``sparse`` those of
 indices and values, ``base``, ``moving`` and ``reducing`` are the process group with its verbs,
-``work`` is what they return. ``monitored`` is the barrier that names who is missing. In elastic jobs ``elastic`` makes the default
-group anew in each world, and ``data_parallel`` lets DDP lose a rank.
+``work`` is what they return. ``monitored`` is the barrier that names who is missing. In elastic
+jobs ``elastic`` makes the default group anew in each world, ``data_parallel`` lets DDP lose a rank,
+and ``shards`` says that FSDP and ZeRO cannot.
 """
 
 from __future__ import annotations

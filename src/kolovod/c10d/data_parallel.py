@@ -49,7 +49,11 @@ def follow(group: Any) -> None:
     """``group`` is the default one now: that of the modules, too, that had the one before."""
     _defaults.add(group)
     for module in list(_elastic):
-        module._update_process_group(group)
+        _move(module, group)
+
+
+def _move(module: Any, group: Any) -> None:
+    module._update_process_group(group)
 
 
 def _is_ours(value: Any) -> bool:
@@ -63,7 +67,7 @@ def _is_ours(value: Any) -> bool:
 def _within(name: str, module: DistributedDataParallel) -> Iterator[None]:
     _check(name, module)
     _elastic.add(module)
-    module._update_process_group(dist.group.WORLD)
+    _move(module, dist.group.WORLD)
     with DataParallel(name, module).in_use():
         yield
 
@@ -76,7 +80,9 @@ def _check(name: str, module: DistributedDataParallel) -> None:
             "elastic job it is over all ranks, by the default group; leave process_group out"
         )
     if module._comm_hooks:
-        hooks = ", ".join(getattr(hook, "__qualname__", repr(hook)) for hook, _ in module._comm_hooks)
+        hooks = ", ".join(
+            getattr(hook, "__qualname__", repr(hook)) for hook, _ in module._comm_hooks
+        )
         raise InvalidArgumentError(
             f"the model {name!r} of the state has a communication hook of DDP ({hooks}), which "
             "cannot be repeated when a rank is lost: leave it out, or use "
@@ -135,7 +141,7 @@ class DataParallel:
         if self._syncs:  # the first gradients of a backward, outside of what is computed again
             for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.requires_grad:
-                    output.register_hook(self._begin)
+                    output.register_hook(self._begin)  # type: ignore[no-untyped-call]
         return outputs
 
     def _begin(self, _: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["install"]
@@ -125,27 +126,26 @@ _OURS = ("init_method", "rank", "world_size", "store")
 _default = _Default()
 
 
-def _store_of_world(timeout: timedelta | None) -> dist.Store:
+def _store_of_world(timeout: timedelta | None) -> Store:
     """A store for the ranks of the present world, at rank 0; they all call this.
 
-    Raises CollectiveAbortedError if a rank is lost meanwhile, or rank 0 is not reached.
+    Raises CollectiveAbortedError if a rank is lost meanwhile, RankLostError if rank 0 is not
+    reached.
     """
     from kolovod.core.objects import Objects
     from kolovod.core.world import current
-    from kolovod.errors import CollectiveAbortedError
+    from kolovod.errors import RankLostError
     from kolovod.net.addresses import interface_to, listen
 
     world = current()
     if world.size == 1:
-        return dist.HashStore()
+        return HashStore()
     objects = Objects(current)
     if world.rank == 0:
         (listener,) = listen([interface_to(world.environment.rendezvous)], world.size)
         host, port = listener.getsockname()[:2]
         fd = listener.detach()
-        store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
-        )
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         objects.broadcast_object((host, port), 0, "torch.distributed.store")
     else:
         host, port = objects.broadcast_object(None, 0, "torch.distributed.store")
@@ -153,10 +153,10 @@ def _store_of_world(timeout: timedelta | None) -> dist.Store:
             # TCPStore looks for one that is gone for long, and writes pages about it.
             socket.create_connection((host, port), _REACH_S).close()
             limit = timedelta(seconds=_REACH_S)
-            store = dist.TCPStore(host, port, wait_for_workers=False, timeout=limit)
+            store = TCPStore(host, port, wait_for_workers=False, timeout=limit)
         except (OSError, RuntimeError) as error:
-            raise CollectiveAbortedError(
-                f"rank 0's store of torch.distributed at {host}:{port} cannot be reached: {error}", 0
+            raise RankLostError(
+                f"rank 0 was not reached at its store of torch.distributed, {host}:{port}: {error}"
             ) from error
     store.set_timeout(c10d.default_pg_timeout if timeout is None else timeout)
     return store

@@ -1,8 +1,9 @@
 """Models and optimizers in the state of an elastic job of which each rank has another part.
 
-What a lost rank had of FSDP's parameters, or of ZeRO's optimizer, nobody else has, and a rank that
-joins could be given no part of its own. So where the ranks change the job ends, on each rank with
-an error that says who was lost, of what, and how to go on.
+What a lost rank had of FSDP's parameters, or of ZeRO's optimizer, nobody else has. With HSDP others
+have it, but its replica cannot work without it; and a rank that joins could be given no part of its
+own. So where the ranks change the job ends, on each rank with an error that says who was lost, of
+what, and how to go on.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def _check_ranks() -> None:
 
 def _text(name: str, how: str, world: World, why: str) -> str:
     return (
-        f"{why}. {name!r} of the state is {how}, in {world.size} parts, of which each rank has one "
-        f"that no other rank has, so the job ends here. {_WAY_OUT}"
+        f"{why}. {name!r} of the state is {how} over {world.size} ranks, each of which needs the "
+        f"parts of the others, so the job cannot go on. {_WAY_OUT}"
     )
 
 
@@ -103,5 +104,7 @@ def _kind_of(value: Any) -> str | None:
 def _is_part(tensor: torch.Tensor) -> bool:
     """Whether it is a rank's part of a parameter: a DTensor's, or one of FSDP's first version."""
     placements = getattr(tensor, "placements", ())
-    flattened = getattr(tensor, "_fsdp_flattened", False) or type(tensor).__name__ == "FlatParameter"
+    flattened = (
+        getattr(tensor, "_fsdp_flattened", False) or type(tensor).__name__ == "FlatParameter"
+    )
     return flattened or any(placement.is_shard() for placement in placements)

@@ -1,6 +1,6 @@
 """DDP in an elastic job: forward, backward and the time between them may each lose a rank.
 
-Whole jobs, in which others come in the places of the lost: tests/elastic/test_jobs_of_ddp.py.
+Whole jobs, in which others come in the places of the lost: tests/elastic/test_jobs.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from forked import run_torch_ranks as run_ranks
 from survivors import NoLoss, Survivors, kill_soon
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as everybody
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import kolovod.torch as kv
