@@ -18,6 +18,7 @@ from kolovod.c10d.work import Watcher, Work
 from kolovod.core.ops import Op
 from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
 from kolovod.core.verbs import Verb
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch.frontend import TorchFrontend
 
@@ -27,6 +28,10 @@ Finish = Callable[[_native.Engine, int], None]
 Tensors = Sequence[torch.Tensor]
 
 _frontend = TorchFrontend()
+_ENDED_WITH_WORLD = (
+    ". In an elastic job groups end with their world: dist.group.WORLD is the present one, and a "
+    "model in DDP follows it when it is in the state, as DDP has wrapped it"
+)
 _NOTHING = timedelta(0)
 _ProcessGroup: Any = dist.ProcessGroup  # whose stub has signatures that c10d itself does not use
 
@@ -148,7 +153,8 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     def _open_world(self) -> WorldLike:
         if self._world is None:
-            raise InvalidArgumentError(f"{self!r} was destroyed: make a new one")
+            why = "" if steps.ongoing() is None else _ENDED_WITH_WORLD
+            raise InvalidArgumentError(f"{self!r} was destroyed: make a new one{why}")
         return self._world
 
     def monitored_barrier(
