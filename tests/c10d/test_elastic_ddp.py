@@ -196,6 +196,11 @@ def passes_of(rank: int) -> Any:
             model(mine)
         backward()
         note("after an evaluation")
+        given = mine.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)
+        assert weight.weight.grad is None
+        (model(mine).sum() + slope.sum()).backward()
+        note("with a slope in the loss")
     backward()  # with DDP's own reducer again
     note("afterwards")
     return found
@@ -212,6 +217,7 @@ def test_each_way_to_run_backward() -> None:
             "after no_sync": 4.5,
             "two forwards": 3.0,
             "after an evaluation": 1.5,
+            "with a slope in the loss": 2.5,
             "afterwards": 1.5,
         }
 

@@ -108,13 +108,14 @@ class DataParallel:
         self._reducer.skips = True  # what clips comes after backward, and has nothing to wait for
         self._unsynced = contextlib.ExitStack()  # of a pass that is not sent
         self._syncs = False
+        self._has_new = False  # gradients, that were not averaged
         self._begun: set[int] = set()  # backwards at whose end the gradients are waited for
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Within this context a rank may be lost while the module is trained."""
         module: Any = self._module
-        hooks = [p.register_post_accumulate_grad_hook(self._begin) for p in self._parameters]
+        hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._parameters]
         module.forward = self._forward
         try:
             yield
@@ -144,6 +145,10 @@ class DataParallel:
                     output.register_hook(self._begin)  # type: ignore[no-untyped-call]
         return outputs
 
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        self._has_new = True
+        self._begin(parameter)
+
     def _begin(self, _: torch.Tensor) -> None:
         """Backward has come to this module: wait for the gradients at its end."""
         backward = _current_backward()
@@ -154,7 +159,10 @@ class DataParallel:
     def _end(self, backward: int) -> None:
         """[2]."""
         self._begun.discard(backward)
-        if _current_node() is None:  # else within another one, of a checkpoint, which goes on
+        if _current_node() is not None:  # within another one, of a checkpoint, which goes on
+            return
+        if self._has_new:  # else it was torch.autograd.grad
+            self._has_new = False
             self._reducer.synchronize()
             self._share_buffers()
 
