@@ -1,4 +1,4 @@
-"""What the front ends need beside Kolovod: a framework is imported only by its own front end."""
+"""What front ends and clusters need beside Kolovod: a framework is imported only by its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ _PACKAGES = {
     "keras": ("keras", "tf_keras"),
     "jax": ("jax",),
     "mxnet": ("mxnet",),
+    "ray": ("ray",),
+    "spark": ("pyspark",),
 }
 """By extra, the packages of which one must be there."""
 
@@ -19,6 +21,8 @@ _TITLES = {
     "keras": "Keras",
     "jax": "JAX",
     "mxnet": "MXNet",
+    "ray": "Ray",
+    "spark": "PySpark",
 }
 
 

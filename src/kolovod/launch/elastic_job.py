@@ -25,7 +25,6 @@ from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.elastic_services import ElasticServices
-from kolovod.launch.fleet import Fleet
 from kolovod.launch.job import JobOptions, now_text
 from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import GRACE_S, Ended, signal_name
@@ -55,12 +54,7 @@ class ElasticJob:
             self._discovery = Discovery(elastic.discover, self._discovered, options.report)
         folder, most = options.output_dir, elastic.max_np
         self._output = Output(0, consoles, stamp, folder, options.report, most)
-        self._fleet = Fleet(
-            options.ssh,
-            self._write,
-            options.popen,
-            keeping,
-        )
+        self._fleet = options.make_fleet(self._write, keeping)
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
@@ -70,6 +64,7 @@ class ElasticJob:
             self._are_known.set()
         self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
         self._failed: list[Ended] = []
+        self._failed_as: dict[int, tuple[int, str]] = {}  # by process
         self._ends: dict[int, Ended] = {}  # of members, by number
         self._left: dict[int, str] = {}  # by slot, the hosts of those that wanted to leave
         self._ended_well = False
@@ -197,10 +192,10 @@ class ElasticJob:
         except BootstrapError as error:
             self._options.report(str(error))
         for host in new:
-            if self._fleet.is_far(host) and host not in self._fleet.remote:
-                del usable[host]
-            else:
+            if self._fleet.is_reached(host):
                 services.find([host])
+            else:
+                del usable[host]
         if usable == self._places:
             return usable == places
         self._places = usable
@@ -308,6 +303,14 @@ class ElasticJob:
     def failed(self) -> list[Ended]:
         """The processes that have failed, in that order."""
         return list(self._failed)
+
+    def failed_as(self, end: Ended) -> tuple[int, str]:
+        """The rank that a failed process was then, or its slot if it was none; and its name."""
+        return self._failed_as[end.rank]
+
+    def tail(self, end: Ended, stream_name: str) -> str:
+        """The last lines that the slot of a process has written to "stdout" or "stderr"."""
+        return self._output.tail(self._processes[end.rank].slot, stream_name)
 
     def results(self) -> list[bytes]:
         """What each member of the last world has left, by rank (``JobOptions.payload``)."""
@@ -422,9 +425,9 @@ class ElasticJob:
             elif not process.sent_away:
                 self._left[process.slot] = process.host
         elif self._kill_at is None:
-            name = self._name(process, number, end)
+            named = self._failed_as[end.rank] = self._name(process, number, end)
             others = "; the others go on" if self._fleet.running else ""
-            self._options.report(f"{name} {end.cause}{others}")
+            self._options.report(f"{named[1]} {end.cause}{others}")
             self._failed.append(end)
             left_behind = number is not None and self._steward.has_left_behind(number)
             self._note_failure(process, was_cut_off=bool(end.lost) or left_behind)
@@ -464,13 +467,13 @@ class ElasticJob:
                 process.has_resigned = True
                 self._note_failure(process)
 
-    def _name(self, process: Process, number: int | None, end: Ended) -> str:
+    def _name(self, process: Process, number: int | None, end: Ended) -> tuple[int, str]:
         world = self._steward.world
         where = f"on host {process.host} (pid {end.pid})"
         for rank, member in enumerate(world.members):
             if member.number == number:
-                return f"rank {rank} {where}"
-        return f"the process in slot {process.slot} {where}"
+                return rank, f"rank {rank} {where}"
+        return process.slot, f"the process in slot {process.slot} {where}"
 
     def _formed(self, world: World, reason: str) -> None:
         """On the steward's thread."""

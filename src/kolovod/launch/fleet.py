@@ -7,8 +7,8 @@ import os
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 from kolovod.config import load
 from kolovod.errors import BootstrapError, InvalidArgumentError
@@ -21,7 +21,37 @@ from kolovod.net.addresses import LOOPBACK, endpoint, own_addresses, split_addre
 from kolovod.rendezvous.external.launchers import asked_store
 from kolovod.rendezvous.rank_environment import RankEnvironment
 
-__all__ = ["Fleet", "Meeting"]
+__all__ = ["Fleet", "Group", "Meeting", "Sink"]
+
+Sink = Callable[[int, str, bytes], None]
+"""Called with what a process writes: its number, "stdout" or "stderr", bytes."""
+
+
+class Group(Protocol):
+    """Processes that are started, watched and ended together (see ``HostRanks``)."""
+
+    @property
+    def torch_port(self) -> int:
+        """See HostRanks, as for the other methods."""
+
+    @property
+    def running(self) -> Collection[int]: ...
+
+    def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None: ...
+
+    def pids(self) -> dict[int, int]: ...
+
+    def fds(self) -> list[int]: ...
+
+    def stopped(self) -> set[int]: ...
+
+    def needs_polling(self) -> bool: ...
+
+    def collect(self) -> list[Ended]: ...
+
+    def send(self, signum: int, ranks: Collection[int] | None = None) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Meeting:
@@ -40,7 +70,7 @@ class Meeting:
         self.host, self.port = "", 0
         self.addresses: list[str] = []
         """To listen at; none: the loopback interface is enough."""
-        if not fleet.remote and not more_may_come:
+        if not fleet.is_spread and not more_may_come:
             return
         self.host, self.port = asked_store(os.environ)
         if self.host and not self.port:
@@ -66,7 +96,7 @@ class Fleet:
     def __init__(
         self,
         ssh: SshOptions | None,
-        sink: Callable[[int, str, bytes], None],
+        sink: Sink,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         keeping: Keeping | None = None,
     ) -> None:
@@ -174,21 +204,30 @@ class Fleet:
         is_here = isinstance(self.here, RemoteRanks) and bool(self.here.lost)
         return far | self._names_here if is_here else far
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether processes of other hosts must reach what listens here."""
+        return bool(self.remote)
+
     def is_far(self, host: str) -> bool:
         """Whether ssh is needed to get there."""
         return self._ssh is not None and not is_this_host(host)
 
-    def group(self, host: str) -> HostRanks | RemoteRanks:
+    def is_reached(self, host: str) -> bool:
+        """Whether processes can be started there."""
+        return not self.is_far(host) or host in self.remote
+
+    def group(self, host: str) -> Group:
         """What runs on a host that was reached."""
-        group = self.remote.get(host, self.here)
+        group: Group | None = self.remote.get(host, self.here)
         if group is None:
             raise AssertionError("the job was not started")
         return group
 
     @property
-    def groups(self) -> list[HostRanks | RemoteRanks]:
+    def groups(self) -> Sequence[Group]:
         """Of all hosts."""
-        here = [] if self.here is None else [self.here]
+        here: list[Group] = [] if self.here is None else [self.here]
         return [*here, *self.remote.values(), *self._replaced]
 
     @property

@@ -18,8 +18,11 @@ from typing import Any, TextIO
 
 import cloudpickle
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import InvalidArgumentError, JobOverError
 from kolovod.launch.agent_line import SshOptions
+from kolovod.launch.elastic_job import ElasticJob
+from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.fleet import Fleet, Sink
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.local import (
     PAYLOAD_FD,
@@ -33,10 +36,14 @@ __all__ = [
     "CHILD",
     "CallOptions",
     "RankFailed",
+    "call_elastic",
     "call_on_ranks",
+    "call_packed",
     "console",
+    "end_world_by",
     "packed_call",
     "read_record",
+    "record_of_call",
 ]
 
 CHILD = "from kolovod.launch import function; raise SystemExit(function.main_of_rank())"
@@ -81,6 +88,11 @@ class CallOptions:
     report: Callable[[str], None] = lambda text: None
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     """Starts the ranks of this host (``HostRanks``)."""
+    fleet: Callable[[Sink], Fleet] | None = None
+    """See ``JobOptions``."""
+    stdout: TextIO | None = None
+    stderr: TextIO | None = None
+    """Where the ranks' output goes, if not where this process's does."""
 
 
 def call_on_ranks(
@@ -90,6 +102,11 @@ def call_on_ranks(
 
     See ``kolovod.run``, and ``kolovod.testing.run_ranks`` for ``timeout_s`` and ``keep_going``.
     """
+    return call_packed(n, packed_call(fn, args), options)
+
+
+def call_packed(n: int, payload: bytes, options: CallOptions) -> list[Any]:
+    """``call_on_ranks`` of what ``packed_call`` has made."""
     if options.hosts and len(options.hosts) != n:
         raise InvalidArgumentError(f"{len(options.hosts)} hosts for {n} ranks; give each one")
     python = options.executable or sys.executable
@@ -99,16 +116,42 @@ def call_on_ranks(
         hosts=options.hosts,
         ssh=options.ssh,
         output_dir=options.output_dir,
-        payload=packed_call(fn, args),
-        stdout=None if options.quiet else console(sys.stdout),
-        stderr=None if options.quiet else console(sys.stderr),
+        payload=payload,
+        stdout=None if options.quiet else options.stdout or console(sys.stdout),
+        stderr=None if options.quiet else options.stderr or console(sys.stderr),
         report=options.report,
         popen=options.popen,
+        fleet=options.fleet,
     )
     with Job(n, job_options) as job:
         job.start(lambda rank: [python, "-c", CHILD])
         outcome = job.wait(options.timeout_s)
     return _judge(job, outcome, options)
+
+
+def call_elastic(elastic: ElasticOptions, options: JobOptions, python: str = "") -> list[Any]:
+    """Run the payload of ``options`` as an elastic job; what the ranks at its end return, by rank.
+
+    A rank of those that has ended without a result is left out. Raises RankFailed for the rank that
+    has failed last if the job failed, JobOverError if it could not go on without any that did.
+    """
+    with ElasticJob(elastic, options) as job:
+        job.start([python or sys.executable, "-c", CHILD])
+        code = job.wait()
+        reason = job.stop_reason
+        records = [read_record(result) or {} for result in job.results()]
+        failed = [(end, read_record(end.result)) for end in job.failed]
+        names = {end.rank: job.failed_as(end) for end, _ in failed}
+        tails = {end.rank: job.tail(end, "stderr") for end, _ in failed}
+    if code == 0:
+        return [record["result"] for record in records if "result" in record]
+    why = f"the job has ended: {reason}\n" if reason else ""
+    failed = [end for end in failed if end[1] is not None and "traceback" in end[1]] or failed
+    if not failed:
+        raise JobOverError(reason or f"the job has ended with exit code {code}")
+    end, record = failed[-1]
+    rank, name = names[end.rank]
+    raise _failed(rank, f"{why}{name}", end, record, tails[end.rank])
 
 
 def packed_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -164,39 +207,60 @@ def _judge(job: Job, outcome: Outcome, options: CallOptions) -> list[Any]:
 
 def _failure(job: Job, end: Ended, record: dict[str, Any] | None) -> RankFailed:
     where = f" on host {end.host}" if end.host else ""
+    return _failed(end.rank, f"rank {end.rank}{where}", end, record, job.tail(end.rank, "stderr"))
+
+
+def _failed(
+    rank: int, name: str, end: Ended, record: dict[str, Any] | None, tail: str
+) -> RankFailed:
     if record is not None and "traceback" in record:
         text: str = record["traceback"]
-        message = f"rank {end.rank}{where} raised\n{text}"
-        failed = RankFailed(message, end.rank, end.exit_code, text)
+        failed = RankFailed(f"{name} raised\n{text}", rank, end.exit_code, text)
         # One that needs what only the rank has, or asks for arguments, stays there.
         with contextlib.suppress(Exception):
             failed.__cause__ = pickle.loads(record["exception"])
         return failed
-    text = job.tail(end.rank, "stderr")
     early = " before the function returned" if end.code == 0 else ""
-    message = f"rank {end.rank}{where} {end.cause}{early}\n{text}"
-    return RankFailed(message, end.rank, end.exit_code, text)
+    return RankFailed(f"{name} {end.cause}{early}\n{tail}", rank, end.exit_code, tail)
 
 
 def main_of_rank() -> int:
     """In the new process: call the function, write the result or the traceback."""
     faulthandler.enable()
     source, result = int(os.environ.pop(PAYLOAD_FD)), int(os.environ.pop(RESULT_FD))
-    stream = io.BytesIO(read_memory_file(source))
-    sys.path[:] = pickle.load(stream)
+    record, error = record_of_call(read_memory_file(source), keeps_path=False)
+    write_memory_file(result, record)
+    if error is None:
+        return 0
+    end_world_by(error)
+    return 1
+
+
+def record_of_call(payload: bytes, *, keeps_path: bool) -> tuple[bytes, Exception | None]:
+    """Call what ``packed_call`` has packed, in this rank: the record, and what the function raised.
+
+    ``keeps_path``: whether what this process imports is found where it is first, then at the
+    caller's places; else at the caller's only.
+    """
+    stream = io.BytesIO(payload)
+    paths = pickle.load(stream)
+    if keeps_path:
+        paths = [*sys.path, *(path for path in paths if path not in sys.path)]
+    sys.path[:] = paths
     record: dict[str, Any]
     try:
         fn, args = pickle.load(stream)
         record = {"result": fn(int(os.environ["KOLOVOD_RANK"]), *args)}
-        packed = cloudpickle.dumps({**record, "time": time.time()})
+        return cloudpickle.dumps({**record, "time": time.time()}), None
     except Exception as error:
         record = {"traceback": traceback.format_exc(), "time": time.time()}
         with contextlib.suppress(Exception):
             record["exception"] = cloudpickle.dumps(error)
-        write_memory_file(result, pickle.dumps(record))
-        lifecycle = sys.modules.get("kolovod.lifecycle")
-        if lifecycle is not None:  # without it there is no world
-            lifecycle.end_by(error)
-        return 1
-    write_memory_file(result, packed)
-    return 0
+        return pickle.dumps(record), error
+
+
+def end_world_by(error: BaseException) -> None:
+    """Tell the other ranks that ``error`` ends this one."""
+    lifecycle = sys.modules.get("kolovod.lifecycle")
+    if lifecycle is not None:  # without it there is no world
+        lifecycle.end_by(error)

@@ -21,10 +21,10 @@ from typing import TextIO
 from kolovod import blame
 from kolovod.config import load
 from kolovod.launch.agent_line import SshOptions
-from kolovod.launch.fleet import Fleet, Meeting
-from kolovod.launch.local import GRACE_S, Ended, HostRanks, Order, signal_name
+from kolovod.launch.fleet import Fleet, Group, Meeting, Sink
+from kolovod.launch.keeping import Keeping
+from kolovod.launch.local import GRACE_S, Ended, Order, signal_name
 from kolovod.launch.output import Output
-from kolovod.launch.remote import RemoteRanks
 from kolovod.launch.standstill import LOOK_S, Standstill
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
@@ -59,6 +59,14 @@ class JobOptions:
     """Called with each thing that the launcher itself has to say."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     """Starts the ranks of this host (``HostRanks``)."""
+    fleet: Callable[[Sink], Fleet] | None = None
+    """Makes the hosts where others than ssh hand out processes (``kolovod.clusters``)."""
+
+    def make_fleet(self, sink: Sink, keeping: Keeping | None = None) -> Fleet:
+        """The hosts of the job; see Fleet."""
+        if self.fleet is not None:
+            return self.fleet(sink)
+        return Fleet(self.ssh, sink, self.popen, keeping)
 
 
 @dataclass
@@ -96,7 +104,7 @@ class Job:
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None
         self._output = Output(size, consoles, stamp, options.output_dir, options.report)
-        self._fleet = Fleet(options.ssh, self._write, options.popen)
+        self._fleet = options.make_fleet(self._write)
         self._store: RendezvousServer | None = None
         self._signals: list[int] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -230,7 +238,7 @@ class Job:
         os.close(self._bell)
         self._bell = -1
 
-    def _group_of(self, rank: int) -> HostRanks | RemoteRanks:
+    def _group_of(self, rank: int) -> Group:
         return self._fleet.group(self._hosts[rank])
 
     def _running(self) -> set[int]:

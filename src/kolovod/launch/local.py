@@ -31,6 +31,7 @@ __all__ = [
     "Order",
     "memory_file",
     "read_memory_file",
+    "reserved_port",
     "signal_name",
     "write_memory_file",
 ]
@@ -67,6 +68,8 @@ class Ended:
     """Not empty: nobody saw it end, because the launcher lost its host; why."""
     given_up: str = ""
     """Not empty: the launcher has killed it; why."""
+    seen: str = ""
+    """Not empty: how it ended, in the words of a scheduler that tells no code."""
     result: bytes = b""
     """What it has left in the file that a job with a payload gives it."""
     blames: int | None = None
@@ -94,6 +97,8 @@ class Ended:
             return f"is lost: {self.lost}"
         if self.given_up:
             return f"was killed by the launcher: {self.given_up}"
+        if self.seen:
+            return f"has ended: {self.seen}"
         if self.code >= 0:
             return f"ended with exit code {self.code}"
         hint = ": kill -9, or the system was out of memory" if -self.code == signal.SIGKILL else ""
@@ -116,7 +121,7 @@ class HostRanks:
         self._mark = secrets.token_hex(16)
         self._marks = f"{outer},{self._mark}" if outer else self._mark
         self._pump = OutputPump(sink)
-        self._port = _reserved_port()
+        self._port = reserved_port()
         self._popen = popen
         self._watcher: subprocess.Popen[bytes] | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -310,7 +315,7 @@ def read_memory_file(fd: int) -> bytes:
     return bytes(data)
 
 
-def _reserved_port() -> socket.socket:
+def reserved_port() -> socket.socket:
     """A port for a server that a rank may start: nobody gets it by chance while this is open.
 
     Since nobody listens here, a server that sets SO_REUSEADDR, as torch.distributed's does, can.

@@ -12,13 +12,21 @@ from typing import Any
 from horovod.runner.common.util.hosts import HostInfo
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from kolovod.elastic.hosts import RetryPolicy
-from kolovod.launch.elastic_job import ElasticJob
+from kolovod.errors import JobOverError
+from kolovod.launch import function as launch_function
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job, show_all_characters
-from kolovod.launch.function import CHILD, console, packed_call, read_record
+from kolovod.launch.function import RankFailed, console, packed_call
 from kolovod.launch.job import JobOptions
 
-__all__ = ["call_elastic", "discovery_of", "elastic_options", "run_elastic", "with_horovods_mark"]
+__all__ = [
+    "call_elastic",
+    "discovery_of",
+    "elastic_options",
+    "failure_of",
+    "run_elastic",
+    "with_horovods_mark",
+]
 
 _MAX_RANKS = 1 << 10
 _TIMEOUT_S = 600.0
@@ -138,14 +146,12 @@ def call_elastic(
         stdout=console(sys.stdout),
         stderr=console(sys.stderr),
     )
-    with ElasticJob(elastic, shown) as job:
-        job.start([python, "-c", CHILD])
-        code = job.wait()
-        reason = job.stop_reason
-        results = [read_record(result) or {} for result in job.results()]
-        failed = [read_record(end.result) or {} for end in job.failed]
-    if code != 0:
-        texts = [record["traceback"] for record in failed if "traceback" in record]
-        why = "\n".join(filter(None, (reason, *texts[-1:]))) or f"exit code {code}"
-        raise RuntimeError(f"{_FAILED} {why}")
-    return [record["result"] for record in results if "result" in record][: elastic.min_np]
+    try:
+        return launch_function.call_elastic(elastic, shown, python)[: elastic.min_np]
+    except (RankFailed, JobOverError) as error:
+        raise failure_of(error) from error.__cause__
+
+
+def failure_of(error: RankFailed | JobOverError) -> RuntimeError:
+    """What users of Horovod expect instead."""
+    return RuntimeError(f"{_FAILED} {error}")

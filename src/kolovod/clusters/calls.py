@@ -1,0 +1,120 @@
+"""A function as the ranks of a job in a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TextIO
+
+from kolovod.clusters.fleet import Cluster, ClusterFleet
+from kolovod.elastic.hosts import RetryPolicy
+from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.function import CallOptions, call_elastic, call_packed, packed_call
+from kolovod.launch.job import JobOptions
+
+__all__ = ["Call", "call_in", "elastic_options", "packed", "size_of"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is to be called, and by how many. It can be pickled."""
+
+    payload: bytes
+    """See ``packed``."""
+    size: int
+    elastic: ElasticOptions | None = None
+    """None: the job has ``size`` ranks, and ends when one fails."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of the ranks."""
+    timeout_s: float | None = None
+    """For all of a job that is not elastic."""
+    executable: str = ""
+    """The Python of ranks that are processes of their own."""
+
+
+def packed(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    """``fn(*args, **kwargs)``, to be called by each rank."""
+    positional, keywords = tuple(args), dict(kwargs or {})
+    return packed_call(lambda rank: fn(*positional, **keywords), ())
+
+
+def size_of(wanted: int | tuple[int, int], name: str) -> tuple[int, int, bool]:
+    """The fewest and the most ranks that the argument ``name`` asks for; whether it is elastic.
+
+    Raises InvalidArgumentError.
+    """
+    is_elastic = isinstance(wanted, tuple)
+    least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+    if not 1 <= least <= most:
+        raise InvalidArgumentError(
+            f"{name}={wanted!r}: give a number from 1 on, or (fewest, most), which must not descend"
+        )
+    return least, most, is_elastic
+
+
+def elastic_options(
+    least: int,
+    most: int,
+    *,
+    elastic_timeout_s: float,
+    reset_limit: int | None,
+) -> ElasticOptions:
+    """Of a job that begins with all places that there are, and keeps to ``kolovod.elastic``."""
+    return ElasticOptions(
+        np=least,
+        min_np=least,
+        max_np=most,
+        retry=RetryPolicy(),
+        elastic_timeout_s=elastic_timeout_s,
+        reset_limit=reset_limit,
+        begins_with_all=True,
+    )
+
+
+def call_in(
+    cluster: Cluster,
+    call: Call,
+    report: Callable[[str], None],
+    stdout: TextIO | None,
+    stderr: TextIO | None,
+) -> list[Any]:
+    """Make the call, and close ``cluster``; the results by rank, as ``kolovod.run`` has them.
+
+    ``report``, ``stdout``, ``stderr``: see JobOptions. Which hosts an elastic job may use the
+    cluster says, if its options do not. Raises RankFailed, JobOverError, BootstrapError.
+    """
+    fleet = partial(ClusterFleet, cluster)
+    try:
+        if call.elastic is not None:
+            options = JobOptions(
+                environment=call.environment,
+                payload=call.payload,
+                stdout=stdout,
+                stderr=stderr,
+                report=report,
+                fleet=fleet,
+            )
+            elastic = replace(call.elastic, discover=call.elastic.discover or cluster.places)
+            return call_elastic(elastic, options, call.executable)
+        hosts = [host for host, count in cluster.places().items() for _ in range(count)]
+        if len(hosts) < call.size:
+            raise BootstrapError(f"{call.size} ranks, but places for {len(hosts)}")
+        return call_packed(
+            call.size,
+            call.payload,
+            CallOptions(
+                timeout_s=call.timeout_s,
+                environment=call.environment,
+                hosts=hosts[: call.size],
+                executable=call.executable,
+                quiet=stdout is None,
+                report=report,
+                fleet=fleet,
+                stdout=stdout,
+                stderr=stderr,
+            ),
+        )
+    finally:
+        cluster.close()

@@ -1,0 +1,193 @@
+"""The hosts of a job where a cluster's scheduler starts the processes.
+
+A scheduler owes the five methods of ``Cluster``; the job around it is that of other hosts
+(``launch.job``, ``launch.elastic_job``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kolovod.launch.fleet import Fleet, Group, Sink
+from kolovod.launch.local import Ended, Order
+
+__all__ = ["Cluster", "ClusterFleet", "Reached", "Told"]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A host on which processes can be started."""
+
+    address: str
+    """By which other hosts find it."""
+    torch_port: int
+    """See ``Fleet.torch_server``."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """Called, on any thread, with what becomes of a process that was started."""
+
+    began: Callable[[int, int], None]
+    """With its number and its process id, when it runs."""
+    ended: Callable[[Ended], None]
+    """Once, when it has ended or was lost, or could not be started."""
+
+
+class Cluster(Protocol):
+    """What hands out processes. Its methods may be called on any thread."""
+
+    def places(self) -> Mapping[str, int]:
+        """The hosts that there are now, with how many processes each may have in all."""
+
+    def reach(self, host: str) -> Reached:
+        """Get ready to start processes there. Raises BootstrapError."""
+
+    def start(self, host: str, order: Order, payload: bytes, sink: Sink, told: Told) -> None:
+        """Start one; returns before it runs. ``payload``: see ``function.packed_call``."""
+
+    def send(self, host: str, signum: int, numbers: Collection[int]) -> None:
+        """A signal to these processes, which may have ended."""
+
+    def stopped(self, host: str, numbers: Collection[int]) -> set[int]:
+        """Those of these that are stopped (SIGSTOP)."""
+
+    def close(self) -> None:
+        """End whatever is left; returns when ``sink`` has all that was written."""
+
+
+class ClusterFleet(Fleet):
+    """See Fleet."""
+
+    def __init__(self, cluster: Cluster, sink: Sink) -> None:
+        """``sink``: see Fleet."""
+        super().__init__(None, sink)
+        self._cluster = cluster
+        self._placed: dict[str, _PlacedRanks] = {}
+
+    def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
+        """See Fleet."""
+        for host in dict.fromkeys(hosts):
+            if is_stopped():
+                return False
+            if host not in self._placed:
+                reached = self._cluster.reach(host)
+                self._placed[host] = _PlacedRanks(host, reached, self._cluster, self._sink)
+        return True
+
+    @property
+    def is_spread(self) -> bool:
+        """See Fleet."""
+        return True
+
+    def is_far(self, host: str) -> bool:
+        """See Fleet."""
+        return True
+
+    def is_reached(self, host: str) -> bool:
+        """See Fleet."""
+        return host in self._placed
+
+    def lost(self) -> set[str]:
+        """None: which hosts there are the cluster says."""
+        return set()
+
+    def group(self, host: str) -> Group:
+        """See Fleet."""
+        return self._placed[host]
+
+    @property
+    def groups(self) -> Sequence[Group]:
+        """See Fleet."""
+        return list(self._placed.values())
+
+    def torch_server(self, host: str, rendezvous: str) -> tuple[int, str]:
+        """See Fleet."""
+        reached = self._placed[host].reached
+        return reached.torch_port, reached.address
+
+    def close(self) -> None:
+        """See Fleet."""
+        self._cluster.close()
+        super().close()
+
+
+class _PlacedRanks:
+    """The processes of a job on one host (``Group``)."""
+
+    def __init__(self, host: str, reached: Reached, cluster: Cluster, sink: Sink) -> None:
+        self.reached = reached
+        self._host = host
+        self._cluster = cluster
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._running: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._events: deque[Ended] = deque()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    @property
+    def torch_port(self) -> int:
+        """See HostRanks, as for the other methods."""
+        return self.reached.torch_port
+
+    @property
+    def running(self) -> frozenset[int]:
+        with self._lock:
+            return frozenset(self._running)
+
+    def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
+        with self._lock:
+            self._running |= {order.rank for order in orders}
+        told = Told(self._began, self._ended)
+        for order in orders:
+            self._cluster.start(self._host, order, payload or b"", self._sink, told)
+
+    def _began(self, number: int, pid: int) -> None:
+        with self._lock:
+            self._pids[number] = pid
+
+    def _ended(self, end: Ended) -> None:
+        with self._lock:
+            self._events.append(replace(end, host=self._host))
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
+    def pids(self) -> dict[int, int]:
+        with self._lock:
+            return dict(self._pids)
+
+    def fds(self) -> list[int]:
+        return [self._bell]
+
+    def stopped(self) -> set[int]:
+        return self._cluster.stopped(self._host, self.running)
+
+    def needs_polling(self) -> bool:
+        return False
+
+    def collect(self) -> list[Ended]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        with self._lock:
+            ended = list(self._events)
+            self._events.clear()
+            self._running -= {end.rank for end in ended}
+        return ended
+
+    def send(self, signum: int, ranks: Collection[int] | None = None) -> None:
+        numbers = self.running if ranks is None else self.running.intersection(ranks)
+        if numbers:
+            self._cluster.send(self._host, signum, numbers)
+
+    def close(self) -> None:
+        with self._lock:
+            bell, self._bell = self._bell, -1
+            if bell >= 0:
+                os.close(bell)

@@ -1,0 +1,179 @@
+"""The launcher of a job in a Ray cluster: an actor, so that all nodes reach it.
+
+It runs the job as ``kolovod run`` does, and is the steward of an elastic one. The driver, which may
+be outside the cluster, asks it for what there is to show, and for the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TextIO, cast
+
+import cloudpickle
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup
+
+from kolovod.clusters.calls import Call, call_in
+from kolovod.errors import InternalError, JobOverError
+from kolovod.launch.function import console
+from kolovod.ray.cluster import RayCluster
+from kolovod.ray.places import Bundles, Places, on_node
+
+__all__ = ["Event", "Launcher", "Request", "follow", "make_places"]
+
+_MOST_EVENTS = 1000
+"""That wait for the driver; ranks that write more wait for it."""
+_MOST_AT_ONCE = 100
+_WAIT_S = 2.0
+_THREADS = 64
+
+
+class Event(NamedTuple):
+    """What the driver is told."""
+
+    kind: str
+    """"stdout", "stderr", "report", "results" or "error"."""
+    value: Any
+    """Text; the results, pickled, or the exception that ends the job."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a job is to be. It can be pickled."""
+
+    call: Call
+    least: int
+    most: int
+    resources: Mapping[str, float]
+    placement_timeout_s: float
+    start_timeout_s: float
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    group: PlacementGroup | None = None
+    """Of the caller's, where the ranks are to be if it has enough bundles."""
+    places: Callable[[], Places] | None = None
+    """Makes the places, if they are no bundles."""
+
+
+def make_places(request: Request) -> Places:
+    """Where its ranks may be. Raises BootstrapError."""
+    if request.places is not None:
+        return request.places()
+    if request.group is not None:
+        found = Bundles.within(request.group, request.most, request.resources)
+        if found is not None:
+            return found
+    return Bundles.reserve(
+        request.least, request.most, request.resources, request.placement_timeout_s
+    )
+
+
+class Launcher:
+    """An actor; several threads."""
+
+    def __init__(self) -> None:
+        self._events: queue.Queue[Event] = queue.Queue(_MOST_EVENTS)
+        self._cluster: RayCluster | None = None
+
+    def begin(self, request: Request) -> None:
+        """Start the job. Its end is an event."""
+        own = ray.get_runtime_context().current_actor
+        threading.Thread(target=self._run, args=(request, own), daemon=True).start()
+
+    def _run(self, request: Request, own: Any) -> None:
+        try:
+            self._cluster = RayCluster(
+                make_places(request),
+                own,
+                start_timeout_s=request.start_timeout_s,
+                runtime_env=request.runtime_env,
+            )
+            results = call_in(
+                self._cluster,
+                request.call,
+                lambda text: self._events.put(Event("report", text)),
+                cast("TextIO", _Shown(self._events, "stdout")),
+                cast("TextIO", _Shown(self._events, "stderr")),
+            )
+            self._events.put(Event("results", cloudpickle.dumps(results)))
+        except Exception as error:
+            self._events.put(Event("error", _packed_error(error)))
+
+    def written(self, number: int, stream: str, data: bytes) -> None:
+        """By keepers: what a rank has written."""
+        if self._cluster is not None:
+            self._cluster.written(number, stream, data)
+
+    def next(self) -> list[Event]:
+        """What has happened; nothing if that is so for a while."""
+        events: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            events.append(self._events.get(timeout=_WAIT_S))
+            while len(events) < _MOST_AT_ONCE:
+                events.append(self._events.get_nowait())
+        return events
+
+
+class _Shown(io.TextIOBase):
+    """Where the job shows what ranks write."""
+
+    def __init__(self, events: queue.Queue[Event], name: str) -> None:
+        self._put, self._name = events.put, name
+
+    def write(self, text: str) -> int:
+        self._put(Event(self._name, text))
+        return len(text)
+
+
+def _packed_error(error: Exception) -> bytes:
+    """It, and what it comes from: that gets lost where an exception is pickled."""
+    cause = error.__cause__
+    for pair in ((error, cause), (error, None), (InternalError(repr(error)), None)):
+        with contextlib.suppress(Exception):
+            packed: bytes = cloudpickle.dumps(pair)
+            pickle.loads(packed)
+            return packed
+    raise AssertionError("an InternalError can be pickled")
+
+
+def follow(request: Request, report: Callable[[str], None]) -> list[Any]:
+    """By the driver: have it run, show what it writes, and return the results.
+
+    Raises what the job does; JobOverError if the launcher is lost. Nothing is left behind.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    make = ray.remote(Launcher).options(
+        num_cpus=0,
+        max_concurrency=_THREADS,
+        max_restarts=0,
+        scheduling_strategy=on_node(here, soft=True),
+    )
+    launcher = make.remote()
+    consoles = {"stdout": console(sys.stdout), "stderr": console(sys.stderr)}
+    try:
+        ray.get(launcher.begin.remote(request))
+        while True:
+            for event in ray.get(launcher.next.remote()):
+                if event.kind == "report":
+                    report(event.value)
+                elif event.kind == "results":
+                    results: list[Any] = pickle.loads(event.value)
+                    return results
+                elif event.kind == "error":
+                    error, cause = pickle.loads(event.value)
+                    raise error from cause
+                elif (shown := consoles[event.kind]) is not None:
+                    shown.write(event.value)
+                    shown.flush()
+    except RayActorError as error:
+        text = f"the launcher of the job is lost, and its ranks with it: {error}"
+        raise JobOverError(text) from error
+    finally:
+        ray.kill(launcher)  # whatever it has started ends with it
