@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TextIO
 
+import cloudpickle
+
 from kolovod.clusters.fleet import Cluster, ClusterFleet
 from kolovod.elastic.hosts import RetryPolicy
 from kolovod.errors import BootstrapError, InvalidArgumentError
@@ -34,10 +36,15 @@ class Call:
     """The Python of ranks that are processes of their own."""
 
 
-def packed(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
-    """``fn(*args, **kwargs)``, to be called by each rank."""
+def packed(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    dumps: Callable[[Any], bytes] = cloudpickle.dumps,
+) -> bytes:
+    """``fn(*args, **kwargs)``, to be called by each rank. ``dumps``: see ``packed_call``."""
     positional, keywords = tuple(args), dict(kwargs or {})
-    return packed_call(lambda rank: fn(*positional, **keywords), ())
+    return packed_call(lambda rank: fn(*positional, **keywords), (), dumps)
 
 
 def size_of(wanted: int | tuple[int, int], name: str) -> tuple[int, int, bool]:

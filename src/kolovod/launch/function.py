@@ -154,12 +154,18 @@ def call_elastic(elastic: ElasticOptions, options: JobOptions, python: str = "")
     raise _failed(rank, f"{why}{name}", end, record, tails[end.rank])
 
 
-def packed_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """The payload with which ``CHILD`` calls ``fn(rank, *args)``."""
+def packed_call(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    dumps: Callable[[Any], bytes] = cloudpickle.dumps,
+) -> bytes:
+    """The payload with which ``CHILD`` calls ``fn(rank, *args)``.
+
+    ``dumps``: where cloudpickle does not know all that may be in them.
+    """
     # By reference, a function of a test module is found only with the caller's search path.
     header = pickle.dumps([path for path in sys.path if isinstance(path, str)])
-    call: bytes = cloudpickle.dumps((fn, tuple(args)))
-    return header + call
+    return header + dumps((fn, tuple(args)))
 
 
 def console(stream: Any) -> TextIO | None:

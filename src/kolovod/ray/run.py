@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ray import cloudpickle  # which knows references to Ray's objects
 from ray.util.placement_group import get_current_placement_group
 
 from kolovod.clusters.calls import Call, elastic_options, packed, size_of
@@ -59,7 +60,9 @@ def run(
     if env:
         asked["env_vars"] = {**asked.get("env_vars", {}), **env}
     request = Request(
-        Call(packed(fn, args, kwargs), most, options, dict(env or {}), timeout_s),
+        Call(
+            packed(fn, args, kwargs, cloudpickle.dumps), most, options, dict(env or {}), timeout_s
+        ),
         least,
         most,
         dict({"CPU": 1} if resources is None else resources),

@@ -19,7 +19,7 @@ from kolovod.ray.places import actor_options, on_node
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from kolovod.rendezvous.server import RendezvousServer
 
-__all__ = ["Meeting", "Worker", "end", "form", "new_meeting", "start"]
+__all__ = ["Meeting", "Worker", "end", "environments", "form", "new_meeting", "start"]
 
 _START_S = 120.0
 
@@ -75,7 +75,7 @@ def new_meeting(size: int) -> Any:
     return make.remote(size)
 
 
-def _environments(hosts: Sequence[str], rendezvous: str, secret: str) -> list[RankEnvironment]:
+def environments(hosts: Sequence[str], rendezvous: str, secret: str) -> list[RankEnvironment]:
     """Of each rank, by the host of each."""
     return [
         RankEnvironment(
@@ -103,7 +103,7 @@ def form(
     hosts = [f"{where[at][1]}-{where[at][0][:6]}" for at in order]
     address, secret = ray.get(meeting.told.remote(), timeout=_START_S)
     told = []
-    made = _environments(hosts, address, secret)
+    made = environments(hosts, address, secret)
     for at, environment in zip(order, made, strict=True):
         gpus = sorted({gpu for node, _, own in where if node == where[at][0] for gpu in own})
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

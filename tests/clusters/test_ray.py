@@ -1,0 +1,345 @@
+"""Ranks in Ray: a cluster of three nodes on this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from frameworks import is_installed
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
+    pytest.mark.timeout(110),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    from ray_cluster import ray_cluster
+
+    with ray_cluster(tmp_path_factory.mktemp("ray"), 2, 1, 1) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster):
+    yield
+    from ray_cluster import is_free_again
+
+    assert is_free_again(), "ranks or placement groups are left"
+
+
+def run(*arguments, **keywords):
+    import kolovod.ray
+
+    return kolovod.ray.run(*arguments, **keywords)
+
+
+def test_results_by_rank(capsys):
+    def of_rank(factor, plus=0):
+        import ray
+
+        import kolovod as kv
+
+        kv.init()
+        total = kv.allreduce(np.array([kv.rank() * factor + plus]), op=kv.Sum)
+        print(f"this is rank {kv.rank()}")
+        node = ray.get_runtime_context().get_node_id()
+        return kv.rank(), kv.size(), float(total[0]), node, os.environ["SAID"]
+
+    results = run(of_rank, (10.0,), {"plus": 1}, num_workers=4, env={"SAID": "yes"})
+    assert [result[:3] for result in results] == [(rank, 4, 64.0) for rank in range(4)]
+    assert len({result[3] for result in results}) == 3  # nodes: two CPUs, one, and one
+    assert {result[4] for result in results} == {"yes"}
+    shown = capsys.readouterr().out.splitlines()
+    assert {f"[{rank}]<stdout>:this is rank {rank}" for rank in range(4)} <= set(shown)
+
+
+def test_what_ray_has_is_there():
+    """A rank is an actor: objects of Ray's arrive, and its own calls work."""
+    import ray
+
+    def first(reference):
+        return ray.get(reference) if isinstance(reference, ray.ObjectRef) else "no reference"
+
+    assert run(first, ([ray.put("there")][0],), num_workers=1) == ["there"]
+
+
+def test_an_exception_names_the_rank():
+    from kolovod.ray import RankFailed
+
+    def fails():
+        import kolovod as kv
+
+        kv.init()
+        if kv.rank() == 1:
+            raise ValueError("the loss is nan")
+        kv.allreduce(np.ones(3))
+
+    with pytest.raises(
+        RankFailed, match=r"(?s)rank 1 on host \S+ raised\n.*the loss is nan"
+    ) as seen:
+        run(fails, num_workers=2)
+    assert seen.value.rank == 1
+    assert isinstance(seen.value.__cause__, ValueError)
+
+
+def test_an_actor_that_dies_is_named():
+    from kolovod.ray import RankFailed
+
+    def dies():
+        import kolovod as kv
+
+        kv.init()
+        if kv.rank() == 1:
+            print("last words", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.allreduce(np.ones(3))
+
+    with pytest.raises(
+        RankFailed, match=r"rank 1 on host \S+ has ended: its actor has died"
+    ) as seen:
+        run(dies, num_workers=2)
+    assert seen.value.rank == 1
+
+
+def test_a_rank_that_exits_is_a_failure():
+    from kolovod.ray import RankFailed
+
+    def leaves():
+        raise SystemExit(3)
+
+    with pytest.raises(RankFailed, match=r"rank 0 .* ended with exit code 3"):
+        run(leaves, num_workers=1)
+
+
+def test_late_ranks_are_ended():
+    from kolovod.ray import RankFailed
+
+    with pytest.raises(RankFailed, match=r"rank 0 did not finish within 1 s"):
+        run(lambda: time.sleep(100), num_workers=1, timeout_s=1)
+
+
+def test_no_room():
+    from kolovod.errors import BootstrapError
+
+    with pytest.raises(BootstrapError, match=r"places for 0 of 9 ranks .*The cluster has"):
+        run(lambda: None, num_workers=9, placement_timeout_s=1)
+    with pytest.raises(BootstrapError, match=r"places for 4 of 9 ranks"):
+        run(lambda: None, num_workers=(9, 10), placement_timeout_s=1)
+
+
+@pytest.mark.parametrize("wanted", [0, (0, 1), (3, 2)])
+def test_wrong_numbers(wanted):
+    from kolovod.errors import InvalidArgumentError
+
+    with pytest.raises(InvalidArgumentError, match="num_workers="):
+        run(lambda: None, num_workers=wanted)
+
+
+def trained(folder, stop):
+    """An elastic rank: counts its steps until the file ``stop`` is there."""
+    import kolovod as kv
+    from kolovod import elastic
+
+    kv.init()
+    state = elastic.State(total=np.zeros(1), sizes=0, step=0, pids=[os.getpid()])
+    own = os.getpid()
+
+    @elastic.run
+    def train(state):
+        is_over = False
+        while not is_over:
+            said = np.array([1.0, float(os.path.exists(stop) and kv.rank() == 0)])
+            total = elastic.exactly(partial(kv.allreduce, said, op=kv.Sum, name="step"))
+            state.total = state.total + total[0]
+            state.sizes += kv.size()
+            state.step += 1
+            is_over = total[1] > 0
+            (folder / f"{own}").write_text(f"{kv.rank()} {kv.size()} {state.step}")
+            time.sleep(0.02)
+            state.commit()
+
+    train(state)
+    return own, kv.size(), state.step, float(state.total[0]), state.sizes
+
+
+def said(folder):
+    """By process, what it has written last: rank, size, step."""
+    found = {}
+    for path in folder.iterdir():
+        numbers = path.read_text().split()
+        if len(numbers) == 3:
+            found[int(path.name)] = tuple(map(int, numbers))
+    return found
+
+
+def wait_for(condition, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.1)
+
+
+class Background:
+    """A job that runs while the test does something to it."""
+
+    def __init__(self, *arguments, **keywords):
+        self.results = self.error = None
+
+        def call():
+            try:
+                self.results = run(*arguments, **keywords)
+            except Exception as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=call, daemon=True)
+        self.thread.start()
+
+    def result(self):
+        self.thread.join(90)
+        assert not self.thread.is_alive(), "the job has not ended"
+        if self.error is not None:
+            raise self.error
+        return self.results
+
+
+@pytest.fixture
+def job(tmp_path):
+    """An elastic job of two to three ranks, with where its ranks write; ended in any case."""
+    folder, stop = tmp_path / "said", tmp_path / "stop"
+    folder.mkdir()
+    job = Background(trained, (folder, stop), num_workers=(2, 3))
+    yield job, folder, stop
+    stop.touch()
+    job.thread.join(60)
+
+
+def works_with(folder, size):
+    """Whether ranks 0 to size - 1 make steps in a world of that size."""
+    before = said(folder)
+    time.sleep(0.3)
+    after = said(folder)
+    alive = {pid: now for pid, now in after.items() if now != before.get(pid)}
+    return len(alive) == size and {now[1] for now in alive.values()} == {size}
+
+
+def test_a_killed_actor_comes_back(job):
+    job, folder, stop = job
+    wait_for(lambda: works_with(folder, 3))
+    first = said(folder)
+    victim = next(pid for pid, (rank, _, _) in first.items() if rank == 0)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(
+        lambda: victim not in {p for p in said(folder) if p not in first} and len(said(folder)) == 4
+    )
+    wait_for(lambda: works_with(folder, 3))
+    stop.touch()
+    results = job.result()
+    survivors = first.keys() - {victim}
+    assert len(results) == 3
+    assert survivors < {pid for pid, *_ in results}  # the others were not restarted
+    assert len({tuple(rest) for _, *rest in results}) == 1  # all have the same state
+    _, size, _, total, sizes = results[0]
+    assert size == 3
+    assert total == sizes  # each step has counted once, with all that were there
+
+
+def test_a_node_that_dies(cluster, job):
+    import ray
+
+    job, folder, stop = job
+    wait_for(lambda: works_with(folder, 3))
+    own = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in cluster.list_all_nodes() if node.node_id != own]
+    first = said(folder)
+    cluster.remove_node(nodes[-1], allow_graceful=False)
+    wait_for(lambda: works_with(folder, 3) or works_with(folder, 2))
+    added = cluster.add_node(num_cpus=1)
+    wait_for(lambda: works_with(folder, 3))
+    stop.touch()
+    results = job.result()
+    assert len(results) == 3
+    assert len(first.keys() & {pid for pid, *_ in results}) >= 2
+    assert len({tuple(rest) for _, *rest in results}) == 1
+    assert results[0][3] == results[0][4]
+    assert added.node_id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def test_an_elastic_job_that_fails():
+    from kolovod.ray import RankFailed
+
+    def fails():
+        import kolovod as kv
+        from kolovod import elastic
+
+        kv.init()
+        state = elastic.State(step=0)
+
+        @elastic.run
+        def train(state):
+            raise KeyError("no such column")
+
+        train(state)
+
+    with pytest.raises(RankFailed, match=r"no such column"):
+        run(fails, num_workers=(1, 2), elastic_timeout_s=5.0)
+
+
+def test_tune_runs_several_jobs_at_once(tmp_path):
+    from ray import tune
+
+    def trial(config):
+        import kolovod.ray
+
+        def of_rank(x):
+            import kolovod as kv
+
+            kv.init()
+            return x * float(kv.allreduce(np.ones(1), op=kv.Sum)[0])
+
+        begun = time.time()
+        got = kolovod.ray.run(of_rank, (config["x"],), num_workers=2)
+        tune.report({"got": got, "begun": begun, "ended": time.time()})
+
+    bundles = tune.PlacementGroupFactory([{"CPU": 0.0}, {"CPU": 1.0}, {"CPU": 1.0}])
+    found = tune.Tuner(
+        tune.with_resources(trial, bundles),
+        param_space={"x": tune.grid_search([1.0, 10.0])},
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+    ).fit()
+    metrics = [result.metrics for result in found]
+    assert [each["got"] for each in metrics] == [[2.0, 2.0], [20.0, 20.0]]
+    assert max(each["begun"] for each in metrics) < min(each["ended"] for each in metrics)
+
+
+def test_train_starts_our_ranks(tmp_path):
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    from kolovod.ray.train import KolovodConfig
+
+    def loop():
+        import ray.train
+
+        import kolovod as kv
+
+        kv.init()
+        assert kv.rank() == ray.train.get_context().get_world_rank()
+        total = float(kv.allreduce(np.array([kv.rank() + 1.0]), op=kv.Sum)[0])
+        ray.train.report({"total": total, "size": kv.size()})
+
+    result = DataParallelTrainer(
+        loop,
+        backend_config=KolovodConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    ).fit()
+    assert result.metrics["total"] == 3.0
+    assert result.metrics["size"] == 2
