@@ -9,12 +9,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 FREE_S = 30.0
+_OURS = ("RankActor", "HostKeeper", "Launcher", "Meeting", "BaseHorovodWorker")
 
 
 @contextlib.contextmanager
-def ray_cluster(folder: Path, *cpus: int) -> Iterator[object]:
-    """Nodes with so many CPUs each, the first one the driver's; ended with the context."""
+def ray_cluster(folder: Path, *cpus: int, gpus: int = 0) -> Iterator[object]:
+    """Nodes with so many CPUs each, the first one the driver's; ended with the context.
+
+    ``gpus``: what Ray is told that the first one has.
+    """
     # Ray makes a token for all clusters of this user, if it is not given one.
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
@@ -24,7 +30,12 @@ def ray_cluster(folder: Path, *cpus: int) -> Iterator[object]:
     from ray.cluster_utils import Cluster
 
     quick = {"health_check_period_ms": 300, "health_check_failure_threshold": 3}
-    head = {"num_cpus": cpus[0], "include_dashboard": False, "_system_config": quick}
+    head = {
+        "num_cpus": cpus[0],
+        "num_gpus": gpus,
+        "include_dashboard": False,
+        "_system_config": quick,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         ray.init(address=cluster.address)
@@ -38,12 +49,23 @@ def ray_cluster(folder: Path, *cpus: int) -> Iterator[object]:
 
 
 def is_free_again() -> bool:
-    """Whether nobody has a CPU of the cluster, or will have before a while is over."""
+    """Whether nobody has a CPU of the cluster, or one of our actors, before a while is over."""
     import ray
 
     deadline = time.monotonic() + FREE_S
     while time.monotonic() < deadline:
-        if ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]:
+        is_free = ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
+        if is_free and not _our_actors():
             return True
         time.sleep(0.2)
     return False
+
+
+def _our_actors() -> set[int]:
+    """The processes of actors of this cluster that are Kolovod's, whoever owns them now."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(tuple(f"ray::{name}" for name in _OURS)):
+                found.add(process.pid)
+    return found

@@ -179,8 +179,7 @@ class RayExecutor:
                 lambda: fn(None if cls is None else cls(*args, **kwargs)), callbacks
             )
         with ray_logger.passing_on(callbacks) as queue:
-            if queue is not None:
-                ray.get([worker.set_queue.remote(queue) for worker in self._started()])
+            ray.get([worker.set_queue.remote(queue) for worker in self._started()])
             results: list[Any] = ray.get(self._call(fn))
             return results
 

@@ -1,0 +1,220 @@
+"""horovod.ray: executors whose workers are actors. Two GPUs are pretended; nobody uses them."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from frameworks import is_installed
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
+    pytest.mark.timeout(110),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory):
+    from ray_cluster import ray_cluster
+
+    with ray_cluster(tmp_path_factory.mktemp("ray"), 2, gpus=2) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster):
+    yield
+    from ray_cluster import is_free_again
+
+    assert is_free_again(), "workers or placement groups are left"
+
+
+class Counter:
+    """What an executor may hold in each worker."""
+
+    def __init__(self, start, step=1):
+        self.value, self.step = start, step
+
+    def next(self):
+        self.value += self.step
+        return self.value
+
+
+def total(extra=0.0):
+    import horovod.torch as hvd
+
+    hvd.init()
+    from horovod.ray import ray_logger
+
+    ray_logger.log({"rank": hvd.rank()})
+    import kolovod as kv
+
+    return hvd.rank(), hvd.size(), float(kv.allreduce(np.array([1.0 + extra]), op=kv.Sum)[0])
+
+
+def test_functions_are_called_in_workers_that_stay():
+    import ray
+
+    from horovod.ray import RayExecutor
+
+    executor = RayExecutor(RayExecutor.create_settings(timeout_s=30), num_workers=2)
+    executor.start(Counter, [10], {"step": 5}, extra_env_vars={"MINE": 7})
+    logged = []
+    try:
+        assert executor.run(total, callbacks=[logged.append]) == [(0, 2, 2.0), (1, 2, 2.0)]
+        assert logged == [{"rank": 0}]
+        assert executor.run(total, args=[1.0]) == [(0, 2, 4.0), (1, 2, 4.0)]
+        assert executor.execute(lambda counter: counter.next()) == [15, 15]
+        assert executor.execute_single(lambda counter: counter.next()) == 20
+        assert executor.execute(lambda counter: counter.next()) == [25, 20]
+        assert ray.get(executor.run_remote(os.getenv, args=["MINE"])) == ["7", "7"]
+        assert executor.run(os.getenv, args=["HOROVOD_LOCAL_RANK"]) == ["0", "1"]
+        assert "KOLOVOD_SECRET" not in ray.get(executor.workers[0].env_vars.remote())
+    finally:
+        executor.shutdown()
+    with pytest.raises(ValueError, match=r"start\(\)"):
+        executor.run(total)
+
+
+def test_workers_of_a_host_see_each_others_gpus():
+    from horovod.ray import RayExecutor
+
+    executor = RayExecutor(num_hosts=1, num_workers_per_host=2, use_gpu=True)
+    executor.start()
+    try:
+        assert executor.num_workers == 2
+        assert executor.run(os.getenv, args=["CUDA_VISIBLE_DEVICES"]) == ["0,1", "0,1"]
+    finally:
+        executor.shutdown()
+
+
+def test_what_a_function_raises():
+    from horovod.ray import RayExecutor
+
+    def fails():
+        import kolovod as kv
+
+        kv.init()
+        if kv.rank() == 0:
+            raise KeyError("label")
+        kv.allreduce(np.ones(1))
+
+    executor = RayExecutor(num_workers=2)
+    executor.start()
+    try:
+        with pytest.raises(Exception, match=r"KeyError: 'label'"):
+            executor.run(fails)
+    finally:
+        executor.shutdown()
+
+
+def test_no_room():
+    from horovod.ray import RayExecutor
+
+    settings = RayExecutor.create_settings(placement_group_timeout_s=1)
+    executor = RayExecutor(settings, num_workers=5)
+    with pytest.raises(TimeoutError, match="5 bundles"):
+        executor.start()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"num_workers": 2, "min_workers": 1}, "min_workers"),
+        ({"max_workers": 2, "num_workers": 1}, "max_workers"),
+        ({"num_workers": 2, "num_hosts": 1}, "Only one"),
+        ({"num_workers": 0}, "num_workers=0"),
+        ({}, "set num_workers"),
+        ({"num_workers": 2, "gpus_per_worker": 1}, "use_gpu"),
+    ],
+)
+def test_arguments_that_contradict_each_other(arguments, text):
+    from horovod.ray import RayExecutor
+
+    with pytest.raises(ValueError, match=text):
+        RayExecutor(**arguments)
+
+
+def elastic(fails=False):
+    import horovod.torch as hvd
+    from horovod.ray import ray_logger
+
+    hvd.init()
+    state = hvd.elastic.TorchState(batch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        while state.batch < 5:
+            if fails:
+                raise KeyError("label")
+            state.batch += 1
+            ray_logger.log({"batch": state.batch, "rank": hvd.rank()})
+            state.commit()
+        return hvd.size(), state.batch, os.environ["HOROVOD_ELASTIC"], os.environ.get("MINE")
+
+    return train(state)
+
+
+def test_an_elastic_executor():
+    from horovod.ray import ElasticRayExecutor
+
+    settings = ElasticRayExecutor.create_settings(min_num_proc=2, max_num_proc=2)
+    executor = ElasticRayExecutor(settings, env_vars={"MINE": "7"})
+    with pytest.raises(ValueError, match=r"start\(\)"):
+        executor.run(elastic)
+    executor.start()
+    logged = []
+    assert executor.run(elastic, callbacks=[logged.append]) == [(2, 5, "1", "7")] * 2
+    assert logged == [{"batch": batch, "rank": 0} for batch in range(1, 6)]
+
+
+def test_an_elastic_job_of_the_other_executor():
+    from horovod.ray import RayExecutor
+
+    executor = RayExecutor(min_workers=1, max_workers=2)
+    executor.start()
+    assert executor.run(elastic) == [(2, 5, "1", None)] * 2
+    with pytest.raises(RuntimeError, match=r"(?s)non-zero status.*KeyError: 'label'"):
+        executor.run(elastic, args=[True])
+    with pytest.raises(ValueError, match="elastic job"):
+        executor.execute_single(lambda executable: None)
+    executor.shutdown()
+
+
+def test_discovery():
+    import ray
+
+    from horovod.ray.elastic import RayHostDiscovery, TestDiscovery
+
+    address = ray.nodes()[0]["NodeManagerAddress"]
+    assert RayHostDiscovery().find_available_hosts_and_slots() == {address: 2}
+    assert RayHostDiscovery(cpus_per_slot=3).find_available_hosts_and_slots() == {}
+    with_gpus = RayHostDiscovery(use_gpu=True, gpus_per_slot=2)
+    assert with_gpus.find_available_hosts_and_slots() == {address: 1}
+    assert TestDiscovery(1, 1, 0.0).find_available_hosts_and_slots() == {address: 2}
+    assert TestDiscovery(0, 0, 0.0).find_available_hosts_and_slots() == {}
+
+
+def test_hosts_of_a_discovery_come_and_go(monkeypatch):
+    """Between the limits, one at a time."""
+    from horovod.ray import elastic
+
+    nodes = [
+        {"Alive": True, "NodeManagerAddress": f"192.0.2.{n}", "Resources": {"CPU": 2.0}}
+        for n in range(1, 6)
+    ]
+    monkeypatch.setattr(elastic.ray, "nodes", lambda: nodes)
+    discovery = elastic.TestDiscovery(2, 4, 0.0, verbose=False)
+    before = len(discovery.find_available_hosts_and_slots())
+    counts = set()
+    for _ in range(200):
+        now = len(discovery.find_available_hosts_and_slots())
+        assert 2 <= now <= 4
+        assert abs(now - before) <= 1
+        before = now
+        counts.add(now)
+    assert counts == {2, 3, 4}
+    nodes[:] = nodes[:1]  # of those that were shown, at most one is left
+    assert len(discovery.find_available_hosts_and_slots()) == 1
