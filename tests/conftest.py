@@ -19,8 +19,8 @@ from kolovod.launch import guard
 _OTHER_FRAMEWORKS = {"tensorflow", "keras", "jax", "mxnet"}  # folders of tests
 _PATIENCE_S = 3.0  # for what is just about to end
 # Processes and threads that a library starts once and keeps on purpose.
-_KEPT_PROCESSES = ("resource_tracker", "forkserver", "ray::", "/site-packages/ray/")
-"""The last two: of a cluster that ends with its file of tests (tests/support/ray_cluster.py)."""
+_KEPT_PROCESSES = ("resource_tracker", "forkserver", "ray::", "/site-packages/ray/", "pyspark")
+"""The last three: of a cluster that ends with its file of tests (ray_cluster, spark_session)."""
 _KEPT_THREADS = ("pytest_timeout", "tqdm", "pin_memory")
 
 

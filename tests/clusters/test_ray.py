@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from functools import partial
 
 import numpy as np
 import pytest
 from frameworks import is_installed
+from growing_job import Background, said, trained, wait_for, works_with
 
 pytestmark = [
     pytest.mark.frameworks,
@@ -143,91 +143,15 @@ def test_wrong_numbers(wanted):
         run(lambda: None, num_workers=wanted)
 
 
-def trained(folder, stop):
-    """An elastic rank: counts its steps until the file ``stop`` is there."""
-    import kolovod as kv
-    from kolovod import elastic
-
-    kv.init()
-    state = elastic.State(total=np.zeros(1), sizes=0, step=0, pids=[os.getpid()])
-    own = os.getpid()
-
-    @elastic.run
-    def train(state):
-        is_over = False
-        while not is_over:
-            said = np.array([1.0, float(os.path.exists(stop) and kv.rank() == 0)])
-            total = elastic.exactly(partial(kv.allreduce, said, op=kv.Sum, name="step"))
-            state.total = state.total + total[0]
-            state.sizes += kv.size()
-            state.step += 1
-            is_over = total[1] > 0
-            (folder / f"{own}").write_text(f"{kv.rank()} {kv.size()} {state.step}")
-            time.sleep(0.02)
-            state.commit()
-
-    train(state)
-    return own, kv.size(), state.step, float(state.total[0]), state.sizes
-
-
-def said(folder):
-    """By process, what it has written last: rank, size, step."""
-    found = {}
-    for path in folder.iterdir():
-        numbers = path.read_text().split()
-        if len(numbers) == 3:
-            found[int(path.name)] = tuple(map(int, numbers))
-    return found
-
-
-def wait_for(condition, seconds=90.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.1)
-
-
-class Background:
-    """A job that runs while the test does something to it."""
-
-    def __init__(self, *arguments, **keywords):
-        self.results = self.error = None
-
-        def call():
-            try:
-                self.results = run(*arguments, **keywords)
-            except Exception as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=call, daemon=True)
-        self.thread.start()
-
-    def result(self):
-        self.thread.join(90)
-        assert not self.thread.is_alive(), "the job has not ended"
-        if self.error is not None:
-            raise self.error
-        return self.results
-
-
 @pytest.fixture
 def job(tmp_path):
     """An elastic job of two to three ranks, with where its ranks write; ended in any case."""
     folder, stop = tmp_path / "said", tmp_path / "stop"
     folder.mkdir()
-    job = Background(trained, (folder, stop), num_workers=(2, 3))
+    job = Background(partial(run, trained, (folder, stop), num_workers=(2, 3)))
     yield job, folder, stop
     stop.touch()
     job.thread.join(60)
-
-
-def works_with(folder, size):
-    """Whether ranks 0 to size - 1 make steps in a world of that size."""
-    before = said(folder)
-    time.sleep(0.3)
-    after = said(folder)
-    alive = {pid: now for pid, now in after.items() if now != before.get(pid)}
-    return len(alive) == size and {now[1] for now in alive.values()} == {size}
 
 
 def test_a_killed_actor_comes_back(job):

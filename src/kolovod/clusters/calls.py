@@ -34,6 +34,8 @@ class Call:
     """For all of a job that is not elastic."""
     executable: str = ""
     """The Python of ranks that are processes of their own."""
+    timestamps: bool = False
+    """Whether the time is before each line of output."""
 
 
 def packed(
@@ -97,6 +99,7 @@ def call_in(
         if call.elastic is not None:
             options = JobOptions(
                 environment=call.environment,
+                timestamps=call.timestamps,
                 payload=call.payload,
                 stdout=stdout,
                 stderr=stderr,
@@ -114,6 +117,7 @@ def call_in(
             CallOptions(
                 timeout_s=call.timeout_s,
                 environment=call.environment,
+                timestamps=call.timestamps,
                 hosts=hosts[: call.size],
                 executable=call.executable,
                 quiet=stdout is None,

@@ -75,6 +75,8 @@ class CallOptions:
     timeout_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables for all ranks."""
+    timestamps: bool = False
+    """Whether the time is before each line of output."""
     keep_going: bool = False
     hosts: Sequence[str] = ()
     """The host of each rank, if not all the same."""
@@ -112,6 +114,7 @@ def call_packed(n: int, payload: bytes, options: CallOptions) -> list[Any]:
     python = options.executable or sys.executable
     job_options = JobOptions(
         environment=options.environment,
+        timestamps=options.timestamps,
         keep_going=options.keep_going,
         hosts=options.hosts,
         ssh=options.ssh,

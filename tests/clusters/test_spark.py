@@ -1,0 +1,155 @@
+"""Ranks in Spark: a cluster of two executors on this host."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from functools import partial
+
+import numpy as np
+import psutil
+import pytest
+from frameworks import is_installed
+from growing_job import Background, said, trained, wait_for, works_with
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.skipif(not is_installed("pyspark"), reason="PySpark is not installed"),
+    pytest.mark.skipif(shutil.which("java") is None, reason="there is no Java (openjdk-17-jre)"),
+    pytest.mark.timeout(200),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session():
+    from spark_session import spark_session
+
+    with spark_session("local-cluster[2,1,512]") as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(session):
+    yield
+    deadline = time.monotonic() + 20
+    while session.sparkContext.statusTracker().getActiveStageIds():
+        assert time.monotonic() < deadline, "a stage goes on"
+        time.sleep(0.1)
+
+
+def run(*arguments, **keywords):
+    import kolovod.spark
+
+    return kolovod.spark.run(*arguments, **keywords)
+
+
+def test_results_by_rank(capsys):
+    def of_rank(factor, plus=0):
+        import kolovod as kv
+
+        kv.init()
+        total = kv.allreduce(np.array([kv.rank() * factor + plus]), op=kv.Sum)
+        print(f"this is rank {kv.rank()}")
+        return kv.rank(), kv.size(), float(total[0]), os.environ["SAID"]
+
+    for _ in range(2):  # Spark's Python workers are used again
+        results = run(of_rank, (10.0,), {"plus": 1}, num_proc=2, env={"SAID": "yes"})
+        assert results == [(0, 2, 12.0, "yes"), (1, 2, 12.0, "yes")]
+    shown = capsys.readouterr().out.splitlines()
+    for rank in range(2):
+        assert any(line.endswith(f"[{rank}]<stdout>:this is rank {rank}") for line in shown)
+
+
+def test_many_bytes_there_and_back():
+    data = np.random.default_rng(0).bytes(3_000_001)
+    assert run(lambda given: given[::-1], (data,), num_proc=1) == [data[::-1]]
+
+
+def test_an_exception_names_the_rank():
+    from kolovod.spark import RankFailed
+
+    def fails():
+        import kolovod as kv
+
+        kv.init()
+        if kv.rank() == 1:
+            raise ValueError("the loss is nan")
+        kv.allreduce(np.ones(3))
+
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 .*the loss is nan") as seen:
+        run(fails, num_proc=2)
+    assert seen.value.rank == 1
+    assert isinstance(seen.value.__cause__, ValueError)
+
+
+def test_a_rank_that_is_killed():
+    from kolovod.spark import RankFailed
+
+    def dies():
+        import kolovod as kv
+
+        kv.init()
+        if kv.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.allreduce(np.ones(3))
+
+    with pytest.raises(RankFailed, match=r"rank 1 .*was killed by signal 9") as seen:
+        run(dies, num_proc=2)
+    assert seen.value.exit_code == 137
+
+
+def test_too_few_cores():
+    from kolovod.errors import BootstrapError
+
+    with pytest.raises(BootstrapError, match=r"started 0 of 3 tasks in 3 s"):
+        run(lambda: None, num_proc=3, start_timeout_s=3.0)
+
+
+def test_wrong_numbers():
+    from kolovod.errors import InvalidArgumentError
+
+    with pytest.raises(InvalidArgumentError, match="num_proc=0"):
+        run(lambda: None, num_proc=0)
+
+
+@pytest.fixture
+def job(tmp_path):
+    """An elastic job of one to two ranks, with where its ranks write; ended in any case."""
+    import kolovod.spark
+
+    folder, stop = tmp_path / "said", tmp_path / "stop"
+    folder.mkdir()
+    call = partial(
+        kolovod.spark.run_elastic, trained, (folder, stop), min_num_proc=1, max_num_proc=2
+    )
+    job = Background(call)
+    yield job, folder, stop
+    stop.touch()
+    job.thread.join(60)
+
+
+def executor_of(pid):
+    """The Java process in which the task of a rank is."""
+    for process in psutil.Process(pid).parents():
+        if "CoarseGrainedExecutorBackend" in " ".join(process.cmdline()):
+            return process
+    raise AssertionError(f"no executor is above process {pid}")
+
+
+@pytest.mark.parametrize("what", ["rank", "executor"])
+def test_what_is_killed_comes_back(job, what):
+    """A rank in its task; an executor with its task, by Spark."""
+    job, folder, stop = job
+    wait_for(lambda: works_with(folder, 2))
+    first = said(folder)
+    victim = next(pid for pid, (rank, _, _) in first.items() if rank == 1)
+    os.kill(victim if what == "rank" else executor_of(victim).pid, signal.SIGKILL)
+    wait_for(lambda: len(said(folder)) >= 3 and works_with(folder, 2))
+    stop.touch()
+    results = job.result()
+    assert len(results) == 2
+    assert first.keys() - {victim} < {pid for pid, *_ in results}  # the other was not restarted
+    assert len({tuple(rest) for _, *rest in results}) == 1
+    assert results[0][3] == results[0][4]  # each step has counted once
