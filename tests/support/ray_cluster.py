@@ -29,7 +29,7 @@ def ray_cluster(folder: Path, *cpus: int, gpus: int = 0) -> Iterator[object]:
     import ray
     from ray.cluster_utils import Cluster
 
-    quick = {"health_check_period_ms": 300, "health_check_failure_threshold": 3}
+    quick = {"health_check_period_ms": 1000, "health_check_failure_threshold": 8}
     head = {
         "num_cpus": cpus[0],
         "num_gpus": gpus,
