@@ -173,7 +173,7 @@ CASES = (
          "scontrol update NodeName=n2 State=RESUME; cat {folder}/out5",
          "smaller: 1 ranks at the end"),
     Case("sbatch, a second job joins the first by address and secret",
-         f"export {SECRET} KOLOVOD_JOB=check KOLOVOD_STORE_HOST=n1 KOLOVOD_MIN_NP=1 "
+         f"export {SECRET} KOLOVOD_JOB_NAME=check KOLOVOD_STORE_HOST=n1 KOLOVOD_MIN_NP=1 "
          f"KOLOVOD_MAX_NP=4; {FRESH}; "
          f"sbatch -w n1 -n2 -o {{folder}}/out6 --wrap 'srun {CHECKPOINTED_RUN} larger'; "
          f"{TRAINS}; KOLOVOD_FIRST_RANK=2 KOLOVOD_SIZE=2 "
@@ -232,7 +232,7 @@ CASES = (
          f"{{agent}} n2 {TORCHRUN} {ELASTIC_HOSTS} {CHECKPOINTED_SCRIPT} restarted; wait $!",
          "it went on from a checkpoint, restarted: 4 ranks at the end"),
     Case("torchrun on each of two hosts, elastic, its restarts come in as joins",
-         f"export {SECRET} KOLOVOD_JOB=check KOLOVOD_STORE_HOST=n1 KOLOVOD_MIN_NP=1 "
+         f"export {SECRET} KOLOVOD_JOB_NAME=check KOLOVOD_STORE_HOST=n1 KOLOVOD_MIN_NP=1 "
          f"KOLOVOD_MAX_NP=4; {FRESH}; {TORCHRUN} --max-restarts=3 {CHECKPOINTED_SCRIPT} back & "
          "export KOLOVOD_FIRST_RANK=2 KOLOVOD_SIZE=2; "
          f"{{agent}} n2 {TORCHRUN} --max-restarts=3 {CHECKPOINTED_SCRIPT} back & "

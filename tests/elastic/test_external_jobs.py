@@ -183,7 +183,7 @@ def test_who_leaves_by_a_signal_may_write_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_starts_make_one_job_by_its_name(tmp_path: Path) -> None:
     """The second one counts its ranks from 0, too, and has all three on one host."""
-    named = {"KOLOVOD_JOB": "one", "KOLOVOD_SECRET": "0123456789abcdef", "KOLOVOD_MAX_NP": "4"}
+    named = {"KOLOVOD_JOB_NAME": "one", "KOLOVOD_SECRET": "0123456789abcdef", "KOLOVOD_MAX_NP": "4"}
     job = Supervised(tmp_path, **named)
     try:
         ranks = [job.start(rank) for rank in range(SIZE)]

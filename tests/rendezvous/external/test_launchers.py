@@ -164,7 +164,7 @@ def test_ranks_beyond_the_size_are_those_of_an_elastic_job():
 
 
 def test_several_starts_that_make_one_job_have_all_in_common_but_their_ranks():
-    named = {"KOLOVOD_JOB": "a", "KOLOVOD_MIN_NP": "1", "KOLOVOD_MAX_NP": "6"}
+    named = {"KOLOVOD_JOB_NAME": "a", "KOLOVOD_MIN_NP": "1", "KOLOVOD_MAX_NP": "6"}
     first = find({**SLURM, **named})
     joining = {**named, "KOLOVOD_FIRST_RANK": "4", "KOLOVOD_STORE_HOST": "n1"}
     others = [
@@ -176,11 +176,16 @@ def test_several_starts_that_make_one_job_have_all_in_common_but_their_ranks():
         assert (other.size, other.store_host) == (first.size, first.store_host)
         assert not other.is_one_host
         assert other.rank == 4 + 1
-    assert find({**SLURM, **named, "KOLOVOD_JOB": "b"}).identity != first.identity
+    assert find({**SLURM, **named, "KOLOVOD_JOB_NAME": "b"}).identity != first.identity
     for wrong, said in (
-        ({"KOLOVOD_JOB": "a"}, "KOLOVOD_JOB='a': it names an elastic job; set KOLOVOD_MIN_NP"),
-        ({**named, "KOLOVOD_JOB": " "}, "KOLOVOD_JOB=' ': it names an elastic job"),
-        ({"KOLOVOD_FIRST_RANK": "2"}, "set KOLOVOD_JOB, KOLOVOD_SIZE, KOLOVOD_STORE_HOST, too"),
+        (
+            {"KOLOVOD_JOB_NAME": "a"},
+            "KOLOVOD_JOB_NAME='a': it names an elastic job; set KOLOVOD_MIN_NP",
+        ),
+        (
+            {"KOLOVOD_FIRST_RANK": "2"},
+            "set KOLOVOD_JOB_NAME, KOLOVOD_SIZE, KOLOVOD_STORE_HOST, too",
+        ),
         ({**named, "KOLOVOD_FIRST_RANK": "x"}, "KOLOVOD_FIRST_RANK='x': expected a whole number"),
     ):
         with pytest.raises(InvalidArgumentError, match=re.escape(said)):

@@ -171,7 +171,7 @@ class Found:
     store_port: int = 0
     """Where the ranks meet on it."""
     is_named: bool = False
-    """Whether several starts, by any launchers, make one elastic job, which KOLOVOD_JOB names."""
+    """Whether several starts, by any launchers, make one elastic job (KOLOVOD_JOB_NAME)."""
 
     @property
     def identity(self) -> str:
@@ -223,7 +223,7 @@ def asked_store(environ: Mapping[str, str]) -> tuple[str, int]:
 def _found(
     launcher: Launcher, environ: Mapping[str, str], read_file: Callable[[str], str]
 ) -> Found:
-    first, is_named = _named(environ)
+    first, name = _named(environ)
     rank = first + _required(launcher, environ, launcher.rank)
     size = _required(launcher, environ, ("KOLOVOD_SIZE",) if first else launcher.size)
     most = size
@@ -245,40 +245,41 @@ def _found(
     local_size = _optional(environ, launcher.local_size)
     node_count = _optional(environ, (launcher.node_count,))
     is_one_host = local_size == size or node_count == 1 or is_loopback(master)
-    job = f"KOLOVOD_JOB={environ['KOLOVOD_JOB']}" if is_named else _job(launcher, environ)
+    job = f"KOLOVOD_JOB_NAME={name}" if name else _job(launcher, environ)
     return Found(
         launcher=launcher,
         rank=rank,
         size=size,
         local_rank=_optional(environ, launcher.local_rank),
         local_size=local_size,
-        is_one_host=is_one_host and not is_named and (not asked_host or is_loopback(asked_host)),
+        is_one_host=is_one_host and not name and (not asked_host or is_loopback(asked_host)),
         job=job,
         host=environ.get("KOLOVOD_HOST") or environ.get(launcher.node_name, ""),
         hosts=hosts,
         store_host=asked_host or master or (hosts[0] if hosts else ""),
-        store_port=asked_port or _port("" if is_named else launcher.name, job),
-        is_named=is_named,
+        store_port=asked_port or _port("" if name else launcher.name, job),
+        is_named=bool(name),
     )
 
 
-def _named(environ: Mapping[str, str]) -> tuple[int, bool]:
-    """The rank of this launcher's first process, and whether KOLOVOD_JOB names the job."""
-    first, is_named = _optional(environ, ("KOLOVOD_FIRST_RANK",)) or 0, "KOLOVOD_JOB" in environ
-    if is_named and not (environ["KOLOVOD_JOB"].strip() and environ.get("KOLOVOD_MIN_NP")):
+def _named(environ: Mapping[str, str]) -> tuple[int, str]:
+    """The rank of this launcher's first process, and the job's name; "": its launcher's number."""
+    first = _optional(environ, ("KOLOVOD_FIRST_RANK",)) or 0
+    name = environ.get("KOLOVOD_JOB_NAME", "").strip()
+    if name and not environ.get("KOLOVOD_MIN_NP"):
         raise InvalidArgumentError(
-            f"KOLOVOD_JOB={environ['KOLOVOD_JOB']!r}: it names an elastic job; set KOLOVOD_MIN_NP, "
-            "too, or leave it out"
+            f"KOLOVOD_JOB_NAME={name!r}: it names an elastic job; set KOLOVOD_MIN_NP, too, or "
+            "leave it out"
         )
-    needed = ("KOLOVOD_JOB", "KOLOVOD_SIZE", "KOLOVOD_STORE_HOST")
-    missing = [name for name in needed if not environ.get(name)]
+    needed = ("KOLOVOD_JOB_NAME", "KOLOVOD_SIZE", "KOLOVOD_STORE_HOST")
+    missing = [variable for variable in needed if not environ.get(variable)]
     if first and missing:
         raise InvalidArgumentError(
             f"KOLOVOD_FIRST_RANK={first}: these ranks join an elastic job that others begin, so "
             f"set {', '.join(missing)}, too: its name, with how many ranks it begins, and rank "
             "0's host"
         )
-    return first, is_named
+    return first, name
 
 
 def is_loopback(host: str) -> bool:
