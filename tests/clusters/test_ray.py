@@ -15,7 +15,7 @@ from growing_job import Background, said, trained, wait_for, works_with
 pytestmark = [
     pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
-    pytest.mark.timeout(110),
+    pytest.mark.timeout(200),
 ]
 
 

@@ -11,7 +11,7 @@ from frameworks import is_installed
 pytestmark = [
     pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
-    pytest.mark.timeout(110),
+    pytest.mark.timeout(200),
 ]
 
 

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import ray
@@ -145,7 +144,7 @@ def call_elastic(
             placement_timeout_s=elastic.elastic_timeout_s,
             start_timeout_s=start_timeout_s,
             runtime_env={"env_vars": dict(env)} if env else {},
-            places=partial(Nodes, discovery.find_available_hosts_and_slots, resources),
+            places=Nodes(discovery.find_available_hosts_and_slots, resources),
         )
         try:
             return follow(request, report_to_stderr)

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,6 +19,10 @@ from kolovod.launch.fleet import Fleet, Group, Sink
 from kolovod.launch.local import Ended, Order
 
 __all__ = ["Cluster", "ClusterFleet", "Reached", "Told"]
+
+
+_AT_ONCE = 32
+"""Hosts that are reached at the same time."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +78,11 @@ class ClusterFleet(Fleet):
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
         """See Fleet."""
-        for host in dict.fromkeys(hosts):
-            if is_stopped():
-                return False
-            if host not in self._placed:
-                reached = self._cluster.reach(host)
+        new = [host for host in dict.fromkeys(hosts) if host not in self._placed]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for host, reached in zip(new, pool.map(self._cluster.reach, new), strict=True):
                 self._placed[host] = _PlacedRanks(host, reached, self._cluster, self._sink)
-        return True
+        return not is_stopped()
 
     @property
     def is_spread(self) -> bool:

@@ -37,7 +37,7 @@ _LOOK_S = 0.5
 
 
 class RayCluster:
-    """See Cluster. ``close`` leaves no actor and no placement group behind."""
+    """See Cluster. ``close`` leaves no actor behind; the places are their maker's."""
 
     def __init__(
         self,
@@ -212,7 +212,6 @@ class RayCluster:
             with contextlib.suppress(RayError, GetTimeoutError):
                 ray.get(done, timeout=_CALL_S)
             ray.kill(keeper)
-        self._places.close()
 
 
 def _said(error: Exception) -> str:

@@ -58,14 +58,14 @@ class Request:
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     group: PlacementGroup | None = None
     """Of the caller's, where the ranks are to be if it has enough bundles."""
-    places: Callable[[], Places] | None = None
-    """Makes the places, if they are no bundles."""
+    places: Places | None = None
+    """None: bundles of ``group``, or of groups of the job's own."""
 
 
 def make_places(request: Request) -> Places:
-    """Where its ranks may be. Raises BootstrapError."""
+    """Where its ranks may be; the caller closes it. Raises BootstrapError."""
     if request.places is not None:
-        return request.places()
+        return request.places
     if request.group is not None:
         found = Bundles.within(request.group, request.most, request.resources)
         if found is not None:
@@ -82,15 +82,15 @@ class Launcher:
         self._events: queue.Queue[Event] = queue.Queue(_MOST_EVENTS)
         self._cluster: RayCluster | None = None
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: Request, places: Places) -> None:
         """Start the job. Its end is an event."""
         own = ray.get_runtime_context().current_actor
-        threading.Thread(target=self._run, args=(request, own), daemon=True).start()
+        threading.Thread(target=self._run, args=(request, places, own), daemon=True).start()
 
-    def _run(self, request: Request, own: Any) -> None:
+    def _run(self, request: Request, places: Places, own: Any) -> None:
         try:
             self._cluster = RayCluster(
-                make_places(request),
+                places,
                 own,
                 start_timeout_s=request.start_timeout_s,
                 runtime_env=request.runtime_env,
@@ -155,10 +155,12 @@ def follow(request: Request, report: Callable[[str], None]) -> list[Any]:
         max_restarts=0,
         scheduling_strategy=on_node(here, soft=True),
     )
+    # Ray keeps groups that an actor has made until the whole driver has ended: it asks for them.
+    places = make_places(request)
     launcher = make.remote()
     consoles = {"stdout": console(sys.stdout), "stderr": console(sys.stderr)}
     try:
-        ray.get(launcher.begin.remote(request))
+        ray.get(launcher.begin.remote(request, places))
         while True:
             for event in ray.get(launcher.next.remote()):
                 if event.kind == "report":
@@ -177,3 +179,4 @@ def follow(request: Request, report: Callable[[str], None]) -> list[Any]:
         raise JobOverError(text) from error
     finally:
         ray.kill(launcher)  # whatever it has started ends with it
+        places.close()

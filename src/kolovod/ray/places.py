@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -110,6 +111,10 @@ class Bundles:
         self._are_ours = are_ours
         self._lock = threading.Lock()
         self._taken: set[Bundle] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What the launcher gets gives places out; the groups end where they were asked for."""
+        return partial(Bundles, are_ours=False), (self._bundles, self._resources)
 
     @classmethod
     def reserve(
@@ -245,6 +250,10 @@ class Nodes:
         self._resources = dict(resources)
         self._lock = threading.Lock()
         self._taken: Counter[str] = Counter()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For the launcher."""
+        return Nodes, (self._ask, self._resources)
 
     def count(self) -> Mapping[str, int]:
         """See Places."""
