@@ -12,7 +12,7 @@ from slow import slow_but
 
 pytestmark = pytest.mark.frameworks
 
-FRAMEWORKS = ("torch", "tensorflow", "keras", "tf_keras", "jax", "mxnet")
+FRAMEWORKS = ("torch", "tensorflow", "keras", "tf_keras", "jax", "mxnet", "ray", "pyspark")
 NEEDS = {  # what a front end cannot do without, and what it may import besides
     "kolovod": ("", ()),
     "kolovod.numpy": ("", ()),
@@ -21,11 +21,15 @@ NEEDS = {  # what a front end cannot do without, and what it may import besides
     "kolovod.keras": ("keras", ()),
     "kolovod.jax": ("jax", ()),
     "kolovod.mxnet": ("mxnet", ()),
+    "kolovod.ray": ("ray", ()),
+    "kolovod.spark": ("pyspark", ()),
     "horovod": ("", ()),
     "horovod.torch": ("torch", ()),
     "horovod.tensorflow": ("tensorflow", ("keras", "tf_keras")),
     "horovod.keras": ("keras", ()),
     "horovod.mxnet": ("mxnet", ()),
+    "horovod.ray": ("ray", ()),
+    "horovod.spark": ("pyspark", ()),
 }
 
 # TensorFlow itself imports JAX where there is one.

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 FREE_S = 30.0
-_OURS = ("RankActor", "HostKeeper", "Launcher", "Meeting", "BaseHorovodWorker")
+_OURS = ("RankActor", "Witness", "Launcher", "Meeting", "BaseHorovodWorker")
 
 
 @contextlib.contextmanager

@@ -18,14 +18,14 @@ from kolovod.errors import BootstrapError
 from kolovod.launch.discovery import PERIOD_S
 from kolovod.launch.fleet import Sink
 from kolovod.launch.local import GRACE_S, Ended, Order
-from kolovod.ray.keeper import HostKeeper, Kept
 from kolovod.ray.places import NoPlaceError, Places, on_node
 from kolovod.ray.rank import RankActor
+from kolovod.ray.witness import Kept, Witness
 
 __all__ = ["RayCluster"]
 
 _CALL_S = 30.0
-"""For a keeper to answer."""
+"""For a witness to answer."""
 _THREADS = 64
 _SAID_CHARS = 300
 _DETAIL = re.compile(
@@ -47,13 +47,13 @@ class RayCluster:
         start_timeout_s: float,
         runtime_env: Mapping[str, Any],
     ) -> None:
-        """``launcher``: see HostKeeper. ``start_timeout_s``: for an actor to run."""
+        """``launcher``: see Witness. ``start_timeout_s``: for an actor to run."""
         self._places = places
         self._launcher = launcher
         self._start_timeout_s = start_timeout_s
         self._runtime_env = dict(runtime_env)
         self._lock = threading.Lock()
-        self._keepers: dict[str, Any] = {}
+        self._witnesses: dict[str, Any] = {}
         self._actors: dict[int, Any] = {}
         self._payload: tuple[bytes, Any] = b"", None
         self._threads: list[threading.Thread] = []
@@ -61,7 +61,7 @@ class RayCluster:
         self._sink: Sink = lambda number, stream, data: None
 
     def written(self, number: int, stream: str, data: bytes) -> None:
-        """By the launcher: what a keeper has brought it."""
+        """By the launcher: what a witness has brought it."""
         self._sink(number, stream, data)
 
     def places(self) -> Mapping[str, int]:
@@ -70,19 +70,19 @@ class RayCluster:
 
     def reach(self, host: str) -> Reached:
         """See Cluster."""
-        keeper = self._keeper(host)
+        witness = self._witness(host)
         try:
-            return Reached(*ray.get(keeper.reached.remote(), timeout=self._start_timeout_s))
+            return Reached(*ray.get(witness.reached.remote(), timeout=self._start_timeout_s))
         except (RayError, GetTimeoutError) as error:
-            self._forget(host, keeper)
+            self._forget(host, witness)
             raise BootstrapError(f"no actor can be started on {host}: {_said(error)}") from error
 
-    def _keeper(self, host: str) -> Any:
+    def _witness(self, host: str) -> Any:
         """That of ``host``, which is made if there is none. Raises NoPlaceError."""
         with self._lock:
-            if host not in self._keepers:
-                self._keepers[host] = (
-                    ray.remote(HostKeeper)
+            if host not in self._witnesses:
+                self._witnesses[host] = (
+                    ray.remote(Witness)
                     .options(
                         num_cpus=0,
                         max_concurrency=_THREADS,
@@ -90,17 +90,17 @@ class RayCluster:
                     )
                     .remote(self._launcher)
                 )
-            return self._keepers[host]
+            return self._witnesses[host]
 
-    def _forget(self, host: str, keeper: Any) -> None:
+    def _forget(self, host: str, witness: Any) -> None:
         """It does not answer any more."""
-        ray.kill(keeper)
+        ray.kill(witness)
         with self._lock:
-            if self._keepers.get(host) is keeper:
-                del self._keepers[host]
+            if self._witnesses.get(host) is witness:
+                del self._witnesses[host]
 
     def start(self, host: str, order: Order, payload: bytes, sink: Sink, told: Told) -> None:
-        """See Cluster. What ranks write the keepers bring to the launcher (``written``)."""
+        """See Cluster. What ranks write the witnesses bring to the launcher (``written``)."""
         self._sink = sink
         if self._payload[0] is not payload:
             self._payload = payload, ray.put(payload)
@@ -117,14 +117,14 @@ class RayCluster:
     ) -> Ended:
         """The whole life of a process."""
         number, pid, code, result, seen = order.rank, 0, 255, b"", ""
-        keeper = place = None
+        witness = place = None
         try:
-            keeper = self._keeper(host)
+            witness = self._witness(host)
             place = self._places.take(host)
-            variables, outputs = ray.get(keeper.prepare.remote(number), timeout=_CALL_S)
+            variables, outputs = ray.get(witness.prepare.remote(number), timeout=_CALL_S)
             actor = self._actor(number, place)
             pid = ray.get(actor.begin.remote(outputs), timeout=self._start_timeout_s)
-            ray.get(keeper.watch.remote(number, pid), timeout=_CALL_S)
+            ray.get(witness.watch.remote(number, pid), timeout=_CALL_S)
             began(number, pid)
             variables = {**variables, **order.environment}
             code, result = ray.get(actor.call.remote(variables, payload))
@@ -139,12 +139,12 @@ class RayCluster:
                 dead = self._actors.pop(number, None)
             if seen and dead is not None:
                 ray.kill(dead)
-        if keeper is None:
+        if witness is None:
             return Ended(number, pid, code, lost=seen, record=None)
         try:
-            kept: Kept = ray.get(keeper.bury.remote(number, GRACE_S), timeout=GRACE_S + _CALL_S)
+            kept: Kept = ray.get(witness.bury.remote(number, GRACE_S), timeout=GRACE_S + _CALL_S)
         except (RayError, GetTimeoutError) as error:  # what ran on that node nobody knows
-            self._forget(host, keeper)
+            self._forget(host, witness)
             self._wait_for_verdict(host)
             lost = f"its node cannot be reached: {_said(error)}"
             return Ended(number, pid, code, lost=lost, result=result, record=None)
@@ -177,9 +177,9 @@ class RayCluster:
     def send(self, host: str, signum: int, numbers: Collection[int]) -> None:
         """See Cluster."""
         with self._lock:
-            keeper = self._keepers.get(host)
-        if keeper is not None:
-            keeper.send.remote(signum, list(numbers))
+            witness = self._witnesses.get(host)
+        if witness is not None:
+            witness.send.remote(signum, list(numbers))
         if signum == signal.SIGKILL:  # also those that wait for a place
             with self._lock:
                 for number in numbers:
@@ -189,11 +189,11 @@ class RayCluster:
     def stopped(self, host: str, numbers: Collection[int]) -> set[int]:
         """See Cluster."""
         with self._lock:
-            keeper = self._keepers.get(host)
+            witness = self._witnesses.get(host)
         found: set[int] = set()
         with contextlib.suppress(RayError, GetTimeoutError):
-            if keeper is not None and numbers:
-                found = ray.get(keeper.stopped.remote(list(numbers)), timeout=_CALL_S)
+            if witness is not None and numbers:
+                found = ray.get(witness.stopped.remote(list(numbers)), timeout=_CALL_S)
         return found
 
     def close(self) -> None:
@@ -202,16 +202,16 @@ class RayCluster:
             if self._is_closed:
                 return
             self._is_closed = True
-            actors, keepers = list(self._actors.values()), list(self._keepers.values())
+            actors, witnesses = list(self._actors.values()), list(self._witnesses.values())
         for actor in actors:
             ray.kill(actor)
         for thread in self._threads:
             thread.join(GRACE_S)
-        closing = [keeper.close.remote() for keeper in keepers]
-        for done, keeper in zip(closing, keepers, strict=True):
+        closing = [witness.close.remote() for witness in witnesses]
+        for done, witness in zip(closing, witnesses, strict=True):
             with contextlib.suppress(RayError, GetTimeoutError):
                 ray.get(done, timeout=_CALL_S)
-            ray.kill(keeper)
+            ray.kill(witness)
 
 
 def _said(error: Exception) -> str:

@@ -107,7 +107,7 @@ class Launcher:
             self._events.put(Event("error", _packed_error(error)))
 
     def written(self, number: int, stream: str, data: bytes) -> None:
-        """By keepers: what a rank has written."""
+        """By witnesses: what a rank has written."""
         if self._cluster is not None:
             self._cluster.written(number, stream, data)
 

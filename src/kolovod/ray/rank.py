@@ -26,7 +26,7 @@ class RankActor:
         return self._name
 
     def begin(self, outputs: Sequence[str]) -> int:
-        """Write from now on into these pipes (``HostKeeper``); returns the process id."""
+        """Write from now on into these pipes (``Witness``); returns the process id."""
         for stream, fd, path in zip((sys.stdout, sys.stderr), (1, 2), outputs, strict=True):
             stream.flush()
             pipe = os.open(path, os.O_WRONLY | os.O_CLOEXEC)

@@ -23,7 +23,7 @@ from kolovod.launch import guard
 from kolovod.launch.local import reserved_port
 from kolovod.launch.output import OutputPump
 
-__all__ = ["HostKeeper", "Kept"]
+__all__ = ["Witness", "Kept"]
 
 _KILLED_S = 5.0
 """For the kernel to end a process that was killed."""
@@ -47,7 +47,7 @@ class _Files:
     pid: int = 0
 
 
-class HostKeeper:
+class Witness:
     """An actor; several threads."""
 
     def __init__(self, launcher: Any) -> None:
