@@ -10,6 +10,8 @@ in a folder that all hosts share; on one host any folder is. docs/spark.md expla
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +107,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--folder", help="where the files go; by default a temporary one")
     options = parser.parse_args()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else the tasks' is the path's
     session = (
         SparkSession.builder.master(options.master)
         .config("spark.ui.enabled", "false")
