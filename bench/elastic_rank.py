@@ -170,14 +170,13 @@ def _train_elastically(notes: Notes, state: Any, take_step: Callable[[], None]) 
 
 
 class NumpyModel:
-    """One array."""
+    """One array of so many elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = PARAMETERS * ELEMENTS) -> None:
         import numpy as np
 
         self.np = np
         draw = np.random.default_rng(1)
-        count = PARAMETERS * ELEMENTS
         self.weights, self.base = (draw.normal(size=count).astype(np.float32) for _ in range(2))
 
     def compute(self, step: int, member: int) -> dict[str, Any]:

@@ -72,6 +72,10 @@ train(state)
 """
 
 
+class StepsDiffer(SystemExit):
+    """Two ranks know a step differently, or one has left steps out."""
+
+
 class Steps:
     """What the ranks of a job have noted, compared as it comes."""
 
@@ -90,7 +94,7 @@ class Steps:
         return max((step for step, _ in self._last.values()), default=0)
 
     def look(self) -> None:
-        """Raises SystemExit at a step that two ranks know differently."""
+        """Raises StepsDiffer at a step that two ranks know differently."""
         for path in sorted(self._folder.glob("*.*"), key=lambda path: int(path.suffix[1:])):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -103,7 +107,7 @@ class Steps:
                 if path in self._last:
                     before, whole_line = self._last[path]
                     if step != before + 1:
-                        raise SystemExit(f"{path.name} has made step {step} after {before}")
+                        raise StepsDiffer(f"{path.name} has made step {step} after {before}")
                     self._compare(path.name, before, whole_line)
                 self._last[path] = step, line
                 self.latest[path.name.partition(".")[0]] = words
@@ -112,7 +116,7 @@ class Steps:
     def _compare(self, name: str, step: int, line: str) -> None:
         value = line.split()[5]
         if self._values.setdefault(step, value) != value:
-            raise SystemExit(
+            raise StepsDiffer(
                 f"step {step} has two values, so there were two worlds: {self._values[step]} and, "
                 f"in {name}, {line}"
             )

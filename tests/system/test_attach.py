@@ -170,6 +170,44 @@ def test_a_killed_keeper_is_survived_and_followed_by_another(folder: Path) -> No
     assert not job_folders.found()
 
 
+def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
+    """Nobody takes the place of a rank that wanted to leave, whoever keeps the job then."""
+    with job(folder, np=3) as launcher:
+        (kept,) = job_folders.found()
+        os.kill(int((folder / "step").read_text().split()[2]), signal.SIGTERM)
+        until(lambda: (folder / "step").read_text().split()[1] == "2")
+        goes_on(folder)
+        os.kill(kept.pid, signal.SIGKILL)
+        next_keeper(kept)
+        goes_on(folder)
+        os.kill(int((folder / "step").read_text().split()[2]), signal.SIGKILL)
+        until(lambda: (folder / "step").read_text().split()[1] == "1")
+        until(lambda: (folder / "step").read_text().split()[1] == "2")
+        goes_on(folder)
+        assert (folder / "step").read_text().split()[1] == "2"
+        (folder / "end").touch()
+        _, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, errors
+    assert errors.count("is started again") == 1, errors
+    assert "has a place" not in errors
+
+
+def test_a_job_that_ends_between_two_keepers_has_ended_well(folder: Path) -> None:
+    """Though none of its ranks is known to the second; those that the job began with are gone."""
+    with job(folder, np=2) as launcher:
+        (kept,) = job_folders.found()
+        for size in ("1", "2", "1", "2"):  # rank 0 is killed, and another one joins
+            if size == "1":
+                goes_on(folder)
+                os.kill(int((folder / "step").read_text().split()[2]), signal.SIGKILL)
+            until(lambda size=size: (folder / "step").read_text().split()[1] == size)  # type: ignore[misc]
+        os.kill(kept.pid, signal.SIGKILL)
+        (folder / "end").touch()
+        _, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, errors
+    assert "this launcher goes on with" in errors
+
+
 def next_keeper(before: JobFolder) -> JobFolder:
     """The one that takes the job over, once it answers."""
     deadline = time.monotonic() + DEADLINE_S

@@ -146,6 +146,7 @@ class ElasticJob:
         """What an earlier launcher has left."""
         self._places = before.places
         self._ended_well = before.ended_well
+        self._left = {slot: host for slot, host in before.left}
         for process in processes.values():
             self._output.add(process.slot)
         self._processes = processes
@@ -161,6 +162,7 @@ class ElasticJob:
                 self._places,
                 self._processes,
                 ended_well=self._ended_well,
+                left=self._left,
             )
 
     def _wait_for_places(self, discover: Callable[[], Mapping[str, int]]) -> bool:
@@ -419,11 +421,12 @@ class ElasticJob:
         if process.is_told:
             pass  # whatever its code
         elif end.code == 0 and not end.lost:
-            if number is not None and number in self._steward.world.numbers:
+            if self._is_at_its_end(process, number, end):
                 self._ended_well = True  # it has come to its end, and so will the others
                 self._keep()
             elif not process.sent_away:
                 self._left[process.slot] = process.host
+                self._keep()
         elif self._kill_at is None:
             named = self._failed_as[end.rank] = self._name(process, number, end)
             others = "; the others go on" if self._fleet.running else ""
@@ -437,6 +440,18 @@ class ElasticJob:
             return
         record = None if end.record is None else record_file.parse(end.record) or NOTHING
         self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
+
+    def _is_at_its_end(self, process: Process, number: int | None, end: Ended) -> bool:
+        """Whether a process that has ended well was in the newest world; else it has left.
+
+        Of one that has not come to this launcher its record tells: who leaves waits until it is
+        told of a world without it.
+        """
+        if self._steward.number_of(end.rank) is not None or end.record is None:
+            return number is not None and number in self._steward.world.numbers
+        record = record_file.parse(end.record)
+        members = () if record is None or record.formed is None else record.formed.members
+        return any((m.slot, m.host) == (process.slot, process.host) for m in members)
 
     def _number_of(self, process: int) -> int | None:
         """The member that it is; None: it has not become one."""

@@ -39,6 +39,8 @@ class Kept:
     processes: list[list[Any]] = field(default_factory=list)
     """Slot, host, and whether it is one of those that the job begins with, by number."""
     ended_well: bool = False
+    left: list[list[Any]] = field(default_factory=list)
+    """Slot and host of those that wanted to leave: nobody takes their places."""
 
     def as_json(self) -> dict[str, Any]:
         """For the agent."""

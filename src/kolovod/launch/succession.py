@@ -56,6 +56,7 @@ def leave(
     processes: Mapping[int, Process],
     *,
     ended_well: bool,
+    left: Mapping[int, str],
 ) -> None:
     """Let the next launcher know what there is; called before it is."""
     rendezvous, steward = services.addresses
@@ -70,5 +71,6 @@ def leave(
         dict(places),
         [[process.slot, process.host, process.begins] for process in processes.values()],
         ended_well,
+        [[slot, host] for slot, host in left.items()],
     )
     fleet.keep(kept.as_json())

@@ -99,6 +99,7 @@ class Listener:
         """Stop listening. Idempotent."""
         for server in self._servers:
             server.close()
+        self._servers = []  # whose handler is the owner's: a circle would keep a world's memory
         self.forget()
 
     def forget(self) -> None:

@@ -1,0 +1,303 @@
+"""Elastic jobs that are beaten: ``bench/chaos.py``, or ``make soak``; nothing else is one.
+
+The hosts are network namespaces of this machine (scripts/netbed), so this needs root: ranks on each
+of them, the launcher on the first. Each job gets some faults, drawn at random (chaos_faults.py has
+the rules by which); a seed and the number of a job repeat its faults (``--job``), but not the
+moments at which they meet it. What is drawn:
+
+- kill: ``kill -9`` for a rank;
+- stop: SIGSTOP for a rank, and SIGCONT after up to 5 s;
+- leave: SIGTERM for a rank, whose place stays empty;
+- link: a host's cable is pulled, and put in again after up to 5 s;
+- partition: nothing passes between two sides, for up to 5 s;
+- viewer, keeper, viewer and keeper: ``kill -9`` for the launcher's processes; then another viewer
+  is attached;
+- shared memory: /dev/shm of a host is full for up to 5 s, and a rank is killed, so that a world
+  must form meanwhile;
+- after three of ten another one comes at once, or while the job forms anew.
+
+Then the job has until it is whole: all ranks have made steps together, with new processes where some
+had ended. A job that is not whole after 90 seconds hangs. All ranks' notes are compared as they
+come, and at a job's end its steps are made again in one process (kolovod.testing.replay): the
+weights must be the same after each step, bit for bit. When it has ended no process of it may be left
+on any host, no file in /tmp or /dev/shm, no memory there without a name. A job that fails is
+described in build/chaos, with stacks of all its processes, and another one begins; the exit code is
+1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import machine
+import report
+from chaos_faults import FEWEST, KINDS, Drawing, Fault
+from chaos_job import ChaosHosts, ChaosJob, NotWholeError
+from partitions import StepsDiffer
+from report import Json, number, table
+
+from netbed import Bed  # chaos_job knows where it is
+
+from kolovod.testing import ReplayDiffers
+
+KEPT = machine.ROOT / "build" / "chaos"
+
+
+@dataclass
+class Turn:
+    """A fault, or two, and how the job took it."""
+
+    job: int
+    faults: list[Fault]
+    whole_s: float | None = None
+    """From the end of the last one until the job was whole; None: it was not."""
+    met_forming: bool = False
+    """Whether the second came while the job was not whole."""
+
+    @property
+    def kind(self) -> str:
+        """Its row."""
+        return self.faults[0].kind if len(self.faults) == 1 else "two"
+
+    def __str__(self) -> str:
+        what = ", then ".join(map(str, self.faults))
+        what += " (while re-forming)" if self.met_forming else ""
+        became = "not whole" if self.whole_s is None else f"whole after {self.whole_s:.2f} s"
+        return f"job {self.job}: {what}: {became}"
+
+
+@dataclass
+class Found:
+    """Of all jobs; what is added is added under the lock."""
+
+    turns: list[Turn] = field(default_factory=list)
+    jobs: int = 0
+    steps: int = 0
+    worlds: int = 0
+    hangs: list[str] = field(default_factory=list)
+    inexact: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def faults(self) -> int:
+        """So far."""
+        return sum(len(turn.faults) for turn in self.turns)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is anything that must not be."""
+        return bool(self.hangs or self.inexact or self.leaks)
+
+
+class Chaos:
+    """Jobs, several at a time, each on hosts of its own."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._names = [chr(ord("a") + index) for index in range(options.hosts)]
+        self._until_s = time.monotonic() + options.seconds
+        self._numbers = iter(range(options.job or 1, 1 << 30))
+        self._replaying = threading.Lock()
+        self.found = Found()
+
+    def run(self) -> None:
+        """All of it."""
+        count = 1 if self._options.job else self._options.at_a_time
+        with ThreadPoolExecutor(count) as threads:
+            for done in [threads.submit(self._work) for _ in range(count)]:
+                done.result()
+
+    def _work(self) -> None:
+        """Jobs on one bed, one after the other; it ends with the thread that has made it."""
+        with Bed(self._names) as bed:
+            hosts = ChaosHosts(bed)
+            while not self._is_over():
+                with self.found.lock:
+                    job = next(self._numbers)
+                self._one_job(bed, hosts, job)
+                if self._options.job:
+                    break
+
+    def _is_over(self) -> bool:
+        with self.found.lock:
+            enough = self.found.faults >= self._options.faults
+        return enough or time.monotonic() > self._until_s
+
+    def _one_job(self, bed: Bed, hosts: ChaosHosts, number: int) -> None:
+        options, found = self._options, self.found
+        kinds = {kind: weight for kind, weight in KINDS.items() if kind in options.kinds}
+        drawing = Drawing(options.seed, number, tuple(self._names), options.ranks, kinds)
+        job = ChaosJob(bed, hosts, bed.folder / f"job{number}", options.ranks)
+        turns: list[Turn] = []
+        steps = 0
+        wrong: list[str] | None = None
+        try:
+            job.until_whole(options.ranks)
+            while sum(len(turn.faults) for turn in turns) < options.faults_per_job:
+                turns.append(self._turn(job, drawing, number))
+                with found.lock:
+                    found.turns.append(turns[-1])
+                if self._is_over():
+                    break
+            steps = job.finish(len(drawing.slots), self._replaying)
+            left = job.until_clean()
+            wrong = found.leaks if left else None
+            why = f"left: {'; '.join(left)}"
+        except NotWholeError as error:
+            wrong, why = found.hangs, str(error)
+        except (StepsDiffer, ReplayDiffers) as error:
+            wrong, why = found.inexact, str(error)
+        except Exception:
+            wrong, why = found.hangs, traceback.format_exc()
+        if wrong is not None:
+            self._keep(job, number, turns, why)
+        job.close()
+        hosts.clear()
+        bed.heal()
+        for name in bed.names:
+            bed.set_link(name, up=True)
+        with found.lock:
+            found.jobs += 1
+            found.steps += steps
+            found.worlds += len(job.seen.epochs)
+            if wrong is not None:
+                wrong.append(f"job {number}: {why}")
+        said = f"{steps} steps replayed" if wrong is None else why
+        print(f"job {number}: {said}; {found.faults} faults so far", flush=True)
+
+    def _turn(self, job: ChaosJob, drawing: Drawing, number: int) -> Turn:
+        size = len(drawing.slots)
+        turn = Turn(number, drawing.draw())
+        time.sleep(random.uniform(0.0, 0.3))
+        try:
+            self._make(job, turn, size)
+            over_s = time.monotonic()
+            job.until_whole(len(drawing.slots))
+            turn.whole_s = time.monotonic() - over_s
+        except BaseException:
+            with self.found.lock:
+                self.found.turns.append(turn)
+            raise
+        finally:
+            print(turn, flush=True)
+        return turn
+
+    def _make(self, job: ChaosJob, turn: Turn, size: int) -> None:
+        """Each fault at its time, and its end; the job is looked at meanwhile."""
+        begun_s = time.monotonic()
+        events = [(fault.at_s, True, fault) for fault in turn.faults]
+        events += [(fault.at_s + fault.lasts_s, False, fault) for fault in turn.faults]
+        for at_s, begins, fault in sorted(events, key=lambda event: (event[0], not event[1])):
+            while time.monotonic() < begun_s + at_s:
+                job.seen.look()
+                time.sleep(0.02)
+            if begins and fault is not turn.faults[0]:
+                turn.met_forming = not job.is_whole(size)
+            (job.begin if begins else job.end)(fault)
+
+    def _keep(self, job: ChaosJob, number: int, turns: list[Turn], why: str) -> None:
+        KEPT.mkdir(parents=True, exist_ok=True)
+        path = KEPT / f"{self._options.seed}-{number}.txt"
+        lines = [f"{machine.command_line()}; seed {self._options.seed}, job {number}", why]
+        lines += map(str, turns)
+        with contextlib.suppress(OSError):
+            lines += job.stacks()
+        path.write_text("\n".join(lines) + "\n")
+        print(f"job {number} has failed: {path}", flush=True)
+
+
+def rows(turns: list[Turn]) -> Iterator[list[str]]:
+    """Of the table: each kind by itself, and those that came two at a time."""
+    for kind in [*KINDS, "two"]:
+        mine = [turn for turn in turns if turn.kind == kind]
+        whole = [turn.whole_s for turn in mine if turn.whole_s is not None]
+        count = str(len(mine))
+        if kind == "two":
+            met = sum(turn.met_forming for turn in mine)
+            kind = f"two at a time, the second while re-forming in {met}"
+            count = f"{len(mine)} x 2"
+        figures = [number(report.quantile(whole, q)) if whole else "-" for q in (0.5, 0.9, 1.0)]
+        yield [kind, count, str(len(whole)), *figures]
+
+
+def markdown(found: Found, options: argparse.Namespace, facts: Json, load: list[float]) -> str:
+    """The result file."""
+    head = ["fault", "times", "whole again", "median s", "90 % s", "longest s"]
+    wrong = [*found.hangs, *found.inexact, *found.leaks]
+    listed = "".join(f"\n- {text.splitlines()[0]}" for text in wrong)
+    return (
+        "# Chaos soak\n\n"
+        f"`{machine.command_line()}` (seed {options.seed}) on {report.machine_line(facts)}, load "
+        f"{load[0]:.1f} to {load[1]:.1f}, in {load[2] / 60:.0f} minutes. {options.hosts} hosts, "
+        f"{options.ranks} ranks; {options.at_a_time} jobs at a time. {found.faults} faults in "
+        f"{found.jobs} jobs; {found.steps:,} steps in {found.worlds:,} worlds were replayed.\n\n"
+        f"**{len(found.hangs)} hangs, {len(found.inexact)} jobs with an inexact step, "
+        f"{len(found.leaks)} jobs that left a process or a file.**{listed}\n\n"
+        f"{table(head, rows(found.turns))}\n"
+        "Times are from the end of a fault (of two, of the last) until all ranks make steps "
+        "together again, with new processes where some had ended. What the faults are says "
+        "bench/chaos.py.\n"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Beat jobs, and write chaos.json and .md."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=2500)
+    parser.add_argument("--seconds", type=float, default=7200.0, help="begin nothing after that")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=5)
+    parser.add_argument("--at-a-time", type=int, default=2, metavar="JOBS")
+    parser.add_argument("--faults-per-job", type=int, default=12)
+    parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), default=list(KINDS))
+    parser.add_argument("--job", type=int, help="only that one")
+    parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    if options.ranks < FEWEST or options.hosts < 2:
+        parser.error(f"--ranks {options.ranks} --hosts {options.hosts}: at least {FEWEST}, and 2")
+    facts, load, begun_s = machine.facts(), [os.getloadavg()[0]], time.monotonic()
+    print(f"seed {options.seed}", flush=True)
+    chaos = Chaos(options)
+    with contextlib.suppress(KeyboardInterrupt):
+        chaos.run()
+    load += [os.getloadavg()[0], time.monotonic() - begun_s]
+    found = chaos.found
+    text = markdown(found, options, facts, load)
+    result: Json = {
+        "turns": [
+            {"job": t.job, "faults": list(map(str, t.faults)), "whole_s": t.whole_s,
+             "met_forming": t.met_forming}
+            for t in found.turns
+        ],
+        "jobs": found.jobs,
+        "steps": found.steps,
+        "worlds": found.worlds,
+        "hangs": found.hangs,
+        "inexact": found.inexact,
+        "leaks": found.leaks,
+        "seed": options.seed,
+        "load": load[:2],
+        "took_s": load[2],
+        "machine": facts,
+    }  # fmt: skip
+    report.write("chaos", result, text, options.output)
+    print(text)
+    return int(found.has_failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
