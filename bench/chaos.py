@@ -112,11 +112,14 @@ class Chaos:
         self.found = Found()
 
     def run(self) -> None:
-        """All of it."""
+        """All of it; Ctrl-C lets the jobs come to their ends."""
         count = 1 if self._options.job else self._options.at_a_time
-        with ThreadPoolExecutor(count) as threads:
-            for done in [threads.submit(self._work) for _ in range(count)]:
-                done.result()
+        with ThreadPoolExecutor(count) as threads, contextlib.suppress(KeyboardInterrupt):
+            try:
+                for done in [threads.submit(self._work) for _ in range(count)]:
+                    done.result()
+            finally:
+                self._until_s = 0.0
 
     def _work(self) -> None:
         """Jobs on one bed, one after the other; it ends with the thread that has made it."""
@@ -183,7 +186,9 @@ class Chaos:
         try:
             self._make(job, turn, size)
             over_s = time.monotonic()
-            job.until_whole(len(drawing.slots))
+            job.until_whole(
+                len(drawing.slots), lambda: self._keep(job, f"{number}-slow", [turn], "slow")
+            )
             turn.whole_s = time.monotonic() - over_s
         except BaseException:
             with self.found.lock:
@@ -206,7 +211,7 @@ class Chaos:
                 turn.met_forming = not job.is_whole(size)
             (job.begin if begins else job.end)(fault)
 
-    def _keep(self, job: ChaosJob, number: int, turns: list[Turn], why: str) -> None:
+    def _keep(self, job: ChaosJob, number: int | str, turns: list[Turn], why: str) -> None:
         KEPT.mkdir(parents=True, exist_ok=True)
         path = KEPT / f"{self._options.seed}-{number}.txt"
         lines = [f"{machine.command_line()}; seed {self._options.seed}, job {number}", why]
@@ -214,7 +219,7 @@ class Chaos:
         with contextlib.suppress(OSError):
             lines += job.stacks()
         path.write_text("\n".join(lines) + "\n")
-        print(f"job {number} has failed: {path}", flush=True)
+        print(f"job {number}: {why.splitlines()[0]}: see {path}", flush=True)
 
 
 def rows(turns: list[Turn]) -> Iterator[list[str]]:
@@ -272,8 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     facts, load, begun_s = machine.facts(), [os.getloadavg()[0]], time.monotonic()
     print(f"seed {options.seed}", flush=True)
     chaos = Chaos(options)
-    with contextlib.suppress(KeyboardInterrupt):
-        chaos.run()
+    chaos.run()
     load += [os.getloadavg()[0], time.monotonic() - begun_s]
     found = chaos.found
     text = markdown(found, options, facts, load)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import launcher_loss
@@ -28,6 +28,8 @@ __all__ = ["ChaosHosts", "ChaosJob", "NotWholeError"]
 RANK = str(machine.BENCH / "chaos_rank.py")
 WHOLE_S = 90.0
 """A job that has not made steps of all ranks for so long after its last fault hangs."""
+SLOW_S = 20.0
+"""After so long it is noted where its processes are."""
 _END_S = 90.0
 """So long may an agent, which nobody needs, go on for a minute."""
 _SHM_MIB = 64
@@ -129,14 +131,22 @@ class ChaosJob:
 
     # --- how it goes ---
 
-    def until_whole(self, size: int) -> None:
-        """Until so many ranks have made steps together. NotWholeError if they do not."""
-        deadline = time.monotonic() + WHOLE_S
+    def until_whole(self, size: int, slow: Callable[[], None] = lambda: None) -> None:
+        """Until so many ranks have made steps together. NotWholeError if they do not.
+
+        ``slow()`` is called once, where that takes a while.
+        """
+        begun_s = time.monotonic()
+        is_slow = False
         self.seen.look()
         begun = self.seen.count
         while not self.seen.is_whole(size, begun + 3):
             self._see_to_viewer()
-            if time.monotonic() > deadline:
+            took_s = time.monotonic() - begun_s
+            if took_s > SLOW_S and not is_slow:
+                is_slow = True
+                slow()
+            if took_s > WHOLE_S:
                 raise NotWholeError(f"not whole after {WHOLE_S:g} s: {self._latest()}")
             time.sleep(0.05)
 

@@ -10,12 +10,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kolovod.core.world import World
 from kolovod.errors import KolovodError
 from kolovod.observe.timeline import Opening
 
-__all__ = ["Ahead", "Formation"]
+__all__ = ["Ahead", "Formation", "Formings"]
+
+Key = tuple[Any, ...]
+"""Of a world. It begins with what worlds that follow each other are in order by."""
+_ORDER = slice(2)
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Ahead:
     """One that forms in a thread of its own."""
 
     def __init__(
-        self, key: object, form: Callable[[], Formation], done: Callable[[bool], None]
+        self, key: Key, form: Callable[[], Formation], done: Callable[[bool], None]
     ) -> None:
         """``key``: what it is asked for by. ``done(works)`` is called on that thread."""
         self.key = key
@@ -61,6 +66,11 @@ class Ahead:
         if self._formation is not None and not self._is_wanted:
             self._formation.close()
 
+    def tell_again(self, done: Callable[[bool], None]) -> None:
+        """Whoever asks has not heard of it."""
+        if self._is_formed.is_set():  # else it is told when it is
+            done(self._formation is not None)
+
     def take(self) -> Formation | None:
         """When it is there, for the caller to enter or to close; None: it could not be formed."""
         self._is_formed.wait()
@@ -77,3 +87,57 @@ class Ahead:
         """In a forked child: the engine is the parent's."""
         if self._formation is not None:
             self._formation.world.engine.forget()
+
+
+class Formings:
+    """The worlds that form ahead: the one that was asked for last, and the one before.
+
+    Two, because ranks may agree to a world and be asked to form the one after it before the
+    script of this process, which is late, has entered the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ahead: list[Ahead] = []
+
+    def begin(
+        self, key: Key, form: Callable[[], Formation], done: Callable[[bool], None]
+    ) -> None:
+        """See ``Ahead``. Who asks for a world again is told once more; it forms once."""
+        dropped: list[Ahead] = []
+        with self._lock:
+            known = next((ahead for ahead in self._ahead if ahead.key == key), None)
+            if known is None:
+                self._ahead.append(Ahead(key, form, done))
+                dropped, self._ahead = self._ahead[:-2], self._ahead[-2:]
+        if known is not None:
+            known.tell_again(done)
+        for ahead in dropped:
+            ahead.drop()
+
+    def take(self, key: Key) -> Formation | None:
+        """The world of ``key``, if it was formed; those that it follows are dropped."""
+        found: Ahead | None = None
+        dropped: list[Ahead] = []
+        with self._lock:
+            for ahead in self._ahead:
+                if ahead.key == key:
+                    found = ahead
+                elif ahead.key[_ORDER] <= key[_ORDER]:
+                    dropped.append(ahead)
+            self._ahead = [a for a in self._ahead if a is not found and a not in dropped]
+        for ahead in dropped:
+            ahead.drop()
+        return None if found is None else found.take()
+
+    def drop(self, wait_s: float) -> None:
+        """None is wanted any more; waits so long for each."""
+        with self._lock:
+            dropped, self._ahead = self._ahead, []
+        for ahead in dropped:
+            ahead.drop(wait_s)
+
+    def forget(self) -> None:
+        """In a forked child: the engines are the parent's."""
+        for ahead in self._ahead:
+            ahead.forget()

@@ -29,7 +29,7 @@ from kolovod.errors import (
     NotInitializedError,
     unreached_rank,
 )
-from kolovod.forming import Ahead, Formation
+from kolovod.forming import Formation, Formings
 from kolovod.observe import timeline
 from kolovod.rendezvous.bootstrap import bootstrap
 from kolovod.rendezvous.external import mpi
@@ -120,7 +120,7 @@ class _Process:
         self.has_exit_hook = False
         self.has_pruned = False  # the files of jobs that are long over
         self.watch: uncaught.Watch | None = None
-        self.ahead: Ahead | None = None  # has a lock of its own: see form_ahead
+        self.formings = Formings()  # have a lock of their own: see form_ahead
 
 
 _process = _Process()
@@ -221,7 +221,7 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
     while True:
         place = guide.next_world()
         try:
-            formation = _taken(place)
+            formation = _process.formings.take(_key(place))
             if formation is not None:
                 _enter(formation)
             else:
@@ -249,27 +249,18 @@ def _told(
 def form_ahead(own: RankEnvironment, place: Place, done: Callable[[bool], None]) -> None:
     """Form the world of ``place`` in a thread, while the present one goes on; ``init`` enters it.
 
-    Unless another one follows: then it is dropped. ``own``: the environment of this process.
-    ``done(works)`` is called on that thread. One that was asked for before is dropped.
+    Unless a later one follows: then it is dropped. ``own``: the environment of this process.
+    ``done(works)`` is called on that thread; at once if that world has formed already.
     """
     settings = load(os.environ)
     settings = replace(settings, start_timeout_s=min(settings.start_timeout_s, _AHEAD_S))
     told = _told(own, place, settings)
-    before = _process.ahead
-    _process.ahead = Ahead(place, lambda: _form_world(*told, place), done)
-    if before is not None:
-        before.drop()
+    _process.formings.begin(_key(place), lambda: _form_world(*told, place), done)
 
 
-def _taken(place: Place) -> Formation | None:
-    """The world of ``place`` if it was formed ahead, and nothing that was is kept."""
-    ahead, _process.ahead = _process.ahead, None
-    if ahead is None:
-        return None
-    if ahead.key == place:
-        return ahead.take()
-    ahead.drop()
-    return None
+def _key(place: Place) -> tuple[Any, ...]:
+    """Worlds follow each other in the order of ballot and epoch."""
+    return place.ballot, place.epoch, *place
 
 
 def shutdown() -> None:
@@ -510,9 +501,7 @@ def end_by(error: BaseException) -> None:
 
 def leave_at_exit() -> None:
     """Leave the world, with no thread in it any more, as the interpreter ends."""
-    ahead, _process.ahead = _process.ahead, None
-    if ahead is not None:
-        ahead.drop(_END_S)
+    _process.formings.drop(_END_S)
     if not worlds.is_initialized():
         return
     if _process.watch is not None:
@@ -531,8 +520,7 @@ def _after_fork_in_child() -> None:
     if before.watch is not None:
         before.watch.end()
         blame.formed(-1, ())
-    if before.ahead is not None:
-        before.ahead.forget()
+    before.formings.forget()
     _process.epochs_alone = before.epochs_alone
     _process.has_exit_hook = before.has_exit_hook
     _process.forked_from, _process.may_init = before.forked_from, before.may_init
