@@ -16,11 +16,11 @@ moments at which they meet it. What is drawn:
   must form meanwhile;
 - after three of ten another one comes at once, or while the job forms anew.
 
-Then the job has until it is whole: all ranks have made steps together, with new processes where some
-had ended. A job that is not whole after 90 seconds hangs. All ranks' notes are compared as they
-come, and at a job's end its steps are made again in one process (kolovod.testing.replay): the
-weights must be the same after each step, bit for bit. When it has ended no process of it may be left
-on any host, no file in /tmp or /dev/shm, no memory there without a name. A job that fails is
+Then the job has until it is whole: all ranks have made steps together, with new processes where
+some had ended. A job that is not whole after 90 seconds hangs. All ranks' notes are compared as
+they come, and at a job's end its steps are made again in one process (kolovod.testing.replay): the
+weights must be the same after each step, bit for bit. When it has ended no process of it may be
+left on any host, no file in /tmp or /dev/shm, no memory there without a name. A job that fails is
 described in build/chaos, with stacks of all its processes, and another one begins; the exit code is
 1 then.
 """
@@ -31,6 +31,7 @@ import argparse
 import contextlib
 import os
 import random
+import sys
 import threading
 import time
 import traceback
@@ -46,11 +47,15 @@ from chaos_job import ChaosHosts, ChaosJob, NotWholeError
 from partitions import StepsDiffer
 from report import Json, number, table
 
-from netbed import Bed  # chaos_job knows where it is
+sys.path.insert(0, str(machine.ROOT / "scripts"))
+
+from netbed import Bed
 
 from kolovod.testing import ReplayDiffers
 
 KEPT = machine.ROOT / "build" / "chaos"
+SETTLED_S = 3.0
+"""From the last fault of a job to its end: longer than a silent host takes to be lost."""
 
 
 @dataclass
@@ -135,7 +140,7 @@ class Chaos:
     def _is_over(self) -> bool:
         with self.found.lock:
             enough = self.found.faults >= self._options.faults
-        return enough or time.monotonic() > self._until_s
+        return bool(enough) or time.monotonic() > self._until_s
 
     def _one_job(self, bed: Bed, hosts: ChaosHosts, number: int) -> None:
         options, found = self._options, self.found
@@ -153,6 +158,8 @@ class Chaos:
                     found.turns.append(turns[-1])
                 if self._is_over():
                     break
+            time.sleep(SETTLED_S)  # a short cut may be noticed when all have made steps again
+            job.until_whole(len(drawing.slots))
             steps = job.finish(len(drawing.slots), self._replaying)
             left = job.until_clean()
             wrong = found.leaks if left else None

@@ -104,7 +104,8 @@ class Drawing:
         draw = self._random
         (kind,) = draw.choices(kinds, [self._kinds[kind] for kind in kinds])
         lasts_s = draw.choice(_SHORT_S) * draw.uniform(0.8, 1.2)
-        slot, hosts = -1, ()
+        slot = -1
+        hosts: tuple[str, ...] = ()
         if kind in _TO_RANKS:
             slot = draw.choice(to_kill if kind in ("kill", "shared memory") else slots)
         if kind in ("kill", "leave") or kind not in (*_NETWORK, *_TO_RANKS):

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import launcher_loss
 import machine
 from chaos_faults import Fault
 from partitions import Steps

@@ -17,6 +17,7 @@ import time
 import zlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import elastic_rank
 import numpy as np
@@ -62,10 +63,10 @@ def main() -> None:
     kv.init()
     model = Model()
     log = elastic.MembershipLog(lambda: model.tensors())
-    state = elastic.State(weights=model.weights, log=log, step=0, ends=False)
+    state: Any = elastic.State(weights=model.weights, log=log, step=0, ends=False)
 
     @elastic.run
-    def train(state: elastic.State) -> None:
+    def train(state: Any) -> None:
         while not state.ends:
             model.weights = state.weights
             time.sleep(COMPUTE_S)

@@ -72,7 +72,8 @@ def test_a_script_that_is_late_finds_its_world_though_the_one_after_it_forms(
     first, second = begin(formings, key(2)), begin(formings, key(3))
     assert formings.take(key(2)) is first
     assert formings.take(key(3)) is second
-    assert not first.is_closed.is_set() and not second.is_closed.is_set()
+    assert not first.is_closed.is_set()
+    assert not second.is_closed.is_set()
 
 
 def test_a_later_world_stays_where_a_script_enters_one_that_was_not_formed_ahead(

@@ -100,9 +100,7 @@ class Formings:
         self._lock = threading.Lock()
         self._ahead: list[Ahead] = []
 
-    def begin(
-        self, key: Key, form: Callable[[], Formation], done: Callable[[bool], None]
-    ) -> None:
+    def begin(self, key: Key, form: Callable[[], Formation], done: Callable[[bool], None]) -> None:
         """See ``Ahead``. Who asks for a world again is told once more; it forms once."""
         dropped: list[Ahead] = []
         with self._lock:

@@ -146,7 +146,7 @@ class ElasticJob:
         """What an earlier launcher has left."""
         self._places = before.places
         self._ended_well = before.ended_well
-        self._left = {slot: host for slot, host in before.left}
+        self._left = dict(before.left)
         for process in processes.values():
             self._output.add(process.slot)
         self._processes = processes
