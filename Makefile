@@ -4,6 +4,7 @@
 # make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)
 # make thorough  what test-all leaves out because it takes long: more schedules, more frameworks (an hour and a half)
 # make scenarios Horovod's elastic jobs by horovodrun: every scenario with NumPy, PyTorch, TensorFlow and Keras, SCENARIO_RUNS=1 times (15 minutes each)
+# make soak      elastic jobs on hosts that are namespaces, under 2,500 faults drawn at random (as root; up to two hours); SOAK_ARGS="--faults 100 --seed 1"
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
 # make lint      style, types, warnings as errors; which lock guards what, if there is a Clang
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
@@ -50,7 +51,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet thorough scenarios native-tests test-native test-slow-native soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet thorough scenarios native-tests test-native test-slow-native soak soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -132,6 +133,9 @@ scenarios: $(STAMPS)/package $(STAMPS)/frameworks
 # MXNet needs an old NumPy, and so an environment of its own; it is not run where Python is too new for that.
 test-mxnet: $(STAMPS)/wheel
 	$(BIN)/python scripts/matrix.py build/wheel/kolovod-*.whl --only mxnet-1.9.1 --no-table -- $(TEST_ARGS)
+
+soak: $(STAMPS)/package $(STAMPS)/test
+	$(BIN)/python bench/chaos.py $(SOAK_ARGS)
 
 soak-short: $(STAMPS)/package $(STAMPS)/frameworks
 	$(BIN)/python scripts/soak.py $(SOAK_ARGS)

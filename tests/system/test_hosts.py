@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -186,6 +187,22 @@ def child_of_a_rank(rank):
 
 def test_a_forked_child_has_none_of_the_connections():
     assert run_ranks(2, child_of_a_rank, hosts=["a", "b"]) == [(0, 2), (0, 2)]
+
+
+def segments_after_worlds(rank):
+    gc.disable()
+    found = []
+    for _ in range(3):
+        kolovod.init()
+        kolovod.allreduce(np.ones(10), "t")
+        kolovod.shutdown()
+        with open("/proc/self/maps") as maps:
+            found.append(sum("kolovod-segment" in line for line in maps))
+    return found
+
+
+def test_a_world_leaves_no_memory_that_waits_for_the_collector():
+    assert run_ranks(3, segments_after_worlds, hosts=["a", "a", "b"]) == [[0, 0, 0]] * 3
 
 
 def of_the_root(rank):
