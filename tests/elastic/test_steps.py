@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +97,30 @@ def kill_one(victim: int, seed: int, hosts: list[str]) -> tuple[int, ...]:
 @pytest.mark.parametrize("hosts", [[], ["a", "a", "b", "b"]], ids=["one host", "two hosts"])
 def test_a_step_is_used_by_all_survivors_or_by_none(victim: int, hosts: list[str]) -> None:
     kill_one(victim, victim, hosts)
+
+
+class Held:
+    """In the place of what an operation holds of its world."""
+
+
+def test_a_meeting_that_failed_holds_nothing_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    recovery: Any = SimpleNamespace(reform=lambda error: None)
+    work = steps.Steps(recovery, current)
+    held: list[weakref.ref[Held]] = []
+
+    def meet() -> None:
+        mine = Held()
+        held.append(weakref.ref(mine))
+        if len(held) < 3:
+            raise RankLostError("as if", 2)
+
+    monkeypatch.setattr(work, "meet", meet)
+    gc.disable()
+    try:
+        work.recover(RankLostError("as if", 2))
+        assert [ref() for ref in held] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def hear_late(rank: int, folder: Path, hears: int) -> Any:

@@ -211,18 +211,21 @@ class Steps:
 
     def recover(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, and learn what its ranks have done and have."""
-        while True:
-            try:
-                self._recovery.reform(error)
-            except JobOverError as over:
-                self.over = over
-                raise
-            try:
-                self.meet()
-                self._entered()
-                return
-            except CollectiveAbortedError as again:
-                error = again
+        try:
+            while True:
+                try:
+                    self._recovery.reform(error)
+                except JobOverError as over:
+                    self.over = over
+                    raise
+                try:
+                    self.meet()
+                    self._entered()
+                    return
+                except CollectiveAbortedError as again:
+                    error = again
+        finally:
+            del error  # it has this frame: a circle, which would keep the failed world's memory
 
     def meet(self) -> None:
         """The first operation in every world: which ticket was passed last, and who lacks what."""
