@@ -170,6 +170,24 @@ def test_a_killed_keeper_is_survived_and_followed_by_another(folder: Path) -> No
     assert not job_folders.found()
 
 
+@pytest.mark.slow
+def test_keepers_that_are_killed_again_and_again_have_followers(folder: Path) -> None:
+    """However short their lives are, since each could start."""
+    with job(folder) as launcher:
+        (kept,) = job_folders.found()
+        assert launcher.stderr is not None
+        for _ in range(5):
+            os.kill(kept.pid, signal.SIGKILL)
+            kept = next_keeper(kept)
+            for line in launcher.stderr:
+                if "this launcher goes on with 2 processes" in line:
+                    break
+        goes_on(folder)
+        (folder / "end").touch()
+        _, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, errors
+
+
 def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
     """Nobody takes the place of a rank that wanted to leave, whoever keeps the job then."""
     with job(folder, np=3) as launcher:

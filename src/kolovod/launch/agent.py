@@ -65,7 +65,7 @@ _ORPHAN_S = 60.0
 _AGAIN_S = (0.0, 1.0, 10.0)
 """Before each start of the launcher in a row that fails."""
 _PROVEN_S = 10.0
-"""A launcher that has stayed so long is no failed start."""
+"""A launcher that has stayed so long is no failed start; one that has come at all is but one."""
 _READ_BYTES = 1 << 18
 
 
@@ -249,6 +249,7 @@ class _Agent:
             self._alone_s = time.monotonic()
             if self._alone_s > launcher.came_s + _PROVEN_S:
                 self._starts.clear()
+            del self._starts[:-1]  # it could start, so the next one may, too, but not at once
 
     def _say(self, value: Any) -> None:
         """To the launcher. Raises OSError only where it cannot be replaced."""
