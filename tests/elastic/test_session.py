@@ -36,6 +36,8 @@ class Job:
         self.formed: list[str] = []
         self.stopped: list[str] = []
         self.aborted: list[tuple[int, str]] = []
+        self.ended: list[int] = []
+        """Before which scopes are over at the rendezvous server."""
         self.steward = Steward(
             FIRST_LAUNCHER,
             Table(self.world),
@@ -44,6 +46,7 @@ class Job:
             listeners,
             formed=lambda world, reason: self.formed.append(reason),
             stopped=self.stopped.append,
+            end_scopes=self.ended.append,
         )
         self.steward.start()
         self.sessions = [self.session(slot, HOSTS[slot], begins=True) for slot in range(len(HOSTS))]
@@ -100,6 +103,7 @@ def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
     assert [place.rank for place in places] == [0, 1]
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1))}
     assert "rank 2 on host b was lost (was killed)" in job.first_reason()
+    assert job.ended == [2]
 
 
 def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:

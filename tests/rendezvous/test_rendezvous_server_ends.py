@@ -55,6 +55,29 @@ def test_a_death_ends_the_wait_of_the_others(
             future.result(10)
 
 
+def test_a_world_is_not_waited_for_when_a_later_one_has_followed(
+    server: RendezvousServer, pool: ThreadPoolExecutor
+) -> None:
+    """Though nobody knows that the missing rank has ended: it may only be cut off."""
+    waiting = [joining(pool, server, rank, [0, 1, 2], scope=4) for rank in (0, 1)]
+    later = joining(pool, server, 0, [0, 1], scope=6)  # which forms ahead
+    wait_until_joined(server, 3)
+    server.end_scopes(5)
+    for future in waiting:
+        with pytest.raises(BootstrapError, match="in epoch 5: the world of epoch 4 is over"):
+            future.result(10)
+    with pytest.raises(BootstrapError, match="the world of epoch 4 is over"):
+        joining(pool, server, 1, [0, 1, 2], scope=4).result(10)  # it comes late
+    server.end_scopes(3)  # of which it is told late
+    with pytest.raises(BootstrapError, match="in epoch 5: the world of epoch 4 is over"):
+        joining(pool, server, 1, [0, 1, 2], scope=4).result(10)
+    now = [joining(pool, server, rank, [0, 1], scope=5) for rank in (0, 1)]
+    assert len({future.result(10).epoch for future in now}) == 1
+    assert not later.done()
+    joining(pool, server, 1, [0, 1], scope=6).result(10)
+    later.result(10)
+
+
 def test_missing_ranks_are_named_at_the_deadline(
     server: RendezvousServer, pool: ThreadPoolExecutor
 ) -> None:

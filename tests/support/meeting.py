@@ -66,8 +66,11 @@ def joining(
     rank: int,
     members: list[int],
     timeout_s: float = 20.0,
+    scope: int = 0,
 ) -> Future[Formation]:
-    return pool.submit(meet, server.address, SECRET, members, member(rank), timeout_s)
+    return pool.submit(
+        meet, server.address, SECRET, members, member(rank), timeout_s, None, None, scope
+    )
 
 
 def come_and_go(server: RendezvousServer, waiting: int) -> None:

@@ -409,6 +409,7 @@ class _Office:
             formed=self._formed,
             stopped=lambda reason: report_to_stderr(f"ending the job: {reason}"),
             mark_dead=self._rendezvous.mark_dead,
+            end_scopes=self._rendezvous.end_scopes,
             rendezvous=self._rendezvous.address,
             come_s=come_s,
             silent_since_s=silent_since_s,

@@ -85,6 +85,7 @@ class Steward:
         stopped: Callable[[str], None],
         resigned: Callable[[Proof], None] = lambda proof: None,
         mark_dead: Callable[[int, str, int], None] = lambda rank, cause, epoch: None,
+        end_scopes: Callable[[int], None] = lambda before: None,
         rendezvous: str = "",
         come_s: float | None = None,
         silent_since_s: Mapping[int, float] = {},
@@ -92,16 +93,16 @@ class Steward:
         """``number``: the steward's own, see `kolovod.elastic.table`. Takes over the listeners.
 
         ``formed(world, reason)``, ``stopped(reason)`` and, where a member gives up,
-        ``resigned(proof)`` are called on its thread. ``mark_dead``: of the rendezvous server, which
-        is at ``rendezvous``; "": where the job began. ``come_s``: after how long members that have
-        not come count as silent, where another steward was before; None: they may still be
-        starting. ``silent_since_s``: of members known to be so.
+        ``resigned(proof)`` are called on its thread. ``mark_dead``, ``end_scopes``: of the
+        rendezvous server, which is at ``rendezvous``; "": where the job began. ``come_s``: after
+        how long members that have not come count as silent, where another steward was before; None:
+        they may still be starting. ``silent_since_s``: of members known to be so.
         """
         self._number = number
         self._table = table
         self._policy = policy
         self._formed, self._stopped, self._resigned = formed, stopped, resigned
-        self._mark_dead = mark_dead
+        self._mark_dead, self._end_scopes = mark_dead, end_scopes
         self._here = {
             "steward": number,
             "is_here": True,
@@ -497,6 +498,7 @@ class Steward:
         if world.stamp != self._formed_told:
             self._formed_told = world.stamp
             self._tell({"formed": encode_world(world)}, reason)
+            self._end_scopes(world.epoch)  # who cannot be reached would be waited for there
 
     def _question(self, numbers: Collection[int], message: Any, mark: object) -> None:
         """To those who are connected and have not been asked this."""

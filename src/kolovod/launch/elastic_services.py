@@ -78,6 +78,7 @@ class ElasticServices:
             stopped=stopped,
             resigned=resigned,
             mark_dead=self._rendezvous.mark_dead,
+            end_scopes=self._rendezvous.end_scopes,
             come_s=None if before is None else _COME_S,
         )
         self.addresses = self._rendezvous.address, ",".join(map(address_of, listeners))

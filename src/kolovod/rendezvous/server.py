@@ -139,6 +139,7 @@ class RendezvousServer:
         self._lost: dict[_Rank, Member] = {}  # went while a world formed, and did not come again
         self._refused: dict[int, str] = {}  # came with another protocol, and not again since
         self._epoch = 0
+        self._over = 0  # worlds of the scopes before are not formed any more
         self._first_in_scope = turn % _TURNS * (WORLDS_PER_SCOPE // _TURNS)
         self._closed = False
         self._servers = [
@@ -186,6 +187,20 @@ class RendezvousServer:
         """Whether a world of that scope, or of a later one, has formed here, now or soon."""
         with self._lock:
             return self._has_formed.wait_for(lambda: self._formed_scope >= scope, timeout_s)
+
+    def end_scopes(self, before: int) -> None:
+        """A world of the scope ``before`` has formed: earlier ones fail now, or when asked for.
+
+        Whoever waits there may wait for a rank that is cut off, and that is not known to be dead.
+        """
+        with self._lock:
+            self._over = max(self._over, before)
+            for group in self._open_groups():
+                if self._is_over(group):
+                    self._fail_over(group)
+
+    def _is_over(self, group: _Group) -> bool:
+        return 0 < group.key[0] < self._over
 
     def _open_groups(self) -> list[_Group]:
         return [*self._groups.values(), *self._forming.values()]
@@ -253,6 +268,8 @@ class RendezvousServer:
         refused = [rank for rank in self._refused if rank in members]
         if refused:  # and then it has ended
             self._fail(group, "version", self._refused[refused[0]], refused[0])
+        elif self._is_over(group):
+            self._fail_over(group)
         elif dead:  # the first to have ended: the likely cause of the others
             self._fail_dead(group, dead[0])
         elif lost:
@@ -367,6 +384,10 @@ class RendezvousServer:
         cause = self._dead[group.key[0], rank]
         text = f"rank {rank} {cause}, so the world {list(group.members)} cannot form"
         self._fail(group, "rank_lost", text, rank)
+
+    def _fail_over(self, group: _Group) -> None:
+        text = f"the job is in epoch {self._over}: the world of epoch {group.key[0]} is over"
+        self._fail(group, "gave_up", text, None)
 
     def _fail_lost(self, group: _Group, member: Member) -> None:
         text = f"{member} ended while the world was forming"
