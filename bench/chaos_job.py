@@ -33,7 +33,7 @@ _END_S = 90.0
 """So long may an agent, which nobody needs, go on for a minute."""
 _SHM_MIB = 64
 """Docker's default."""
-_TO_READ = "/tmp/kolovod-*/*.jsonl"
+_TO_READ = "*-epoch*-rank*.jsonl"
 """Last operations (docs/late-ranks.md), which are left on purpose when a world fails."""
 _LAUNCHER = [sys.executable, "-m", "kolovod"]
 # Runs in every Python of a job: the stacks of a process that is sent SIGUSR2.
@@ -79,7 +79,7 @@ class ChaosHosts:
         for host in self._bed.names:
             processes = self._bed.processes(host)
             found += [f"{host}: process {p.inner}: {p.command}" for p in processes]
-            paths = self.shell(host, f"find /tmp /dev/shm -xdev ! -type d ! -path '{_TO_READ}'")
+            paths = self.shell(host, f"find /tmp /dev/shm -xdev ! -type d ! -name '{_TO_READ}'")
             found += [f"{host}: {path}" for path in paths.splitlines()]
             used = self.shell(host, "stat -f -c '%b %f' /dev/shm").split()
             if used[0] != used[1] and not paths:

@@ -120,6 +120,23 @@ def test_a_killed_launcher_finds_its_hosts_again(start: Callable[..., Running]) 
     assert re.search(r"steps (\d+) \1 longest", out)
 
 
+def test_a_launcher_that_follows_while_hosts_are_cut_off_starts_nobody_in_their_places(
+    start: Callable[..., Running],
+) -> None:
+    """It finds them later; else it would take them for names of its own host."""
+    job = start("a")
+    job.bed.partition(["a"], ["b", "c"])
+    job.kill("a", job.keeper())
+    job.goes_on("b", "c", size=2)
+    time.sleep(12)  # the next launcher has given up ssh to them by then
+    job.bed.heal()
+    job.goes_on("a", "b", "c", size=3)
+    _, errors = job.end()
+    assert job.process.returncode == 0, errors
+    assert "has a place" not in errors
+    assert re.search("host [bc] is reached again, with 1 processes", errors)
+
+
 def _has_agents(job: Running) -> bool:
     """Whether the launcher's next one has come as far as to serve again."""
     commands = [process.command for process in job.bed.processes("login")]

@@ -96,11 +96,11 @@ class ElasticServices:
         self._rendezvous.close()
 
     def find(self, hosts: Iterable[str]) -> None:
-        """Note where processes on these hosts, to which there are connections, find both."""
+        """Note where processes on these hosts find both."""
         rendezvous, steward = self.addresses
         for host in hosts:
             self._found[host] = rendezvous, steward
-            if self._meeting.host and host in self._fleet.remote:
+            if self._meeting.host and host in self._fleet.far_hosts:
                 self._found[host] = (
                     endpoint(self._meeting.host, self._meeting.port),
                     endpoint(self._meeting.host, self._meeting.port + 1),

@@ -7,7 +7,7 @@ import os
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kolovod.config import load
@@ -113,6 +113,7 @@ class Fleet:
         self._keeping = keeping
         self._replaced: list[RemoteRanks] = []  # lost ones
         self._names_here: set[str] = set()
+        self._missed: set[str] = set()
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
         """Reach all ``hosts`` that were not reached before, or were lost since, at once.
@@ -198,9 +199,19 @@ class Fleet:
         self._replaced += [self.remote[host] for host in made if host in self.remote]
         self.remote |= made
 
+    def miss(self, hosts: Iterable[str]) -> None:
+        """An earlier launcher has reached these hosts, and this one has not, if it has not."""
+        self._missed |= set(hosts)
+
+    @property
+    def far_hosts(self) -> set[str]:
+        """That this launcher or an earlier one has reached by ssh."""
+        return self._missed | self.remote.keys()
+
     def lost(self) -> set[str]:
         """Hosts that were reached, and cannot be any more; of this one, whose agent has ended."""
         far = {host for host, group in self.remote.items() if group.lost}
+        far |= self._missed - self.remote.keys()
         is_here = isinstance(self.here, RemoteRanks) and bool(self.here.lost)
         return far | self._names_here if is_here else far
 

@@ -44,6 +44,7 @@ def find(
         fleet.connect(before.hosts, is_stopped)
     except BootstrapError as error:
         report(str(error))
+    fleet.miss(before.hosts)  # what runs there goes on
     report(f"this launcher goes on with {len(fleet.running)} processes of an earlier one")
     return before
 
@@ -67,7 +68,7 @@ def leave(
         rendezvous,
         steward,
         list(services.first_hosts),
-        sorted(fleet.remote),
+        sorted(fleet.far_hosts),
         dict(places),
         [[process.slot, process.host, process.begins] for process in processes.values()],
         ended_well,
