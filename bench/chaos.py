@@ -273,7 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=5)
-    parser.add_argument("--at-a-time", type=int, default=2, metavar="JOBS")
+    parser.add_argument("--at-a-time", type=int, default=3, metavar="JOBS")
     parser.add_argument("--faults-per-job", type=int, default=12)
     parser.add_argument("--kinds", nargs="*", choices=sorted(KINDS), default=list(KINDS))
     parser.add_argument("--job", type=int, help="only that one")
