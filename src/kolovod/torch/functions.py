@@ -60,31 +60,36 @@ class Functions:
         ]
         agree(self._objects, shape, "optimizer group", "broadcast_optimizer_state")
         is_root = self._verbs.world().rank == root_rank
-        tensors: list[torch.Tensor] = []
-        outline = _take_out(optimizer.state_dict(), tensors) if is_root else None
+        own: list[torch.Tensor] = []
+        outline = _take_out(optimizer.state_dict(), own)
         # By way of host memory, since ranks may have other devices, or other tensors on them.
-        forms = [(t.shape, t.dtype, t.is_cpu) for t in tensors]
+        own_forms = [(t.shape, t.dtype, t.is_cpu) for t in own]
         outline, forms = self._objects.broadcast_object(
-            (outline, forms), root_rank, "optimizer_state.outline"
+            (outline, own_forms) if is_root else None, root_rank, "optimizer_state.outline"
         )
         for _, dtype, _ in forms:
             if dtype not in DTYPES:
                 raise InvalidArgumentError(f"a tensor of the optimizer's state: {refusal(dtype)}")
         if is_root:
-            tensors = [tensor.cpu() for tensor in tensors]
+            tensors = [tensor.cpu() for tensor in own]
         else:
-            tensors = [torch.empty(form, dtype=dtype) for form, dtype, _ in forms]
+            # Who has such a state already, in an elastic job say, needs no other memory for it.
+            kept = own if forms == own_forms else [None] * len(forms)
+            tensors = [
+                tensor if tensor is not None and tensor.is_cpu else torch.empty(form, dtype=dtype)
+                for tensor, (form, dtype, _) in zip(kept, forms, strict=True)
+            ]
         handles = [
-            self._verbs.broadcast_async(tensor, root_rank, f"optimizer_state.{i}")
+            self._verbs.broadcast_async_(tensor, root_rank, f"optimizer_state.{i}")
             for i, tensor in enumerate(tensors)
         ]
         received = [handle.wait() for handle in handles]
         if is_root:
             return
-        own = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
         for i, (_, _, was_on_cpu) in enumerate(forms):
-            if not was_on_cpu and own is not None:
-                received[i] = received[i].to(own.device)
+            if not was_on_cpu and device is not None:
+                received[i] = received[i].to(device)
         optimizer.load_state_dict(_put_back(outline, received))
 
 
