@@ -26,11 +26,12 @@ from kolovod import elastic, lifecycle
 
 slot, unable = int(os.environ["KOLOVOD_SLOT"]), sys.argv[2:]
 hosts, taken = Path(sys.argv[1]), []
-plain, form = lifecycle._taken, lifecycle._form_world
+form, formings = lifecycle._form_world, lifecycle._process.formings
+plain = formings.take
 
-def noting(place):
-    formation = plain(place)
-    taken.append([len(place.numbers), formation is not None])
+def noting(key):
+    formation = plain(key)
+    taken.append([len(key[-3]), formation is not None])
     return formation
 
 def failing(environment, members, settings, place):
@@ -38,7 +39,7 @@ def failing(environment, members, settings, place):
         raise lifecycle.BootstrapError("no memory")
     return form(environment, members, settings, place)
 
-lifecycle._taken, lifecycle._form_world = noting, failing
+formings.take, lifecycle._form_world = noting, failing
 kv.init()
 state = elastic.State(step=0, total=0.0, sizes=[])
 

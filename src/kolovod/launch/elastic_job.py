@@ -444,14 +444,14 @@ class ElasticJob:
     def _is_at_its_end(self, process: Process, number: int | None, end: Ended) -> bool:
         """Whether a process that has ended well was in the newest world; else it has left.
 
-        Of one that has not come to this launcher its record tells: who leaves waits until it is
-        told of a world without it.
+        Of one that has not come to this launcher its record tells, if it has any: who leaves waits
+        until it is told of a world without it.
         """
-        if self._steward.number_of(end.rank) is not None or end.record is None:
+        record = None if end.record is None else record_file.parse(end.record)
+        formed = None if record is None else record.formed
+        if self._steward.number_of(end.rank) is not None or formed is None:
             return number is not None and number in self._steward.world.numbers
-        record = record_file.parse(end.record)
-        members = () if record is None or record.formed is None else record.formed.members
-        return any((m.slot, m.host) == (process.slot, process.host) for m in members)
+        return any((m.slot, m.host) == (process.slot, process.host) for m in formed.members)
 
     def _number_of(self, process: int) -> int | None:
         """The member that it is; None: it has not become one."""
