@@ -201,6 +201,15 @@ class Steward:
         with self._lock:
             return number in self._table.left_behind and number not in self._table.proofs
 
+    def is_in_the_way(self, number: int) -> bool:
+        """Whether a process waits for a slot that has a member of the newest world, which lives."""
+        with self._lock:
+            waiting = self._table.entrants.get(number)
+            return waiting is not None and any(
+                member.slot == waiting.slot and member.number in self._connections
+                for member in self._table.formed.members
+            )
+
     def is_filled(self, slot: int) -> bool:
         """Whether a process that fills it is connected."""
         with self._lock:

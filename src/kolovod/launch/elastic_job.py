@@ -34,6 +34,8 @@ from kolovod.launch.output import Output
 __all__ = ["ElasticJob"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
+_LOOK_S = 1.0
+"""Between two looks at processes that share a slot."""
 
 
 class ElasticJob:
@@ -393,7 +395,21 @@ class ElasticJob:
             for start in plan.starts:
                 self._options.report(start.reason)
             self._start(plan.starts, False, places)
-        return plan.until_s
+        if not twice:
+            return plan.until_s
+        self._end_superfluous()
+        look_s = now + _LOOK_S
+        return look_s if plan.until_s is None else min(look_s, plan.until_s)
+
+    def _end_superfluous(self) -> None:
+        """A host was lost, its slots filled elsewhere, and then it was reached, and they live."""
+        for number in self._fleet.running:
+            process, member = self._processes[number], self._number_of(number)
+            if not process.is_told and member is not None and self._steward.is_in_the_way(member):
+                process.is_told = True
+                name = f"slot {process.slot} lives elsewhere: its process on host {process.host}"
+                self._options.report(f"{name} (number {number}) ends")
+                self._fleet.group(process.host).send(signal.SIGTERM, {number})
 
     def _sleep(self, until_s: float | None) -> None:
         poll = select.poll()
