@@ -191,6 +191,21 @@ def test_who_joins_waits_until_the_others_stop(job: Job) -> None:
     joining.close()
 
 
+def test_who_waits_for_the_slot_of_a_member_that_lives_is_in_the_way(job: Job) -> None:
+    second, fourth = job.session(1, "c"), job.session(3, "b")
+    until(lambda: all(session.wants_change for session in job.sessions))  # for the fourth slot
+    until(lambda: second._number is not None)
+    assert second._number is not None
+    assert fourth._number is not None
+    assert job.steward.is_in_the_way(second._number)
+    assert not job.steward.is_in_the_way(fourth._number)
+    assert not job.steward.is_in_the_way(1)
+    job.sessions[1].resign("it ends")
+    assert not job.steward.is_in_the_way(second._number)
+    second.close()
+    fourth.close()
+
+
 def test_who_leaves_is_told_so_and_the_others_go_on(job: Job) -> None:
     leaving, *others = job.sessions
     leaving.leave()
