@@ -55,11 +55,13 @@ def _children() -> set[str]:
 
 
 def _threads() -> set[str]:
-    # Without an ident: a thread of a library that is not Python's.
+    # A thread that a library's C++ has started may come by Python, in a line of its log say. Python
+    # has a dummy for it from then on, also when it has ended.
     return {
         f"thread {thread.name} ({thread.ident})"
         for thread in threading.enumerate()
-        if not any(word in thread.name for word in _KEPT_THREADS)
+        if not isinstance(thread, threading._DummyThread)
+        and not any(word in thread.name for word in _KEPT_THREADS)
     }
 
 

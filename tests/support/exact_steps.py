@@ -33,14 +33,21 @@ def begin(kv: Any, rank: int, victim: int) -> None:
 def killed(
     rank: int, victim: int, seed: int, step: Callable[[int], object], weight: Callable[[], float]
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Who took part in each step, and the weight after it; the victim is killed in a step."""
+    """Whose gradients each step used, and the weight after it; the victim is killed in a step.
+
+    After the gradients' exchange a step may run further operations, and the kill may come between:
+    so the world at a step's end is not always that of its gradients.
+    """
     log = []
+    ongoing = steps.ongoing()
+    assert ongoing is not None
     for number in range(STEPS):
         if rank == victim and number == STEPS // 3:
             kill_soon(random.Random(seed).uniform(0, 0.02))
         step(number)
         steps.settle()
-        log.append((current().members, weight()))
+        assert ongoing.counted is not None
+        log.append((ongoing.counted, weight()))
     return log
 
 
