@@ -239,10 +239,15 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
 def _told(
     own: RankEnvironment, place: Place, settings: Settings
 ) -> tuple[RankEnvironment, tuple[int, ...], Settings]:
-    """By what a process with the environment ``own`` forms the world of ``place``."""
-    members = tuple(range(len(place.numbers)))
+    """By what a process with the environment ``own`` forms the world of ``place``.
+
+    One that no epoch of the job's is, of processes that have just come, has the launcher's numbers:
+    several such worlds may form at a time.
+    """
+    members = tuple(range(len(place.numbers))) if place.epoch else place.numbers
     rendezvous = place.rendezvous or own.rendezvous
-    environment = replace(own, rank=place.rank, size=len(members), rendezvous=rendezvous)
+    rank = members[place.rank]
+    environment = replace(own, rank=rank, size=len(members), rendezvous=rendezvous)
     return environment, members, replace(settings, elastic=True)
 
 

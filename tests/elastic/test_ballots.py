@@ -228,11 +228,11 @@ def test_nobody_goes_on_after_a_loss_that_may_hide_a_world_that_lives():
     assert isinstance(job.decide(), Stop)
 
 
-def explore(seeds: range) -> Counter[str]:
+def explore(seeds: range, replica_size: int = 1) -> Counter[str]:
     """Play all; how many schedules had what."""
     had: Counter[str] = Counter()
     for seed in seeds:
-        had.update(set(+elastic_schedules.run(seed).counts))
+        had.update(set(+elastic_schedules.run(seed, replica_size).counts))
     return had
 
 
@@ -242,6 +242,12 @@ def test_random_schedules_keep_to_the_rules():
         assert had[what] > 50, had
     for what in ("of several worlds", "without silent members", "joined", "sides lost", "prepared"):
         assert had[what] > 50, had
+
+
+def test_random_schedules_of_replicas_keep_to_the_rules():
+    had = explore(range(300), replica_size=2)
+    for what in ("settled", "partitions", "joined", "prepared", "ended with their replica"):
+        assert had[what] > 20, had
 
 
 @pytest.mark.slow

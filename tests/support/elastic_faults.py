@@ -116,7 +116,7 @@ def heal(play: Schedule) -> None:
 
 def start_others(play: Schedule) -> None:
     for _ in range(play.rng.choice((1, 1, 2))):
-        play.slots += 1
+        play.slots += play.replica_size
         play.add(play.slots - 1)
 
 
@@ -124,6 +124,16 @@ def return_slot(play: Schedule) -> None:
     dead = [p for p in play.processes if not p.alive and p.slot >= 0]
     if dead:
         play.add(play.rng.choice(dead).slot)
+
+
+def end_replicas(play: Schedule) -> None:
+    """Whoever starts processes ends those whose replica has lost one, again and again."""
+    lost = {process.replica for process in play.processes if not process.alive}
+    for process in play.living():
+        if process.replica in lost:
+            play.counts["ended with their replica"] += 1
+            play.end(process, "ended with its replica")
+    play.at(play.now_s + play.rng.choice((0.05, 0.5)), ("fault", end_replicas))
 
 
 def tell_to_leave(play: Schedule) -> None:

@@ -21,6 +21,8 @@ class Process:
     number: int | None
     table: Table | None
     record: Record = NOTHING
+    replica: int = -1
+    """The same of all that were started as one replica."""
     alive: bool = True
     stopped_until_s: float = 0.0
     believes_until_s: float = 0.0

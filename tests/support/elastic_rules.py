@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kolovod.elastic import membership as m
-from kolovod.elastic.ballots import Proof, World
+from kolovod.elastic.ballots import Member, Proof, World
 from kolovod.elastic.table import Table
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def note_formed(play: Schedule, table: Table, world: World) -> None:
     check(not dead, f"{dead} of epoch {world.epoch} were proven dead")
     missing = world.numbers - play.agreed.get(world.stamp, set())
     check(not missing, f"{missing} have not agreed to epoch {world.epoch}")
+    halves = {x.slot // play.replica_size for x in world.members if not _is_whole(play, world, x)}
+    check(not halves, f"epoch {world.epoch} has not all of the replicas {halves}")
     known = {w.epoch: w.stamp for w in play.formed}
     check(world.epoch not in known, f"epoch {world.epoch} has formed twice")
     if (line.lost and not line.idle) or world.joined == world.numbers:
@@ -45,6 +48,13 @@ def note_formed(play: Schedule, table: Table, world: World) -> None:
     able = [w.epoch for w in play.formed if can_work(play, w)]
     check(len(able) <= 1, f"worlds of epochs {able} could all work")
     check_state(play, world)
+
+
+def _is_whole(play: Schedule, among: World | list[Member], member: Member) -> bool:
+    """Whether the whole replica of ``member`` is there."""
+    members = among.members if isinstance(among, World) else among
+    size = play.replica_size
+    return sum(x.slot // size == member.slot // size for x in members) == size
 
 
 def check_history(play: Schedule, process: Process, number: int) -> None:
@@ -118,7 +128,9 @@ def is_settled(play: Schedule) -> bool:
         return False
     table = next(p.table for p in play.processes if p.number == world.members[0].number)
     assert table is not None
-    staying = [x for x in world.members if x.number in table.leaving or x.host in play.unwanted]
+    rest = [x for x in world.members if not _leaves(play, table, x)]
+    rest = [x for x in rest if _is_whole(play, rest, x)]
+    staying = [x for x in world.members if x not in rest]
     if staying and len(staying) < len(world.members):
         return len(world.members) - len(staying) < play.policy.min_np or _limit(play, world)
     slots = {x.slot for x in world.members}
@@ -130,7 +142,13 @@ def is_settled(play: Schedule) -> bool:
         and p.host not in play.unwanted
         and p.number not in table.leaving
     ]
+    there = Counter(p.slot // play.replica_size for p in outside)
+    outside = [p for p in outside if there[p.slot // play.replica_size] >= play.replica_size]
     return not outside or len(world.members) >= play.policy.max_np or _limit(play, world)
+
+
+def _leaves(play: Schedule, table: Table, member: Member) -> bool:
+    return member.number in table.leaving or member.host in play.unwanted
 
 
 def _limit(play: Schedule, world: World) -> bool:
@@ -174,6 +192,7 @@ def _can_settle(play: Schedule) -> bool:
     stay = [x for x in newest.members if x.number in alive and x.host not in play.unwanted]
     leaving = set().union(*(p.table.leaving for p in play.living() if p.table is not None))
     stay = [x for x in stay if x.number not in leaving]
+    stay = [x for x in stay if _is_whole(play, stay, x)]
     return len(stay) >= max(1, play.policy.min_np)
 
 

@@ -45,6 +45,7 @@ class Schedule:
     """One job from its start to its end, drawn from a seed."""
 
     seed: int
+    replica_size: int = 1
     counts: Counter[str] = field(default_factory=Counter)
     trace: list[str] = field(default_factory=list)
     tracing: bool = False
@@ -67,10 +68,12 @@ class Schedule:
         self.stopped = ""
         self.doomed = False
         self.done = False
-        count = rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 5, 6, 7, 8))
+        size = self.replica_size
+        count = size * rng.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 5, 6, 7, 8))
         self.policy = m.Policy(
-            min_np=rng.choice((1, 1, 1, 2)),
-            max_np=rng.choice((count, count + 2, 16)),
+            replica_size=size,
+            min_np=size * rng.choice((1, 1, 1, 2)),
+            max_np=rng.choice((count, count + 2 * size, 16 * size)),
             elastic_timeout_s=rng.choice((2.0, 60.0)),
             gather_s=rng.choice((0.0, 0.7)),
             prepare_s=rng.choice((0.0, 1.0)),
@@ -81,7 +84,7 @@ class Schedule:
         world = first_world((i, rng.choice(self.hosts)) for i in range(count))
         self.formed.append(world)
         self.processes = [
-            Process(i, i, x.host, i, Table(world), NOTHING.told(world))
+            Process(i, i, x.host, i, Table(world), NOTHING.told(world), i // size)
             for i, x in enumerate(world.members)
         ]
         self.slots = count
@@ -91,6 +94,8 @@ class Schedule:
         for _ in range(rng.choice((1, 2, 3, 4, 6, 9))):
             kind = rng.choices(list(faults.WEIGHTS), list(faults.WEIGHTS.values()))[0]
             self.at(rng.uniform(0.2, FAULTS_S - 0.1), ("fault", kind))
+        if size > 1:
+            self.at(0.1, ("fault", faults.end_replicas))
         self.at(FAULTS_S, ("over",))
 
     # The scheduler.
@@ -103,7 +108,7 @@ class Schedule:
             self.now_s, _, event = heapq.heappop(self.heap)
             self.counts["events"] += 1
             self.handle(event)
-            if self.sequence > _EVENTS or self.now_s > FAULTS_S + PATIENCE_S:
+            if self.sequence > _EVENTS * self.replica_size or self.now_s > FAULTS_S + PATIENCE_S:
                 expect_nothing(self)
                 break
         return self
@@ -427,12 +432,17 @@ class Schedule:
         self.reports.append((self.now_s + delay_s, host, proof))
 
     def add(self, slot: int) -> None:
-        hosts = [h for h in self.hosts if self.network.host_alive[h]]
-        process = Process(len(self.processes), slot, self.rng.choice(hosts), None, None)
-        self.processes.append(process)
-        self.say(f"process {process.pid} starts in slot {slot} on {process.host}")
-        self.at(self.now_s, ("tick", process))
-        self.counts["started"] += 1
+        """Start a process there, with those of its replica."""
+        first = slot // self.replica_size * self.replica_size
+        replica = len(self.processes)
+        for each in range(first, first + self.replica_size):
+            hosts = [h for h in self.hosts if self.network.host_alive[h]]
+            host = self.rng.choice(hosts)
+            process = Process(len(self.processes), each, host, None, None, replica=replica)
+            self.processes.append(process)
+            self.say(f"process {process.pid} starts in slot {each} on {process.host}")
+            self.at(self.now_s, ("tick", process))
+            self.counts["started"] += 1
 
     # The end.
 
@@ -452,15 +462,15 @@ class Schedule:
             self.at(self.now_s + 0.5, ("over",))
 
 
-def run(seed: int) -> Schedule:
+def run(seed: int, replica_size: int = 1) -> Schedule:
     """Play the schedule of ``seed``. A failure has its trace, and how to play it again."""
     try:
-        return Schedule(seed).play()
+        return Schedule(seed, replica_size).play()
     except Exception as error:
-        again = Schedule(seed, tracing=True)
+        again = Schedule(seed, replica_size, tracing=True)
         with contextlib.suppress(Exception):
             again.play()
         trace = "\n".join(again.trace)
         raise Broken(
-            f"seed {seed}: {error!r}\n{trace}\nagain: elastic_schedules.run({seed})"
+            f"seed {seed}: {error!r}\n{trace}\nagain: elastic_schedules.run({seed}, {replica_size})"
         ) from error

@@ -6,6 +6,9 @@ it, and the store at which ranks meet elsewhere dies with its rank 0. Hence in e
 have met in another world the default group is destroyed and made anew there, with a store of its
 own.
 
+In a job of replicas (``kolovod run --replica-size``) the default group is that of the replica, by
+whatever backend the script asks for, and stays so (``replicas``).
+
 PyTorch asks for the store before it asks the backend, so ``install`` puts a function of ours in the
 place of ``init_process_group``; all calls but these go to PyTorch's.
 """
@@ -15,20 +18,17 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import socket
 import sys
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["install"]
+if TYPE_CHECKING:
+    from kolovod.rendezvous.rank_environment import RankEnvironment
 
-_REACH_S = 5.0
-"""How long the store of a world is looked for, whose address rank 0 has just told."""
+__all__ = ["install"]
 
 
 def install() -> None:
@@ -42,28 +42,40 @@ def install() -> None:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:  # which the original says better
             return original(*args, **kwargs)
-        if not (_asks_for_ranks(given) and _is_elastic()):
-            return original(*args, **kwargs)
-        _default.begin(original, given)
-        return None
+        if _asks_for_ranks(given) and (os.environ.get("KOLOVOD_REPLICA") or _is_ours(given)):
+            place = _place_in_elastic_job()
+            if place is not None and place.replica:
+                from kolovod.c10d import replicas
+
+                replicas.begin(original, given, place)
+                return None
+            if place is not None:
+                _default.begin(original, given)
+                return None
+        return original(*args, **kwargs)
 
     c10d.init_process_group = init_process_group
     dist.init_process_group = init_process_group
 
 
 def _asks_for_ranks(given: dict[str, Any]) -> bool:
-    """Whether the ranks of a group of ours are to be found by what the launcher says."""
-    backend, url = given.get("backend"), given.get("init_method")
-    is_ours = isinstance(backend, str) and backend.lower() == "kolovod"
-    return is_ours and given.get("store") is None and url in (None, "env://")
+    """Whether the ranks of the group are to be found by what the launcher says."""
+    return given.get("store") is None and given.get("init_method") in (None, "env://")
 
 
-def _is_elastic() -> bool:
+def _is_ours(given: dict[str, Any]) -> bool:
+    backend = given.get("backend")
+    return isinstance(backend, str) and backend.lower() == "kolovod"
+
+
+def _place_in_elastic_job() -> RankEnvironment | None:
+    """None: the job is not elastic."""
     from kolovod.config import load
     from kolovod.elastic import entries
     from kolovod.rendezvous.rank_environment import read_rank_environment
 
-    return entries.find(read_rank_environment(os.environ), load(os.environ)) is not None
+    entry = entries.find(read_rank_environment(os.environ), load(os.environ))
+    return None if entry is None else entry.place
 
 
 class _Default:
@@ -110,10 +122,11 @@ class _Default:
 
     def _form(self) -> None:
         from kolovod.c10d import data_parallel
+        from kolovod.c10d.stores import store_of_world
         from kolovod.core.world import current
 
         assert self._make is not None
-        store = _store_of_world(self._given.get("timeout"))
+        store = store_of_world(self._given.get("timeout"))
         hook = sys.excepthook
         self._make(**self._given, store=store, rank=current().rank, world_size=current().size)
         # PyTorch has put one in front that writes the rank before each line: that of this world, in
@@ -124,39 +137,3 @@ class _Default:
 
 _OURS = ("init_method", "rank", "world_size", "store")
 _default = _Default()
-
-
-def _store_of_world(timeout: timedelta | None) -> Store:
-    """A store for the ranks of the present world, at rank 0; they all call this.
-
-    Raises CollectiveAbortedError if a rank is lost meanwhile, RankLostError if rank 0 is not
-    reached.
-    """
-    from kolovod.core.objects import Objects
-    from kolovod.core.world import current
-    from kolovod.errors import RankLostError
-    from kolovod.net.addresses import interface_to, listen
-
-    world = current()
-    if world.size == 1:
-        return HashStore()
-    objects = Objects(current)
-    if world.rank == 0:
-        (listener,) = listen([interface_to(world.environment.rendezvous)], world.size)
-        host, port = listener.getsockname()[:2]
-        fd = listener.detach()
-        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-        objects.broadcast_object((host, port), 0, "torch.distributed.store")
-    else:
-        host, port = objects.broadcast_object(None, 0, "torch.distributed.store")
-        try:
-            # TCPStore looks for one that is gone for long, and writes pages about it.
-            socket.create_connection((host, port), _REACH_S).close()
-            limit = timedelta(seconds=_REACH_S)
-            store = TCPStore(host, port, wait_for_workers=False, timeout=limit)
-        except (OSError, RuntimeError) as error:
-            raise RankLostError(
-                f"rank 0 was not reached at its store of torch.distributed, {host}:{port}: {error}"
-            ) from error
-    store.set_timeout(c10d.default_pg_timeout if timeout is None else timeout)
-    return store

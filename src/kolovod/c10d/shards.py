@@ -1,9 +1,8 @@
 """Models and optimizers in the state of an elastic job of which each rank has another part.
 
-What a lost rank had of FSDP's parameters, or of ZeRO's optimizer, nobody else has. With HSDP others
-have it, but its replica cannot work without it; and a rank that joins could be given no part of its
-own. So where the ranks change the job ends, on each rank with an error that says who was lost, of
-what, and how to go on.
+What a lost rank had of FSDP's parameters, or of ZeRO's optimizer, nobody else has, and a rank that
+joins could be given no part of its own. So where the ranks change the job ends, on each rank with
+an error that says who was lost, of what, and how to go on. Jobs of replicas go on (``replicas``).
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from kolovod.elastic.each_world import in_each_world
 from kolovod.elastic.state import run_within
 from kolovod.errors import CollectiveAbortedError, JobOverError
 
-__all__ = ["register"]
+__all__ = ["kind_of", "register"]
 
 _WAY_OUT = (
-    "Start it again from a checkpoint (torch.distributed.checkpoint), or train by "
-    "DistributedDataParallel, which goes on without the ranks that are lost"
+    "Start it again from a checkpoint (torch.distributed.checkpoint); or train by "
+    "DistributedDataParallel, which goes on without the ranks that are lost, or shard the model "
+    "over the ranks of a replica (kolovod run --replica-size)"
 )
 
 _in_use: dict[str, tuple[str, World]] = {}  # by name: how it is sharded, over which ranks
@@ -42,7 +42,7 @@ def share_shards(name: str, value: Any) -> Any:
     """Each rank keeps its part. Raises JobOverError, on all, if one has come that has none."""
     ongoing = steps.ongoing()
     if ongoing is not None and ongoing.lacks_state:
-        how = _kind_of(value) or "sharded"
+        how = kind_of(value) or "sharded"
         raise JobOverError(
             f"{name!r} of the state is {how}: a rank that joins the others could be given no part "
             f"of it, so this job ends when its ranks change. {_WAY_OUT}"
@@ -52,7 +52,7 @@ def share_shards(name: str, value: Any) -> Any:
 
 @contextlib.contextmanager
 def _within(name: str, value: Any) -> Iterator[None]:
-    _in_use[name] = _kind_of(value) or "sharded", current()
+    _in_use[name] = kind_of(value) or "sharded", current()
     try:
         yield
     except CollectiveAbortedError as error:
@@ -81,10 +81,10 @@ def _text(name: str, how: str, world: World, why: str) -> str:
 
 
 def _is_sharded(value: Any) -> bool:
-    return _kind_of(value) is not None
+    return kind_of(value) is not None
 
 
-def _kind_of(value: Any) -> str | None:
+def kind_of(value: Any) -> str | None:
     """How ``value`` is sharded, in words; None: it is not."""
     if isinstance(value, torch.nn.Module):
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())

@@ -30,11 +30,16 @@ def abort(reason: str) -> None:
 
 
 class _Alone:
-    """A process that has come to a job that runs: before ``run`` nobody waits for it."""
+    """A process that has come to a job that runs: before ``run`` none of its ranks waits for it."""
+
+    def __init__(self, place: RankEnvironment) -> None:
+        """``place``: of the process."""
+        self._numbers = place.replica or (0,)
+        self._rank = self._numbers.index(place.process) if place.replica else 0
 
     def next_world(self) -> lifecycle.Place:
-        """One of its own: what the script does before ``run`` concerns nobody else."""
-        return lifecycle.Place(0, 0, (0,))
+        """One of its own, or of its replica: what the script does there concerns nobody else."""
+        return lifecycle.Place(0, self._rank, self._numbers)
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
         """Nobody else can make it fail, so another try would not help."""
@@ -138,7 +143,9 @@ def _guide(
     entry = find(own, settings)
     if entry is None:
         return None
-    return entry.place, entry.enter() if entry.begins or entry.session is not None else _Alone()
+    return entry.place, entry.enter() if entry.begins or entry.session is not None else _Alone(
+        entry.place
+    )
 
 
 def _after_fork_in_child() -> None:

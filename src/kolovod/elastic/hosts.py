@@ -69,7 +69,8 @@ class Plan:
     ended: frozenset[str]
     """Hosts whose running processes are ended at once."""
     crowded: tuple[int, ...]
-    """Slots of running processes that shall leave, since their host has fewer places now."""
+    """Slots of running processes that shall leave, since their host has fewer places now, or others
+    of their replica leave."""
     until_s: float | None
     """When to look again though nothing has happened. None: never."""
 
@@ -104,8 +105,12 @@ def plan_starts(
     now_s: float,
     *,
     twice: Sequence[str] = (),
+    replica_size: int = 1,
 ) -> Plan:
     """What the launcher does next.
+
+    ``replica_size``: of so many slots, from a multiple of it on, all are started or none, on one
+    host if one has places for them.
 
     ``wanted``: places of each host, in the order of preference; ``running``: the host of each slot
     that has a process; ``failures``: all so far. ``twice``: the hosts of processes whose slots have
@@ -121,26 +126,49 @@ def plan_starts(
         if host in wanted and host not in ended:
             on_host[host].append(slot)
     crowded = [slot for host, slots in on_host.items() for slot in slots[max(0, wanted[host]) :]]
+    if replica_size > 1:  # who is left of a replica leaves with it
+        leaving = {s // replica_size for s, host in running.items() if host in unwanted}
+        leaving |= {slot // replica_size for slot in crowded}
+        staying_on = [slot for slots in on_host.values() for slot in slots]
+        crowded = [slot for slot in staying_on if slot // replica_size in leaving]
     staying = sum(map(len, on_host.values())) - len(crowded) + len(twice)
     beside = Counter(twice)
     free = {h: wanted[h] - len(s) - beside[h] for h, s in on_host.items() if h not in cooling}
     free = {host: count for host, count in free.items() if count > 0}
     last = {failure.slot: failure for failure in sorted(failures, key=lambda f: f.at_s)}
     starts: list[Start] = []
-    slot = 0
-    while free and staying + len(starts) < max_np:
-        while slot in running:
-            slot += 1
-        before = last.get(slot)
-        host = before.host if before is not None and before.host in free else next(iter(free))
-        starts.append(Start(slot, host, _start_reason(slot, host, before)))
-        free[host] -= 1
-        if not free[host]:
-            del free[host]
-        slot += 1
+    first = 0  # slot of a replica
+    while sum(free.values()) >= replica_size and staying + len(starts) + replica_size <= max_np:
+        slots = range(first, first + replica_size)
+        first += replica_size
+        if not running.keys().isdisjoint(slots):
+            continue
+        has_failed = not last.keys().isdisjoint(slots)
+        for slot, host in zip(slots, _hosts_of(slots, free, last), strict=True):
+            reason = _start_reason(slot, host, last.get(slot))
+            if has_failed and slot not in last:
+                reason = f"slot {slot} is started with its replica on host {host}"
+            starts.append(Start(slot, host, reason))
+            free[host] -= 1
+        free = {host: count for host, count in free.items() if count}
     later = [until_s for until_s in untils.values() if now_s < until_s < math.inf]
     until_s = min(later, default=None)
     return Plan(tuple(starts), cooling, unwanted, ended, tuple(crowded), until_s)
+
+
+def _hosts_of(
+    slots: Sequence[int], free: Mapping[str, int], last: Mapping[int, Failure]
+) -> Sequence[str]:
+    """Where these slots are started: where they were, or on the first hosts that have places.
+
+    ``last``: of each slot its last failure, if it had any.
+    """
+    before = [last[slot].host for slot in slots if slot in last]
+    for host in (*before, *free):
+        if free.get(host, 0) >= len(slots):
+            return [host] * len(slots)
+    places = [host for host, count in free.items() for _ in range(count)]
+    return places[: len(slots)]
 
 
 def _cooldown_s(times: int, jitter: float, policy: RetryPolicy) -> float:

@@ -18,7 +18,7 @@ sockets, the timers and the step counter:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kolovod.elastic.ballots import Ballot, Line, Member, Proof, World, has_quorum, voters_left
@@ -68,6 +68,9 @@ class Policy:
     """Whether beyond that limit a joiner ends the job, too, as in Horovod."""
     go_on_after_loss: bool = False
     """Whether those of an older world go on if all that had the newest state are dead."""
+    replica_size: int = 1
+    """How many slots, from a multiple of it on, hold one model together: none of their members is
+    in a world without the others."""
     replaced_are_dead: bool = False
     """Whether whoever starts a process in a slot vouches that the one before it has ended."""
 
@@ -279,11 +282,15 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     lost = _lost(table, world, gone)
     failure, without_state = table.failures.of(world), world.joined - table.has_state
     unreached = None if lost else table.failures.to_leave_out(world, without_state)
-    stay = [m for m in alive if not _leaves(m, table) and m.number != unreached]
+    size = policy.replica_size
+    stay = _whole_replicas([m for m in alive if not _leaves(m, table)], size)
+    reached = _whole_replicas([m for m in stay if m.number != unreached], size)
+    stay, unreached = (reached, unreached) if reached else (stay, None)
     asked = set() if table.office is None else table.office.asked
     stopped = line.stopped or not asked.isdisjoint(world.numbers)
     urgent = bool(lost or line.open or stopped or failure is not None)
     joiners = _joiners(table, line, gone, {member.slot for member in stay})
+    joiners = _whole_replicas(joiners, size)
     reasons = [_name_lost(world, m, table.proofs) for m in lost]
     reasons += [f"{world.name(m.number)} leaves" for m in alive if _leaves(m, table)]
     if failure is not None and not lost:
@@ -300,7 +307,7 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     if line.lost and not line.idle:
         reasons.append("all that had the newest state are dead: steps may be lost")
     if not stay and joiners:
-        stay = alive[:1]  # it hands the state over, and leaves then
+        stay = _whole_replicas(alive, size)[:size]  # they hand the state over, and leave then
     if not stay:
         return _Plan(otherwise=_without_survivor(table, world, policy, now_s, reasons))
     if urgent:
@@ -318,7 +325,7 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
         if not reasons and not policy.ends_for_growth:
             return _Plan(otherwise=Wait(None, f"{said}: nobody joins any more"))
         return _Plan(otherwise=Stop(f"{said}: {', '.join(reasons) or 'others want to join'}"))
-    joiners = joiners[: max(0, places)]
+    joiners = joiners[: max(0, places) // size * size]
     if len(stay) + len(joiners) < policy.min_np and not urgent:
         return _Plan(otherwise=_too_few(table, world, stay, joiners, policy, now_s, reasons))
     members = (*stay, *joiners)  # in this order: rank 0 has the state that joiners are given
@@ -337,6 +344,20 @@ def _with_joiners(reasons: tuple[str, ...], world: World) -> str:
 
 def _leaves(member: Member, table: Table) -> bool:
     return member.number in table.leaving or member.host in table.unwanted_hosts
+
+
+def _whole_replicas(members: Sequence[Member], size: int) -> list[Member]:
+    """Those whose whole replica is among them; in that order, but for replicas that come apart.
+
+    Who is alone with a part of a model can neither compute with it nor hand it over.
+    """
+    if size == 1:
+        return list(members)
+    replicas: dict[int, list[Member]] = {}
+    for member in members:
+        replicas.setdefault(member.slot // size, []).append(member)
+    whole = [found for found in replicas.values() if len(found) == size]
+    return [member for found in whole for member in sorted(found, key=lambda m: m.slot)]
 
 
 def _joiners(

@@ -7,7 +7,7 @@ it takes a rank that a member had.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from kolovod.core import process_sets
@@ -21,7 +21,7 @@ from kolovod.errors import (
     NotInitializedError,
 )
 
-__all__ = ["KeptSets", "ProcessSet"]
+__all__ = ["KeptSets", "Patience", "ProcessSet"]
 
 _MOST_FAILURES = 3
 """Worlds in a row in which a set cannot be formed, before that is an error."""
@@ -106,6 +106,24 @@ class ProcessSet(process_sets.ProcessSet):
             )
 
 
+class Patience:
+    """With sets that could not be formed: another world may help against that."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+
+    def attempt(self, form: Callable[[], None]) -> None:
+        """``form()``, whose BootstrapError is a CollectiveAbortedError, but not again and again."""
+        try:
+            form()
+        except BootstrapError as error:
+            self._failures += 1
+            if self._failures == _MOST_FAILURES:
+                raise
+            raise CollectiveAbortedError(str(error)) from error
+        self._failures = 0
+
+
 class KeptSets:
     """Those of a state."""
 
@@ -124,7 +142,7 @@ class KeptSets:
                     f"0..{first_size - 1}, the ranks that the job begins with"
                 )
         self._sets = sets
-        self._failures = 0
+        self._patience = Patience()
 
     def form(self) -> None:
         """All ranks are in another world, and call this before anything else there.
@@ -142,15 +160,11 @@ class KeptSets:
                 f"this rank has {len(own)} process sets in its state, rank 0 has {len(said)}: give "
                 "the states of all ranks the same"
             )
-        try:
-            for kept, numbers in zip(self._sets, said, strict=True):
-                if kept.follow(numbers, world):
-                    form_process_set(kept)
-                else:
-                    world.sets.next_id += 1  # so that those after it keep their number
-        except BootstrapError as error:
-            self._failures += 1
-            if self._failures == _MOST_FAILURES:
-                raise
-            raise CollectiveAbortedError(str(error)) from error
-        self._failures = 0
+        self._patience.attempt(lambda: self._form(said, world))
+
+    def _form(self, said: Sequence[tuple[int, ...]], world: World) -> None:
+        for kept, numbers in zip(self._sets, said, strict=True):
+            if kept.follow(numbers, world):
+                form_process_set(kept)
+            else:
+                world.sets.next_id += 1  # so that those after it keep their number

@@ -343,6 +343,7 @@ def policy_of(value: Any) -> Policy:
     return Policy(
         min_np=messages.whole(given, "min_np", 0, _MAX_NUMBER),
         max_np=messages.whole(given, "max_np", 0, _MAX_NUMBER),
+        replica_size=messages.whole(given, "replica_size", 1, _MAX_NUMBER),
         **{name: _seconds(given, name) for name in _TIMES},
         reset_limit=None if limit is None else messages.whole(given, "reset_limit", 0, _MAX_NUMBER),
         ends_for_growth=messages.flag(given, "ends_for_growth"),

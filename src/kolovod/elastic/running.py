@@ -141,7 +141,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             if not error.has_left:
                 raise
             report_to_stderr(str(error))
-            if session.leaves:
+            if session.leaves or entry.place.replica:  # of which another one was told to
                 state.has_left(session.last_rank)
             session.see_off()
             raise SystemExit(entry.leaving_code) from None

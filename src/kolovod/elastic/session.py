@@ -254,6 +254,12 @@ class Session:
             return is_alone or time.monotonic() > self._leaves_by_s
 
     @property
+    def slots(self) -> tuple[int, ...]:
+        """Of the present world's members, by rank."""
+        with self._lock:
+            return () if self._current is None else tuple(m.slot for m in self._current.members)
+
+    @property
     def change(self) -> tuple[World, World] | None:
         """The present world, and the one that waits until all ranks stop; None: none does."""
         with self._lock:

@@ -45,6 +45,13 @@ def add(run: argparse.ArgumentParser) -> None:
         help="ranks at most [-np, or what discovery finds]",
     )
     group.add_argument(
+        "--replica-size",
+        type=rank_count,
+        metavar="N",
+        help="so many ranks hold one model together, sharded by PyTorch's fully_shard, and come "
+        "and go together [1]",
+    )
+    group.add_argument(
         "--host-discovery-script",
         metavar="COMMAND",
         help="asked once a second, in the place of -H: prints the hosts that there are, in lines "
@@ -76,6 +83,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
         options.slots_per_host,
         options.elastic_timeout,
         options.reset_limit,
+        options.replica_size,
     )
     return options.elastic or any(value is not None for value in given)
 
@@ -101,13 +109,19 @@ def run(
     if options.keep_going:
         raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
     script, slots = options.host_discovery_script, options.slots_per_host or 1
-    min_np = options.min_np or 1
-    most = sum(place.slots for place in places)  # that can be there to begin with
+    size = options.replica_size or 1
+    min_np = options.min_np or size
+    most = sum(place.slots for place in places) // size * size  # that can be there to begin with
     np = options.num_proc or (min_np if script else min(most, options.max_np or most))
-    max_np = options.max_np or (MAX_RANKS if script else np)
+    max_np = options.max_np or (MAX_RANKS // size * size if script else np)
     if not min_np <= np <= max_np:
         raise InvalidArgumentError(
             f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must not descend"
+        )
+    if any(count % size for count in (min_np, np, max_np)):
+        raise InvalidArgumentError(
+            f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must be multiples of "
+            f"--replica-size {size}"
         )
     elastic = ElasticOptions(
         np=np,
@@ -117,6 +131,7 @@ def run(
         discover=partial(ask_script, script, slots) if script else None,
         elastic_timeout_s=600.0 if options.elastic_timeout is None else options.elastic_timeout,
         reset_limit=options.reset_limit,
+        replica_size=size,
         begins_with_all=options.num_proc is None,
     )
     if options.goes_on is not None:

@@ -107,7 +107,15 @@ class ElasticJob:
         elif self._find_hosts():
             now = time.monotonic()
             count = self._elastic.max_np if self._elastic.begins_with_all else self._elastic.np
-            plan = plan_starts(self._places, {}, (), count, self._elastic.retry, now)
+            plan = plan_starts(
+                self._places,
+                {},
+                (),
+                count,
+                self._elastic.retry,
+                now,
+                replica_size=self._elastic.replica_size,
+            )
             if len(plan.starts) < self._elastic.min_np:
                 raise BootstrapError(
                     f"{self._elastic.min_np} processes are to start, but the hosts have places for "
@@ -382,6 +390,7 @@ class ElasticJob:
             self._elastic.retry,
             now,
             twice=[host for _, host in twice.elements()],
+            replica_size=self._elastic.replica_size,
         )
         self._steward.set_hosts(plan.cooling, plan.unwanted | plan.ended)
         for process in running:
@@ -450,12 +459,27 @@ class ElasticJob:
             self._failed.append(end)
             left_behind = number is not None and self._steward.has_left_behind(number)
             self._note_failure(process, was_cut_off=bool(end.lost) or left_behind)
+            self._end_replica(end.rank)
         if number is not None and not process.is_told:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
             return
         record = None if end.record is None else record_file.parse(end.record) or NOTHING
         self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
+
+    def _end_replica(self, number: int) -> None:
+        """The others of a replica cannot go on without the process of that ``number``."""
+        mates = self._serving.replica(number, self._processes[number].slot)
+        for mate in mates:
+            process = self._processes[mate]
+            if mate == number or process.is_told:
+                continue
+            process.is_told = True
+            if mate in self._fleet.running:
+                self._options.report(
+                    f"slot {process.slot} on host {process.host} ends with its replica"
+                )
+                self._fleet.group(process.host).send(signal.SIGKILL, {mate})
 
     def _is_at_its_end(self, process: Process, number: int | None, end: Ended) -> bool:
         """Whether a process that has ended well was in the newest world; else it has left.

@@ -30,6 +30,8 @@ class ElasticOptions:
     """See ``membership.Policy``."""
     gather_started_s: float = 0.0
     """See ``membership.Policy``."""
+    replica_size: int = 1
+    """See ``membership.Policy``. The numbers of processes are multiples of it."""
     begins_with_all: bool = False
     """Whether the job begins with as many processes as there are places, up to ``max_np``."""
 
@@ -44,4 +46,5 @@ class ElasticOptions:
             ends_for_growth=self.ends_for_growth,
             gather_started_s=self.gather_started_s,
             prepare_s=PREPARE_S,
+            replica_size=self.replica_size,
         )

@@ -131,9 +131,16 @@ class ElasticServices:
             steward=steward,
             slot=start.slot,
             process=process,
+            replica=tuple(self.replica(process, start.slot)),
             first_hosts=first_hosts,
             min_np=self._elastic.min_np,
         )
+
+    def replica(self, process: int, slot: int) -> range:
+        """The processes that were started with the one of that number, as one replica."""
+        size = self._elastic.replica_size
+        first = process - slot % size
+        return range(first, first + size)
 
     def torch_server(self, host: str) -> tuple[int, str]:
         """See ``Fleet.torch_server``."""

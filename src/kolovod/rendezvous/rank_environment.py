@@ -43,6 +43,9 @@ class RankEnvironment:
     """The place that this process fills in an elastic job; the next one there has the same."""
     process: int | None = None
     """What its launcher calls it; no other process of the job has the same."""
+    replica: tuple[int, ...] = ()
+    """What the launcher calls the processes that hold a model together, this one included, in the
+    order of their parts; none where each holds a whole one."""
     first_hosts: tuple[str, ...] = ()
     """The hosts of the ranks that an elastic job starts with; none for who comes later."""
     min_np: int = 1
@@ -62,6 +65,8 @@ class RankEnvironment:
             variables["KOLOVOD_SLOT"] = str(self.slot)
             if self.process is not None:
                 variables["KOLOVOD_PROCESS"] = str(self.process)
+            if len(self.replica) > 1:
+                variables["KOLOVOD_REPLICA"] = ",".join(map(str, self.replica))
             variables["KOLOVOD_FIRST_HOSTS"] = ",".join(self.first_hosts)
             variables["KOLOVOD_MIN_NP"] = str(self.min_np)
             variables["KOLOVOD_ELASTIC"] = "1"
@@ -126,6 +131,7 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         if environ.get("KOLOVOD_PROCESS")
         else None,
         min_np=whole_number(environ, "KOLOVOD_MIN_NP", 1),
+        replica=_whole_numbers(environ, "KOLOVOD_REPLICA"),
         first_hosts=tuple(filter(None, environ.get("KOLOVOD_FIRST_HOSTS", "").split(","))),
     )
     for variable, value in (
@@ -148,6 +154,14 @@ def whole_number(environ: Mapping[str, str], name: str, default: int | None = No
     if not text.isdecimal():
         raise InvalidArgumentError(f"{name}={text!r}: expected a whole number")
     return int(text)
+
+
+def _whole_numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
+    """A variable's numbers; none if it is not set. Raises InvalidArgumentError."""
+    texts = [text for text in environ.get(name, "").split(",") if text]
+    if not all(text.isdecimal() for text in texts):
+        raise InvalidArgumentError(f"{name}={environ[name]!r}: expected whole numbers")
+    return tuple(map(int, texts))
 
 
 def local_and_cross(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:

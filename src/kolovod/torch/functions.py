@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal
+from kolovod.torch.parts import is_sharded, local_of, sharded_like
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -61,7 +62,7 @@ class Functions:
         agree(self._objects, shape, "optimizer group", "broadcast_optimizer_state")
         is_root = self._verbs.world().rank == root_rank
         own: list[torch.Tensor] = []
-        outline = _take_out(optimizer.state_dict(), own)
+        outline = _take_out(optimizer.state_dict(), own)  # of sharded ones this rank's parts
         # By way of host memory, since ranks may have other devices, or other tensors on them.
         own_forms = [(t.shape, t.dtype, t.is_cpu) for t in own]
         outline, forms = self._objects.broadcast_object(
@@ -90,7 +91,8 @@ class Functions:
         for i, (_, _, was_on_cpu) in enumerate(forms):
             if not was_on_cpu and device is not None:
                 received[i] = received[i].to(device)
-        optimizer.load_state_dict(_put_back(outline, received))
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.load_state_dict(_put_back(outline, received, parameters))
 
 
 def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
@@ -122,15 +124,15 @@ def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
 class _Slot:
     """Stands for tensor number ``position`` in the outline of a state."""
 
-    def __init__(self, position: int) -> None:
-        self.position = position
+    def __init__(self, position: int, *, is_part: bool) -> None:
+        self.position, self.is_part = position, is_part
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     """A copy of ``value`` with each tensor replaced by a _Slot, and the tensors in order."""
     if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
-        return _Slot(len(tensors) - 1)
+        tensors.append(local_of(value).detach())
+        return _Slot(len(tensors) - 1, is_part=is_sharded(value))
     if isinstance(value, dict):
         return {key: _take_out(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -138,11 +140,26 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _put_back(
+    outline: Any, tensors: list[torch.Tensor], parameters: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """The state of an optimizer of these parameters."""
+    state: dict[str, Any] = {
+        key: _filled(item, tensors, None) for key, item in outline.items() if key != "state"
+    }
+    state["state"] = {
+        index: _filled(item, tensors, parameters[index]) for index, item in outline["state"].items()
+    }
+    return state
+
+
+def _filled(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
+    """``parameter``: whose state it is; what was sharded there is sharded as it is here."""
     if isinstance(value, _Slot):
-        return tensors[value.position]
+        tensor = tensors[value.position]
+        return sharded_like(parameter, tensor) if value.is_part else tensor
     if isinstance(value, dict):
-        return {key: _put_back(item, tensors) for key, item in value.items()}
+        return {key: _filled(item, tensors, parameter) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_put_back(item, tensors) for item in value)
+        return type(value)(_filled(item, tensors, parameter) for item in value)
     return value

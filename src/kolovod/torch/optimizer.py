@@ -14,6 +14,7 @@ from kolovod.core import spans
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
+from kolovod.elastic.replicas import is_of_replicas, own_part
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
@@ -22,6 +23,7 @@ from kolovod.torch import verbs
 from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.parameters import checked_names, names_of_group
+from kolovod.torch.parts import is_sharded
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.wrapping import unwrapped, wrap
 
@@ -198,7 +200,8 @@ def DistributedOptimizer(
     ``sparse_as_dense``: send sparse gradients with all their zeros, where many rows are touched;
     else their indices and values are gathered.
     ``process_set``: its members average among themselves, other ranks step with their own
-    gradients. None: all ranks.
+    gradients. None: all ranks; of parameters that ``fully_shard`` has sharded, those that have the
+    same parts in other replicas (``kolovod run --replica-size``).
     ``collectives``: over another world than the process's own (tests).
 
     Raises InvalidArgumentError for arguments that cannot work, NotInitializedError before
@@ -210,6 +213,8 @@ def DistributedOptimizer(
         )
     if isinstance(optimizer, Distributed | ByAdasum):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+    if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        process_set = _sharing_parts(optimizer, op, process_set, groups)
     spec = ReduceSpec.checked(
         compression,
         op,
@@ -238,6 +243,39 @@ def DistributedOptimizer(
     members = {id(p): p for _, p in named if p.requires_grad or not grouped.is_number}
     reducer = GradientReducer(named, spec, passes, collectives, grouped.among(members))
     return _adopt(optimizer, reducer, names)
+
+
+def _sharing_parts(
+    optimizer: torch.optim.Optimizer,
+    op: int,
+    process_set: ProcessSet | None,
+    groups: int | Sequence[Iterable[torch.Tensor]] | None,
+) -> ProcessSet:
+    """The ranks that have the same parts of the parameters, of which some are sharded.
+
+    Raises InvalidArgumentError for what cannot be averaged among them.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    plain = [tuple(p.shape) for p in parameters if p.requires_grad and not is_sharded(p)]
+    if plain:
+        raise InvalidArgumentError(
+            f"the optimizer has sharded parameters, and {len(plain)} that are not, of shapes "
+            f"{plain[:3]}: what ranks have the same of them is not known; shard all, or give each "
+            "kind an optimizer of its own"
+        )
+    if op == Adasum or not isinstance(groups, int | None):
+        raise InvalidArgumentError(
+            "the optimizer's parameters are sharded: op is Average or Sum then, and groups a number"
+        )
+    if process_set is not None:
+        return process_set
+    if not is_of_replicas():
+        raise InvalidArgumentError(
+            "the optimizer's parameters are sharded, so each rank has other parts of them: give "
+            "the process_set of the ranks that have the same ones, or start a job of replicas "
+            "(kolovod run --elastic --replica-size N)"
+        )
+    return own_part()
 
 
 def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str]) -> O:

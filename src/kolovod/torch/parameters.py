@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.torch.parts import part_of
 
 Named = tuple[str | None, torch.Tensor]
 """A name of None: not known, which is an error as soon as the parameter wants a gradient."""
@@ -100,10 +101,15 @@ def checked_names(
 def names_of_group(
     optimizer: torch.optim.Optimizer, group: int, names: Mapping[int, str]
 ) -> list[Named]:
-    """None is the name of a frozen parameter that ``named_parameters`` left out."""
+    """None is the name of a frozen parameter that ``named_parameters`` left out.
+
+    In the place of sharded ones stand the parts that this rank has.
+    """
     parameters = optimizer.param_groups[group]["params"]
     places = [
         None if names and not parameter.requires_grad else f"{group}.{i}"
         for i, parameter in enumerate(parameters)
     ]
-    return [(names.get(id(p), place), p) for p, place in zip(parameters, places, strict=True)]
+    return [
+        (names.get(id(p), place), part_of(p)) for p, place in zip(parameters, places, strict=True)
+    ]

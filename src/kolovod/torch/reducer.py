@@ -35,6 +35,7 @@ from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, over
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.hooks import Hooks
 from kolovod.torch.parameters import Named, Parameters
+from kolovod.torch.parts import whole_of
 from kolovod.torch.sender import Sender
 
 # What a rank says of itself in every trip; each rank sees what all ranks together have said.
@@ -143,7 +144,7 @@ class GradientReducer:
 
     def owns(self, ids: set[int]) -> bool:
         """See clipping.Averaging."""
-        return any(id(parameter) in ids for parameter in self.parameters.tensors)
+        return any(id(whole_of(parameter)) in ids for parameter in self.parameters.tensors)
 
     def settle(self) -> None:
         """See clipping.Averaging.
