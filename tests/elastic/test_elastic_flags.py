@@ -18,6 +18,10 @@ from launched import KOLOVOD
         (["--min-np", "3"], "--min-np 3, -np 2, --max-np 2: they must not descend"),
         (["--max-np", "1"], "--min-np 1, -np 2, --max-np 1: they must not descend"),
         (["--keep-going"], "--keep-going beside --elastic"),
+        (
+            ["--replica-size", "2", "--max-np", "5"],
+            "--min-np 2, -np 2, --max-np 5: they must be multiples of --replica-size 2",
+        ),
     ],
 )
 def test_wrong_options_are_named(flags: list[str], message: str) -> None:

@@ -111,3 +111,33 @@ def test_in_horovods_mode_a_host_that_is_avoided_loses_its_other_processes():
     assert places(later) == [(1, "b"), (2, "b")]
     kolovods = RetryPolicy(retries=0, cooldown_s=(10.0, 10.0))
     assert plan_starts({"b": 3}, running, failures, 3, kolovods, 6.0).ended == set()
+
+
+def of_replicas(wanted, running, failures=(), max_np=8, now_s=5.0):
+    return plan_starts(wanted, running, failures, max_np, POLICY, now_s, replica_size=2)
+
+
+def test_a_replica_is_started_as_a_whole_and_on_one_host_if_it_can():
+    plan = of_replicas({"a": 3, "b": 2, "c": 2}, {})
+    assert places(plan) == [(0, "a"), (1, "a"), (2, "b"), (3, "b"), (4, "c"), (5, "c")]
+    plan = of_replicas({"a": 1, "b": 1, "c": 1}, {})
+    assert places(plan) == [(0, "a"), (1, "b")]
+    assert of_replicas({"a": 1}, {}).starts == ()
+    assert places(of_replicas({"a": 8}, {}, max_np=4)) == [(slot, "a") for slot in range(4)]
+
+
+def test_it_comes_again_where_it_was_when_all_of_it_has_ended():
+    failed = failing(5.0, slot=3, host="b")
+    assert of_replicas({"a": 4, "b": 2}, {0: "a", 1: "a", 2: "b"}, failed, 4).starts == ()
+    plan = of_replicas({"a": 4, "b": 2}, {0: "a", 1: "a"}, failed, 4)
+    assert places(plan) == [(2, "b"), (3, "b")]
+    assert [start.reason for start in plan.starts] == [
+        "slot 2 is started with its replica on host b",
+        "slot 3 failed on host b and is started again",
+    ]
+
+
+def test_who_is_left_of_a_replica_on_another_host_leaves_with_it():
+    running = {0: "a", 1: "a", 2: "a", 3: "b", 4: "b", 5: "b"}
+    assert of_replicas({"a": 3}, running).crowded == (2,)
+    assert of_replicas({"a": 2, "b": 3}, running).crowded == (2, 3)

@@ -5,8 +5,9 @@ process sets have. docs/torch-distributed.md says what works and what does not. 
 ``groups`` finds the engine for a group, ``flat`` sees tensors as c10d does and ``sparse`` those of
 indices and values, ``base``, ``moving`` and ``reducing`` are the process group with its verbs,
 ``work`` is what they return. ``monitored`` is the barrier that names who is missing. In elastic
-jobs ``elastic`` makes the default group anew in each world, ``data_parallel`` lets DDP lose a rank,
-and ``shards`` says that FSDP and ZeRO cannot.
+jobs ``elastic`` makes the default group anew in each world (``stores``), ``data_parallel`` lets DDP
+lose a rank, ``replicas`` what ``fully_shard`` has sharded within replicas, and ``shards`` says that
+FSDP and ZeRO over all ranks cannot.
 """
 
 from __future__ import annotations
