@@ -102,6 +102,9 @@ def refused(rank: int) -> None:
         kv.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.1), op=kv.Adasum, process_set=alone
         )
+    for verb in (kv.allreduce, kv.allgather, lambda t: kv.broadcast_parameters([("w", t)])):
+        with pytest.raises(InvalidArgumentError, match=r"DTensor.*to_local\(\)"):
+            verb(model.weight.detach())
     dist.destroy_process_group()
 
 

@@ -459,7 +459,7 @@ class ElasticJob:
             self._failed.append(end)
             left_behind = number is not None and self._steward.has_left_behind(number)
             self._note_failure(process, was_cut_off=bool(end.lost) or left_behind)
-            self._end_replica(end.rank)
+            self._end_replica(end)
         if number is not None and not process.is_told:
             self._ends[number] = end
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
@@ -467,12 +467,17 @@ class ElasticJob:
         record = None if end.record is None else record_file.parse(end.record) or NOTHING
         self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
 
-    def _end_replica(self, number: int) -> None:
-        """The others of a replica cannot go on without the process of that ``number``."""
-        mates = self._serving.replica(number, self._processes[number].slot)
-        for mate in mates:
-            process = self._processes[mate]
-            if mate == number or process.is_told:
+    def _end_replica(self, end: Ended) -> None:
+        """The others of its replica cannot go on without the process that has ended.
+
+        Those on a host that is lost, too, may live there, and end by themselves.
+        """
+        ended = self._processes[end.rank]
+        for mate in self._serving.replica(end.rank, ended.slot):
+            process = self._processes.get(mate)
+            if process is None or process is ended or process.is_told:
+                continue
+            if end.lost and process.host == ended.host:
                 continue
             process.is_told = True
             if mate in self._fleet.running:

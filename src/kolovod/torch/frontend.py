@@ -45,7 +45,9 @@ class TorchFrontend:
         try:
             code = DTYPES[tensor.dtype]
             if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
-                return code, tensor.shape, tensor.data_ptr(), tensor
+                address = tensor.data_ptr()
+                if address or not tensor.numel():
+                    return code, tensor.shape, address, tensor
         except (AttributeError, KeyError, RuntimeError):
             pass  # explained below
         return self._slow_view(tensor)
@@ -110,6 +112,11 @@ class TorchFrontend:
             raise InvalidArgumentError(
                 f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}, but this engine "
                 "works in host memory and copies from CUDA devices only: pass tensor.cpu()"
+            )
+        if tensor.numel() and not tensor.data_ptr():
+            raise InvalidArgumentError(
+                f"the {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its "
+                "own: of a DTensor pass the part that this rank has, tensor.to_local()"
             )
         code = code_of(tensor)
         if is_on_device and (self.is_direct() if is_direct is None else is_direct):
