@@ -455,6 +455,8 @@ def _make_world(
     hosts = [member.host for member in ready.members]
     device = _carried(settings, size)
     local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
+    if place is not None and not place.epoch:  # others of the job are on this host, too
+        local_rank, local_size = environment.local_rank, environment.local_size
     if ready.rank == 0 and not _process.has_pruned:
         _process.has_pruned = True
         record_files.prune()

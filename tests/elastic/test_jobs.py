@@ -87,6 +87,36 @@ def test_an_optimizer_of_torch(case: tuple[str, int], tmp_path: Path) -> None:
     train(kind, full, plan, tmp_path, "-np", str(full))
 
 
+LOCAL_RANKS = """
+import os, signal
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+slot = os.environ["KOLOVOD_SLOT"]
+print("slot", slot, "has", kv.local_rank(), os.environ["LOCAL_RANK"], flush=True)
+state = elastic.State(sizes=[])
+state.on_size_change(lambda before, after: state.sizes.append(after))
+
+@elastic.run
+def train(state):
+    while state.sizes != [2, 3]:
+        if slot == os.environ["KOLOVOD_PROCESS"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elastic.exactly(lambda: kv.allreduce(1.0, "one"))
+        state.commit()
+
+train(state)
+"""
+
+
+def test_who_comes_later_has_the_local_rank_that_is_free() -> None:
+    """By it a script chooses its GPU."""
+    done = run("-np", "3", script=("-c", LOCAL_RANKS))
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"slot (\d) has (\d) (\d)", done.stdout)
+    assert sorted(found) == [(s, s, s) for s in "0112"]
+
+
 UNTIL_SIZE = """
 import os, sys
 import kolovod.numpy as kv

@@ -24,6 +24,8 @@ class Process:
     started_s: float
     begins: bool
     """It is one of those that the job starts with."""
+    local_rank: int = 0
+    """Which no other process has that runs on its host: by it a script chooses a GPU."""
     has_resigned: bool = False
     """It has said that it is about to fail."""
     sent_away: bool = False

@@ -231,19 +231,26 @@ class ElasticJob:
         for number, start in zip(numbers, starts, strict=True):
             self._output.add(start.slot)
             now = time.monotonic()
-            self._processes[number] = Process(start.slot, start.host, now, are_first)
+            local_rank = self._free_local_rank(start.host, numbers)
+            self._processes[number] = Process(start.slot, start.host, now, are_first, local_rank)
         self._keep()
         for number, start in zip(numbers, starts, strict=True):
             self._steward.expect(start.slot, comes=True)
             order = self._fleet.order(
                 number,
                 self._command,
-                services.environment(start, are_first, number),
+                services.environment(start, are_first, number, self._processes[number].local_rank),
                 self._options.environment,
                 services.torch_server(start.host),
                 beside=places[start.host],
             )
             self._fleet.group(start.host).start([order], self._options.payload)
+
+    def _free_local_rank(self, host: str, starting: range) -> int:
+        """The lowest that no process on ``host`` has; those with the numbers ``starting`` count."""
+        there = [self._processes.get(number) for number in (*self._fleet.running, *starting)]
+        taken = {p.local_rank for p in there if p is not None and p.host == host}
+        return next(i for i in range(len(taken) + 1) if i not in taken)
 
     # --- while it runs ---
 
@@ -474,8 +481,8 @@ class ElasticJob:
         """
         ended = self._processes[end.rank]
         for mate in self._serving.replica(end.rank, ended.slot):
-            process = self._processes.get(mate)
-            if process is None or process is ended or process.is_told:
+            process = self._processes[mate]
+            if process is ended or process.is_told:
                 continue
             if end.lost and process.host == ended.host:
                 continue

@@ -110,16 +110,19 @@ class ElasticServices:
         """Whether ``find`` has been called of it."""
         return host in self._found
 
-    def environment(self, start: Start, is_first: bool, process: int) -> RankEnvironment:
+    def environment(
+        self, start: Start, is_first: bool, process: int, local_rank: int
+    ) -> RankEnvironment:
         """Of a process that is started. ``is_first``: it is a rank of the first world.
 
-        ``process``: what the launcher calls it.
+        ``process``: what the launcher calls it. ``local_rank``: see ``Process``.
 
-        Its rank and size are those of that world; a process that comes later is alone first.
+        Its rank and size are those of that world; a process that comes later is alone first, or
+        with its replica, but not on its host.
         """
         rendezvous, steward = self._found[start.host]
         first_hosts = self.first_hosts if is_first else ()
-        numbers = (0, 1, 0, 1, 0, 1)
+        numbers = (0, 1, local_rank, local_rank + 1, 0, 1)
         if is_first:
             where = local_and_cross(first_hosts, start.slot)
             numbers = (start.slot, len(first_hosts), *where)

@@ -36,8 +36,8 @@ def find(
     known(
         before,
         {
-            number: Process(slot, host, now, begins)
-            for number, (slot, host, begins) in enumerate(before.processes)
+            number: Process(slot, host, now, begins, local_rank)
+            for number, (slot, host, begins, local_rank) in enumerate(before.processes)
         },
     )
     try:
@@ -70,7 +70,7 @@ def leave(
         list(services.first_hosts),
         sorted(fleet.far_hosts),
         dict(places),
-        [[process.slot, process.host, process.begins] for process in processes.values()],
+        [[p.slot, p.host, p.begins, p.local_rank] for p in processes.values()],
         ended_well,
         [[slot, host] for slot, host in left.items()],
     )
