@@ -113,6 +113,14 @@ def test_in_horovods_mode_a_host_that_is_avoided_loses_its_other_processes():
     assert plan_starts({"b": 3}, running, failures, 3, kolovods, 6.0).ended == set()
 
 
+def test_of_a_host_out_of_reach_nobody_is_told_to_leave_and_nothing_starts_there():
+    running = {0: "a", 1: "a", 3: "b"}  # the last has left
+    plan = plan_starts({"a": 2, "b": 2}, running, [], 4, POLICY, 0.0, lost={"b"})
+    assert (places(plan), plan.unwanted, plan.crowded) == ([], set(), ())
+    plan = plan_starts({"a": 3, "b": 2}, running, [], 4, POLICY, 0.0, lost={"b"})
+    assert places(plan) == [(2, "a")]
+
+
 def of_replicas(wanted, running, failures=(), max_np=8, now_s=5.0):
     return plan_starts(wanted, running, failures, max_np, POLICY, now_s, replica_size=2)
 

@@ -219,6 +219,25 @@ def test_who_leaves_is_told_so_and_the_others_go_on(job: Job) -> None:
     assert caught.value.has_left
 
 
+@pytest.mark.parametrize("how", ["told before it stops", "told since a rank is lost"])
+def test_who_has_asked_to_leave_has_left_whenever_it_is_told(job: Job, how: str) -> None:
+    *others, leaving = job.sessions
+    leaving.leave()
+    until(lambda: all(session.wants_change for session in job.sessions))
+    if how == "told before it stops":
+        for session in others:
+            session.stop_for_next()
+        assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
+        leaving.stop_for_next()
+    else:
+        job.steward.prove(Proof(1, "was killed", NOTHING.told(job.world)))
+        assert {place.numbers for place in job.next_worlds(others[0])} == {(0,)}
+        leaving.failed("its step was interrupted")
+    with pytest.raises(JobOverError, match=r"goes on in epoch \d without this process") as caught:
+        leaving.next_world()
+    assert caught.value.has_left
+
+
 def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
     for session in job.sessions:
         session.failed("connection reset")

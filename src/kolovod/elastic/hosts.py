@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Failure", "Plan", "RetryPolicy", "Start", "cooling_until", "plan_starts"]
@@ -104,17 +104,17 @@ def plan_starts(
     policy: RetryPolicy,
     now_s: float,
     *,
+    lost: Collection[str] = (),
     twice: Sequence[str] = (),
     replica_size: int = 1,
 ) -> Plan:
     """What the launcher does next.
 
-    ``replica_size``: of so many slots, from a multiple of it on, all are started or none, on one
-    host if one has places for them.
-
     ``wanted``: places of each host, in the order of preference; ``running``: the host of each slot
-    that has a process; ``failures``: all so far. ``twice``: the hosts of processes whose slots have
-    others, too: their hosts were lost meanwhile.
+    that has a process, or whose process has left; ``failures``: all so far. ``lost``: hosts that
+    cannot be reached, where nothing is started and nobody is told to leave. ``twice``: the hosts of
+    processes whose slots have others, too: their hosts were lost meanwhile. ``replica_size``: of so
+    many slots, from a multiple of it on, all are started or none, on one host if one has places.
     """
     known = {*wanted, *running.values(), *twice}
     untils = {host: cooling_until(host, failures, policy) for host in known}
@@ -132,8 +132,8 @@ def plan_starts(
         staying_on = [slot for slots in on_host.values() for slot in slots]
         crowded = [slot for slot in staying_on if slot // replica_size in leaving]
     staying = sum(map(len, on_host.values())) - len(crowded) + len(twice)
-    beside = Counter(twice)
-    free = {h: wanted[h] - len(s) - beside[h] for h, s in on_host.items() if h not in cooling}
+    beside, avoided = Counter(twice), cooling.keys() | lost
+    free = {h: wanted[h] - len(s) - beside[h] for h, s in on_host.items() if h not in avoided}
     free = {host: count for host, count in free.items() if count > 0}
     last = {failure.slot: failure for failure in sorted(failures, key=lambda f: f.at_s)}
     starts: list[Start] = []

@@ -123,6 +123,7 @@ class Session:
         self._stops = False  # at a place where all ranks stop alike
         self._wanted_until_s = math.inf
         self._over: JobOverError | None = None
+        self._is_left_out = False  # why it is over
         self._is_closed = False
         if first is not None:
             number, world = first
@@ -170,6 +171,9 @@ class Session:
                 ):
                     break
                 if self._over is not None:
+                    # Who has stopped with the others for a world without it, as who has asked to,
+                    # leaves; the word of that world may come before it stops.
+                    self._over.has_left |= self._is_left_out and (self._stops or self._leaves)
                     raise self._over
                 if self._is_closed:
                     raise JobOverError("this process has left its job")
@@ -575,7 +579,8 @@ class Session:
             number, known = self._number, self._record.formed
             if number is not None and known is not None and self._was_left_behind(number, known):
                 text = f"the job goes on in epoch {known.epoch} without this process"
-                self._over = JobOverError(f"{text}: {reason}" if reason else text, self._stops)
+                self._over = JobOverError(f"{text}: {reason}" if reason else text)
+                self._is_left_out = True
             self._lock.notify_all()
 
     def _was_left_behind(self, number: int, known: World) -> bool:

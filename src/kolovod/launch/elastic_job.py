@@ -380,9 +380,7 @@ class ElasticJob:
         """Start what is missing; returns when to look again."""
         if self._ended_well or self._kill_at is not None:
             return None
-        lost = self._fleet.lost()
-        # Another thread replaces them.
-        places = {host: count for host, count in self._places.items() if host not in lost}
+        places = self._places  # another thread replaces them
         taken = self._left.copy()  # nobody is to come after those
         running = [self._processes[number] for number in sorted(self._fleet.running)]
         taken |= {process.slot: process.host for process in running}
@@ -396,6 +394,7 @@ class ElasticJob:
             self._elastic.max_np,
             self._elastic.retry,
             now,
+            lost=self._fleet.lost(),
             twice=[host for _, host in twice.elements()],
             replica_size=self._elastic.replica_size,
         )
@@ -456,7 +455,7 @@ class ElasticJob:
             if self._is_at_its_end(process, number, end):
                 self._ended_well = True  # it has come to its end, and so will the others
                 self._keep()
-            elif not process.sent_away:
+            elif not (process.sent_away or self._was_cut_off(number)):
                 self._left[process.slot] = process.host
                 self._keep()
         elif self._kill_at is None:
@@ -464,8 +463,8 @@ class ElasticJob:
             others = "; the others go on" if self._fleet.running else ""
             self._options.report(f"{named[1]} {end.cause}{others}")
             self._failed.append(end)
-            left_behind = number is not None and self._steward.has_left_behind(number)
-            self._note_failure(process, was_cut_off=bool(end.lost) or left_behind)
+            was_cut_off = bool(end.lost) or self._was_cut_off(number)
+            self._note_failure(process, was_cut_off=was_cut_off)
             self._end_replica(end)
         if number is not None and not process.is_told:
             self._ends[number] = end
@@ -473,6 +472,9 @@ class ElasticJob:
             return
         record = None if end.record is None else record_file.parse(end.record) or NOTHING
         self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
+
+    def _was_cut_off(self, number: int | None) -> bool:
+        return number is not None and self._steward.has_left_behind(number)
 
     def _end_replica(self, end: Ended) -> None:
         """The others of its replica cannot go on without the process that has ended.
