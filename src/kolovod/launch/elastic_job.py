@@ -29,6 +29,7 @@ from kolovod.launch.job import JobOptions, now_text
 from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import GRACE_S, Ended, signal_name
 from kolovod.launch.lost_hosts import LostHosts
+from kolovod.launch.outcome import How, Outcome
 from kolovod.launch.output import Output
 
 __all__ = ["ElasticJob"]
@@ -65,11 +66,7 @@ class ElasticJob:
         if keeping is None or not keeping.goes_on:
             self._are_known.set()
         self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
-        self._failed: list[Ended] = []
-        self._failed_as: dict[int, tuple[int, str]] = {}  # by process
-        self._ends: dict[int, Ended] = {}  # of members, by number
-        self._left: dict[int, str] = {}  # by slot, the hosts of those that wanted to leave
-        self._ended_well = False
+        self._outcome = Outcome(lambda: self._steward)
         self._signals: list[int] = []
         self._given_up: list[Proof] = []  # by themselves; their processes may still run
         self._stop_reason = ""
@@ -155,8 +152,7 @@ class ElasticJob:
     def _found(self, before: Kept, processes: dict[int, Process]) -> None:
         """What an earlier launcher has left."""
         self._places = before.places
-        self._ended_well = before.ended_well
-        self._left = dict(before.left)
+        self._outcome.go_on(before.ended_well, dict(before.left))
         for process in processes.values():
             self._output.add(process.slot)
         self._processes = processes
@@ -171,8 +167,8 @@ class ElasticJob:
                 self._serving,
                 self._places,
                 self._processes,
-                ended_well=self._ended_well,
-                left=self._left,
+                ended_well=self._outcome.ended_well,
+                left=self._outcome.left,
             )
 
     def _wait_for_places(self, discover: Callable[[], Mapping[str, int]]) -> bool:
@@ -281,7 +277,7 @@ class ElasticJob:
                 reason = self._stop_reason
             now = time.monotonic()
             if reason and self._stop_at is None:
-                if not self._ended_well:  # else nobody is left who could use another world
+                if not self._outcome.ended_well:  # else nobody is left who could use another world
                     self._options.report(f"ending the job: {reason}")
                 self._stop_at = now + GRACE_S  # for those who want to write a checkpoint
             if self._stop_at is not None and now >= self._stop_at and self._kill_at is None:
@@ -293,7 +289,7 @@ class ElasticJob:
 
     def _may_hear_of_more(self) -> bool:
         """Hosts are lost on which ranks may go on without this launcher."""
-        if self._keeping is None or self._ended_well or self._kill_at is not None:
+        if self._keeping is None or self._outcome.ended_well or self._kill_at is not None:
             return False
         with self._lock:
             return not self._stop_reason and bool(self._fleet.lost())
@@ -305,27 +301,24 @@ class ElasticJob:
             self._options.report(
                 f"host {host} is reached again, with {len(back)} processes of this job"
             )
-            for number in back:
-                member = self._number_of(number)
-                if member is not None:
-                    self._ends.pop(member, None)
-            self._failed = [end for end in self._failed if end.rank not in back]
+            members = map(self._number_of, back)
+            self._outcome.take_back(back, [number for number in members if number is not None])
             self._keep()  # its agent may be a new one
 
     @property
     def stop_reason(self) -> str:
         """Why the steward has ended the job; "" if it has not."""
         with self._lock:
-            return "" if self._ended_well else self._stop_reason
+            return "" if self._outcome.ended_well else self._stop_reason
 
     @property
     def failed(self) -> list[Ended]:
         """The processes that have failed, in that order."""
-        return list(self._failed)
+        return list(self._outcome.failed)
 
     def failed_as(self, end: Ended) -> tuple[int, str]:
         """The rank that a failed process was then, or its slot if it was none; and its name."""
-        return self._failed_as[end.rank]
+        return self._outcome.failed_as(end)
 
     def tail(self, end: Ended, stream_name: str) -> str:
         """The last lines that the slot of a process has written to "stdout" or "stderr"."""
@@ -333,19 +326,12 @@ class ElasticJob:
 
     def results(self) -> list[bytes]:
         """What each member of the last world has left, by rank (``JobOptions.payload``)."""
-        ends = (self._ends.get(member.number) for member in self._steward.world.members)
-        return [b"" if end is None else end.result for end in ends]
+        return self._outcome.results(self._steward.world)
 
     def _exit_code(self) -> int:
-        """0 if no member of the last world has failed, and one has come to its end."""
         if self._stopped_by is not None:
             return 128 + self._stopped_by
-        numbers = set() if self._services is None else self._steward.world.numbers
-        last = [end for number, end in self._ends.items() if number in numbers and end.code != 0]
-        failed = last or ([] if self._ended_well else self._failed)
-        if failed:
-            return failed[0].exit_code
-        return 0 if self._ended_well else 128 + signal.SIGTERM  # all have left
+        return self._outcome.exit_code(None if self._services is None else self._steward.world)
 
     def leave_alone(self) -> None:
         """Let agents and processes go on without this launcher."""
@@ -378,10 +364,10 @@ class ElasticJob:
 
     def _plan(self) -> float | None:
         """Start what is missing; returns when to look again."""
-        if self._ended_well or self._kill_at is not None:
+        if self._outcome.ended_well or self._kill_at is not None:
             return None
         places = self._places  # another thread replaces them
-        taken = self._left.copy()  # nobody is to come after those
+        taken = self._outcome.left.copy()  # nobody is to come after those
         running = [self._processes[number] for number in sorted(self._fleet.running)]
         taken |= {process.slot: process.host for process in running}
         twice = Counter((process.slot, process.host) for process in running)
@@ -449,32 +435,20 @@ class ElasticJob:
         process = self._processes[end.rank]
         number = self._number_of(end.rank)
         self._steward.expect(process.slot, comes=False)
-        if process.is_told:
-            pass  # whatever its code
-        elif end.code == 0 and not end.lost:
-            if self._is_at_its_end(process, number, end):
-                self._ended_well = True  # it has come to its end, and so will the others
-                self._keep()
-            elif not (process.sent_away or self._was_cut_off(number)):
-                self._left[process.slot] = process.host
-                self._keep()
-        elif self._kill_at is None:
-            named = self._failed_as[end.rank] = self._name(process, number, end)
+        how = self._outcome.note(process, number, end)
+        if how is How.FAILED and self._kill_at is None:
+            name = self._outcome.note_failed(process, number, end)
             others = "; the others go on" if self._fleet.running else ""
-            self._options.report(f"{named[1]} {end.cause}{others}")
-            self._failed.append(end)
-            was_cut_off = bool(end.lost) or self._was_cut_off(number)
+            self._options.report(f"{name} {end.cause}{others}")
+            was_cut_off = bool(end.lost) or self._outcome.was_cut_off(number)
             self._note_failure(process, was_cut_off=was_cut_off)
             self._end_replica(end)
-        if number is not None and not process.is_told:
-            self._ends[number] = end
+        elif how in (How.AT_ITS_END, How.LEFT):
+            self._keep()
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
             return
         record = None if end.record is None else record_file.parse(end.record) or NOTHING
         self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
-
-    def _was_cut_off(self, number: int | None) -> bool:
-        return number is not None and self._steward.has_left_behind(number)
 
     def _end_replica(self, end: Ended) -> None:
         """The others of its replica cannot go on without the process that has ended.
@@ -494,18 +468,6 @@ class ElasticJob:
                     f"slot {process.slot} on host {process.host} ends with its replica"
                 )
                 self._fleet.group(process.host).send(signal.SIGKILL, {mate})
-
-    def _is_at_its_end(self, process: Process, number: int | None, end: Ended) -> bool:
-        """Whether a process that has ended well was in the newest world; else it has left.
-
-        Of one that has not come to this launcher its record tells, if it has any: who leaves waits
-        until it is told of a world without it.
-        """
-        record = None if end.record is None else record_file.parse(end.record)
-        formed = None if record is None else record.formed
-        if self._steward.number_of(end.rank) is not None or formed is None:
-            return number is not None and number in self._steward.world.numbers
-        return any((m.slot, m.host) == (process.slot, process.host) for m in formed.members)
 
     def _number_of(self, process: int) -> int | None:
         """The member that it is; None: it has not become one."""
@@ -535,14 +497,6 @@ class ElasticJob:
             if self._number_of(number) == proof.number and not process.has_resigned:
                 process.has_resigned = True
                 self._note_failure(process)
-
-    def _name(self, process: Process, number: int | None, end: Ended) -> tuple[int, str]:
-        world = self._steward.world
-        where = f"on host {process.host} (pid {end.pid})"
-        for rank, member in enumerate(world.members):
-            if member.number == number:
-                return rank, f"rank {rank} {where}"
-        return process.slot, f"the process in slot {process.slot} {where}"
 
     def _formed(self, world: World, reason: str) -> None:
         """On the steward's thread."""

@@ -141,15 +141,13 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _put_back(
-    outline: Any, tensors: list[torch.Tensor], parameters: Sequence[torch.Tensor]
+    outline: dict[str, Any], tensors: list[torch.Tensor], parameters: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """The state of an optimizer of these parameters."""
-    state: dict[str, Any] = {
-        key: _filled(item, tensors, None) for key, item in outline.items() if key != "state"
-    }
-    state["state"] = {
-        index: _filled(item, tensors, parameters[index]) for index, item in outline["state"].items()
-    }
+    """The state of an optimizer of these parameters, by whose places its "state" has entries."""
+    state: dict[str, Any] = _filled({**outline, "state": {}}, tensors, None)
+    for key, item in outline.get("state", {}).items():
+        parameter = parameters[key] if isinstance(key, int) and key < len(parameters) else None
+        state["state"][key] = _filled(item, tensors, parameter)
     return state
 
 

@@ -1,0 +1,113 @@
+"""How the processes of an elastic job have ended, and what the job has come to."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum, auto
+
+from kolovod.elastic import record_file
+from kolovod.elastic.ballots import World
+from kolovod.elastic.steward import Steward
+from kolovod.launch.avoided_hosts import Process
+from kolovod.launch.local import Ended
+
+__all__ = ["How", "Outcome"]
+
+
+class How(Enum):
+    """What the end of a process means."""
+
+    AS_TOLD = auto()
+    """It was told to end, and nobody waits for its code."""
+    AT_ITS_END = auto()
+    """Its script has come to its end, as those of the others will."""
+    LEFT = auto()
+    """It wanted to leave; others go on."""
+    FAILED = auto()
+
+
+class Outcome:
+    """Collects the ends."""
+
+    def __init__(self, steward: Callable[[], Steward]) -> None:
+        """``steward``: of the job, when there is one."""
+        self.failed: list[Ended] = []
+        """The processes that have failed, in that order."""
+        self.left: dict[int, str] = {}
+        """By slot, the hosts of those that wanted to leave: nobody takes their places."""
+        self.ended_well = False
+        """Whether a process has come to the end of its script."""
+        self._steward = steward
+        self._names: dict[int, tuple[int, str]] = {}  # of those that have failed, by process
+        self._ends: dict[int, Ended] = {}  # of members, by number
+
+    def go_on(self, ended_well: bool, left: Mapping[int, str]) -> None:
+        """As an earlier launcher has left it."""
+        self.ended_well, self.left = ended_well, dict(left)
+
+    def note(self, process: Process, number: int | None, end: Ended) -> How:
+        """A process has ended. ``number``: of the member that it was; None: it was none."""
+        if process.is_told:
+            return How.AS_TOLD
+        if number is not None:
+            self._ends[number] = end
+        if end.code != 0 or end.lost:
+            return How.FAILED
+        if self._is_at_its_end(process, number, end):
+            self.ended_well = True
+            return How.AT_ITS_END
+        if not (process.sent_away or self.was_cut_off(number)):
+            self.left[process.slot] = process.host
+        return How.LEFT
+
+    def note_failed(self, process: Process, number: int | None, end: Ended) -> str:
+        """Count it among the failed; returns what users know it as."""
+        self.failed.append(end)
+        rank, name = process.slot, f"the process in slot {process.slot}"
+        for place, member in enumerate(self._steward().world.members):
+            if member.number == number:
+                rank, name = place, f"rank {place}"
+        self._names[end.rank] = rank, f"{name} on host {process.host} (pid {end.pid})"
+        return self._names[end.rank][1]
+
+    def was_cut_off(self, number: int | None) -> bool:
+        """Whether the others have gone on without that member, since nobody heard of it."""
+        return number is not None and self._steward().has_left_behind(number)
+
+    def take_back(self, processes: Collection[int], members: Collection[int]) -> None:
+        """Their host is reached again, and they run: they have not ended."""
+        for member in members:
+            self._ends.pop(member, None)
+        self.failed = [end for end in self.failed if end.rank not in processes]
+
+    def failed_as(self, end: Ended) -> tuple[int, str]:
+        """The rank that a failed process was then, or its slot if it was none; and its name."""
+        return self._names[end.rank]
+
+    def results(self, world: World) -> list[bytes]:
+        """What each member has left, by rank (``JobOptions.payload``)."""
+        ends = (self._ends.get(member.number) for member in world.members)
+        return [b"" if end is None else end.result for end in ends]
+
+    def exit_code(self, last: World | None) -> int:
+        """0 if no member of the last world has failed, and one has come to its end."""
+        numbers = frozenset() if last is None else last.numbers
+        ends = [end for number, end in self._ends.items() if number in numbers and end.code != 0]
+        failed = ends or ([] if self.ended_well else self.failed)
+        if failed:
+            return failed[0].exit_code
+        return 0 if self.ended_well else 128 + signal.SIGTERM  # all have left
+
+    def _is_at_its_end(self, process: Process, number: int | None, end: Ended) -> bool:
+        """Whether a process that has ended well was in the newest world; else it has left.
+
+        Of one that has not come to this launcher its record tells, if it has any: who leaves waits
+        until it is told of a world without it.
+        """
+        steward = self._steward()
+        record = None if end.record is None else record_file.parse(end.record)
+        formed = None if record is None else record.formed
+        if steward.number_of(end.rank) is not None or formed is None:
+            return number is not None and number in steward.world.numbers
+        return any((m.slot, m.host) == (process.slot, process.host) for m in formed.members)
