@@ -64,14 +64,21 @@ def test_who_is_in_no_world_any_more_has_left(outcome: Outcome, steward: Any) ->
     assert outcome.exit_code(steward.world) == 143  # all have left
 
 
-def test_who_was_sent_away_or_cut_off_leaves_its_place(outcome: Outcome, steward: Any) -> None:
+def test_who_was_sent_away_leaves_its_place(outcome: Outcome, steward: Any) -> None:
     steward.world = first_world([(0, "a")])
-    sent, cut_off = process_in(1), process_in(2)
+    sent = process_in(1)
     sent.sent_away = True
-    steward.left_behind = frozenset([2])
     assert outcome.note(sent, 1, ended(1)) is How.LEFT
-    assert outcome.note(cut_off, 2, ended(2)) is How.LEFT
     assert outcome.left == {}
+
+
+def test_who_leaves_while_no_launcher_is_there_has_left(outcome: Outcome, steward: Any) -> None:
+    """The next one has not heard of the worlds between, and takes it for one that was cut off."""
+    steward.world = first_world([(0, "a")])
+    steward.left_behind = frozenset([2])
+    assert outcome.was_cut_off(2)
+    assert outcome.note(process_in(2), 2, ended(2)) is How.LEFT
+    assert outcome.left == {2: "b"}
 
 
 def test_of_a_process_that_this_launcher_does_not_know_its_record_tells(

@@ -57,7 +57,7 @@ class Outcome:
         if self._is_at_its_end(process, number, end):
             self.ended_well = True
             return How.AT_ITS_END
-        if not (process.sent_away or self.was_cut_off(number)):
+        if not process.sent_away:
             self.left[process.slot] = process.host
         return How.LEFT
 
