@@ -6,15 +6,12 @@ A scheduler owes the five methods of ``Cluster``; the job around it is that of o
 
 from __future__ import annotations
 
-import contextlib
-import os
-import threading
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kolovod.launch.ends import Ends
 from kolovod.launch.fleet import Fleet, Group, Sink
 from kolovod.launch.local import Ended, Order
 
@@ -129,11 +126,7 @@ class _PlacedRanks:
         self._host = host
         self._cluster = cluster
         self._sink = sink
-        self._lock = threading.Lock()
-        self._running: set[int] = set()
-        self._pids: dict[int, int] = {}
-        self._events: deque[Ended] = deque()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ends = Ends()
 
     @property
     def torch_port(self) -> int:
@@ -142,32 +135,25 @@ class _PlacedRanks:
 
     @property
     def running(self) -> frozenset[int]:
-        with self._lock:
-            return frozenset(self._running)
+        return self._ends.running
 
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
-        with self._lock:
-            self._running |= {order.rank for order in orders}
+        self._ends.expect(order.rank for order in orders)
         told = Told(self._began, self._ended)
         for order in orders:
             self._cluster.start(self._host, order, payload or b"", self._sink, told)
 
     def _began(self, number: int, pid: int) -> None:
-        with self._lock:
-            self._pids[number] = pid
+        self._ends.began({number: pid})
 
     def _ended(self, end: Ended) -> None:
-        with self._lock:
-            self._events.append(replace(end, host=self._host))
-            if self._bell >= 0:
-                os.eventfd_write(self._bell, 1)
+        self._ends.add(replace(end, host=self._host))
 
     def pids(self) -> dict[int, int]:
-        with self._lock:
-            return dict(self._pids)
+        return self._ends.pids()
 
     def fds(self) -> list[int]:
-        return [self._bell]
+        return [self._ends.fd]
 
     def stopped(self) -> set[int]:
         return self._cluster.stopped(self._host, self.running)
@@ -176,13 +162,7 @@ class _PlacedRanks:
         return False
 
     def collect(self) -> list[Ended]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        with self._lock:
-            ended = list(self._events)
-            self._events.clear()
-            self._running -= {end.rank for end in ended}
-        return ended
+        return self._ends.collect()
 
     def send(self, signum: int, ranks: Collection[int] | None = None) -> None:
         numbers = self.running if ranks is None else self.running.intersection(ranks)
@@ -190,7 +170,4 @@ class _PlacedRanks:
             self._cluster.send(self._host, signum, numbers)
 
     def close(self) -> None:
-        with self._lock:
-            bell, self._bell = self._bell, -1
-            if bell >= 0:
-                os.close(bell)
+        self._ends.close()

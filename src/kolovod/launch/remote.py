@@ -29,6 +29,7 @@ from kolovod.launch.agent_messages import (
     split_output,
     split_result,
 )
+from kolovod.launch.ends import Ends
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order
 from kolovod.version import __version__
@@ -68,13 +69,10 @@ class RemoteRanks:
         self._writer: FrameWriter | None = None
         self._thread: threading.Thread | None = None
         self._output_thread: threading.Thread | None = None
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition(self._lock)
         self._hello: dict[str, Any] = {}
-        self._pids: dict[int, int] = {}
-        self._running: set[int] = set()
+        self._ends = Ends()
         self._stopped: set[int] = set()
-        self._events: deque[Ended] = deque()
         self._results: dict[int, bytearray] = {}
         self._errors = b""
         self._heard = time.monotonic()
@@ -139,7 +137,7 @@ class RemoteRanks:
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
         """Have them started; on a host that is lost they end at once, as lost ones."""
         with self._lock:
-            self._running |= {order.rank for order in orders}
+            self._ends.expect(order.rank for order in orders)
             if self._lost:
                 self._end_as_lost()
                 return
@@ -162,22 +160,20 @@ class RemoteRanks:
     @property
     def running(self) -> frozenset[int]:
         """The ranks that were not seen to end."""
-        with self._lock:
-            return frozenset(self._running)
+        return self._ends.running
 
     def pids(self) -> dict[int, int]:
         """The process id of each rank that was started, on its host."""
-        with self._lock:
-            return dict(self._pids)
+        return self._ends.pids()
 
     def fds(self) -> list[int]:
         """Readable when ``collect`` has something to tell."""
-        return [self._bell]
+        return [self._ends.fd]
 
     def stopped(self) -> set[int]:
         """Those that run, but whose process is stopped (SIGSTOP)."""
         with self._lock:
-            return self._stopped & self._running
+            return self._stopped & self._ends.running
 
     def needs_polling(self) -> bool:
         """Whether ``collect`` must be called by and by."""
@@ -185,13 +181,8 @@ class RemoteRanks:
 
     def collect(self) -> list[Ended]:
         """Who has ended since the last time."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        with self._lock:
-            ended = list(self._events)
-            self._events.clear()
-            self._running -= {end.rank for end in ended}
-            noted, self._handed = self._handed, [end.rank for end in ended]
+        ended = self._ends.collect()
+        noted, self._handed = self._handed, [end.rank for end in ended]
         if noted:
             with contextlib.suppress(OSError):
                 self._out().json({"noted": noted})
@@ -219,7 +210,7 @@ class RemoteRanks:
 
     def close(self) -> None:
         """End whatever is left, and release everything. Idempotent."""
-        if self._bell < 0:
+        if self._ends.fd < 0:
             return
         if self._thread is not None:
             self.begin_close()
@@ -232,8 +223,7 @@ class RemoteRanks:
             if self._output_thread is not None:
                 self._output_thread.join()
             self._line.release()
-        os.close(self._bell)
-        self._bell = -1
+        self._ends.close()
 
     # --- what the agent says ---
 
@@ -318,18 +308,14 @@ class RemoteRanks:
 
     def _end_as_lost(self) -> None:
         """With the lock held."""
-        told = {end.rank for end in self._events}
-        for rank in sorted(self._running - told):
-            pid = self._pids.get(rank, 0)
+
+        def lost(rank: int, pid: int) -> Ended:
             end = Ended(rank, pid, 255, self.host, lost=self._lost, time=self._heard)
             if self._line.is_here:  # its ranks die with it (``guard``), and what they have left
                 end = replace(end, code=-signal.SIGKILL, lost="", record=None)
-            self._events.append(end)
-        self._ring()
+            return end
 
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+        self._ends.add_others(lost)
 
     def _take(self, kind: bytes, body: bytes) -> None:
         if kind == b"O":
@@ -343,8 +329,8 @@ class RemoteRanks:
 
     def _find(self, ranks: Mapping[int, int]) -> None:
         """The agent runs these already, for an earlier launcher or since before it was lost."""
-        self._pids |= ranks
-        self._running |= ranks.keys()
+        self._ends.began(ranks)
+        self._ends.expect(ranks)
 
     def _report(self, report: dict[str, Any]) -> None:
         if "ended" in report:
@@ -354,7 +340,8 @@ class RemoteRanks:
                 self._hello = report["hello"]
                 self._find({int(r): int(pid) for r, pid in self._hello["ranks"].items()})
             elif "started" in report:
-                self._pids |= {int(rank): int(pid) for rank, pid in report["started"].items()}
+                pids = report["started"].items()
+                self._ends.began({int(rank): int(pid) for rank, pid in pids})
             elif "ended" in report:
                 *numbers, blamed, record = report["ended"]
                 rank, pid, code = (int(number) for number in numbers)
@@ -371,10 +358,10 @@ class RemoteRanks:
                     record=str(record).encode(),
                     time=now,
                 )
-                self._events.append(end)
+                self._ends.add(end)
             elif "stopped" in report:
                 self._stopped = {int(rank) for rank in report["stopped"]}
             elif "bye" in report:
                 self._finished = True
             self._changed.notify_all()
-        self._ring()
+        self._ends.ring()
