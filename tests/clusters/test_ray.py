@@ -9,20 +9,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from frameworks import is_installed
-from growing_job import Background, said, trained, wait_for, works_with
+from growing_job import check_results, growing, said, works_with
+from ray_cluster import NEEDS_RAY, is_free_again, ray_cluster
 
-pytestmark = [
-    pytest.mark.frameworks,
-    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
-    pytest.mark.timeout(200),
-]
+pytestmark = NEEDS_RAY
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    from ray_cluster import ray_cluster
-
     with ray_cluster(tmp_path_factory.mktemp("ray"), 2, 1, 1) as made:
         yield made
 
@@ -30,8 +24,6 @@ def cluster(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster):
     yield
-    from ray_cluster import is_free_again
-
     assert is_free_again(), "ranks or placement groups are left"
 
 
@@ -145,54 +137,42 @@ def test_wrong_numbers(wanted):
 
 @pytest.fixture
 def job(tmp_path):
-    """An elastic job of two to three ranks, with where its ranks write; ended in any case."""
-    folder, stop = tmp_path / "said", tmp_path / "stop"
-    folder.mkdir()
-    job = Background(partial(run, trained, (folder, stop), num_workers=(2, 3)))
-    yield job, folder, stop
-    stop.touch()
-    job.thread.join(60)
+    """An elastic job of two to three ranks."""
+    with growing(partial(run, num_workers=(2, 3)), tmp_path) as made:
+        yield made
 
 
 def test_a_killed_actor_comes_back(job):
     job, folder, stop = job
-    wait_for(lambda: works_with(folder, 3))
+    job.wait_for(lambda: works_with(folder, 3))
     first = said(folder)
     victim = next(pid for pid, (rank, _, _) in first.items() if rank == 0)
     os.kill(victim, signal.SIGKILL)
-    wait_for(
+    job.wait_for(
         lambda: victim not in {p for p in said(folder) if p not in first} and len(said(folder)) == 4
     )
-    wait_for(lambda: works_with(folder, 3))
+    job.wait_for(lambda: works_with(folder, 3))
     stop.touch()
-    results = job.result()
-    survivors = first.keys() - {victim}
-    assert len(results) == 3
-    assert survivors < {pid for pid, *_ in results}  # the others were not restarted
-    assert len({tuple(rest) for _, *rest in results}) == 1  # all have the same state
-    _, size, _, total, sizes = results[0]
-    assert size == 3
-    assert total == sizes  # each step has counted once, with all that were there
+    check_results(job.result(), 3, first.keys() - {victim})
 
 
 def test_a_node_that_dies(cluster, job):
     import ray
 
     job, folder, stop = job
-    wait_for(lambda: works_with(folder, 3))
+    job.wait_for(lambda: works_with(folder, 3))
     own = ray.get_runtime_context().get_node_id()
     nodes = [node for node in cluster.list_all_nodes() if node.node_id != own]
     first = said(folder)
     cluster.remove_node(nodes[-1], allow_graceful=False)
-    wait_for(lambda: works_with(folder, 3) or works_with(folder, 2))
+    job.wait_for(lambda: works_with(folder, 3) or works_with(folder, 2))
     added = cluster.add_node(num_cpus=1)
-    wait_for(lambda: works_with(folder, 3))
+    job.wait_for(lambda: works_with(folder, 3))
     stop.touch()
     results = job.result()
-    assert len(results) == 3
-    assert len(first.keys() & {pid for pid, *_ in results}) >= 2
-    assert len({tuple(rest) for _, *rest in results}) == 1
-    assert results[0][3] == results[0][4]
+    survivors = first.keys() & {pid for pid, *_ in results}
+    assert len(survivors) >= 2
+    check_results(results, 3, survivors)
     assert added.node_id in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from functools import partial
@@ -11,21 +10,14 @@ from functools import partial
 import numpy as np
 import psutil
 import pytest
-from frameworks import is_installed
-from growing_job import Background, said, trained, wait_for, works_with
+from growing_job import check_results, growing, said, works_with
+from spark_session import NEEDS_SPARK, spark_session
 
-pytestmark = [
-    pytest.mark.frameworks,
-    pytest.mark.skipif(not is_installed("pyspark"), reason="PySpark is not installed"),
-    pytest.mark.skipif(shutil.which("java") is None, reason="there is no Java (openjdk-17-jre)"),
-    pytest.mark.timeout(200),
-]
+pytestmark = NEEDS_SPARK
 
 
 @pytest.fixture(scope="module", autouse=True)
 def session():
-    from spark_session import spark_session
-
     with spark_session("local-cluster[2,1,512]") as made:
         yield made
 
@@ -116,18 +108,12 @@ def test_wrong_numbers():
 
 @pytest.fixture
 def job(tmp_path):
-    """An elastic job of one to two ranks, with where its ranks write; ended in any case."""
+    """An elastic job of one to two ranks."""
     import kolovod.spark
 
-    folder, stop = tmp_path / "said", tmp_path / "stop"
-    folder.mkdir()
-    call = partial(
-        kolovod.spark.run_elastic, trained, (folder, stop), min_num_proc=1, max_num_proc=2
-    )
-    job = Background(call)
-    yield job, folder, stop
-    stop.touch()
-    job.thread.join(60)
+    run_elastic = partial(kolovod.spark.run_elastic, min_num_proc=1, max_num_proc=2)
+    with growing(run_elastic, tmp_path) as made:
+        yield made
 
 
 def executor_of(pid):
@@ -142,14 +128,10 @@ def executor_of(pid):
 def test_what_is_killed_comes_back(job, what):
     """A rank in its task; an executor with its task, by Spark."""
     job, folder, stop = job
-    wait_for(lambda: works_with(folder, 2))
+    job.wait_for(lambda: works_with(folder, 2))
     first = said(folder)
     victim = next(pid for pid, (rank, _, _) in first.items() if rank == 1)
     os.kill(victim if what == "rank" else executor_of(victim).pid, signal.SIGKILL)
-    wait_for(lambda: len(said(folder)) >= 3 and works_with(folder, 2))
+    job.wait_for(lambda: len(said(folder)) >= 3 and works_with(folder, 2))
     stop.touch()
-    results = job.result()
-    assert len(results) == 2
-    assert first.keys() - {victim} < {pid for pid, *_ in results}  # the other was not restarted
-    assert len({tuple(rest) for _, *rest in results}) == 1
-    assert results[0][3] == results[0][4]  # each step has counted once
+    check_results(job.result(), 2, first.keys() - {victim})

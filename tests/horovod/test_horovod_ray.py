@@ -6,19 +6,13 @@ import os
 
 import numpy as np
 import pytest
-from frameworks import is_installed
+from ray_cluster import NEEDS_RAY, is_free_again, ray_cluster
 
-pytestmark = [
-    pytest.mark.frameworks,
-    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
-    pytest.mark.timeout(200),
-]
+pytestmark = NEEDS_RAY
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory):
-    from ray_cluster import ray_cluster
-
     with ray_cluster(tmp_path_factory.mktemp("ray"), 2, gpus=2) as made:
         yield made
 
@@ -26,8 +20,6 @@ def cluster(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster):
     yield
-    from ray_cluster import is_free_again
-
     assert is_free_again(), "workers or placement groups are left"
 
 

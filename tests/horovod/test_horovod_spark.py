@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from frameworks import is_installed
 from paths import ROOT
+from spark_session import NEEDS_SPARK, spark_session
 
-pytestmark = [
-    pytest.mark.frameworks,
-    pytest.mark.skipif(not is_installed("pyspark"), reason="PySpark is not installed"),
-    pytest.mark.skipif(shutil.which("java") is None, reason="there is no Java (openjdk-17-jre)"),
-    pytest.mark.timeout(200),
-]
+pytestmark = NEEDS_SPARK
 
 
 @pytest.fixture(scope="module")
 def session():
-    from spark_session import spark_session
-
     with spark_session("local[2,4]") as made:
         yield made
 

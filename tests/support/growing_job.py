@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-__all__ = ["Background", "said", "trained", "wait_for", "works_with"]
+__all__ = ["check_results", "growing", "said", "works_with"]
 
 
 def trained(folder, stop):
@@ -49,11 +50,31 @@ def said(folder):
     return found
 
 
-def wait_for(condition, seconds=90.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.1)
+def check_results(results, size, survivors):
+    """Of ``size`` ranks at the end; the processes ``survivors``, which were not restarted, too."""
+    pids = {pid for pid, *_ in results}
+    assert len(results) == len(pids) == size
+    assert survivors <= pids
+    assert len({tuple(state) for _, *state in results}) == 1
+    _, size_at_end, _, total, sizes = results[0]
+    assert size_at_end == size
+    assert total == sizes  # each step has counted once, with all that were there
+
+
+@contextlib.contextmanager
+def growing(run, folder):
+    """A job of ``trained``, by ``run(fn, args)``; ended with the context in any case.
+
+    It, the folder where its ranks write, and the file that has it end.
+    """
+    said_in, stop = folder / "said", folder / "stop"
+    said_in.mkdir()
+    job = Background(partial(run, trained, (said_in, stop)))
+    try:
+        yield job, said_in, stop
+    finally:
+        stop.touch()
+        job.thread.join(60)
 
 
 class Background:
@@ -71,6 +92,15 @@ class Background:
 
         self.thread = threading.Thread(target=call, daemon=True)
         self.thread.start()
+
+    def wait_for(self, condition, seconds=90.0):
+        """While it runs: raises what it has failed by."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if not self.thread.is_alive():
+                raise AssertionError(f"the job has ended: {self.result()}")
+            assert time.monotonic() < deadline, "it did not come to that"
+            time.sleep(0.1)
 
     def result(self):
         self.thread.join(90)

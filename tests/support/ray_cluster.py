@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
+from frameworks import is_installed
 
+NEEDS_RAY = [
+    pytest.mark.frameworks,
+    pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed"),
+    pytest.mark.timeout(200),
+]
 FREE_S = 30.0
 _OURS = ("RankActor", "Witness", "Launcher", "Meeting", "BaseHorovodWorker")
 

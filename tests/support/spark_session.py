@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from typing import Any
+
+import pytest
+from frameworks import is_installed
+
+NEEDS_SPARK = [
+    pytest.mark.frameworks,
+    pytest.mark.skipif(not is_installed("pyspark"), reason="PySpark is not installed"),
+    pytest.mark.skipif(shutil.which("java") is None, reason="there is no Java (openjdk-17-jre)"),
+    pytest.mark.timeout(200),
+]
 
 
 @contextlib.contextmanager
 def spark_session(master: str) -> Iterator[Any]:
     """Stopped with the context, and its Java with it."""
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # else the tasks' is the path's
     from pyspark.sql import SparkSession
 
     session = (
