@@ -45,7 +45,7 @@ SHARED = re.compile(
     r"init|shutdown|is_initialized|(local_|cross_)?(rank|size)|Handle|Op|ProcessSet"
     r"|\w+_process_set|span|\w+_timeline"
 )
-LEFT_OUT = ("__version__", "errors", "callbacks")  # the last two: modules with texts of their own
+LEFT_OUT = ("__version__", "errors", "callbacks", "conf")  # but the first: modules, with own texts
 
 
 def filled(markdown: str) -> str:
@@ -131,7 +131,12 @@ def _links(shared: Sequence[str]) -> str:
 
 
 def _entry(module: str, name: str) -> str:
-    """The line for mkdocstrings; what ``__getattr__`` imports is looked up where it is from."""
+    """The line for mkdocstrings; what ``__getattr__`` imports is looked up where it is from.
+
+    So is a function that has the name of the submodule it is from, which would be shown instead.
+    """
+    if SOURCES.joinpath(*module.split("."), f"{name}.py").exists():
+        return f"::: {module}.{name}.{name}\n"
     for function in _tree(module).body:
         if isinstance(function, ast.FunctionDef) and function.name == "__getattr__":
             for node in ast.walk(function):

@@ -38,7 +38,7 @@ class RayHostDiscovery(HostDiscovery):
         self.gpus_per_slot = gpus_per_slot or 1
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Also what others use at the moment is counted."""
+        """Slots by address. What others use at the moment counts, too."""
         found: dict[str, int] = {}
         for node in ray.nodes():
             if not node["Alive"]:
@@ -108,7 +108,7 @@ class TestDiscovery(RayHostDiscovery):
 
 @dataclass
 class ElasticSettings:
-    """See ``ElasticRayExecutor.create_settings``; ``discovery`` may be another one."""
+    """See ``ElasticRayExecutor.create_settings``. ``others`` are of no use."""
 
     min_num_proc: int = 1
     max_num_proc: int | None = None
@@ -168,9 +168,13 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """As ``horovod.run``'s arguments; ``timeout_s``: for a worker to start.
+        """``min_num_proc`` to ``max_num_proc`` ranks, by default as many as there is room for.
 
-        What is about ssh and interfaces has no effect: Ray starts the workers.
+        ``reset_limit``: how often the world may change; ``elastic_timeout``: seconds to wait until
+        there are ``min_num_proc``; ``timeout_s``: seconds for a worker to start. ``kwargs``:
+        ``discovery``, which says what nodes there are, and ``cooldown_range``, the fewest and the
+        most seconds for which a node is avoided where a worker has failed, by default for good;
+        others have no effect. Nor has what is about ssh and interfaces: Ray starts the workers.
         """
         for old, given in (("min_np", min_np), ("max_np", max_np)):
             if given is not None:
@@ -196,7 +200,10 @@ class ElasticRayExecutor:
         env_vars: Mapping[str, str] | None = None,
         override_discovery: bool = True,
     ) -> None:
-        """``override_discovery``: RayHostDiscovery says which nodes there are, not the settings'.
+        """``cpus_per_slot``, ``gpus_per_slot`` (by default one, with ``use_gpu``): of each worker.
+
+        ``env_vars``: further variables of the workers. ``override_discovery``: RayHostDiscovery
+        says which nodes there are, not the settings'.
 
         Raises ValueError for GPUs without ``use_gpu``, or where there is no discovery.
         """
@@ -205,6 +212,7 @@ class ElasticRayExecutor:
         if not override_discovery and settings.discovery is None:
             raise ValueError("override_discovery=False, but settings.discovery is not set")
         self.settings = settings
+        """As given."""
         self._resources: dict[str, float] = {"CPU": cpus_per_slot}
         if use_gpu:
             self._resources["GPU"] = gpus_per_slot or 1

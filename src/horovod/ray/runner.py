@@ -29,6 +29,7 @@ class MiniSettings:
     placement_group_timeout_s: float = 100
     discovery: HostDiscovery | None = None
     others: dict[str, Any] = field(default_factory=dict)
+    """Of no use."""
 
 
 class RayExecutor:
@@ -46,9 +47,10 @@ class RayExecutor:
         placement_group_timeout_s: float = 100,
         nics: str | None = None,
     ) -> MiniSettings:
-        """``timeout_s``: for ``hvd.init`` to find all workers.
+        """``timeout_s``: seconds for ``hvd.init`` to find all workers.
 
-        What is about ssh and interfaces has no effect: Ray starts the workers.
+        ``placement_group_timeout_s``: seconds for Ray to have room for them. What is about ssh and
+        interfaces has no effect: Ray starts the workers.
         """
         return MiniSettings(timeout_s, placement_group_timeout_s)
 
@@ -71,6 +73,15 @@ class RayExecutor:
     ) -> None:
         """``num_workers`` anywhere, ``num_workers_per_host`` on each of ``num_hosts``, or elastic.
 
+        ``cpus_per_worker``, ``gpus_per_worker`` (with ``use_gpu``, by default one): of each.
+        ``use_current_placement_group``: where this runs within one, the workers are in it, too.
+
+        Elastic: ``min_workers`` to ``max_workers`` of them (by default as many as there is room
+        for). ``reset_limit``: how often the world may change; ``cooldown_range``: the fewest and
+        the most seconds for which a node is avoided where one has failed, by default for good;
+        ``elastic_timeout``: seconds to wait until there are ``min_workers``;
+        ``override_discovery``: Ray says which nodes there are, not ``settings.discovery``.
+
         Raises ValueError for arguments that contradict each other.
         """
         if num_workers is not None and num_hosts is not None:
@@ -89,6 +100,7 @@ class RayExecutor:
         if use_gpu and gpus_per_worker is not None and gpus_per_worker < 1:
             raise ValueError(f"gpus_per_worker={gpus_per_worker}: must be at least 1")
         self.settings = settings or MiniSettings()
+        """As given, or the defaults."""
         self._elastic: ElasticOptions | None = None
         self._strategy: BaseStrategy | None = None
         self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0
@@ -126,6 +138,7 @@ class RayExecutor:
                 )
             )
         self.workers: list[Any] = []
+        """The actors by rank, from ``start`` to ``shutdown``; of an elastic job none."""
         self._env: dict[str, str] = {}
         self._meeting: Any = None
         self._executable: tuple[Any, Sequence[Any], Mapping[str, Any]] = (None, (), {})
@@ -147,7 +160,9 @@ class RayExecutor:
     ) -> None:
         """Start the workers. Each has an ``executable_cls(...)``, if that is given.
 
-        ``extra_env_vars``: for all. Raises TimeoutError if there is no room for them.
+        ``extra_env_vars``: variables for all. Raises TimeoutError if there is no room for the
+        workers, what the class raises as Ray does, ValueError for limits of an elastic job that
+        cannot be.
         """
         self._env = {name: str(value) for name, value in (extra_env_vars or {}).items()}
         self._executable = executable_cls, executable_args or (), executable_kwargs or {}
@@ -172,7 +187,10 @@ class RayExecutor:
         fn: Callable[[Any], Any],
         callbacks: Sequence[Callable[[Any], Any]] | None = None,
     ) -> list[Any]:
-        """``fn(executable)`` in each worker; the results by rank. ``callbacks``: see ``run``."""
+        """``fn(executable)`` in each worker; the results by rank.
+
+        ``executable``: what ``start`` was given the class of, else None. Otherwise as ``run``.
+        """
         if self._is_elastic:
             cls, args, kwargs = self._executable
             return self._run_elastic(
@@ -193,7 +211,8 @@ class RayExecutor:
         """``fn(*args, **kwargs)`` in each worker; the results by rank.
 
         ``callbacks``: called with each value that rank 0 gives to ``ray_logger.log``. Raises what
-        ``fn`` has raised first, as Ray does; RuntimeError if an elastic job fails.
+        ``fn`` has raised first, as Ray does; RuntimeError if an elastic job fails; ValueError
+        before ``start``.
         """
         positional, keywords = tuple(args or ()), dict(kwargs or {})
         return self.execute(lambda executable: fn(*positional, **keywords), callbacks)
@@ -204,12 +223,15 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """``run`` without waiting: the results are for ``ray.get``. Not in elastic jobs."""
+        """``run`` without waiting: the results are for ``ray.get``.
+
+        Raises ValueError before ``start``, and in an elastic job.
+        """
         positional, keywords = tuple(args or ()), dict(kwargs or {})
         return self._call(lambda executable: fn(*positional, **keywords))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """``fn(executable)`` in rank 0 only."""
+        """``fn(executable)`` in rank 0 only. Raises as ``run_remote``, and what ``fn`` raises."""
         return ray.get(self._started()[0].execute.remote(fn))
 
     def shutdown(self) -> None:

@@ -26,7 +26,10 @@ def create_placement_group(
     pg_timeout: float,
     pg_strategy: str,
 ) -> PlacementGroup:
-    """A group that is there. Raises TimeoutError if it is not in ``pg_timeout`` seconds."""
+    """A group of ``num_bundles`` equal ones, which is there; ``pg_strategy``: see Ray.
+
+    Raises TimeoutError if it is not there in ``pg_timeout`` seconds.
+    """
     bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
     group = placement_group(bundles, strategy=pg_strategy)
     try:
@@ -49,7 +52,7 @@ class BaseStrategy(ABC):
     """Makes the workers, and ends them."""
 
     def __init__(self, settings: Any, cpus: float, gpus: float) -> None:
-        """Of each worker."""
+        """``cpus``, ``gpus``: of each worker. ``settings``: those of ``RayExecutor``."""
         self.settings = settings
         self._each = _resources(cpus, gpus)
         self._own_group: PlacementGroup | None = None
@@ -65,7 +68,7 @@ class BaseStrategy(ABC):
         """The group, and the bundle of each worker."""
 
     def create_workers(self, worker_cls: type[Any]) -> list[Any]:
-        """Start them."""
+        """Start them as Ray actors of this class. Raises TimeoutError if there is no room."""
         group, bundles = self._place()
         size = self.num_workers
         self.workers = workers.start(worker_cls, group, bundles, self._each, args=(0, size))

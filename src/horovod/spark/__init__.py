@@ -1,4 +1,4 @@
-"""Horovod's names for Spark. Estimators are not among them: docs/spark.md has what to use."""
+"""Horovod's names for Spark, without estimators: the guide to Spark has what to use instead."""
 
 from __future__ import annotations
 

@@ -86,8 +86,10 @@ def run(
 
     ``num_proc``: by default ``spark.default.parallelism``. ``start_timeout``: seconds for Spark to
     start the tasks, by default HOROVOD_SPARK_START_TIMEOUT or 600. ``env``: further variables of
-    the ranks; ``stdout``, ``stderr``: where their output goes; ``nics``: interfaces to use;
-    ``executable``: their Python. What is about mpirun has no effect.
+    the ranks; ``stdout``, ``stderr``: where their output goes, by default this process's;
+    ``prefix_output_with_timestamp``: with the time before each line; ``verbose``: from 2 on it
+    says how many ranks there are; ``nics``: interfaces to use, a list or names with commas;
+    ``executable``: the ranks' Python. What is about mpirun has no effect.
 
     Raises an Exception where there is no SparkContext, ValueError for arguments that contradict
     each other, RuntimeError when a rank fails: its text ends with the rank's traceback.
@@ -138,7 +140,9 @@ def run_elastic(
     default ``num_proc``). A rank that fails is started again in its task; a task that is lost Spark
     starts again (``spark.task.maxFailures``). Returns what the ranks at the end return.
 
-    Raises as ``run`` does.
+    ``elastic_timeout``: seconds to wait until there are ``min_num_proc`` ranks, by default 600;
+    ``reset_limit``: how often the world may change. ``min_np``, ``max_np``: old names. The others
+    are as of ``run``, which raises the same, too.
     """
     for old, given in (("min_np", min_np), ("max_np", max_np)):
         if given is not None:

@@ -58,6 +58,7 @@ class RankFailed(Exception):
     def __init__(self, message: str, rank: int, exit_code: int, traceback_text: str) -> None:
         super().__init__(message)
         self.rank = rank
+        """The rank that failed."""
         self.exit_code = exit_code
         """As a shell counts: 128 plus the signal's number."""
         self.traceback_text = traceback_text

@@ -40,10 +40,13 @@ def run(
     ``resources``: what each rank needs, with Ray's names, by default ``{"CPU": 1}``; a rank sees
     the GPUs that are its own. ``env``: further variables of the ranks; ``runtime_env``: see Ray.
     Within a placement group that has enough bundles for the ranks beside the caller's (a trial of
-    Ray Tune, say) they are there, else in one of their own. ``timeout_s``: how long all may take,
-    where the job is not elastic; ``placement_timeout_s``: to wait for room for the fewest;
-    ``start_timeout_s``: for an actor to run; ``elastic_timeout_s``, ``reset_limit``: see
-    ``kolovod run``. What ranks print is passed on, marked with the rank (of an elastic job: slot).
+    Ray Tune, say) they are there, else in one of their own. What ranks print is passed on, marked
+    with the rank (of an elastic job: slot).
+
+    Times are in seconds. ``timeout_s``: how long all may take, without an end by default; an
+    elastic job has none. ``placement_timeout_s``: to wait for room for the fewest.
+    ``start_timeout_s``: for an actor to run. Of an elastic job, ``elastic_timeout_s``: to wait
+    until there are the fewest again; ``reset_limit``: how often its world may change.
 
     Raises RankFailed for the rank that failed first (elastic: last), with its traceback in the text
     and its exception as ``__cause__``; JobOverError where an elastic job cannot go on;

@@ -1,6 +1,6 @@
 """Kolovod as what Ray Train's workers communicate by.
 
-::
+A trainer takes it as its backend::
 
     trainer = DataParallelTrainer(
         train_loop,
@@ -29,7 +29,10 @@ _START_S = 60.0
 
 
 class KolovodConfig(BackendConfig):
-    """For ``DataParallelTrainer(backend_config=...)``."""
+    """For ``DataParallelTrainer(backend_config=...)``; it takes no arguments.
+
+    Train raises what its workers raise, and what ``kolovod.init()`` does there.
+    """
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -32,9 +32,10 @@ def run(
 
     Each is a process that a task of one barrier stage starts, so all run at once or none. Without
     ``num_proc`` there are ``spark.default.parallelism`` of them. ``fn`` calls ``kolovod.init()``
-    itself. ``env``: further variables of the ranks; ``timeout_s``: how long all may take;
-    ``start_timeout_s``: for Spark to start the tasks; ``executable``: the ranks' Python, by default
-    that of the tasks. What ranks print is passed on to the driver, marked with the rank.
+    itself. ``env``: further variables of the ranks; ``executable``: the ranks' Python, by default
+    that of the tasks. ``timeout_s``: how many seconds all may take, without an end by default;
+    ``start_timeout_s``: seconds for Spark to start the tasks. What ranks print is passed on to the
+    driver, marked with the rank.
 
     Raises RankFailed for the rank that failed first, with its traceback in the text and its
     exception as ``__cause__``; BootstrapError where there is no SparkContext or too few tasks run;
@@ -67,9 +68,14 @@ def run_elastic(
     """``run`` as an elastic job of ``min_num_proc`` to ``max_num_proc`` ranks.
 
     ``fn`` calls a function made by ``kolovod.elastic.run``. The ranks are in ordinary tasks of one
-    stage (by default ``spark.default.parallelism``), which last as long as the job. A rank that is
-    lost is started again in its task; a task that is lost Spark starts again, as often as
-    ``spark.task.maxFailures`` says. The results are those of the ranks at the end.
+    stage, ``max_num_proc`` of them (by default ``spark.default.parallelism``), which last as long
+    as the job. A rank that is lost is started again in its task; a task that is lost Spark starts
+    again, as often as ``spark.task.maxFailures`` says. The results are those of the ranks at the
+    end.
+
+    ``start_timeout_s``: seconds for Spark to start ``min_num_proc`` tasks; ``elastic_timeout_s``:
+    seconds to wait until there are as many ranks again; ``reset_limit``: how often the world may
+    change, without a limit by default. ``env``, ``executable``: see ``run``.
 
     Raises as ``run``, for the rank that failed last, and JobOverError where the job cannot go on.
     """
