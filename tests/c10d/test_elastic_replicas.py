@@ -70,6 +70,7 @@ def test_a_replica_is_lost_and_comes_again(how: str, victim: int) -> None:
     assert sorted(set(range(RANKS)) - gone) in members
     assert f"slot {victim ^ 1} on host localhost ends with its replica" in done.stderr
     assert all(len(each) % SIZE == 0 for each in members)
+    assert f"epoch 2: 2 ranks go on, since rank {victim} on host localhost was lost" in done.stderr
 
 
 def test_a_replica_leaves_as_a_whole() -> None:

@@ -25,6 +25,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
@@ -56,6 +57,8 @@ R = TypeVar("R")
 Redo = Literal["repeat", "recompute"]
 
 _END_S = 5.0
+_CAUSE_S = 1.0
+"""For the launcher to see who of a replica was killed, and to end the others."""
 
 _LEAVING = (signal.SIGTERM, signal.SIGUSR1)
 """What tells a process to leave: SIGUSR1 is what Slurm is asked to send before a time limit."""
@@ -146,6 +149,8 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             session.see_off()
             raise SystemExit(entry.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
+            if entry.place.replica:  # one of which may have been killed, and is the cause
+                time.sleep(_CAUSE_S)
             session.resign(first_line(error))
             raise
         finally:
