@@ -34,33 +34,27 @@ def run(*arguments, **keywords):
 
 
 def test_results_by_rank(capsys):
-    def of_rank(factor, plus=0):
+    import ray
+
+    def of_rank(factor, references, plus=0):
         import ray
 
         import kolovod as kv
 
         kv.init()
+        assert ray.get(references) == ["there"]  # a rank is an actor: Ray's objects arrive in it
         total = kv.allreduce(np.array([kv.rank() * factor + plus]), op=kv.Sum)
         print(f"this is rank {kv.rank()}")
         node = ray.get_runtime_context().get_node_id()
         return kv.rank(), kv.size(), float(total[0]), node, os.environ["SAID"]
 
-    results = run(of_rank, (10.0,), {"plus": 1}, num_workers=4, env={"SAID": "yes"})
+    arguments = 10.0, [ray.put("there")]
+    results = run(of_rank, arguments, {"plus": 1}, num_workers=4, env={"SAID": "yes"})
     assert [result[:3] for result in results] == [(rank, 4, 64.0) for rank in range(4)]
     assert len({result[3] for result in results}) == 3  # nodes: two CPUs, one, and one
     assert {result[4] for result in results} == {"yes"}
     shown = capsys.readouterr().out.splitlines()
     assert {f"[{rank}]<stdout>:this is rank {rank}" for rank in range(4)} <= set(shown)
-
-
-def test_what_ray_has_is_there():
-    """A rank is an actor: objects of Ray's arrive, and its own calls work."""
-    import ray
-
-    def first(reference):
-        return ray.get(reference) if isinstance(reference, ray.ObjectRef) else "no reference"
-
-    assert run(first, ([ray.put("there")][0],), num_workers=1) == ["there"]
 
 
 def test_an_exception_names_the_rank():

@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 from paths import ROOT
-from spark_session import NEEDS_SPARK, spark_session
+from slow import thorough_but
+from spark_session import NEEDS_SPARK, QUICK_JAVA, spark_session
 
 pytestmark = NEEDS_SPARK
 
@@ -113,14 +114,18 @@ def test_pairs_are_sparks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]"])
+@pytest.mark.parametrize(
+    "master", thorough_but(["local[2]"], ["local[2]", "local-cluster[2,1,1024]"])
+)
 def test_the_example(master):
+    """tests/clusters/test_spark.py has what is different where there are several executors."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "spark_parquet.py"), "--master", master],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
+        env={**os.environ, **QUICK_JAVA},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [line.split() for line in done.stdout.splitlines() if line.startswith("rank ")]

@@ -18,12 +18,14 @@ NEEDS_SPARK = [
     pytest.mark.skipif(shutil.which("java") is None, reason="there is no Java (openjdk-17-jre)"),
     pytest.mark.timeout(200),
 ]
+# Of Java processes that live for a minute: without the second compiler they take 40 % less.
+QUICK_JAVA = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
 @contextlib.contextmanager
 def spark_session(master: str) -> Iterator[Any]:
     """Stopped with the context, and its Java with it."""
-    os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    os.environ |= {"SPARK_LOCAL_IP": "127.0.0.1", **QUICK_JAVA}
     os.environ["PYSPARK_PYTHON"] = sys.executable  # else the tasks' is the path's
     from pyspark.sql import SparkSession
 
