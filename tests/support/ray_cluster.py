@@ -36,7 +36,12 @@ def ray_cluster(folder: Path, *cpus: int, gpus: int = 0) -> Iterator[object]:
     import ray
     from ray.cluster_utils import Cluster
 
-    quick = {"health_check_period_ms": 1000, "health_check_failure_threshold": 8}
+    # Ray's workers are at niceness 15 by default: what else runs beside them starves them.
+    quick = {
+        "health_check_period_ms": 1000,
+        "health_check_failure_threshold": 8,
+        "worker_niceness": 0,
+    }
     head = {
         "num_cpus": cpus[0],
         "num_gpus": gpus,
