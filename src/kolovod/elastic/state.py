@@ -147,10 +147,12 @@ class State:
     def on_leave(self, callback: LeaveCallback) -> LeaveCallback:
         """Have ``callback(rank)`` called on a process that leaves, just before it ends.
 
-        It has been told to by a signal (see ``run``), and has made its last step with the others,
-        where it was ``rank``. The values are as all ranks have them after that step, so this is
-        the place to write a checkpoint, on rank 0, before a time limit. The others may go on
-        already: ``callback`` runs no operations. Returns it, and so serves as a decorator.
+        It has been told to by a signal (see ``run``), or another rank of its replica has, and has
+        made its last step with the others, where it was ``rank``. The values are as all ranks have
+        them after that step, so this is the place to write a checkpoint, on rank 0, before a time
+        limit. (If a rank is lost just then, the last step is the one before that which is
+        repeated.) The others may go on already: ``callback`` runs no operations. Returns it, and so
+        serves as a decorator.
         """
         self._leave_callbacks.append(callback)
         return callback
