@@ -128,8 +128,8 @@ def test_late_ranks_are_named_with_where_they_are() -> None:
     def stuck_here() -> None:
         time.sleep(60)
 
-    with pytest.raises(RankFailed, match=r"rank 1 did not finish within 1.5 s") as caught:
-        run_ranks(2, work, timeout_s=1.5)
+    with pytest.raises(RankFailed, match=r"rank 1 did not finish within 5 s") as caught:
+        run_ranks(2, work, timeout_s=5)
     assert "stuck_here" in caught.value.traceback_text
 
 
