@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
+import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kolovod.launch.output import LineSplitter, Output
+from kolovod.launch.output import LineSplitter, Output, OutputPump
 
 
 @given(st.text(alphabet="ab\r\né↻", max_size=40), st.lists(st.integers(0, 80), max_size=6))
@@ -102,3 +105,24 @@ def test_ranks_that_come_later_have_files_from_then_on(tmp_path: Path) -> None:
     (report,) = reports
     assert "rank.0200" in report
     assert "the job goes on without it" in report
+
+
+def test_a_pump_that_several_threads_start_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    start = threading.Thread.start
+
+    def slowly(thread: threading.Thread) -> None:
+        if thread.name == "kolovod output":
+            begun.append(thread)
+            time.sleep(0.05)  # until the others are there
+        start(thread)
+
+    pump = OutputPump(lambda rank, stream, data: None)
+    starters = [threading.Thread(target=pump.start) for _ in range(4)]
+    monkeypatch.setattr(threading.Thread, "start", slowly)
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join(20)
+    pump.finish()
+    assert len(begun) == 1

@@ -194,6 +194,7 @@ class OutputPump:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._deadline: float | None = None
         self._open = 0  # streams that have not ended
+        self._start_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kolovod output", daemon=True)
 
     def add(self, rank: int, stream_name: str, pipe: IO[bytes]) -> None:
@@ -203,9 +204,10 @@ class OutputPump:
         self._selector.register(pipe, selectors.EVENT_READ, (rank, stream_name))
 
     def start(self) -> None:
-        """Begin to copy. Idempotent."""
-        if self._thread.ident is None:
-            self._thread.start()
+        """Begin to copy. Idempotent, on any thread."""
+        with self._start_lock:  # an actor prepares several ranks at once
+            if self._thread.ident is None:
+                self._thread.start()
 
     def finish(self, timeout_s: float = 2.0) -> None:
         """Copy what is left, for ``timeout_s`` at most: someone may hold a pipe. Idempotent."""
