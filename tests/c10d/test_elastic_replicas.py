@@ -13,6 +13,7 @@ import torch
 from forked import run_torch_ranks as run_ranks
 from launched import KOLOVOD
 from replica_script import share
+from slow import thorough_but
 
 import kolovod.torch as kv
 from kolovod.errors import InvalidArgumentError
@@ -51,15 +52,23 @@ def check(lines: list[dict[str, Any]], ranks: int) -> list[list[int]]:
     return members
 
 
+def test_a_replica_is_lost_and_comes_again() -> None:
+    lose("forward", 3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "victim"),
-    [
-        ("forward", 3),
-        pytest.param("backward", 0, marks=pytest.mark.slow),
-        *(pytest.param("later", victim, marks=pytest.mark.slow) for victim in range(RANKS)),
-    ],
+    "case",
+    thorough_but(
+        [("backward", 0), ("later", 1)],
+        [("backward", 0), *(("later", victim) for victim in range(RANKS))],
+    ),
 )
-def test_a_replica_is_lost_and_comes_again(how: str, victim: int) -> None:
+def test_whenever_it_is_lost(case: tuple[str, int]) -> None:
+    lose(*case)
+
+
+def lose(how: str, victim: int) -> None:
     lines, done = job(how, victim)
     members = check(lines, RANKS)
     gone = {victim, victim ^ 1}
