@@ -118,7 +118,8 @@ class ElasticServices:
         ``process``: what the launcher calls it. ``local_rank``: see ``Process``.
 
         Its rank and size are those of that world; a process that comes later is alone first, or
-        with its replica, but not on its host.
+        with its replica, but not on its host: so its local size is one more than its local rank,
+        which is no count of the processes there.
         """
         rendezvous, steward = self._found[start.host]
         first_hosts = self.first_hosts if is_first else ()
