@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -13,6 +16,31 @@ from growing_job import check_results, growing, said, works_with
 from ray_cluster import NEEDS_RAY, is_free_again, ray_cluster
 
 pytestmark = NEEDS_RAY
+
+_LOST = {"num_failures": 8, "req_failure_prob": 30, "resp_failure_prob": 40}
+"""Ray's own injection of faults; in percent."""
+_TALKS = """
+import sys
+import time
+
+import ray
+
+import kolovod.ray
+
+
+def talks():
+    import kolovod as kv
+
+    kv.init()
+    for line in range(60):
+        print(f"line {line}", flush=True)
+        time.sleep(0.05)
+    return kv.rank()
+
+
+ray.init(address=sys.argv[1])
+print("results", kolovod.ray.run(talks, num_workers=2))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +216,28 @@ def test_an_elastic_job_that_fails():
 
     with pytest.raises(RankFailed, match=r"no such column"):
         run(fails, num_workers=(1, 2), elastic_timeout_s=5.0)
+
+
+def test_connections_to_the_launcher_break(cluster, tmp_path):
+    """Of the calls that the driver makes of the launcher, or of their answers, many are lost."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(_TALKS)
+    fail = {"CoreWorkerService.grpc_client.PushTask": dict(_LOST)}
+    environment = os.environ | {"RAY_testing_rpc_failure": json.dumps(fail)}
+    done = subprocess.run(
+        [sys.executable, driver, cluster.address],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    wanted = [f"[{rank}]<stdout>:line {line}" for rank in range(2) for line in range(60)]
+    assert sorted(lines) == sorted(wanted)  # each once
+    assert [line for line in lines if line[1] == "0"] == wanted[:60]
+    assert "results [0, 1]" in done.stdout
 
 
 def test_tune_runs_several_jobs_at_once(tmp_path):

@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from kolovod.clusters.calls import Call, call_in
 from kolovod.errors import InternalError, JobOverError
 from kolovod.launch.function import console
+from kolovod.ray.answers import answer
 from kolovod.ray.cluster import RayCluster
 from kolovod.ray.places import Bundles, Places, on_node
 
@@ -76,15 +77,26 @@ def make_places(request: Request) -> Places:
 
 
 class Launcher:
-    """An actor; several threads."""
+    """An actor; several threads. A call that is made twice (``answers``) has the effect of one."""
 
     def __init__(self) -> None:
         self._events: queue.Queue[Event] = queue.Queue(_MOST_EVENTS)
         self._cluster: RayCluster | None = None
+        self._beginning = threading.Lock()
+        self._has_begun = False
+        self._telling = threading.Lock()
+        self._taken = 0
+        self._told: list[Event] = []  # after those; the driver may not have heard of them
+        self._bringing = threading.Lock()
+        self._written: dict[tuple[int, str], int] = {}  # bytes, by process and stream
 
     def begin(self, request: Request, places: Places) -> None:
         """Start the job. Its end is an event."""
         own = ray.get_runtime_context().current_actor
+        with self._beginning:
+            if self._has_begun:
+                return
+            self._has_begun = True
         threading.Thread(target=self._run, args=(request, places, own), daemon=True).start()
 
     def _run(self, request: Request, places: Places, own: Any) -> None:
@@ -106,19 +118,32 @@ class Launcher:
         except Exception as error:
             self._events.put(Event("error", _packed_error(error)))
 
-    def written(self, number: int, stream: str, data: bytes) -> None:
-        """By witnesses: what a rank has written."""
+    def written(self, number: int, stream: str, start: int, data: bytes) -> None:
+        """By witnesses: what a rank has written, from byte ``start`` of the stream on.
+
+        A witness waits for the answer before it brings more of a stream.
+        """
+        with self._bringing:
+            if start < self._written.get((number, stream), 0):
+                return  # it is brought a second time
+            self._written[number, stream] = start + len(data)
         if self._cluster is not None:
             self._cluster.written(number, stream, data)
 
-    def next(self) -> list[Event]:
-        """What has happened; nothing if that is so for a while."""
-        events: list[Event] = []
-        with contextlib.suppress(queue.Empty):
-            events.append(self._events.get(timeout=_WAIT_S))
-            while len(events) < _MOST_AT_ONCE:
-                events.append(self._events.get_nowait())
-        return events
+    def next(self, taken: int) -> list[Event]:
+        """What has happened after the first ``taken`` events, of which the driver has heard.
+
+        Nothing if nothing happens for a while.
+        """
+        with self._telling:
+            del self._told[: taken - self._taken]
+            self._taken = taken
+            with contextlib.suppress(queue.Empty):
+                if not self._told:
+                    self._told.append(self._events.get(timeout=_WAIT_S))
+                while len(self._told) < _MOST_AT_ONCE:
+                    self._told.append(self._events.get_nowait())
+            return list(self._told)
 
 
 class _Shown(io.TextIOBase):
@@ -153,16 +178,19 @@ def follow(request: Request, report: Callable[[str], None]) -> list[Any]:
         num_cpus=0,
         max_concurrency=_THREADS,
         max_restarts=0,
-        scheduling_strategy=on_node(here, soft=True),
+        scheduling_strategy=on_node(here),
     )
     # Ray keeps groups that an actor has made until the whole driver has ended: it asks for them.
     places = make_places(request)
     launcher = make.remote()
     consoles = {"stdout": console(sys.stdout), "stderr": console(sys.stderr)}
+    taken = 0
     try:
-        ray.get(launcher.begin.remote(request, places))
+        answer(launcher.begin, request, places)
         while True:
-            for event in ray.get(launcher.next.remote()):
+            events: list[Event] = answer(launcher.next, taken)
+            taken += len(events)
+            for event in events:
                 if event.kind == "report":
                     report(event.value)
                 elif event.kind == "results":

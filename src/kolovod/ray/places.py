@@ -81,9 +81,12 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
-def on_node(node_id: str, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
-    """For an actor that is to be on this node; ``soft``: or elsewhere, if that is gone."""
-    return NodeAffinitySchedulingStrategy(node_id, soft=soft)
+def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
+    """For an actor that is to be on this node, and nowhere else.
+
+    Where it is soft Ray may take another node while this one lives, and the actor dies with that.
+    """
+    return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def label_of(node: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from kolovod.elastic import record_file
 from kolovod.launch import guard
 from kolovod.launch.local import reserved_port
 from kolovod.launch.output import OutputPump
+from kolovod.ray.answers import answer
 
 __all__ = ["Witness", "Kept"]
 
@@ -55,6 +56,7 @@ class Witness:
         self._launcher = launcher
         self._lock = threading.Lock()
         self._files: dict[int, _Files] = {}
+        self._passed: dict[tuple[int, str], int] = {}  # bytes, by process and stream
         self._port = reserved_port()
         self._pump = OutputPump(self._pass_on)
 
@@ -64,8 +66,10 @@ class Witness:
         return ray.util.get_node_ip_address(), port
 
     def _pass_on(self, number: int, stream: str, data: bytes) -> None:
+        start = self._passed.get((number, stream), 0)
         with contextlib.suppress(ray.exceptions.RayActorError):  # which ends this one, too
-            ray.get(self._launcher.written.remote(number, stream, data))
+            answer(self._launcher.written, number, stream, start, data)
+        self._passed[number, stream] = start + len(data)
 
     def prepare(self, number: int) -> tuple[dict[str, str], list[str]]:
         """For a process that is to start: its variables, and the paths of two pipes to write to."""

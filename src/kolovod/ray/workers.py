@@ -71,7 +71,7 @@ class Meeting:
 def new_meeting(size: int) -> Any:
     """Such an actor, near the caller; it ends with it, or by ``ray.kill``."""
     here = ray.get_runtime_context().get_node_id()
-    make = ray.remote(Meeting).options(num_cpus=0, scheduling_strategy=on_node(here, soft=True))
+    make = ray.remote(Meeting).options(num_cpus=0, scheduling_strategy=on_node(here))
     return make.remote(size)
 
 
