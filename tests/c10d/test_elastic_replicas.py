@@ -90,6 +90,54 @@ def test_a_replica_leaves_as_a_whole() -> None:
     assert "failed" not in done.stderr
 
 
+WRAPPED = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from kolovod import elastic
+
+dist.init_process_group("gloo")
+if sys.argv[1] == "ddp":
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+else:
+    model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+
+
+@elastic.run
+def train(state):
+    print("trains", flush=True)
+
+
+train(elastic.State(model=model))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("ddp", "wrapped by DistributedDataParallel, whose group here is this replica of 2 ranks"),
+        ("fsdp", "use torch.distributed.fsdp.fully_shard over the 2 ranks"),
+    ],
+)
+def test_other_wrappers_are_refused(kind: str, said: str, tmp_path: Path) -> None:
+    script = tmp_path / "wrapped.py"
+    script.write_text(WRAPPED)
+    flags = ["--elastic", "-np", "2", "--replica-size", "2"]
+    done = subprocess.run(
+        [*KOLOVOD, "run", *flags, "--", sys.executable, str(script), kind],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "trains" not in done.stdout
+
+
 def refused(rank: int) -> None:
     """Shards in a job that is not of replicas, and what cannot be averaged among parts."""
     import torch.distributed as dist

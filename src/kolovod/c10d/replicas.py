@@ -9,18 +9,17 @@ through Kolovod; who joins is given each part of the state by a rank that has th
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from kolovod import lifecycle
 from kolovod.c10d.shards import kind_of
 from kolovod.c10d.stores import store_of_replica
 from kolovod.elastic import share_by
 from kolovod.elastic.replicas import own_part
-from kolovod.elastic.state import run_within
 from kolovod.errors import InvalidArgumentError
 from kolovod.rendezvous.rank_environment import RankEnvironment
 from kolovod.torch.autograd import TorchCollectives
@@ -54,14 +53,18 @@ def begin(original: Callable[..., Any], given: dict[str, Any], place: RankEnviro
     if not _is_registered:
         _is_registered = True
         share_by(_is_sharded, share_part)
-        run_within(_is_sharded, _within)
+        share_by(_is_ddp, _refuse_ddp)
 
 
 _OURS = ("init_method", "rank", "world_size", "store")
 
 
 def share_part(name: str, value: Any) -> Any:
-    """Give this rank's part to those that have the same one in other replicas, and lack it."""
+    """Give this rank's part to those that have the same one in other replicas, and lack it.
+
+    Raises InvalidArgumentError for shards that are not those of a replica.
+    """
+    _check(name, value)
     functions = Functions(TorchCollectives(collectives.frontend, own_part().membership))
     if isinstance(value, torch.nn.Module):
         tensors = value.state_dict().items()
@@ -71,18 +74,31 @@ def share_part(name: str, value: Any) -> Any:
     return value
 
 
-@contextlib.contextmanager
-def _within(name: str, value: Any) -> Iterator[None]:
+def _check(name: str, value: Any) -> None:
     """Raises InvalidArgumentError for shards that are not those of a replica."""
-    kind, size = kind_of(value), torch.distributed.get_world_size()
+    kind, size = kind_of(value) or "not sharded", torch.distributed.get_world_size()
     sizes = {mesh.size() for mesh in meshes(value)}
     if sizes != {size}:
+        over = f"over meshes of {sorted(sizes)} ranks" if sizes else "over no mesh"
         raise InvalidArgumentError(
-            f"{name!r} of the state is {kind}, over meshes of {sorted(sizes)} ranks: in a job of "
-            f"replicas use torch.distributed.fsdp.fully_shard over the {size} ranks of the default "
-            "group, so that the ranks of a replica have a whole model together"
+            f"{name!r} of the state is {kind}, {over}: in a job of replicas use "
+            f"torch.distributed.fsdp.fully_shard over the {size} ranks of the default group, so "
+            "that the ranks of a replica have a whole model together"
         )
-    yield
+
+
+def _refuse_ddp(name: str, value: Any) -> Any:
+    """Raises InvalidArgumentError: nothing would average its gradients among the replicas."""
+    size = torch.distributed.get_world_size()
+    raise InvalidArgumentError(
+        f"{name!r} of the state is wrapped by DistributedDataParallel, whose group here is this "
+        f"replica of {size} ranks: replicas would train apart. Shard the model by "
+        "torch.distributed.fsdp.fully_shard, or run the job without --replica-size"
+    )
+
+
+def _is_ddp(value: Any) -> bool:
+    return isinstance(value, DistributedDataParallel)
 
 
 def _is_sharded(value: Any) -> bool:
