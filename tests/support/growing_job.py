@@ -32,7 +32,9 @@ def trained(folder, stop):
             state.sizes += kv.size()
             state.step += 1
             is_over = total[1] > 0
-            (folder / f"{own}").write_text(f"{kv.rank()} {kv.size()} {state.step}")
+            new = folder / f"{own}.new"
+            new.write_text(f"{kv.rank()} {kv.size()} {state.step}")
+            new.rename(folder / f"{own}")  # whole, whenever this process is killed
             time.sleep(0.02)
             state.commit()
 
@@ -44,9 +46,9 @@ def said(folder):
     """By process, what it has written last: rank, size, step."""
     found = {}
     for path in folder.iterdir():
-        numbers = path.read_text().split()
-        if len(numbers) == 3:
-            found[int(path.name)] = tuple(map(int, numbers))
+        if path.name.isdigit():
+            rank, size, step = map(int, path.read_text().split())
+            found[int(path.name)] = rank, size, step
     return found
 
 
