@@ -217,11 +217,13 @@ TEST_CASE("a refused submission has no callback") {
 
 TEST_CASE("a killed rank and a leaver reach the callbacks") {
   for (const bool kill : {true, false}) {
+    std::latch met(2);
     RunRanks(
         2,
         [&](Rank& rank) {
           std::vector<float> meet(1);
           CHECK_OK(rank.Allreduce("meet", meet));
+          met.arrive_and_wait();
           if (rank.rank() == 1) {
             if (kill) rank.world().Kill(1);
             return;  // the destructor of a rank that was not killed leaves
@@ -242,7 +244,7 @@ TEST_CASE("a killed rank and a leaver reach the callbacks") {
 // Whichever thread fails the pending operation, the other rank learns of it.
 TEST_CASE("shutting down fails the callback here and tells the others") {
   for (int round = 0; round < 20; ++round) {
-    std::atomic<int> met{0};
+    std::latch met(2);
     RunRanks(
         2,
         [&](Rank& rank) {
@@ -250,8 +252,7 @@ TEST_CASE("shutting down fails the callback here and tells the others") {
           std::vector<float> data(30000, 1.0f);
           std::vector<float> meet(1);
           CHECK_OK(rank.Allreduce("meet", meet));
-          ++met;
-          while (met.load() < 2) std::this_thread::yield();
+          met.arrive_and_wait();
           if (rank.rank() == 1) {
             CHECK_OK(Submit(rank, "abandoned", data, record.Callback()));
             std::this_thread::sleep_for(std::chrono::microseconds(50 * round));

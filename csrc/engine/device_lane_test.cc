@@ -4,6 +4,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <latch>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -237,7 +238,7 @@ TEST_CASE("a tensor on a device here and in host memory there is a mismatch") {
 }
 
 TEST_CASE("what is refused on one rank has its number and leaves nothing") {
-  std::atomic<int> finished{0};
+  std::latch finished(static_cast<ptrdiff_t>(kOneHost.size()));
   Run(kOneHost, [&](Rank& rank, Adder& adder) {
     Foreign foreign(rank, adder);
     std::vector<float> data(2, 1.0f);
@@ -261,14 +262,13 @@ TEST_CASE("what is refused on one rank has its number and leaves nothing") {
         CHECK_OK(SubmitOnDevice(rank, "", one, &handle, rank.rank()));
       CHECK_OK(AddOnDevice(rank, "", data, rank.rank()));
       CHECK_OK(rank.Allreduce("last", data));
-      ++finished;  // who leaves with work pending ends the world: not before all are through
-      while (finished.load() < rank.size()) std::this_thread::yield();
+      finished.arrive_and_wait();  // who leaves with work pending ends the world: not before all are through
       (void)rank.engine().Shutdown();  // before the vectors go
       return;
     }
     CHECK_OK(AddOnDevice(rank, "", data, 1));
     CHECK_OK(rank.Allreduce("last", data));
-    ++finished;
+    finished.count_down();
   });
 }
 

@@ -1,6 +1,7 @@
 // What the other ranks see when one of them dies, leaves, stops half-way or loses messages.
 #include <chrono>
 #include <cstring>
+#include <latch>
 #include <thread>
 
 #include "base/version.h"
@@ -17,9 +18,11 @@ using testing::StartsWith;
 
 TEST_CASE("a killed rank fails pending and later operations everywhere") {
   for (int size : {2, 3, 4}) {
-    RunRanks(size, [](Rank& rank) {
+    std::latch met(size);
+    RunRanks(size, [&](Rank& rank) {
       std::vector<float> data(5000);
       CHECK_OK(rank.Allreduce("before", data));
+      met.arrive_and_wait();  // the victim may be through while others are still in it
       const int victim = rank.size() - 1;
       if (rank.rank() == victim) {
         rank.world().Kill(victim);
@@ -118,7 +121,7 @@ TEST_CASE("an abort names its rank and reason") {
 }
 
 TEST_CASE("a lost announcement runs into the callers timeout and no further") {
-  std::atomic<int> finished{0};
+  std::latch finished(2);
   RunRanks(2, [&](Rank& rank) {
     std::vector<float> warm(4);
     for (int i = 0; i < 3; ++i) CHECK_OK(rank.Allreduce("warm", warm));
@@ -133,8 +136,7 @@ TEST_CASE("a lost announcement runs into the callers timeout and no further") {
     CHECK_OK(rank.Allreduce("other", other));  // the engine goes on with everything else
     CHECK(other[0] == 2.0f);
     // Who leaves with work pending ends the world: not before both are through.
-    finished.fetch_add(1);
-    while (finished.load() < 2) std::this_thread::yield();
+    finished.arrive_and_wait();
   });
 }
 
@@ -237,16 +239,16 @@ TEST_CASE("a world can be formed again and again") {
 // take a core.
 TEST_CASE("the thread of a world that is over sleeps") {
   for (const std::vector<int>& hosts : {std::vector<int>{0, 0, 0}, {0, 0, 1}, {0, 1, 1}}) {
-    std::atomic<int> ready{0};
+    std::latch ready(3);
     testing::RunHosts(hosts, [&](Rank& rank) {
       std::vector<float> data(4, 1.0f);
       CHECK_OK(rank.Allreduce("t", data));
-      ++ready;
       if (rank.rank() == 2) {
-        while (ready.load() < 3) std::this_thread::yield();
+        ready.arrive_and_wait();
         rank.engine().Abort("the data are wrong");
         return;
       }
+      ready.count_down();
       CHECK(rank.Allreduce("t", data) == Code::kInterrupted);
       std::this_thread::sleep_for(std::chrono::milliseconds(100));  // rank 2 leaves meanwhile
       Segment& segment = *rank.world().SegmentOf(rank.rank());

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <latch>
 #include <string>
 #include <thread>
 
@@ -144,15 +145,14 @@ TEST_CASE("a response that went astray ends the world") {
     std::shared_ptr<LoopbackWorld> world;
     CHECK_OK(LoopbackWorld::Create({0, 1, 1, 2}, testing::SmallConfig(), &world));
     const int fd = dup(world->ControlLinksOf(0)[1]);
-    std::atomic<int> done{0};
+    std::latch done(world->size());
     std::vector<std::thread> threads;
     for (int r = 0; r < world->size(); ++r) {
       threads.emplace_back([&, r] {
         Rank self(r, world);
         std::vector<float> data(3, 1.0f);
         CHECK_OK(self.Allreduce("first", data));
-        ++done;
-        while (done.load() < self.size()) std::this_thread::yield();
+        done.arrive_and_wait();
         if (r == 0) Forge(fd, Note{Note::Kind::kResponse, rank, 0, 0, EncodeResponse(Response{})});
         const Status status = self.Allreduce(r == 0 ? "nobody else has this" : "second", data);
         const std::string text = "malformed message of kind 2 about rank " + std::to_string(rank);
@@ -252,15 +252,14 @@ TEST_CASE("a set across hosts") {
 // Rank `victim` does something and is not there for the last allreduce; all others hear of it.
 void CheckOthersFail(const std::vector<int>& hosts, int victim, Code code,
                      const std::function<void(Rank&)>& end) {
-  std::atomic<int> ready{0};
-  std::atomic<int> through{0};
+  std::latch ready(static_cast<ptrdiff_t>(hosts.size()));
+  std::latch through(static_cast<ptrdiff_t>(hosts.size() - 1));
   RunHosts(hosts, [&](Rank& rank) {
     for (int i = 0; i < 3; ++i) {
       std::vector<float> data(3000, 1.0f);
       CHECK_OK(rank.Allreduce("t", data));
     }
-    ++ready;
-    while (ready.load() < rank.size()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    ready.arrive_and_wait();
     if (rank.rank() == victim) return end(rank);
     std::vector<float> data(3000, 1.0f);
     const auto begin = std::chrono::steady_clock::now();
@@ -269,8 +268,7 @@ void CheckOthersFail(const std::vector<int>& hosts, int victim, Code code,
     CHECK(status.message() == Contains("rank " + std::to_string(victim)));
     CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
     // Whoever goes now leaves, which is not what the others are to see.
-    ++through;
-    while (through.load() < rank.size() - 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    through.arrive_and_wait();
   });
 }
 
@@ -375,7 +373,7 @@ TEST_CASE("a step takes few messages however many hosts") {
     for (int r = 0; r < n; ++r) hosts.push_back(r);
     std::atomic<uint64_t> sent{0};
     std::atomic<uint64_t> received{0};
-    std::atomic<int> through{0};
+    std::latch through(n);
     RunHosts(hosts, [&](Rank& rank) {
       constexpr uint64_t kSteps = 20;
       std::vector<float> nothing;
@@ -393,8 +391,7 @@ TEST_CASE("a step takes few messages however many hosts") {
           after.messages_sent - before.messages_sent + after.messages_received - before.messages_received;
       const auto links = static_cast<uint64_t>(std::min(n - 1, Tree::kArity + 1));
       CHECK(busiest <= 3 * links * (kSteps + 1));  // some of the step before or after
-      ++through;  // nobody leaves, which makes messages, before all have counted
-      while (through.load() < n) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      through.arrive_and_wait();  // nobody leaves, which makes messages, before all have counted
     });
     const auto edges = static_cast<uint64_t>(n - 1);
     CHECK(sent >= 3 * edges * 19);

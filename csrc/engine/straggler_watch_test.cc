@@ -1,5 +1,6 @@
 // Late ranks in a world of threads: who reports, what it says, and the end after the second limit.
 #include <chrono>
+#include <latch>
 #include <thread>
 
 #include "base/tree.h"
@@ -42,7 +43,7 @@ class Reports {
 TEST_CASE("one rank reports for all who has not submitted what") {
   for (const bool cached : {false, true}) {
     Reports reports;
-    std::atomic<int> finished{0};
+    std::latch finished(3);
     RunRanks(
         3,
         [&](Rank& rank) {
@@ -51,8 +52,7 @@ TEST_CASE("one rank reports for all who has not submitted what") {
           if (rank.rank() == 1) std::this_thread::sleep_for(milliseconds(1200));
           CHECK_OK(rank.Allreduce("t", data));
           reports.Take(rank);
-          finished.fetch_add(1);
-          while (finished.load() < 3) std::this_thread::sleep_for(milliseconds(1));
+          finished.arrive_and_wait();
         },
         LateConfig(200, 0));
     CHECK(reports.count_ == 1);
@@ -134,7 +134,7 @@ TEST_CASE("a rank whose data do not come is named") {
 
 TEST_CASE("a lost announcement is found not to progress") {
   Reports reports;
-  std::atomic<int> finished{0};
+  std::latch finished(2);
   RunRanks(
       2,
       [&](Rank& rank) {
@@ -144,8 +144,7 @@ TEST_CASE("a lost announcement is found not to progress") {
         CHECK_OK(rank.Submit("t", data, false, &handle));
         CHECK(rank.engine().Wait(handle, 1.0, nullptr) == Code::kTimeout);
         reports.Take(rank);
-        finished.fetch_add(1);
-        while (finished.load() < 2) std::this_thread::sleep_for(milliseconds(1));
+        finished.arrive_and_wait();
       },
       LateConfig(200, 0));
   CHECK(reports.count_ == 1);
@@ -157,7 +156,7 @@ TEST_CASE("a late rank is reported on its own host") {
     const int late = static_cast<int>(hosts.size()) - 1;
     for (const bool cached : {false, true}) {
       Reports reports;
-      std::atomic<int> finished{0};
+      std::latch finished(static_cast<ptrdiff_t>(hosts.size()));
       RunHosts(
           hosts,
           [&](Rank& rank) {
@@ -171,8 +170,7 @@ TEST_CASE("a late rank is reported on its own host") {
             }
             CHECK_OK(rank.Allreduce("t", data));
             if (rank.rank() != late) reports.Take(rank);
-            finished.fetch_add(1);
-            while (finished.load() < rank.size()) std::this_thread::sleep_for(milliseconds(1));
+            finished.arrive_and_wait();
           },
           LateConfig(200, 0));
       const std::string who = "kolovod: rank " + std::to_string(late) + " (loopback) has not submitted 't'";
