@@ -1,4 +1,4 @@
-// The enumerations that cross a layer: dtypes and verbs with their tables, and ops.
+// The enumerations that cross a layer: dtypes and verbs with their tables, ops and codecs.
 #pragma once
 
 #include <cstddef>
@@ -21,6 +21,13 @@ enum class Device : uint8_t { kHost = 0, kGpu = 1 };
 inline constexpr const char* kDeviceNames[] = {"host memory", "GPU memory"};
 inline constexpr int kDeviceCount = std::size(kDeviceNames);
 constexpr const char* NameOf(Device device) { return kDeviceNames[static_cast<int>(device)]; }
+
+// How floats look on their way between hosts (collectives/codec.h). The numbers are part of the wire format,
+// too.
+enum class Codec : uint8_t { kNone = 0, kInt8 = 1, kInt4 = 2 };
+inline constexpr const char* kCodecNames[] = {"none", "int8", "int4"};
+inline constexpr int kCodecCount = std::size(kCodecNames);
+constexpr const char* NameOf(Codec codec) { return kCodecNames[static_cast<int>(codec)]; }
 
 // The type in which elements are combined by `op`: float32 for 16-bit floats, int64 for integers that are
 // averaged, else `dtype` itself.

@@ -1,5 +1,6 @@
 #include "bind/capi.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -48,6 +49,8 @@ static_assert(static_cast<int>(Code::kLate) == KOLOVOD_LATE);
 static_assert(static_cast<int>(DType::kBFloat16) == KOLOVOD_BFLOAT16 &&
               kolovod::kDTypeCount == KOLOVOD_BFLOAT16 + 1);
 static_assert(static_cast<int>(Op::kProduct) == KOLOVOD_PRODUCT && kolovod::kOpCount == KOLOVOD_PRODUCT + 1);
+static_assert(static_cast<int>(kolovod::Codec::kInt4) == KOLOVOD_INT4_BLOCKS &&
+              kolovod::kCodecCount == KOLOVOD_INT4_BLOCKS + 1);
 static_assert(static_cast<int>(Verb::kRecv) == KOLOVOD_RECV && kolovod::kVerbCount == KOLOVOD_RECV + 1);
 
 // The first version's structs: no caller has smaller ones.
@@ -91,6 +94,10 @@ Status ReadTensor(const kolovod_tensor& from, size_t index, bool makes_outputs, 
     if (dim < 0) return Invalid(what + "dimension " + std::to_string(dim) + " is negative");
     empty = empty || dim == 0;
   }
+  if (from.codec < 0 || from.codec >= kolovod::kCodecCount) {
+    return Invalid(what + "codec " + std::to_string(from.codec) + " is unknown; see kolovod_codec");
+  }
+  to->meta.codec = static_cast<kolovod::Codec>(from.codec);
   to->in = from.input;
   to->out = makes_outputs && output_bytes == 0 ? nullptr : from.output;
   to->out_bytes = makes_outputs ? output_bytes : 0;
@@ -146,7 +153,9 @@ Status Read(const kolovod_request* from, Request* request, std::vector<Submitted
   const size_t* output_bytes = from->struct_size >= kRequestBytes2 ? from->output_bytes : nullptr;
   const char* at = reinterpret_cast<const char*>(from->tensors);
   for (size_t t = 0; t < tensors->size(); ++t, at += from->tensor_size) {
-    kolovod_tensor tensor = *reinterpret_cast<const kolovod_tensor*>(at);
+    kolovod_tensor tensor{};
+    std::memcpy(&tensor, at,
+                std::min(from->tensor_size, sizeof(tensor)));  // an older caller has smaller ones
     if (request->verb == Verb::kSend) tensor.output = const_cast<void*>(tensor.input);
     if (request->verb == Verb::kRecv) tensor.input = tensor.output;
     const size_t bytes = output_bytes == nullptr ? 0 : output_bytes[t];

@@ -61,7 +61,7 @@ TEST_CASE("a handle outlives its world") {
   RunRanks(1, [](Rank& rank) {
     kolovod_engine* handle = Attach(Borrow(rank));
     float value = 1.0f;
-    kolovod_tensor tensor{&value, &value, nullptr, 0, KOLOVOD_FLOAT32};
+    kolovod_tensor tensor{&value, &value, nullptr, 0, KOLOVOD_FLOAT32, KOLOVOD_NO_CODEC};
     const kolovod_request request = MakeRequest(tensor);
     std::atomic<int> calls{0};
     const auto count = [](void* calls_pointer, int, const char*) {
@@ -118,7 +118,7 @@ TEST_CASE("outputs in memory of the caller") {
     const float value = 1.0f + static_cast<float>(rank.rank());
     const int64_t one = 1;
     float gathered[4] = {};
-    const kolovod_tensor tensor{&value, gathered, &one, 1, KOLOVOD_FLOAT32};
+    const kolovod_tensor tensor{&value, gathered, &one, 1, KOLOVOD_FLOAT32, KOLOVOD_NO_CODEC};
     kolovod_request request = MakeRequest(tensor);
     request.verb = KOLOVOD_ALLGATHER;
     size_t bytes = 3 * sizeof(float);
@@ -162,7 +162,7 @@ TEST_CASE("a wait has its limit") {
   RunRanks(2, [](Rank& rank) {
     kolovod_engine* handle = Attach(Borrow(rank));
     float value = 1.0f;
-    kolovod_tensor tensor{&value, &value, nullptr, 0, KOLOVOD_FLOAT32};
+    kolovod_tensor tensor{&value, &value, nullptr, 0, KOLOVOD_FLOAT32, KOLOVOD_NO_CODEC};
     kolovod_request request = MakeRequest(tensor);
     uint64_t operation = 0;
     if (rank.rank() == 0) {

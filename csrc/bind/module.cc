@@ -291,12 +291,14 @@ NB_MODULE(_native, m) {
       "major"_a, "minor"_a);
   m.attr("ON_DEVICE") = kOnDevice;
   m.attr("DEVICE_SHIFT") = kDeviceShift;
+  m.attr("CODEC_SHIFT") = kCodecShift;
   m.attr("PROTOCOL") = kProtocolVersion;
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
   m.attr("VERB_TRAITS") = VerbTable();
   m.attr("DTYPE_TRAITS") = DTypeTable();
   m.attr("OPS") = Names<Op>(kOpCount);
+  m.attr("CODECS") = Names<Codec>(kCodecCount);
   m.attr("STATUS") = StatusNames();
 }
 

@@ -67,8 +67,10 @@ inline void ThrowWaitError(const Status& status) {
   ThrowIfError(status);
 }
 
-// What Python adds to the number of a dtype for a tensor on a GPU: this, and the GPU's number shifted.
+// What Python adds to the number of a dtype: for a tensor on a GPU this, and the GPU's number shifted; and
+// the number of a codec, shifted.
 inline constexpr int kOnDevice = 1 << 8;
+inline constexpr int kCodecShift = 12;
 inline constexpr int kDeviceShift = 16;
 
 inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
@@ -83,8 +85,11 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
     if (fields.size() != 4) throw nb::value_error("tensor: need (dtype, shape, input, output)");
     SubmittedTensor tensor;
     const int code = nb::cast<int>(fields[0]);
-    const int dtype = code >= kOnDevice ? code % kOnDevice : code;
-    if (dtype != code) {
+    const int dtype = code < 0 ? code : code % kOnDevice;
+    const int codec = code < 0 ? 0 : code >> kCodecShift & 15;
+    if (codec >= kCodecCount) throw nb::value_error("tensor: unknown codec number");
+    tensor.meta.codec = static_cast<Codec>(codec);
+    if (code > 0 && (code & kOnDevice) != 0) {
       tensor.meta.device = Device::kGpu;
       tensor.gpu = code >> kDeviceShift;
     }

@@ -109,9 +109,11 @@ struct Definition {
 std::vector<Definition> Definitions() {
   const std::vector<const char*> reduction = {kTypes, "op: int", "prescale_bits: int",
                                               "postscale_bits: int"};  // of float64
+  std::vector<const char*> allreduce = reduction;
+  allreduce.push_back("codecs: string");  // by tensor, as digits; empty: none
   const std::vector<const char*> tensors = {"anchor: uint8", "tensors: T"};
   return {
-      {kAllreduce, tensors, {"results: T"}, reduction, SameShapes},
+      {kAllreduce, tensors, {"results: T"}, allreduce, SameShapes},
       {kBroadcast, tensors, {"results: T"}, {kTypes, "root: int"}, SameShapes},
       // starts: of each result, the first row that is this rank's
       {kAllgather, tensors, {"results: T", "starts: int64"}, {kTypes}, AllgatherShapes},

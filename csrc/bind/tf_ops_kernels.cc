@@ -62,6 +62,7 @@ constexpr int64_t kIterationsAtOnce = 16;
 struct Kernel {
   kolovod_verb verb = KOLOVOD_ALLREDUCE;
   std::string name;
+  std::string codecs;  // by tensor, as digits; shorter: none for the rest
   bool is_named_by_place = false;
   bool is_in_inner_loop = false;  // its frame is one of several of the same place
   int op = KOLOVOD_SUM;
@@ -97,6 +98,7 @@ void* CreateKernel(TF_OpKernelConstruction* construction) {
     kernel->prescale = attributes.Double("prescale_bits");
     kernel->postscale = attributes.Double("postscale_bits");
   }
+  if (verb == KOLOVOD_ALLREDUCE) kernel->codecs = attributes.Text("codecs");
   if (!attributes.Complete()) return nullptr;
   if (kernel->name.empty()) {
     // The place in the graph: unlike a name made while tracing it does not depend on how often each rank has
@@ -173,7 +175,10 @@ void Prepare(Call* call, int i, const StatusPtr& status) {
   call->bytes += tf.TensorByteSize(given);
   call->types.push_back(type);
   call->shapes.push_back(std::move(shape));
-  call->tensors.push_back({source, target, call->shapes.back().data(), ndim, ToDType(type)});
+  const auto place = static_cast<size_t>(i);
+  const std::string& codecs = call->kernel->codecs;
+  const int codec = place < codecs.size() ? codecs[place] - '0' : KOLOVOD_NO_CODEC;
+  call->tensors.push_back({source, target, call->shapes.back().data(), ndim, ToDType(type), codec});
   if (input != nullptr) call->inputs.push_back(std::move(input));
 }
 

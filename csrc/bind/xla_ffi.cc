@@ -7,6 +7,7 @@
 // Two hand-overs for each operation cost several times what a small one takes, and XLA comes to the
 // operations of a short program one by one. So a small one that finds the engine idle is first tried in XLA's
 // own thread (see Patience).
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -156,6 +157,7 @@ void OnDone(void* user_data, int code, const char* message) {
 
 struct Arguments {
   std::string name;
+  std::string codecs;  // by array, as digits; shorter: none for the rest
   int64_t verb = -1;
   int64_t op = -1;
   int64_t root = 0;
@@ -181,9 +183,9 @@ bool ReadAttributes(const xla::Attributes& attributes, Arguments* out) {
   for (int64_t i = 0; i < attributes.size; ++i) {
     const std::string_view name(attributes.names[i]->data, attributes.names[i]->length);
     const void* value = attributes.values[i];
-    if (name == "name" && attributes.types[i] == xla::kTextType) {
+    if ((name == "name" || name == "codecs") && attributes.types[i] == xla::kTextType) {
       const auto& text = *static_cast<const xla::Text*>(value);
-      out->name.assign(text.data, text.length);
+      (name == "name" ? out->name : out->codecs).assign(text.data, text.length);
       continue;
     }
     if (attributes.types[i] != xla::kScalarType) return false;
@@ -222,7 +224,8 @@ std::string ReadTensors(const xla::CallFrame& frame, int64_t verb, std::vector<k
       return "XLA's dtype number " + std::to_string(input.dtype) + " of array " + std::to_string(i) +
              " is none that Kolovod knows";
     }
-    tensors->push_back({input.data, output.data, input.dims, static_cast<int32_t>(input.rank), dtype});
+    tensors->push_back(
+        {input.data, output.data, input.dims, static_cast<int32_t>(input.rank), dtype, KOLOVOD_NO_CODEC});
     output_bytes->push_back(BytesOf(output));
   }
   return "";
@@ -266,6 +269,9 @@ int Submit(const xla::CallFrame& frame, const Arguments& arguments, Call* call, 
     return KOLOVOD_SHUT_DOWN;
   }
   if (const std::string other = CheckPlace(arguments, engine); !other.empty()) return refuse(other);
+  for (size_t t = 0; t < std::min(arguments.codecs.size(), tensors.size()); ++t) {
+    tensors[t].codec = arguments.codecs[t] - '0';
+  }
   for (size_t t = 0; arguments.zeroed != 0 && t < tensors.size(); ++t) {
     call->zeroed.push_back({tensors[t].output, output_bytes[t]});
   }

@@ -26,6 +26,8 @@ struct FusedRange {
   double postscale;
   std::vector<Piece> pieces;
   const std::string* name;  // the first tensor's, for traces
+  // Between hosts; of an allreduce by Sum or Average, whose dtype is accumulated in float32.
+  Codec codec = Codec::kNone;
 };
 
 class Backend {

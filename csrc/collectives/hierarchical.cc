@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "collectives/coded.h"
 #include "collectives/measure.h"
 #include "collectives/pairwise.h"
 
@@ -75,37 +76,50 @@ bool HierarchicalBackend::GoesFlat(DType dtype, Op op) const {
   return hosts_.most == 1 || NeedsOnePlace(dtype, op);
 }
 
-// One block of an allreduce on its way through the three steps. Small tensors are gathered into `staging`
-// first, since what is inside the host wants one run of bytes.
+// One block of an allreduce on its way through the three steps. Small tensors are gathered into scratch
+// first, since what is inside the host wants one run of bytes; so is what is to be encoded and no whole
+// number of codec blocks, with zeros behind it.
 class HierarchicalBackend::Block {
  public:
   Block(HierarchicalBackend& owner, const FusedRange& range, const PackedRange& view, Slice slice,
         size_t lanes)
       : owner_(owner), range_(range), view_(view), slice_(slice), counts_(owner.local_size()) {
     const size_t item = SizeOf(range.dtype);
+    const size_t unit = range.codec == Codec::kNone ? 1 : kCodecBlock * item;
+    const size_t units = (slice.end - slice.begin) / unit;
     const auto place = static_cast<size_t>(owner.place_);
     for (size_t l = 0; l < lanes; ++l) {
-      const Slice share = SliceOf(slice.end - slice.begin, static_cast<int>(lanes), static_cast<int>(l));
+      const auto parts = static_cast<int>(lanes), index = static_cast<int>(l);
+      const Slice cut = unit == 1 ? SliceOf(units, parts, index) : BlocksOf(units, parts, index);
+      const Slice share{cut.begin * unit, cut.end * unit};
       counts_[l] = (share.end - share.begin) / item;
       if (l == place) own_ = share;
     }
   }
 
-  // Memory for a block of `bytes`, and for its exchange among `hosts` hosts.
-  static size_t ScratchBytes(size_t block_bytes, size_t lane_bytes, size_t hosts) {
-    return RoundUp(block_bytes, kLine) + 2 * hosts * RoundUp((lane_bytes + hosts - 1) / hosts, kLine);
+  // Memory for a block of `bytes`, of which a lane has at most `lane_bytes`, and for its exchange among
+  // `hosts` hosts.
+  static size_t ScratchBytes(const FusedRange& range, size_t block_bytes, size_t lane_bytes, size_t hosts) {
+    const size_t staging = RoundUp(block_bytes, kLine);
+    if (range.codec == Codec::kNone)
+      return staging + 2 * hosts * RoundUp((lane_bytes + hosts - 1) / hosts, kLine);
+    const size_t blocks = lane_bytes / (kCodecBlock * SizeOf(range.dtype));
+    const size_t widened = range.dtype == DType::kFloat32 ? 0 : blocks * kCodecBlockBytes;
+    return staging + widened + CodedExchange::ScratchBytes(range.codec, blocks, static_cast<int>(hosts));
   }
 
   Status ReduceInside(char* scratch) {
     const char* in = nullptr;
-    size_t parts = 0;
+    size_t parts = 0, bytes = 0;
     view_.ForEach(slice_, [&](const PackedRange::Part& part) {
       in = part.in;
       base_ = part.out;
+      bytes += part.bytes;
       ++parts;
     });
-    staged_ = parts > 1;
+    staged_ = parts > 1 || bytes < slice_.end - slice_.begin;
     if (staged_) {
+      if (bytes < slice_.end - slice_.begin) std::memset(scratch, 0, slice_.end - slice_.begin);
       PackSlice(Combine{range_.dtype, range_.op, 1.0, 1.0, 1}, view_, slice_, scratch);
       in = base_ = scratch;
     }
@@ -118,15 +132,27 @@ class HierarchicalBackend::Block {
     char* share = base_ + own_.begin;
     lane_range_.pieces = {Piece{share, share, (own_.end - own_.begin) / SizeOf(range_.dtype)}};
     lane_range_.dtype = range_.dtype;
+    if (range_.codec != Codec::kNone) {
+      MakeCoded();
+      return Status();
+    }
     lane_view_ = std::make_unique<PackedRange>(lane_range_);
     return Status();
   }
 
   // The exchange between the hosts at once, by whatever algorithm is best.
-  Status Exchange() { return InLane() ? owner_.lane_->Reduce(*lane_view_, Between()) : Status(); }
+  Status Exchange() {
+    if (range_.codec == Codec::kNone) {
+      return InLane() ? owner_.lane_->Reduce(*lane_view_, Between()) : Status();
+    }
+    KV_RETURN_IF_ERROR(Contribute());
+    KV_RETURN_IF_ERROR(Reduce());
+    return Collect();
+  }
 
   // The exchange in parts, so that blocks overlap.
   Status Contribute() {
+    if (coded_ != nullptr) return coded_->Contribute();
     if (!InLane()) return Status();
     const auto hosts = static_cast<int>(owner_.hosts_.ranks.size());
     pairwise_ = std::make_unique<Pairwise>(owner_.lane_->group(), *lane_view_, Between(),
@@ -135,8 +161,16 @@ class HierarchicalBackend::Block {
     pairwise_->Begin(scratch_);
     return pairwise_->Contribute(0);
   }
-  Status Reduce() { return pairwise_ == nullptr ? Status() : pairwise_->Reduce(0); }
-  Status Collect() { return pairwise_ == nullptr ? Status() : pairwise_->Collect(); }
+  Status Reduce() {
+    if (coded_ != nullptr) return coded_->Reduce();
+    return pairwise_ == nullptr ? Status() : pairwise_->Reduce(0);
+  }
+  Status Collect() {
+    if (coded_ == nullptr) return pairwise_ == nullptr ? Status() : pairwise_->Collect();
+    KV_RETURN_IF_ERROR(coded_->Collect());
+    Narrow();
+    return Status();
+  }
 
   Status GatherInside() {
     std::vector<size_t> bytes;
@@ -151,6 +185,36 @@ class HierarchicalBackend::Block {
 
  private:
   bool InLane() const { return own_.end > own_.begin; }
+
+  void MakeCoded() {
+    if (!InLane()) return;
+    const size_t elements = (own_.end - own_.begin) / SizeOf(range_.dtype);
+    float* values = reinterpret_cast<float*>(base_ + own_.begin);
+    if (range_.dtype != DType::kFloat32) {
+      values = widened_ = reinterpret_cast<float*>(scratch_);
+      scratch_ += elements * sizeof(float);
+      Convert(base_ + own_.begin, widened_, /*to_partials=*/true);
+    }
+    coded_ = std::make_unique<CodedExchange>(owner_.lane_->group(), range_.codec, Between(), values,
+                                             elements / kCodecBlock, scratch_);
+  }
+  void Narrow() {
+    if (widened_ != nullptr) Convert(widened_, base_ + own_.begin, /*to_partials=*/false);
+  }
+  // Of this rank's share, between its dtype and float32.
+  void Convert(const void* from, void* to, bool to_partials) {
+    ::kolovod::Exchange x;
+    x.reduce.dtype = range_.dtype;
+    x.reduce.op = Op::kSum;
+    x.reduce.sources = &from;
+    x.reduce.source_count = 1;
+    x.reduce.to_partials = to_partials;
+    x.reduce.from_partials = !to_partials;
+    x.reduce.out = to;
+    x.reduce.count = (own_.end - own_.begin) / SizeOf(range_.dtype);
+    ActiveKernels().exchange(x);
+  }
+
   Combine Between() const {
     Combine between = Combine::Of(range_, static_cast<int>(owner_.hosts_.host.size()));
     between.prescale = 1.0;
@@ -169,6 +233,8 @@ class HierarchicalBackend::Block {
   FusedRange lane_range_{DType::kUInt8, Op::kSum, 1.0, 1.0, {}, nullptr};
   std::unique_ptr<PackedRange> lane_view_;
   std::unique_ptr<Pairwise> pairwise_;
+  std::unique_ptr<CodedExchange> coded_;
+  float* widened_ = nullptr;
 };
 
 // A block is to a lane what a portion is to a pairwise exchange: no more than keeps the links busy.
@@ -192,20 +258,24 @@ Status HierarchicalBackend::Allreduce(const FusedRange& range) {
 
 Status HierarchicalBackend::AllreduceBetween(const FusedRange& range) {
   const size_t hosts = hosts_.ranks.size();
-  if (GoesFlat(range.dtype, range.op)) return flat_.Allreduce(range);
-  const PackedRange view(range);
+  const bool coded = range.codec != Codec::kNone;
+  if (!coded && GoesFlat(range.dtype, range.op)) return flat_.Allreduce(range);
+  const size_t unit = coded ? kCodecBlock * SizeOf(range.dtype) : 1;
+  const PackedRange view(range, unit);
   if (view.total() == 0) return Status();
   const size_t lanes = view.total() <= kOneLaneBytes ? 1 : hosts_.fewest;
   // Only pairwise can be done in parts that overlap. Others pay for every step of every block: larger ones.
   const bool overlaps =
-      options_.algorithm == Algorithm::kPairwise ||
+      coded || options_.algorithm == Algorithm::kPairwise ||
       (options_.algorithm == Algorithm::kAuto && OrderOf(static_cast<int>(hosts)) == Order::kRanks);
-  const size_t lane_bytes =
+  size_t lane_bytes =
       overlaps ? OverlappingBytes() : RoundUp(options_.portion_bytes, kLine) * kPortionsOfBlock;
+  if (coded) lane_bytes = RoundUp(lane_bytes * unit / EncodedBlockBytes(range.codec), unit);
   const size_t block_bytes = lanes * lane_bytes;
   const size_t blocks = (view.total() + block_bytes - 1) / block_bytes;
   constexpr size_t kInFlight = 3;
-  const size_t slot_bytes = Block::ScratchBytes(std::min(block_bytes, view.total()), lane_bytes, hosts);
+  const size_t slot_bytes =
+      Block::ScratchBytes(range, std::min(block_bytes, view.total()), lane_bytes, hosts);
   KV_RETURN_IF_ERROR(scratch_.Reserve(std::min(kInFlight, blocks) * slot_bytes));
   const auto block_at = [&](size_t i) {
     return Slice{i * block_bytes, std::min((i + 1) * block_bytes, view.total())};
@@ -219,7 +289,7 @@ Status HierarchicalBackend::AllreduceBetween(const FusedRange& range) {
     }
     return Status();
   }
-  if (lane_ != nullptr) lane_->Count(Algorithm::kPairwise);
+  if (lane_ != nullptr && !coded) lane_->Count(Algorithm::kPairwise);
   std::array<std::unique_ptr<Block>, kInFlight> in_flight;
   for (size_t step = 0; step < blocks + 2; ++step) {
     if (step < blocks) {

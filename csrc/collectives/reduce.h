@@ -56,6 +56,10 @@ struct Kernels {
   void (*copy_streaming)(void* dst, const void* src, size_t bytes);
   // Stores that bypassed the cache are visible to whoever sees a later one.
   void (*fence)();
+  // Whole blocks of codec.h, EncodedBlockBytes each: from floats, to them, and added to them.
+  void (*encode)(Codec codec, const float* from, size_t blocks, char* to);
+  void (*decode)(Codec codec, const char* from, size_t blocks, float* to);
+  void (*decode_add)(Codec codec, const char* from, size_t blocks, float* to);
   const char* name;
 };
 

@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "collectives/codec_kernels.h"
 #include "collectives/reduce.h"
 #include "collectives/reduce_arithmetic.h"
 #include "collectives/reduce_narrow.h"
@@ -306,6 +307,7 @@ void ExchangeAny(const Exchange& x) {
 
 namespace KV_ISA {
 extern const Kernels kKernels;
-const Kernels kKernels = {ExchangeAny, CopyStreaming, StreamingFence, KV_ISA_NAME};
+const Kernels kKernels = {ExchangeAny,         CopyStreaming,      StreamingFence, EncodeBlocks,
+                          DecodeBlocks<false>, DecodeBlocks<true>, KV_ISA_NAME};
 }  // namespace KV_ISA
 }  // namespace kolovod

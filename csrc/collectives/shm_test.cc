@@ -47,7 +47,8 @@ struct Deferred {
   }
 };
 
-constexpr Kernels kDeferred = {Deferred::Run, Deferred::CopyStreaming, Deferred::Fence, "deferred"};
+constexpr Kernels kDeferred = {
+    Deferred::Run, Deferred::CopyStreaming, Deferred::Fence, nullptr, nullptr, nullptr, "deferred"};
 
 // Large enough for streaming and for trials of the chooser, which do both; and with the smallest in one
 // exchange, which chooses for itself.

@@ -19,6 +19,7 @@ struct FusionKey {
   Op op;
   double prescale;
   double postscale;
+  Codec codec;
   bool operator==(const FusionKey&) const = default;
 };
 

@@ -94,6 +94,7 @@ std::string EncodeRequest(const Request& request) {
   for (const TensorMeta& tensor : request.tensors) {
     w.Put(static_cast<uint8_t>(tensor.dtype));
     w.Put(static_cast<uint8_t>(tensor.device));
+    w.Put(static_cast<uint8_t>(tensor.codec));
     PutInts(w, tensor.shape);
   }
   return w.Take();
@@ -107,15 +108,15 @@ std::optional<Request> DecodeRequest(std::string_view bytes) {
   if (!r.GetString(&request.name) || !r.Get(&cacheable) || cacheable > 1 ||
       !r.GetEnum(kVerbCount, &request.verb) || !r.GetEnum(kOpCount, &request.op) ||
       !r.Get(&request.prescale) || !r.Get(&request.postscale) || !r.Get(&request.root) ||
-      !r.GetInts(&request.splits) || !r.GetCount(6, &tensors)) {
+      !r.GetInts(&request.splits) || !r.GetCount(7, &tensors)) {
     return std::nullopt;
   }
   request.cacheable = cacheable != 0;
   request.tensors.resize(tensors);
   for (TensorMeta& tensor : request.tensors) {
     if (!r.GetEnum(kDTypeCount, &tensor.dtype) || !r.GetEnum(kDeviceCount, &tensor.device) ||
-        tensor.device != request.tensors.front().device || !r.GetInts(&tensor.shape) ||
-        tensor.shape.size() > kMaxDims || !IsCountable(tensor)) {
+        tensor.device != request.tensors.front().device || !r.GetEnum(kCodecCount, &tensor.codec) ||
+        !r.GetInts(&tensor.shape) || tensor.shape.size() > kMaxDims || !IsCountable(tensor)) {
       return std::nullopt;
     }
   }

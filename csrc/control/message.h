@@ -19,6 +19,7 @@ struct TensorMeta {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> shape;
   Device device = Device::kHost;
+  Codec codec = Codec::kNone;  // that was asked for; of an allreduce by Sum or Average
   bool operator==(const TensorMeta&) const = default;
 };
 

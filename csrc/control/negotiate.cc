@@ -53,6 +53,7 @@ std::string TensorConflict(const Pair& pair) {
     const std::string where =
         first.tensors.size() > 1 ? " of tensor " + std::to_string(t) + " of the group" : "";
     if (a.dtype != b.dtype) return pair.Says("dtype" + where, NameOf(a.dtype), NameOf(b.dtype));
+    if (a.codec != b.codec) return pair.Says("compression" + where, NameOf(a.codec), NameOf(b.codec));
     if (a.device != b.device) return pair.Says("device" + where, NameOf(a.device), NameOf(b.device));
     if (!ShapesAgree(first.verb, a.shape, b.shape)) {
       return pair.Says("shape" + where, ShapeText(a.shape), ShapeText(b.shape));

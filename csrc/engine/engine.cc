@@ -286,6 +286,15 @@ Status Engine::RefuseNew(const Operation& op) {
                                             std::to_string(membership_.number()) +
                                             ": wait for it before submitting the same name again");
   }
+  const bool is_foreign = lane_ == nullptr ? external_ != nullptr : op.request.device() != Device::kHost;
+  for (const TensorMeta& tensor : op.request.tensors) {
+    if (!is_foreign || tensor.codec == Codec::kNone) continue;
+    return Status(Code::kInvalidArgument, std::string(NameOf(op.request.verb)) + " '" + op.request.name +
+                                              "': compression " + NameOf(tensor.codec) +
+                                              " is done by Kolovod's own engine, but another one (MPI, Gloo "
+                                              "or NCCL) carries this tensor and can only add what it "
+                                              "knows; use Compression.bf16 or .fp16");
+  }
   if (op.request.device() == Device::kHost) return Status();
   if (lane_ == nullptr || op.on_done != nullptr) {
     return Status(Code::kInvalidArgument, std::string(NameOf(op.request.verb)) + " '" + op.request.name +

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "collectives/adasum.h"
+#include "collectives/codec.h"
 #include "collectives/shm.h"
 #include "control/fusion.h"
 
@@ -144,14 +145,16 @@ Status Executor::ExecuteFused(const std::vector<OperationPtr>& ops) {
     if (!TraitsOf(request.verb).fuses) continue;
     for (size_t t = 0; t < op->inputs.size(); ++t) {
       if (op->counts[t] == 0) continue;
-      keys.push_back({request.tensors[t].dtype, request.op, request.prescale, request.postscale});
+      const TensorMeta& meta = request.tensors[t];
+      const Codec codec = CodecOf(meta.codec, meta.dtype, op->counts[t]);
+      keys.push_back({meta.dtype, request.op, request.prescale, request.postscale, codec});
       pieces.push_back({op->inputs[t], op->outputs[t], op->counts[t]});
       names.push_back(&request.name);
     }
   }
   for (const std::vector<size_t>& group : GroupByKey(keys)) {
     const FusionKey& key = keys[group.front()];
-    FusedRange range{key.dtype, key.op, key.prescale, key.postscale, {}, names[group.front()]};
+    FusedRange range{key.dtype, key.op, key.prescale, key.postscale, {}, names[group.front()], key.codec};
     range.pieces.reserve(group.size());
     for (size_t i : group) range.pieces.push_back(pieces[i]);
     if (range.op == Op::kAdasum) {

@@ -68,6 +68,19 @@ Status ValidateAdasum(const std::string& what, const Request& request,
   return Status();
 }
 
+bool MayBeCoded(const Request& request) {
+  return request.verb == Verb::kAllreduce && (request.op == Op::kSum || request.op == Op::kAverage);
+}
+
+Status ValidateCodec(const std::string& what, const Request& request, Codec codec) {
+  if (codec == Codec::kNone || MayBeCoded(request)) return Status();
+  const std::string asked =
+      request.verb == Verb::kAllreduce ? std::string("op ") + NameOf(request.op) : NameOf(request.verb);
+  return Status(Code::kInvalidArgument, what + "compression " + NameOf(codec) +
+                                            " is for allreduce by Sum or Average, not for " + asked +
+                                            "; leave it out");
+}
+
 Status ValidateDevice(const std::string& what, const Request& request,
                       const std::vector<SubmittedTensor>& tensors) {
   for (const SubmittedTensor& tensor : tensors) {
@@ -161,6 +174,7 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
   if (tensors.size() > 1) KV_RETURN_IF_ERROR(ValidateApart(what, tensors, verb.makes_outputs));
   for (const SubmittedTensor& tensor : tensors) {
     const DTypeTraits& dtype = TraitsOf(tensor.meta.dtype);
+    KV_RETURN_IF_ERROR(ValidateCodec(what, request, tensor.meta.codec));
     if (tensor.meta.shape.size() > kMaxDims) {
       return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +
                                                 " dimensions; at most " + std::to_string(kMaxDims));
@@ -183,6 +197,7 @@ bool IsSound(const Request& request, int size) {
   if (verb.is_transfer || request.root < 0 || request.root >= size) return false;
   for (const TensorMeta& tensor : request.tensors) {
     if (verb.makes_outputs && tensor.shape.empty()) return false;
+    if (tensor.codec != Codec::kNone && !MayBeCoded(request)) return false;
   }
   if (verb.rows_differ != RowsDiffer::kSplits) return request.splits.empty();
   if (request.tensors.size() != 1 || request.splits.size() != static_cast<size_t>(size)) return false;

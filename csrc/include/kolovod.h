@@ -31,7 +31,8 @@
 extern "C" {
 #endif
 
-#define KOLOVOD_ABI_VERSION 3 /* 2: places on hosts, kolovod_take_output, output_bytes; 3: drive_us */
+#define KOLOVOD_ABI_VERSION \
+  4 /* 2: places on hosts, kolovod_take_output, output_bytes; 3: drive_us; 4: codec */
 
 /* The outcome of an operation. */
 typedef enum kolovod_code {
@@ -71,6 +72,13 @@ typedef enum kolovod_op {
   KOLOVOD_PRODUCT = 5
 } kolovod_op;
 
+/* Blocks of 256 floats with a scale (csrc/collectives/codec.h): 8 bits an element, or 4. */
+typedef enum kolovod_codec {
+  KOLOVOD_NO_CODEC = 0,
+  KOLOVOD_INT8_BLOCKS = 1,
+  KOLOVOD_INT4_BLOCKS = 2
+} kolovod_codec;
+
 typedef enum kolovod_verb {
   KOLOVOD_ALLREDUCE = 0,
   KOLOVOD_BROADCAST = 1,
@@ -96,6 +104,7 @@ typedef struct kolovod_tensor {
   const int64_t* shape; /* elements, `ndim` of them; not needed after kolovod_submit */
   int32_t ndim;
   int32_t dtype; /* kolovod_dtype */
+  int32_t codec; /* kolovod_codec: of floats between hosts, in an allreduce by sum or average */
 } kolovod_tensor;
 
 /* Start from all zeroes, then set the two sizes and what the verb needs. */

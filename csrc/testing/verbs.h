@@ -70,6 +70,7 @@ struct Factors {
   double prescale = 1.0;
   double postscale = 1.0;
   int divisor = 1;
+  Codec codec = Codec::kNone;
 };
 
 // All sources added in their order.
@@ -110,7 +111,7 @@ inline void CheckAllreduce(Backend& backend, int rank, int size, const Reference
   Factors factors = given;
   factors.divisor = op == Op::kAverage ? size : 1;
   const std::string name = "t";
-  FusedRange range{dtype, op, factors.prescale, factors.postscale, {}, &name};
+  FusedRange range{dtype, op, factors.prescale, factors.postscale, {}, &name, factors.codec};
   std::vector<Bytes> in, out, wanted;
   for (size_t t = 0; t < counts.size(); ++t) {
     std::vector<Bytes> all;

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kolovod import errors
 from kolovod import numpy as _numpy
+from kolovod.gradients.compression import Compression
 from kolovod.numpy import broadcast_parameters
 from kolovod.observe.last_operations import last_operations
 from kolovod.surface import bind as _bind
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kolovod.launch.run import RankFailed, SshOptions, run
 
 __all__ = [
+    "Compression",
     "RankFailed",
     "SshOptions",
     "__version__",

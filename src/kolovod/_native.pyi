@@ -323,6 +323,7 @@ def xla_collective_handler(major: int, minor: int) -> int:
 PROTOCOL: int
 ON_DEVICE: int
 DEVICE_SHIFT: int
+CODEC_SHIFT: int
 """Ranks with another one do not understand each other (csrc/base/version.h)."""
 VERBS: dict[str, int]
 DTYPES: dict[str, int]
@@ -331,4 +332,5 @@ VERB_TRAITS: dict[str, VerbTraits]
 DTYPE_TRAITS: dict[str, DTypeTraits]
 """By name: the table of dtypes (csrc/base/dtype_traits.h)."""
 OPS: dict[str, int]
+CODECS: dict[str, int]
 STATUS: dict[str, int]

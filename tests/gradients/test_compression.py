@@ -64,7 +64,9 @@ def test_horovods_shape():
 
 @pytest.mark.parametrize("compression", ["fp16", None, Payload, Compression])
 def test_what_is_no_compressor(compression):
-    with pytest.raises(InvalidArgumentError, match=r"give Compression.none, .fp16 or .bf16"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"give Compression.none, .fp16, .bf16, .int8 or"
+    ):
         adapted(compression)
 
 

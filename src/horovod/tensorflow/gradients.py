@@ -22,7 +22,7 @@ Tensors = Sequence[Any]
 
 
 def allreduce(tensors: Tensors, name: str | None, *arguments: Any) -> list[Tensor]:
-    """``arguments``: op, prescale, postscale, process set."""
+    """``arguments``: op, prescale, postscale, process set, codec."""
     if arguments[0] in (Average, Sum):
         return collectives.grouped_allreduce(list(tensors), name, *arguments)
 

@@ -21,6 +21,7 @@ from horovod.tensorflow.arguments import (
     several,
 )
 from horovod.tensorflow.compression import Compression
+from kolovod.core.codecs import codec_in
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.gradients import scaled
@@ -113,7 +114,8 @@ def _reduced(
         if dense:
             small = [compression.compress(tf.convert_to_tensor(tensors[i])) for i in dense]
             inputs = [tensor for tensor, _ in small]
-            outputs = gradients.allreduce(inputs, full_name, op, prescale, postscale, group)
+            how = op, prescale, postscale, group, codec_in(compression)
+            outputs = gradients.allreduce(inputs, full_name, *how)
             for i, output, (_, context) in zip(dense, outputs, small, strict=True):
                 results[i] = compression.decompress(output, context)
         if sparse:

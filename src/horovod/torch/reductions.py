@@ -14,6 +14,7 @@ from horovod.torch import handles
 from horovod.torch.arguments import Tensor, Tensors, given, several
 from horovod.torch.autograd import plain, verbs
 from horovod.torch.compression import Compression
+from kolovod.core.codecs import codec_in
 from kolovod.core.handles import Handle
 
 Finish = Callable[[Any], Any]
@@ -33,7 +34,7 @@ def allreduce(
     scales = prescale_factor, postscale_factor
     arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
     small, context = compression.compress(tensor)
-    result = verbs.allreduce(small, *arguments)
+    result = verbs.allreduce(small, *arguments, compression=codec_in(compression))
     return compression.decompress(result, context)  # type: ignore[no-any-return]
 
 
@@ -51,7 +52,7 @@ def grouped_allreduce(
     scales = prescale_factor, postscale_factor
     arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
     smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
-    results = verbs.grouped_allreduce(smalls, *arguments)
+    results = verbs.grouped_allreduce(smalls, *arguments, compression=codec_in(compression))
     return list(map(compression.decompress, results, contexts))
 
 

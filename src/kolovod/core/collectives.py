@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kolovod.core.buffers import Buffers, Make, all_of, both, rows_for_ranks
+from kolovod.core.codecs import codecs_of
 from kolovod.core.frontend import ON_DEVICE, Frontend, TensorView
 from kolovod.core.handles import Handle
 from kolovod.core.ops import Adasum, Average, Sum
@@ -83,17 +84,18 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> T:
         """Combine ``tensor`` over all ranks; every rank gets ``postscale * op(prescale * tensor)``.
 
         ``tensor``: any shape, the same on all ranks, of any dtype that the engine knows (bool: no
         Average, no factors). Integers are truncated toward zero after each multiplication. Sums
         and products wrap around; the sum of an Average is kept in 64 bits and does not.
+        ``compression``: ``Compression.int8`` or ``.int4``, of floats between hosts, with Average or
+        Sum (see ``Codec``); a list in a grouped verb: one for each tensor.
         """
         return self.new(
-            _request(
-                (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-            ),
+            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
             tensor,
         )
 
@@ -105,12 +107,11 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> Handle[T]:
         """``allreduce`` that returns at once."""
         return self.start_new(
-            _request(
-                (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-            ),
+            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
             tensor,
         )
 
@@ -122,12 +123,11 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> T:
         """``allreduce`` in place."""
         return self.in_place(
-            _request(
-                (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-            ),
+            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
             tensor,
         )
 
@@ -139,12 +139,11 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> Handle[T]:
         """``allreduce_`` that returns at once."""
         return self.start_in_place(
-            _request(
-                (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-            ),
+            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
             tensor,
         )
 
@@ -156,15 +155,14 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> list[T]:
         """``allreduce`` of several tensors as one operation.
 
         They may differ in shape and dtype; the group is ready when every rank has submitted it.
         """
         return self.new_group(
-            _request(
-                (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-            ),
+            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
             tensors,
         )
 
@@ -176,12 +174,11 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce`` that returns at once."""
         return self.start_new_group(
-            _request(
-                (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-            ),
+            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
             tensors,
         )
 
@@ -193,12 +190,11 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> list[T]:
         """``grouped_allreduce`` in place; returns a list of the tensors given."""
         return self.group_in_place(
-            _request(
-                (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-            ),
+            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
             tensors,
         )
 
@@ -210,11 +206,10 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: Group | None = None,
+        compression: Any = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce_`` that returns at once."""
-        request = _request(
-            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None)
-        )
+        request = _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression)
         return self.start_group_in_place(request, tensors)
 
     # broadcast ----------------------------------------------------------------------------------
@@ -267,14 +262,16 @@ class Collectives:
         Dimension 0 may differ between ranks (0 included); the others must agree. A scalar has no
         dimension to join along: InvalidArgumentError.
         """
-        return self.new(_request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None)), tensor)
+        return self.new(
+            _request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None, ())), tensor
+        )
 
     def allgather_async(
         self, tensor: T, name: str | None = None, process_set: Group | None = None
     ) -> Handle[T]:
         """``allgather`` that returns at once."""
         return self.start_new(
-            _request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None)), tensor
+            _request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None, ())), tensor
         )
 
     def grouped_allgather(
@@ -282,7 +279,7 @@ class Collectives:
     ) -> list[T]:
         """``allgather`` of several tensors as one operation."""
         return self.new_group(
-            _request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None)), tensors
+            _request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None, ())), tensors
         )
 
     def grouped_allgather_async(
@@ -290,7 +287,7 @@ class Collectives:
     ) -> Handle[list[T]]:
         """``grouped_allgather`` that returns at once."""
         return self.start_new_group(
-            _request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None)), tensors
+            _request((ALLGATHER, name, process_set, Sum, 1.0, 1.0, 0, None, ())), tensors
         )
 
     # alltoall -----------------------------------------------------------------------------------
@@ -343,7 +340,17 @@ class Collectives:
         """
         return self.new(
             _request(
-                (REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, 0, None)
+                (
+                    REDUCESCATTER,
+                    name,
+                    process_set,
+                    op,
+                    prescale_factor,
+                    postscale_factor,
+                    0,
+                    None,
+                    (),
+                )
             ),
             tensor,
         )
@@ -360,7 +367,17 @@ class Collectives:
         """``reducescatter`` that returns at once."""
         return self.start_new(
             _request(
-                (REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, 0, None)
+                (
+                    REDUCESCATTER,
+                    name,
+                    process_set,
+                    op,
+                    prescale_factor,
+                    postscale_factor,
+                    0,
+                    None,
+                    (),
+                )
             ),
             tensor,
         )
@@ -377,7 +394,17 @@ class Collectives:
         """``reducescatter`` of several tensors as one operation."""
         return self.new_group(
             _request(
-                (REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, 0, None)
+                (
+                    REDUCESCATTER,
+                    name,
+                    process_set,
+                    op,
+                    prescale_factor,
+                    postscale_factor,
+                    0,
+                    None,
+                    (),
+                )
             ),
             tensors,
         )
@@ -393,7 +420,7 @@ class Collectives:
     ) -> Handle[list[T]]:
         """``grouped_reducescatter`` that returns at once."""
         request = _request(
-            (REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, 0, None)
+            (REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, 0, None, ())
         )
         return self.start_new_group(request, tensors)
 
@@ -401,7 +428,7 @@ class Collectives:
 
     def barrier(self, name: str | None = None, process_set: Group | None = None) -> None:
         """Return once every rank has called it. Other pending operations are not waited for."""
-        self._run(_request((BARRIER, name, process_set, Sum, 1.0, 1.0, 0, None)), [], None)
+        self._run(_request((BARRIER, name, process_set, Sum, 1.0, 1.0, 0, None, ())), [], None)
 
     def join(self, process_set: Group | None = None) -> int:
         """Say that this rank has no data left, and wait until all have said so.
@@ -415,7 +442,7 @@ class Collectives:
         same on every rank.
         """
         last: int = self._run(
-            _request((JOIN, None, process_set, Sum, 1.0, 1.0, 0, None)),
+            _request((JOIN, None, process_set, Sum, 1.0, 1.0, 0, None, ())),
             [],
             None,
             lambda engine, number: engine.rows(number, 0)[0],
@@ -537,10 +564,22 @@ class Collectives:
         return entry, view, make, rows_for_ranks(request.splits, view[1], size)
 
 
+def _allreduce(
+    name: str | None,
+    process_set: Group | None,
+    op: int,
+    prescale: float,
+    postscale: float,
+    compression: Any,
+) -> Request:
+    codecs = () if compression is None else codecs_of(compression)
+    return _request((ALLREDUCE, name, process_set, op, prescale, postscale, 0, None, codecs))
+
+
 def _broadcast(root_rank: int, name: str | None, process_set: Group | None) -> Request:
     root = position_of(root_rank, process_set)
-    return _request((BROADCAST, name, process_set, Sum, 1.0, 1.0, root, None))
+    return _request((BROADCAST, name, process_set, Sum, 1.0, 1.0, root, None, ()))
 
 
 def _alltoall(splits: Sequence[int] | None, name: str | None, process_set: Group | None) -> Request:
-    return _request((ALLTOALL, name, process_set, Sum, 1.0, 1.0, 0, splits))
+    return _request((ALLTOALL, name, process_set, Sum, 1.0, 1.0, 0, splits, ()))

@@ -83,6 +83,7 @@ def backward_request(request: Request, received: Any = None) -> Request:
         request.prescale if alike else 1.0,
         request.postscale if alike else 1.0,
         splits=received,
+        codecs=request.codecs if alike else (),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from kolovod import _native
 from kolovod.core import spans
+from kolovod.core.codecs import coded
 from kolovod.core.handles import Handle, keeper, kept
 from kolovod.core.ops import Op, Sum
 from kolovod.core.verbs import Verb
@@ -72,6 +73,8 @@ class Request(NamedTuple):
     (-1: any)."""
     splits: Any = None
     """Of an alltoall, rows for each rank; of messages, the tag."""
+    codecs: Sequence[int] = ()
+    """How tensors are encoded between hosts: see ``codecs_of``."""
 
 
 class Submitter:
@@ -107,7 +110,9 @@ class Submitter:
         ``buffers`` stay alive until then. Three calls into the engine and nothing else on the good
         path. ``op + 0`` is the plain int of an Op, which the binding takes much faster.
         """
-        verb, name, process_set, op, prescale, postscale, root, _ = request
+        verb, name, process_set, op, prescale, postscale, root, _, codecs = request
+        if codecs:
+            entries = coded(entries, codecs)
         world = self.world() if process_set is None else self.membership(process_set)
         engine = world.engine
         if kept:
@@ -140,7 +145,9 @@ class Submitter:
         out_bytes: Sequence[int] = (),
     ) -> Handle[Any]:
         """Submit. ``blocking``: whoever calls will wait at once, and drive the engine."""
-        verb, name, process_set, op, prescale, postscale, root, _ = request
+        verb, name, process_set, op, prescale, postscale, root, _, codecs = request
+        if codecs:
+            entries = coded(entries, codecs)
         world = self.world() if process_set is None else self.membership(process_set)
         engine = world.engine
         if kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kolovod.core.codecs import Codec
 from kolovod.core.ops import Average, Op, Sum
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import Compressor, Payload
@@ -12,9 +13,9 @@ from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 
 Wait = Callable[[], Sequence[Any]]
-Submit = Callable[[Verb, str, "list[Any]"], Wait]
-"""Starts a grouped allreduce or allgather of tensors, under a name; what it returns waits for the
-results."""
+Submit = Callable[[Verb, str, "list[Any]", Sequence[Codec]], Wait]
+"""Starts a grouped allreduce or allgather of tensors, under a name, with the codecs of what is
+reduced; what it returns waits for the results."""
 
 
 def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = False) -> Submit:
@@ -23,14 +24,15 @@ def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = 
     ``in_place``: the tensors may be overwritten. ``at_once``: by the verbs that return results.
     """
 
-    def submit(verb: Verb, name: str, tensors: list[Any]) -> Wait:
+    def submit(verb: Verb, name: str, tensors: list[Any], codecs: Sequence[Codec]) -> Wait:
         how: tuple[Any, ...] = ()
         suffix = "" if at_once else "_async"
         if verb == "allreduce":
             how = spec.op, spec.prescale, spec.postscale
             suffix += "_" if in_place else ""
         call = getattr(verbs, f"grouped_{verb}{suffix}")
-        started = call(tensors, name or None, *how, spec.process_set)
+        compressed = {"compression": codecs} if any(codecs) else {}
+        started = call(tensors, name or None, *how, spec.process_set, **compressed)
         return (lambda: started) if at_once else started.wait
 
     return submit
@@ -60,15 +62,16 @@ def start(
     compressor = spec.compressor
     payloads = [(key, compressor.compress(key, gradient)) for key, gradient in gradients]
     reduced, gathered = _by_verb([payload for _, payload in payloads])
+    codecs = [codec for codec, _ in reduced] + [Codec.none] * len(further)
+    sent = [tensor for _, tensor in reduced] + [*further]
     if gathered and spec.op not in (Average, Sum):
         raise InvalidArgumentError(
             f"op {Op(spec.op).name} combines what is reduced, but {type(compressor).__name__} has "
             "its payloads gathered: give Average or Sum"
         )
-    reduced += further
-    of_reduced = submit("allreduce", name, reduced) if reduced else tuple
-    second = f"{name}.gathered" if reduced else name
-    of_gathered = submit("allgather", second, gathered) if gathered else tuple
+    of_reduced = submit("allreduce", name, sent, codecs) if sent else tuple
+    second = f"{name}.gathered" if sent else name
+    of_gathered = submit("allgather", second, gathered, ()) if gathered else tuple
 
     def wait() -> list[Any]:
         combined, rows = iter(of_reduced()), iter(of_gathered())
@@ -93,10 +96,13 @@ def refuse_state(compressor: Compressor, where: str) -> None:
         )
 
 
-def _by_verb(payloads: Sequence[Payload]) -> tuple[list[Any], list[Any]]:
-    """The tensors to be reduced, and those to be gathered."""
-    reduced: list[Any] = []
+def _by_verb(payloads: Sequence[Payload]) -> tuple[list[tuple[Codec, Any]], list[Any]]:
+    """The tensors to be reduced, each with its codec, and those to be gathered."""
+    reduced: list[tuple[Codec, Any]] = []
     gathered: list[Any] = []
     for payload in payloads:
-        (reduced if payload.verb == "allreduce" else gathered).extend(payload.tensors)
+        if payload.verb == "allreduce":
+            reduced.extend((payload.codec, tensor) for tensor in payload.tensors)
+        else:
+            gathered.extend(payload.tensors)
     return reduced, gathered

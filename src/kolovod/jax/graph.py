@@ -20,6 +20,7 @@ import numpy as np
 from jax.interpreters import mlir
 
 from kolovod import _native
+from kolovod.core.codecs import in_digits
 from kolovod.core.process_sets import number_of
 from kolovod.core.verbs import ALLREDUCE, BARRIER, BROADCAST
 from kolovod.errors import InvalidArgumentError
@@ -76,6 +77,7 @@ def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
     rank, size = (call.world.rank, call.world.size) if call.is_placed else (-1, -1)
     attributes = {
         "name": _name(context, call),
+        "codecs": in_digits(call.request.codecs, len(operands)),
         "verb": np.int64(call.verb.number),
         "op": np.int64(call.request.op),
         "root": np.int64(call.request.root),

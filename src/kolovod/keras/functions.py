@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kolovod.core.codecs import codec_in
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
@@ -54,7 +55,7 @@ def allreduce(
     """
     small, context = compression.compress(to_numpy(value))
     scales = prescale_factor, postscale_factor
-    reduced = collectives.allreduce(small, name, op, *scales, process_set)
+    reduced = collectives.allreduce(small, name, op, *scales, process_set, codec_in(compression))
     result: Array = compression.decompress(reduced, context)
     return result
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
 from kolovod.core.world import place
 from kolovod.gradients import exchange
@@ -24,10 +25,10 @@ SPARSE = None
 
 
 def start(
-    spec: ReduceSpec, verb: Verb, name: str, tensors: list[jax.Array]
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[jax.Array], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[jax.Array]]:
     """Reduce or gather ``tensors`` as one group; what waits for the results."""
-    return exchange.by(collectives, spec, at_once=is_traced(tensors))(verb, name, tensors)
+    return exchange.by(collectives, spec, at_once=is_traced(tensors))(verb, name, tensors, codecs)
 
 
 def exactly(

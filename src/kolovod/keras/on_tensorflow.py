@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange
@@ -44,7 +45,7 @@ SPARSE = _Slices()
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def start(
-    spec: ReduceSpec, verb: Verb, name: str, tensors: list[tf.Tensor]
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[tf.Tensor], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[tf.Tensor]]:
     """Reduce or gather ``tensors`` as one group; what waits for the results.
 
@@ -53,10 +54,10 @@ def start(
     optimizers the process has made.
     """
     if tf.executing_eagerly():
-        return exchange.by(collectives, spec)(verb, name, tensors)
+        return exchange.by(collectives, spec)(verb, name, tensors, codecs)
     _refuse_xla()
     with tf.name_scope(f"kolovod_{name.replace('.', '_')}/"):
-        return exchange.by(collectives, spec, at_once=True)(verb, "", tensors)
+        return exchange.by(collectives, spec, at_once=True)(verb, "", tensors, codecs)
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
 from kolovod.elastic import steps
 from kolovod.gradients import exchange
@@ -24,11 +25,11 @@ SPARSE = None
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def start(
-    spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor]
+    spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[torch.Tensor]]:
     """Reduce or gather ``tensors`` as one group, maybe in place; what waits for the results."""
     keeps = steps.ongoing() is not None  # them, to be sent once more if a rank is lost
-    return exchange.by(collectives, spec, in_place=not keeps)(verb, name, tensors)
+    return exchange.by(collectives, spec, in_place=not keeps)(verb, name, tensors, codecs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -19,7 +19,7 @@ from kolovod.core.world import current
 from kolovod.elastic import steps
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
-from kolovod.gradients.compression import dtype_name, element_bytes
+from kolovod.gradients.compression import Key, dtype_name, element_bytes
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec, is_elastic, sends
 from kolovod.keras.handed_out import HandedOut
@@ -124,7 +124,7 @@ class GradientReducer:
             return value
         self._meet(world, grads, variables)
         spec = ReduceSpec(Sum, process_set=self.spec.process_set)
-        return self.backend.start(spec, "allreduce", self._name("about"), [value])()[0]
+        return self.backend.start(spec, "allreduce", self._name("about"), [value], ())()[0]
 
     def filled(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """``grads`` with zeros for None where that varies, to be added up over passes."""
@@ -179,7 +179,10 @@ class GradientReducer:
             grads = [
                 backend.zeros(variables[i]) if results[i] is None else results[i] for i in indices
             ]
-            dense = [(str(i), backend.dense(grad)) for i, grad in zip(indices, grads, strict=True)]
+            dense = [
+                (Key(i, _name_of(variables[i])), backend.dense(grad))
+                for i, grad in zip(indices, grads, strict=True)
+            ]
             flags = [backend.flags(present, dense[0][1])] if present and not waiting else []
             waiting.append((indices, self._start(spec, indices[0], dense, world, flags)))
         known: list[bool] = []
@@ -277,6 +280,11 @@ class GradientReducer:
             groups = self.groups.among({i: variables[i] for i in sent})
             self._plans[places] = plan.cut({i: _bytes(variables[i]) for i in sent[::-1]}, groups)
         return self._plans[places]
+
+
+def _name_of(variable: Any) -> str:
+    """Its path, or in Keras 2 its name."""
+    return str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
 
 
 def _bytes(variable: Any) -> int:

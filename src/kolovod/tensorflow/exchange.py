@@ -18,7 +18,7 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange, plan
-from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.compression import AnyCompressor, Compression, Key
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.tensorflow import repeated
@@ -127,7 +127,7 @@ class GradientExchange:
             else:
                 sparse.append(i)
         for bucket in self._buckets(dense, results, sources):
-            self._combine(bucket, results)
+            self._combine(bucket, results, sources)
         if sparse:
             self._combine_sparse(sparse, results)
         return results
@@ -139,8 +139,8 @@ class GradientExchange:
     def _members(self) -> VerbsOfSet:
         return VerbsOfSet(self.verbs, self.spec.process_set)
 
-    def _combine(self, bucket: list[int], results: list[Gradient]) -> None:
-        gradients = [(str(i), results[i]) for i in bucket]
+    def _combine(self, bucket: list[int], results: list[Gradient], sources: Sequence[Any]) -> None:
+        gradients = [(Key(i, _name_of(sources[i])), results[i]) for i in bucket]
         submit = exchange.by(self.verbs, self.spec, at_once=True)  # a graph knows ops by place
         how = self.spec.op, (1.0, self.spec.scale), self._members()
         combined = exchange.start(
@@ -191,6 +191,12 @@ def variable_of(source: Any) -> Any:
     """The tf.Variable within a variable of Keras 3; others are what they are."""
     value = getattr(source, "value", None)
     return value if isinstance(value, tf.Variable) else source
+
+
+def _name_of(source: Any) -> str:
+    """Of a variable, or a tensor."""
+    name = getattr(source, "path", None) or getattr(variable_of(source), "name", "")
+    return str(name).removesuffix(":0")
 
 
 def _key(source: Any) -> int | None:

@@ -20,9 +20,10 @@ from typing import Any
 import tensorflow as tf
 
 from kolovod import _native
+from kolovod.core.codecs import in_digits
 from kolovod.core.ops import Sum
 from kolovod.core.submission import Request, check_arguments
-from kolovod.core.verbs import ALLGATHER, ALLTOALL, BROADCAST, VERBS
+from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, VERBS
 from kolovod.errors import InvalidArgumentError
 from kolovod.tensorflow.frontend import code_of
 
@@ -57,6 +58,9 @@ def run(
     has_rows = verb in (ALLGATHER, ALLTOALL)
     if verb.reduces:
         attributes |= _reduction(request.op, (request.prescale, request.postscale))
+        if verb is ALLREDUCE:
+            codecs = in_digits(request.codecs, len(inputs))
+            attributes["codecs"] = attribute(s=codecs.encode())
     elif verb is BROADCAST:
         check_arguments(None, Sum, 1.0, 1.0, request.root)
         attributes["root"] = _int(request.root)
@@ -79,6 +83,9 @@ def request_of(node: tf.Operation) -> Request:
         bits = struct.pack("<qq", node.get_attr("prescale_bits"), node.get_attr("postscale_bits"))
         prescale, postscale = struct.unpack("<dd", bits)
         request = request._replace(op=node.get_attr("op"), prescale=prescale, postscale=postscale)
+        if verb is ALLREDUCE:
+            codecs = tuple(map(int, node.get_attr("codecs").decode()))
+            request = request._replace(codecs=codecs)
     return request._replace(root=node.get_attr("root")) if verb is BROADCAST else request
 
 

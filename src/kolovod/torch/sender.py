@@ -7,10 +7,11 @@ from functools import partial
 import torch
 
 from kolovod import _native
+from kolovod.core.codecs import coded, with_codec
 from kolovod.core.submission import EngineTensor
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, from_engine
-from kolovod.gradients.compression import NOTHING, Compressor
+from kolovod.gradients.compression import NOTHING, Compressor, InBlocks
 from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
@@ -40,12 +41,14 @@ class Sender:
         self.device = verbs.frontend.device
         self.spare = Spare()
         self._parameters = parameters
+        self._codings: dict[int, int] = {}
         self._verbs = verbs
         self._frontend = verbs.frontend
         self._in_flight = in_flight
         self._spec = spec
         self._how = (int(spec.op), spec.prescale, spec.postscale, 0, False)
-        self._is_plain = spec.compressor is NOTHING
+        self._blocks = spec.compressor.blocks if isinstance(spec.compressor, InBlocks) else None
+        self._is_plain = spec.compressor is NOTHING or self._blocks is not None
 
     def submit(
         self,
@@ -80,6 +83,8 @@ class Sender:
             version = grad._version
             is_near = is_plain and grad.is_cpu and not is_on_device(grad)
             code = DTYPES.get(grad.dtype) if is_near else None
+            if code is not None and self._blocks is not None:
+                code += self._coding(index)
             if code is not None and not grad.is_sparse and grad.is_contiguous():
                 address = grad.data_ptr()
                 result = self.spare.take(index, grad) if keeps else grad
@@ -93,6 +98,8 @@ class Sender:
                     raise
                 problems.append(error)
                 parcel, views = self._pack(index, _zeros_for(parameters[index]), keeps)
+            if parcel.payload.codec:
+                views = coded(views, [parcel.payload.codec])
             for view, tensor in zip(views, parcel.received, strict=True):
                 if view[2] == _LATER:
                     later.append((len(entries), tensor))
@@ -103,6 +110,16 @@ class Sender:
         else:
             self._launch_parcels(bucket, entries, items, later)
         bucket.items, bucket.unused = items, unused
+
+    def _coding(self, index: int) -> int:
+        """What is added to the dtype of a gradient that the engine is to encode."""
+        known = self._codings.get(index)
+        if known is None:
+            assert self._blocks is not None
+            name, parameter = self._parameters.names[index], self._parameters.tensors[index]
+            known = with_codec(self._blocks.codec_of(name, parameter.dim()))
+            self._codings[index] = known
+        return known
 
     def _pack(
         self, index: int, grad: torch.Tensor, keeps: bool

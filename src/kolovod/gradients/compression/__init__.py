@@ -1,11 +1,12 @@
 """What travels in a gradient's place.
 
-``compressor`` has the shape of every compressor, ``casts`` the two that round to 16 bits, and
-``stateless`` the way from Horovod's shape, two static methods, to ours.
+``compressor`` has the shape of every compressor, ``casts`` the two that round to 16 bits,
+``blocks`` those of 8 and 4 bits that the engine knows, and ``stateless`` the way from Horovod's shape, two static methods, to ours.
 """
 
 from __future__ import annotations
 
+from kolovod.gradients.compression.blocks import Blocks, InBlocks
 from kolovod.gradients.compression.casts import (
     BF16Compressor,
     Compression,
@@ -15,7 +16,7 @@ from kolovod.gradients.compression.casts import (
     dtype_name,
     element_bytes,
 )
-from kolovod.gradients.compression.compressor import Compressor, Payload
+from kolovod.gradients.compression.compressor import Compressor, Key, Payload
 from kolovod.gradients.compression.stateless import (
     NOTHING,
     AnyCompressor,
@@ -28,9 +29,12 @@ __all__ = [
     "NOTHING",
     "AnyCompressor",
     "BF16Compressor",
+    "Blocks",
     "Compression",
     "Compressor",
     "FP16Compressor",
+    "InBlocks",
+    "Key",
     "NoneCompressor",
     "Payload",
     "Stateless",

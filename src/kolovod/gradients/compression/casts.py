@@ -10,11 +10,16 @@ import re
 import sys
 from typing import Any
 
+from kolovod.core.codecs import Codec
+from kolovod.gradients.compression.blocks import Blocks
+
 _WIDE = ("float32", "float64")
 
 
 class NoneCompressor:
     """Send as it is."""
+
+    codec = Codec.none
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -57,11 +62,17 @@ class BF16Compressor(_Cast):
 
 
 class Compression:
-    """The compressors by name: ``Compression.none``, ``.fp16``, ``.bf16`` (not for MXNet)."""
+    """The compressors by name.
+
+    ``none``, ``fp16``, ``bf16`` (not for MXNet); and between hosts alone ``int8`` and ``int4``: see
+    ``Blocks``.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Blocks(Codec.int8)
+    int4 = Blocks(Codec.int4)
 
 
 def dtype_name(tensor: Any) -> str:

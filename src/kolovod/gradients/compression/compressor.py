@@ -6,9 +6,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from kolovod.core.codecs import Codec
 from kolovod.errors import InvalidArgumentError
 
 Verb = Literal["allreduce", "allgather"]
+
+
+class Key(str):
+    """The key of a gradient, where people know it by another name.
+
+    Such names may count how many layers a process has made, so a key that all ranks share has none.
+    """
+
+    __slots__ = ("name",)
+
+    name: str
+
+    def __new__(cls, key: object, name: str) -> Key:
+        """``name``: what it is called."""
+        made = super().__new__(cls, key)
+        made.name = name
+        return made
 
 
 class Payload(NamedTuple):
@@ -26,6 +44,8 @@ class Payload(NamedTuple):
     """
     context: Any = None
     """For ``decompress``, as it is; it does not travel."""
+    codec: Codec = Codec.none
+    """How the engine encodes the tensors of an allreduce between hosts."""
 
 
 class Compressor(ABC):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression.blocks import Blocks, InBlocks
 from kolovod.gradients.compression.casts import NoneCompressor
 from kolovod.gradients.compression.compressor import Compressor, Payload
 
@@ -58,11 +59,14 @@ def adapted(compression: AnyCompressor) -> Compressor:
     for method in ("compress", "decompress"):
         if not callable(getattr(compression, method, None)):
             raise InvalidArgumentError(
-                f"compression is {compression!r}: give Compression.none, .fp16 or .bf16"
+                f"compression is {compression!r}: give Compression.none, .fp16, .bf16, .int8 or "
+                ".int4"
             )
     if isinstance(compression, type) and issubclass(compression, Compressor):
         name = compression.__name__
         raise InvalidArgumentError(
             f"compression is the class {name}: give an object of it, {name}(...)"
         )
+    if isinstance(compression, Blocks):
+        return InBlocks(compression)
     return NOTHING if compression is NoneCompressor else Stateless(compression)

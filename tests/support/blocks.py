@@ -1,0 +1,40 @@
+"""What the engine's codecs make of numbers (csrc/collectives/codec.h), in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK = 256
+TOPS = {"int8": 127, "int4": 7}
+
+Floats = npt.NDArray[np.float32]
+
+
+def coded(values: npt.NDArray[Any], codec: str) -> Floats:
+    """``values``, finite, each the nearest whole number of its block's scale; of the same shape."""
+    flat = np.asarray(values, np.float32).ravel()
+    blocks = np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    top = np.float32(TOPS[codec])
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest > 0, top / largest, np.float32(0))
+    whole = np.rint(blocks * inverse) * (largest / top)
+    return whole.ravel()[: flat.size].reshape(np.shape(values)).astype(np.float32)
+
+
+def reduced(
+    of_ranks: Sequence[npt.NDArray[Any]], hosts: Sequence[str], codec: str, divisor: int = 1
+) -> Floats:
+    """An allreduce of ``of_ranks`` whose hosts exchange encoded sums; see ``coded``."""
+    sums: dict[str, Floats] = {}
+    for values, host in zip(of_ranks, hosts, strict=True):
+        mine = np.asarray(values, np.float32)
+        sums[host] = sums[host] + mine if host in sums else mine
+    total: Any = np.float32(0)
+    for each in sums.values():
+        total = total + coded(each, codec)
+    return coded(total / np.float32(divisor), codec)
