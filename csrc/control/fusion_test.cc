@@ -16,11 +16,12 @@ TEST_CASE("a bucket takes what fits and at least one") {
 }
 
 TEST_CASE("equal keys are grouped in order") {
-  const FusionKey a{DType::kFloat32, Op::kSum, 1, 1};
-  const FusionKey b{DType::kFloat16, Op::kSum, 1, 1};
-  const FusionKey c{DType::kFloat32, Op::kSum, 0.5, 1};
-  const auto groups = GroupByKey({a, b, a, c, b});
-  CHECK(groups == std::vector<std::vector<size_t>>{{0, 2}, {1, 4}, {3}});
+  const FusionKey a{DType::kFloat32, Op::kSum, 1, 1, Codec::kNone};
+  const FusionKey b{DType::kFloat16, Op::kSum, 1, 1, Codec::kNone};
+  const FusionKey c{DType::kFloat32, Op::kSum, 0.5, 1, Codec::kNone};
+  const FusionKey d{DType::kFloat32, Op::kSum, 1, 1, Codec::kInt8};
+  const auto groups = GroupByKey({a, b, a, c, b, d, a});
+  CHECK(groups == std::vector<std::vector<size_t>>{{0, 2, 6}, {1, 4}, {3}, {5}});
 }
 
 TEST_CASE("slices and chunks cover everything once") {

@@ -19,6 +19,7 @@ Request SomeRequest() {
   request.root = 2;
   request.splits = {1, 0, 4};
   request.tensors = {{DType::kBFloat16, {3, 4, 5}}, {DType::kInt64, {}}, {DType::kBool, {0}}};
+  request.tensors[0].codec = Codec::kInt4;
   return request;
 }
 

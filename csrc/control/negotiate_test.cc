@@ -166,6 +166,9 @@ TEST_CASE("every mismatch names both values and ranks") {
   other.postscale = 0.25;
   CheckMismatch(other, "1", "0.25");
   other = Make("t");
+  other.tensors[0].codec = Codec::kInt4;
+  CheckMismatch(other, "none", "int4");
+  other = Make("t");
   other.root = 1;
   CheckMismatch(other, "0", "1");
   other = Make("t");

@@ -1,5 +1,7 @@
 #include "engine/validate.h"
 
+#include <tuple>
+
 #include "testing/check.h"
 
 namespace kolovod {
@@ -27,6 +29,15 @@ TEST_CASE("a request of another rank must be one that submit lets pass") {
   CHECK(!IsSound(Of(Verb::kAlltoall, {{3}}, {2, 2}), 2));
   CHECK(!IsSound(Of(Verb::kAlltoall, {{3}}, {-1, 2}), 2));
   CHECK(!IsSound(Of(Verb::kAllreduce, {{3}}, {1, 2}), 2));
+  for (const auto& [verb, op, sound] : {std::tuple{Verb::kAllreduce, Op::kAverage, true},
+                                        {Verb::kAllreduce, Op::kMax, false},
+                                        {Verb::kReducescatter, Op::kSum, false}}) {
+    Request request = Of(verb, {{4, 2}});
+    request.op = op;
+    CHECK(IsSound(request, 2));
+    request.tensors[0].codec = Codec::kInt8;
+    CHECK(IsSound(request, 2) == sound);
+  }
   for (int root : {-1, 2}) {
     Request request = Of(Verb::kBroadcast, {{3}});
     request.root = root;

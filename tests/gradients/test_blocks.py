@@ -1,4 +1,4 @@
-"""``Compression.int8`` and ``.int4`` of optimizers and tapes, between two hosts, in every front end.
+"""``Compression.int8`` and ``.int4`` of optimizers and tapes between hosts, in every front end.
 
 A matrix is encoded, a bias and what is excluded by name are not. Learning rates are 1, so weights
 are the averaged gradients with their sign turned.
@@ -130,8 +130,8 @@ def tensorflow_tape(rank, horovod):
         compression = getattr(hvd.Compression, codec)
         without = compression(exclude=["weight"])
         for run in (lambda f: f, tf.function):
-            check(*run(lambda: gradients(compression))(), codec)
-            check(*run(lambda: gradients(without))(), None)
+            check(*run(functools.partial(gradients, compression))(), codec)
+            check(*run(functools.partial(gradients, without))(), None)
 
             def averaged(compression=compression):
                 return hvd.allreduce(tf.constant(matrix(rank)), compression=compression)

@@ -157,7 +157,7 @@ class GradientReducer:
         self,
         spec: ReduceSpec,
         index: int,
-        grads: list[tuple[str, Any]],
+        grads: Sequence[tuple[str, Any]],
         world: WorldLike,
         further: Sequence[Any] = (),
     ) -> Callable[[], list[Any]]:

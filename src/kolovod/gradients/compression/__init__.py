@@ -1,7 +1,8 @@
 """What travels in a gradient's place.
 
 ``compressor`` has the shape of every compressor, ``casts`` the two that round to 16 bits,
-``blocks`` those of 8 and 4 bits that the engine knows, and ``stateless`` the way from Horovod's shape, two static methods, to ours.
+``blocks`` those of 8 and 4 bits that the engine knows, and ``stateless`` the way from Horovod's
+shape, two static methods, to ours.
 """
 
 from __future__ import annotations

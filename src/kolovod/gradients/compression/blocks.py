@@ -24,8 +24,8 @@ class Blocks:
         """``exclude``: patterns (``fnmatch``) of names of what is sent as it is.
 
         The names are those of the framework: ``layer.weight`` of PyTorch's modules, paths of
-        Keras's variables and of JAX's trees; the same on all ranks. ``one_dimensional``: encode tensors of one dimension,
-        too. Raises InvalidArgumentError for a single string.
+        Keras's variables and of JAX's trees; the same on all ranks. ``one_dimensional``: encode
+        tensors of one dimension, too. Raises InvalidArgumentError for a single string.
         """
         if isinstance(exclude, str):
             raise InvalidArgumentError(f"exclude is {exclude!r}: give a list of patterns")
