@@ -132,6 +132,11 @@ class Steps:
         now = self._world()  # alone, a step may have no ticket, and nobody decides otherwise
         return now if now.size == 1 or self._passed_in is None else self._passed_in
 
+    @property
+    def committed(self) -> int:
+        """Tickets that were passed at the last commit."""
+        return self._committed
+
     def begin(self) -> None:
         """All ranks come into this world alike."""
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from kolovod.core.codecs import Codec
 from kolovod.core.ops import Average, Op, Sum
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.compression import Compressor, Payload
+from kolovod.gradients.compression import Compressor, Payload, payload_of
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 
@@ -60,7 +60,9 @@ def start(
     compressor whose payloads cannot be combined so.
     """
     compressor = spec.compressor
-    payloads = [(key, compressor.compress(key, gradient)) for key, gradient in gradients]
+    payloads = [
+        (key, payload_of(compressor, key, gradient, gradient)) for key, gradient in gradients
+    ]
     reduced, gathered = _by_verb([payload for _, payload in payloads])
     codecs = [codec for codec, _ in reduced] + [Codec.none] * len(further)
     sent = [tensor for _, tensor in reduced] + [*further]

@@ -11,7 +11,7 @@ from kolovod.core.codecs import coded, with_codec
 from kolovod.core.submission import EngineTensor
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, from_engine
-from kolovod.gradients.compression import NOTHING, Compressor, InBlocks
+from kolovod.gradients.compression import NOTHING, Compressor, InBlocks, payload_of
 from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
@@ -137,11 +137,14 @@ class Sender:
         try:
             if plain.is_sparse:
                 self._frontend.view(plain)  # which says that it cannot be sent
-            parcel = _parcel(self._spec.compressor, key, plain)
+            compressor = self._spec.compressor
+            parcel = _parcel(compressor, key, plain, grad)
             if parcel.payload.verb == "allgather":
                 return parcel, views
             for small in parcel.payload.tensors:
                 tensor = grad if small is plain else small
+                if keeps and compressor.keeps_state and tensor is not grad:
+                    tensor = tensor.clone()
                 if self.device.is_on_device(tensor) and not self._frontend.is_direct():
                     views.append((code_of(tensor), tensor.shape, _LATER, _LATER))
                 else:
@@ -162,7 +165,7 @@ class Sender:
         grad = sparse.without_entries(parameter, bucket.sparse_dim) if own is None else own
         version = 0 if own is None else own._version
         key = self._parameters.names[index]
-        parcel = _parcel(sparse.Entries(bucket.sparse_dim), key, grad)
+        parcel = _parcel(sparse.Entries(bucket.sparse_dim), key, grad, grad)
         items: list[Item] = [(index, own, version, grad, parcel)]
         self._gather(bucket, items, bucket.name)
         bucket.items, bucket.unused = items, [index] if own is None else []
@@ -247,9 +250,9 @@ class Sender:
         return events
 
 
-def _parcel(compressor: Compressor, key: str, grad: torch.Tensor) -> Parcel:
+def _parcel(compressor: Compressor, key: str, grad: torch.Tensor, source: torch.Tensor) -> Parcel:
     with torch.no_grad():
-        return Parcel(compressor, key, compressor.compress(key, grad))
+        return Parcel(compressor, key, payload_of(compressor, key, grad, source))
 
 
 def _zeros_for(parameter: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressors import ByTurns
 from forked import run_torch_ranks as run_ranks
 from survivors import Survivors, kill_soon
 
@@ -25,6 +26,7 @@ KINDS = {
     "sum": {"op": kv.Sum},
     "bf16": {"compression": kv.Compression.bf16},
     "groups": {"groups": 2},
+    "a state": {},  # of a compressor
 }
 
 
@@ -56,7 +58,8 @@ def train(rank: int, kind: str, victim: int, seed: int) -> Any:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     named = model.named_parameters()
-    optimizer = kv.DistributedOptimizer(optimizer, named, **KINDS[kind])
+    options = {"compression": ByTurns()} if kind == "a state" else KINDS[kind]
+    optimizer = kv.DistributedOptimizer(optimizer, named, **options)
     log, losses = [], []
     for step in range(STEPS):
         if rank == victim and step == STEPS // 3:
@@ -85,6 +88,8 @@ def replay(log: list[tuple[int, ...]], kind: str) -> list[float]:
                 value += parameter.grad
         for value, parameter in zip(total, model.parameters(), strict=True):
             parameter.grad = value if kind == "sum" else value / len(members)
+            if kind == "a state":
+                parameter.grad *= step % 3 + 1
         if step % 2:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -2,7 +2,7 @@
 
 ``compressor`` has the shape of every compressor, ``casts`` the two that round to 16 bits,
 ``blocks`` those of 8 and 4 bits that the engine knows, and ``stateless`` the way from Horovod's
-shape, two static methods, to ours.
+shape, two static methods, to ours. ``once`` is for steps that are repeated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kolovod.gradients.compression.casts import (
     element_bytes,
 )
 from kolovod.gradients.compression.compressor import Compressor, Key, Payload
+from kolovod.gradients.compression.once import payload_of
 from kolovod.gradients.compression.stateless import (
     NOTHING,
     AnyCompressor,
@@ -44,4 +45,5 @@ __all__ = [
     "cast",
     "dtype_name",
     "element_bytes",
+    "payload_of",
 ]
