@@ -47,8 +47,13 @@ LINKS = (
     Link("100M", 100e6, 0),
     Link("100M+1ms", 100e6, 1e-3),
 )
+LONG_LINKS = (  # by --links only
+    Link("100M+20ms", 100e6, 20e-3),
+    Link("100M+50ms", 100e6, 50e-3),
+)
 SIZES = [4, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 QUICK_SIZES = [4, 64 * KIB, MIB, 16 * MIB]
+ALL_LINKS = LINKS + LONG_LINKS
 PEERS = ("kolovod", "gloo")
 ENCRYPTED = "kolovod+encrypt"  # by --peers only; hosts.json has its samples, the tables have not
 MAX_ITERATIONS = 100
@@ -240,12 +245,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     def words(text: str) -> list[str]:
         return [part for part in text.split(",") if part]
 
-    known = {"links": [link.name for link in LINKS], "peers": [*PEERS, ENCRYPTED]}
+    links = [link.name for link in LINKS]
+    known = {"links": [link.name for link in ALL_LINKS], "peers": [*PEERS, ENCRYPTED]}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--hosts", type=numbers, metavar="N,N", help="default 2,3,4; with --quick 2")
     add("--local", type=numbers, metavar="N,N", help="ranks of a host; default 1,2, or 1")
-    add("--links", type=words, default=known["links"], help=",".join(known["links"]))
+    add("--links", type=words, default=links, help=",".join(known["links"]))
     add("--sizes", type=numbers, metavar="BYTES,BYTES", help="default 4 B to 64 MiB, or 16 MiB")
     add("--peers", type=words, default=list(PEERS), help=",".join(known["peers"]))
     add("--rounds", type=int, help="default 2; with --quick 1")
@@ -270,14 +276,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, write, and say whether every result was right and every peer could be measured."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     reason = netbed.unavailable(
-        with_delay=any(link.delay_s for link in LINKS if link.name in options.links)
+        with_delay=any(link.delay_s for link in ALL_LINKS if link.name in options.links)
     )
     if reason:
         print(f"bench/hosts.py: {reason}", file=sys.stderr)
         return 1
     record, facts = Record(), machine.facts()
     print(report.machine_line(facts), flush=True)
-    chosen = [link for link in LINKS if link.name in options.links]
+    chosen = [link for link in ALL_LINKS if link.name in options.links]
     for hosts in options.hosts:
         for local in options.local:
             for link in chosen:

@@ -132,19 +132,33 @@ Status ParseAlgorithm(const std::string& name, Algorithm* out) {
   return Status(Code::kInvalidArgument, "algorithm '" + name + "' is not one of " + known);
 }
 
+namespace {
+
+constexpr double kLongUs = 4000;  // from here on what was seen of a link's rate may be what we let it carry
+constexpr double kMostOnTheWay = 63;
+
+// By a link, on the way there and back.
+double HeldBytes(const LinkCost& cost) {
+  const double factor = cost.latency_us >= kLongUs ? 2 : 1;
+  return cost.bytes_per_us * 2 * cost.latency_us * factor;
+}
+
+}  // namespace
+
 size_t PortionBytes(const LinkCost& cost, size_t most_bytes) {
   constexpr double kPortionUs = 125;
   constexpr double kFastBytesPerUs = 250;
   constexpr size_t kLeastBytes = 4 << 10, kLeastFastBytes = 64 << 10;
   const auto bytes = static_cast<size_t>(std::clamp(cost.bytes_per_us * kPortionUs, 1.0, 1e12));
   const bool slow = cost.confirmed && cost.bytes_per_us < kFastBytesPerUs;
-  return std::min(std::max(std::bit_ceil(bytes), slow ? kLeastBytes : kLeastFastBytes), most_bytes);
+  const auto long_bytes = static_cast<size_t>(std::min(HeldBytes(cost) / kMostOnTheWay, 1e12));
+  const size_t portion = std::max(std::bit_ceil(bytes), slow ? kLeastBytes : kLeastFastBytes);
+  return std::min(std::max(portion, std::bit_ceil(long_bytes)), most_bytes);
 }
 
 size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers) {
-  constexpr double kMostOnTheWay = 15;
   constexpr double kTurnUs = 1000, kTurnBytes = 128 << 10;
-  double held_bytes = cost.bytes_per_us * 2 * cost.latency_us;
+  double held_bytes = HeldBytes(cost);
   if (peers == 1) held_bytes += std::min(cost.bytes_per_us * kTurnUs, kTurnBytes);
   const double step_bytes = static_cast<double>(portion_bytes) * std::max(peers, 1);
   return 1 + static_cast<size_t>(std::min(held_bytes / step_bytes, kMostOnTheWay));

@@ -32,12 +32,14 @@ inline constexpr double kFastestBytesPerUs = 50'000;  // 400 Gbit/s
 // Of a message whose reception is followed by work: what the link carries in an eighth of a millisecond,
 // within [4 KiB, most_bytes]. Large messages leave a slow link idle at the end of every step; on a fast one
 // each is a hand-over between cores, and costs far more. So it is 64 KiB at least from 2 Gbit/s on, and as
-// long as nobody knows better.
+// long as nobody knows better. Over long links larger, so that LeadOf needs no more than it may have.
 size_t PortionBytes(const LinkCost& cost, size_t most_bytes);
 
 // How many such messages go to each of `peers` before the first answer: one, and what a link holds on the way
 // there and back. More would only queue up, unevenly among the peers, and links idle that others wait for. To
-// a single peer also what the link carries while a thread waits for its turn among others that compute.
+// a single peer also what the link carries while a thread waits for its turn among others that compute. Over
+// a link of 4 ms or more twice what it holds: its rate is learnt from operations, and what holds them back is
+// not to be taken for the link. Not more than 64.
 size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers);
 
 struct SelectQuestion {

@@ -124,6 +124,8 @@ TEST_CASE("portions suit the link") {
   CHECK(PortionBytes(LinkCost{25, 2, 250, 8000}, kMost) == 64 << 10);        // 2 Gbit/s
   CHECK(PortionBytes(LinkCost{25, 2, 12, 8000, false}, kMost) == 64 << 10);  // or so somebody thinks
   CHECK(PortionBytes(LinkCost{25, 2, 2500, 8000, false}, kMost) == kMost);
+  CHECK(PortionBytes(LinkCost{20'000, 2, 12, 8000}, kMost) == 16 << 10);  // no more messages than 63
+  CHECK(PortionBytes(LinkCost{50'000, 2, 119, 8000}, kMost) == kMost);
 }
 
 TEST_CASE("ahead of the answer goes what the link holds") {
@@ -133,9 +135,11 @@ TEST_CASE("ahead of the answer goes what the link holds") {
   CHECK(LeadOf(LinkCost{25, 2, 119, 8000}, 16 << 10, 1) == 1 + 7);
   CHECK(LeadOf(LinkCost{25, 2, 2500, 8000}, 256 << 10, 1) == 1);
   CHECK(LeadOf(LinkCost{1000, 2, 12, 8000}, 4 << 10, 3) == 1 + 1);
-  CHECK(LeadOf(LinkCost{1e6, 2, 1e4, 8000}, 4 << 10, 1) == 16);  // memory is bounded
-  CHECK(LeadOf(LinkCost(), 4 << 10, 0) == 16);
+  CHECK(LeadOf(LinkCost{1e6, 2, 1e4, 8000}, 4 << 10, 1) == 64);  // memory is bounded
+  CHECK(LeadOf(LinkCost(), 4 << 10, 0) == 31);
   CHECK(LeadOf(LinkCost(), 256 << 10, 0) == 1);
+  // Over a long link twice as much, since its rate is learnt from what is sent.
+  CHECK(LeadOf(LinkCost{20'000, 2, 12, 8000}, 16 << 10, 3) == 1 + 19);
 }
 
 TEST_CASE("names") {

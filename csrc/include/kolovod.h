@@ -31,8 +31,8 @@
 extern "C" {
 #endif
 
-#define KOLOVOD_ABI_VERSION \
-  4 /* 2: places on hosts, kolovod_take_output, output_bytes; 3: drive_us; 4: codec */
+/* 2: places on hosts, kolovod_take_output, output_bytes; 3: drive_us; 4: codec */
+#define KOLOVOD_ABI_VERSION 4
 
 /* The outcome of an operation. */
 typedef enum kolovod_code {

@@ -128,6 +128,8 @@ def test_numbers_are_those_of_python():
     assert enumeration("dtype") == _native.DTYPES
     assert enumeration("op") == {name.lower(): number for name, number in _native.OPS.items()}
     assert enumeration("code") == _native.STATUS
+    codecs = {"none": "no_codec", "int8": "int8_blocks", "int4": "int4_blocks"}
+    assert enumeration("codec") == {codecs[name]: n for name, n in _native.CODECS.items()}
     version = int(re.search(r"#define KOLOVOD_ABI_VERSION (\d+)", text)[1])
     assert library().kolovod_abi_version() == version
 

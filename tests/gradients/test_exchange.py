@@ -21,7 +21,9 @@ class Verbs:
     def __init__(self):
         self.calls = []
 
-    def submit(self, verb, name, tensors):
+    def submit(self, verb, name, tensors, codecs):
+        assert not any(codecs)
+        assert len(codecs) == (len(tensors) if verb == "allreduce" else 0)
         self.calls.append((verb, name, len(tensors)))
         if verb == "allreduce":
             return lambda: tensors
@@ -70,7 +72,7 @@ def test_casts_are_the_simplest_case():
     spec = ReduceSpec(compressor=adapted(Compression.fp16))
     sent = []
 
-    def submit(verb, name, tensors):
+    def submit(verb, name, tensors, codecs):
         sent.extend(tensors)
         return lambda: tensors
 
