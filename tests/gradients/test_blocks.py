@@ -21,8 +21,10 @@ from forked import (
 from frameworks import is_installed
 
 from kolovod.core.codecs import Codec
+from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import Compression, InBlocks, Key, adapted
+from kolovod.gradients.spec import ReduceSpec
 
 HOSTS = ["a", "b"]
 ROWS, COLUMNS = 60, 35
@@ -65,6 +67,8 @@ def test_which_are_encoded():
     assert repr(Compression.int4) == "Compression.int4"
     with pytest.raises(InvalidArgumentError, match=r"exclude is 'head': give a list"):
         Compression.int8(exclude="head")
+    with pytest.raises(InvalidArgumentError, match=r"is Compression.int4, .* but op is Adasum"):
+        ReduceSpec.checked(Compression.int4, Adasum, 1.0, None, (Average, Sum, Adasum))
 
 
 def torch_optimizer(rank, horovod):

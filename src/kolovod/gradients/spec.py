@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kolovod.core.ops import Average
+from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
 from kolovod.core.world import current, place
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, NotInitializedError
-from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, adapted
+from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, InBlocks, adapted
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class ReduceSpec:
         if process_set is not None and not hasattr(process_set, "membership"):
             raise no_process_set(process_set)
         compressor = adapted(compression)
+        if isinstance(compressor, InBlocks) and op not in (Average, Sum):
+            raise InvalidArgumentError(
+                f"compression is {compressor.blocks!r}, which is for op Average or Sum, but op is "
+                f"{type(Average)(op).name}: use .fp16 or .bf16"
+            )
         return cls(op, 1.0 / predivide, predivide, compressor, bool(sparse_as_dense), process_set)
 
     @property

@@ -39,7 +39,8 @@ def average_gradients(
     average. Within ``optax.MultiSteps`` it is right, too, but that runs what it holds on every
     call and drops all results but every k-th; ``DistributedOptimizer`` sends only then.
 
-    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``; outside of ``jax.jit`` also a
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``, between hosts ``.int8``, ``.int4``
+    (see ``Compression``); outside of ``jax.jit`` also a
     ``Compressor`` that keeps a state.
     ``op``: Average or Sum.
     ``process_set``: its members average among themselves, other ranks keep their own gradients.

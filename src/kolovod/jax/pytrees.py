@@ -54,7 +54,8 @@ class Pytrees:
         ``name``: what the buckets' names begin with. Trees that are on their way at the same time
         in different programs (of other threads) need names of their own; within one program, and
         one program after the other, nothing is needed.
-        ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
+        ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``, between hosts ``.int8`` or
+        ``.int4``, or a ``Compressor``.
 
         Raises what ``allreduce`` raises; MismatchError when the trees differ.
         """

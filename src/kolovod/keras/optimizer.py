@@ -254,7 +254,8 @@ def DistributedOptimizer(
     its state; a model saved with it is read by any Keras. In a world of one nothing is added, but
     to a step that is traced where the world may grow (KOLOVOD_ELASTIC).
 
-    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``, between hosts ``.int8``, ``.int4``
+    (see ``Compression``), or a ``Compressor``.
     ``backward_passes_per_step``: gradients of so many steps of Keras are summed locally, then sent
     and applied; in Keras 3 this is its own ``gradient_accumulation_steps``, which an optimizer that
     was built already must have been made with. ``average_aggregated_gradients``: their mean.

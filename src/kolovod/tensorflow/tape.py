@@ -67,7 +67,8 @@ def DistributedGradientTape(
     The object stays what it was; wrap it before, within or after its ``with`` block, in a
     ``tf.function`` or outside. Its other methods (``jacobian``, ...) stay this rank's own.
 
-    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or, outside of a ``tf.function``, a
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``, between hosts ``.int8``, ``.int4``
+    (see ``Compression``), or, outside of a ``tf.function``, a
     ``Compressor``; for dense gradients.
     ``op``: Average, Sum, or Adasum, which combines the gradients themselves here.
     ``process_set``: its members combine among themselves, other ranks keep their own gradients.

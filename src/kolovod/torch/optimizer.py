@@ -188,7 +188,8 @@ def DistributedOptimizer(
     ``named_parameters``: ``model.named_parameters()``; it must name every parameter of the
     optimizer that wants a gradient, now or when it is thawed later, and may name more. Names must
     be the same on all ranks. None: parameters are known by their place in the optimizer.
-    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor``.
+    ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``, between hosts ``.int8``, ``.int4``
+    (see ``Compression``), or a ``Compressor``.
     ``backward_passes_per_step``: gradients of so many passes are summed locally before they are
     sent.
     ``op``: Average or Sum. Adasum: every rank steps by itself, and the steps are combined; see
