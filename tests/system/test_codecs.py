@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from blocks import reduced
@@ -102,6 +104,26 @@ def test_within_a_host_nothing_is_encoded():
             )
 
         assert all(world.run(work))
+
+
+def told(rank, folder):
+    kolovod.init()
+    with open(f"{folder}/{rank}", "w") as file, contextlib.redirect_stderr(file):
+        for _ in range(2):
+            kolovod.allreduce(values(rank), compression=Compression.int8)
+    kolovod.barrier()
+    kolovod.shutdown()
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_where_it_does_nothing_it_says_so_once(hosts, tmp_path):
+    run_ranks(2, told, str(tmp_path), hosts=list(hosts))
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert texts[1] == ""
+    assert texts[0].count("\n") == (hosts == "aa")
+    assert ("compression changes nothing here: all 2 ranks are on host a" in texts[0]) == (
+        hosts == "aa"
+    )
 
 
 def not_finite(rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from kolovod import _native
 from kolovod.errors import InvalidArgumentError
 
 _SHIFT = _native.CODEC_SHIFT
+_has_looked = False
 
 
 class Codec(enum.IntEnum):
@@ -58,6 +60,21 @@ def coded(entries: Sequence[tuple[Any, ...]], codecs: Sequence[int]) -> list[Any
         (entry[0] + with_codec(codec), *entry[1:])
         for entry, codec in zip(entries, each, strict=True)
     ]
+
+
+def tell_where_useless(world: Any) -> None:
+    """Say on rank 0, once, that nothing is encoded in this world, whose ranks share a host."""
+    global _has_looked
+    if _has_looked or world.size == 1:  # others may come
+        return
+    _has_looked = True
+    hosts: tuple[str, ...] = getattr(world, "hosts", ())
+    if world.rank == 0 and len(set(hosts)) == 1:
+        print(
+            f"kolovod: compression changes nothing here: all {world.size} ranks are on host "
+            f"{hosts[0]}, and only what crosses between hosts is encoded",
+            file=sys.stderr,
+        )
 
 
 def with_codec(codec: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from kolovod import _native
 from kolovod.core import spans
-from kolovod.core.codecs import coded
+from kolovod.core.codecs import coded, tell_where_useless
 from kolovod.core.handles import Handle, keeper, kept
 from kolovod.core.ops import Op, Sum
 from kolovod.core.verbs import Verb
@@ -111,9 +111,10 @@ class Submitter:
         path. ``op + 0`` is the plain int of an Op, which the binding takes much faster.
         """
         verb, name, process_set, op, prescale, postscale, root, _, codecs = request
+        world = self.world() if process_set is None else self.membership(process_set)
         if codecs:
             entries = coded(entries, codecs)
-        world = self.world() if process_set is None else self.membership(process_set)
+            tell_where_useless(world)
         engine = world.engine
         if kept:
             keeper.sweep()
@@ -146,9 +147,10 @@ class Submitter:
     ) -> Handle[Any]:
         """Submit. ``blocking``: whoever calls will wait at once, and drive the engine."""
         verb, name, process_set, op, prescale, postscale, root, _, codecs = request
+        world = self.world() if process_set is None else self.membership(process_set)
         if codecs:
             entries = coded(entries, codecs)
-        world = self.world() if process_set is None else self.membership(process_set)
+            tell_where_useless(world)
         engine = world.engine
         if kept:
             keeper.sweep()

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from kolovod import _native
-from kolovod.core.codecs import coded, with_codec
+from kolovod.core.codecs import coded, tell_where_useless, with_codec
 from kolovod.core.submission import EngineTensor
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, from_engine
@@ -119,6 +119,8 @@ class Sender:
             name, parameter = self._parameters.names[index], self._parameters.tensors[index]
             known = with_codec(self._blocks.codec_of(name, parameter.dim()))
             self._codings[index] = known
+            if known:
+                tell_where_useless(self._verbs.world())
         return known
 
     def _pack(
