@@ -1,7 +1,6 @@
 #include "collectives/hierarchical.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -270,13 +269,14 @@ Status HierarchicalBackend::AllreduceBetween(const FusedRange& range) {
       (options_.algorithm == Algorithm::kAuto && OrderOf(static_cast<int>(hosts)) == Order::kRanks);
   size_t lane_bytes =
       overlaps ? OverlappingBytes() : RoundUp(options_.portion_bytes, kLine) * kPortionsOfBlock;
+  const size_t ahead = overlaps ? BlocksAhead(options_.cost, lane_bytes) : 1;
   if (coded) lane_bytes = RoundUp(lane_bytes * unit / EncodedBlockBytes(range.codec), unit);
   const size_t block_bytes = lanes * lane_bytes;
   const size_t blocks = (view.total() + block_bytes - 1) / block_bytes;
-  constexpr size_t kInFlight = 3;
+  const size_t most_in_flight = 2 * ahead + 1;
   const size_t slot_bytes =
       Block::ScratchBytes(range, std::min(block_bytes, view.total()), lane_bytes, hosts);
-  KV_RETURN_IF_ERROR(scratch_.Reserve(std::min(kInFlight, blocks) * slot_bytes));
+  KV_RETURN_IF_ERROR(scratch_.Reserve(std::min(most_in_flight, blocks) * slot_bytes));
   const auto block_at = [&](size_t i) {
     return Slice{i * block_bytes, std::min((i + 1) * block_bytes, view.total())};
   };
@@ -290,17 +290,20 @@ Status HierarchicalBackend::AllreduceBetween(const FusedRange& range) {
     return Status();
   }
   if (lane_ != nullptr && !coded) lane_->Count(Algorithm::kPairwise);
-  std::array<std::unique_ptr<Block>, kInFlight> in_flight;
-  for (size_t step = 0; step < blocks + 2; ++step) {
+  std::vector<std::unique_ptr<Block>> in_flight(std::min(most_in_flight, blocks));
+  const size_t slots = in_flight.size();
+  for (size_t step = 0; step < blocks + 2 * ahead; ++step) {
     if (step < blocks) {
-      auto& block = in_flight[step % kInFlight];
+      auto& block = in_flight[step % slots];
       block = std::make_unique<Block>(*this, range, view, block_at(step), lanes);
-      KV_RETURN_IF_ERROR(block->ReduceInside(scratch_.data() + step % kInFlight * slot_bytes));
+      KV_RETURN_IF_ERROR(block->ReduceInside(scratch_.data() + step % slots * slot_bytes));
       KV_RETURN_IF_ERROR(block->Contribute());
     }
-    if (step >= 1 && step - 1 < blocks) KV_RETURN_IF_ERROR(in_flight[(step - 1) % kInFlight]->Reduce());
-    if (step >= 2) {
-      Block& block = *in_flight[(step - 2) % kInFlight];
+    if (step >= ahead && step - ahead < blocks) {
+      KV_RETURN_IF_ERROR(in_flight[(step - ahead) % slots]->Reduce());
+    }
+    if (step >= 2 * ahead) {
+      Block& block = *in_flight[(step - 2 * ahead) % slots];
       KV_RETURN_IF_ERROR(block.Collect());
       KV_RETURN_IF_ERROR(block.GatherInside());
     }

@@ -26,6 +26,13 @@ TcpOptions SmallOptions() {
   return options;
 }
 
+// Of which many blocks are on their way.
+TcpOptions LongOptions() {
+  TcpOptions options = SmallOptions();
+  options.cost.latency_us = 20'000;
+  return options;
+}
+
 void RunHosts(const std::vector<int>& host_of, const TcpOptions& options,
               const std::function<void(HierarchicalBackend&, Mesh&)>& body) {
   const Config config = testing::SmallConfig();
@@ -162,6 +169,26 @@ TEST_CASE("what is encoded between hosts depends on its tensor alone") {
 }
 
 // What the codec saves, and what it costs for the tail of a tensor.
+TEST_CASE("over a long link more blocks are on their way") {
+  for (const std::vector<int>& host_of : kPlacements) {
+    const auto size = static_cast<int>(host_of.size());
+    const testing::Reference reference = TwoLevels(host_of);
+    RunHosts(host_of, LongOptions(), [&](HierarchicalBackend& backend, Mesh& mesh) {
+      for (const size_t count : {1'000, 5'000, 20'000, 40'000, 123'456}) {
+        for (const Codec codec : {Codec::kNone, Codec::kInt8, Codec::kInt4}) {
+          if (codec != Codec::kNone && Hosts(host_of).ranks.size() == 1) continue;
+          const testing::Reference wanted = codec == Codec::kNone ? reference : Coded(host_of, codec);
+          const Factors factors{1.0, 1.0, 1, codec};
+          for (int again = 0; again < 3; ++again) {
+            testing::CheckAllreduce(backend, mesh.rank(), size, wanted, DType::kFloat32, Op::kAverage,
+                                    factors, {count, 3'000}, again > 0);
+          }
+        }
+      }
+    });
+  }
+}
+
 TEST_CASE("an encoded allreduce sends a quarter or an eighth of the bytes") {
   constexpr size_t kCount = 1 << 20;
   for (const Codec codec : {Codec::kNone, Codec::kInt8, Codec::kInt4}) {

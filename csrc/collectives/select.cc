@@ -164,6 +164,13 @@ size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers) {
   return 1 + static_cast<size_t>(std::min(held_bytes / step_bytes, kMostOnTheWay));
 }
 
+size_t BlocksAhead(const LinkCost& cost, size_t block_bytes) {
+  constexpr double kMost = 16;
+  if (cost.latency_us < kLongUs) return 1;
+  return static_cast<size_t>(
+      std::clamp(std::ceil(HeldBytes(cost) / static_cast<double>(block_bytes)), 1.0, kMost));
+}
+
 // The bytes of pairwise and halving are the same, to a hundredth: what does not depend on the size decides.
 // The default cost, not a measured one, so that a world adds up alike tomorrow.
 Order OrderOf(int ranks) {

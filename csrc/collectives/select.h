@@ -42,6 +42,10 @@ size_t PortionBytes(const LinkCost& cost, size_t most_bytes);
 // not to be taken for the link. Not more than 64.
 size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers);
 
+// The same for blocks of which `block_bytes` go by a link, and of which the next is reduced while one is
+// sent: one, and over a long link what it holds twice. Not more than 16.
+size_t BlocksAhead(const LinkCost& cost, size_t block_bytes);
+
 struct SelectQuestion {
   Verb verb;
   size_t bytes;  // allreduce, broadcast, reducescatter: the range; allgather, alltoall: all ranks' parts

@@ -138,6 +138,10 @@ TEST_CASE("ahead of the answer goes what the link holds") {
   CHECK(LeadOf(LinkCost{1e6, 2, 1e4, 8000}, 4 << 10, 1) == 64);  // memory is bounded
   CHECK(LeadOf(LinkCost(), 4 << 10, 0) == 31);
   CHECK(LeadOf(LinkCost(), 256 << 10, 0) == 1);
+  CHECK(BlocksAhead(LinkCost{100, 2, 1e4, 8000}, 1) == 1);
+  CHECK(BlocksAhead(LinkCost{20'000, 2, 12, 8000}, 256 << 10) == 4);
+  CHECK(BlocksAhead(LinkCost{20'000, 2, 1, 8000}, 256 << 10) == 1);
+  CHECK(BlocksAhead(LinkCost{1e6, 2, 1e4, 8000}, 256 << 10) == 16);
   // Over a long link twice as much, since its rate is learnt from what is sent.
   CHECK(LeadOf(LinkCost{20'000, 2, 12, 8000}, 16 << 10, 3) == 1 + 19);
 }
