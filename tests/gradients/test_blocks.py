@@ -1,7 +1,8 @@
 """``Compression.int8`` and ``.int4`` of optimizers and tapes between hosts, in every front end.
 
 A matrix is encoded, a bias and what is excluded by name are not. Learning rates are 1, so weights
-are the averaged gradients with their sign turned.
+are the averaged gradients with their sign turned. MXNet, which has an environment of its own:
+tests/frontends/mxnet.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import functools
 
 import numpy as np
 import pytest
-from blocks import reduced
+from blocks import COLUMNS, HOSTS, ROWS, average_of, bias, check, matrix, reduced
 from forked import (
     KERAS_RUNNERS,
     run_jax_ranks,
-    run_mxnet_ranks,
     run_tensorflow_ranks,
     run_torch_ranks,
 )
@@ -26,31 +26,8 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import Compression, InBlocks, Key, adapted
 from kolovod.gradients.spec import ReduceSpec
 
-HOSTS = ["a", "b"]
-ROWS, COLUMNS = 60, 35
 CODECS = ("int8", "int4")
 frameworks = pytest.mark.frameworks
-
-
-def matrix(rank):
-    return np.random.default_rng([rank, 1]).normal(size=(ROWS, COLUMNS)).astype(np.float32)
-
-
-def bias(rank):
-    return np.random.default_rng([rank, 2]).normal(size=2_000).astype(np.float32)
-
-
-def average_of(make, codec=None):
-    both = [make(rank) for rank in range(2)]
-    if codec is None:
-        return (both[0] + both[1]) / np.float32(2)
-    return reduced(both, HOSTS, codec, 2)
-
-
-def check(averaged, biases, codec):
-    """``codec`` None: of an excluded matrix."""
-    assert np.array_equal(np.asarray(averaged), average_of(matrix, codec))
-    assert np.array_equal(np.asarray(biases), average_of(bias))
 
 
 def test_which_are_encoded():
@@ -223,35 +200,3 @@ def test_keras(which):
             pytest.skip(f"{module} is not installed")
     run = functools.partial(KERAS_RUNNERS[which], 2, timeout_s=150)
     run(keras_optimizer, which, hosts=HOSTS)
-
-
-def mxnet_trainer(rank):
-    import mxnet as mx
-
-    import kolovod.mxnet as kv
-
-    kv.init()
-    for codec in CODECS:
-        compression = getattr(kv.Compression, codec)
-        for given, encoded in ((compression, codec), (compression(exclude=["*weight"]), None)):
-            weight = mx.gluon.Parameter("weight", shape=(ROWS, COLUMNS), init="zeros")
-            other = mx.gluon.Parameter("bias", shape=(2_000,), init="zeros")
-            parameters = {"weight": weight, "bias": other}
-            for parameter in parameters.values():
-                parameter.initialize(mx.init.Zero())
-            trainer = kv.DistributedTrainer(
-                parameters, "sgd", {"learning_rate": 1.0}, compression=given
-            )
-            with mx.autograd.record():
-                total = (weight.data() * mx.nd.array(matrix(rank))).sum()
-                total = total + (other.data() * mx.nd.array(bias(rank))).sum()
-            total.backward()
-            trainer.step(1)
-            check(-weight.data().asnumpy(), -other.data().asnumpy(), encoded)
-    kv.shutdown()
-
-
-@frameworks
-@pytest.mark.skipif(not is_installed("mxnet"), reason="MXNet is not installed")
-def test_mxnet():
-    run_mxnet_ranks(2, mxnet_trainer, hosts=HOSTS)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 BLOCK = 256
+HOSTS = ["a", "b"]
+ROWS, COLUMNS = 60, 35
 TOPS = {"int8": 127, "int4": 7}
 
 Floats = npt.NDArray[np.float32]
@@ -38,3 +40,27 @@ def reduced(
     for each in sums.values():
         total = total + coded(each, codec)
     return coded(total / np.float32(divisor), codec)
+
+
+def matrix(rank: int) -> Floats:
+    """The gradient of what is encoded, on one rank."""
+    return np.random.default_rng([rank, 1]).normal(size=(ROWS, COLUMNS)).astype(np.float32)
+
+
+def bias(rank: int) -> Floats:
+    """The gradient of what is not."""
+    return np.random.default_rng([rank, 2]).normal(size=2_000).astype(np.float32)
+
+
+def average_of(make: Callable[[int], Floats], codec: str | None = None) -> Floats:
+    """What both ranks come to; ``codec`` None: it is sent as it is."""
+    both = [make(rank) for rank in range(2)]
+    if codec is None:
+        return (both[0] + both[1]) / np.float32(2)
+    return reduced(both, HOSTS, codec, 2)
+
+
+def check(averaged: Any, biases: Any, codec: str | None) -> None:
+    """Both averages are right; ``codec`` None: of a matrix that is excluded."""
+    assert np.array_equal(np.asarray(averaged), average_of(matrix, codec))
+    assert np.array_equal(np.asarray(biases), average_of(bias))
