@@ -33,6 +33,7 @@ TRANSFERS = {"send", "recv", "isend", "irecv"}  # between two ranks: NumPy and P
 METRICS = {"average_metrics", "gather_samples"}
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),
+    *("DiLoCo", "LocalSGD"),
     *("SyncBatchNorm", "Compressor", "Payload", "TorchCollectives", "TorchFrontend", "collectives"),
     *METRICS,
 }
@@ -53,7 +54,7 @@ SURFACE = {
     | WORLD
     | TRANSFERS
     | {"__version__", "errors", "last_operations", "run", "RankFailed", "SshOptions"}
-    | {"broadcast_parameters"},
+    | {"broadcast_parameters", "Compression"},
     "kolovod.metrics": METRICS | {"Metrics"},
     "kolovod.numpy": VERBS
     | WORLD

@@ -26,9 +26,11 @@ from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 from kolovod.torch import backward_span as _backward_span  # noqa: F401  # registers itself
 from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.diloco import DiLoCo
 from kolovod.torch.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.torch.functions import Functions
+from kolovod.torch.local_sgd import LocalSGD
 from kolovod.torch.optimizer import DistributedOptimizer
 from kolovod.torch.sync_batch_norm import SyncBatchNorm
 from kolovod.torch.verbs import collectives
@@ -47,7 +49,9 @@ gather_samples = _metrics.gather_samples
 __all__ = [
     "Compression",
     "Compressor",
+    "DiLoCo",
     "DistributedOptimizer",
+    "LocalSGD",
     "Payload",
     "SyncBatchNorm",
     "TorchCollectives",

@@ -1,0 +1,281 @@
+"""DiLoCo: each rank steps by itself, and now and then an outer optimizer steps for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from kolovod.core.process_sets import ProcessSet
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.torch import seldom
+from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.verbs import collectives
+
+__all__ = ["DiLoCo"]
+
+
+class _OnItsWay(NamedTuple):
+    """The outer gradients of a fragment."""
+
+    due: int
+    """The step after which they are applied."""
+    wait: Callable[[], list[torch.Tensor]]
+
+
+class DiLoCo:
+    """Distributed low-communication training of a model.
+
+    Each rank takes ``sync_every`` steps of the inner optimizer by itself. How far its parameters
+    have come from those that all ranks have in common is its outer gradient; the ranks' mean of
+    these goes to the outer optimizer, whose step makes the next parameters in common. A. Douillard
+    et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105:
+    AdamW inside, Nesterov momentum of 0.9 with a rate of 0.7 outside.
+
+    With ``fragments`` the parameters are synchronised in parts, one after the other, so that less
+    is sent at a time, and with ``fragment_sync_delay`` that happens while the next steps are taken.
+    A. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.
+
+        inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
+        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+        diloco = kv.DiLoCo(model, inner, outer, sync_every=100, compression=kv.Compression.int4)
+        for batch in loader: ...  # as ever; inner.step() does it
+        diloco.synchronize()
+
+    It takes more steps than synchronous training to the same loss where a model is trained from
+    scratch: ``warm_up_steps`` are for that.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer,
+        outer: torch.optim.Optimizer,
+        sync_every: int,
+        *,
+        fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
+        fragment_sync_delay: int = 0,
+        local_share: float | None = None,
+        warm_up_steps: int = 0,
+        compression: AnyCompressor = Compression.none,
+        process_set: ProcessSet | None = None,
+        verbs: TorchCollectives = collectives,
+    ) -> None:
+        """All ranks begin with the same parameters (``broadcast_parameters``).
+
+        ``inner``, ``outer``: of the model's parameters; only ``inner.step()`` is called by the
+        script. ``inner`` may be a DistributedOptimizer of a process set: synchronous within each
+        host, say, and DiLoCo between them.
+        ``sync_every``: steps of ``inner`` after which a parameter is synchronised again.
+        ``fragments``: how many parts (every n-th parameter, so that each has some of all depths),
+        or lists of parameters.
+        ``fragment_sync_delay``: a fragment's mean is applied so many steps after it was sent.
+        ``local_share``: what remains then of the rank's own parameters, from 0 to 1; None: 0
+        without a delay, else a half, as in the paper.
+        ``warm_up_steps``: so many steps are taken with averaged gradients first.
+        ``compression``: of the outer gradients; see ``DistributedOptimizer``.
+        ``process_set``: its members average among themselves; None: all ranks.
+        ``verbs``: over another world than the process's own (tests).
+
+        ``inner.step()`` raises MismatchError, on every rank, where models, values or options
+        differ; InvalidArgumentError in an elastic job. Raises InvalidArgumentError.
+        """
+        self._parameters = seldom.parameters_of(model)
+        self._buffers = seldom.buffers_of(model)
+        seldom.check_optimizer("inner", inner)
+        seldom.check_optimizer("outer", outer)
+        self._outer = outer
+        self._check_outer()
+        self.sync_every = seldom.checked_steps("sync_every", sync_every, 1)
+        self.warm_up_steps = seldom.checked_steps("warm_up_steps", warm_up_steps, 0)
+        self._delay = seldom.checked_steps("fragment_sync_delay", fragment_sync_delay, 0)
+        if self._delay >= self.sync_every:
+            raise InvalidArgumentError(
+                f"fragment_sync_delay is {self._delay}: it must be less than sync_every, which is "
+                f"{self.sync_every}"
+            )
+        self._fragments = self._cut(fragments)
+        self._local_share = _checked_share(local_share, 0.5 if self._delay else 0.0)
+        self.steps = 0
+        """That the inner optimizer has taken."""
+        self._common = [p.detach().clone() for _, p in self._parameters]
+        self._on_its_way: dict[int, _OnItsWay] = {}
+        self._exchange = seldom.Exchange("diloco", compression, process_set, verbs)
+        self._hooks = [
+            inner.register_step_pre_hook(self._before_step),
+            inner.register_step_post_hook(self._after_step),
+        ]
+
+    def synchronize(self) -> None:
+        """Apply what is on its way, and synchronise all parameters now; all ranks do.
+
+        Before an evaluation, a checkpoint that others go on from, or at the end: ranks have the
+        same parameters then.
+        """
+        for fragment in sorted(self._on_its_way):
+            self._apply(fragment, local_share=0.0)
+        if self._exchange.has_others:
+            self._agree()
+        for fragment in range(len(self._fragments)):
+            self._send(fragment)
+            self._apply(fragment, local_share=0.0)
+
+    def close(self) -> None:
+        """Leave the inner optimizer alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of this rank, beside the model's and the inner optimizer's.
+
+        Waits for what is on its way.
+        """
+        arrived = {f: (each.due, each.wait()) for f, each in self._on_its_way.items()}
+        self._take(arrived)
+        return {
+            "steps": self.steps,
+            "common": dict(zip(self._names(), self._common, strict=True)),
+            "outer": self._outer.state_dict(),
+            "on_its_way": arrived,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``. Raises InvalidArgumentError for another model's."""
+        wanted = {"steps", "common", "outer", "on_its_way"}
+        if set(state) != wanted or list(state["common"]) != self._names():
+            raise InvalidArgumentError("the state is not of DiLoCo with this model")
+        self.steps = int(state["steps"])
+        with torch.no_grad():
+            for common, value in zip(self._common, state["common"].values(), strict=True):
+                common.copy_(value)
+        self._outer.load_state_dict(state["outer"])
+        self._take(state["on_its_way"])
+
+    def _take(self, arrived: Mapping[int, tuple[int, list[torch.Tensor]]]) -> None:
+        self._on_its_way = {
+            fragment: _OnItsWay(due, partial(list, means))
+            for fragment, (due, means) in arrived.items()
+        }
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in self._parameters]
+
+    def _check_outer(self) -> None:
+        own = {id(p) for _, p in self._parameters}
+        given = {id(p) for group in self._outer.param_groups for p in group["params"]}
+        if own != given:
+            raise InvalidArgumentError(
+                f"outer has {len(given)} parameters, and the model {len(own)} that are trained: "
+                "give an optimizer of exactly these, model.parameters()"
+            )
+
+    def _cut(self, fragments: int | Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
+        """The places of each fragment's parameters."""
+        count = len(self._parameters)
+        if isinstance(fragments, int):
+            number = seldom.checked_steps("fragments", fragments, 1)
+            if number > min(count, self.sync_every):
+                raise InvalidArgumentError(
+                    f"fragments is {number}: there are {count} parameters and {self.sync_every} "
+                    "steps; give no more than either"
+                )
+            return [list(range(count))[first::number] for first in range(number)]
+        places = {id(p): place for place, (_, p) in enumerate(self._parameters)}
+        cut = [[places.get(id(p), -1) for p in fragment] for fragment in fragments]
+        if sorted(place for fragment in cut for place in fragment) != list(range(count)):
+            raise InvalidArgumentError(
+                "fragments are to have each of the model's parameters that are trained, once"
+            )
+        if len(cut) > self.sync_every:
+            raise InvalidArgumentError(
+                f"{len(cut)} fragments cannot take turns in {self.sync_every} steps"
+            )
+        return cut
+
+    def _agree(self) -> None:
+        options: list[tuple[str, Any]] = [
+            ("sync_every", self.sync_every),
+            ("warm_up_steps", self.warm_up_steps),
+            ("fragments", self._fragments),
+            ("fragment_sync_delay", self._delay),
+            ("steps", self.steps),
+        ]
+        in_common = list(zip(self._names(), self._common, strict=True))
+        self._exchange.agree(options, in_common)
+
+    def _before_step(self, *arguments: Any) -> None:
+        if not self._exchange.has_others:
+            return
+        self._agree()
+        if self.steps < self.warm_up_steps:
+            self._exchange.average_gradients(self._parameters)
+
+    def _after_step(self, *arguments: Any) -> None:
+        self.steps += 1
+        since = self.steps - self.warm_up_steps
+        if since == 0:
+            with torch.no_grad():
+                for common, (_, parameter) in zip(self._common, self._parameters, strict=True):
+                    common.copy_(parameter)
+        if since <= 0:
+            return
+        for fragment in range(len(self._fragments)):
+            turn = (fragment + 1) * self.sync_every // len(self._fragments)
+            if (since - turn) % self.sync_every == 0 and since >= turn:
+                self._send(fragment)
+        for fragment in sorted(self._on_its_way):
+            if self._on_its_way[fragment].due <= self.steps:
+                self._apply(fragment, self._local_share)
+
+    def _send(self, fragment: int) -> None:
+        """Start to average the outer gradients of a fragment; with the last one go the buffers."""
+        with torch.no_grad():
+            sent = [
+                (self._parameters[place][0], self._common[place] - self._parameters[place][1])
+                for place in self._fragments[fragment]
+            ]
+            further = [buffer.clone() for buffer in self._buffers_with(fragment)]
+            wait: Callable[[], list[torch.Tensor]]
+            if self._exchange.has_others:
+                wait = self._exchange.start(f"fragment.{fragment}", sent, further)
+            else:
+                wait = partial(list, [*(tensor for _, tensor in sent), *further])
+        self._on_its_way[fragment] = _OnItsWay(self.steps + self._delay, wait)
+
+    def _buffers_with(self, fragment: int) -> list[torch.Tensor]:
+        return self._buffers if fragment == len(self._fragments) - 1 else []
+
+    def _apply(self, fragment: int, local_share: float) -> None:
+        """Step the outer optimizer on a fragment, from what the ranks had in common."""
+        means = self._on_its_way.pop(fragment).wait()
+        kept = [p.grad for _, p in self._parameters]
+        places = self._fragments[fragment]
+        with torch.no_grad():
+            local = [self._parameters[place][1].detach().clone() for place in places]
+            for _, parameter in self._parameters:
+                parameter.grad = None  # which the outer optimizer passes over
+            for buffer in reversed(self._buffers_with(fragment)):
+                buffer.copy_(means.pop())
+            for place, mean in zip(places, means, strict=True):
+                parameter = self._parameters[place][1]
+                parameter.copy_(self._common[place])
+                parameter.grad = mean
+        self._outer.step()
+        with torch.no_grad():
+            for place, own in zip(places, local, strict=True):
+                parameter = self._parameters[place][1]
+                self._common[place].copy_(parameter)
+                if local_share:
+                    parameter.lerp_(own, local_share)
+            for (_, parameter), grad in zip(self._parameters, kept, strict=True):
+                parameter.grad = grad
+
+
+def _checked_share(value: float | None, default: float) -> float:
+    share = default if value is None else value
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise InvalidArgumentError(f"local_share is {value!r}: give a number from 0 to 1")
+    return float(share)

@@ -1,0 +1,115 @@
+"""Local SGD: each rank steps by itself, and now and then all take the mean of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kolovod.core.process_sets import ProcessSet
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.torch import seldom
+from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.verbs import collectives
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD:
+    """Averages the parameters of a model every ``sync_every`` steps of its optimizer.
+
+    Between these steps ranks do not communicate. Statistics of batch normalisation are averaged
+    with the parameters; the optimizer's state stays each rank's own. S. Stich, "Local SGD
+    Converges Fast and Communicates Little", ICLR 2019; with ``warm_up_steps`` post-local SGD: T.
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020.
+
+        local_sgd = kv.LocalSGD(model, optimizer, sync_every=8)
+        for batch in loader: ...  # as ever; optimizer.step() does it
+        local_sgd.synchronize()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sync_every: int,
+        *,
+        warm_up_steps: int = 0,
+        compression: AnyCompressor = Compression.none,
+        process_set: ProcessSet | None = None,
+        verbs: TorchCollectives = collectives,
+    ) -> None:
+        """All ranks begin with the same parameters (``broadcast_parameters``).
+
+        ``optimizer``: of the model's parameters, not a DistributedOptimizer of the same ranks.
+        ``warm_up_steps``: so many steps are taken with averaged gradients first.
+        ``compression``: of the parameters, as they are sent; see ``DistributedOptimizer``.
+        ``process_set``: its members average among themselves; None: all ranks.
+        ``verbs``: over another world than the process's own (tests).
+
+        ``optimizer.step()`` raises MismatchError, on every rank, where models, values or options
+        differ; InvalidArgumentError in an elastic job. Raises InvalidArgumentError.
+        """
+        self._parameters = seldom.parameters_of(model)
+        self._buffers = seldom.buffers_of(model)
+        seldom.check_optimizer("optimizer", optimizer)
+        self.sync_every = seldom.checked_steps("sync_every", sync_every, 1)
+        self.warm_up_steps = seldom.checked_steps("warm_up_steps", warm_up_steps, 0)
+        self.steps = 0
+        """That the optimizer has taken."""
+        self._exchange = seldom.Exchange("local_sgd", compression, process_set, verbs)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def synchronize(self) -> None:
+        """Take the mean now, before an evaluation or at the end; all ranks do."""
+        if self._exchange.has_others:
+            self._agree()
+            self._average()
+
+    def close(self) -> None:
+        """Leave the optimizer alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, beside the model's and the optimizer's."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``. Raises InvalidArgumentError for another one's."""
+        if set(state) != {"steps"}:
+            raise InvalidArgumentError(
+                f"the state has {sorted(state)}, which is none of LocalSGD's"
+            )
+        self.steps = int(state["steps"])
+
+    def _agree(self) -> None:
+        options = [("sync_every", self.sync_every), ("warm_up_steps", self.warm_up_steps)]
+        options.append(("steps", self.steps))
+        self._exchange.agree(options, self._parameters, are_equal=self.steps == 0)
+
+    def _before_step(self, *arguments: Any) -> None:
+        if not self._exchange.has_others:
+            return
+        self._agree()
+        if self.steps < self.warm_up_steps:
+            self._exchange.average_gradients(self._parameters)
+
+    def _after_step(self, *arguments: Any) -> None:
+        self.steps += 1
+        since = self.steps - self.warm_up_steps
+        if since >= 0 and since % self.sync_every == 0 and self._exchange.has_others:
+            self._average()
+
+    def _average(self) -> None:
+        with torch.no_grad():
+            own = [(name, p.detach().clone()) for name, p in self._parameters]
+            means = self._exchange.start("parameters", own, [b.clone() for b in self._buffers])()
+            averaged = [*(parameter for _, parameter in self._parameters), *self._buffers]
+            for tensor, mean in zip(averaged, means, strict=True):
+                tensor.copy_(mean)
