@@ -573,7 +573,8 @@ def _allreduce(
     compression: Any,
 ) -> Request:
     codecs = () if compression is None else codecs_of(compression)
-    return _request((ALLREDUCE, name, process_set, op, prescale, postscale, 0, None, codecs))
+    fields = ALLREDUCE, name, process_set, op, prescale, postscale, 0, None, codecs
+    return tuple.__new__(Request, fields)  # as _request, without a call in between
 
 
 def _broadcast(root_rank: int, name: str | None, process_set: Group | None) -> Request:

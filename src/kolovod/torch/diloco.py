@@ -207,11 +207,8 @@ class DiLoCo:
         self._exchange.agree(options, in_common)
 
     def _before_step(self, *arguments: Any) -> None:
-        if not self._exchange.has_others:
-            return
-        self._agree()
-        if self.steps < self.warm_up_steps:
-            self._exchange.average_gradients(self._parameters)
+        warms_up = self.steps < self.warm_up_steps
+        self._exchange.before_step(self._agree, self._parameters, warms_up=warms_up)
 
     def _after_step(self, *arguments: Any) -> None:
         self.steps += 1

@@ -91,7 +91,15 @@ class Exchange:
             further,
         )
 
-    def average_gradients(self, parameters: Named) -> None:
+    def before_step(self, agree: Callable[[], None], parameters: Named, *, warms_up: bool) -> None:
+        """What an optimizer's step begins with: agree, and in the warm-up average gradients."""
+        if not self.has_others:
+            return
+        agree()
+        if warms_up:
+            self._average_gradients(parameters)
+
+    def _average_gradients(self, parameters: Named) -> None:
         """Each parameter's gradient is the ranks' mean; of one that has none it counts as zeros."""
         gradients = [
             (name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters
