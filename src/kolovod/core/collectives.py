@@ -94,10 +94,11 @@ class Collectives:
         ``compression``: ``Compression.int8`` or ``.int4``, of floats between hosts, with Average or
         Sum (see ``Codec``); a list in a grouped verb: one for each tensor.
         """
-        return self.new(
-            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
-            tensor,
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
         )
+        return self.new(request, tensor)
 
     def allreduce_async(
         self,
@@ -110,10 +111,11 @@ class Collectives:
         compression: Any = None,
     ) -> Handle[T]:
         """``allreduce`` that returns at once."""
-        return self.start_new(
-            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
-            tensor,
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
         )
+        return self.start_new(request, tensor)
 
     def allreduce_(
         self,
@@ -126,10 +128,11 @@ class Collectives:
         compression: Any = None,
     ) -> T:
         """``allreduce`` in place."""
-        return self.in_place(
-            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
-            tensor,
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
         )
+        return self.in_place(request, tensor)
 
     def allreduce_async_(
         self,
@@ -142,10 +145,11 @@ class Collectives:
         compression: Any = None,
     ) -> Handle[T]:
         """``allreduce_`` that returns at once."""
-        return self.start_in_place(
-            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
-            tensor,
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
         )
+        return self.start_in_place(request, tensor)
 
     def grouped_allreduce(
         self,
@@ -161,10 +165,11 @@ class Collectives:
 
         They may differ in shape and dtype; the group is ready when every rank has submitted it.
         """
-        return self.new_group(
-            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
-            tensors,
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
         )
+        return self.new_group(request, tensors)
 
     def grouped_allreduce_async(
         self,
@@ -177,10 +182,11 @@ class Collectives:
         compression: Any = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce`` that returns at once."""
-        return self.start_new_group(
-            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
-            tensors,
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
         )
+        return self.start_new_group(request, tensors)
 
     def grouped_allreduce_(
         self,
@@ -193,10 +199,11 @@ class Collectives:
         compression: Any = None,
     ) -> list[T]:
         """``grouped_allreduce`` in place; returns a list of the tensors given."""
-        return self.group_in_place(
-            _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression),
-            tensors,
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
         )
+        return self.group_in_place(request, tensors)
 
     def grouped_allreduce_async_(
         self,
@@ -209,7 +216,10 @@ class Collectives:
         compression: Any = None,
     ) -> Handle[list[T]]:
         """``grouped_allreduce_`` that returns at once."""
-        request = _allreduce(name, process_set, op, prescale_factor, postscale_factor, compression)
+        codecs = codecs_of(compression) if compression else ()
+        request = _request(
+            (ALLREDUCE, name, process_set, op, prescale_factor, postscale_factor, 0, None, codecs)
+        )
         return self.start_group_in_place(request, tensors)
 
     # broadcast ----------------------------------------------------------------------------------
@@ -562,19 +572,6 @@ class Collectives:
         entry, view, make = self._made_by_engine(tensor, request)
         size = self.membership(request.process_set).size
         return entry, view, make, rows_for_ranks(request.splits, view[1], size)
-
-
-def _allreduce(
-    name: str | None,
-    process_set: Group | None,
-    op: int,
-    prescale: float,
-    postscale: float,
-    compression: Any,
-) -> Request:
-    codecs = () if compression is None else codecs_of(compression)
-    fields = ALLREDUCE, name, process_set, op, prescale, postscale, 0, None, codecs
-    return tuple.__new__(Request, fields)  # as _request, without a call in between
 
 
 def _broadcast(root_rank: int, name: str | None, process_set: Group | None) -> Request:
