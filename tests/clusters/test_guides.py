@@ -55,7 +55,8 @@ def check_results(found: list[tuple[int, float]]) -> None:
     assert all(loss < 0.02 for _, loss in found)
 
 
-RAY = pytest.param("ray", marks=[*NEEDS_RAY, pytest.mark.timeout(300)])
+# The first mark of a kind counts.
+RAY = pytest.param("ray", marks=[pytest.mark.timeout(300), *NEEDS_RAY])
 SPARK = pytest.param("spark", marks=NEEDS_SPARK)
 
 
