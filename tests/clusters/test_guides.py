@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 OF_ELASTIC = ("num_workers=(2, 8)", "run_elastic(")
 """Blocks whose ``train`` is another one, which the text tells of; test_ray has such a job."""
-TIMEOUT_S = 250
+TIMEOUT_S = 190  # below the tests' own limit, so that what it printed is shown
 
 
 def run_guide(name: str, folder: Path, *before: str, **variables: str) -> str:
@@ -55,8 +55,7 @@ def check_results(found: list[tuple[int, float]]) -> None:
     assert all(loss < 0.02 for _, loss in found)
 
 
-# The first mark of a kind counts.
-RAY = pytest.param("ray", marks=[pytest.mark.timeout(300), *NEEDS_RAY])
+RAY = pytest.param("ray", marks=NEEDS_RAY)
 SPARK = pytest.param("spark", marks=NEEDS_SPARK)
 
 
