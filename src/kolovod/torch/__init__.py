@@ -26,12 +26,14 @@ from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 from kolovod.torch import backward_span as _backward_span  # noqa: F401  # registers itself
 from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.comm_hooks import GradBucket
 from kolovod.torch.diloco import DiLoCo
 from kolovod.torch.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.torch.functions import Functions
 from kolovod.torch.local_sgd import LocalSGD
 from kolovod.torch.optimizer import DistributedOptimizer
+from kolovod.torch.power_sgd import PowerSGD
 from kolovod.torch.sync_batch_norm import SyncBatchNorm
 from kolovod.torch.verbs import collectives
 
@@ -51,8 +53,10 @@ __all__ = [
     "Compressor",
     "DiLoCo",
     "DistributedOptimizer",
+    "GradBucket",
     "LocalSGD",
     "Payload",
+    "PowerSGD",
     "SyncBatchNorm",
     "TorchCollectives",
     "TorchFrontend",

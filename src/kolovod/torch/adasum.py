@@ -51,6 +51,13 @@ class ByAdasum(torch.optim.Optimizer):
         """Nothing to hold back: gradients add up until ``step``, and are not sent at all."""
         yield
 
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Not possible. Raises InvalidArgumentError."""
+        raise InvalidArgumentError(
+            "with op Adasum steps are combined, not gradients, so that no communication hook is "
+            "called: use op Average"
+        )
+
     @property
     def backward_passes_per_step(self) -> int:
         """As it was given; gradients add up until ``step``, however many passes there are."""

@@ -9,7 +9,7 @@ tells that order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,10 +18,18 @@ from kolovod.gradients.compression import Compressor, Payload
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.parameters import Parameters
 
-Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, "Parcel | None"]
+Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, "Opened | None"]
 """One gradient of a bucket: the parameter's index; its ``grad`` and the version of that; what takes
-the result (``grad`` itself, or zeros where there is none); and what travels in its place, or None
+the result (``grad`` itself, or zeros where there is none); and what has the result, or None
 where the engine works on the gradient itself. A plain tuple: one is made per gradient and step."""
+
+
+class Opened(Protocol):
+    """What has the result of one gradient when its bucket is back."""
+
+    def opened(self, scale_of_sum: float) -> torch.Tensor:
+        """The combined gradient; ``scale_of_sum``: by which a sum of gathered ones is scaled."""
+        ...
 
 
 class Parcel:
@@ -95,13 +103,16 @@ class Buckets:
         self._parameters = parameters
         self._countdown = countdown
         self._groups = groups
-        self._is_planned = False
+        self.is_planned = False
+        """Ranks have agreed upon an order of the gradients."""
+        self.are_of_one_kind = False
+        """No bucket has gradients of two dtypes or devices."""
 
     def extend(self, indices: Iterable[int]) -> None:
         """Put more parameters into buckets that ranks have not agreed upon yet."""
         fresh = list(indices)
         self._countdown.add(len(fresh))
-        for part in self._cut(fresh) if self._is_planned else [[index] for index in fresh]:
+        for part in self._cut(fresh) if self.is_planned else [[index] for index in fresh]:
             self._add(Bucket(part))
 
     def note(self, bucket: Bucket) -> None:
@@ -117,7 +128,7 @@ class Buckets:
         items = {item[0]: item for bucket in self.all for item in bucket.items}
         streams = {stream for bucket in self.all for stream in bucket.streams}
         self.all.clear()
-        self._is_planned = True
+        self.is_planned = True
         for indices in self._cut(order):
             bucket = Bucket(indices)
             bucket.items = [items[index] for index in indices if index in items]
@@ -169,7 +180,17 @@ class Buckets:
         tensors = self._parameters.tensors
         sizes = {i: tensors[i].numel() * tensors[i].element_size() for i in order}
         numbers = ((i, self._groups.get(id(tensors[i]))) for i in order)
-        return plan.cut(sizes, {i: number for i, number in numbers if number is not None})
+        parts = plan.cut(sizes, {i: number for i, number in numbers if number is not None})
+        if not self.are_of_one_kind:
+            return parts
+        return [same for part in parts for same in self._by_kind(part)]
+
+    def _by_kind(self, indices: Sequence[int]) -> list[list[int]]:
+        kinds: dict[Any, list[int]] = {}
+        for index in indices:
+            tensor = self._parameters.tensors[index]
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+        return list(kinds.values())
 
     def _add(self, bucket: Bucket) -> None:
         self.all.append(bucket)

@@ -22,6 +22,7 @@ from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.torch import verbs
 from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives
+from kolovod.torch.comm_hooks import Hook
 from kolovod.torch.parameters import checked_names, names_of_group
 from kolovod.torch.parts import is_sharded
 from kolovod.torch.reducer import GradientReducer
@@ -111,6 +112,22 @@ class Distributed(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make one step; between steps, the same on all ranks."""
         self._kolovod_reducer.set_passes(checked_passes(passes))
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` combine gradients, as in PyTorch's DistributedDataParallel.
+
+        It is called for each bucket as soon as backward has completed it, in the same order on all
+        ranks, with a ``GradBucket``, and returns a future (or a handle of an ``_async`` verb) whose
+        result takes the place of the bucket's buffer: the mean, of the same size. Hooks of PyTorch
+        work as they are, on a process group of ``torch.distributed``; ``bucket.average`` needs
+        none. A hook or state with a method ``reset()`` has it called when ranks meet in a new
+        world. In a world of one no hook is called.
+
+        Call it once, before the first backward, with equal hooks on all ranks. Raises
+        InvalidArgumentError where that is too late, or the optimizer itself has a compression, an
+        op other than Average, or a predivide factor.
+        """
+        self._kolovod_reducer.use_hook(state, hook)
 
     def step(self, closure: Closure | None = None) -> Any:
         """Synchronize, then step. A ``closure``'s loss is averaged, so that ranks decide alike."""

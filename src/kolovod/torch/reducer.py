@@ -32,6 +32,7 @@ from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch import clipping, results, sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, over
+from kolovod.torch.comm_hooks import Hook, HookSender, check_hook
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.hooks import Hooks
 from kolovod.torch.parameters import Named, Parameters
@@ -69,7 +70,7 @@ class GradientReducer:
         self.countdown = Countdown(passes)
         self.buckets = Buckets(self.parameters, self.countdown, groups)
         self.in_flight = InFlight(over)
-        self.sender = Sender(self.parameters, spec, verbs, self.in_flight)
+        self.sender: Sender | HookSender = Sender(self.parameters, spec, verbs, self.in_flight)
         self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
         self.agreement = Agreement(verbs.world, spec.process_set)
         self._used = False  # there was a step, and no zero_grad since
@@ -112,6 +113,15 @@ class GradientReducer:
     def passes(self) -> int:
         """Backward passes that are summed before a gradient is sent."""
         return self.countdown.passes
+
+    def use_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook`` combine gradients; see ``Distributed.register_comm_hook``."""
+        has_begun = self.buckets.is_planned or self.countdown.begun
+        check_hook(hook, self.spec, has_begun or isinstance(self.sender, HookSender))
+        self.buckets.are_of_one_kind = True
+        self.sender = HookSender(
+            state, hook, self.parameters, self.buckets, self.verbs, self.in_flight
+        )
 
     def set_passes(self, passes: int) -> None:
         """Change ``passes``, between steps."""
@@ -287,6 +297,7 @@ class GradientReducer:
         self.buckets.rearrange(order.tolist())
         self.buckets.single_out(dims)
         self.buckets.accept(self.buckets.all, self.agreement.number)
+        self.sender.begin_world()
 
     def _sparse_dims(self) -> list[int]:
         """What this rank knows; what ranks of an earlier world have agreed upon stays sparse."""

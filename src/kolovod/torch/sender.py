@@ -50,6 +50,9 @@ class Sender:
         self._blocks = spec.compressor.blocks if isinstance(spec.compressor, InBlocks) else None
         self._is_plain = spec.compressor is NOTHING or self._blocks is not None
 
+    def begin_world(self) -> None:
+        """Nothing: what this keeps is good in any world."""
+
     def submit(
         self,
         bucket: Bucket,
@@ -183,7 +186,7 @@ class Sender:
         reduced: list[Item] = []
         gathered: list[Item] = []
         for item in items:
-            is_gathered = item[4] is not None and item[4].payload.verb == "allgather"
+            is_gathered = isinstance(item[4], Parcel) and item[4].payload.verb == "allgather"
             (gathered if is_gathered else reduced).append(item)
         if reduced:
             self._launch(bucket, entries, reduced, later)
@@ -216,7 +219,7 @@ class Sender:
 
     def _gather(self, bucket: Bucket, items: list[Item], name: str) -> None:
         """Gather the tensors of all parcels in one operation."""
-        parcels = [item[4] for item in items if item[4] is not None]
+        parcels = [item[4] for item in items if isinstance(item[4], Parcel)]
 
         def take(results: list[torch.Tensor]) -> None:
             rest = iter(results)

@@ -19,13 +19,17 @@ def hooks_of(net):
 
 
 def growing(work):
-    """``work(verbs, rank, enter)``; ``enter(world)``: "alone", "both" or "none"."""
-    with loopback(2, TorchFrontend()) as both:
+    """``work(verbs, rank, enter)``; ``enter(world)``: "alone", "both", "again" or "none"."""
+    with loopback(2, TorchFrontend()) as both, loopback(2, TorchFrontend()) as again:
 
         def on_rank(kv):
             rank = kv.world().rank
             with loopback(1, TorchFrontend()) as alone:
-                worlds = {"alone": alone.ranks[0], "both": both.ranks[rank]}
+                worlds = {
+                    "alone": alone.ranks[0],
+                    "both": both.ranks[rank],
+                    "again": again.ranks[rank],
+                }
                 now = ["alone"]
 
                 def world():
