@@ -15,7 +15,7 @@ import torch
 from horovod.torch.reductions import allreduce_async_
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
-from kolovod.torch.optimizer import Distributed
+from kolovod.torch.distributed import Distributed
 from kolovod.torch.parameters import names_of_group
 
 __all__ = ["add_gradient_sender"]

@@ -16,7 +16,7 @@ from horovod.torch.compression import Compression
 from horovod.torch.gradient_sender import add_gradient_sender
 from kolovod.gradients.spec import is_elastic
 from kolovod.torch import DistributedOptimizer as _distributed
-from kolovod.torch.optimizer import Distributed as _DistributedOptimizer
+from kolovod.torch.distributed import Distributed as _DistributedOptimizer
 
 __all__ = ["DistributedOptimizer", "_DistributedOptimizer"]
 

@@ -8,14 +8,16 @@ tells that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import plan
 from kolovod.gradients.compression import Compressor, Payload
 from kolovod.torch.countdown import Countdown
+from kolovod.torch.device import Cuda
 from kolovod.torch.parameters import Parameters
 
 Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, "Opened | None"]
@@ -80,6 +82,43 @@ class Bucket:
     def begun(self) -> bool:
         """Whether backward has finished one of its gradients."""
         return self.missing < len(self.indices)
+
+
+class Sends(Protocol):
+    """How buckets are combined: see ``Sender``, ``HookSender`` and ``ShardSender``."""
+
+    device: Cuda
+
+    def begin_world(self) -> None:
+        """Ranks have agreed upon all buckets, in a world of its own."""
+        ...
+
+    def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
+        """What else than names and shapes must be the same on all ranks."""
+        ...
+
+    def submit(
+        self,
+        bucket: Bucket,
+        problems: list[InvalidArgumentError] | None = None,
+        blank: bool = False,
+    ) -> None:
+        """Send a bucket; a parameter without a gradient counts as zeros.
+
+        ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
+        it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
+        """
+        ...
+
+    def store(
+        self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
+    ) -> None:
+        """Put results where the optimizer looks for them [5].
+
+        ``is_used(index)``: a parameter that no rank has used keeps no gradient, as with one
+        process.
+        """
+        ...
 
 
 def over(cargo: Cargo) -> None:

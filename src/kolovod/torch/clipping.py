@@ -13,7 +13,9 @@ gradients alone, which do not say whose they are.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import math
 import threading
 import types
 import weakref
@@ -22,6 +24,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grad
+
+from kolovod.core.ops import Max, Sum
+from kolovod.errors import InvalidArgumentError
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -37,6 +42,30 @@ class Averaging(Protocol):
         """Average the gradients, unless that is done or not wanted."""
         ...
 
+    @property
+    def shards(self) -> Shards | None:
+        """What ranks have parts of the gradients by; None where each has all."""
+        ...
+
+
+class Shards(Protocol):
+    """Gradients of which each rank has a part."""
+
+    def pieces_of(self, ids: set[int]) -> list[torch.Tensor]:
+        """Of parameters with these values of ``id``, what this rank has the gradient of."""
+        ...
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        """Whether ranks have pieces of it."""
+        ...
+
+    def combined(self, value: torch.Tensor, op: int) -> torch.Tensor:
+        """``op`` over the ranks that have the other parts."""
+        ...
+
+
+_EXACT = torch.float32
+"""What norms are computed in at least."""
 
 _lock = threading.Lock()
 _numbers = itertools.count()
@@ -77,16 +106,78 @@ def _settling(function: Callable[..., Any]) -> Callable[..., Any]:
             # PyTorch warns of generators, and only of those, that yield nothing.
             is_generator = isinstance(parameters, types.GeneratorType)
             parameters = (parameter for parameter in given) if is_generator else given
-        _settle({id(parameter) for parameter in given})
+        shards = _settle({id(parameter) for parameter in given})
+        if shards:
+            return _clip_shards(function, given, shards, args, kwargs)
         return function(parameters, *args, **kwargs)
 
     return clip
 
 
-def _settle(ids: set[int]) -> None:
-    """In order of creation, so that all ranks go alike."""
+def _settle(ids: set[int]) -> list[Shards]:
+    """In order of creation, so that all ranks go alike. Returns those of which ranks have parts."""
     with _lock:
         everyone = sorted(_all.items())
+    found = []
     for _, averaging in everyone:
         if averaging.owns(ids):
             averaging.settle()
+            if averaging.shards is not None:
+                found.append(averaging.shards)
+    return found
+
+
+def _clip_shards(
+    function: Callable[..., Any],
+    given: list[torch.Tensor],
+    shards: list[Shards],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Clip pieces in the place of parameters; their norm is that of all ranks' pieces."""
+    ids = {id(parameter) for parameter in given}
+    pieces = [shard.pieces_of(ids) for shard in shards]
+    whole = [p for p in given if not any(shard.is_of(p) for shard in shards)]
+    everything = [*whole, *(piece for some in pieces for piece in some)]
+    if function.__name__ != "clip_grad_norm_":
+        return function(everything, *args, **kwargs)
+    given_by_name = inspect.signature(function).bind(given, *args, **kwargs)
+    given_by_name.apply_defaults()
+    options = given_by_name.arguments
+    norm_type = float(options["norm_type"])
+    if norm_type <= 0:
+        raise InvalidArgumentError(
+            f"norm_type is {norm_type}: of gradients in parts on ranks (shard_state) give one "
+            "above 0, or inf"
+        )
+    norms = [_norm_of(whole, norm_type)]
+    for shard, some in zip(shards, pieces, strict=True):
+        own = _norm_of(some, norm_type)
+        if math.isinf(norm_type):
+            norms.append(shard.combined(own, Max))
+        else:
+            norms.append(shard.combined(own**norm_type, Sum) ** (1.0 / norm_type))
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(torch.float32)
+    if options["error_if_nonfinite"] and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped"
+        )
+    # As PyTorch does it: never scaled up, and without a division by zero.
+    factor = torch.clamp(float(options["max_norm"]) / (total + 1e-6), max=1.0)
+    for tensor in everything:
+        if tensor.grad is not None:
+            tensor.grad.mul_(factor.to(tensor.device))
+    return total.to(given[0].device)
+
+
+def _norm_of(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """In float64, in host memory."""
+    norms = [
+        torch.linalg.vector_norm(t.grad, norm_type, dtype=torch.promote_types(t.dtype, _EXACT))
+        for t in tensors
+        if t.grad is not None
+    ]
+    each = torch.stack([norm.to("cpu", torch.float64) for norm in norms] or [torch.tensor(0.0)])
+    norm: torch.Tensor = torch.linalg.vector_norm(each.double(), norm_type)
+    return norm

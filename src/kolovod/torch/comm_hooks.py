@@ -7,7 +7,7 @@ backward makes gradients in, for what they submit to a process group is matched 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import NOTHING
 from kolovod.gradients.in_flight import Flight, InFlight
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.torch import results
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item
 from kolovod.torch.device import split
@@ -125,7 +126,7 @@ class HookSender:
         """``in_flight`` gets what the hook returns."""
         assert isinstance(verbs.frontend, TorchFrontend)
         self.device = verbs.frontend.device
-        self.spare = Spare()
+        self._spare = Spare()
         self._state, self._hook = state, hook
         self._parameters, self._buckets = parameters, buckets
         self._verbs, self._in_flight = verbs, in_flight
@@ -141,13 +142,23 @@ class HookSender:
             if callable(reset):
                 reset()
 
+    def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
+        """Nothing."""
+        return []
+
+    def store(
+        self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
+    ) -> None:
+        """See ``Sends``."""
+        results.store(self._parameters.tensors, done, is_used, scale_of_sum, self._spare)
+
     def submit(
         self,
         bucket: Bucket,
         problems: list[InvalidArgumentError] | None = None,
         blank: bool = False,
     ) -> None:
-        """Call the hook: see ``Sender.submit``. From backward, in its turn: maybe later."""
+        """Call the hook: see ``Sends``. From backward, in its turn: maybe later."""
         if problems is not None:
             self._call(bucket, problems, blank)
             return

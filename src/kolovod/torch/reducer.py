@@ -31,13 +31,14 @@ from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch import clipping, results, sparse
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, over
+from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, Sends, over
 from kolovod.torch.comm_hooks import Hook, HookSender, check_hook
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.hooks import Hooks
 from kolovod.torch.parameters import Named, Parameters
 from kolovod.torch.parts import whole_of
 from kolovod.torch.sender import Sender
+from kolovod.torch.shards import ShardSender
 
 # What a rank says of itself in every trip; each rank sees what all ranks together have said.
 _STEPS, _DROPS, _FAILED, _AGAIN = range(4)
@@ -70,7 +71,7 @@ class GradientReducer:
         self.countdown = Countdown(passes)
         self.buckets = Buckets(self.parameters, self.countdown, groups)
         self.in_flight = InFlight(over)
-        self.sender: Sender | HookSender = Sender(self.parameters, spec, verbs, self.in_flight)
+        self.sender: Sends = Sender(self.parameters, spec, verbs, self.in_flight)
         self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
         self.agreement = Agreement(verbs.world, spec.process_set)
         self._used = False  # there was a step, and no zero_grad since
@@ -114,10 +115,18 @@ class GradientReducer:
         """Backward passes that are summed before a gradient is sent."""
         return self.countdown.passes
 
+    def use_shards(self, check_new_world: Callable[[], None]) -> ShardSender:
+        """Let each rank have a part of the gradients only; see ``ShardSender``."""
+        self.buckets.are_of_one_kind = True
+        self.sender = sender = ShardSender(
+            self.parameters, self.spec, self.verbs, self.in_flight, check_new_world
+        )
+        return sender
+
     def use_hook(self, state: Any, hook: Hook) -> None:
         """Let ``hook`` combine gradients; see ``Distributed.register_comm_hook``."""
         has_begun = self.buckets.is_planned or self.countdown.begun
-        check_hook(hook, self.spec, has_begun or isinstance(self.sender, HookSender))
+        check_hook(hook, self.spec, has_begun or not isinstance(self.sender, Sender))
         self.buckets.are_of_one_kind = True
         self.sender = HookSender(
             state, hook, self.parameters, self.buckets, self.verbs, self.in_flight
@@ -167,6 +176,12 @@ class GradientReducer:
             return
         if self.pending or self.countdown.passes == 1 or self.spec.op != Sum:
             self.synchronize()
+
+    @property
+    def shards(self) -> ShardSender | None:
+        """See clipping.Averaging."""
+        sender = self.sender
+        return sender if isinstance(sender, ShardSender) and self.hooks.are_on else None
 
     def _is_spent(self) -> bool:
         """Whether the gradients are those that a step has used: looked at, maybe by one rank only.
@@ -290,7 +305,7 @@ class GradientReducer:
             return
         self.in_flight.discard()
         everyone = range(len(self.parameters))
-        dims = self.agreement.reach(self.parameters.details(everyone), self._sparse_dims())
+        dims = self.agreement.reach(self._details(everyone), self._sparse_dims())
         noted = self.buckets.order
         order = np.array([*noted, *(i for i in everyone if i not in noted)], np.int64)
         Collectives(NumpyFrontend(), self.verbs.world).broadcast_(order, 0, "optimizer.order")
@@ -298,6 +313,9 @@ class GradientReducer:
         self.buckets.single_out(dims)
         self.buckets.accept(self.buckets.all, self.agreement.number)
         self.sender.begin_world()
+
+    def _details(self, indices: Sequence[int]) -> list[tuple[str, Any]]:
+        return [*self.parameters.details(indices), *self.sender.details(indices)]
 
     def _sparse_dims(self) -> list[int]:
         """What this rank knows; what ranks of an earlier world have agreed upon stays sparse."""
@@ -330,9 +348,7 @@ class GradientReducer:
         else:
             scale = self.spec.scale_of_sum(1.0 / self.verbs.world().size)
             used = marks[_MARKS:]
-            tensors = self.parameters.tensors
-            is_used, spare = (lambda i: used[i] != 0), self.sender.spare
-            stores.append(partial(results.store, tensors, done, is_used, scale, spare))
+            stores.append(partial(self.sender.store, done, lambda i: used[i] != 0, scale))
         if marks[_AGAIN]:
             stores += self._trip(self._agree_further(redo), [])
         return stores
@@ -342,7 +358,7 @@ class GradientReducer:
         new = {index for bucket in self.buckets.fresh() for index in bucket.indices}
         again: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
         dims = self.agreement.extend(
-            [*again, *self.parameters.details(sorted(new))],
+            [*again, *self._details(sorted(new))],
             "every rank must add, thaw and zero the same parameters",
             self._sparse_dims(),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from kolovod.gradients.compression import NOTHING, Compressor, InBlocks, payload
 from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
-from kolovod.torch import sparse
+from kolovod.torch import results, sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item, Parcel
 from kolovod.torch.frontend import DTYPES, TorchFrontend, code_of
@@ -39,7 +41,7 @@ class Sender:
         """``in_flight`` gets what is submitted."""
         assert isinstance(verbs.frontend, TorchFrontend)
         self.device = verbs.frontend.device
-        self.spare = Spare()
+        self._spare = Spare()
         self._parameters = parameters
         self._codings: dict[int, int] = {}
         self._verbs = verbs
@@ -53,17 +55,23 @@ class Sender:
     def begin_world(self) -> None:
         """Nothing: what this keeps is good in any world."""
 
+    def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
+        """Nothing."""
+        return []
+
+    def store(
+        self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
+    ) -> None:
+        """See ``Sends``."""
+        results.store(self._parameters.tensors, done, is_used, scale_of_sum, self._spare)
+
     def submit(
         self,
         bucket: Bucket,
         problems: list[InvalidArgumentError] | None = None,
         blank: bool = False,
     ) -> None:
-        """Send a bucket; a parameter without a gradient counts as zeros.
-
-        ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
-        it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
-        """
+        """See ``Sends``."""
         is_plain, parameters = self._is_plain, self._parameters.tensors
         is_prepared = bucket.sparse_dim or self._spec.sparse_as_dense or not is_plain
         if bucket.streams and (is_prepared or self._frontend.is_direct()):
@@ -90,7 +98,7 @@ class Sender:
                 code += self._coding(index)
             if code is not None and not grad.is_sparse and grad.is_contiguous():
                 address = grad.data_ptr()
-                result = self.spare.take(index, grad) if keeps else grad
+                result = self._spare.take(index, grad) if keeps else grad
                 entries.append((code, grad.shape, address, result.data_ptr()))
                 items.append((index, own, version, result, None))
                 continue

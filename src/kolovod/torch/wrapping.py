@@ -23,10 +23,11 @@ def wrap(optimizer: torch.optim.Optimizer, addition: Base) -> None:
 
 def unwrapped(optimizer: torch.optim.Optimizer, base: Base) -> tuple[Any, ...]:
     """For ``__reduce__``: copies and pickles are plain optimizers, since a copy has no world."""
-    return _plain_copy, (base, optimizer.__getstate__())
+    return plain_copy, (base, optimizer.__getstate__())
 
 
-def _plain_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
+def plain_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of class ``base`` with what another's ``__getstate__`` has returned."""
     copy = base.__new__(base)
     copy.__setstate__(state)
     return copy

@@ -1,0 +1,176 @@
+"""What an optimizer does that steps with the gradients of all ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kolovod.core import spans
+from kolovod.elastic import steps
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.spec import checked_passes
+from kolovod.torch.comm_hooks import Hook
+from kolovod.torch.parameters import names_of_group
+from kolovod.torch.reducer import GradientReducer
+from kolovod.torch.wrapping import unwrapped
+
+Closure = Callable[[], Any]
+
+
+class Distributed(torch.optim.Optimizer):
+    """What ``DistributedOptimizer`` adds to the class of the optimizer that it is given."""
+
+    _kolovod_base: type[torch.optim.Optimizer]
+    _kolovod_reducer: GradientReducer
+    _kolovod_names: dict[int, str]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As usual, but a GradScaler that asks for them finds gradients that are averaged.
+
+        It divides gradients behind autograd's back (no version is counted), in ``unscale_`` and in
+        its ``step``, both before our ``step``; and all ranks must see the same infinities. This is
+        the only thing of ours that it touches before.
+        """
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
+            self._kolovod_prepare()
+            return self._kolovod_to_unscale(groups)
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def _kolovod_prepare(self) -> None:
+        """Average the gradients unless that is done, or not wanted."""
+        reducer = self._kolovod_reducer
+        if not reducer.follow_world():
+            if not (reducer.skips or reducer.settled):
+                reducer.synchronize()
+            return
+        if reducer.skips:
+            if reducer.sending:
+                raise InvalidArgumentError(
+                    "gradients are on their way to the other ranks: call optimizer.synchronize() "
+                    "before you step within optimizer.skip_synchronize()"
+                )
+        elif not reducer.settled:
+            reducer.synchronize()
+
+    def _kolovod_to_unscale(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups whose gradients a GradScaler divides."""
+        return groups
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the same on all ranks; ``step`` does so by itself.
+
+        Call it to look at the averaged gradients, or to change them (PyTorch's clipping functions
+        do so by themselves); the next ``step`` then does not repeat it. A parameter without a
+        gradient here counts as zeros, if it has one on another rank. Raises MismatchError on every
+        rank when the ranks' parameters differ, RankLostError and its siblings when a rank is gone.
+        """
+        if not self._kolovod_reducer.settled:
+            self._kolovod_reducer.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this context ``step`` uses the gradients as they are."""
+        reducer = self._kolovod_reducer
+        before, reducer.skips = reducer.skips, True
+        try:
+            yield
+        finally:
+            reducer.skips = before
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context backward adds up gradients here only, and counts as no pass.
+
+        The next backward outside of it sends the sum: for accumulating over a number of passes that
+        varies, where ``backward_passes_per_step`` is fixed. ``step`` averages as always.
+        """
+        with self._kolovod_reducer.hold():
+            yield
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes make one step."""
+        return self._kolovod_reducer.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes make one step; between steps, the same on all ranks."""
+        self._kolovod_reducer.set_passes(checked_passes(passes))
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let ``hook(state, bucket)`` combine gradients, as in PyTorch's DistributedDataParallel.
+
+        It is called for each bucket as soon as backward has completed it, in the same order on all
+        ranks, with a ``GradBucket``, and returns a future (or a handle of an ``_async`` verb) whose
+        result takes the place of the bucket's buffer: the mean, of the same size. Hooks of PyTorch
+        work as they are, on a process group of ``torch.distributed``; ``bucket.average`` needs
+        none. A hook or state with a method ``reset()`` has it called when ranks meet in a new
+        world. In a world of one no hook is called.
+
+        Call it once, before the first backward, with equal hooks on all ranks. Raises
+        InvalidArgumentError where that is too late, or the optimizer itself has a compression, an
+        op other than Average, or a predivide factor.
+        """
+        self._kolovod_reducer.use_hook(state, hook)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Synchronize, then step. A ``closure``'s loss is averaged, so that ranks decide alike."""
+        reducer = self._kolovod_reducer
+        if closure is not None:
+            closure = self._synchronizing(closure)
+        else:
+            self._kolovod_prepare()
+        with spans.span(spans.OPTIMIZER_STEP):
+            result = super().step() if closure is None else super().step(closure)
+        reducer.reset(used=True)
+        return result
+
+    # Tells Optimizer that this method runs its step hooks already (the base class's step does).
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _synchronizing(self, closure: Closure) -> Closure:
+        reducer = self._kolovod_reducer
+
+        def averaged() -> Any:
+            loss = closure()
+            if reducer.skips or not reducer.follow_world():
+                self._kolovod_prepare()
+                if reducer.spec.steps_apart and not reducer.skips and _is_tensor(loss):
+                    steps.exactly(lambda: None)  # as the others do with their losses
+                return loss
+            if not reducer.settled:
+                reducer.synchronize()
+            if _is_tensor(loss):
+                own = loss.detach()
+                loss = steps.exactly(lambda: reducer.verbs.allreduce(own))
+            return loss
+
+        return averaged
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; those on their way are first waited for, on all ranks alike."""
+        self._kolovod_reducer.drop()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As usual; the new parameters' gradients are averaged too."""
+        super().add_param_group(param_group)
+        group = len(self.param_groups) - 1
+        self._kolovod_reducer.add(names_of_group(self, group, self._kolovod_names))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain optimizers of the base class: a copy has no world."""
+        return unwrapped(self, self._kolovod_base)
+
+
+def _is_tensor(loss: Any) -> bool:
+    return isinstance(loss, torch.Tensor)

@@ -1,0 +1,308 @@
+"""DistributedOptimizer with ``shard_state=True``: each rank steps with a part of the parameters."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kolovod.core import spans
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Max
+from kolovod.elastic import steps
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import NOTHING
+from kolovod.gradients.spec import ReduceSpec
+from kolovod.torch.distributed import Closure, Distributed
+from kolovod.torch.reducer import GradientReducer
+from kolovod.torch.shards import Part, ShardSender
+from kolovod.torch.wrapping import plain_copy
+
+State = dict[Any, Any]
+
+_LOST = (
+    "the optimizer's state is in parts on the ranks of a world that is gone: before it ends take "
+    "optimizer.state_dict() on all ranks, and afterwards optimizer.load_state_dict()"
+)
+
+
+class Sharded(Distributed):
+    """What ``DistributedOptimizer(shard_state=True)`` adds to the class of the optimizer.
+
+    Outside of this class ``param_groups`` has the parameters, as usual. While the optimizer steps
+    it has this rank's pieces of them, by which ``state`` is kept.
+    """
+
+    _kolovod_sender: ShardSender
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Not possible. Raises InvalidArgumentError."""
+        raise InvalidArgumentError(
+            "with shard_state a rank has the averaged gradients of its part of the parameters "
+            "only, so that step() cannot use gradients as they are; PyTorch's clipping functions "
+            "and GradScaler work without skip_synchronize()"
+        )
+        yield
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Synchronize, step with this rank's part, and gather all parameters.
+
+        Gradients are gone afterwards. A ``closure`` is called once; its loss is averaged.
+        """
+        loss = None
+        if closure is None:
+            self._kolovod_prepare()
+        else:
+            with torch.enable_grad():
+                loss = self._synchronizing(closure)()
+        reducer, sender = self._kolovod_reducer, self._kolovod_sender
+        if not reducer.follow_world():
+            if self._kolovod_has_state():
+                raise InvalidArgumentError(_LOST)
+            with spans.span(spans.OPTIMIZER_STEP):
+                super(Distributed, self).step()
+            reducer.reset(used=True)
+            return loss
+        with spans.span(spans.OPTIMIZER_STEP):
+            self._kolovod_renew()
+            with self._kolovod_pieces():
+                super(Distributed, self).step()
+        for wait in sender.gather():
+            wait()
+        sender.zero_grad()
+        reducer.reset(used=True)
+        return loss
+
+    # As Distributed.step has it: this method runs the base class's, which runs the step hooks.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As without shards."""
+        super().zero_grad(set_to_none)
+        self._kolovod_sender.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as the optimizer would have it without shards, on every rank.
+
+        It is gathered parameter by parameter, so all ranks call this together; it may be loaded by
+        any number of ranks, with or without shards.
+        """
+        reducer, has_parts = self._kolovod_reducer, any(self._kolovod_sender.all_parts())
+        if not (reducer.follow_world() and has_parts and reducer.agreement.is_current()):
+            if self._kolovod_has_state():
+                raise InvalidArgumentError(_LOST)
+            return super().state_dict()
+        own = self.__dict__["state"]
+        self.__dict__["state"] = self._kolovod_whole_state()
+        try:
+            return super().state_dict()
+        finally:
+            self.__dict__["state"] = own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Not possible once there is state: a copy is made by one rank, which has a part of it."""
+        if self._kolovod_has_state():
+            raise InvalidArgumentError(
+                "an optimizer with shard_state cannot be copied or pickled after its first step, "
+                "since this rank has a part of the state only: use state_dict() on all ranks"
+            )
+        return super().__reduce__()
+
+    def _kolovod_to_unscale(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Pieces instead of parameters, of which all ranks see an infinity if one has it."""
+        reducer, sender = self._kolovod_reducer, self._kolovod_sender
+        if not reducer.follow_world():
+            return groups
+        gradients = [piece.grad for piece in sender.pieces.values() if piece.grad is not None]
+        is_finite = all(bool(torch.isfinite(grad).all()) for grad in gradients)
+        mark = torch.tensor([not is_finite], dtype=torch.uint8)
+        self._kolovod_sender.verbs.allreduce_(mark, f"infinity.{reducer.agreement.number}", Max)
+        if not gradients:  # a GradScaler wants one to look at
+            stand_in = torch.zeros(1, device=groups[0]["params"][0].device, requires_grad=True)
+            stand_in.grad = torch.zeros_like(stand_in)
+            gradients = [stand_in.grad]
+            groups = [*groups, {"params": [stand_in]}]
+        if mark.item() and is_finite:
+            gradients[0].view(-1)[0] = float("inf")  # of a step that all ranks leave out
+        by_pieces = self._kolovod_by_pieces(groups)
+        return [{**g, "params": pieces} for g, pieces in zip(groups, by_pieces, strict=True)]
+
+    def _kolovod_by_pieces(self, groups: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+        """By group, this rank's pieces of its parameters; of those that are not trained, all."""
+        pieces = self._kolovod_sender.pieces
+        trained = self._kolovod_reducer.parameters.tensors
+        places = {id(parameter) for parameter in trained}
+        own = {id(trained[index]): piece for index, piece in pieces.items()}
+        return [
+            [own.get(id(p), p) for p in group["params"] if id(p) in own or id(p) not in places]
+            for group in groups
+        ]
+
+    @contextmanager
+    def _kolovod_pieces(self) -> Iterator[None]:
+        """Within this context the optimizer has pieces in the place of parameters."""
+        groups = self.__dict__["param_groups"]
+        before = [group["params"] for group in groups]
+        for group, pieces in zip(groups, self._kolovod_by_pieces(groups), strict=True):
+            group["params"] = pieces
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, before, strict=True):
+                group["params"] = parameters
+
+    def _kolovod_renew(self) -> None:
+        """Keep state by pieces: of parameters that moved, and what was loaded for whole ones."""
+        state: State = self.__dict__["state"]
+        sender = self._kolovod_sender
+        for old, new in sender.follow_parameters().items():
+            if old in state:
+                state[new] = state.pop(old)
+        for index, parameter in enumerate(self._kolovod_reducer.parameters.tensors):
+            whole = state.pop(parameter, None)
+            piece = sender.pieces.get(index)
+            if whole is None or piece is None:
+                continue
+            state[piece] = {
+                key: sender.own_of(index, value) if _is_by_element(value, parameter) else value
+                for key, value in whole.items()
+            }
+
+    def _kolovod_has_state(self) -> bool:
+        state = self.__dict__["state"]
+        return any(piece in state for piece in self._kolovod_sender.pieces.values())
+
+    def _kolovod_whole_state(self) -> State:
+        self._kolovod_renew()
+        state: State = self.__dict__["state"]
+        sender, tensors = self._kolovod_sender, self._kolovod_reducer.parameters.tensors
+        pieces = set(sender.pieces.values())
+        whole: State = defaultdict(dict)
+        whole.update({key: value for key, value in state.items() if key not in pieces})
+        number = self._kolovod_reducer.agreement.number
+        for name, part in sender.all_parts():
+            said = self._kolovod_outlines(part, f"state.{number}.{name}")
+            keys = {key: dtype for index in part.indices for key, dtype in said[index][0].items()}
+            for index in part.indices:
+                by_element, once = said[index]
+                if by_element or once:
+                    whole[tensors[index]] = dict(once)
+            for key, dtype in sorted(keys.items()):
+                own = [
+                    state.get(piece, {}).get(key, torch.zeros_like(piece, dtype=dtype)).detach()
+                    for piece in (sender.pieces[each.index] for each in part.pieces)
+                ] or [tensors[part.indices[0]].new_empty(0, dtype=dtype)]
+                values = sender.gathered(f"state.{number}.{name}.{key}", part, own)
+                for index, value in zip(part.indices, values, strict=True):
+                    if key in said[index][0]:
+                        is_alone = len(part.indices) == 1
+                        whole[tensors[index]][key] = value if is_alone else value.clone()
+        return whole
+
+    def _kolovod_outlines(
+        self, part: Part, name: str
+    ) -> dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]:
+        """By parameter: what its state has by element, with dtypes, and what it has once."""
+        state: State = self.__dict__["state"]
+        pieces = self._kolovod_sender.pieces
+        own: dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
+        for index in (piece.index for piece in part.pieces):
+            kept = state.get(pieces[index], {})
+            by_element = {k: v.dtype for k, v in kept.items() if _is_by_element(v, pieces[index])}
+            once = {k: v for k, v in kept.items() if k not in by_element}
+            own[index] = (by_element, once)
+        objects = Objects(self._kolovod_sender.verbs.world)
+        everyone = objects.allgather_object(own, f"{name}.outline")
+        merged: dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
+        for said in reversed(everyone):
+            merged.update(said)
+        return {index: merged.get(index, ({}, {})) for index in part.indices}
+
+
+def _is_by_element(value: Any, like: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
+
+
+def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> ShardSender:
+    """Let ``reducer`` scatter the gradients of ``optimizer``, which will be ``Sharded``."""
+    reference = weakref.ref(optimizer)
+
+    def check_new_world() -> None:
+        if steps.ongoing() is not None:
+            raise InvalidArgumentError(
+                "shard_state does not work in elastic jobs: with a rank its part of the state "
+                "would be lost; start the job without --elastic, or use no shards"
+            )
+        alive = reference()
+        if isinstance(alive, Sharded) and alive._kolovod_has_state():
+            raise InvalidArgumentError(_LOST)
+
+    return reducer.use_shards(check_new_world)
+
+
+def check_shardable(optimizer: torch.optim.Optimizer, spec: ReduceSpec) -> None:
+    """Raise InvalidArgumentError where ranks cannot step with parts of the parameters."""
+    if spec.compressor is not NOTHING:
+        raise InvalidArgumentError(
+            "shard_state scatters gradients as they are: leave compression at Compression.none"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        trained = [p for p in group["params"] if p.requires_grad]
+        if trained:
+            _check_by_element(optimizer, number, group, trained[0].device)
+
+
+def _check_by_element(
+    optimizer: torch.optim.Optimizer, number: int, group: dict[str, Any], device: torch.device
+) -> None:
+    """Compare three steps of a small matrix with those of its pieces."""
+    kind = type(optimizer)
+    values = torch.linspace(-1.0, 1.0, 48, device=device).view(6, 8)
+    whole = values.clone().requires_grad_()
+    flat = values.view(-1)
+    pieces = [flat[a:b].clone().requires_grad_() for a, b in ((0, 5), (5, 21), (21, 48))]
+    try:
+        for parameters in ([whole], pieces):
+            tried = {**group, "params": parameters}
+            if not isinstance(tried.get("lr"), torch.Tensor) and not tried.get("lr"):
+                tried["lr"] = 0.1
+            copy = _like(optimizer, tried)
+            for step in range(3):
+                gradient = (flat * (step + 2)).cos()
+                at = 0
+                for parameter in parameters:
+                    end = at + parameter.numel()
+                    parameter.grad = gradient[at:end].view(parameter.shape).clone()
+                    at = end
+                copy.step()
+        stepped = torch.cat([piece.detach() for piece in pieces])
+        is_by_element = torch.allclose(whole.detach().view(-1), stepped, rtol=1e-4, atol=1e-6)
+        reason = "its step of a matrix is another than that of the matrix's pieces"
+    except Exception as error:  # whatever an optimizer says to vectors, or to no closure
+        is_by_element, reason = False, f"its step fails for a vector: {error}"
+    if not is_by_element:
+        raise InvalidArgumentError(
+            f"shard_state cuts parameters into pieces, which {kind.__name__} (group {number}) "
+            f"cannot step with: {reason}; use an optimizer that works element by element, as SGD "
+            "and AdamW do, or no shards"
+        )
+
+
+def _like(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of the same class, without a state, with ``group`` only."""
+    kind: Any = type(optimizer)
+    names = inspect.signature(kind).parameters
+    try:
+        made: torch.optim.Optimizer = kind(
+            **{key: value for key, value in group.items() if key in names}
+        )
+        return made
+    except Exception:  # whatever else the class wants to be given
+        state = {"defaults": optimizer.defaults, "state": defaultdict(dict)}
+        return plain_copy(kind, {**state, "param_groups": [group]})
