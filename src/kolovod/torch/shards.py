@@ -16,7 +16,7 @@ import torch
 
 from kolovod.core.handles import Handle
 from kolovod.core.submission import Request, Submitter
-from kolovod.core.verbs import ALLGATHER
+from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.in_flight import InFlight, handled
 from kolovod.gradients.spec import ReduceSpec
@@ -100,12 +100,14 @@ class ShardSender:
         self._places: dict[int, Piece] = {}
         self._addresses: dict[int, int] = {}
         self._received: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, torch.Tensor] = {}
 
     def begin_world(self) -> None:
         """Ranks have agreed anew, and parts are cut anew."""
         self._check_new_world()
-        for forgotten in (self._parts, self._places, self._addresses, self.pieces, self._received):
-            forgotten.clear()
+        self._parts.clear()
+        for by_index in (self._places, self._addresses, self.pieces, self._received, self._memory):
+            by_index.clear()
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         """What must be the same on all ranks: the order of elements in memory."""
@@ -145,10 +147,10 @@ class ShardSender:
             items.append((index, own, 0 if own is None else own._version, flat, None))
         parts = self._parts_of(bucket)
         sent = [_joined([flats[index] for index in part.indices]) for part in parts]
+        memory = [self._memory_of(part, flat) for part, flat in zip(parts, sent, strict=True)]
         spec = self._spec
-        handle = self.verbs.grouped_reducescatter_async(
-            sent, bucket.name, spec.op, spec.prescale, spec.postscale
-        )
+        request = Request(REDUCESCATTER, bucket.name, None, spec.op, spec.prescale, spec.postscale)
+        handle = self._into(request, sent, memory)
         take = partial(self._take, parts)
         self._in_flight.add(handled(handle, take, Cargo(bucket, items, [])))
         bucket.is_sent = True
@@ -243,24 +245,7 @@ class ShardSender:
             wholes.append(
                 flat_of(like, names[part.indices[0]]) if is_alone else like.new_empty(part.count)
             )
-        name = f"parameters of {bucket.name}"
-        views = [self._frontend.view(tensor) for tensor in own]
-        is_direct = all(view[3] is tensor for view, tensor in zip(views, own, strict=True))
-        handle: Handle[Any]
-        if is_direct:
-            entries = [
-                (code, shape, address, whole.data_ptr())
-                for (code, shape, address, _), whole in zip(views, wholes, strict=True)
-            ]
-            handle = self._submitter.start(
-                Request(ALLGATHER, name),
-                entries,
-                (own, wholes),
-                wholes,
-                out_bytes=[whole.numel() * whole.element_size() for whole in wholes],
-            )
-        else:
-            handle = self.verbs.grouped_allgather_async(own, name)
+        handle = self._into(Request(ALLGATHER, f"parameters of {bucket.name}"), own, wholes)
 
         @torch.no_grad()
         def wait() -> None:
@@ -271,9 +256,40 @@ class ShardSender:
                     continue
                 sizes = [tensors[index].numel() for index in part.indices]
                 flats = [flat_of(tensors[index], names[index]) for index in part.indices]
-                torch._foreach_copy_(flats, result.split(sizes))
+                torch._foreach_copy_(flats, result.split(sizes))  # type: ignore[no-untyped-call]
 
         return wait
+
+    def _into(
+        self, request: Request, sources: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> Handle[list[torch.Tensor]]:
+        """Results in ``outputs`` where the engine can write them there, else in tensors anew."""
+        views = [self._frontend.view(tensor) for tensor in sources]
+        if not all(
+            view[3] is tensor and tensor.is_cpu and not self.device.is_on_device(tensor)
+            for view, tensor in zip(views, sources, strict=True)
+        ):
+            return self.verbs.start_new_group(request, sources)
+        entries = [
+            (code, shape, address, output.data_ptr())
+            for (code, shape, address, _), output in zip(views, outputs, strict=True)
+        ]
+        return self._submitter.start(
+            request,
+            entries,
+            (sources, outputs),
+            outputs,
+            out_bytes=[output.numel() * output.element_size() for output in outputs],
+        )
+
+    def _memory_of(self, part: Part, like: torch.Tensor) -> torch.Tensor:
+        """For what this rank gets of a part: the same in each step, unless it is in use."""
+        first = part.indices[0]
+        kept = self._memory.get(first)
+        pieces = (self.pieces.get(piece.index) for piece in part.pieces)
+        if kept is None or any(piece is not None and piece.grad is not None for piece in pieces):
+            kept = self._memory[first] = like.new_empty(part.own)
+        return kept
 
     def _parts_of(self, bucket: Bucket) -> list[Part]:
         known = self._parts.get(bucket)
