@@ -163,6 +163,7 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_
     optimizer._kolovod_names = names
     if isinstance(optimizer, Sharded):
         optimizer._kolovod_sender = shard(optimizer, reducer)
+        optimizer._kolovod_gathering = None
     # The hooks know the reducer only, so dropping the optimizer frees the parameters of them.
     weakref.finalize(optimizer, reducer.close)
     return optimizer

@@ -19,6 +19,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import NOTHING
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.distributed import Closure, Distributed
+from kolovod.torch.gathering import Gathering
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.shards import Part, ShardSender
 from kolovod.torch.wrapping import plain_copy
@@ -39,6 +40,7 @@ class Sharded(Distributed):
     """
 
     _kolovod_sender: ShardSender
+    _kolovod_gathering: Gathering | None
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -56,6 +58,7 @@ class Sharded(Distributed):
         Gradients are gone afterwards. A ``closure`` is called once; its loss is averaged.
         """
         loss = None
+        self.wait_for_parameters()
         if closure is None:
             self._kolovod_prepare()
         else:
@@ -73,14 +76,37 @@ class Sharded(Distributed):
             self._kolovod_renew()
             with self._kolovod_pieces():
                 super(Distributed, self).step()
-        for wait in sender.gather():
-            wait()
+        gathers = sender.gather()
+        if self._kolovod_gathering is None:
+            for _, wait in gathers:
+                wait()
+        else:
+            self._kolovod_gathering.begin(gathers)
         sender.zero_grad()
         reducer.reset(used=True)
         return loss
 
     # As Distributed.step has it: this method runs the base class's, which runs the step hooks.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def gather_in_forward(self, model: torch.nn.Module) -> None:
+        """Let ``step`` return before parameters are gathered: ``model``'s next forward waits.
+
+        Each parameter is waited for when a function of PyTorch first gets it within forward; a
+        model with compiled parts waits at its beginning. ``model.state_dict()`` and ``step`` wait
+        as well. Whatever else reads parameters between ``step`` and forward (an average of
+        weights, norms for a log) must call ``wait_for_parameters()`` before, or sees old values of
+        what other ranks have stepped. Raises InvalidArgumentError for what is no model, or when
+        called twice.
+        """
+        if self._kolovod_gathering is not None:
+            raise InvalidArgumentError("gather_in_forward was called before: call it once")
+        self._kolovod_gathering = Gathering(model)
+
+    def wait_for_parameters(self) -> None:
+        """Return when all parameters are gathered; see ``gather_in_forward``."""
+        if self._kolovod_gathering is not None:
+            self._kolovod_gathering.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As without shards."""

@@ -216,9 +216,16 @@ class ShardSender:
             for number, part in enumerate(parts):
                 yield f"{bucket.name}.{number}", part
 
-    def gather(self) -> list[Callable[[], None]]:
-        """Send what this rank has stepped; each of what is returned waits for a bucket of it."""
-        return [self._gather(bucket, parts) for bucket, parts in self._parts.items()]
+    def gather(self) -> list[tuple[list[torch.Tensor], Callable[[], None]]]:
+        """Send what this rank has stepped. Returns parameters, and what waits for them.
+
+        First what forward is likely to use first, whose gradients backward makes last.
+        """
+        tensors = self._parameters.tensors
+        return [
+            ([tensors[index] for index in bucket.indices], self._gather(bucket, parts))
+            for bucket, parts in reversed(self._parts.items())
+        ]
 
     def gathered(self, name: str, part: Part, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Of values of the pieces of ``part``, those of the whole parameters, on all ranks.

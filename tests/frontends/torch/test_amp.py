@@ -77,7 +77,8 @@ def assert_same(model, wanted):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype, clips, size):
+@pytest.mark.parametrize("shard_state", [False, True])
+def test_autocast(shard_state, dtype, clips, size):
     """Where one rank overflows, all skip the step, and their scales stay equal."""
     wanted, scales = of_one_process(size, dtype, clips)
     if dtype == torch.float16:
@@ -86,7 +87,9 @@ def test_autocast(dtype, clips, size):
 
     def work(kv, rank):
         model = new_model()
-        optimizer = DistributedOptimizer(sgd(model), model.named_parameters(), collectives=kv)
+        optimizer = DistributedOptimizer(
+            sgd(model), model.named_parameters(), collectives=kv, shard_state=shard_state
+        )
         assert train(model, optimizer, [rank], dtype, scaler_for(dtype), clips) == scales
         assert_same(model, wanted)
 

@@ -389,6 +389,92 @@ def test_another_world():
         assert_equal(found, wanted)
 
 
+class Attention(torch.nn.Module):
+    """Uses parameters of modules that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        self.table = torch.nn.Embedding(400, 32)
+        self.memory = torch.nn.LSTM(32, 32, batch_first=True)
+        drawn = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.2)
+
+    def forward(self, numbers):
+        x = self.table(numbers)
+        x = self.memory(x)[0] + self.attention(x, x, x)[0]
+        return torch.nn.functional.linear(x, self.table.weight)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_parameters_that_are_gathered_in_forward(is_compiled):
+    def work(verbs, rank):
+        found = []
+        for shard_state in (False, True):
+            model = Attention()
+            optimizer = wrapped(
+                model,
+                verbs,
+                optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
+                shard_state=shard_state,
+                groups=3,
+            )
+            if is_compiled:  # as far as waiting goes
+                model.memory._compiled_call_impl = model.memory._call_impl
+            waited = []
+            if shard_state:
+                optimizer.gather_in_forward(model)
+                gathering = optimizer._kolovod_gathering
+                model.table.register_forward_hook(
+                    lambda *_, g=gathering, w=waited: w.append(len(g._pending))
+                )
+                with pytest.raises(InvalidArgumentError, match="before"):
+                    optimizer.gather_in_forward(model)
+            for step in range(4):
+                numbers = torch.randint(
+                    400, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)
+                )
+                optimizer.zero_grad()
+                model(numbers).square().mean().backward()
+                optimizer.step()
+            if shard_state:
+                assert not gathering.is_over
+                parameters = sum(1 for _ in model.parameters())
+                assert waited[0] == 0
+                assert all(0 < w < parameters for w in waited[1:]) or is_compiled
+                assert waited[1:] == [0] * 3 or not is_compiled
+            found.append((model.state_dict(), optimizer.state_dict()))
+            model.train(False)
+            with pytest.raises(IndexError):
+                model(torch.tensor([[400]]))
+            assert not torch.overrides._get_current_function_mode_stack()
+        assert_equal(found[1][0].values(), found[0][0].values())
+        assert_states_equal(found[1][1], found[0][1])
+
+    run(2, work)
+
+
+def test_what_reads_parameters_between_steps_waits_for_them():
+    def work(verbs, rank):
+        net = Net()
+        optimizer = wrapped(net, verbs, shard_state=True)
+        optimizer.gather_in_forward(net)
+        for step in range(1, 4):
+            net(inputs(rank)).backward()
+            optimizer.step()
+            optimizer.wait_for_parameters()
+            assert net.a.tolist() == [1.0 - 1.5 * step] * 3
+        net(inputs(rank)).backward()
+        optimizer.step()
+        assert net.state_dict()["a"].tolist() == [-5.0] * 3
+        with pytest.raises(InvalidArgumentError, match="model is a list"):
+            wrapped(Net(), verbs, shard_state=True).gather_in_forward([])
+
+    run(2, work)
+
+
 class Lamb(torch.optim.SGD):
     """Scales each step by the norm of its parameter."""
 
