@@ -12,7 +12,7 @@ import kolovod.torch as kv  # noqa: E402
 from kolovod.errors import MismatchError  # noqa: E402
 
 
-def of_halves(rank):
+def of_halves(rank, kind):
     kv.init(process_sets=[[0, 1], [2]])
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
@@ -21,7 +21,10 @@ def of_halves(rank):
         torch.optim.SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),
         process_set=group,
+        shard_state=kind == "shards",
     )
+    if kind == "hook":
+        optimizer.register_comm_hook(None, lambda _, bucket: bucket.average(bucket.buffer()))
     for step in range(3):
         optimizer.zero_grad()
         model(torch.full((1, 3), rank + step + 1.0)).sum().backward()
@@ -42,8 +45,9 @@ def alone(inputs):
     return model.weight.detach().numpy()
 
 
-def test_an_optimizer_averages_within_its_set():
-    weights = run_ranks(3, of_halves)
+@pytest.mark.parametrize("kind", ["plain", "shards", "hook"])
+def test_an_optimizer_averages_within_its_set(kind):
+    weights = run_ranks(3, of_halves, kind)
     for rank, inputs in ((0, [1.0, 3.0]), (1, [2.0]), (2, [1.0, 3.0])):
         assert weights[rank] == pytest.approx(alone(inputs), abs=1e-6)
     assert (weights[0] == weights[2]).all()
