@@ -46,6 +46,14 @@ def test_text_learns(options):
     assert bits[1] < 4.53  # what is possible without looking at the characters before
 
 
+@pytest.mark.slow
+def test_a_hook_of_ones_own_learns():
+    found = re.findall(r"accuracy (\d\.\d+), (\d+\.\d)%", run(KOLOVOD, "torch_top_k_hook.py"))
+    ((accuracy, percent),) = found
+    assert float(accuracy) > 0.9
+    assert float(percent) < 2.5  # an index and a value for each hundredth
+
+
 def text_in_float64(rank):
     """The weights that the example comes to, and on rank 0 those of it alone."""
     import torch
