@@ -32,6 +32,31 @@ def test_a_smaller_bucket(monkeypatch):
     assert cut(dict.fromkeys(range(5), 4)) == [[0, 1], [2, 3], [4]]
 
 
+@pytest.mark.parametrize(
+    ("bits_per_s", "all_mib", "kib"),
+    [
+        (0, 100, 1024),  # one host
+        (1e6, 100, 128),
+        (100e6, 100, 128),
+        (250e6, 100, 256),
+        (1e9, 100, 1024),
+        (3e9, 100, 4096),
+        (100e9, 100, 4096),
+        (100e9, 16, 2048),  # eight buckets
+        (100e9, 1, 1024),
+        (100e6, 0.01, 128),
+    ],
+)
+def test_a_bucket_is_what_the_link_carries(bits_per_s, all_mib, kib):
+    rate, whole = bits_per_s / 8e6, int(all_mib * MIB)
+    assert plan.bucket_bytes(rate, whole) == kib << 10
+    assert not plan.is_to_be_cut_anew(kib << 10, rate, whole)
+    for factor in (0.9, 1.1):  # as estimates vary
+        assert not plan.is_to_be_cut_anew(kib << 10, rate * factor, whole)
+    for other in (kib // 4, kib * 4):
+        assert plan.is_to_be_cut_anew(other << 10, rate, whole) == bool(bits_per_s)
+
+
 def test_groups_travel_whole_however_large_and_others_beside_them():
     sizes = dict.fromkeys(reversed(range(5)), MIB)
     assert cut(sizes, {4: 0, 1: 0, 3: 7}) == [[4, 1], [3], [2], [0]]

@@ -7,6 +7,7 @@ plan follows from sizes, groups and order alone, so it is the same on every rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,53 @@ from kolovod.errors import InvalidArgumentError
 BUCKET_BYTES = 1 << 20
 """A bucket takes no further gradient that would make it larger; one that is larger is alone."""
 
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 128 << 10, 4 << 20
+_LINK_US = 10_000.0
+_LEAST_BUCKETS = 8
+_CLEARLY = 1.8
 
-def cut(sizes: Mapping[int, int], groups: Mapping[int, int] | None = None) -> list[list[int]]:
+
+def bucket_bytes(link_bytes_per_us: float, all_bytes: int) -> int:
+    """What a link between hosts carries in 10 ms, a power of two, 128 KiB to 4 MiB.
+
+    Nothing hides the last bucket, whose gradients backward makes last, so over a slow link it is to
+    be small. Over a fast one a larger bucket takes fewer operations, but not above a mebibyte where
+    ``all_bytes`` of gradients would be fewer than eight buckets. ``link_bytes_per_us``: 0 where
+    ranks are on one host: a mebibyte.
+    """
+    if link_bytes_per_us <= 0:
+        return BUCKET_BYTES
+    return 1 << round(math.log2(_carried(link_bytes_per_us, all_bytes)))
+
+
+def is_to_be_cut_anew(now: int, link_bytes_per_us: float, all_bytes: int) -> bool:
+    """Whether the link wants buckets of another size than ``now``, and clearly so.
+
+    Rates are estimated all the time; halfway between two sizes buckets are left as they are.
+    """
+    if link_bytes_per_us <= 0:
+        return False
+    ratio = _carried(link_bytes_per_us, all_bytes) / now
+    return ratio >= _CLEARLY or ratio <= 1 / _CLEARLY
+
+
+def _carried(link_bytes_per_us: float, all_bytes: int) -> float:
+    most = min(MOST_BUCKET_BYTES, max(BUCKET_BYTES, all_bytes // _LEAST_BUCKETS))
+    return min(max(link_bytes_per_us * _LINK_US, LEAST_BUCKET_BYTES), most)
+
+
+def cut(
+    sizes: Mapping[int, int],
+    groups: Mapping[int, int] | None = None,
+    bucket_bytes: int | None = None,
+) -> list[list[int]]:
     """The buckets, each a list of indices, in the order in which they get their first gradient.
 
     ``sizes``: bytes by index, in the order in which backward makes gradients. ``groups``: the
-    number of the user's group by index, for those that are in one.
+    number of the user's group by index, for those that are in one. ``bucket_bytes``: a bucket takes
+    no further gradient that would make it larger; None: a mebibyte.
     """
+    most = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
     buckets: list[list[int]] = []
     by_group: dict[int, list[int]] = {}
     neighbours: list[int] | None = None
@@ -34,7 +75,7 @@ def cut(sizes: Mapping[int, int], groups: Mapping[int, int] | None = None) -> li
                 buckets.append(by_group[group])
             by_group[group].append(index)
             continue
-        if neighbours is None or filled + size > BUCKET_BYTES:
+        if neighbours is None or filled + size > most:
             neighbours = []
             buckets.append(neighbours)
             filled = 0

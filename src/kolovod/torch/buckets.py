@@ -88,6 +88,8 @@ class Sends(Protocol):
     """How buckets are combined: see ``Sender``, ``HookSender`` and ``ShardSender``."""
 
     device: Cuda
+    keeps_buckets: bool
+    """It has a state by bucket, so that these stay as they are within a world."""
 
     def begin_world(self) -> None:
         """Ranks have agreed upon all buckets, in a world of its own."""
@@ -144,6 +146,8 @@ class Buckets:
         self._groups = groups
         self.is_planned = False
         """Ranks have agreed upon an order of the gradients."""
+        self.bucket_bytes = plan.BUCKET_BYTES
+        """See ``plan.cut``; for what is cut from now on."""
         self.are_of_one_kind = False
         """No bucket has gradients of two dtypes or devices."""
 
@@ -219,7 +223,8 @@ class Buckets:
         tensors = self._parameters.tensors
         sizes = {i: tensors[i].numel() * tensors[i].element_size() for i in order}
         numbers = ((i, self._groups.get(id(tensors[i]))) for i in order)
-        parts = plan.cut(sizes, {i: number for i, number in numbers if number is not None})
+        grouped = {i: number for i, number in numbers if number is not None}
+        parts = plan.cut(sizes, grouped, self.bucket_bytes)
         if not self.are_of_one_kind:
             return parts
         return [same for part in parts for same in self._by_kind(part)]

@@ -114,6 +114,8 @@ class _Part:
 class HookSender:
     """Has a hook combine each bucket: takes the place of ``Sender`` in a reducer."""
 
+    keeps_buckets = True
+
     def __init__(
         self,
         state: Any,

@@ -22,6 +22,8 @@ class Parameters:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.frozen: list[Named] = []
+        self.bytes = 0
+        """Of those that want a gradient."""
 
     def __len__(self) -> int:
         """How many want a gradient."""
@@ -40,6 +42,7 @@ class Parameters:
             wanted = [(name, p) for name, p in named if name is not None and p.requires_grad]
             self.names += [name for name, _ in wanted]
             self.tensors += [parameter for _, parameter in wanted]
+            self.bytes += sum(p.numel() * p.element_size() for _, p in wanted)
         return range(first, len(self.names))
 
     def without_name(self) -> list[InvalidArgumentError]:

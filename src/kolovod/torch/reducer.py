@@ -26,6 +26,7 @@ from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max, Sum
 from kolovod.elastic import steps
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
+from kolovod.gradients import plan
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
@@ -41,8 +42,8 @@ from kolovod.torch.sender import Sender
 from kolovod.torch.shards import ShardSender
 
 # What a rank says of itself in every trip; each rank sees what all ranks together have said.
-_STEPS, _DROPS, _FAILED, _AGAIN = range(4)
-_MARKS = 4
+_STEPS, _DROPS, _FAILED, _AGAIN, _CUT = range(5)
+_MARKS = 5
 
 
 class GradientReducer:
@@ -74,6 +75,7 @@ class GradientReducer:
         self.sender: Sends = Sender(self.parameters, spec, verbs, self.in_flight)
         self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
         self.agreement = Agreement(verbs.world, spec.process_set)
+        self._order: list[int] = []
         self._used = False  # there was a step, and no zero_grad since
         self._is_watched = False
         if spec.is_member and not spec.comes_later:
@@ -307,12 +309,29 @@ class GradientReducer:
         everyone = range(len(self.parameters))
         dims = self.agreement.reach(self._details(everyone), self._sparse_dims())
         noted = self.buckets.order
-        order = np.array([*noted, *(i for i in everyone if i not in noted)], np.int64)
-        Collectives(NumpyFrontend(), self.verbs.world).broadcast_(order, 0, "optimizer.order")
-        self.buckets.rearrange(order.tolist())
-        self.buckets.single_out(dims)
-        self.buckets.accept(self.buckets.all, self.agreement.number)
+        self._cut([*noted, *(i for i in everyone if i not in noted)], dims)
         self.sender.begin_world()
+
+    def _cut(self, order: list[int], sparse_dims: Sequence[int]) -> None:
+        """Make buckets of all parameters, in the order and of the size that the first rank says."""
+        said = np.array([plan.bucket_bytes(*self._link()), *order], np.int64)
+        Collectives(NumpyFrontend(), self.verbs.world).broadcast_(said, 0, "optimizer.buckets")
+        self.buckets.bucket_bytes, *self._order = said.tolist()
+        self.buckets.rearrange(self._order)
+        self.buckets.single_out(sparse_dims)
+        self.buckets.accept(self.buckets.all, self.agreement.number)
+
+    def _cut_anew(self) -> None:
+        """All ranks, between two steps: the link is another than was thought."""
+        dims = self.buckets.sparse_dims()
+        everyone = range(len(self.parameters))
+        order = [*self._order, *sorted({*everyone} - {*self._order})]
+        self._cut(order, [dims.get(index, 0) for index in everyone])
+
+    def _link(self) -> tuple[float, int]:
+        """What a link between hosts carries, in bytes per us, 0 on one host; bytes of gradients."""
+        rate = float(self.verbs.world().engine.stats()["link_bytes_per_us"])
+        return rate, self.parameters.bytes
 
     def _details(self, indices: Sequence[int]) -> list[tuple[str, Any]]:
         return [*self.parameters.details(indices), *self.sender.details(indices)]
@@ -351,6 +370,8 @@ class GradientReducer:
             stores.append(partial(self.sender.store, done, lambda i: used[i] != 0, scale))
         if marks[_AGAIN]:
             stores += self._trip(self._agree_further(redo), [])
+        elif marks[_CUT]:
+            self._cut_anew()
         return stores
 
     def _agree_further(self, redo: bool) -> Sequence[Bucket]:
@@ -392,11 +413,18 @@ class GradientReducer:
         if purpose == _STEPS:
             marks[_FAILED] = bool(problems)
             marks[_AGAIN] = redo or bool(self.buckets.fresh())
+            marks[_CUT] = self._is_to_be_cut()
         view = torch.frombuffer(marks, dtype=torch.uint8)
         handle = self.verbs.allreduce_async_(view, f"used.{self.agreement.number}", Max)
         done, later = self.arrived()
         handle.wait()
         return marks, done, later, redo
+
+    def _is_to_be_cut(self) -> bool:
+        """What the first rank finds counts for all."""
+        if self.sender.keeps_buckets or self.verbs.world().rank != 0:
+            return False
+        return plan.is_to_be_cut_anew(self.buckets.bucket_bytes, *self._link())
 
     def arrived(self) -> tuple[list[Item], list[Callable[[], None]]]:
         """Wait for all that is on its way [4]; what is left to do for the results to be there."""

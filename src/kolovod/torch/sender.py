@@ -31,6 +31,8 @@ _LATER = -1  # the address of a gradient on a GPU, until there is memory for its
 class Sender:
     """Makes views of gradients, or what travels in their place, and submits them [2]."""
 
+    keeps_buckets = False
+
     def __init__(
         self,
         parameters: Parameters,

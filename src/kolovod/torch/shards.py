@@ -77,6 +77,8 @@ def cut(indices: Sequence[int], sizes: Sequence[int], rank: int, size: int) -> P
 class ShardSender:
     """Scatters the sums of gradients: takes the place of ``Sender`` in a reducer."""
 
+    keeps_buckets = True
+
     def __init__(
         self,
         parameters: Parameters,

@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from optimizing import wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
+from kolovod.torch.reducer import GradientReducer  # noqa: E402
+
 LAYERS = 12  # in the order of names the tenth comes second
 HALF_A_BUCKET = 1 << 17  # elements
 
@@ -90,3 +92,37 @@ def test_a_group_of_the_users_leaves_when_its_last_gradient_is_there():
         assert found[1] == ["layers.10", "layers.9"]
 
     run(2, work)
+
+
+@pytest.mark.parametrize("kind", ["plain", "shards"])
+def test_buckets_are_cut_anew_when_the_link_is_another(kind, monkeypatch):
+    """By what the first rank knows of it, and between two steps; not where buckets have a state."""
+    rates = {0: [125.0, 125.0, 12.5, 12.5, 1e4, 1e4], 1: [1e4] * 6}
+    asked = {0: 0, 1: 0}
+
+    def link(reducer):
+        rank = reducer.verbs.world().rank
+        return rates[rank][asked[rank]], reducer.parameters.bytes
+
+    monkeypatch.setattr(GradientReducer, "_link", link)
+
+    def work(kv, rank):
+        net = Chain()
+        optimizer = wrapped(net, kv, lr=0.0, shard_state=kind == "shards")
+        found = []
+        for number in range(6):
+            asked[rank] = number
+            step(net, optimizer, rank, range(LAYERS))
+            if kind == "plain":
+                assert all((layer.grad == 1.5).all() for layer in net.layers)
+                assert net.unused.grad is None
+            found.append([len(bucket) for bucket in contents(optimizer)])
+            reducer = optimizer._kolovod_reducer
+            assert len(reducer.in_flight) == 0
+            assert all(b.missing == len(b.indices) for b in reducer.buckets.all)
+        return found
+
+    pairs, single = [2] * (LAYERS // 2) + [1], [1] * (LAYERS + 1)
+    wanted = [pairs, pairs, single, single, pairs, pairs]  # the last: six MiB in all
+    for found in run(2, work):
+        assert found == (wanted if kind == "plain" else [pairs] * 6)
