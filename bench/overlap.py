@@ -30,13 +30,14 @@ from gangs import Commands, Gang
 from overlap_rank import PHASES
 from report import number, table
 
+from kolovod.gradients import plan
+
 sys.path.insert(0, str(machine.ROOT / "scripts"))
 
 import netbed
 
 ASK_TIMEOUT_S = 300.0
 NAMES = ("host0", "host1")
-BUCKET_BYTES = 1 << 20  # of the optimizer
 GOAL = 1.10
 
 
@@ -52,7 +53,9 @@ class Case:
 
     @property
     def bucket_bytes(self) -> int:
-        return max(BUCKET_BYTES, 4 * self.width**2)
+        """The optimizer's, by its rule for the link."""
+        layer_bytes = 4 * self.width**2
+        return max(plan.bucket_bytes(self.bits_per_s / 8e6, layer_bytes * self.layers), layer_bytes)
 
     @property
     def megabytes(self) -> float:

@@ -268,6 +268,20 @@ class Settings:
         aliases=("HOROVOD_TIMELINE_MARK_CYCLES",),
         engine=False,
     )
+    autotune: bool = _knob(
+        False,
+        "Whether bucket sizes are tried in the first hundred steps of a DistributedOptimizer of "
+        "PyTorch, and the fastest one is kept; else they follow the link between hosts.",
+        aliases=("HOROVOD_AUTOTUNE",),
+        engine=False,
+        switch=True,
+    )
+    autotune_log_file: str = _knob(
+        "",
+        "File to which rank 0 writes what --autotune has tried and chosen, a line of JSON each.",
+        aliases=("HOROVOD_AUTOTUNE_LOG",),
+        engine=False,
+    )
     fusion_bytes: int = _knob(
         64 * _MEBI,
         "A bucket takes no further tensor beyond this size. 0: every tensor goes alone.",

@@ -60,7 +60,7 @@ class Gathering:
         return not self._pending
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if self._is_compiled or torch.compiler.is_compiling():
+        if self._is_compiled:
             self.wait()  # compiled code does not say what it uses first
         mode = _FirstUses(self)
         self._modes.append(mode)

@@ -26,7 +26,7 @@ from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max, Sum
 from kolovod.elastic import steps
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
-from kolovod.gradients import plan
+from kolovod.gradients import plan, tuning
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
@@ -76,6 +76,8 @@ class GradientReducer:
         self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
         self.agreement = Agreement(verbs.world, spec.process_set)
         self._order: list[int] = []
+        self._trials: tuning.BucketTrials | None = None
+        self._wanted_bytes = 0  # by trials
         self._used = False  # there was a step, and no zero_grad since
         self._is_watched = False
         if spec.is_member and not spec.comes_later:
@@ -309,12 +311,15 @@ class GradientReducer:
         everyone = range(len(self.parameters))
         dims = self.agreement.reach(self._details(everyone), self._sparse_dims())
         noted = self.buckets.order
+        if self._trials is None:
+            self._trials = tuning.asked_for(self.agreement.number)
         self._cut([*noted, *(i for i in everyone if i not in noted)], dims)
         self.sender.begin_world()
 
     def _cut(self, order: list[int], sparse_dims: Sequence[int]) -> None:
         """Make buckets of all parameters, in the order and of the size that the first rank says."""
-        said = np.array([plan.bucket_bytes(*self._link()), *order], np.int64)
+        wanted = self._wanted_bytes or plan.bucket_bytes(*self._link())
+        said = np.array([wanted, *order], np.int64)
         Collectives(NumpyFrontend(), self.verbs.world).broadcast_(said, 0, "optimizer.buckets")
         self.buckets.bucket_bytes, *self._order = said.tolist()
         self.buckets.rearrange(self._order)
@@ -424,7 +429,11 @@ class GradientReducer:
         """What the first rank finds counts for all."""
         if self.sender.keeps_buckets or self.verbs.world().rank != 0:
             return False
-        return plan.is_to_be_cut_anew(self.buckets.bucket_bytes, *self._link())
+        now = self.buckets.bucket_bytes
+        if self._trials is None:
+            return plan.is_to_be_cut_anew(now, *self._link())
+        self._wanted_bytes = self._trials.next_bytes(now)
+        return self._wanted_bytes != now
 
     def arrived(self) -> tuple[list[Item], list[Callable[[], None]]]:
         """Wait for all that is on its way [4]; what is left to do for the results to be there."""

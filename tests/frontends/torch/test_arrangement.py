@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks  # noqa: E402
 from optimizing import wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
+import kolovod.torch as kv  # noqa: E402
 from kolovod.torch.reducer import GradientReducer  # noqa: E402
 
 LAYERS = 12  # in the order of names the tenth comes second
@@ -126,3 +131,29 @@ def test_buckets_are_cut_anew_when_the_link_is_another(kind, monkeypatch):
     wanted = [pairs, pairs, single, single, pairs, pairs]  # the last: six MiB in all
     for found in run(2, work):
         assert found == (wanted if kind == "plain" else [pairs] * 6)
+
+
+def tuned(rank, log):
+    os.environ["KOLOVOD_AUTOTUNE"] = "1"
+    os.environ["KOLOVOD_AUTOTUNE_LOG_FILE"] = log
+    kv.init()
+    net = Chain()
+    optimizer = kv.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters()
+    )
+    sizes = []
+    for _ in range(80):
+        step(net, optimizer, rank, range(LAYERS))
+        assert all((layer.grad == 1.5).all() for layer in net.layers)
+        sizes.append(optimizer._kolovod_reducer.buckets.bucket_bytes)
+    return sizes
+
+
+def test_bucket_sizes_are_tried_when_asked_for(tmp_path):
+    log = tmp_path / "tune.log"
+    first, second = run_torch_ranks(2, tuned, str(log))
+    assert first == second
+    decisions = [json.loads(line) for line in log.read_text().splitlines()]
+    assert decisions[0]["bucket_bytes"] == [1 << 20, 4 << 20]
+    assert first[-1] == decisions[-1]["chosen"]
+    assert len(set(first)) == len(decisions) + 1
