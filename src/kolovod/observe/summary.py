@@ -29,6 +29,7 @@ from kolovod.observe.reading import (
     union,
 )  # fmt: skip
 from kolovod.observe.trace import Event
+from kolovod.observe.units import bytes_text, time_text
 
 __all__ = ["RankSummary", "Summary", "read", "summarize", "text"]
 
@@ -153,7 +154,7 @@ def text(summary: Summary) -> str:
         waiting = _share(rank.exposed_us, rank.window_us)
         lines.append(
             f"{rank.rank:>4}  {rank.host[:16]:<16} {rank.steps or '-':>6} "
-            f"{_time(rank.step_us) if rank.steps else '-':>9} "
+            f"{time_text(rank.step_us) if rank.steps else '-':>9} "
             f"{1 - waiting:>8.1%} {waiting:>8.1%} "
             f"{_share(rank.communication_us, rank.window_us):>14.1%} "
             f"{_share(rank.hidden_us, rank.communication_us):>7.0%} "
@@ -165,7 +166,7 @@ def text(summary: Summary) -> str:
         "of communication that went on then. last: how often the rank was the last to submit;",
         "held up: the time in which others did nothing but wait for that.",
         "",
-        f"{summary.operations} operations of all ranks, {_bytes(summary.bytes)} on each.",
+        f"{summary.operations} operations of all ranks, {bytes_text(summary.bytes)} on each.",
         *_straggler(summary.ranks),
         *_advice(summary.ranks),
     ]
@@ -219,17 +220,3 @@ def _advice(ranks: Sequence[RankSummary]) -> list[str]:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _time(micros: float) -> str:
-    if micros < 1e3:
-        return f"{micros:.0f} us"
-    return f"{micros / 1e3:.1f} ms" if micros < 1e6 else f"{micros / 1e6:.2f} s"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
