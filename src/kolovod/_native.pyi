@@ -311,7 +311,7 @@ def tree_neighbours(hosts: int, host: int) -> list[int]:
 def allreduce_between_hosts(
     bytes: int, hosts: int, dtype: int, latency_us: float, bytes_per_us: float
 ) -> tuple[str, int, int, int]:
-    """What an allreduce by Average among ``hosts`` sends over such links (csrc/collectives/select.h).
+    """What an allreduce by Average among ``hosts`` sends (csrc/collectives/select.h).
 
     The algorithm that the ranks choose, the messages that must follow each other, and the messages
     and bytes of the member that has most of them. ValueError for numbers out of range.

@@ -67,7 +67,7 @@ class Trace:
         return [_meta(LINKS, 0, 0, facts)]
 
     def add(self, rank: int, host: str, batch: Batch, place: Place | None = None) -> list[Event]:
-        """The events of what ``rank``, on ``host``, has done. ``place``: where that is, if known."""
+        """The events of what ``rank``, on ``host``, has done; ``place``, if known."""
         events: list[Event] = []
         if rank not in self._ranks:
             self._ranks[rank] = _Rank()

@@ -85,8 +85,9 @@ class Load(NamedTuple):
     cpu_s: float
     """Of one core."""
 
-    def __add__(self, other: tuple[float, ...]) -> Load:  # type: ignore[override]
-        return Load(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: Load) -> Load:
+        """One after the other."""
+        return Load(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
 class _Traffic(NamedTuple):

@@ -292,7 +292,8 @@ def _link(found: Events, cluster: Cluster, kinds: Mapping[str, Kind]) -> Link:
         started = max(op.started_us for op in operations)
         ended = max(op.ended_us for op in operations)
         # All ranks carry the same; those of the first are enough.
-        total, in_a_row = 0.0, 0
+        total = 0.0
+        in_a_row = 0
         for row in {op.row for op in operations if op.row in kinds}:
             bytes_, _, dtype, codec = kinds[row]
             total += wire_bytes(bytes_, dtype, codec, assumed)

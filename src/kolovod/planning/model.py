@@ -17,7 +17,7 @@ Beta-Variables", 1958), and by the ``skew`` of a rank that is always slower.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
@@ -91,11 +91,24 @@ def alone_s(step: Step, cores: float) -> float:
     return step.compute_s * max(1.0, step.cores / cores)
 
 
+LoadOf = Callable[[float, str, str, Cluster, Costs], Load]
+"""Bytes, dtype and codec of a bucket; where; and at what costs: ``bucket_load``, or of another."""
+
+
 def simulate(
-    step: Step, cluster: Cluster, costs: Costs, *, fusion_bytes: float = FUSION_BYTES
+    step: Step,
+    cluster: Cluster,
+    costs: Costs,
+    *,
+    fusion_bytes: float = FUSION_BYTES,
+    load_of: LoadOf = bucket_load,
 ) -> Outcome:
-    """What a step takes on all ranks of ``cluster``. ``fusion_bytes``: the largest bucket."""
-    run = _Run(step, cluster, costs, fusion_bytes)
+    """What a step takes on all ranks of ``cluster``.
+
+    ``fusion_bytes``: the largest bucket. ``load_of``: what a bucket takes, if not Kolovod's engine
+    carries it.
+    """
+    run = _Run(step, cluster, costs, fusion_bytes, load_of)
     while not run.is_over:
         run.advance()
     # What nobody waits for goes on in the next step, where the engine may be the one who is late.
@@ -127,6 +140,7 @@ class _Run:
     cluster: Cluster
     costs: Costs
     fusion_bytes: float
+    load_of: LoadOf
     now_s: float = 0.0
     computed_s: float = 0.0
     waiting_s: float = 0.0
@@ -222,7 +236,7 @@ class _Run:
             by_kind[kind] = by_kind.get(kind, 0) + request.bytes
         load = Load(0.0, 0.0, 0.0)
         for (dtype, codec), bytes_ in by_kind.items():
-            load += bucket_load(bytes_, dtype, codec, self.cluster, self.costs)
+            load = load.plus(self.load_of(bytes_, dtype, codec, self.cluster, self.costs))
         return load
 
     def _rates(self) -> tuple[float, float]:

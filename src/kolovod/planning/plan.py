@@ -246,7 +246,8 @@ def _remedies(measured: Measured, step: Step, cluster: Cluster, row: Row) -> lis
     found: list[tuple[float, str]] = []
     for name in ("bf16", "int8", "int4") if cluster.hosts > 1 else ():
         step_s = outcome(compressed(step, name, costs), cluster).step_s
-        text = f"compression={name} makes a step {time_text(1e6 * step_s)} instead of {time_text(1e6 * row.step_s)}"
+        times = f"{time_text(1e6 * step_s)} instead of {time_text(1e6 * row.step_s)}"
+        text = f"compression={name} makes a step {times}"
         found.append((1 - step_s / row.step_s, text))
     double = batched(step, 2.0)
     efficiency = alone_s(double, cluster.cores) / outcome(double, cluster).step_s
