@@ -40,6 +40,8 @@ class Costs:
     """To send a byte and to receive one, over TCP, and to add it up."""
     message_s: float = 5e-6
     """To send and to receive a message, besides its bytes."""
+    turn_s: float = 200e-6
+    """That a message waits until a thread gets a core, for each other thread that a core has."""
     local_s_per_byte: float = 0.15e-9
     """To exchange a byte of a tensor within a host, through shared memory."""
     coded_s_per_byte: float = 0.25e-9
@@ -84,6 +86,8 @@ class Load(NamedTuple):
     """In which the host's link is busy."""
     cpu_s: float
     """Of one core."""
+    messages: float = 0.0
+    """That a thread must take up one after the other."""
 
     def plus(self, other: Load) -> Load:
         """One after the other."""
@@ -114,6 +118,7 @@ def bucket_load(bytes_: float, dtype: str, codec: str, cluster: Cluster, costs: 
         costs.operation_s + traffic.rounds * cluster.link.latency_s,
         cluster.ranks_per_host * traffic.bytes / cluster.link.bytes_per_s,
         cpu_s + traffic.bytes * costs.sent_s_per_byte + traffic.messages * costs.message_s,
+        traffic.messages,
     )
 
 

@@ -130,6 +130,8 @@ class _Bucket:
     """What remains of it, if no core is missing."""
     demand: float
     """Of a core, meanwhile."""
+    turns_s: float
+    """That its messages wait for turns, over ``work_s``, if a core has one thread too many."""
 
 
 @dataclass
@@ -225,7 +227,9 @@ class _Run:
             del self.ready[0]
         load = self._load(taken)
         work_s = max(load.link_s, load.cpu_s)
-        self.bucket = _Bucket(load.fixed_s, work_s, load.cpu_s / work_s if work_s else 0.0)
+        demand = load.cpu_s / work_s if work_s else 0.0
+        turns_s = load.messages * self.costs.turn_s / work_s if work_s else 0.0
+        self.bucket = _Bucket(load.fixed_s, work_s, demand, turns_s)
         self.buckets += 1
 
     def _load(self, requests: Sequence[Request]) -> Load:
@@ -249,7 +253,9 @@ class _Run:
         fair = cores / (threads + (1 if demand else 0))
         given = min(demand, fair) if threads else min(demand, cores)
         computing = (cores - given) / threads if threads else 0.0
-        return computing, given / demand if demand else 1.0
+        carrying = given / demand if demand else 1.0
+        turns_s = self.bucket.turns_s if self.bucket is not None else 0.0
+        return computing, carrying / (1 + turns_s * max(0.0, threads / cores - 1))
 
     def _until_computed(self) -> float:
         """Of computing, until the script submits or waits, or is done."""
