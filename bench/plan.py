@@ -3,14 +3,14 @@
 The hosts are network namespaces of this machine (scripts/netbed), with one rank each and a limited
 link, so this needs root. A small model is trained on 2, 3 and 4 of them over each link, with
 gradients in float32, bfloat16 and int8, for a few steps, with a timeline. For each link, all others
-are predicted from the timeline of one run: two hosts, float32. So hosts that share cores, codecs and
-what they cost are the model's matter; the links are as measured.
+are predicted from the timeline of one run: two hosts, float32. So hosts that share cores, codecs
+and what they cost are the model's matter; the links are as measured.
 
 A round is all runs once. Of the steps of a run the first three are left out, and the median counts;
 of rounds the one with the lowest such median, since what others do on the machine only adds. Before
-a run, up to a minute passes until the machine is idle.
+a run, up to 20 s pass until the machine is idle.
 
-Below it are the efficiencies that Horovod's authors have published of 512 GPUs (bench/published.py).
+Below it are efficiencies of up to 512 GPUs that Horovod's authors have published (published.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HOSTS = (2, 3, 4)
 BASE = (2, "none")  # what is predicted from
 WARM_UP = 3
 GOAL = 0.10
-IDLE, IDLE_S, PATIENCE_S = 0.2, 1.0, 60.0  # busy cores over all, for how long, waited for how long
+IDLE, IDLE_S, PATIENCE_S = 0.2, 1.0, 20.0  # busy cores over all, for how long, waited for how long
 TIMEOUT_S = 300.0
 
 Key = tuple[int, str]
@@ -134,11 +134,13 @@ def _off(row: report.Json, which: str) -> float:
 def _table(link: str, rows: list[report.Json]) -> str:
     lines = []
     for row in rows:
-        is_base = (row["hosts"], row["codec"]) == BASE
+        name = f"{row['hosts']} hosts, {CODECS[row['codec']]}"
+        if (row["hosts"], row["codec"]) == BASE:
+            name += " (planned from)"
         off = _off(row, "predicted_ms")
         lines.append(
             [
-                f"{row['hosts']} hosts, {CODECS[row['codec']]}{' (planned from)' if is_base else ''}",
+                name,
                 number(row["measured_ms"]),
                 f"{number(min(row['rounds_ms']))} to {number(max(row['rounds_ms']))}",
                 number(row["predicted_ms"]),

@@ -1,19 +1,19 @@
-"""Published efficiencies of 512 GPUs, predicted by ``kolovod plan``'s model: ``bench/published.py``.
+"""Published efficiencies, predicted by the model of ``kolovod plan``: ``bench/published.py``.
 
 What was published (Horovod's docs/benchmarks.md of 2018): 128 hosts of 4 Pascal GPUs, links of 25
 Gbit/s with RoCE, tf_cnn_benchmarks with 64 images a GPU: Inception V3 and ResNet-101 90 %, VGG-16
-68 %. Earlier figures of the same cluster are in Horovod's README of 2017 (github.com/horovod/horovod
-pull request 44): images a second of one GPU, and 16 GPUs of 4 hosts by RDMA; and in its README of
-early 2018: VGG-16 79 % on 128 GPUs.
+68 %. Earlier figures of such hosts are in Horovod's README of 2017 (pull request 44 of
+github.com/horovod/horovod shows them): images a second of one GPU, and of 16 GPUs on 4 hosts by
+RDMA; and in its README of early 2018: VGG-16 79 % on 128 GPUs.
 
 What is taken for the model:
 
 - layers, parameters and multiplications of Keras' models (``--models`` writes published.json again,
-  with Keras); forward takes a third of the time of a step, backward two thirds, in proportion to the
+  with Keras); forward takes a third of a step, backward two thirds, in proportion to the
   multiplications of each layer; a gradient is there when its layer's backward is done;
-- a ring of all GPUs by NCCL 2: 2 (N - 1) messages in a row, of 14 us between hosts and 4 us within
-  one (NCCL's src/graph/tuning.cc, protocol Simple), and half a cycle of Horovod's of then, 5 ms
-  (SetCycleTimeMs(5) in its operations.cc);
+- a ring of all GPUs by NCCL 2: 2 (N - 1) messages in a row, of 14 us between hosts and 5.7 us
+  within one (hwLat in NCCL's src/graph/tuning.cc: ring, Simple, network and PCI);
+- half a cycle of the Horovod of then, 5 ms (SetCycleTimeMs(5) in its operations.cc);
 - how much GPUs differ from step to step: so much that Inception V3 on 16 GPUs is as published.
 
 One parameter is fitted to the 512 GPUs, on VGG-16 alone: the share of the link that is reached.
@@ -26,7 +26,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import machine
 from report import table
@@ -44,7 +44,7 @@ SPREAD_FROM = "Inception V3"
 BATCH = 64
 GPUS = 4  # of a host
 LINK_BYTES_PER_S = 25e9 / 8
-BETWEEN_S, WITHIN_S = 14e-6, 4e-6  # of a message
+BETWEEN_S, WITHIN_S = 14e-6, 5.7e-6  # of a message
 CYCLE_S = 5e-3
 GOAL = 0.05
 
@@ -83,7 +83,7 @@ def efficiency(model: str, hosts: int, share: float, jitter: float) -> float:
 
 def _root(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
     """Where a rising function has a value, by halving."""
-    for _ in range(40):
+    for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < wanted else (low, middle)
     return (low + high) / 2
@@ -94,10 +94,20 @@ def fit() -> tuple[float, float]:
     """The share of the link, from VGG-16 on 512 GPUs, and the spread, from 16 GPUs."""
     share, jitter = 0.7, 0.0
     on_16 = ON_16[SPREAD_FROM] / (16 * IMAGES_PER_S[SPREAD_FROM])
-    for _ in range(5):  # each hardly depends on the other
-        jitter = -_root(lambda at: efficiency(SPREAD_FROM, 4, share, -at), on_16, -0.1, 0.0)
-        share = _root(lambda at: efficiency(FITTED, 128, at, jitter), ON_512[FITTED], 0.2, 1.5)
+    for _ in range(3):  # each hardly depends on the other
+        by_jitter = partial(_falling, share)
+        jitter = -_root(by_jitter, on_16, -0.1, 0.0)
+        by_share = partial(_rising, jitter)
+        share = _root(by_share, ON_512[FITTED], 0.2, 1.5)
     return share, jitter
+
+
+def _falling(share: float, minus_jitter: float) -> float:
+    return efficiency(SPREAD_FROM, 4, share, -minus_jitter)
+
+
+def _rising(jitter: float, share: float) -> float:
+    return efficiency(FITTED, 128, share, jitter)
 
 
 def rows() -> list[dict[str, float | str | bool]]:

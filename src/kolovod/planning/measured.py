@@ -305,8 +305,8 @@ def _link(found: Events, cluster: Cluster, kinds: Mapping[str, Kind]) -> Link:
         return guess
     seen.sort()
     until, passed = _RATE_SHARE * sum(bytes_ for _, bytes_ in seen), 0.0
-    for rate, bytes_ in seen:
-        passed += bytes_
+    for rate, sent in seen:
+        passed += sent
         if passed >= until:
             return Link(rate, latency_s)
     return Link(seen[-1][0], latency_s)

@@ -246,21 +246,20 @@ def _remedies(measured: Measured, step: Step, cluster: Cluster, row: Row) -> lis
     found: list[tuple[float, str]] = []
     for name in ("bf16", "int8", "int4") if cluster.hosts > 1 else ():
         step_s = outcome(compressed(step, name, costs), cluster).step_s
-        times = f"{time_text(1e6 * step_s)} instead of {time_text(1e6 * row.step_s)}"
-        text = f"compression={name} makes a step {times}"
-        found.append((1 - step_s / row.step_s, text))
+        took = f"{time_text(1e6 * step_s)} instead of {time_text(1e6 * row.step_s)}"
+        found.append((1 - step_s / row.step_s, f"With compression={name} a step takes {took}."))
     double = batched(step, 2.0)
     efficiency = alone_s(double, cluster.cores) / outcome(double, cluster).step_s
-    text = f"batches twice as large make the efficiency {efficiency:.0%} instead of "
-    found.append((1 - row.efficiency / efficiency, f"{text}{row.efficiency:.0%}"))
-    if row.bottleneck == "link" and (rate := _rate_for(step, cluster, costs)) is not None:
-        found.append((1.0, f"links of {rate_text(rate)} make it {_GOOD:.0%}"))
-    if row.bottleneck == "cores" and (cores := _cores_for(step, cluster, costs)) is not None:
-        where = "the machine" if cluster.hosts_per_machine > 1 else "each host"
-        found.append((1.0, f"{cores:g} cores in {where} are enough ({cluster.cores:g} there are)"))
+    text = f"With batches twice as large the efficiency is {efficiency:.1%}, not "
+    found.append((1 - row.efficiency / efficiency, f"{text}{row.efficiency:.1%}."))
     found.sort(key=lambda each: -each[0])
     texts = [text for gain, text in found if gain > _WORTH]
-    return [f"{text[0].upper()}{text[1:]}." for text in texts]
+    if row.bottleneck == "link" and (rate := _rate_for(step, cluster, costs)) is not None:
+        texts.append(f"With links of {rate_text(rate)} the efficiency is {_GOOD:.0%} or more.")
+    if row.bottleneck == "cores" and (cores := _cores_for(step, cluster, costs)) is not None:
+        where = "the machine" if cluster.hosts_per_machine > 1 else "each host"
+        texts.append(f"{cores:g} cores in {where} would be enough ({cluster.cores:g} there are).")
+    return texts
 
 
 def _rate_for(step: Step, cluster: Cluster, costs: Costs) -> float | None:

@@ -96,9 +96,11 @@ def _notes(plan: Plan) -> list[str]:
     beyond = sorted({row.beyond for row in plan.rows if row.beyond}, key=len)
     lines = [
         "efficiency: the step of one rank alone over the step here. from, to: where the middle",
-        "eight tenths of the steps would be, by how they were spread in the timeline and by what the",
-        "model missed there. bottleneck: without it a step would be shortest.",
+        "eight tenths of the steps would be, by their spread in the timeline and by what the model",
+        "missed there. bottleneck: without it a step would be shortest.",
     ]
     if beyond:
-        lines += [f"extrapolated: up to {beyond[-1]} that were measured; the interval is a guess."]
+        lines += [
+            f"extrapolated: beyond four times what was measured, up to {beyond[-1]}; a guess."
+        ]
     return [*lines, ""]
