@@ -73,8 +73,8 @@ def test_the_engine_says_what_it_would_do() -> None:
     algorithm, rounds, messages, sent = _native.allreduce_between_hosts(MIB, 4, number, 20, 125)
     assert (algorithm, rounds, sent) == ("pairwise", 2, 3 * MIB // 2)
     assert messages == 6 * (MIB // 4) // (16 << 10)  # what the link carries in an eighth of a ms
-    small = _native.allreduce_between_hosts(64, 64, number, 20, 125)
-    assert small[0] == "doubling"
+    many = _native.allreduce_between_hosts(8 * MIB, 512, number, 20, 125)
+    assert many[:2] == ("halving", 18)  # there and back, log2 of the hosts
     for wrong in ((MIB, 0, number, 20, 125), (MIB, 2, 99, 20, 125), (MIB, 2, number, 20, 0)):
         with pytest.raises(ValueError, match="out of range"):
             _native.allreduce_between_hosts(*wrong)
