@@ -175,7 +175,7 @@ def _names(ends: list[tuple[float, Curve]]) -> list[str]:
 
 def write(folder: Path = RESULTS, chart: Path = CHART) -> None:
     """Draw the chart from the results in ``folder``."""
-    chart.writetext(svg(json.loads((folder / "collectives.json").readtext())))
+    chart.write_text(svg(json.loads((folder / "collectives.json").read_text())))
 
 
 if __name__ == "__main__":

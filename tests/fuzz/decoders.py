@@ -27,7 +27,7 @@ from kolovod.elastic.ballots import NOTHING
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
 from kolovod.net import channel as channels
 from kolovod.net import messages
-from kolovod.observe import collector, place, reading, summary, trace
+from kolovod.observe import collector, reading, summary, trace, whereabouts
 from kolovod.planning import plan, words
 from kolovod.planning.costs import Link
 from kolovod.planning.measured import measured
@@ -165,8 +165,8 @@ def _hello(message: Any) -> None:
 
 def _report(message: Any) -> None:
     with contextlib.suppress(*collector._MALFORMED):
-        if "place" in message:
-            place.parse_place(message["place"])
+        if "whereabouts" in message:
+            whereabouts.parse_whereabouts(message["whereabouts"])
         batch = collector._parse(message)
         events = trace.Trace(0, 0).add(1, "host", batch)
         summary.text(summary.summarize(json.loads(json.dumps(events))))
@@ -326,7 +326,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.rendezvous.external.torchrun": ("_parse",),
     "kolovod.rendezvous.versions": ("find_other",),
     "kolovod.observe.collector": ("_parse", "_int"),
-    "kolovod.observe.place": ("parse_place",),
+    "kolovod.observe.whereabouts": ("parse_whereabouts",),
     "kolovod.observe.reading": (),
     "kolovod.observe.summary": (),
     "kolovod.observe.trace": (),

@@ -17,7 +17,7 @@ from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import Batch, Recorder
 
 SECRET = "s" * 32
-HELLO = {"rank": 1, "place": ["m", 2, "3"]}
+HELLO = {"rank": 1, "whereabouts": ["m", 2, "3"]}
 EPOCHS = iter(range(1 << 20, 1 << 21))
 
 
@@ -167,7 +167,7 @@ def test_a_rank_that_reaches_nobody_says_why(capfd: pytest.CaptureFixture[str]) 
         [{"rank": 2}],
         [[1]],
         [{"rank": 1}],
-        [{"rank": 1, "place": ["m", "two", "3"]}],
+        [{"rank": 1, "whereabouts": ["m", "two", "3"]}],
         [HELLO, {"on": True}],
         [HELLO, {"on": True, "begun": 1, "operations": [[1]], "spans": [], "lost": 0}],
         [HELLO, {"on": True, "begun": 1, "operations": [], "spans": [], "lost": 1 << 70}],

@@ -10,9 +10,10 @@ import pytest
 from forked import run_torch_ranks
 
 import kolovod as kv
+from kolovod.core.spans import WAIT_FOR_GRADIENTS
 from kolovod.errors import InvalidArgumentError
-from kolovod.observe.place import Place, parse_place, place
 from kolovod.observe.reading import read
+from kolovod.observe.whereabouts import Whereabouts, parse_whereabouts, whereabouts
 from kolovod.planning.measured import measured
 
 MIB = 1 << 20
@@ -64,7 +65,7 @@ def test_hosts_of_their_own_and_cores_that_are_bound() -> None:
 
 
 def test_a_timeline_that_does_not_know_cores() -> None:
-    seen = measured(planned.events(place=None, link=None))
+    seen = measured(planned.events(at=None, link=None))
     assert not seen.knows_cores
     assert seen.cluster.cores == float("inf")
     assert seen.knows_link
@@ -85,12 +86,12 @@ def test_a_rank_that_is_always_slower() -> None:
 def test_ranks_without_cores_are_freed() -> None:
     """Four ranks on two cores that compute 40 ms of wall time, half of it in a queue."""
     hosts = ("a", "b", "c", "d")
-    seen = measured(planned.events(hosts, cpu_share=0.5, place=Place("m", 2.0, "3")))
+    seen = measured(planned.events(hosts, cpu_share=0.5, at=Whereabouts("m", 2.0, "3")))
     assert seen.step.compute_s == pytest.approx(0.02, rel=0.05)
     assert seen.step.requests[0].at_s == pytest.approx(0.01, rel=0.05)
     assert seen.step.cores == pytest.approx(1.0, rel=0.05)
     # With cores to spare it is what they wait for that takes the time, not cores.
-    idle = measured(planned.events(hosts, cpu_share=0.5, place=Place("m", 16.0, "ffff")))
+    idle = measured(planned.events(hosts, cpu_share=0.5, at=Whereabouts("m", 16.0, "ffff")))
     assert idle.step.compute_s == pytest.approx(0.04, rel=0.05)
     assert idle.step.cores == pytest.approx(0.5, rel=0.1)
 
@@ -100,18 +101,21 @@ def test_too_little() -> None:
         measured(planned.events(steps=4))
     with pytest.raises(InvalidArgumentError, match="no allreduce of a gradient"):
         measured(planned.events(at_ms=()))
+    blind = [event for event in planned.events() if event["name"] != WAIT_FOR_GRADIENTS]
+    with pytest.raises(InvalidArgumentError, match="does not show when the script waits"):
+        measured(blind)
     with pytest.raises(InvalidArgumentError, match="shows no rank"):
         measured([])
     measured(planned.events(steps=5))
 
 
 def test_where_a_rank_says_it_is() -> None:
-    here = place()
-    assert parse_place(list(here)) == here
+    here = whereabouts()
+    assert parse_whereabouts(list(here)) == here
     assert 0 < here.cores <= bin(int(here.mask, 16)).count("1")
     for wrong in (["m", 0, "3"], ["m", float("nan"), "3"], ["m", 2, "x"], ["m"], None, ["m", 1, 3]):
         with pytest.raises((TypeError, ValueError)):
-            parse_place(wrong)
+            parse_whereabouts(wrong)
 
 
 # Real ranks -------------------------------------------------------------------------------------

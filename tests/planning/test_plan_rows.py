@@ -9,7 +9,7 @@ from typing import Any
 import planned
 import pytest
 
-from kolovod.observe.place import Place
+from kolovod.observe.whereabouts import Whereabouts
 from kolovod.planning import drawing, words
 from kolovod.planning.changes import parse_change
 from kolovod.planning.costs import Link
@@ -84,7 +84,7 @@ def test_what_holds_ranks_up(changes: dict[str, Any], bottleneck: str, advice: s
 
 
 def test_cores_that_all_hosts_share_are_short() -> None:
-    seen = measured(planned.events(place=Place("m", 2.0, "3"), **FAST))
+    seen = measured(planned.events(at=Whereabouts("m", 2.0, "3"), **FAST))
     two, eight = make(seen, [2, 8]).rows
     assert eight.bottleneck == "cores"
     assert eight.step_s > 3.5 * two.step_s
@@ -106,7 +106,7 @@ def test_words(seen: Measured) -> None:
     assert max(map(len, text.splitlines())) < 130
     shared = measured(planned.events())
     assert "all hosts share the 4 of one machine" in words.text(make(shared, [2]))
-    unknown = measured(planned.events(place=None))
+    unknown = measured(planned.events(at=None))
     assert "does not say how many" in words.text(make(unknown, [2]))
     one = measured(planned.events(("a", "a"), link=None))
     assert "none is needed" in words.text(make(one, [1]))

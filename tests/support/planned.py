@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from kolovod.core.spans import OPTIMIZER_STEP, WAIT_FOR_GRADIENTS, Span
-from kolovod.observe.place import Place
 from kolovod.observe.recorder import Batch, Operation
 from kolovod.observe.trace import Trace
+from kolovod.observe.whereabouts import Whereabouts
 
 MS = 1_000_000
 MIB = 1 << 20
-HERE = Place("m", 4.0, "f")
+HERE = Whereabouts("m", 4.0, "f")
 
 
 def events(
@@ -28,7 +28,7 @@ def events(
     dtype: str = "float32",
     slower_ms: Sequence[float] = (),
     cpu_share: float = 1.0,
-    place: Place | None = HERE,
+    at: Whereabouts | None = HERE,
     machines: Sequence[str] = (),
     link: tuple[float, float] | None = (125e6, 1e-4),
 ) -> list[dict[str, Any]]:
@@ -48,10 +48,10 @@ def events(
         latest = max([0.0, *slower_ms])
         for step in range(steps):
             free = 0.0
-            for number, at in enumerate(at_ms):
-                started = max(begin + at + latest, free)
+            for number, when in enumerate(at_ms):
+                started = max(begin + when + latest, free)
                 free = started + carried_ms
-                submitted = begin + at + more.get(rank, 0.0)
+                submitted = begin + when + more.get(rank, 0.0)
                 operations.append(
                     ("", f"g{number}", "allreduce", dtype, 1, bytes_,
                      step * len(at_ms) + number + 1, True,
@@ -63,10 +63,10 @@ def events(
             spans.append((WAIT_FOR_GRADIENTS, "MainThread", *_ns(computed, end), _cpu(cpu, cpu)))
             spans.append((OPTIMIZER_STEP, "MainThread", *_ns(end, end + 1e-3), _cpu(cpu, cpu)))
             begin = end + 1e-3
-        at = place
-        if at is not None and machines:
-            at = at._replace(machine=machines[rank])
-        found += trace.add(rank, host, Batch(operations, spans), at)
+        where = at
+        if where is not None and machines:
+            where = where._replace(machine=machines[rank])
+        found += trace.add(rank, host, Batch(operations, spans), where)
     if link is not None:
         found += trace.links(*link)
     return found

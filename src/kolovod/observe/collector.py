@@ -2,7 +2,7 @@
 
 Each other rank connects and, several times a second, reports::
 
-    rank    -> rank 0   {"rank", "place": [machine, cores, mask]}
+    rank    -> rank 0   {"rank", "whereabouts": [machine, cores, mask]}
     rank 0  -> rank     {"clock": whose}
     rank    -> rank 0   {"on": bool, "begun": n, "operations": [...], "spans": [...], "lost": n}
     rank 0  -> rank     {"on": bool, "begun": n, "now_ns": n}
@@ -29,8 +29,13 @@ from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel, connect
 from kolovod.net.server import Server
-from kolovod.observe.place import Place, clock_identity, parse_place, place
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
+from kolovod.observe.whereabouts import (
+    Whereabouts,
+    clock_identity,
+    parse_whereabouts,
+    whereabouts,
+)
 
 __all__ = ["Clock", "Collector", "Reporter"]
 
@@ -93,7 +98,7 @@ class Collector:
         """
         self._receive = receive
         self._size = size
-        self.places: dict[int, Place] = {}
+        self.whereabouts: dict[int, Whereabouts] = {}
         """By rank that has ever connected; known before its first report."""
         self._changed = threading.Condition()
         self._on = False
@@ -156,7 +161,7 @@ class Collector:
             rank = int(hello["rank"])
             if not 0 < rank < self._size:
                 raise ValueError(f"there are {self._size} ranks")
-            self.places[rank] = parse_place(hello["place"])
+            self.whereabouts[rank] = parse_whereabouts(hello["whereabouts"])
             channel.send({"clock": clock_identity()}, time.monotonic() + _ANSWER_S)
             while True:
                 self._take(rank, channel.receive(time.monotonic() + _FOREVER_S))
@@ -276,7 +281,7 @@ class Reporter:
             )
 
     def _report(self, channel: Channel) -> None:
-        hello = {"rank": self._rank, "place": place()}
+        hello = {"rank": self._rank, "whereabouts": whereabouts()}
         channel.send(hello, time.monotonic() + _ANSWER_S)
         whose = channel.receive(time.monotonic() + _ANSWER_S)["clock"]
         clock = Clock(is_same=whose == clock_identity() != "")

@@ -22,10 +22,10 @@ from kolovod.core import spans
 from kolovod.core.world import World, current, when_engine_ends
 from kolovod.net.addresses import address_of, interface_to, listen
 from kolovod.observe.collector import Collector, Reporter
-from kolovod.observe.place import place
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 from kolovod.observe.trace import Event, Trace
 from kolovod.observe.trace_file import TraceFile
+from kolovod.observe.whereabouts import whereabouts
 
 __all__ = [
     "Opening",
@@ -86,7 +86,7 @@ class Writer(Timeline):
     def __init__(self, world: World, listeners: Sequence[socket.socket] = ()) -> None:
         """``listeners``: where ranks of other hosts report."""
         super().__init__(world)
-        self._hosts, self._engine, self._place = world.hosts, world.engine, place()
+        self._hosts, self._engine, self._here = world.hosts, world.engine, whereabouts()
         self._lock = threading.Lock()  # of the file, the trace and the events
         self._events: list[Event] = []
         self._trace: Trace | None = None
@@ -145,7 +145,7 @@ class Writer(Timeline):
 
     def _receive(self, rank: int, batch: Batch) -> None:
         # A rank says where it is before it reports.
-        at = self._collector.places.get(rank) if rank > 0 and self._collector else self._place
+        at = self._collector.whereabouts.get(rank) if rank > 0 and self._collector else self._here
         with self._lock:
             if self._trace is not None:
                 self._events += self._trace.add(rank, self._hosts[rank], batch, at)

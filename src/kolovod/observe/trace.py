@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kolovod.core.spans import Cpu
-from kolovod.observe.place import Place
 from kolovod.observe.recorder import Batch, Operation
+from kolovod.observe.whereabouts import Whereabouts
 
 __all__ = ["BUCKETS", "CYCLE", "LINKS", "LOST", "NEGOTIATE", "Event", "Trace"]
 
@@ -66,13 +66,15 @@ class Trace:
         facts = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
         return [_meta(LINKS, 0, 0, facts)]
 
-    def add(self, rank: int, host: str, batch: Batch, place: Place | None = None) -> list[Event]:
-        """The events of what ``rank``, on ``host``, has done; ``place``, if known."""
+    def add(
+        self, rank: int, host: str, batch: Batch, where: Whereabouts | None = None
+    ) -> list[Event]:
+        """The events of what ``rank``, on ``host``, has done; ``where``, if known."""
         events: list[Event] = []
         if rank not in self._ranks:
             self._ranks[rank] = _Rank()
             facts: dict[str, Any] = {"name": f"rank {rank} ({host})", "rank": rank, "host": host}
-            facts |= place._asdict() if place is not None else {}
+            facts |= where._asdict() if where is not None else {}
             events += [
                 _meta("process_name", rank + 1, 0, facts),
                 _sort("process", rank + 1, 0, rank),

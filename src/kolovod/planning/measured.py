@@ -146,6 +146,11 @@ def _check(found: Events, steps: Mapping[int, Sequence[_Seen]]) -> None:
             "no allreduce of a gradient is in the steps of this timeline: record one with two ranks"
             " or more (with one nothing is exchanged)"
         )
+    if not any(seen.waits for seen in _all(steps)):
+        raise InvalidArgumentError(
+            "this timeline does not show when the script waits for communication, and without that "
+            "nothing can be said of what is hidden: tf.function and jax.jit do not say it"
+        )
 
 
 # Steps ------------------------------------------------------------------------------------------

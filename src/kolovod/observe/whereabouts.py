@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from kolovod.observe.examine import core_quota
 from kolovod.rendezvous.rank_environment import usable_cores
 
-__all__ = ["Place", "clock_identity", "parse_place", "place"]
+__all__ = ["Whereabouts", "clock_identity", "parse_whereabouts", "whereabouts"]
 
 _CHARACTERS = 64
 _MOST_CORES = 1 << 20
 
 
-class Place(NamedTuple):
+class Whereabouts(NamedTuple):
     """Of one rank."""
 
     machine: str
@@ -34,7 +34,7 @@ def clock_identity() -> str:
         return ""
 
 
-def place() -> Place:
+def whereabouts() -> Whereabouts:
     """Of this process."""
     cores: float = usable_cores()
     quota = core_quota()
@@ -43,15 +43,15 @@ def place() -> Place:
     except OSError:
         machine = ""
     mask = sum(1 << core for core in os.sched_getaffinity(0))
-    return Place(machine, min(cores, quota) if quota > 0 else cores, f"{mask:x}")
+    return Whereabouts(machine, min(cores, quota) if quota > 0 else cores, f"{mask:x}")
 
 
-def parse_place(said: Any) -> Place:
+def parse_whereabouts(said: Any) -> Whereabouts:
     """What another rank says of itself. Raises what Python does for anything else."""
     machine, cores, mask = said
     if not 0 < float(cores) <= _MOST_CORES or not len(mask) <= _MOST_CORES // 4:
         raise ValueError(f"{cores!r} cores, {len(mask)} digits")
-    return Place(str(machine)[:_CHARACTERS], float(cores), f"{int(mask, 16):x}")
+    return Whereabouts(str(machine)[:_CHARACTERS], float(cores), f"{int(mask, 16):x}")
 
 
 def _boot() -> str:
