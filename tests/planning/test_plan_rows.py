@@ -72,7 +72,7 @@ def test_the_interval_has_the_spread_of_steps_and_what_the_model_missed(seen: Me
     [
         ({}, "link", "With compression=int4 a step takes"),
         (FAST, "compute", "nothing about communication"),
-        ({**FAST, "slower_ms": (0, 12)}, "stragglers", "in the timeline that is rank 1 on b"),
+        ({**FAST, "slower_ms": (0, 12)}, "stragglers", "rank 1 on b computes 13% longer"),
         ({"link": (1e8, 4e-3), "carried_ms": 5, "bytes_": 64 << 10}, "latency", "on their way"),
     ],
 )

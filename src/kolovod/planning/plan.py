@@ -222,10 +222,13 @@ def _of_cores(measured: Measured, where: str, row: Row) -> str:
 
 
 def _of_stragglers(measured: Measured, where: str, row: Row) -> str:
-    return (
-        f"{where} ranks wait for the slowest one {row.gains['stragglers']:.0%} of a step; in the "
-        f"timeline that is {measured.slowest}."
-    )
+    step = measured.step
+    said = f"{where} ranks wait for the slowest one {row.gains['stragglers']:.0%} of a step"
+    if step.skew - 1 > _LITTLE:
+        return (
+            f"{said}: {measured.slowest} computes {step.skew - 1:.0%} longer than the median one."
+        )
+    return f"{said}: what a rank computes varies by {step.jitter:.0%} from step to step."
 
 
 _SAYINGS: dict[str, Callable[[Measured, str, Row], str]] = {
