@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from pathlib import Path
 
 import plan
 import planned
 import published
 import pytest
+from netbed import unavailable
 from paths import BENCH
 
 from kolovod.planning.measured import measured
@@ -65,3 +68,15 @@ def test_the_page() -> None:
 def test_the_real_page_shows_the_real_results() -> None:
     result = json.loads((BENCH / "results" / "plan.json").read_text())
     assert (BENCH / "results" / "plan.md").read_text() == plan.page(result)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_a_run_between_namespaces(tmp_path: Path) -> None:
+    options = argparse.Namespace(width=128, layers=3, batch=8, steps=8)
+    step_s, seen = plan.measure(100e6, (3, "int8"), options, tmp_path)
+    assert step_s > 0
+    assert (seen.cluster.hosts, seen.cluster.hosts_per_machine) == (3, 3)
+    assert {request.codec for request in seen.step.requests} >= {"int8"}
+    assert plan.predict(seen, (3, "int8")) == pytest.approx(seen.modelled_s)
+    assert plan.predict(seen, (4, "none")) > plan.predict(seen, (3, "int8"))
