@@ -181,8 +181,8 @@ nb::tuple AllreduceBetweenHosts(size_t bytes, int hosts, int dtype, double laten
       Select({Verb::kAllreduce, bytes, hosts, type, Op::kAverage, portion}, Algorithm::kAuto, cost);
   uint64_t messages = 0, sent = 0;
   for (const int member : {0, hosts - 1}) {
-    const Traffic traffic = TrafficOf(
-        choice.algorithm, {Verb::kAllreduce, bytes, hosts, type, Op::kAverage, portion}, member);
+    const Traffic traffic =
+        TrafficOf(choice.algorithm, {Verb::kAllreduce, bytes, hosts, type, Op::kAverage, portion}, member);
     messages = std::max({messages, traffic.sent_messages, traffic.received_messages});
     sent = std::max({sent, traffic.sent_bytes, traffic.received_bytes});
   }

@@ -52,8 +52,8 @@ std::optional<OperationRecord> ReadOne(const OperationSlot& slot) {
     std::memcpy(name + i * sizeof(word), &word, sizeof(word));
   }
   if (slot.version.load(kRelaxed) != version) return std::nullopt;
-  if ((kind & 0xFF) >= kVerbCount || (kind >> 8 & 0xFF) >= kDTypeCount || (kind >> 24 & 0xF) >= kDeviceCount ||
-      (kind >> 28 & 0xF) >= kCodecCount)
+  if ((kind & 0xFF) >= kVerbCount || (kind >> 8 & 0xFF) >= kDTypeCount ||
+      (kind >> 24 & 0xF) >= kDeviceCount || (kind >> 28 & 0xF) >= kCodecCount)
     return std::nullopt;
   record.verb = static_cast<Verb>(kind & 0xFF);
   record.dtype = static_cast<DType>(kind >> 8 & 0xFF);
@@ -130,8 +130,7 @@ uint32_t OperationRecorder::Open(std::string_view name, Verb verb, DType dtype, 
   slot.ended_ns.store(0, kRelease);
   slot.kind.store(static_cast<uint64_t>(verb) | static_cast<uint64_t>(dtype) << 8 |
                       static_cast<uint64_t>(name.size()) << 16 | static_cast<uint64_t>(device) << 24 |
-                      static_cast<uint64_t>(codec) << 28 |
-                      static_cast<uint64_t>(tensors) << 32,
+                      static_cast<uint64_t>(codec) << 28 | static_cast<uint64_t>(tensors) << 32,
                   kRelease);
   for (size_t at = 0, i = 0; at < name.size(); at += 8, ++i) {
     uint64_t word = 0;
