@@ -19,6 +19,8 @@ import goals
 from collectives_report import groups_of, in_some_mode, modes_of_two
 from report import RESULTS, machine_line, number, size_name
 
+from kolovod.observe.svg import page, style, text
+
 CHART = RESULTS / "allreduce.svg"
 WIDTH, HEIGHT = 760, 430
 LEFT, RIGHT, TOP, BOTTOM = 60, 126, 66, 78  # around the field with the curves
@@ -59,36 +61,7 @@ CURVES = (
     Curve("the faster MPI", "mpi", _over_mpi),
 )
 
-STYLE = """
-.ground { fill: #ffffff; stroke: #d0d7de; }
-text { fill: #1f2328; }
-.quiet { fill: #59636e; }
-.grid { stroke: #d8dee4; }
-.level { stroke: #59636e; stroke-width: 1.5; }
-.slower { fill: #f3f4f6; }
-.gloo { stroke: #0969da; fill: #0969da; }
-.tcp { stroke: #8250df; fill: #8250df; }
-.mpi { stroke: #bc4c00; fill: #bc4c00; }
-polyline { stroke-width: 2; }
-polyline.gloo, polyline.tcp, polyline.mpi { fill: none; }
-.hollow { fill: #ffffff; stroke-width: 2; }
-text.gloo, text.tcp, text.mpi { stroke: none; }
-@media (prefers-color-scheme: dark) {
-.ground, .hollow { fill: #0d1117; }
-.ground { stroke: #3d444d; }
-text { fill: #f0f6fc; }
-.quiet { fill: #9198a1; }
-.grid { stroke: #2a313c; }
-.level { stroke: #9198a1; }
-.slower { fill: #161b22; }
-.gloo { stroke: #58a6ff; }
-.tcp { stroke: #bc8cff; }
-.mpi { stroke: #f0883e; }
-circle.gloo:not(.hollow), text.gloo { fill: #58a6ff; }
-circle.tcp:not(.hollow), text.tcp { fill: #bc8cff; }
-circle.mpi:not(.hollow), text.mpi { fill: #f0883e; }
-}
-"""
+COLOURS = {"gloo": "blue", "tcp": "violet", "mpi": "orange"}  # by class of a curve
 
 
 def points(result: Mapping[str, Any]) -> dict[str, list[Point]]:
@@ -145,14 +118,9 @@ def svg(result: Mapping[str, Any]) -> str:
         "Near: the two cores share a cache; far: they do not."
     )
     source = f"{machine_line(result['machine'])}; bench/results/collectives.md"
-    parts.append(_text(20, HEIGHT - 32, legend, "quiet", size=11))
-    parts.append(_text(20, HEIGHT - 14, source, "quiet", size=11))
-    inner = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
-        f'height="{HEIGHT}" font-family="system-ui, sans-serif" font-size="12" role="img">\n'
-        f"<style>{STYLE}</style>\n{inner}\n</svg>\n"
-    )
+    parts.append(text(20, HEIGHT - 32, legend, "quiet", size=11))
+    parts.append(text(20, HEIGHT - 14, source, "quiet", size=11))
+    return page(WIDTH, HEIGHT, style(COLOURS), parts)
 
 
 def _ground(field: Field) -> list[str]:
@@ -161,10 +129,9 @@ def _ground(field: Field) -> list[str]:
     what = "2 processes on one host, sum of float32 in place, from Python; medians of one run"
     title = "Allreduce: how many times as fast as its peers Kolovod is"
     parts = [
-        f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="8"/>',
-        _text(20, 28, title, size=17, bold=True),
-        _text(20, 48, what, "quiet"),
-        f'<rect class="slower" x="{LEFT}" y="{level:.1f}" width="{WIDTH - LEFT - RIGHT}" '
+        text(20, 28, title, size=17, bold=True),
+        text(20, 48, what, "quiet"),
+        f'<rect class="shade" x="{LEFT}" y="{level:.1f}" width="{WIDTH - LEFT - RIGHT}" '
         f'height="{bottom - level:.1f}"/>',
     ]
     for decade in range(DECADES[0], DECADES[1] + 1):
@@ -173,10 +140,10 @@ def _ground(field: Field) -> list[str]:
         parts.append(
             f'<line class="{style}" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
         )
-        parts.append(_text(LEFT - 8, y + 4, f"{value:g}x", "quiet", "end"))
-    parts.append(_text(WIDTH - RIGHT - 8, bottom - 8, "slower than the peer", "quiet", "end"))
+        parts.append(text(LEFT - 8, y + 4, f"{value:g}x", "quiet", "end"))
+    parts.append(text(WIDTH - RIGHT - 8, bottom - 8, "slower than the peer", "quiet", "end"))
     for size in field.sizes:
-        parts.append(_text(field.x(size), bottom + 18, size_name(size), "quiet", "middle", 11))
+        parts.append(text(field.x(size), bottom + 18, size_name(size), "quiet", "middle", 11))
     return parts
 
 
@@ -193,7 +160,7 @@ def _curve(curve: Curve, line: Sequence[Point], field: Field) -> list[str]:
         )
         if curve.has_figures:
             y += -8 if point.value >= 1 else 16
-            parts.append(_text(x, y, value, curve.style, "middle", 10))
+            parts.append(text(x, y, value, curve.style, "middle", 10))
     return parts
 
 
@@ -202,25 +169,8 @@ def _names(ends: list[tuple[float, Curve]]) -> list[str]:
     parts, last = [], 0.0
     for wanted, curve in sorted(ends, key=lambda end: end[0]):
         last = max(wanted + 4, last + LABEL_STEP + 4)
-        text = f"over {curve.name}"
-        parts.append(_text(WIDTH - RIGHT + 8, last, text, curve.style, size=11))
+        parts.append(text(WIDTH - RIGHT + 8, last, f"over {curve.name}", curve.style, size=11))
     return parts
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    style: str = "",
-    anchor: str = "start",
-    size: int = 12,
-    bold: bool = False,
-) -> str:
-    weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
-        f'font-size="{size}"{weight}>{text}</text>'
-    )
 
 
 def write(folder: Path = RESULTS, chart: Path = CHART) -> None:

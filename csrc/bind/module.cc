@@ -5,6 +5,7 @@
 #include "bind/graph_clients.h"
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
+#include "collectives/select.h"
 #include "transport/loopback.h"
 
 using namespace nanobind::literals;
@@ -165,6 +166,30 @@ nb::dict VerbTable() {
   return table;
 }
 
+// What an allreduce by Average among hosts sends: algorithm, rounds, and of the member that has most of them
+// messages and bytes. As the ranks of a world decide, and count.
+nb::tuple AllreduceBetweenHosts(size_t bytes, int hosts, int dtype, double latency_us, double bytes_per_us) {
+  if (hosts < 1 || dtype < 0 || dtype >= kDTypeCount || !(latency_us >= 0) || !(bytes_per_us > 0)) {
+    throw nb::value_error("allreduce_between_hosts: out of range");
+  }
+  LinkCost cost;
+  cost.latency_us = latency_us;
+  cost.bytes_per_us = bytes_per_us;
+  const size_t portion = PortionBytes(cost, 256 << 10);
+  const auto type = static_cast<DType>(dtype);
+  const Choice choice =
+      Select({Verb::kAllreduce, bytes, hosts, type, Op::kAverage, portion}, Algorithm::kAuto, cost);
+  uint64_t messages = 0, sent = 0;
+  for (const int member : {0, hosts - 1}) {
+    const Traffic traffic =
+        TrafficOf(choice.algorithm, {Verb::kAllreduce, bytes, hosts, type, Op::kAverage, portion}, member);
+    messages = std::max({messages, traffic.sent_messages, traffic.received_messages});
+    sent = std::max({sent, traffic.sent_bytes, traffic.received_bytes});
+  }
+  return nb::make_tuple(NameOf(choice.algorithm), RoundsOf(choice.algorithm, Verb::kAllreduce, hosts),
+                        messages, sent);
+}
+
 nb::dict StatusNames() {
   nb::dict names;
   const char* const kNames[] = {"ok",        "invalid_argument", "duplicate_name", "mismatch",    "rank_lost",
@@ -272,6 +297,8 @@ NB_MODULE(_native, m) {
         return Tree(hosts, host).neighbours;
       },
       "hosts"_a, "host"_a);
+  m.def("allreduce_between_hosts", &AllreduceBetweenHosts, "bytes"_a, "hosts"_a, "dtype"_a, "latency_us"_a,
+        "bytes_per_us"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;

@@ -318,6 +318,7 @@ class PyEngine {
             {"data_connections", stats.connections},
             {"line_latency_ns", stats.line_latency_ns},
             {"link_bytes_per_us", stats.link_bytes_per_us},
+            {"link_latency_ns", stats.link_latency_ns},
             {"link_revisions", stats.link_revisions}};
   }
 
@@ -332,6 +333,7 @@ class PyEngine {
       fields["verb"] = NameOf(record.verb);
       fields["dtype"] = record.tensors > 0 ? nb::cast(NameOf(record.dtype)) : nb::none();
       fields["device"] = NameOf(record.device);
+      fields["codec"] = record.codec == Codec::kNone ? nb::none() : nb::cast(NameOf(record.codec));
       fields["tensors"] = record.tensors;
       fields["bytes"] = record.bytes;
       fields["bucket"] = record.bucket > 0 ? nb::cast(record.bucket) : nb::none();

@@ -58,11 +58,12 @@ Status HostLinks::Measure(int64_t timeout_ms, double believed_bytes_per_us) {
 void HostLinks::Use(const LinkCost& cost) {
   backend_->set_cost(cost);
   bytes_per_us_.store(cost.bytes_per_us, std::memory_order_relaxed);
+  latency_us_.store(cost.latency_us, std::memory_order_relaxed);
 }
 
 LinkStats HostLinks::stats() const {
   return {static_cast<uint64_t>(mesh_->connections()), static_cast<uint64_t>(bytes_per_us_.load()),
-          revisions_.load()};
+          static_cast<uint64_t>(1000 * latency_us_.load()), revisions_.load()};
 }
 
 std::vector<uint64_t> HostLinks::SentBytes() const {

@@ -20,6 +20,7 @@ namespace kolovod {
 struct LinkStats {
   uint64_t connections = 0;        // for data, to ranks of other hosts
   uint64_t link_bytes_per_us = 0;  // as all ranks estimate with
+  uint64_t link_latency_ns = 0;    // the same
   uint64_t link_revisions = 0;     // how often they were told so since the world has formed
 };
 
@@ -55,7 +56,7 @@ class HostLinks {
   std::unique_ptr<Mesh> mesh_;
   HierarchicalBackend* backend_ = nullptr;  // the executor's
   std::atomic<uint64_t> revisions_{0};
-  std::atomic<double> bytes_per_us_{0};
+  std::atomic<double> bytes_per_us_{0}, latency_us_{0};
 };
 
 }  // namespace kolovod

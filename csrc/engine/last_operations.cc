@@ -3,6 +3,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "engine/record_file.h"
 
 namespace kolovod {
@@ -34,11 +36,13 @@ LastOperations::LastOperations(const Membership& membership, Waiter& waiter, std
 void LastOperations::Submitted(Operation& op, int64_t submitted_ns) {
   const std::vector<TensorMeta>& tensors = op.request.tensors;
   const DType dtype = tensors.empty() ? DType::kUInt8 : tensors.front().dtype;
+  Codec codec = Codec::kNone;  // tensors that are too small have none
+  for (const TensorMeta& tensor : tensors) codec = std::max(codec, tensor.codec);
   // A transfer is of one tensor; what is noted is with whom.
   const bool transfer = TraitsOf(op.request.verb).is_transfer;
   const size_t tensors_or_peer = transfer ? static_cast<size_t>(op.request.root + 1) : tensors.size();
-  op.record = records_.Open(op.request.name, op.request.verb, dtype, op.request.device(), tensors_or_peer,
-                            op.bytes, submitted_ns);
+  op.record = records_.Open(op.request.name, op.request.verb, dtype, op.request.device(), codec,
+                            tensors_or_peer, op.bytes, submitted_ns);
 }
 
 void LastOperations::Started(const std::vector<OperationPtr>& ops, uint64_t bucket) {

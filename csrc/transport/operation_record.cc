@@ -52,11 +52,13 @@ std::optional<OperationRecord> ReadOne(const OperationSlot& slot) {
     std::memcpy(name + i * sizeof(word), &word, sizeof(word));
   }
   if (slot.version.load(kRelaxed) != version) return std::nullopt;
-  if ((kind & 0xFF) >= kVerbCount || (kind >> 8 & 0xFF) >= kDTypeCount || (kind >> 24 & 0xFF) >= kDeviceCount)
+  if ((kind & 0xFF) >= kVerbCount || (kind >> 8 & 0xFF) >= kDTypeCount ||
+      (kind >> 24 & 0xF) >= kDeviceCount || (kind >> 28 & 0xF) >= kCodecCount)
     return std::nullopt;
   record.verb = static_cast<Verb>(kind & 0xFF);
   record.dtype = static_cast<DType>(kind >> 8 & 0xFF);
-  record.device = static_cast<Device>(kind >> 24 & 0xFF);
+  record.device = static_cast<Device>(kind >> 24 & 0xF);
+  record.codec = static_cast<Codec>(kind >> 28 & 0xF);
   record.tensors = static_cast<uint32_t>(kind >> 32);
   if (TraitsOf(record.verb).is_transfer)
     record.peer = static_cast<int32_t>(std::exchange(record.tensors, 1)) - 1;
@@ -97,8 +99,8 @@ uint64_t HashName(std::string_view name) {
   return hash;
 }
 
-uint32_t OperationRecorder::Open(std::string_view name, Verb verb, DType dtype, Device device, size_t tensors,
-                                 size_t bytes, int64_t now_ns) {
+uint32_t OperationRecorder::Open(std::string_view name, Verb verb, DType dtype, Device device, Codec codec,
+                                 size_t tensors, size_t bytes, int64_t now_ns) {
   ++number_;
   size_t tried = 0;
   // With operations unrecorded, the ring was full of pending ones a moment ago: do not search it each time.
@@ -128,7 +130,7 @@ uint32_t OperationRecorder::Open(std::string_view name, Verb verb, DType dtype, 
   slot.ended_ns.store(0, kRelease);
   slot.kind.store(static_cast<uint64_t>(verb) | static_cast<uint64_t>(dtype) << 8 |
                       static_cast<uint64_t>(name.size()) << 16 | static_cast<uint64_t>(device) << 24 |
-                      static_cast<uint64_t>(tensors) << 32,
+                      static_cast<uint64_t>(codec) << 28 | static_cast<uint64_t>(tensors) << 32,
                   kRelease);
   for (size_t at = 0, i = 0; at < name.size(); at += 8, ++i) {
     uint64_t word = 0;

@@ -31,6 +31,7 @@ struct OperationRecord {
   Verb verb = Verb::kAllreduce;
   DType dtype = DType::kFloat32;  // of the first tensor
   Device device = Device::kHost;
+  Codec codec = Codec::kNone;  // of any tensor: in an allreduce between hosts
   uint32_t tensors = 0;
   int32_t peer = -1;  // of a transfer: the other rank, by the engine's numbers; -1: any
   uint64_t bytes = 0;
@@ -66,8 +67,8 @@ class OperationRecorder {
       : slots_(slots), unrecorded_(unrecorded) {}
 
   // The slot, or kUnrecorded. `tensors`: of a transfer the peer, + 1.
-  uint32_t Open(std::string_view name, Verb verb, DType dtype, Device device, size_t tensors, size_t bytes,
-                int64_t now_ns);
+  uint32_t Open(std::string_view name, Verb verb, DType dtype, Device device, Codec codec, size_t tensors,
+                size_t bytes, int64_t now_ns);
   void Started(uint32_t slot, uint64_t bucket, int64_t now_ns);
   void Ended(uint32_t slot, bool ok, int64_t now_ns);
 

@@ -18,7 +18,7 @@ struct Ring {
   OperationRecorder ring{slots.get(), &unrecorded};
 
   uint32_t Open(const std::string& name, int64_t now_ns) {
-    return ring.Open(name, Verb::kAllgather, DType::kInt32, Device::kGpu, 2, 24, now_ns);
+    return ring.Open(name, Verb::kAllgather, DType::kInt32, Device::kGpu, Codec::kInt4, 2, 24, now_ns);
   }
   std::vector<OperationRecord> Read() const { return ReadRecords(slots.get()); }
 };
@@ -33,6 +33,7 @@ TEST_CASE("an operation is read as it was written") {
   CHECK(record.verb == Verb::kAllgather);
   CHECK(record.dtype == DType::kInt32);
   CHECK(record.device == Device::kGpu);
+  CHECK(record.codec == Codec::kInt4);
   CHECK(record.tensors == 2);
   CHECK(record.bytes == 24);
   CHECK(record.state == OperationState::kSubmitted);

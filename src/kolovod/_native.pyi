@@ -308,6 +308,15 @@ def segment_bytes(on_host: int, size: int, config: Mapping[str, int]) -> int:
 def tree_neighbours(hosts: int, host: int) -> list[int]:
     """Of a host: its neighbours in the tree of leaders, the one nearer to host 0 first."""
 
+def allreduce_between_hosts(
+    bytes: int, hosts: int, dtype: int, latency_us: float, bytes_per_us: float
+) -> tuple[str, int, int, int]:
+    """What an allreduce by Average among ``hosts`` sends (csrc/collectives/select.h).
+
+    The algorithm that the ranks choose, the messages that must follow each other, and the messages
+    and bytes of the member that has most of them. ValueError for numbers out of range.
+    """
+
 def config_defaults() -> dict[str, int]:
     """Every field of the C++ Config with its default; config.py must name each exactly once."""
 

@@ -73,7 +73,7 @@ def kind_of(message: Any) -> str:
         return "rendezvous_join"
     if "formed" in message:
         return "rendezvous_word"
-    if "operations" in message:
+    if "operations" in message or "whereabouts" in message:
         return "timeline_report"
     if "pidfds" in message or ("error" in message and "message" not in message):
         return "leader_answer"

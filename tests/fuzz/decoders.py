@@ -27,7 +27,10 @@ from kolovod.elastic.ballots import NOTHING
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
 from kolovod.net import channel as channels
 from kolovod.net import messages
-from kolovod.observe import collector, summary, trace
+from kolovod.observe import collector, reading, summary, trace, whereabouts
+from kolovod.planning import plan, words
+from kolovod.planning.costs import Link
+from kolovod.planning.measured import measured
 from kolovod.rendezvous import protocol, rank_environment, segment_handover, versions
 from kolovod.rendezvous.external import torchrun
 
@@ -162,6 +165,8 @@ def _hello(message: Any) -> None:
 
 def _report(message: Any) -> None:
     with contextlib.suppress(*collector._MALFORMED):
+        if "whereabouts" in message:
+            whereabouts.parse_whereabouts(message["whereabouts"])
         batch = collector._parse(message)
         events = trace.Trace(0, 0).add(1, "host", batch)
         summary.text(summary.summarize(json.loads(json.dumps(events))))
@@ -210,7 +215,7 @@ def told_at_the_door(data: bytes) -> None:
 
 
 class _InMemory:
-    """As much of a Path as summary.read uses."""
+    """As much of a Path as ``read`` uses."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -223,9 +228,11 @@ class _InMemory:
 
 
 def timeline(data: bytes) -> None:
-    """The file that ``kolovod timeline`` reads."""
+    """The file that ``kolovod timeline`` and ``kolovod plan`` read."""
     with contextlib.suppress(InvalidArgumentError):
-        summary.text(summary.summarize(summary.read(_InMemory(data))))  # type: ignore[arg-type]
+        events = reading.read(_InMemory(data))  # type: ignore[arg-type]
+        summary.text(summary.summarize(events))
+        words.text(plan.make(measured(events), [1, 2, 9], link=Link(1e9, 1e-4)))
 
 
 def config_file(data: bytes) -> None:
@@ -319,8 +326,11 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.rendezvous.external.torchrun": ("_parse",),
     "kolovod.rendezvous.versions": ("find_other",),
     "kolovod.observe.collector": ("_parse", "_int"),
+    "kolovod.observe.whereabouts": ("parse_whereabouts",),
+    "kolovod.observe.reading": (),
     "kolovod.observe.summary": (),
     "kolovod.observe.trace": (),
+    "kolovod.planning.measured": (),
     "horovod.runner.config_file": (),
 }
 """Modules and their functions that decode, for coverage; (): all of the module."""

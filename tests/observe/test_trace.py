@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, SpanLog
+from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, Span, SpanLog
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe.collector import Clock
 from kolovod.observe.recorder import Batch, Operation
@@ -42,8 +42,8 @@ def operation(
     )
 
 
-def span(name: str, start: int, end: int) -> tuple[str, str, int, int]:
-    return (name, "MainThread", START + start * MS, START + end * MS)
+def span(name: str, start: int, end: int) -> Span:
+    return (name, "MainThread", START + start * MS, START + end * MS, ())
 
 
 def slices(events: list[dict[str, Any]], name: str) -> list[tuple[int, int, float, float]]:
@@ -214,7 +214,7 @@ def test_a_clock_believes_the_fastest_answers() -> None:
 def test_batches_are_shifted_but_for_what_never_happened() -> None:
     batch = Batch([operation("a", 0, 1, 0, 3)], [span("s", 1, 2)], 4).shifted(2 * MS)
     assert batch.operations[0][8:] == (START + 3 * MS, 0, START + 5 * MS)
-    assert batch.spans[0][2:] == (START + 3 * MS, START + 4 * MS)
+    assert batch.spans[0][2:4] == (START + 3 * MS, START + 4 * MS)
     assert batch.lost == 4
 
 

@@ -17,6 +17,7 @@ from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import Batch, Recorder
 
 SECRET = "s" * 32
+HELLO = {"rank": 1, "whereabouts": ["m", 2, "3"]}
 EPOCHS = iter(range(1 << 20, 1 << 21))
 
 
@@ -165,10 +166,12 @@ def test_a_rank_that_reaches_nobody_says_why(capfd: pytest.CaptureFixture[str]) 
         [{"rank": None}],
         [{"rank": 2}],
         [[1]],
-        [{"rank": 1}, {"on": True}],
-        [{"rank": 1}, {"on": True, "begun": 1, "operations": [[1]], "spans": [], "lost": 0}],
-        [{"rank": 1}, {"on": True, "begun": 1, "operations": [], "spans": [], "lost": 1 << 70}],
-        [{"rank": 1}, {"on": True, "begun": 1, "operations": [], "spans": [], "lost": 1e400}],
+        [{"rank": 1}],
+        [{"rank": 1, "whereabouts": ["m", "two", "3"]}],
+        [HELLO, {"on": True}],
+        [HELLO, {"on": True, "begun": 1, "operations": [[1]], "spans": [], "lost": 0}],
+        [HELLO, {"on": True, "begun": 1, "operations": [], "spans": [], "lost": 1 << 70}],
+        [HELLO, {"on": True, "begun": 1, "operations": [], "spans": [], "lost": 1e400}],
     ],
     ids=repr,
 )

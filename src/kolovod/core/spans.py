@@ -14,6 +14,7 @@ __all__ = [
     "OPTIMIZER_STEP",
     "WAIT",
     "WAIT_FOR_GRADIENTS",
+    "Cpu",
     "Span",
     "SpanLog",
     "log",
@@ -24,8 +25,13 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Span = tuple[str, str, int, int]
-"""Name, name of the thread, start and end (ns of CLOCK_MONOTONIC)."""
+Cpu = tuple[int, ...]
+"""What the thread, and all of the process, had computed at the start and at the end: thread,
+thread, process, process (ns of CLOCK_THREAD_CPUTIME_ID and CLOCK_PROCESS_CPUTIME_ID); () where
+nobody looked."""
+
+Span = tuple[str, str, int, int, Cpu]
+"""Name, name of the thread, start and end (ns of CLOCK_MONOTONIC), processor time."""
 
 WAIT = "wait"
 WAIT_FOR_GRADIENTS = "wait for gradients"
@@ -44,10 +50,10 @@ class SpanLog:
         """Who records: a recorder of an earlier world must not end what the next one's began."""
         self._spans: deque[Span] = deque(maxlen=_MOST)
 
-    def add(self, name: str, start_ns: int, end_ns: int) -> None:
+    def add(self, name: str, start_ns: int, end_ns: int, cpu: Cpu = ()) -> None:
         """Keep a span of this thread."""
         thread = threading.current_thread().name[:_THREAD_CHARACTERS]
-        self._spans.append((name[:_NAME_CHARACTERS], thread, start_ns, end_ns))
+        self._spans.append((name[:_NAME_CHARACTERS], thread, start_ns, end_ns, cpu))
 
     def put_back(self, spans: list[Span]) -> None:
         """What was taken last could not be used."""
@@ -67,14 +73,18 @@ class span:  # used like a function
     Costs half a microsecond otherwise. Spans may be nested.
     """
 
-    __slots__ = ("_name", "_start_ns")
+    __slots__ = ("_cpu", "_name", "_start_ns")
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._start_ns = 0
+        self._cpu = (0, 0)
 
     def __enter__(self) -> None:
-        self._start_ns = time.monotonic_ns() if log.on else 0
+        self._start_ns = 0
+        if log.on:
+            self._cpu = (time.thread_time_ns(), time.process_time_ns())
+            self._start_ns = time.monotonic_ns()
 
     def __exit__(
         self,
@@ -83,7 +93,10 @@ class span:  # used like a function
         trace: TracebackType | None,
     ) -> None:
         if self._start_ns and log.on:
-            log.add(self._name, self._start_ns, time.monotonic_ns())
+            end_ns = time.monotonic_ns()
+            thread_ns, process_ns = self._cpu
+            cpu = (thread_ns, time.thread_time_ns(), process_ns, time.process_time_ns())
+            log.add(self._name, self._start_ns, end_ns, cpu)
 
 
 def shown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

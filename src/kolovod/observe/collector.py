@@ -2,7 +2,7 @@
 
 Each other rank connects and, several times a second, reports::
 
-    rank    -> rank 0   {"rank"}
+    rank    -> rank 0   {"rank", "whereabouts": [machine, cores, mask]}
     rank 0  -> rank     {"clock": whose}
     rank    -> rank 0   {"on": bool, "begun": n, "operations": [...], "spans": [...], "lost": n}
     rank 0  -> rank     {"on": bool, "begun": n, "now_ns": n}
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import socket
 import sys
 import threading
@@ -31,8 +30,14 @@ from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel, connect
 from kolovod.net.server import Server
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
+from kolovod.observe.whereabouts import (
+    Whereabouts,
+    clock_identity,
+    parse_whereabouts,
+    whereabouts,
+)
 
-__all__ = ["Clock", "Collector", "Reporter", "clock_identity"]
+__all__ = ["Clock", "Collector", "Reporter"]
 
 _LABEL = "timeline"
 _MOST_PER_REPORT = 400  # of a kind: a message may hold that, whatever characters the names have
@@ -51,16 +56,6 @@ _FOREVER_S = 1e6
 _REPORTS_PER_S = 1000.0  # of all ranks together
 _MALFORMED = (BootstrapError, LookupError, TypeError, ValueError, OverflowError)
 _CONNECTION_ERRORS = (OSError, EOFError, *_MALFORMED)
-
-
-def clock_identity() -> str:
-    """Processes that have the same one read the same CLOCK_MONOTONIC; "" if unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return ""
 
 
 class Clock:
@@ -103,6 +98,8 @@ class Collector:
         """
         self._receive = receive
         self._size = size
+        self.whereabouts: dict[int, Whereabouts] = {}
+        """By rank that has ever connected; known before its first report."""
         self._changed = threading.Condition()
         self._on = False
         self._begun, self._began_s, self._last_s = 0, 0.0, 0.0
@@ -160,9 +157,11 @@ class Collector:
     def _serve(self, channel: Channel) -> None:
         rank = -1
         try:
-            rank = int(channel.receive(time.monotonic() + _ANSWER_S)["rank"])
+            hello = channel.receive(time.monotonic() + _ANSWER_S)
+            rank = int(hello["rank"])
             if not 0 < rank < self._size:
                 raise ValueError(f"there are {self._size} ranks")
+            self.whereabouts[rank] = parse_whereabouts(hello["whereabouts"])
             channel.send({"clock": clock_identity()}, time.monotonic() + _ANSWER_S)
             while True:
                 self._take(rank, channel.receive(time.monotonic() + _FOREVER_S))
@@ -282,7 +281,8 @@ class Reporter:
             )
 
     def _report(self, channel: Channel) -> None:
-        channel.send({"rank": self._rank}, time.monotonic() + _ANSWER_S)
+        hello = {"rank": self._rank, "whereabouts": whereabouts()}
+        channel.send(hello, time.monotonic() + _ANSWER_S)
         whose = channel.receive(time.monotonic() + _ANSWER_S)["clock"]
         clock = Clock(is_same=whose == clock_identity() != "")
         for _ in range(_FIRST_LOOKS):
@@ -366,8 +366,14 @@ def _parse(message: dict[str, Any]) -> Batch:
         )
     ]
     spans = [
-        (str(name)[:_NAME_CHARACTERS], str(who)[:_NAME_CHARACTERS], _int(start), _int(end))
-        for name, who, start, end in message["spans"]
+        (
+            str(name)[:_NAME_CHARACTERS],
+            str(who)[:_NAME_CHARACTERS],
+            _int(start),
+            _int(end),
+            tuple(map(_int, cpu[:4])),
+        )
+        for name, who, start, end, cpu in message["spans"]
     ]
     return Batch(operations, spans, _int(message["lost"]))  # type: ignore[arg-type]
 

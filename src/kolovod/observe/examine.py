@@ -20,7 +20,7 @@ from kolovod import _native
 from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
-__all__ = ["examine"]
+__all__ = ["core_quota", "examine"]
 
 _DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -50,7 +50,7 @@ def examine() -> dict[str, Any]:
         "locked_bytes": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "cores": usable_cores(),
         "cores_present": os.cpu_count() or 0,
-        "core_quota": _quota(),
+        "core_quota": core_quota(),
         "load": os.getloadavg()[0],
         "memory_free_bytes": _memory_free(),
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
@@ -118,7 +118,7 @@ def _memfd() -> str:
     return ""
 
 
-def _quota() -> float:
+def core_quota() -> float:
     """Cores' worth of time that the control group allows; 0: no limit."""
     parts = _text("/sys/fs/cgroup/cpu.max").split()
     if len(parts) == 2 and parts[0].isdecimal():

@@ -14,13 +14,13 @@ def last_operations(process_set: ProcessSet = global_process_set) -> list[dict[s
     """The last operations of this rank in a set, about a thousand, by order of submission.
 
     Each is a dict: ``number`` (from 1), ``name`` (longer than 56 bytes: shortened in the middle),
-    ``verb``, ``dtype`` (of the first tensor, None without one), ``device`` ("host memory", or "GPU
-    memory" where GPUs' tensors are carried as they are), ``tensors``, ``bytes`` (of this rank's),
-    ``bucket`` (the bucket that carried it, numbered alike on all ranks; None: in none so far),
-    ``state`` ("submitted", "started", "done" or "failed"), and ``submitted_at_s``,
-    ``started_at_s``, ``ended_at_s`` (seconds since 1970; None: not yet). What is pending is always
-    among them, unless more than a thousand operations are. Raises NotInitializedError, and
-    InvalidArgumentError if this rank is not in the set.
+    ``verb``, ``dtype`` (of the first tensor, None without one), ``codec`` (of what travels between
+    hosts, or None), ``device`` ("host memory", or "GPU memory" where GPUs' tensors are carried as
+    they are), ``tensors``, ``bytes`` (of this rank's), ``bucket`` (the bucket that carried it,
+    numbered alike on all ranks; None: in none so far), ``state`` ("submitted", "started", "done" or
+    "failed"), and ``submitted_at_s``, ``started_at_s``, ``ended_at_s`` (seconds since 1970; None:
+    not yet). What is pending is always among them, unless more than a thousand operations are.
+    Raises NotInitializedError, and InvalidArgumentError if this rank is not in the set.
     """
     offset_ns = time.time_ns() - time.monotonic_ns()
     records = process_set.membership().engine.last_operations()

@@ -14,15 +14,16 @@ from typing import Any
 from kolovod import _native
 from kolovod.core.spans import Span, SpanLog
 
-__all__ = ["PULL_S", "Batch", "Operation", "Recorder"]
+__all__ = ["AS", "PULL_S", "Batch", "Operation", "Recorder"]
 
+AS = " as "  # between a dtype and a codec
 PULL_S = 0.05  # a thousand operations in that time
 _MOST = 100_000
 
 Operation = tuple[str, str, str, str, int, int, int, bool, int, int, int]
-"""What carried it ("": the world's engine, else " in set 2", " on GPU"), name, verb, dtype,
-tensors, bytes, bucket (0: none), whether it succeeded, and when it was submitted, started (0:
-never) and ended (ns of CLOCK_MONOTONIC)."""
+"""What carried it ("": the world's engine, else " in set 2", " on GPU"), name, verb, dtype
+("float32 as int8" with a codec), tensors, bytes, bucket (0: none), whether it succeeded, and when
+it was submitted, started (0: never) and ended (ns of CLOCK_MONOTONIC)."""
 
 
 @dataclass
@@ -44,7 +45,10 @@ class Batch:
             (*rest, submitted + by_ns, started and started + by_ns, ended + by_ns)
             for *rest, submitted, started, ended in self.operations
         ]
-        spans = [(name, who, start + by_ns, end + by_ns) for name, who, start, end in self.spans]
+        spans = [
+            (name, who, start + by_ns, end + by_ns, cpu)
+            for name, who, start, end, cpu in self.spans
+        ]
         return Batch(operations, spans, self.lost)  # type: ignore[arg-type]
 
 
@@ -157,7 +161,7 @@ def _operation(where: str, record: Mapping[str, Any]) -> Operation:
         where + on_gpu,
         record["name"],
         record["verb"],
-        record["dtype"] or "",
+        (record["dtype"] or "") + (f"{AS}{record['codec']}" if record["codec"] else ""),
         record["tensors"],
         record["bytes"],
         record["bucket"] or 0,

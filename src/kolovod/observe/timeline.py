@@ -6,6 +6,7 @@ others by a thread that reports to rank 0 (collector.py). ``docs/timeline.md`` s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from kolovod.observe.collector import Collector, Reporter
 from kolovod.observe.recorder import PULL_S, Batch, Recorder
 from kolovod.observe.trace import Event, Trace
 from kolovod.observe.trace_file import TraceFile
+from kolovod.observe.whereabouts import whereabouts
 
 __all__ = [
     "Opening",
@@ -84,7 +86,7 @@ class Writer(Timeline):
     def __init__(self, world: World, listeners: Sequence[socket.socket] = ()) -> None:
         """``listeners``: where ranks of other hosts report."""
         super().__init__(world)
-        self._hosts = world.hosts
+        self._hosts, self._engine, self._here = world.hosts, world.engine, whereabouts()
         self._lock = threading.Lock()  # of the file, the trace and the events
         self._events: list[Event] = []
         self._trace: Trace | None = None
@@ -129,6 +131,7 @@ class Writer(Timeline):
         if self._thread is not None:
             self._thread.join()
         self.recorder.switch(False)
+        self._note_links()
         self._write()
         with self._lock:
             self._file.close()
@@ -141,9 +144,11 @@ class Writer(Timeline):
             self._collector.close()
 
     def _receive(self, rank: int, batch: Batch) -> None:
+        # A rank says where it is before it reports.
+        at = self._collector.whereabouts.get(rank) if rank > 0 and self._collector else self._here
         with self._lock:
             if self._trace is not None:
-                self._events += self._trace.add(rank, self._hosts[rank], batch)
+                self._events += self._trace.add(rank, self._hosts[rank], batch, at)
 
     def _serve(self) -> None:
         try:
@@ -152,6 +157,18 @@ class Writer(Timeline):
                 self._write()
         except Exception as error:  # a defect; training goes on
             print(f"kolovod: the timeline ends here: {error!r}", file=sys.stderr)
+
+    def _note_links(self) -> None:
+        """What operations have shown of the links, at the end."""
+        with contextlib.suppress(_native.EngineError):  # a lost rank has ended the world
+            stats = self._engine.stats()
+            if stats["link_bytes_per_us"] and self._trace is not None:
+                bytes_per_s, latency_s = (
+                    stats["link_bytes_per_us"] * 1e6,
+                    stats["link_latency_ns"] / 1e9,
+                )
+                with self._lock:
+                    self._events += self._trace.links(bytes_per_s, latency_s)
 
     def _write(self) -> None:
         while batch := self.recorder.take(_MOST_PER_WRITE):

@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kolovod.core.spans import Cpu
 from kolovod.observe.recorder import Batch, Operation
+from kolovod.observe.whereabouts import Whereabouts
 
-__all__ = ["BUCKETS", "CYCLE", "LOST", "NEGOTIATE", "Event", "Trace"]
+__all__ = ["BUCKETS", "CYCLE", "LINKS", "LOST", "NEGOTIATE", "Event", "Trace"]
 
 Event = dict[str, Any]
 
 BUCKETS = "buckets"
 CYCLE = "CYCLE_START"
+LINKS = "kolovod_links"
 LOST = "operations not shown"
 NEGOTIATE = "NEGOTIATE_"
 _MOST_ROWS = 1000  # of a rank; what has further names shares one
@@ -58,21 +61,29 @@ class Trace:
         started = {"name": "kolovod", "start_time_since_epoch_in_micros": self._wall_ns // 1000}
         return [_meta("process_name", 0, 0, started), _sort("process", 0, 0, -1)]
 
-    def add(self, rank: int, host: str, batch: Batch) -> list[Event]:
-        """The events of what ``rank``, on ``host``, has done."""
+    def links(self, bytes_per_s: float, latency_s: float) -> list[Event]:
+        """What the ranks take a link between two hosts to carry, and how long a message takes."""
+        facts = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
+        return [_meta(LINKS, 0, 0, facts)]
+
+    def add(
+        self, rank: int, host: str, batch: Batch, where: Whereabouts | None = None
+    ) -> list[Event]:
+        """The events of what ``rank``, on ``host``, has done; ``where``, if known."""
         events: list[Event] = []
         if rank not in self._ranks:
             self._ranks[rank] = _Rank()
-            facts = {"name": f"rank {rank} ({host})", "rank": rank, "host": host}
+            facts: dict[str, Any] = {"name": f"rank {rank} ({host})", "rank": rank, "host": host}
+            facts |= where._asdict() if where is not None else {}
             events += [
                 _meta("process_name", rank + 1, 0, facts),
                 _sort("process", rank + 1, 0, rank),
             ]
-        for name, thread, start, end in batch.spans:
+        for name, thread, start, end, cpu in batch.spans:
             if end < self._start_ns:
                 continue
             row = self._row(rank, thread, start, end, events, named=False, may_nest=True)
-            events.append(self._slice(name, rank, row, start, end, {}))
+            events.append(self._slice(name, rank, row, start, end, _cpu_facts(cpu)))
         # Other ranks may be ready earlier: what is under way begins with the trace.
         operations = [
             operation for operation in batch.operations if operation[10] >= self._start_ns
@@ -179,6 +190,19 @@ class Trace:
 
     def _micros(self, at: int) -> float:
         return (at - self._start_ns) / 1000
+
+
+def _cpu_facts(cpu: Cpu) -> dict[str, float]:
+    """What was computed within a span, and by its end since the process began."""
+    if len(cpu) != 4:
+        return {}
+    thread_before, thread, process_before, process = cpu
+    return {
+        "cpu_us": (thread - thread_before) / 1000,
+        "process_cpu_us": (process - process_before) / 1000,
+        "cpu_by_then_us": thread / 1000,
+        "process_cpu_by_then_us": process / 1000,
+    }
 
 
 def _label(where: str, name: str, verb: str) -> str:

@@ -1,0 +1,367 @@
+"""What a timeline shows of a training: its steps, its links, its cores. PURE.
+
+Of each rank and step: how long the script computed (all time but that in which it waited for
+communication), after how much of that it submitted which gradients, and when it waited. Medians of
+all ranks and steps but the first two, of those steps in which the same was submitted as in most.
+
+Where ranks keep the cores of a machine busy, they compute slower than they would alone. What a rank
+computes then is what its script's thread has computed, without what that did while it waited.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.observe.reading import (
+    Events,
+    Interval,
+    Operation,
+    RankEvents,
+    clipped,
+    length,
+    of_ranks,
+    union,
+)
+from kolovod.observe.recorder import AS
+from kolovod.observe.trace import Event
+from kolovod.planning.costs import Cluster, Costs, Link, bucket_load, rounds, wire_bytes
+from kolovod.planning.model import Request, Step, simulate
+
+__all__ = ["Measured", "measured"]
+
+_WARM_UP = 2  # steps: memory is touched first, ranks agree on names
+_LEAST_STEPS = 3
+_LATENCY_S = 50e-6  # where nothing says more
+_LEAST_LINK_BYTES = 64 << 10  # of a bucket that says something of the rate
+_RATE_SHARE = 0.75  # of the bytes went slower: they waited for cores, or for late ranks
+_BUSY = 0.9  # of the cores of a machine: from here on they are what ranks wait for
+_DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
+_MOST_JITTER = 0.25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a plan is made from."""
+
+    step: Step
+    cluster: Cluster
+    costs: Costs
+    steps_s: tuple[float, ...]
+    """Each measured one."""
+    slowest: str
+    """The rank that computes longest, and its host."""
+    knows_link: bool
+    """Operations have crossed between hosts."""
+    knows_cores: bool
+    """The timeline says how many there are; else they are taken to be enough."""
+
+    @property
+    def step_s(self) -> float:
+        """The median."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def modelled_s(self) -> float:
+        """What the model says of the run that was measured."""
+        return simulate(self.step, self.cluster, self.costs).step_s
+
+
+@dataclass
+class _Seen:
+    """One step of one rank; seconds from its begin."""
+
+    duration_s: float
+    waits: list[Interval]
+    requests: dict[tuple[str, int], float]
+    """When each was submitted; by row, and which one there."""
+    thread_s: float
+    """What the script's thread has computed without waiting; 0 unknown."""
+    process_s: float
+    """What all threads have computed; 0 unknown."""
+    waiting_cpu_s: float
+
+    @property
+    def computing_s(self) -> float:
+        return self.duration_s - length(self.waits)
+
+    def computed_by(self, at_s: float) -> float:
+        """Of the step's computing, at that moment."""
+        return at_s - length(clipped(self.waits, (0.0, at_s)))
+
+
+def measured(events: Iterable[Event]) -> Measured:
+    """What a timeline shows. Raises InvalidArgumentError if that is too little for a plan."""
+    found = of_ranks(events)
+    ranks = found.ranks
+    kinds = _kinds(ranks)
+    steps = {number: _steps_of(rank, kinds) for number, rank in ranks.items()}
+    _check(found, steps)
+    usual = Counter(frozenset(seen.requests) for seen in _all(steps)).most_common(1)[0][0]
+    steps = {n: [s for s in each if frozenset(s.requests) == usual] for n, each in steps.items()}
+    _check(found, steps)
+    cluster, knows_cores = _cluster(ranks)
+    knows_link = cluster.hosts > 1 and any(
+        op.verb == "ALLREDUCE" and op.bytes for op in ranks[min(ranks)].operations.values()
+    )
+    if knows_link:
+        cluster = replace(cluster, link=_link(found, cluster, kinds))
+    step = _step(steps, usual, kinds, cluster)
+    costs = Costs()
+    step = _freed(step, steps, cluster, costs)
+    by_rank = {n: statistics.median(s.computing_s for s in each) for n, each in steps.items()}
+    slowest = max(by_rank, key=lambda number: by_rank[number])
+    return Measured(
+        step,
+        cluster,
+        costs,
+        tuple(seen.duration_s for seen in steps[min(steps)]),
+        f"rank {slowest} on {ranks[slowest].host}",
+        knows_link,
+        knows_cores,
+    )
+
+
+def _all(steps: Mapping[int, Sequence[_Seen]]) -> list[_Seen]:
+    return [seen for each in steps.values() for seen in each]
+
+
+def _check(found: Events, steps: Mapping[int, Sequence[_Seen]]) -> None:
+    least = min(len(each) for each in steps.values())
+    if least < _LEAST_STEPS:
+        count = max(len(rank.steps) for rank in found.ranks.values())
+        raise InvalidArgumentError(
+            f"this timeline has {count} optimizer steps, of which {least} are alike on all ranks "
+            f"and not among the first {_WARM_UP}; a plan needs {_LEAST_STEPS} of these: record ten "
+            "steps or more. A script without kolovod's optimizer says with kolovod.span(\"optimizer"
+            ' step"): where each step ends'
+        )
+    if not any(seen.requests for seen in _all(steps)):
+        raise InvalidArgumentError(
+            "no allreduce of a gradient is in the steps of this timeline: record one with two ranks"
+            " or more (with one nothing is exchanged)"
+        )
+    if not any(seen.waits for seen in _all(steps)):
+        raise InvalidArgumentError(
+            "this timeline does not show when the script waits for communication, and without that "
+            "nothing can be said of what is hidden: tf.function and jax.jit do not say it"
+        )
+
+
+# Steps ------------------------------------------------------------------------------------------
+
+Kind = tuple[int, int, str, str]
+"""Bytes, tensors, dtype, codec."""
+
+
+def _kinds(ranks: Mapping[int, RankEvents]) -> dict[str, Kind]:
+    """By row, what is submitted there, as the first rank says: the last one, if it changes."""
+    kinds = {}
+    for key, op in ranks[min(ranks)].operations.items():
+        if op.verb == "ALLREDUCE" and op.bytes and _of_all(key[0]):
+            dtype, _, codec = op.dtype.partition(AS)
+            kinds[op.row] = (op.bytes, op.tensors, dtype, codec)
+    return kinds
+
+
+def _of_all(where: str) -> bool:
+    """Whether it is the world's, not a process set's."""
+    return " in set " not in where
+
+
+def _steps_of(rank: RankEvents, kinds: Mapping[str, Kind]) -> list[_Seen]:
+    """Those of one rank, without the first ones."""
+    ends = sorted(end for _, end in rank.steps)
+    waits = union(rank.waits)
+    submitted = sorted(
+        (at, key[2]) for key, at in rank.submitted.items() if key[2] in kinds and _of_all(key[0])
+    )
+    times = [at for at, _ in submitted]
+    cpu = {end.at_us: end for end in rank.step_ends}
+    seen = []
+    for begin, end in list(pairwise(ends))[_WARM_UP - 1 :]:
+        requests: dict[tuple[str, int], float] = {}
+        rows: Counter[str] = Counter()
+        for at, row in submitted[bisect_left(times, begin) : bisect_left(times, end)]:
+            requests[row, rows[row]] = (at - begin) / 1e6
+            rows[row] += 1
+        inside = [((a - begin) / 1e6, (b - begin) / 1e6) for a, b in clipped(waits, (begin, end))]
+        waiting = [w for w in rank.wait_cpu if begin <= w.start_us < end]
+        thread = process = 0.0
+        if begin in cpu and end in cpu:
+            thread = cpu[end].thread_cpu_us - cpu[begin].thread_cpu_us
+            thread -= sum(wait.thread_cpu_us for wait in waiting)
+            process = cpu[end].process_cpu_us - cpu[begin].process_cpu_us
+        in_waits = sum(wait.process_cpu_us for wait in waiting)
+        seen.append(
+            _Seen((end - begin) / 1e6, inside, requests, thread / 1e6, process / 1e6,
+                  in_waits / 1e6)
+        )  # fmt: skip
+    return seen
+
+
+def _step(
+    steps: Mapping[int, Sequence[_Seen]],
+    usual: frozenset[tuple[str, int]],
+    kinds: Mapping[str, Kind],
+    cluster: Cluster,
+) -> Step:
+    """A usual step, as it was where it was measured."""
+    every = _all(steps)
+    compute_s = statistics.median(seen.computing_s for seen in every)
+    at_s = {
+        request: statistics.median(
+            seen.computed_by(seen.requests[request]) / seen.computing_s for seen in every
+        )
+        for request in usual
+    }
+    # A group is ready when its last rank has it, but ranks are alike here; the order is the usual.
+    requests = [
+        Request(at_s[request] * compute_s, *kinds[request[0]])
+        for request in sorted(usual, key=lambda request: at_s[request])
+    ]
+    is_busy = _is_busy(every, compute_s, cluster)
+    work = [[seen.thread_s if is_busy else seen.computing_s for seen in each]
+            for each in steps.values()]  # fmt: skip
+    medians = [statistics.median(each) for each in work]
+    jitter = _DEVIATION * statistics.median(
+        abs(time_s / median - 1) for each, median in zip(work, medians, strict=True)
+        for time_s in each
+    )  # fmt: skip
+    return Step(
+        compute_s,
+        tuple(requests),
+        _waits(every, compute_s),
+        jitter=min(jitter, _MOST_JITTER),
+        skew=max(1.0, max(medians) / statistics.median(medians)),
+    )
+
+
+def _waits(every: Sequence[_Seen], compute_s: float) -> tuple[float, ...]:
+    """After how much computing the script waits, in steps that wait as often as most."""
+    often = Counter(len(seen.waits) for seen in every).most_common(1)[0][0]
+    alike = [seen for seen in every if len(seen.waits) == often]
+    shares = (
+        statistics.median(seen.computed_by(seen.waits[i][0]) / seen.computing_s for seen in alike)
+        for i in range(often)
+    )
+    return tuple(sorted(share * compute_s for share in shares))
+
+
+# Machines and links -----------------------------------------------------------------------------
+
+
+def _cluster(ranks: Mapping[int, RankEvents]) -> tuple[Cluster, bool]:
+    """Where the ranks ran, with a link that is not known yet, and whether cores are known."""
+    hosts = Counter(rank.host for rank in ranks.values())
+    by_machine: dict[str, list[RankEvents]] = {}
+    for rank in ranks.values():
+        by_machine.setdefault(rank.machine or f"of {rank.host}", []).append(rank)
+    knows_cores = all(rank.cores > 0 for rank in ranks.values())
+    cores = min(map(_cores, by_machine.values())) if knows_cores else float("inf")
+    hosts_per_machine = max(len({r.host for r in there}) for there in by_machine.values())
+    link = Link(float("inf"), _LATENCY_S)
+    per_host = max(hosts.values())
+    return Cluster(len(hosts), per_host, cores, link, hosts_per_machine), knows_cores
+
+
+def _cores(ranks: Sequence[RankEvents]) -> float:
+    """Of one machine: all that a rank may use, or what quotas of its hosts allow."""
+    mask = 0
+    for rank in ranks:
+        mask |= rank.mask
+    by_host: dict[str, float] = {}
+    for rank in ranks:
+        own = rank.mask.bit_count()
+        of_quota = rank.cores if rank.cores < own else float("inf")
+        by_host[rank.host] = min(by_host.get(rank.host, float("inf")), of_quota)
+    together = float(mask.bit_count()) or max(rank.cores for rank in ranks)
+    return min(together, sum(by_host.values()))
+
+
+def _link(found: Events, cluster: Cluster, kinds: Mapping[str, Kind]) -> Link:
+    """What buckets have reached: the rate that a quarter of the bytes went at, or faster.
+
+    Slower ones waited for cores, or for a rank that began late.
+    """
+    latency_s = found.link[1] if found.link is not None else _LATENCY_S
+    guess = Link(found.link[0] if found.link is not None else 1e8, latency_s)
+    assumed = replace(cluster, link=guess)
+    seen = []
+    for operations in _buckets(found.ranks).values():
+        started = max(op.started_us for op in operations)
+        ended = max(op.ended_us for op in operations)
+        # All ranks carry the same; those of the first are enough.
+        total = 0.0
+        in_a_row = 0
+        for row in {op.row for op in operations if op.row in kinds}:
+            bytes_, _, dtype, codec = kinds[row]
+            total += wire_bytes(bytes_, dtype, codec, assumed)
+            in_a_row = max(in_a_row, rounds(bytes_, dtype, codec, assumed))
+        time_s = (ended - started) / 1e6 - in_a_row * latency_s
+        if total >= _LEAST_LINK_BYTES and time_s > 0:
+            seen.append((total / time_s, total))
+    if not seen:
+        return guess
+    seen.sort()
+    until, passed = _RATE_SHARE * sum(bytes_ for _, bytes_ in seen), 0.0
+    for rate, sent in seen:
+        passed += sent
+        if passed >= until:
+            return Link(rate, latency_s)
+    return Link(seen[-1][0], latency_s)
+
+
+def _buckets(ranks: Mapping[int, RankEvents]) -> dict[tuple[str, int], list[Operation]]:
+    """The world's operations on all ranks, by what carried them and the bucket."""
+    buckets: dict[tuple[str, int], list[Operation]] = {}
+    for rank in ranks.values():
+        for (where, bucket, _, _), op in rank.operations.items():
+            if _of_all(where):
+                buckets.setdefault((where, bucket), []).append(op)
+    return buckets
+
+
+# Cores ------------------------------------------------------------------------------------------
+
+
+def _is_busy(every: Sequence[_Seen], compute_s: float, cluster: Cluster) -> bool:
+    """Whether computing ranks leave no core of their machine idle."""
+    busy_s = statistics.median(seen.process_s - seen.waiting_cpu_s for seen in every)
+    is_known = min(seen.thread_s for seen in every) > 0
+    wanted = cluster.ranks_per_machine * busy_s / compute_s
+    return is_known and wanted > _BUSY * cluster.cores
+
+
+def _freed(
+    step: Step, steps: Mapping[int, Sequence[_Seen]], cluster: Cluster, costs: Costs
+) -> Step:
+    """The step as it would be alone on the machine: nobody else takes cores from it.
+
+    What a process computes while its script waits says nothing of what that costs: where cores are
+    idle, whoever waits yields rather than sleeps.
+    """
+    every = _all(steps)
+    busy_s = statistics.median(seen.process_s - seen.waiting_cpu_s for seen in every)
+    thread_s = statistics.median(seen.thread_s for seen in every)
+    if busy_s <= 0:
+        return step
+    alone_s = step.compute_s
+    if _is_busy(every, step.compute_s, cluster):
+        alone_s = min(thread_s, step.compute_s)
+    carried = simulate(replace(step, cores=0.0), cluster, costs)
+    hidden = 1 - min(1.0, carried.waiting_s / carried.carried_s) if carried.carried_s else 0.0
+    cpu_s = sum(bucket_load(r.bytes, r.dtype, r.codec, cluster, costs).cpu_s for r in step.requests)
+    share = alone_s / step.compute_s
+    return replace(
+        step,
+        compute_s=alone_s,
+        requests=tuple(replace(r, at_s=r.at_s * share) for r in step.requests),
+        waits_s=tuple(at * share for at in step.waits_s),
+        cores=max(busy_s - hidden * cpu_s, thread_s) / alone_s,
+    )
