@@ -198,10 +198,10 @@ def _steps_of(rank: RankEvents, kinds: Mapping[str, Kind]) -> list[_Seen]:
             thread -= sum(wait.thread_cpu_us for wait in waiting)
             process = cpu[end].process_cpu_us - cpu[begin].process_cpu_us
         in_waits = sum(wait.process_cpu_us for wait in waiting)
-        seen.append(
-            _Seen((end - begin) / 1e6, inside, requests, thread / 1e6, process / 1e6,
-                  in_waits / 1e6)
-        )  # fmt: skip
+        one = _Seen((end - begin) / 1e6, inside, requests, thread / 1e6, process / 1e6,
+                    in_waits / 1e6)  # fmt: skip
+        if one.computing_s > 0:
+            seen.append(one)
     return seen
 
 
@@ -290,7 +290,7 @@ def _link(found: Events, cluster: Cluster, kinds: Mapping[str, Kind]) -> Link:
     Slower ones waited for cores, or for a rank that began late.
     """
     latency_s = found.link[1] if found.link is not None else _LATENCY_S
-    guess = Link(found.link[0] if found.link is not None else 1e8, latency_s)
+    guess = Link(found.link[0] if found.link and found.link[0] else 1e8, latency_s)
     assumed = replace(cluster, link=guess)
     seen = []
     for operations in _buckets(found.ranks).values():
