@@ -44,6 +44,21 @@ def test_a_step_by_hand() -> None:
     assert seen.modelled_s == pytest.approx(0.05, rel=0.02)
 
 
+def test_operations_without_a_name_share_a_row() -> None:
+    """Two of another size in each step are two requests, and both are on the link."""
+    events = planned.events()
+    rows = {event["tid"] for event in events if event["args"].get("name") == "allreduce.g0"}
+    others = {event["tid"] for event in events if event["args"].get("name") == "allreduce.g1"}
+    for event in events:
+        if event["ph"] == "X" and event["tid"] in others and "bucket" in event.get("args", {}):
+            event["tid"] = min(rows)
+            if "bytes" in event["args"]:
+                event["args"]["bytes"] = 2 * MIB
+    step = measured(events).step
+    assert sorted(r.bytes for r in step.requests) == [MIB, 2 * MIB]
+    assert step.requests[1].at_s == pytest.approx(0.04, rel=1e-3)
+
+
 def test_codecs_are_seen() -> None:
     seen = measured(planned.events(dtype="float32 as int8"))
     assert {r.codec for r in seen.step.requests} == {"int8"}
