@@ -29,7 +29,7 @@ from kolovod.observe.reading import (
     of_ranks,
     union,
 )
-from kolovod.observe.recorder import AS
+from kolovod.observe.recorder import AS, ON_GPU
 from kolovod.observe.trace import Event
 from kolovod.planning.costs import Cluster, Costs, Link, bucket_load, rounds, wire_bytes
 from kolovod.planning.model import Request, Step, simulate
@@ -125,7 +125,7 @@ def measured(events: Iterable[Event]) -> Measured:
     if knows_link:
         cluster = replace(cluster, link=_link(found, cluster))
     step = _step(steps, usual, cluster)
-    costs = Costs()
+    costs = _costs(ranks)
     step = _freed(step, steps, cluster, costs)
     by_rank = {n: statistics.median(s.computing_s for s in each) for n, each in steps.items()}
     slowest = max(by_rank, key=lambda number: by_rank[number])
@@ -341,6 +341,15 @@ def _buckets(ranks: Mapping[int, RankEvents]) -> dict[tuple[str, int], list[Oper
 
 
 # Cores ------------------------------------------------------------------------------------------
+
+
+def _costs(ranks: Mapping[int, RankEvents]) -> Costs:
+    """Of processors; none of them has to do with what NCCL carries on GPUs."""
+    usual = Costs()
+    carriers = {key[0] for key, op in ranks[min(ranks)].operations.items() if _kind_of(op)}
+    if carriers and all(carrier.endswith(ON_GPU) for carrier in carriers):
+        return replace(usual.times(0.0), operation_s=usual.operation_s)
+    return usual
 
 
 def _is_busy(every: Sequence[_Seen], compute_s: float, cluster: Cluster) -> bool:
