@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kolovod.core.spans import WAIT_FOR_GRADIENTS
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe.reading import read
 from kolovod.observe.whereabouts import Whereabouts, parse_whereabouts, whereabouts
+from kolovod.planning.costs import Costs
 from kolovod.planning.measured import measured
 
 MIB = 1 << 20
@@ -42,6 +44,21 @@ def test_a_step_by_hand() -> None:
     assert cluster.link.bytes_per_s == pytest.approx(MIB / (0.010 - 1e-4), rel=0.01)
     assert cluster.link.latency_s == 1e-4
     assert seen.modelled_s == pytest.approx(0.05, rel=0.02)
+
+
+def test_operations_without_a_name_share_a_row() -> None:
+    """Two of another size in each step are two requests, and both are on the link."""
+    events = planned.events()
+    rows = {event["tid"] for event in events if event["args"].get("name") == "allreduce.g0"}
+    others = {event["tid"] for event in events if event["args"].get("name") == "allreduce.g1"}
+    for event in events:
+        if event["ph"] == "X" and event["tid"] in others and "bucket" in event.get("args", {}):
+            event["tid"] = min(rows)
+            if "bytes" in event["args"]:
+                event["args"]["bytes"] = 2 * MIB
+    step = measured(events).step
+    assert sorted(r.bytes for r in step.requests) == [MIB, 2 * MIB]
+    assert step.requests[1].at_s == pytest.approx(0.04, rel=1e-3)
 
 
 def test_codecs_are_seen() -> None:
@@ -94,6 +111,14 @@ def test_ranks_without_cores_are_freed() -> None:
     idle = measured(planned.events(hosts, cpu_share=0.5, at=Whereabouts("m", 16.0, "ffff")))
     assert idle.step.compute_s == pytest.approx(0.04, rel=0.05)
     assert idle.step.cores == pytest.approx(0.5, rel=0.1)
+
+
+def test_what_gpus_carry_costs_no_cores() -> None:
+    seen = measured(planned.events(carrier=" on GPU"))
+    assert seen.costs == replace(Costs().times(0), operation_s=Costs().operation_s)
+    assert seen.step.bytes == 2 * MIB
+    with pytest.raises(InvalidArgumentError, match="no allreduce of a gradient"):
+        measured(planned.events(carrier=" in set 1"))
 
 
 def test_too_little() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import planned
 import pytest
 
+from kolovod.errors import InvalidArgumentError
 from kolovod.observe.whereabouts import Whereabouts
 from kolovod.planning import drawing, words
 from kolovod.planning.changes import parse_change
@@ -123,3 +125,24 @@ def test_a_picture(seen: Measured) -> None:
     heights = [float(circle.get("cy", "")) for circle in circles[:3]]
     assert heights == sorted(heights)  # less efficient the more hosts: further down
     ElementTree.fromstring(drawing.draw(make(seen, [2])))
+
+
+JUNK = (None, -1, 0, 1e300, 1 << 61, float("nan"), "x", [], {}, True, -1e18)
+
+
+def test_a_timeline_that_somebody_has_changed_is_refused_or_read() -> None:
+    """Whatever is in one place of a file: an InvalidArgumentError, or a plan."""
+    rng, read = random.Random(5), 0
+    for _ in range(150):
+        events = planned.events(steps=6)
+        for _ in range(rng.choice((1, 1, 3))):
+            event = rng.choice(events)
+            facts = event.get("args", event) if rng.random() < 0.5 else event
+            facts = facts if isinstance(facts, dict) and facts else event
+            facts[rng.choice(sorted(facts))] = rng.choice(JUNK)
+        try:
+            words.text(make(measured(events), [2, 9], link=Link(1e9, 1e-4)))
+            read += 1
+        except InvalidArgumentError:
+            continue
+    assert 10 < read < 150

@@ -26,6 +26,7 @@ def events(
     bytes_: int = MIB,
     carried_ms: float = 10.0,
     dtype: str = "float32",
+    carrier: str = "",
     slower_ms: Sequence[float] = (),
     cpu_share: float = 1.0,
     at: Whereabouts | None = HERE,
@@ -53,7 +54,7 @@ def events(
                 free = started + carried_ms
                 submitted = begin + when + more.get(rank, 0.0)
                 operations.append(
-                    ("", f"g{number}", "allreduce", dtype, 1, bytes_,
+                    (carrier, f"g{number}", "allreduce", dtype, 1, bytes_,
                      step * len(at_ms) + number + 1, True,
                      *(int(ms * MS) + 1 for ms in (submitted, started, free)))
                 )  # fmt: skip

@@ -145,11 +145,11 @@ def _sort_in(event: Event, found: Events, rows: dict[tuple[int, int], str]) -> N
     if kind == "M" and name == "process_name" and "rank" in facts:
         rank = found.ranks.setdefault(_whole(pid), RankEvents())
         rank.host, rank.machine = str(facts.get("host", "")), str(facts.get("machine", ""))
-        rank.cores, rank.mask = _number(facts.get("cores", 0)), int(facts.get("mask", "0"), 16)
+        rank.cores, rank.mask = _positive(facts.get("cores", 0)), int(facts.get("mask", "0"), 16)
     elif kind == "M" and name == "thread_name":
         rows[pid, event["tid"]] = str(facts.get("name", ""))
     elif kind == "M" and name == LINKS:
-        found.link = (_number(facts["bytes_per_s"]), _number(facts["latency_s"]))
+        found.link = (_positive(facts["bytes_per_s"]), _positive(facts["latency_s"]))
     elif kind == "i" and name == LOST:
         found.lost += _whole(facts.get("operations", 0))
     elif kind == "X" and pid in found.ranks:
@@ -168,6 +168,13 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _positive(value: Any) -> float:
+    """Or 0."""
+    if _number(value) < 0:
+        raise ValueError(f"{value!r} is less than 0")
+    return float(value)
+
+
 def _take(rank: RankEvents, event: Event, row: str) -> None:
     name, facts = str(event["name"]), event.get("args", {})
     start = _number(event["ts"])
@@ -182,11 +189,12 @@ def _take(rank: RankEvents, event: Event, row: str) -> None:
         # Unnamed ones share a row; the ranks submit them in the same order.
         before = rank.seen[facts["bucket"], label, name]
         rank.seen[facts["bucket"], label, name] += 1
-        key = (facts.get("where", ""), facts["bucket"], label, before)
+        key = (str(facts.get("where", "")), _whole(facts["bucket"]), label, before)
         if name.startswith(NEGOTIATE):
             rank.submitted[key] = start
         else:
-            size, tensors = _whole(facts.get("bytes", 0)), _whole(facts.get("tensors", 1))
+            size = max(0, _whole(facts.get("bytes", 0)))
+            tensors = max(1, _whole(facts.get("tensors", 1)))
             dtype = str(facts.get("dtype", ""))
             rank.operations[key] = Operation(label, name, size, tensors, dtype, start, end)
 

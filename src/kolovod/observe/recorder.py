@@ -14,9 +14,10 @@ from typing import Any
 from kolovod import _native
 from kolovod.core.spans import Span, SpanLog
 
-__all__ = ["AS", "PULL_S", "Batch", "Operation", "Recorder"]
+__all__ = ["AS", "ON_GPU", "PULL_S", "Batch", "Operation", "Recorder"]
 
 AS = " as "  # between a dtype and a codec
+ON_GPU = " on GPU"  # ends the name of what carries it
 PULL_S = 0.05  # a thousand operations in that time
 _MOST = 100_000
 
@@ -156,7 +157,7 @@ class Recorder:
 
 
 def _operation(where: str, record: Mapping[str, Any]) -> Operation:
-    on_gpu = " on GPU" if record["device"] != "host memory" else ""
+    on_gpu = ON_GPU if record["device"] != "host memory" else ""
     return (
         where + on_gpu,
         record["name"],

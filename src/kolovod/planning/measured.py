@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe.reading import (
@@ -28,7 +29,7 @@ from kolovod.observe.reading import (
     of_ranks,
     union,
 )
-from kolovod.observe.recorder import AS
+from kolovod.observe.recorder import AS, ON_GPU
 from kolovod.observe.trace import Event
 from kolovod.planning.costs import Cluster, Costs, Link, bucket_load, rounds, wire_bytes
 from kolovod.planning.model import Request, Step, simulate
@@ -43,6 +44,19 @@ _RATE_SHARE = 0.75  # of the bytes went slower: they waited for cores, or for la
 _BUSY = 0.9  # of the cores of a machine: from here on they are what ranks wait for
 _DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
 _MOST_JITTER = 0.25
+
+
+class Kind(NamedTuple):
+    """What is submitted at once."""
+
+    bytes: int
+    tensors: int
+    dtype: str
+    codec: str
+
+
+Submitted = tuple[str, int, Kind]
+"""Its row in the timeline, which one there within the step, and what it is."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +92,8 @@ class _Seen:
 
     duration_s: float
     waits: list[Interval]
-    requests: dict[tuple[str, int], float]
-    """When each was submitted; by row, and which one there."""
+    requests: dict[Submitted, float]
+    """When each was submitted."""
     thread_s: float
     """What the script's thread has computed without waiting; 0 unknown."""
     process_s: float
@@ -99,8 +113,7 @@ def measured(events: Iterable[Event]) -> Measured:
     """What a timeline shows. Raises InvalidArgumentError if that is too little for a plan."""
     found = of_ranks(events)
     ranks = found.ranks
-    kinds = _kinds(ranks)
-    steps = {number: _steps_of(rank, kinds) for number, rank in ranks.items()}
+    steps = {number: _steps_of(rank) for number, rank in ranks.items()}
     _check(found, steps)
     usual = Counter(frozenset(seen.requests) for seen in _all(steps)).most_common(1)[0][0]
     steps = {n: [s for s in each if frozenset(s.requests) == usual] for n, each in steps.items()}
@@ -110,9 +123,9 @@ def measured(events: Iterable[Event]) -> Measured:
         op.verb == "ALLREDUCE" and op.bytes for op in ranks[min(ranks)].operations.values()
     )
     if knows_link:
-        cluster = replace(cluster, link=_link(found, cluster, kinds))
-    step = _step(steps, usual, kinds, cluster)
-    costs = Costs()
+        cluster = replace(cluster, link=_link(found, cluster))
+    step = _step(steps, usual, cluster)
+    costs = _costs(ranks)
     step = _freed(step, steps, cluster, costs)
     by_rank = {n: statistics.median(s.computing_s for s in each) for n, each in steps.items()}
     slowest = max(by_rank, key=lambda number: by_rank[number])
@@ -155,18 +168,13 @@ def _check(found: Events, steps: Mapping[int, Sequence[_Seen]]) -> None:
 
 # Steps ------------------------------------------------------------------------------------------
 
-Kind = tuple[int, int, str, str]
-"""Bytes, tensors, dtype, codec."""
 
-
-def _kinds(ranks: Mapping[int, RankEvents]) -> dict[str, Kind]:
-    """By row, what is submitted there, as the first rank says: the last one, if it changes."""
-    kinds = {}
-    for key, op in ranks[min(ranks)].operations.items():
-        if op.verb == "ALLREDUCE" and op.bytes and _of_all(key[0]):
-            dtype, _, codec = op.dtype.partition(AS)
-            kinds[op.row] = (op.bytes, op.tensors, dtype, codec)
-    return kinds
+def _kind_of(op: Operation) -> Kind | None:
+    """None unless it is an allreduce of something."""
+    if op.verb != "ALLREDUCE" or not op.bytes:
+        return None
+    dtype, _, codec = op.dtype.partition(AS)
+    return Kind(op.bytes, op.tensors, dtype, codec)
 
 
 def _of_all(where: str) -> bool:
@@ -174,21 +182,30 @@ def _of_all(where: str) -> bool:
     return " in set " not in where
 
 
-def _steps_of(rank: RankEvents, kinds: Mapping[str, Kind]) -> list[_Seen]:
+def _submitted(rank: RankEvents) -> list[tuple[float, str, Kind]]:
+    """What a rank asked all others for, and when (us); in that order."""
+    found = []
+    for key, at_us in rank.submitted.items():
+        op = rank.operations.get(key)
+        kind = _kind_of(op) if op is not None and _of_all(key[0]) else None
+        if op is not None and kind is not None:
+            found.append((at_us, op.row, kind))
+    return sorted(found)
+
+
+def _steps_of(rank: RankEvents) -> list[_Seen]:
     """Those of one rank, without the first ones."""
     ends = sorted(end for _, end in rank.steps)
     waits = union(rank.waits)
-    submitted = sorted(
-        (at, key[2]) for key, at in rank.submitted.items() if key[2] in kinds and _of_all(key[0])
-    )
-    times = [at for at, _ in submitted]
+    submitted = _submitted(rank)
+    times = [at for at, _, _ in submitted]
     cpu = {end.at_us: end for end in rank.step_ends}
     seen = []
     for begin, end in list(pairwise(ends))[_WARM_UP - 1 :]:
-        requests: dict[tuple[str, int], float] = {}
+        requests: dict[Submitted, float] = {}
         rows: Counter[str] = Counter()
-        for at, row in submitted[bisect_left(times, begin) : bisect_left(times, end)]:
-            requests[row, rows[row]] = (at - begin) / 1e6
+        for at, row, kind in submitted[bisect_left(times, begin) : bisect_left(times, end)]:
+            requests[row, rows[row], kind] = (at - begin) / 1e6
             rows[row] += 1
         inside = [((a - begin) / 1e6, (b - begin) / 1e6) for a, b in clipped(waits, (begin, end))]
         waiting = [w for w in rank.wait_cpu if begin <= w.start_us < end]
@@ -198,17 +215,16 @@ def _steps_of(rank: RankEvents, kinds: Mapping[str, Kind]) -> list[_Seen]:
             thread -= sum(wait.thread_cpu_us for wait in waiting)
             process = cpu[end].process_cpu_us - cpu[begin].process_cpu_us
         in_waits = sum(wait.process_cpu_us for wait in waiting)
-        seen.append(
-            _Seen((end - begin) / 1e6, inside, requests, thread / 1e6, process / 1e6,
-                  in_waits / 1e6)
-        )  # fmt: skip
+        one = _Seen((end - begin) / 1e6, inside, requests, thread / 1e6, process / 1e6,
+                    in_waits / 1e6)  # fmt: skip
+        if one.computing_s > 0:
+            seen.append(one)
     return seen
 
 
 def _step(
     steps: Mapping[int, Sequence[_Seen]],
-    usual: frozenset[tuple[str, int]],
-    kinds: Mapping[str, Kind],
+    usual: frozenset[Submitted],
     cluster: Cluster,
 ) -> Step:
     """A usual step, as it was where it was measured."""
@@ -222,7 +238,7 @@ def _step(
     }
     # A group is ready when its last rank has it, but ranks are alike here; the order is the usual.
     requests = [
-        Request(at_s[request] * compute_s, *kinds[request[0]])
+        Request(at_s[request] * compute_s, *request[2])
         for request in sorted(usual, key=lambda request: at_s[request])
     ]
     is_busy = _is_busy(every, compute_s, cluster)
@@ -284,25 +300,22 @@ def _cores(ranks: Sequence[RankEvents]) -> float:
     return min(together, sum(by_host.values()))
 
 
-def _link(found: Events, cluster: Cluster, kinds: Mapping[str, Kind]) -> Link:
+def _link(found: Events, cluster: Cluster) -> Link:
     """What buckets have reached: the rate that a quarter of the bytes went at, or faster.
 
     Slower ones waited for cores, or for a rank that began late.
     """
     latency_s = found.link[1] if found.link is not None else _LATENCY_S
-    guess = Link(found.link[0] if found.link is not None else 1e8, latency_s)
+    guess = Link(found.link[0] if found.link and found.link[0] else 1e8, latency_s)
     assumed = replace(cluster, link=guess)
     seen = []
     for operations in _buckets(found.ranks).values():
         started = max(op.started_us for op in operations)
         ended = max(op.ended_us for op in operations)
-        # All ranks carry the same; those of the first are enough.
-        total = 0.0
-        in_a_row = 0
-        for row in {op.row for op in operations if op.row in kinds}:
-            bytes_, _, dtype, codec = kinds[row]
-            total += wire_bytes(bytes_, dtype, codec, assumed)
-            in_a_row = max(in_a_row, rounds(bytes_, dtype, codec, assumed))
+        kinds = [kind for op in operations if (kind := _kind_of(op))]
+        sent = [wire_bytes(kind.bytes, kind.dtype, kind.codec, assumed) for kind in kinds]
+        total = sum(sent) / len(found.ranks)  # all carry the same
+        in_a_row = max((rounds(k.bytes, k.dtype, k.codec, assumed) for k in kinds), default=0)
         time_s = (ended - started) / 1e6 - in_a_row * latency_s
         if total >= _LEAST_LINK_BYTES and time_s > 0:
             seen.append((total / time_s, total))
@@ -310,8 +323,8 @@ def _link(found: Events, cluster: Cluster, kinds: Mapping[str, Kind]) -> Link:
         return guess
     seen.sort()
     until, passed = _RATE_SHARE * sum(bytes_ for _, bytes_ in seen), 0.0
-    for rate, sent in seen:
-        passed += sent
+    for rate, carried in seen:
+        passed += carried
         if passed >= until:
             return Link(rate, latency_s)
     return Link(seen[-1][0], latency_s)
@@ -328,6 +341,15 @@ def _buckets(ranks: Mapping[int, RankEvents]) -> dict[tuple[str, int], list[Oper
 
 
 # Cores ------------------------------------------------------------------------------------------
+
+
+def _costs(ranks: Mapping[int, RankEvents]) -> Costs:
+    """Of processors; none of them has to do with what NCCL carries on GPUs."""
+    usual = Costs()
+    carriers = {key[0] for key, op in ranks[min(ranks)].operations.items() if _kind_of(op)}
+    if carriers and all(carrier.endswith(ON_GPU) for carrier in carriers):
+        return replace(usual.times(0.0), operation_s=usual.operation_s)
+    return usual
 
 
 def _is_busy(every: Sequence[_Seen], compute_s: float, cluster: Cluster) -> bool:
