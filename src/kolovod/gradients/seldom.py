@@ -140,12 +140,16 @@ class Exchange:
         """
         if self._agreement.is_current():
             return
+        self.refuse_elastic()
+        self._agreement.reach(mine())
+
+    def refuse_elastic(self) -> None:
+        """Raise InvalidArgumentError in an elastic job."""
         if steps.ongoing() is not None:
             raise InvalidArgumentError(
                 f"{self._kind} does not work in elastic jobs: their ranks agree after each step, "
                 "which is what it leaves out; start the job without --elastic"
             )
-        self._agreement.reach(mine())
 
     def start(
         self,
@@ -172,7 +176,7 @@ class Exchange:
 
 def checksum(array: npt.NDArray[Any]) -> int:
     """Of the bits of ``array``, to tell whether ranks have the same."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def checked_steps(label: str, value: Any, least: int) -> int:
