@@ -18,9 +18,15 @@ def start():
     return [draw.normal(size=shape) for shape in SHAPES]
 
 
+def factors(rank, step):
+    """What a rank's gradients are made of in a step, from 0: see ``gradient``."""
+    return 0.25 + 0.125 * rank, 0.25 * (rank - 1) + 0.125 * step
+
+
 def gradient(parameter, rank, step, place):
     """Of any framework's array; ``step`` from 0."""
-    return (0.25 + 0.125 * rank + 0.0625 * place) * parameter + 0.25 * (rank - 1) + 0.125 * step
+    slope, constant = factors(rank, step)
+    return (slope + 0.0625 * place) * parameter + constant
 
 
 class _Rank:

@@ -181,7 +181,8 @@ class DiLoCo(SeldomCallback):
         options = [("fragments", self._fragments), ("the outer optimizer", outer)]
         return [*super()._details(), *options, *self._values(self._common)]
 
-    def _warmed_up(self) -> None:
+    def _warm_up(self) -> None:
+        super()._warm_up()
         self._common = read(self._trained)
 
     def _advance(self, steps: range) -> None:

@@ -14,7 +14,7 @@ from kolovod.gradients.compression import AnyCompressor, Compression, Key, dtype
 from kolovod.gradients.seldom import Schedule
 from kolovod.keras.elastic import written_back
 from kolovod.keras.framework_detection import InOneKeras, chosen
-from kolovod.keras.functions import Array, to_numpy
+from kolovod.keras.functions import Array, optimizer_variables, to_numpy
 from kolovod.keras.reducer import name_of
 from kolovod.numpy import collectives
 
@@ -76,8 +76,7 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
             )
         self.steps += done
         if self.schedule.warms_up(before):
-            self._average(is_compressed=False)
-            self._warmed_up()
+            self._warm_up()
             return
         self._advance(range(before + 1, self.steps + 1))
 
@@ -131,23 +130,33 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
             for v, array in pairs
         ]
 
-    def _warmed_up(self) -> None:
-        """Variables were averaged in the warm-up."""
+    def _warm_up(self) -> None:
+        """Make of a step a synchronous one.
+
+        The mean of weights is what a mean of gradients makes of them where these come into the
+        optimizer linearly. Its state has to be the mean only when ranks begin to step alone.
+        """
+        slots: list[Any] = []
+        optimizer = getattr(self._of, "optimizer", None)
+        if optimizer is not None and not self.schedule.warms_up(self.steps):
+            variables = optimizer_variables(optimizer, self._of)
+            slots = [v for v in variables if len(v.shape) and "float" in dtype_name(v)]
+        self._average(slots, is_compressed=False)
 
     def _advance(self, steps: range) -> None:
         """Do what is due after each of these steps, of which the last is over."""
         raise NotImplementedError
 
-    def _average(self, *, is_compressed: bool = True) -> None:
-        """The mean of all variables, in their place."""
+    def _average(self, besides: Sequence[Any] = (), *, is_compressed: bool = True) -> None:
+        """The mean of weights, moving statistics and other variables, in their place."""
         if not self.exchange.has_others:
             return
         self._agree()
         written_back(self._of)
         own = list(zip(self._keys, read(self._trained), strict=True))
-        further = read(self._statistics)
-        means = self.exchange.start("weights", own, further, is_compressed=is_compressed)()
-        write([*self._trained, *self._statistics], means)
+        further = [*self._statistics, *besides]
+        means = self.exchange.start("weights", own, read(further), is_compressed=is_compressed)()
+        write([*self._trained, *further], means)
 
 
 class LocalSGD(SeldomCallback):
@@ -173,8 +182,9 @@ class LocalSGD(SeldomCallback):
     ) -> None:
         """All ranks begin with the same weights (``BroadcastGlobalVariablesCallback``).
 
-        ``warm_up_steps``: after each of so many batches weights are averaged first. With SGD, also
-        with momentum, that is the same as to average gradients, which a callback does not see.
+        ``warm_up_steps``: after each of so many batches weights are averaged first, and after the
+        last one the optimizer's momenta. A callback does not see gradients; with SGD, also with
+        momentum, it is the same as if these were averaged.
         ``compression``: of the weights, as they are sent; see ``DistributedOptimizer``. Not in the
         warm-up.
         ``process_set``: its members average among themselves; None: all ranks.
@@ -211,7 +221,8 @@ class LocalSGD(SeldomCallback):
         values = self._values(read(self._trained)) if self.steps == 0 else []
         return [*super()._details(), *values]
 
-    def _warmed_up(self) -> None:
+    def _warm_up(self) -> None:
+        super()._warm_up()
         self._averaged_after = self.steps
 
     def _advance(self, steps: range) -> None:

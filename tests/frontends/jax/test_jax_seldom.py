@@ -14,7 +14,6 @@ from frameworks import is_installed
 from kolovod.errors import InvalidArgumentError, MismatchError
 
 pytestmark = [
-    pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed"),
     pytest.mark.skipif(not is_installed("optax"), reason="optax is not installed"),
     pytest.mark.timeout(170),
