@@ -13,7 +13,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.seldom import Schedule
-from kolovod.jax.seldom import Parts, change_to, either, transformation
+from kolovod.jax.seldom import Parts, change_to, transformation, when
 from kolovod.jax.with_optax import check_transformation
 
 if TYPE_CHECKING:
@@ -74,13 +74,13 @@ def diloco(
     ``inner``, ``outer``: any of optax's. ``inner`` may be a DistributedOptimizer of a process set:
     synchronous within each host, say, and DiLoCo between them.
     ``sync_every``: steps of ``inner`` after which a parameter is synchronised again. The other
-    steps have no communication: it is in a branch of the program (``jax.lax.cond``).
+    steps have no communication, nor copies: it is in a part of the program that they pass over.
     ``fragments``: how many parts (every n-th leaf), or a pytree of ints, like the parameters or the
     upper part of it, with the number of each leaf's fragment, from 0.
-    ``fragment_sync_delay``: a fragment's mean is applied so many steps after it is computed what to
-    send. A program of JAX ends when all its operations have ended, so one step cannot leave an
-    exchange to the next: what is to be sent is kept, and is sent when the step begins that applies
-    it, while that step computes its gradients.
+    ``fragment_sync_delay``: a fragment's mean is applied so many steps after what is sent for it
+    was computed. A program of JAX ends when all its operations have ended, so an exchange cannot go
+    on while other steps are computed: what is to be sent is kept, and sent by the step that applies
+    it. The numbers are those of PyTorch; to hide the time of an exchange there is no way here.
     ``local_share``: what remains then of the rank's own parameters, from 0 to 1; None: 0 without a
     delay, else a half.
     ``warm_up_steps``: so many steps are taken with averaged gradients first.
@@ -132,9 +132,9 @@ class _Now(NamedTuple):
     """What is returned at its end."""
     params: Leaves
     """From before it."""
-    own: Leaves
-    """After the inner optimizer's step."""
     common: Leaves
+    sent: Leaves
+    """The outer gradients that wait; empty without a delay."""
     outer: list[Any]
 
 
@@ -164,29 +164,20 @@ class _DiLoCo:
         fragments = self._begun(params)
         steps, schedule = state.steps + 1, self._parts.schedule
         is_due = [schedule.applies(steps, f.number, len(fragments)) for f in fragments]
-        means: list[Leaves] = []
         if state.is_sent is not None:
             is_due = [due & waits for due, waits in zip(is_due, state.is_sent, strict=True)]
-            # First, to be on its way while gradients are computed.
-            means = [
-                self._mean_of_sent(f, due, state) for f, due in zip(fragments, is_due, strict=True)
-            ]
         updates, inner = self._parts.step(updates, state.steps, state.inner, params, extra)
-        own = self._parts.optax.apply_updates(params, updates)
         common = state.common
         if schedule.warm_up_steps:
-            common = either(schedule.begins(steps), lambda: own, lambda: state.common)
-        flat = [jax.tree.leaves(tree) for tree in (updates, params, own, common)]
-        now = _Now(flat[0], flat[1], flat[2], flat[3], list(state.outer))
-        after = self._sent(fragments, is_due, steps, state, now)
+            own = partial(self._parts.optax.apply_updates, params, updates)
+            common = when(schedule.begins(steps), lambda _: own(), common)
+        flat = [jax.tree.leaves(tree) for tree in (updates, params, common)]
+        now = _Now(flat[0], flat[1], flat[2], jax.tree.leaves(state.sent), list(state.outer))
         for f, due in zip(fragments, is_due, strict=True):
-            self._apply(f, due, now, means[f.number] if means else None)
-        structure = fragments[0].structure
-        return jax.tree.unflatten(structure, now.updates), after._replace(
-            steps=steps,
-            common=jax.tree.unflatten(structure, now.common),
-            inner=inner,
-            outer=tuple(now.outer),
+            self._apply(f, due, now)
+        whole = partial(jax.tree.unflatten, fragments[0].structure)
+        return whole(now.updates), self._kept(fragments, is_due, steps, state, now)._replace(
+            steps=steps, common=whole(now.common), inner=inner, outer=tuple(now.outer)
         )
 
     def synchronize(self, params: Any, state: DiLoCoState) -> tuple[Any, DiLoCoState]:
@@ -222,14 +213,10 @@ class _DiLoCo:
 
     def _mean(self, f: _Fragment, gradients: Leaves) -> Leaves:
         tree = f.tree(gradients, self._hole)
-        return list(jax.tree.leaves(self._parts.mean(f"fragment.{f.number}", tree)))
+        means: Leaves = jax.tree.leaves(self._parts.mean(f"fragment.{f.number}", tree))
+        return means
 
-    def _mean_of_sent(self, f: _Fragment, due: Any, state: DiLoCoState) -> Leaves:
-        """The mean of what was kept, if it is ``due``; else anything like it."""
-        kept = f.of(jax.tree.leaves(state.sent))
-        return list(either(due, lambda: self._mean(f, kept), lambda: kept))
-
-    def _sent(
+    def _kept(
         self,
         fragments: list[_Fragment],
         is_due: list[Any],
@@ -237,35 +224,39 @@ class _DiLoCo:
         state: DiLoCoState,
         now: _Now,
     ) -> DiLoCoState:
-        """The state with the outer gradients that are computed in this step, if they wait."""
+        """``state`` with the outer gradients that this step computes, if there is a delay."""
         if state.is_sent is None:
             return state
-        kept, waits = jax.tree.leaves(state.sent), []
+        waits = []
         for f, due, before in zip(fragments, is_due, state.is_sent, strict=True):
             sends = self._parts.schedule.sends(steps, f.number, len(fragments))
-            old, common, own = (f.of(each) for each in (kept, now.common, now.own))
-            f.put(either(sends, partial(_less, common, own), partial(list, old)), kept)
+            f.put(when(sends, partial(self._gradients, f, now), f.of(now.sent)), now.sent)
             waits.append((before & ~due) | sends)
-        sent = jax.tree.unflatten(fragments[0].structure, kept)
-        return state._replace(sent=sent, is_sent=jnp.stack(waits))
+        whole = jax.tree.unflatten(fragments[0].structure, now.sent)
+        return state._replace(sent=whole, is_sent=jnp.stack(waits))
 
-    def _apply(self, f: _Fragment, due: Any, now: _Now, arrived: Leaves | None) -> None:
-        """Step the outer optimizer on a fragment, if it is ``due``.
+    def _gradients(self, f: _Fragment, now: _Now, before: Leaves) -> Leaves:
+        """The outer ones, of a fragment that nothing is applied to in this step."""
+        own = self._parts.optax.apply_updates(f.of(now.params), f.of(now.updates))
+        return _less(f.of(now.common), own)
 
-        ``arrived``: the mean of its outer gradients; None: compute and send them now.
-        """
-        updates, params, own, common = (f.of(leaves) for leaves in now[:4])
-        outer = now.outer[f.number]
+    def _apply(self, f: _Fragment, due: Any, now: _Now) -> None:
+        """Step the outer optimizer on a fragment, if it is ``due``."""
+        params = f.of(now.params)
+        waiting = f.of(now.sent) if now.sent else None
 
-        def apply() -> tuple[Leaves, Leaves, Any]:
-            mean = self._mean(f, _less(common, own)) if arrived is None else arrived
-            together, after = self._step(f, mean, common, outer)
+        def apply(old: tuple[Leaves, Leaves, Any]) -> tuple[Leaves, Leaves, Any]:
+            updates, common, outer = old
+            own = self._parts.optax.apply_updates(params, updates)
+            mean = self._mean(f, _less(common, own) if waiting is None else waiting)
+            together, outer = self._step(f, mean, common, outer)
             pairs = zip(together, own, strict=True)
             mixed = [t + self._share * (o - t) for t, o in pairs] if self._share else together
             changed = [change_to(*each) for each in zip(mixed, params, updates, strict=True)]
-            return changed, together, after
+            return changed, together, outer
 
-        updates, common, now.outer[f.number] = either(due, apply, lambda: (updates, common, outer))
+        old = f.of(now.updates), f.of(now.common), now.outer[f.number]
+        updates, common, now.outer[f.number] = when(due, apply, old)
         f.put(updates, now.updates)
         f.put(common, now.common)
 
@@ -273,14 +264,14 @@ class _DiLoCo:
         self, f: _Fragment, waits: Any, state: DiLoCoState, own: Leaves, common: Leaves, outer: Any
     ) -> None:
         """Apply a fragment that waits, and leave nothing of the rank's own parameters."""
-        old = f.of(own), f.of(common), outer[f.number]
 
-        def apply() -> tuple[Leaves, Leaves, Any]:
+        def apply(old: tuple[Leaves, Leaves, Any]) -> tuple[Leaves, Leaves, Any]:
             mean = self._mean(f, f.of(jax.tree.leaves(state.sent)))
             together, after = self._step(f, mean, *old[1:])
             return together, together, after
 
-        mine, together, outer[f.number] = either(waits, apply, lambda: old)
+        old = f.of(own), f.of(common), outer[f.number]
+        mine, together, outer[f.number] = when(waits, apply, old)
         f.put(mine, own)
         f.put(together, common)
 
@@ -288,7 +279,8 @@ class _DiLoCo:
         """What the outer optimizer makes of the parameters in common, and its state."""
         before = f.tree(common, self._hole)
         updates, outer = self._outer.update(f.tree(mean, self._hole), outer, before)
-        return jax.tree.leaves(self._parts.optax.apply_updates(before, updates)), outer
+        after: Leaves = jax.tree.leaves(self._parts.optax.apply_updates(before, updates))
+        return after, outer
 
 
 def _less(common: Leaves, own: Leaves) -> Leaves:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from kolovod.jax.with_optax import check_transformation, optax_for
 
 if TYPE_CHECKING:
     import optax
+
+T = TypeVar("T")
 
 _pytrees = Pytrees(collectives)
 
@@ -135,13 +137,9 @@ class Parts:
         self, updates: Any, steps: Any, inner: Any, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, Any]:
         """The updates and the state of the inner optimizer, in the step after ``steps``."""
-        own = updates
         if self.schedule.warm_up_steps:
-            updates = either(
-                self.schedule.warms_up(steps),
-                lambda: self.mean("gradients", own, NOTHING),
-                lambda: own,
-            )
+            average = partial(self.mean, "gradients", compressor=NOTHING)
+            updates = when(self.schedule.warms_up(steps), average, updates)
         result: tuple[Any, Any] = self.inner.update(updates, inner, params, **extra)
         return result
 
@@ -161,12 +159,12 @@ class _LocalSGD:
         updates, inner = self._parts.step(updates, state.steps, state.inner, params, extra)
         steps, schedule = state.steps + 1, self._parts.schedule
 
-        def average() -> Any:
+        def average(updates: Any) -> Any:
             means = self._mean(self._parts.optax.apply_updates(params, updates))
             return jax.tree.map(change_to, means, params, updates)
 
         is_due = schedule.sends(steps) | schedule.begins(steps)
-        return either(is_due, average, lambda: updates), LocalSGDState(steps, inner)
+        return when(is_due, average, updates), LocalSGDState(steps, inner)
 
     def synchronize(self, params: Any, state: LocalSGDState) -> tuple[Any, LocalSGDState]:
         self._begun(params)
@@ -211,15 +209,20 @@ def transformation(way: Way) -> SeldomTransformation:
     return made  # type: ignore[no-any-return]
 
 
-def either(condition: Any, do: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """One of the two; a branch of the program if that is being traced.
+def when(condition: Any, do: Callable[[T], T], value: T) -> T:
+    """``do(value)`` or ``value``, a pytree; a part of the program if that is being traced.
 
     Conditions follow from numbers of steps, which are the same on all ranks: so all of them
-    communicate, or none.
+    communicate, or none. A loop of one round or none: in it XLA works in place, where it would copy
+    what passes a ``cond`` in every step.
     """
-    if isinstance(condition, jax.core.Tracer):
-        return jax.lax.cond(condition, do, otherwise)
-    return do() if condition else otherwise()
+    if not isinstance(condition, jax.core.Tracer):
+        return do(value) if condition else value
+
+    def once(carried: tuple[Any, T]) -> tuple[Any, T]:
+        return jnp.zeros_like(carried[0]), do(carried[1])
+
+    return cast(T, jax.lax.while_loop(lambda carried: carried[0], once, (condition, value))[1])
 
 
 def change_to(wanted: Any, param: Any, update: Any) -> Any:
