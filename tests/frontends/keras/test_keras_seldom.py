@@ -217,3 +217,45 @@ def test_seldom(which):
         return True
 
     assert all(runs(which)(work))
+
+
+def between_hosts(rank, compression):
+    """Synchronous within a host, DiLoCo between the two, in four bits."""
+    import keras
+
+    import kolovod.keras as kv
+
+    kv.init()
+    host = [kv.add_process_set(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8)]
+    model = keras.Sequential(layers)
+    inner = kv.DistributedOptimizer(keras.optimizers.Adam(0.01), process_set=host)
+    model.compile(inner, "mse")
+    compression = getattr(kv.Compression, compression)
+    diloco = kv.callbacks.DiLoCo(4, fragments=2, fragment_sync_delay=1, compression=compression)
+    seen = []
+
+    def compare(batch):
+        of_all = kv.allgather(weights(model)[0][None])
+        assert np.array_equal(of_all[0], of_all[1])
+        assert np.array_equal(of_all[2], of_all[3])
+        seen.append(np.array_equal(of_all[0], of_all[2]))
+
+    rows = np.random.default_rng(rank).normal(size=(80, 64)).astype(np.float32)
+    callbacks = [diloco, seen_by(keras, compare)]
+    model.fit(rows, rows[:, :8], batch_size=8, verbose=0, callbacks=callbacks)
+    assert seen == [False] * 10  # a half of each rank's own remains
+    kernel = weights(model)[0]
+    of_all = kv.allgather(kernel[None])
+    assert all(np.array_equal(kernel, each) for each in of_all)
+    return kernel
+
+
+@pytest.mark.slow
+def test_between_hosts_with_ranks_that_step_together():
+    runs("torch")
+    hosts = ["a", "a", "b", "b"]
+    exact = RUNNERS["torch"](4, between_hosts, "none", hosts=hosts)[0]
+    coded = RUNNERS["torch"](4, between_hosts, "int4", hosts=hosts)[0]
+    assert 0 < abs(exact - coded).max() < 0.05
