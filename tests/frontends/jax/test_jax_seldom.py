@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -255,6 +256,9 @@ def refusals(rank):
     with pytest.raises(InvalidArgumentError, match="diloco does not work in elastic jobs"):
         kv.diloco(inner, outer, 4).init(params)
     elastic_steps.enter(None)
+    sys.modules["optax"] = None  # as if it were not installed
+    with pytest.raises(ImportError, match="local_sgd is a transformation of optax: install it"):
+        kv.local_sgd(inner, 4)
     kv.barrier()
     kv.shutdown()
 
