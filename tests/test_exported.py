@@ -40,7 +40,7 @@ OF_TORCH = {
 OF_JAX = {
     *("JaxCollectives", "JaxFrontend", "Compression", "Compressor", "Payload", "collectives"),
     *("allreduce_pytree", "broadcast_pytree", "average_gradients", "DistributedOptimizer"),
-    "AccumulatedState",
+    *("AccumulatedState", "DiLoCoState", "LocalSGDState", "diloco", "local_sgd"),
     *METRICS,
 }
 FURTHER_PARAMETERS = {("kolovod.jax", "barrier"): ["after"]}  # for its place inside jax.jit

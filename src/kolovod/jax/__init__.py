@@ -25,10 +25,12 @@ if _error := _missing("jax"):
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.jax import graph, repeated, retracing
+from kolovod.jax.diloco import DiLoCoState, diloco
 from kolovod.jax.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
 from kolovod.jax.pytrees import Pytrees
+from kolovod.jax.seldom import LocalSGDState, local_sgd
 from kolovod.jax.verbs import JaxCollectives, collectives
 from kolovod.metrics import Metrics as _Metrics
 from kolovod.surface import bind as _bind
@@ -51,15 +53,19 @@ __all__ = [
     "AccumulatedState",
     "Compression",
     "Compressor",
+    "DiLoCoState",
     "DistributedOptimizer",
     "JaxCollectives",
     "JaxFrontend",
+    "LocalSGDState",
     "Payload",
     "allreduce_pytree",
     "average_gradients",
     "average_metrics",
     "broadcast_pytree",
     "collectives",
+    "diloco",
     "gather_samples",
+    "local_sgd",
 ]
 __all__ += _bind(globals(), collectives, in_place=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.jax import repeated
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.verbs import collectives
+from kolovod.jax.with_optax import check_transformation, optax_for
 
 if TYPE_CHECKING:
     import optax
@@ -51,7 +50,7 @@ def average_gradients(
     ``update`` works inside and outside of ``jax.jit`` and raises what ``allreduce_pytree`` raises.
     Raises InvalidArgumentError for arguments that cannot work.
     """
-    optax = _optax()
+    optax = optax_for("average_gradients is")
     predivide = gradient_predivide_factor
     spec = ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))
 
@@ -90,11 +89,8 @@ def DistributedOptimizer(
 
     The other arguments, and what is raised: see ``average_gradients``.
     """
-    optax = _optax()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise InvalidArgumentError(
-            f"optimizer is a {type(optimizer).__name__}: give an optax.GradientTransformation"
-        )
+    optax = optax_for("DistributedOptimizer makes")
+    check_transformation("optimizer", optimizer)
     passes = checked_passes(backward_passes_per_step)
     average = average_gradients(
         compression, op, process_set,
@@ -118,7 +114,7 @@ class AccumulatedState(NamedTuple):
 def _every(
     passes: int, inner: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    optax = _optax()
+    optax = optax_for("DistributedOptimizer makes")
 
     def init(params: Any) -> AccumulatedState:
         total = jax.tree.map(jnp.zeros_like, params)
@@ -144,13 +140,3 @@ def _every(
         return jax.lax.cond(state.passes == passes - 1, step, wait)  # type: ignore[no-any-return]
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _optax() -> Any:
-    try:
-        return import_module("optax")
-    except ImportError as error:
-        raise ImportError(
-            f"{error}; average_gradients and DistributedOptimizer are transformations of optax: "
-            "install it, or call allreduce_pytree on the gradients"
-        ) from None

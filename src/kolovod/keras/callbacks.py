@@ -1,5 +1,7 @@
 """Callbacks for ``model.fit``: starting equal, metrics of all ranks, rates, best models, commits.
 
+Those that communicate seldom are in ``seldom.py`` and ``diloco.py``.
+
 They belong to the Keras that the process has chosen (kolovod.keras.framework_detection): Keras 3,
 or with TF_USE_LEGACY_KERAS=1 Keras 2.
 """
@@ -16,18 +18,22 @@ from kolovod.core.world import current, is_initialized
 from kolovod.elastic import State, exactly, steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.spec import sends
+from kolovod.keras.diloco import DiLoCo
 from kolovod.keras.framework_detection import InOneKeras, backend_of, chosen, is_keras_3
 from kolovod.keras.functions import broadcast_model
 from kolovod.keras.optimizer import Distributed
 from kolovod.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
+from kolovod.keras.seldom import LocalSGD
 from kolovod.metrics import average_metrics
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
     "CommitCallback",
+    "DiLoCo",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LocalSGD",
     "MetricAverageCallback",
 ]
 

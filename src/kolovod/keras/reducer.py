@@ -180,7 +180,7 @@ class GradientReducer:
                 backend.zeros(variables[i]) if results[i] is None else results[i] for i in indices
             ]
             dense = [
-                (Key(i, _name_of(variables[i])), backend.dense(grad))
+                (Key(i, name_of(variables[i])), backend.dense(grad))
                 for i, grad in zip(indices, grads, strict=True)
             ]
             flags = [backend.flags(present, dense[0][1])] if present and not waiting else []
@@ -282,7 +282,7 @@ class GradientReducer:
         return self._plans[places]
 
 
-def _name_of(variable: Any) -> str:
+def name_of(variable: Any) -> str:
     """Its path, or in Keras 2 its name."""
     return str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
 

@@ -11,6 +11,7 @@ import torch
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.seldom import Schedule
 from kolovod.torch import seldom
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
@@ -89,16 +90,10 @@ class DiLoCo:
         seldom.check_optimizer("outer", outer)
         self._outer = outer
         self._check_outer()
-        self.sync_every = seldom.checked_steps("sync_every", sync_every, 1)
-        self.warm_up_steps = seldom.checked_steps("warm_up_steps", warm_up_steps, 0)
-        self._delay = seldom.checked_steps("fragment_sync_delay", fragment_sync_delay, 0)
-        if self._delay >= self.sync_every:
-            raise InvalidArgumentError(
-                f"fragment_sync_delay is {self._delay}: it must be less than sync_every, which is "
-                f"{self.sync_every}"
-            )
+        self._schedule = Schedule.checked(sync_every, warm_up_steps, fragment_sync_delay)
         self._fragments = self._cut(fragments)
-        self._local_share = _checked_share(local_share, 0.5 if self._delay else 0.0)
+        self._local_share = self._schedule.share(local_share)
+        self.sync_every, self.warm_up_steps = sync_every, warm_up_steps
         self.steps = 0
         """That the inner optimizer has taken."""
         self._common = [p.detach().clone() for _, p in self._parameters]
@@ -176,52 +171,33 @@ class DiLoCo:
         """The places of each fragment's parameters."""
         count = len(self._parameters)
         if isinstance(fragments, int):
-            number = seldom.checked_steps("fragments", fragments, 1)
-            if number > min(count, self.sync_every):
-                raise InvalidArgumentError(
-                    f"fragments is {number}: there are {count} parameters and {self.sync_every} "
-                    "steps; give no more than either"
-                )
-            return [list(range(count))[first::number] for first in range(number)]
+            return self._schedule.cut(fragments, count)
         places = {id(p): place for place, (_, p) in enumerate(self._parameters)}
         cut = [[places.get(id(p), -1) for p in fragment] for fragment in fragments]
         if sorted(place for fragment in cut for place in fragment) != list(range(count)):
             raise InvalidArgumentError(
                 "fragments are to have each of the model's parameters that are trained, once"
             )
-        if len(cut) > self.sync_every:
-            raise InvalidArgumentError(
-                f"{len(cut)} fragments cannot take turns in {self.sync_every} steps"
-            )
+        self._schedule.check_turns(len(cut))
         return cut
 
     def _agree(self) -> None:
-        options: list[tuple[str, Any]] = [
-            ("sync_every", self.sync_every),
-            ("warm_up_steps", self.warm_up_steps),
-            ("fragments", self._fragments),
-            ("fragment_sync_delay", self._delay),
-            ("steps", self.steps),
-        ]
+        details = [*self._schedule.details(), ("fragments", self._fragments), ("steps", self.steps)]
         in_common = list(zip(self._names(), self._common, strict=True))
-        self._exchange.agree(options, in_common)
+        self._exchange.agree(details, in_common)
 
     def _before_step(self, *arguments: Any) -> None:
-        warms_up = self.steps < self.warm_up_steps
+        warms_up = self._schedule.warms_up(self.steps)
         self._exchange.before_step(self._agree, self._parameters, warms_up=warms_up)
 
     def _after_step(self, *arguments: Any) -> None:
         self.steps += 1
-        since = self.steps - self.warm_up_steps
-        if since == 0:
+        if self._schedule.begins(self.steps):
             with torch.no_grad():
                 for common, (_, parameter) in zip(self._common, self._parameters, strict=True):
                     common.copy_(parameter)
-        if since <= 0:
-            return
         for fragment in range(len(self._fragments)):
-            turn = (fragment + 1) * self.sync_every // len(self._fragments)
-            if (since - turn) % self.sync_every == 0 and since >= turn:
+            if self._schedule.sends(self.steps, fragment, len(self._fragments)):
                 self._send(fragment)
         for fragment in sorted(self._on_its_way):
             if self._on_its_way[fragment].due <= self.steps:
@@ -240,7 +216,7 @@ class DiLoCo:
                 wait = self._exchange.start(f"fragment.{fragment}", sent, further)
             else:
                 wait = partial(list, [*(tensor for _, tensor in sent), *further])
-        self._on_its_way[fragment] = _OnItsWay(self.steps + self._delay, wait)
+        self._on_its_way[fragment] = _OnItsWay(self.steps + self._schedule.delay, wait)
 
     def _buffers_with(self, fragment: int) -> list[torch.Tensor]:
         return self._buffers if fragment == len(self._fragments) - 1 else []
@@ -269,10 +245,3 @@ class DiLoCo:
                     parameter.lerp_(own, local_share)
             for (_, parameter), grad in zip(self._parameters, kept, strict=True):
                 parameter.grad = grad
-
-
-def _checked_share(value: float | None, default: float) -> float:
-    share = default if value is None else value
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise InvalidArgumentError(f"local_share is {value!r}: give a number from 0 to 1")
-    return float(share)

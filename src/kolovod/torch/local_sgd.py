@@ -10,6 +10,7 @@ import torch
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.seldom import Schedule
 from kolovod.torch import seldom
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
@@ -55,8 +56,8 @@ class LocalSGD:
         self._parameters = seldom.parameters_of(model)
         self._buffers = seldom.buffers_of(model)
         seldom.check_optimizer("optimizer", optimizer)
-        self.sync_every = seldom.checked_steps("sync_every", sync_every, 1)
-        self.warm_up_steps = seldom.checked_steps("warm_up_steps", warm_up_steps, 0)
+        self._schedule = Schedule.checked(sync_every, warm_up_steps)
+        self.sync_every, self.warm_up_steps = sync_every, warm_up_steps
         self.steps = 0
         """That the optimizer has taken."""
         self._exchange = seldom.Exchange("local_sgd", compression, process_set, verbs)
@@ -89,18 +90,17 @@ class LocalSGD:
         self.steps = int(state["steps"])
 
     def _agree(self) -> None:
-        options = [("sync_every", self.sync_every), ("warm_up_steps", self.warm_up_steps)]
-        options.append(("steps", self.steps))
-        self._exchange.agree(options, self._parameters, are_equal=self.steps == 0)
+        details = [*self._schedule.details(), ("steps", self.steps)]
+        self._exchange.agree(details, self._parameters, are_equal=self.steps == 0)
 
     def _before_step(self, *arguments: Any) -> None:
-        warms_up = self.steps < self.warm_up_steps
+        warms_up = self._schedule.warms_up(self.steps)
         self._exchange.before_step(self._agree, self._parameters, warms_up=warms_up)
 
     def _after_step(self, *arguments: Any) -> None:
         self.steps += 1
-        since = self.steps - self.warm_up_steps
-        if since >= 0 and since % self.sync_every == 0 and self._exchange.has_others:
+        is_over = self._schedule.begins(self.steps)
+        if (is_over or self._schedule.sends(self.steps)) and self._exchange.has_others:
             self._average()
 
     def _average(self) -> None:

@@ -1,0 +1,239 @@
+"""Training that seldom communicates, as transformations of optax: what is common, and local SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kolovod.core.process_sets import ProcessSet
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients import seldom
+from kolovod.gradients.compression import NOTHING, AnyCompressor, Compression, Compressor
+from kolovod.gradients.seldom import Schedule
+from kolovod.jax.pytrees import Pytrees, described
+from kolovod.jax.verbs import collectives
+from kolovod.jax.with_optax import check_transformation, optax_for
+
+if TYPE_CHECKING:
+    import optax
+
+T = TypeVar("T")
+
+_pytrees = Pytrees(collectives)
+
+
+class LocalSGDState(NamedTuple):
+    """The state of ``local_sgd``."""
+
+    steps: jax.Array
+    """That were taken; int32, ()."""
+    inner: Any
+    """The state of the optimizer."""
+
+
+def local_sgd(
+    inner: optax.GradientTransformation,
+    sync_every: int,
+    *,
+    warm_up_steps: int = 0,
+    compression: AnyCompressor = Compression.none,
+    process_set: ProcessSet | None = None,
+    name: str = "local_sgd",
+) -> SeldomTransformation:
+    """``inner``, with the parameters averaged over the ranks every ``sync_every`` steps.
+
+    Between these steps ranks do not communicate; the state of ``inner`` stays each rank's own.
+    See ``kolovod.torch.LocalSGD`` for the papers, and ``diloco`` for what is returned (which has
+    ``synchronize``, too), what ``init`` and ``update`` raise, and the arguments.
+
+    ``compression``: of the parameters, as they are sent.
+    """
+    schedule = Schedule.checked(sync_every, warm_up_steps)
+    parts = Parts("local_sgd", inner, schedule, compression, process_set, name)
+    return transformation(_LocalSGD(parts))
+
+
+if TYPE_CHECKING:
+
+    class SeldomTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+        """One of optax's that can be asked to synchronise."""
+
+        def synchronize(self, params: Any, state: Any) -> tuple[Any, Any]:
+            """All ranks' parameters, the same on each, and the state after that."""
+            ...
+
+
+class Parts:
+    """What both ways have: the optimizer within, the warm-up, means, the agreement."""
+
+    def __init__(
+        self,
+        kind: str,
+        inner: Any,
+        schedule: Schedule,
+        compression: AnyCompressor,
+        process_set: ProcessSet | None,
+        name: str,
+    ) -> None:
+        self.optax = optax_for(f"{kind} is")
+        check_transformation("inner", inner)
+        self.inner = self.optax.with_extra_args_support(inner)
+        self.schedule = schedule
+        self.name = name
+        self.exchange = seldom.Exchange(kind, compression, process_set, collectives)
+        self._is_begun = False
+
+    def check(self, params: Any) -> None:
+        """Raise InvalidArgumentError for what cannot be trained so."""
+        self.exchange.refuse_elastic()
+        if params is None:
+            raise InvalidArgumentError(
+                "params is None: call update(grads, state, params), since it is parameters that "
+                "ranks average"
+            )
+        for key, leaf in _named(params):
+            dtype = jnp.result_type(leaf)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise InvalidArgumentError(
+                    f"params{key} is of {dtype.name}: only floats are averaged; leave it out, as "
+                    "optax.masked and equinox.partition do"
+                )
+
+    def agree(self, params: Any, details: seldom.Details, *, begins: bool) -> None:
+        """All ranks have the same: in ``init``, if it has values, or when the first step is traced.
+
+        Not in later ones: a rank may be the only one that has to trace its program anew.
+        """
+        if begins and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+            return
+
+        def mine() -> seldom.Details:
+            compared = _named(params) if begins else ()
+            values = [(f"the values of {key}", _checksum(leaf)) for key, leaf in compared]
+            return [*self.schedule.details(), *details, *described(params), *values]
+
+        if (begins or not self._is_begun) and self.exchange.has_others:
+            self.exchange.agree_once(mine)
+        self._is_begun = True
+
+    def mean(self, what: str, tree: Any, compressor: Compressor | None = None) -> Any:
+        """Of the ranks' ``tree``, which goes by the name ``what``."""
+        spec = self.exchange.spec
+        if not spec.is_member:
+            return tree
+        return _pytrees.allreduce_pytree(
+            tree,
+            f"{self.name}.{what}",
+            process_set=spec.process_set,
+            compression=compressor or spec.compressor,
+        )
+
+    def step(
+        self, updates: Any, steps: Any, inner: Any, params: Any, extra: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """The updates and the state of the inner optimizer, in the step after ``steps``."""
+        if self.schedule.warm_up_steps:
+            average = partial(self.mean, "gradients", compressor=NOTHING)
+            updates = when(self.schedule.warms_up(steps), average, updates)
+        result: tuple[Any, Any] = self.inner.update(updates, inner, params, **extra)
+        return result
+
+
+class _LocalSGD:
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def init(self, params: Any) -> LocalSGDState:
+        self._begun(params, begins=True)
+        return LocalSGDState(jnp.zeros((), jnp.int32), self._parts.inner.init(params))
+
+    def update(
+        self, updates: Any, state: LocalSGDState, params: Any = None, **extra: Any
+    ) -> tuple[Any, LocalSGDState]:
+        self._begun(params)
+        updates, inner = self._parts.step(updates, state.steps, state.inner, params, extra)
+        steps, schedule = state.steps + 1, self._parts.schedule
+
+        def average(updates: Any) -> Any:
+            means = self._mean(self._parts.optax.apply_updates(params, updates))
+            return jax.tree.map(change_to, means, params, updates)
+
+        is_due = schedule.sends(steps) | schedule.begins(steps)
+        return when(is_due, average, updates), LocalSGDState(steps, inner)
+
+    def synchronize(self, params: Any, state: LocalSGDState) -> tuple[Any, LocalSGDState]:
+        self._begun(params)
+        return self._mean(params), state
+
+    def _begun(self, params: Any, *, begins: bool = False) -> None:
+        self._parts.check(params)
+        self._parts.agree(params, [], begins=begins)
+
+    def _mean(self, params: Any) -> Any:
+        return self._parts.mean("parameters", params)
+
+
+class Way(Protocol):
+    """What ``transformation`` makes one of optax's of."""
+
+    def init(self, params: Any) -> Any:
+        """The state to begin with."""
+        ...
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """The updates that optax is to add, and the state after them."""
+        ...
+
+    def synchronize(self, params: Any, state: Any) -> tuple[Any, Any]:
+        """See SeldomTransformation."""
+        ...
+
+
+@cache
+def _kind() -> Any:
+    class SeldomTransformation(optax_for("it is").GradientTransformationExtraArgs):  # type: ignore[misc]
+        synchronize: Callable[[Any, Any], tuple[Any, Any]]
+
+    return SeldomTransformation
+
+
+def transformation(way: Way) -> SeldomTransformation:
+    """``way`` as optax has it: a tuple of two, which may have further attributes."""
+    made = _kind()(way.init, way.update)
+    made.synchronize = way.synchronize
+    return made  # type: ignore[no-any-return]
+
+
+def when(condition: Any, do: Callable[[T], T], value: T) -> T:
+    """``do(value)`` or ``value``, a pytree; a part of the program if that is being traced.
+
+    Conditions follow from numbers of steps, which are the same on all ranks: so all of them
+    communicate, or none. A loop of one round or none: in it XLA works in place, where it would copy
+    what passes a ``cond`` in every step.
+    """
+    if not isinstance(condition, jax.core.Tracer):
+        return do(value) if condition else value
+
+    def once(carried: tuple[Any, T]) -> tuple[Any, T]:
+        return jnp.zeros_like(carried[0]), do(carried[1])
+
+    return cast(T, jax.lax.while_loop(lambda carried: carried[0], once, (condition, value))[1])
+
+
+def change_to(wanted: Any, param: Any, update: Any) -> Any:
+    """What to add to ``param`` to come to what is ``wanted``, in the dtype of ``update``."""
+    return (wanted - param).astype(update.dtype)
+
+
+def _named(params: Any) -> list[tuple[str, Any]]:
+    pairs, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
+
+
+def _checksum(leaf: Any) -> int:
+    return seldom.checksum(np.asarray(leaf))

@@ -1,0 +1,27 @@
+"""optax, which is imported when a transformation is made, not before."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from kolovod.errors import InvalidArgumentError
+
+
+def optax_for(what: str) -> Any:
+    """The module. Raises ImportError, which says that ``what`` needs it and what does not."""
+    try:
+        return import_module("optax")
+    except ImportError as error:
+        raise ImportError(
+            f"{error}; {what} a transformation of optax: install it, or call allreduce_pytree on "
+            "what is to be averaged"
+        ) from None
+
+
+def check_transformation(label: str, given: Any) -> None:
+    """Raise InvalidArgumentError, which calls it ``label``, for what is none of optax's."""
+    if not isinstance(given, optax_for(f"{label} is").GradientTransformation):
+        raise InvalidArgumentError(
+            f"{label} is a {type(given).__name__}: give an optax.GradientTransformation"
+        )

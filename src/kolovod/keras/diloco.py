@@ -1,0 +1,233 @@
+"""DiLoCo as a callback of Keras, with its outer optimizer in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kolovod.core.process_sets import ProcessSet
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients import seldom
+from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.seldom import Schedule
+from kolovod.keras.elastic import written_back
+from kolovod.keras.functions import Array
+from kolovod.keras.seldom import SeldomCallback, read, write
+
+__all__ = ["DiLoCo"]
+
+
+class _OnItsWay(NamedTuple):
+    """The outer gradients of a fragment."""
+
+    due: int
+    """The step after which they are applied."""
+    wait: Callable[[], list[Array]]
+
+
+class DiLoCo(SeldomCallback):
+    """Each rank trains by itself; every ``sync_every`` batches an outer optimizer steps for all.
+
+    How far the weights of a rank have come from those that all ranks have in common is its outer
+    gradient; the ranks' mean of these goes to the outer optimizer, SGD with Nesterov momentum,
+    whose step makes the next weights in common. See ``kolovod.torch.DiLoCo``, which has the papers
+    and the same numbers.
+
+        diloco = kv.callbacks.DiLoCo(sync_every=100, compression=kv.Compression.int4)
+        model.compile(keras.optimizers.AdamW(4e-4), loss="mse")  # the inner one
+        model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), diloco])
+
+    At the end of ``fit`` all ranks have the same weights; call ``synchronize()`` where they have to
+    be before, from another callback.
+    """
+
+    kind = "diloco"
+
+    _fragments: list[list[int]]
+    _common: list[Array]
+    _velocities: list[Array]
+    _on_its_way: dict[int, _OnItsWay]
+    _equal_after: dict[int, int]
+    """With how many steps a fragment was the same on all ranks last."""
+
+    def __init__(
+        self,
+        sync_every: int,
+        *,
+        outer_learning_rate: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        fragments: int | Sequence[Sequence[Any]] = 1,
+        fragment_sync_delay: int = 0,
+        local_share: float | None = None,
+        warm_up_steps: int = 0,
+        compression: AnyCompressor = Compression.none,
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        """All ranks begin with the same weights (``BroadcastGlobalVariablesCallback``).
+
+        ``sync_every``: batches after which a variable is synchronised again.
+        ``outer_learning_rate``, ``outer_momentum``, ``nesterov``: of the outer SGD, as PyTorch and
+        optax have them.
+        ``fragments``: how many parts (every n-th variable, so that each has some of all depths), or
+        lists of variables.
+        ``fragment_sync_delay``: a fragment's mean is applied so many batches after it was sent,
+        and travels meanwhile.
+        ``local_share``: what remains then of the rank's own weights, from 0 to 1; None: 0 without a
+        delay, else a half.
+        ``warm_up_steps``, ``process_set``, ``steps_per_execution``: see ``LocalSGD``. The model may
+        have a DistributedOptimizer of a process set: synchronous within each host, say, and DiLoCo
+        between them.
+        ``compression``: of the outer gradients; see ``DistributedOptimizer``.
+
+        Raises InvalidArgumentError.
+        """
+        schedule = Schedule.checked(sync_every, warm_up_steps, fragment_sync_delay)
+        super().__init__(schedule, compression, process_set)
+        self._rate = seldom.checked_number("outer_learning_rate", outer_learning_rate, 0, np.inf)
+        self._momentum = seldom.checked_number("outer_momentum", outer_momentum, 0, 1)
+        self._nesterov = bool(nesterov)
+        self._local_share = schedule.share(local_share)
+        self._given = fragments
+        if isinstance(fragments, int):
+            schedule.check_turns(seldom.checked_steps("fragments", fragments, 1))
+        self._begin_anew()
+
+    def synchronize(self) -> None:
+        """Apply what is on its way, and synchronise all weights that were changed since.
+
+        All ranks call it: before an evaluation, or a checkpoint that others go on from.
+        """
+        if not self._is_ready:
+            return
+        written_back(self._of)
+        for fragment in sorted(self._on_its_way):
+            self._apply(fragment, local_share=0.0)
+        for fragment in range(len(self._fragments)):
+            if self._equal_after.get(fragment) != self.steps:
+                self._send(fragment)
+                self._apply(fragment, local_share=0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of this rank, beside the model with its optimizer: numbers and arrays.
+
+        Waits for what is on its way. ``common`` and ``momentum``: of each variable that is trained.
+        """
+        arrived = {f: (each.due, each.wait()) for f, each in self._on_its_way.items()}
+        self._take(arrived)
+        return {
+            "steps": self.steps,
+            "common": list(self._common),
+            "momentum": list(self._velocities),
+            "on_its_way": arrived,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``. Raises InvalidArgumentError for what is none.
+
+        That of another model is an InvalidArgumentError when training begins.
+        """
+        if set(state) != {"steps", "common", "momentum", "on_its_way"}:
+            raise InvalidArgumentError(f"the state has {sorted(state)}, which is none of DiLoCo's")
+        self.steps = int(state["steps"])
+        self._common, self._velocities = list(state["common"]), list(state["momentum"])
+        self._take(state["on_its_way"])
+        self._equal_after = {}
+        self._is_ready = False
+
+    def _take(self, arrived: Mapping[int, tuple[int, list[Array]]]) -> None:
+        self._on_its_way = {
+            fragment: _OnItsWay(due, partial(list, means))
+            for fragment, (due, means) in arrived.items()
+        }
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._fragments, self._common, self._velocities = [], [], []
+        self._on_its_way, self._equal_after = {}, {}
+
+    def _take_up(self) -> None:
+        if not self._common:
+            self._common = read(self._trained)
+            self._velocities = [np.zeros_like(each) for each in self._common]
+        shapes = [tuple(v.shape) for v in self._trained]
+        if any([each.shape for each in of] != shapes for of in (self._common, self._velocities)):
+            raise InvalidArgumentError(
+                f"the state is of variables of shapes {[each.shape for each in self._common]}, but "
+                f"those of the model that are trained have {shapes}: give the state of this model, "
+                "or make a new callback"
+            )
+        self._fragments = self._cut()
+
+    def _cut(self) -> list[list[int]]:
+        """The places of each fragment's variables."""
+        count = len(self._trained)
+        if isinstance(self._given, int):
+            return self.schedule.cut(self._given, count)
+        places = {id(v): place for place, v in enumerate(self._trained)}
+        cut = [[places.get(id(v), -1) for v in fragment] for fragment in self._given]
+        if sorted(place for fragment in cut for place in fragment) != list(range(count)):
+            raise InvalidArgumentError(
+                "fragments are to have each of the model's variables that are trained, once"
+            )
+        self.schedule.check_turns(len(cut))
+        return cut
+
+    def _details(self) -> seldom.Details:
+        outer = self._rate, self._momentum, self._nesterov
+        options = [("fragments", self._fragments), ("the outer optimizer", outer)]
+        return [*super()._details(), *options, *self._values(self._common)]
+
+    def _warm_up(self) -> None:
+        super()._warm_up()
+        self._common = read(self._trained)
+
+    def _advance(self, steps: range) -> None:
+        for step in steps:
+            for fragment in range(len(self._fragments)):
+                if self.schedule.sends(step, fragment, len(self._fragments)):
+                    self._send(fragment, step)
+            for fragment in sorted(self._on_its_way):
+                if self._on_its_way[fragment].due <= step:
+                    self._apply(fragment, self._local_share)
+
+    def _send(self, fragment: int, step: int = 0) -> None:
+        """Start to average a fragment's outer gradients; with the last go moving statistics."""
+        written_back(self._of)
+        places = self._fragments[fragment]
+        own = read(self._trained[place] for place in places)
+        pairs = zip(places, own, strict=True)
+        sent = [np.asarray(self._common[place] - mine) for place, mine in pairs]
+        further = read(self._statistics_with(fragment))
+        wait: Callable[[], list[Array]] = partial(list, [*sent, *further])
+        if self.exchange.has_others:
+            self._agree()
+            keyed = [(self._keys[place], each) for place, each in zip(places, sent, strict=True)]
+            wait = self.exchange.start(f"fragment.{fragment}", keyed, further)
+        self._on_its_way[fragment] = _OnItsWay(step + self.schedule.delay, wait)
+
+    def _statistics_with(self, fragment: int) -> list[Any]:
+        return self._statistics if fragment == len(self._fragments) - 1 else []
+
+    def _apply(self, fragment: int, local_share: float) -> None:
+        """Step outside on a fragment, from what the ranks had in common."""
+        written_back(self._of)
+        means = self._on_its_way.pop(fragment).wait()
+        places = self._fragments[fragment]
+        write(self._statistics_with(fragment), means[len(places) :])
+        variables = [self._trained[place] for place in places]
+        for place, mean in zip(places, means[: len(places)], strict=True):
+            self._velocities[place] = self._momentum * self._velocities[place] + mean
+            ahead = mean + self._momentum * self._velocities[place]
+            change = ahead if self._nesterov else self._velocities[place]
+            self._common[place] = np.asarray(self._common[place] - self._rate * change)
+        together = [self._common[place] for place in places]
+        if local_share:
+            pairs = zip(together, read(variables), strict=True)
+            write(variables, [each + local_share * (own - each) for each, own in pairs])
+        else:
+            write(variables, together)
+            self._equal_after[fragment] = self.steps

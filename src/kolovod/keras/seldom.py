@@ -1,0 +1,258 @@
+"""Training that seldom communicates, as callbacks of Keras: what is common, and local SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kolovod.core.process_sets import ProcessSet
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients import seldom
+from kolovod.gradients.compression import AnyCompressor, Compression, Key, dtype_name
+from kolovod.gradients.seldom import Schedule
+from kolovod.keras.elastic import written_back
+from kolovod.keras.framework_detection import InOneKeras, chosen
+from kolovod.keras.functions import Array, optimizer_variables, to_numpy
+from kolovod.keras.reducer import name_of
+from kolovod.numpy import collectives
+
+__all__ = ["LocalSGD", "SeldomCallback"]
+
+_keras: Any = chosen()
+
+
+class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """What ``LocalSGD`` and ``DiLoCo`` have in common."""
+
+    kind: ClassVar[str]
+    """What names of operations begin with."""
+
+    def __init__(
+        self, schedule: Schedule, compression: AnyCompressor, process_set: ProcessSet | None
+    ) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.exchange = seldom.Exchange(self.kind, compression, process_set, collectives)
+        self.steps = 0
+        """Batches that were trained on."""
+        self._of: Any = None  # not ``model``, which on JAX costs a copy of all that is trained
+        self._trained: list[Any] = []
+        self._statistics: list[Any] = []
+        self._keys: list[Key] = []
+        self._is_ready = False
+        self._begun = 0  # the number of a batch in this call of ``fit``
+
+    def set_model(self, model: Any) -> None:
+        """Keep the model, as every callback does; with another one than before begin anew."""
+        super().set_model(model)
+        if self._of is not None and self._of is not model:
+            self._begin_anew()
+        self._of, self._is_ready = model, False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Look at the model anew, when others have prepared it."""
+        self._is_ready = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """In a call of ``fit`` for the first time: agree with the other ranks.
+
+        Raises MismatchError, on every rank, where models, values or options differ;
+        InvalidArgumentError in an elastic job, and for a model without variables.
+        """
+        self._begun = batch
+        if not self._is_ready:
+            self._prepare()
+            self._is_ready = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the batches that are done (several with ``steps_per_execution``), and exchange."""
+        before, done = self.steps, batch - self._begun + 1
+        if done > self.schedule.sync_every:
+            raise InvalidArgumentError(
+                f"sync_every is {self.schedule.sync_every}, but Keras trains on {done} batches "
+                "at a time: give at least as many, or compile with a smaller steps_per_execution"
+            )
+        self.steps += done
+        if self.schedule.warms_up(before):
+            self._warm_up()
+            return
+        self._advance(range(before + 1, self.steps + 1))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """All ranks have the same weights then."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Exchange all weights that were changed since they were exchanged last; all ranks do."""
+        raise NotImplementedError
+
+    def _begin_anew(self) -> None:
+        self.steps = 0
+
+    def _prepare(self) -> None:
+        model = self._of
+        if not model.built:
+            raise InvalidArgumentError(
+                f"{model!r} has no variables yet: call model.build() before fit"
+            )
+        written_back(model)
+        self._trained = list(model.trainable_variables)
+        if not self._trained:
+            raise InvalidArgumentError("the model has no variable that is trained")
+        self._statistics = _statistics_of(model)
+        self._keys = [Key(i, name_of(v)) for i, v in enumerate(self._trained)]
+        self._take_up()
+        self._agree()
+
+    def _take_up(self) -> None:
+        """The variables are known."""
+
+    def _agree(self) -> None:
+        if self.exchange.has_others:
+            self.exchange.agree_once(self._details)
+
+    def _details(self) -> seldom.Details:
+        """What ranks must have in common: options and variables."""
+        described = [
+            # Without the layer's name, which counts how many the process has made.
+            (name_of(v).split("/")[-1], (tuple(v.shape), dtype_name(v)))
+            for v in self._trained
+        ]
+        return [*self.schedule.details(), ("steps", self.steps), *described]
+
+    def _values(self, arrays: Sequence[Array]) -> seldom.Details:
+        """``arrays``, of the variables, as what ranks must have in common."""
+        pairs = zip(self._trained, arrays, strict=True)
+        return [
+            (f"the values of {name_of(v).split('/')[-1]}", seldom.checksum(array))
+            for v, array in pairs
+        ]
+
+    def _warm_up(self) -> None:
+        """Make of a step a synchronous one.
+
+        The mean of weights is what a mean of gradients makes of them where these come into the
+        optimizer linearly. Its state has to be the mean only when ranks begin to step alone.
+        """
+        slots: list[Any] = []
+        optimizer = getattr(self._of, "optimizer", None)
+        if optimizer is not None and not self.schedule.warms_up(self.steps):
+            variables = optimizer_variables(optimizer, self._of)
+            slots = [v for v in variables if len(v.shape) and "float" in dtype_name(v)]
+        self._average(slots, is_compressed=False)
+
+    def _advance(self, steps: range) -> None:
+        """Do what is due after each of these steps, of which the last is over."""
+        raise NotImplementedError
+
+    def _average(self, besides: Sequence[Any] = (), *, is_compressed: bool = True) -> None:
+        """The mean of weights, moving statistics and other variables, in their place."""
+        if not self.exchange.has_others:
+            return
+        self._agree()
+        written_back(self._of)
+        own = list(zip(self._keys, read(self._trained), strict=True))
+        further = [*self._statistics, *besides]
+        means = self.exchange.start("weights", own, read(further), is_compressed=is_compressed)()
+        write([*self._trained, *further], means)
+
+
+class LocalSGD(SeldomCallback):
+    """Averages the weights of a model every ``sync_every`` batches of ``fit``, and at its end.
+
+    Between them ranks do not communicate. Moving statistics (of BatchNormalization) are averaged
+    with the weights; the optimizer's state stays each rank's own. The model is compiled with a
+    plain optimizer. See ``kolovod.torch.LocalSGD`` for the papers.
+
+        local_sgd = kv.callbacks.LocalSGD(sync_every=8)
+        model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), local_sgd])
+    """
+
+    kind = "local_sgd"
+
+    def __init__(
+        self,
+        sync_every: int,
+        *,
+        warm_up_steps: int = 0,
+        compression: AnyCompressor = Compression.none,
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        """All ranks begin with the same weights (``BroadcastGlobalVariablesCallback``).
+
+        ``warm_up_steps``: after each of so many batches weights are averaged first, and after the
+        last one the optimizer's momenta. A callback does not see gradients; with SGD, also with
+        momentum, it is the same as if these were averaged.
+        ``compression``: of the weights, as they are sent; see ``DistributedOptimizer``. Not in the
+        warm-up.
+        ``process_set``: its members average among themselves; None: all ranks.
+
+        Every rank trains on as many batches. With ``steps_per_execution`` the weights are averaged
+        at the end of the execution in which that is due. Raises InvalidArgumentError.
+        """
+        super().__init__(Schedule.checked(sync_every, warm_up_steps), compression, process_set)
+        self._averaged_after = 0
+
+    def synchronize(self) -> None:
+        """Average the weights, if they were changed since; before an evaluation. All ranks do."""
+        if self.steps != self._averaged_after:
+            self._average()
+            self._averaged_after = self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of this rank, beside the model with its optimizer."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``. Raises InvalidArgumentError for another one's."""
+        if set(state) != {"steps"}:
+            raise InvalidArgumentError(
+                f"the state has {sorted(state)}, which is none of LocalSGD's"
+            )
+        self.steps = int(state["steps"])
+
+    def _begin_anew(self) -> None:
+        super()._begin_anew()
+        self._averaged_after = 0
+
+    def _details(self) -> seldom.Details:
+        values = self._values(read(self._trained)) if self.steps == 0 else []
+        return [*super()._details(), *values]
+
+    def _warm_up(self) -> None:
+        super()._warm_up()
+        self._averaged_after = self.steps
+
+    def _advance(self, steps: range) -> None:
+        if any(map(self.schedule.sends, steps)):
+            self.synchronize()
+
+
+def read(variables: Iterable[Any]) -> list[Array]:
+    """Their values: arrays of their own, in float32 at least."""
+    arrays = (to_numpy(variable) for variable in variables)
+    return [np.array(each, np.promote_types(_known(each.dtype), np.float32)) for each in arrays]
+
+
+def write(variables: Iterable[Any], values: Iterable[Array]) -> None:
+    """The reverse of ``read``."""
+    for variable, value in zip(variables, values, strict=True):
+        is_narrow = dtype_name(variable) != value.dtype.name
+        variable.assign(value.astype(to_numpy(variable).dtype) if is_narrow else value)
+
+
+def _known(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """``dtype``, or for one that NumPy does not have (bfloat16) float32."""
+    return dtype if dtype.kind == "f" else np.dtype(np.float32)
+
+
+def _statistics_of(model: Any) -> list[Any]:
+    """The floats that a model keeps but does not train; not weights of layers that are frozen."""
+    made_so: set[int] = set()
+    for layer in model._flatten_layers():
+        kept = getattr(layer, "_non_trainable_variables", None)  # in Keras 3
+        kept = layer._non_trainable_weights if kept is None else kept
+        made_so.update(map(id, kept))
+    return [v for v in model.non_trainable_weights if id(v) in made_so and "float" in dtype_name(v)]
