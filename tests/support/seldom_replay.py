@@ -78,6 +78,7 @@ class DiLoCo:
         self.common = start()
         self.momentum = [np.zeros(shape) for shape in SHAPES]
         self.step, self.pending = 0, {}
+        self.equal_after = dict.fromkeys(range(len(fragments)), 0)
 
     def run(self, steps):
         """So many further steps of all ranks; each rank's parameters."""
@@ -100,8 +101,9 @@ class DiLoCo:
         for number in sorted(self.pending):
             self._apply(number, 0.0)
         for number, fragment in enumerate(self.fragments):
-            self._send(number, fragment)
-            self._apply(number, 0.0)
+            if self.equal_after[number] != self.step:  # else a step of momentum alone
+                self._send(number, fragment)
+                self._apply(number, 0.0)
         return self.common
 
     def _send(self, number, fragment):
@@ -112,6 +114,8 @@ class DiLoCo:
         self.pending[number] = self.step + self.delay, outer
 
     def _apply(self, number, share):
+        if not share:
+            self.equal_after[number] = self.step
         for place, gradient in self.pending.pop(number)[1].items():
             self.momentum[place] = gradient + OUTER_MOMENTUM * self.momentum[place]
             change = gradient + OUTER_MOMENTUM * self.momentum[place]

@@ -35,6 +35,8 @@ class DiLoCoState(NamedTuple):
     """With a delay: this rank's outer gradients that wait to be applied; like the parameters."""
     is_sent: jax.Array | None
     """With a delay: which fragments of them do; bool, (fragments,)."""
+    equal_after: jax.Array
+    """After which of ``steps`` each fragment was the same on all ranks; int32, (fragments,)."""
     inner: Any
     """The state of the inner optimizer."""
     outer: tuple[Any, ...]
@@ -154,6 +156,7 @@ class _DiLoCo:
             common=jax.tree.map(jnp.array, params),  # a copy: both may be donated
             sent=jax.tree.map(jnp.zeros_like, params) if is_late else None,
             is_sent=jnp.zeros(len(fragments), jnp.bool_) if is_late else None,
+            equal_after=jnp.zeros(len(fragments), jnp.int32),
             inner=self._parts.inner.init(params),
             outer=tuple(self._outer.init(f.tree(f.of(leaves), self._hole)) for f in fragments),
         )
@@ -177,24 +180,43 @@ class _DiLoCo:
             self._apply(f, due, now)
         whole = partial(jax.tree.unflatten, fragments[0].structure)
         return whole(now.updates), self._kept(fragments, is_due, steps, state, now)._replace(
-            steps=steps, common=whole(now.common), inner=inner, outer=tuple(now.outer)
+            steps=steps,
+            common=whole(now.common),
+            equal_after=self._equal_after(state, is_due, steps),
+            inner=inner,
+            outer=tuple(now.outer),
         )
+
+    def _equal_after(self, state: DiLoCoState, is_due: list[Any], steps: Any) -> jax.Array:
+        if self._share:
+            return state.equal_after
+        return jnp.where(jnp.stack([jnp.asarray(due) for due in is_due]), steps, state.equal_after)
 
     def synchronize(self, params: Any, state: DiLoCoState) -> tuple[Any, DiLoCoState]:
         fragments = self._begun(params)
         own, common = jax.tree.leaves(params), jax.tree.leaves(state.common)
         outer = list(state.outer)
         for f in fragments:
+            is_changed = state.equal_after[f.number] != state.steps
             if state.is_sent is not None:
                 self._settle(f, state.is_sent[f.number], state, own, common, outer)
-            mean = self._mean(f, _less(f.of(common), f.of(own)))
-            together, outer[f.number] = self._step(f, mean, f.of(common), outer[f.number])
+                is_changed &= ~state.is_sent[f.number]
+
+            def exchange(old: tuple[Leaves, Any], f: _Fragment = f) -> tuple[Leaves, Any]:
+                mean = self._mean(f, _less(old[0], f.of(own)))
+                return self._step(f, mean, *old)
+
+            old = f.of(common), outer[f.number]
+            together, outer[f.number] = when(is_changed, exchange, old)
             f.put(together, common)
         structure = fragments[0].structure
         together = jax.tree.unflatten(structure, common)
         nothing = None if state.is_sent is None else jnp.zeros_like(state.is_sent)
         state = state._replace(
-            common=jax.tree.map(jnp.array, together), is_sent=nothing, outer=tuple(outer)
+            common=jax.tree.map(jnp.array, together),
+            is_sent=nothing,
+            equal_after=jnp.full_like(state.equal_after, state.steps),
+            outer=tuple(outer),
         )
         return together, state
 

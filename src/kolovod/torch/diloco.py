@@ -98,6 +98,7 @@ class DiLoCo:
         """That the inner optimizer has taken."""
         self._common = [p.detach().clone() for _, p in self._parameters]
         self._on_its_way: dict[int, _OnItsWay] = {}
+        self._equal_after: dict[int, int] = {}  # steps, by fragment
         self._exchange = seldom.Exchange("diloco", compression, process_set, verbs)
         self._hooks = [
             inner.register_step_pre_hook(self._before_step),
@@ -105,7 +106,7 @@ class DiLoCo:
         ]
 
     def synchronize(self) -> None:
-        """Apply what is on its way, and synchronise all parameters now; all ranks do.
+        """Apply what is on its way, and synchronise what has changed since; all ranks do.
 
         Before an evaluation, a checkpoint that others go on from, or at the end: ranks have the
         same parameters then.
@@ -115,8 +116,9 @@ class DiLoCo:
         if self._exchange.has_others:
             self._agree()
         for fragment in range(len(self._fragments)):
-            self._send(fragment)
-            self._apply(fragment, local_share=0.0)
+            if self._equal_after.get(fragment, 0) != self.steps:  # else a step of momentum alone
+                self._send(fragment)
+                self._apply(fragment, local_share=0.0)
 
     def close(self) -> None:
         """Leave the inner optimizer alone from now on."""
@@ -135,11 +137,12 @@ class DiLoCo:
             "common": dict(zip(self._names(), self._common, strict=True)),
             "outer": self._outer.state_dict(),
             "on_its_way": arrived,
+            "equal_after": dict(self._equal_after),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``. Raises InvalidArgumentError for another model's."""
-        wanted = {"steps", "common", "outer", "on_its_way"}
+        wanted = {"steps", "common", "outer", "on_its_way", "equal_after"}
         if set(state) != wanted or list(state["common"]) != self._names():
             raise InvalidArgumentError("the state is not of DiLoCo with this model")
         self.steps = int(state["steps"])
@@ -148,6 +151,7 @@ class DiLoCo:
                 common.copy_(value)
         self._outer.load_state_dict(state["outer"])
         self._take(state["on_its_way"])
+        self._equal_after = dict(state["equal_after"])
 
     def _take(self, arrived: Mapping[int, tuple[int, list[torch.Tensor]]]) -> None:
         self._on_its_way = {
@@ -224,6 +228,8 @@ class DiLoCo:
     def _apply(self, fragment: int, local_share: float) -> None:
         """Step the outer optimizer on a fragment, from what the ranks had in common."""
         means = self._on_its_way.pop(fragment).wait()
+        if not local_share:
+            self._equal_after[fragment] = self.steps
         kept = [p.grad for _, p in self._parameters]
         places = self._fragments[fragment]
         with torch.no_grad():

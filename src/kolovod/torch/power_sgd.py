@@ -16,9 +16,9 @@ import torch
 
 from kolovod.core.handles import Handle
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.seldom import checked_steps
 from kolovod.torch.comm_hooks import Future, GradBucket
 from kolovod.torch.device import split
-from kolovod.torch.seldom import checked_steps
 
 _HALF = (torch.float16, torch.bfloat16)
 _SEED = 0x5EED

@@ -144,6 +144,44 @@ def diloco_alone(steps, every, *, fragments, delay, share, warm):
     return [values(model) for model in models]
 
 
+@pytest.mark.parametrize("delay", [0, 2])
+def test_what_has_not_changed_is_not_synchronised_again(delay):
+    """The outer optimizer would take a step of its momentum alone."""
+
+    def work(verbs, rank):
+        model = model_of()
+        inner = adam(model)
+        diloco = kv.DiLoCo(
+            model,
+            inner,
+            nesterov(model),
+            4,
+            fragment_sync_delay=delay,
+            local_share=0.0,
+            verbs=verbs,
+        )
+        diloco.synchronize()
+        assert_close(values(model), values(model_of()))
+        for step in range(1, 9 + delay):
+            compute(model, rank, step)
+            inner.step()
+        before = values(model)
+        diloco.synchronize()
+        assert all(map(torch.equal, values(model), before))
+        compute(model, rank, 20)
+        inner.step()
+        diloco.synchronize()
+        after = values(model)
+        assert not any(map(torch.equal, after, before))
+        diloco.synchronize()
+        assert all(map(torch.equal, values(model), after))
+        return after
+
+    results = run(RANKS, work)
+    for after in results[1:]:
+        assert all(map(torch.equal, after, results[0]))
+
+
 CASES = {
     "plain": {},
     "two fragments": {"fragments": 2},
