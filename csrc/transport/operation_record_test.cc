@@ -115,8 +115,8 @@ TEST_CASE("a record is never torn") {
   std::thread writer([&] {
     for (uint64_t i = 1; !stop.load(); ++i) {
       const std::string name = std::string(i % 40, static_cast<char>('a' + i % 26));
-      r.ring.Ended(r.ring.Open(name, Verb::kAllreduce, DType::kFloat32, Device::kHost, i % 40, i,
-                               static_cast<int64_t>(i)),
+      r.ring.Ended(r.ring.Open(name, Verb::kAllreduce, DType::kFloat32, Device::kHost, Codec::kNone, i % 40,
+                               i, static_cast<int64_t>(i)),
                    true, static_cast<int64_t>(i));
     }
   });
