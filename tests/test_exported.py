@@ -33,7 +33,7 @@ TRANSFERS = {"send", "recv", "isend", "irecv"}  # between two ranks: NumPy and P
 METRICS = {"average_metrics", "gather_samples"}
 OF_TORCH = {
     *("DistributedOptimizer", "broadcast_parameters", "broadcast_optimizer_state", "Compression"),
-    *("DiLoCo", "LocalSGD"),
+    *("DiLoCo", "GradBucket", "LocalSGD", "PowerSGD"),
     *("SyncBatchNorm", "Compressor", "Payload", "TorchCollectives", "TorchFrontend", "collectives"),
     *METRICS,
 }
