@@ -250,8 +250,9 @@ class _Run:
         cores = self.cluster.cores / self.cluster.ranks_per_machine
         if threads + demand <= cores:
             return float(not self.is_waiting), 1.0
-        fair = cores / (threads + (1 if demand else 0))
-        given = min(demand, fair) if threads else min(demand, cores)
+        # What computes less than all the time is one thread that wants so much of a core.
+        fair = cores / (max(1.0, threads) + 1) if threads else cores
+        given = min(demand, max(fair, cores - threads))
         computing = (cores - given) / threads if threads else 0.0
         carrying = given / demand if demand else 1.0
         turns_s = self.bucket.turns_s if self.bucket is not None else 0.0
