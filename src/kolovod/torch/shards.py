@@ -165,7 +165,7 @@ class ShardSender:
         for index, *_ in done:
             received = self._received.pop(index, None)
             if received is not None:
-                piece = self.pieces[index] if index in self.pieces else self._make_piece(index)
+                piece = self._piece(index)
                 if is_used(index):
                     before = piece.grad  # of passes that were settled before
                     piece.grad = received if before is None else before.add_(received)
@@ -198,6 +198,9 @@ class ShardSender:
                 new.grad = old.grad
                 replaced[old] = new
         return replaced
+
+    def _piece(self, index: int) -> torch.Tensor:
+        return self.pieces[index] if index in self.pieces else self._make_piece(index)
 
     def _make_piece(self, index: int) -> torch.Tensor:
         parameter, place = self._parameters.tensors[index], self._places[index]
@@ -247,7 +250,7 @@ class ShardSender:
         tensors, names = self._parameters.tensors, self._parameters.names
         own, wholes = [], []
         for part in parts:
-            pieces = [self.pieces[piece.index].detach() for piece in part.pieces]
+            pieces = [self._piece(piece.index).detach() for piece in part.pieces]
             like = tensors[part.indices[0]]
             own.append(_joined(pieces) if pieces else like.new_empty(0))
             is_alone = len(part.indices) == 1
