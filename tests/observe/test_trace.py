@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, Span, SpanLog
+from kolovod.core.spans import CHOSEN, OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, Span, SpanLog
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe.collector import Clock
 from kolovod.observe.recorder import Batch, Operation
@@ -283,6 +283,21 @@ def test_small_batches_are_told() -> None:
     shown = text(summarize(steps((40, 40), hidden=15)))
     # 60 % compute; twice that hides 15 ms more of the 40: 120 of 145.
     assert "compute 60% of the time. With batches 2 times as large, 83%" in shown
+
+
+def test_choices_are_told() -> None:
+    trace = Trace(START, 0)
+    chosen = [
+        span(CHOSEN + what, at, at) for at, what in ((2500, "256 KiB: so"), (900, "1 MiB: a"))
+    ]
+    events = trace.opening()
+    events += trace.add(0, "h", Batch([operation("a", 1, 500, 600, 700)], chosen))
+    summary = summarize(events)
+    assert summary.choices == [
+        (pytest.approx(0.4), "1 MiB: a"),
+        (pytest.approx(2.0), "256 KiB: so"),
+    ]
+    assert "Chosen after 0.4 s: 1 MiB: a.\nChosen after 2.0 s: 256 KiB: so." in text(summary)
 
 
 def test_operations_that_were_not_read_are_told() -> None:

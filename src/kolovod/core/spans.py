@@ -11,12 +11,14 @@ from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 __all__ = [
+    "CHOSEN",
     "OPTIMIZER_STEP",
     "WAIT",
     "WAIT_FOR_GRADIENTS",
     "Cpu",
     "Span",
     "SpanLog",
+    "chosen",
     "log",
     "shown",
     "span",
@@ -36,6 +38,8 @@ Span = tuple[str, str, int, int, Cpu]
 WAIT = "wait"
 WAIT_FOR_GRADIENTS = "wait for gradients"
 OPTIMIZER_STEP = "optimizer step"
+CHOSEN = "chosen: "
+"""What the name of a choice begins with, which takes no time."""
 _NAME_CHARACTERS, _THREAD_CHARACTERS = 100, 40
 _MOST = 100_000  # kept while nobody takes them; then the oldest go
 
@@ -97,6 +101,13 @@ class span:  # used like a function
             thread_ns, process_ns = self._cpu
             cpu = (thread_ns, time.thread_time_ns(), process_ns, time.process_time_ns())
             log.add(self._name, self._start_ns, end_ns, cpu)
+
+
+def chosen(what: str) -> None:
+    """Show that ``what`` was chosen now, and why, in the timeline, if one is recorded."""
+    if log.on:
+        now_ns = time.monotonic_ns()
+        log.add(CHOSEN + what, now_ns, now_ns)
 
 
 def shown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

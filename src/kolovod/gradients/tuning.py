@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kolovod.core import spans
 from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError, NotInitializedError
 from kolovod.gradients import plan
@@ -72,6 +73,11 @@ class BucketTrials:
         second_won = medians[second] < _BETTER * medians[first]
         chosen = second if second_won else first
         self._trials += 1
+        other = first if second_won else second
+        spans.chosen(
+            f"buckets of {chosen >> 10} KiB: {medians[chosen]:.1f} ms a step, "
+            f"{medians[other]:.1f} ms with {other >> 10} KiB"
+        )
         self._log(
             {
                 "step": self._step,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS
+from kolovod.core.spans import CHOSEN, OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe.trace import BUCKETS, LINKS, LOST, NEGOTIATE, Event
 
@@ -83,6 +83,8 @@ class RankEvents:
     submitted: dict[Key, float] = field(default_factory=dict)
     operations: dict[Key, Operation] = field(default_factory=dict)
     seen: Counter[Key] = field(default_factory=Counter)
+    choices: list[tuple[float, str]] = field(default_factory=list)
+    """When what was chosen, and why."""
     first: float = float("inf")
     last: float = float("-inf")
 
@@ -211,6 +213,8 @@ def _take_span(rank: RankEvents, name: str, span: Interval, facts: dict[str, Any
         if "cpu_by_then_us" in facts:
             thread, process = facts["cpu_by_then_us"], facts["process_cpu_by_then_us"]
             rank.step_ends.append(StepEnd(span[1], _number(thread), _number(process)))
+    elif name.startswith(CHOSEN):
+        rank.choices.append((span[0], name.removeprefix(CHOSEN)))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

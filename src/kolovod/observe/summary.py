@@ -68,6 +68,8 @@ class Summary:
     """Of those, on one rank."""
     lost: int
     """Operations that the timeline does not show."""
+    choices: list[tuple[float, str]]
+    """What was chosen (bucket sizes), and why; seconds since the timeline begins."""
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -81,7 +83,14 @@ def summarize(events: Iterable[Event]) -> Summary:
         len(common),
         sum(op.bytes for key, op in ranks[min(ranks)].operations.items() if key in common),
         found.lost,
+        _choices(ranks),
     )
+
+
+def _choices(ranks: Mapping[int, RankEvents]) -> list[tuple[float, str]]:
+    begin = min(rank.first for rank in ranks.values())
+    found = (choice for rank in ranks.values() for choice in rank.choices)
+    return [((at - begin) / 1e6, what) for at, what in sorted(found)]
 
 
 def _window(rank: RankEvents) -> Interval:
@@ -169,6 +178,7 @@ def text(summary: Summary) -> str:
         f"{summary.operations} operations of all ranks, {bytes_text(summary.bytes)} on each.",
         *_straggler(summary.ranks),
         *_advice(summary.ranks),
+        *(f"Chosen after {at_s:.1f} s: {what}." for at_s, what in summary.choices),
     ]
     if summary.lost:
         lines.append(

@@ -318,7 +318,11 @@ class GradientReducer:
 
     def _cut(self, order: list[int], sparse_dims: Sequence[int]) -> None:
         """Make buckets of all parameters, in the order and of the size that the first rank says."""
-        wanted = self._wanted_bytes or plan.bucket_bytes(*self._link())
+        rate, all_bytes = self._link()
+        wanted = self._wanted_bytes or plan.bucket_bytes(rate, all_bytes)
+        if self.verbs.world().rank == 0 and not self._wanted_bytes:
+            why = f"links carry {rate:.0f} MB/s" if rate else "ranks are on one host"
+            spans.chosen(f"buckets of {wanted >> 10} KiB: {why}")
         said = np.array([wanted, *order], np.int64)
         Collectives(NumpyFrontend(), self.verbs.world).broadcast_(said, 0, "optimizer.buckets")
         self.buckets.bucket_bytes, *self._order = said.tolist()

@@ -14,6 +14,7 @@ from optimizing import wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 import kolovod.torch as kv  # noqa: E402
+from kolovod.observe.summary import read, summarize  # noqa: E402
 from kolovod.torch.reducer import GradientReducer  # noqa: E402
 
 LAYERS = 12  # in the order of names the tenth comes second
@@ -136,6 +137,7 @@ def test_buckets_are_cut_anew_when_the_link_is_another(kind, monkeypatch):
 def tuned(rank, log):
     os.environ["KOLOVOD_AUTOTUNE"] = "1"
     os.environ["KOLOVOD_AUTOTUNE_LOG_FILE"] = log
+    os.environ["KOLOVOD_TIMELINE"] = f"{log}.json"
     kv.init()
     net = Chain()
     optimizer = kv.DistributedOptimizer(
@@ -146,6 +148,7 @@ def tuned(rank, log):
         step(net, optimizer, rank, range(LAYERS))
         assert all((layer.grad == 1.5).all() for layer in net.layers)
         sizes.append(optimizer._kolovod_reducer.buckets.bucket_bytes)
+    kv.shutdown()
     return sizes
 
 
@@ -157,3 +160,8 @@ def test_bucket_sizes_are_tried_when_asked_for(tmp_path):
     assert decisions[0]["bucket_bytes"] == [1 << 20, 4 << 20]
     assert first[-1] == decisions[-1]["chosen"]
     assert len(set(first)) == len(decisions) + 1
+    choices = [what for _, what in summarize(read(tmp_path / "tune.log.json")).choices]
+    assert choices[0] == "buckets of 1024 KiB: ranks are on one host"
+    assert len(choices) == len(decisions) + 1
+    assert choices[-1].startswith(f"buckets of {first[-1] >> 10} KiB: ")
+    assert " ms a step, " in choices[-1]
