@@ -43,6 +43,14 @@ def busy_ms() -> float:
     return 1000 * (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
+def sent_bytes(interface: str = "eth0") -> int:
+    """What an interface of this host has sent, with all headers."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        if line.strip().startswith(f"{interface}:"):
+            return int(line.split()[9])
+    raise RuntimeError(f"there is no interface {interface}")
+
+
 def compile_tool() -> Path:
     """Compile bench/pingpong.cc with the system's C++ compiler, unless it is up to date."""
     source, tool = BENCH / "pingpong.cc", BUILD / "pingpong"

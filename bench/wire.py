@@ -42,14 +42,6 @@ WANTED_MS = {("100 Mbit/s", "int8"): 1520, ("100 Mbit/s", "int4"): 800, ("1 Gbit
 WANTED_TIMES_FEWER = {"int8": 3.8, "int4": 7.4}
 
 
-def sent_bytes() -> int:
-    """Of the interface of this host."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        if line.strip().startswith("eth0:"):
-            return int(line.split()[9])
-    raise RuntimeError("no eth0")
-
-
 def check(result: Any, inputs: list[Any], codec: str) -> None:
     """Raise RuntimeError for what the codec cannot have made."""
     exact = sum(values.astype(np.float64) for values in inputs) / len(inputs)
@@ -76,9 +68,9 @@ def measure(rank: int, count: int, turns: int) -> list[tuple[str, float, float, 
             codec = CODECS[(place + turn) % len(CODECS)]
             mine = inputs[rank].copy()
             kolovod.barrier()
-            before, begin = sent_bytes(), time.monotonic()
+            before, begin = machine.sent_bytes(), time.monotonic()
             kolovod.allreduce_(mine, codec, compression=getattr(Compression, codec))
-            end, sent = time.monotonic(), sent_bytes() - before
+            end, sent = time.monotonic(), machine.sent_bytes() - before
             check(mine, inputs, codec)
             if turn > 0:
                 found.append((codec, begin, end, sent, zlib.crc32(mine.tobytes())))
