@@ -99,7 +99,7 @@ def losses(options: argparse.Namespace) -> dict[str, Any]:
 
 def times_to_loss(options: argparse.Namespace) -> dict[str, Any]:
     """By number of hosts: for each way what it took in each turn, and whether it got there."""
-    ways = [f"kolovod {codec}" for codec in CODECS]
+    ways = [f"kolovod {codec}" for codec in (*CODECS, "auto:int8")]
     ways += ["ddp", "ddp fp16", *(f"ddp powersgd {rank}" for rank in POWER_RANKS)]
     found: dict[str, Any] = {}
     for count in options.hosts:
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of parts losses and diloco")
     parser.add_argument("--turns", type=int, default=1, help="seeds of part time")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--goal-steps", type=int, default=200)
+    parser.add_argument("--goal-steps", type=int, default=500)
     parser.add_argument("--texts", type=int, default=8, help="of 64 characters, in a rank's batch")
     parser.add_argument("--torchft", help="the Python of an environment with torchft")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import kolovod.torch as kv
+from kolovod.gradients.compression import by_setting
 
 LOCAL_STEPS = 20
 """Between two synchronisations of DiLoCo."""
@@ -33,7 +34,8 @@ class Plan:
     """What ranks train."""
 
     way: str
-    """``kolovod CODEC``, ``alone``, ``ddp``, ``ddp fp16`` or ``ddp powersgd RANK``."""
+    """``kolovod COMPRESSION`` (as ``--compression`` has it), ``alone``, ``ddp``, ``ddp fp16`` or
+    ``ddp powersgd RANK``."""
     seed: int
     steps: int
     """At most."""
@@ -69,7 +71,7 @@ def train(rank: int, plan: Plan, store: str) -> dict[str, Any]:
     kind, *more = plan.way.split()
     if kind == "kolovod":
         kv.init()
-        codec = getattr(kv.Compression, more[0])
+        codec = by_setting(more[0])
         optimizer = kv.DistributedOptimizer(adamw, model.named_parameters(), compression=codec)
     elif kind == "ddp":
         run = _ddp(model, rank, more, store)

@@ -140,6 +140,9 @@ def _knob(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+_COMPRESSIONS = ("fp16", "bf16", "int8", "int4")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a user has set, or the defaults. Most users need none of it."""
@@ -280,6 +283,14 @@ class Settings:
         "",
         "File to which rank 0 writes what --autotune has tried and chosen, a line of JSON each.",
         aliases=("HOROVOD_AUTOTUNE_LOG",),
+        engine=False,
+    )
+    compression: str = _knob(
+        "none",
+        "How optimizers and gradient tapes send gradients that say no compression themselves: "
+        "none, fp16, bf16, between hosts int8 or int4; auto:int8 (PyTorch): the least lossy up to "
+        "that one whose bytes hide behind backward. The same for all ranks.",
+        choices=("none", *_COMPRESSIONS, *(f"auto:{each}" for each in _COMPRESSIONS)),
         engine=False,
     )
     fusion_bytes: int = _knob(

@@ -59,7 +59,7 @@ def test_the_faster_size_is_kept(start, step_ms, tried, chosen):
 
 def test_the_log_has_a_line_for_each_decision(tmp_path):
     path = tmp_path / "tune.log"
-    log = tuning._file_log(str(path), 3)
+    log = tuning.log_to(str(path), 3)
     log({"chosen": 1})
     log({"chosen": 2})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
@@ -67,5 +67,5 @@ def test_the_log_has_a_line_for_each_decision(tmp_path):
         {"optimizer": 3, "chosen": 2},
     ]
     with pytest.raises(ValueError, match="KOLOVOD_AUTOTUNE_LOG_FILE"):
-        tuning._file_log(str(tmp_path / "no" / "file"), 3)({})
+        tuning.log_to(str(tmp_path / "no" / "file"), 3)({})
     assert tuning.asked_for(0) is None  # there is no world

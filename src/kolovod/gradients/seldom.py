@@ -20,7 +20,7 @@ from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.agreement import Agreement
-from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.gradients.compression import NOTHING, AnyCompressor, adapted
 from kolovod.gradients.spec import ReduceSpec
 
 Details = list[tuple[str, Any]]
@@ -119,8 +119,9 @@ class Exchange:
 
         Raises InvalidArgumentError.
         """
-        self.spec = ReduceSpec.checked(compression, Average, 1.0, process_set, (Average,))
-        self._plain = ReduceSpec.checked(Compression.none, Average, 1.0, process_set, (Average,))
+        given = adapted(compression)  # for which --compression does not count
+        self.spec = ReduceSpec.checked(given, Average, 1.0, process_set, (Average,))
+        self._plain = ReduceSpec.checked(NOTHING, Average, 1.0, process_set, (Average,))
         self._kind = kind
         self._verbs = verbs
         self._agreement = Agreement(verbs.world, process_set)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kolovod.config import Settings, load
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
 from kolovod.core.world import current, place
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, NotInitializedError
-from kolovod.gradients.compression import NOTHING, AnyCompressor, Compressor, InBlocks, adapted
+from kolovod.gradients.compression import (
+    NOTHING,
+    AnyCompressor,
+    Auto,
+    Compression,
+    Compressor,
+    InBlocks,
+    adapted,
+    by_setting,
+    choices_of,
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,8 @@ class ReduceSpec:
     """Sparse gradients are sent with all their zeros."""
     process_set: Any = None  # a ProcessSet, or another Group where only its engine is asked for
     """None: all ranks."""
+    choices: tuple[tuple[str, Compressor], ...] = ()
+    """What ``compressor`` may become, by name, itself first; empty: it stays."""
 
     @classmethod
     def checked(
@@ -39,10 +53,12 @@ class ReduceSpec:
         ops: tuple[int, ...],
         *,
         sparse_as_dense: bool = False,
+        may_choose: bool = False,
     ) -> ReduceSpec:
         """What an optimizer was asked for. Raises InvalidArgumentError for what cannot work.
 
-        ``ops``: those that the optimizer can do.
+        ``compression``: where it is ``Compression.none``, ``--compression`` counts. ``ops``: those
+        that the optimizer can do. ``may_choose``: it can change its compressor between two steps.
         """
         if op not in ops:
             *most, last = (known.name for known in map(type(Average), ops))
@@ -61,13 +77,21 @@ class ReduceSpec:
             )
         if process_set is not None and not hasattr(process_set, "membership"):
             raise no_process_set(process_set)
+        if compression is Compression.none and op in (Average, Sum):
+            compression = by_setting(settings().compression)
+        choices: tuple[tuple[str, Compressor], ...] = ()
+        if isinstance(compression, Auto) and may_choose:
+            choices = choices_of(compression)
+            compression = choices[0][1]
         compressor = adapted(compression)
         if isinstance(compressor, InBlocks) and op not in (Average, Sum):
             raise InvalidArgumentError(
                 f"compression is {compressor.blocks!r}, which is for op Average or Sum, but op is "
                 f"{type(Average)(op).name}: use .fp16 or .bf16"
             )
-        return cls(op, 1.0 / predivide, predivide, compressor, bool(sparse_as_dense), process_set)
+        factors = (1.0 / predivide, predivide)
+        as_dense = bool(sparse_as_dense)
+        return cls(op, *factors, compressor, as_dense, process_set, choices)
 
     @property
     def scale(self) -> float:
@@ -106,6 +130,14 @@ class ReduceSpec:
             return self.is_member and world().size > 1
         except NotInitializedError:
             return without_world
+
+
+def settings() -> Settings:
+    """Those of the world, or those that it would have."""
+    try:
+        return current().settings
+    except NotInitializedError:
+        return load(os.environ)
 
 
 def is_elastic() -> bool:

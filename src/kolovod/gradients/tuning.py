@@ -108,14 +108,12 @@ def asked_for(optimizer: int) -> BucketTrials | None:
         settings = current().settings
     except NotInitializedError:
         return None
-    return (
-        BucketTrials(_file_log(settings.autotune_log_file, optimizer))
-        if settings.autotune
-        else None
-    )
+    log = log_to(settings.autotune_log_file, optimizer)
+    return BucketTrials(log) if settings.autotune else None
 
 
-def _file_log(path: str, optimizer: int) -> Callable[[dict[str, Any]], None]:
+def log_to(path: str, optimizer: int) -> Callable[[dict[str, Any]], None]:
+    """What writes decisions to a file, a line of JSON each; nowhere if ``path`` is empty."""
     if not path:
         return lambda decision: None
 

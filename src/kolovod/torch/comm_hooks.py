@@ -239,7 +239,8 @@ def check_hook(hook: Any, spec: ReduceSpec, has_begun: bool) -> None:
         raise InvalidArgumentError(
             f"hook is a {type(hook).__name__}: give a function of state and bucket"
         )
-    if spec.compressor is not NOTHING or spec.op != Average or spec.prescale != 1.0:
+    is_sent_as_it_is = spec.compressor is NOTHING and not spec.choices
+    if not is_sent_as_it_is or spec.op != Average or spec.prescale != 1.0:
         raise InvalidArgumentError(
             "a communication hook combines gradients by itself, so the optimizer must have the "
             "defaults: compression none, op Average, gradient_predivide_factor 1"

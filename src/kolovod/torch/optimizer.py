@@ -53,7 +53,8 @@ def DistributedOptimizer(
     optimizer that wants a gradient, now or when it is thawed later, and may name more. Names must
     be the same on all ranks. None: parameters are known by their place in the optimizer.
     ``compression``: ``Compression.none``, ``.fp16``, ``.bf16``, between hosts ``.int8``, ``.int4``
-    (see ``Compression``), or a ``Compressor``.
+    (see ``Compression``), ``.auto("int8")`` (see ``Auto``), or a ``Compressor``. Where it is
+    ``none``, ``--compression`` counts.
     ``backward_passes_per_step``: gradients of so many passes are summed locally before they are
     sent.
     ``op``: Average or Sum. Adasum: every rank steps by itself, and the steps are combined; see
@@ -96,6 +97,7 @@ def DistributedOptimizer(
         process_set,
         (Average, Sum, Adasum),
         sparse_as_dense=sparse_as_dense,
+        may_choose=True,
     )
     passes = checked_passes(backward_passes_per_step)
     names = checked_names(optimizer, named_parameters)

@@ -17,20 +17,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from kolovod.core import spans
-from kolovod.core.collectives import Collectives
-from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max, Sum
 from kolovod.elastic import steps
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
-from kolovod.gradients import plan, tuning
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch import clipping, results, sparse
+from kolovod.torch.arrangement import Arrangement
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, Sends, over
 from kolovod.torch.comm_hooks import Hook, HookSender, check_hook
@@ -42,7 +39,7 @@ from kolovod.torch.sender import Sender
 from kolovod.torch.shards import ShardSender
 
 # What a rank says of itself in every trip; each rank sees what all ranks together have said.
-_STEPS, _DROPS, _FAILED, _AGAIN, _CUT = range(5)
+_STEPS, _DROPS, _FAILED, _AGAIN, _ANEW = range(5)
 _MARKS = 5
 
 
@@ -72,12 +69,13 @@ class GradientReducer:
         self.countdown = Countdown(passes)
         self.buckets = Buckets(self.parameters, self.countdown, groups)
         self.in_flight = InFlight(over)
-        self.sender: Sends = Sender(self.parameters, spec, verbs, self.in_flight)
+        sender = Sender(self.parameters, spec, verbs, self.in_flight)
+        self.sender: Sends = sender
         self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
         self.agreement = Agreement(verbs.world, spec.process_set)
-        self._order: list[int] = []
-        self._trials: tuning.BucketTrials | None = None
-        self._wanted_bytes = 0  # by trials
+        self.arrangement = Arrangement(
+            self.parameters, self.buckets, spec, verbs, self.agreement, sender.use
+        )
         self._used = False  # there was a step, and no zero_grad since
         self._is_watched = False
         if spec.is_member and not spec.comes_later:
@@ -207,6 +205,8 @@ class GradientReducer:
         if not (self.parameters or self.parameters.frozen):
             return
         problems = self._thaw()
+        if self.arrangement.choice is not None:
+            self.arrangement.choice.backward_ends()
         try:
             stores = steps.exactly(
                 lambda: self._attempt(list(problems)),
@@ -293,6 +293,8 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket) -> None:
         """From a hook."""
+        if self.arrangement.choice is not None:
+            self.arrangement.choice.bucket_leaves()
         try:
             self.sender.submit(bucket)
         except CollectiveAbortedError:
@@ -310,37 +312,8 @@ class GradientReducer:
         self.in_flight.discard()
         everyone = range(len(self.parameters))
         dims = self.agreement.reach(self._details(everyone), self._sparse_dims())
-        noted = self.buckets.order
-        if self._trials is None:
-            self._trials = tuning.asked_for(self.agreement.number)
-        self._cut([*noted, *(i for i in everyone if i not in noted)], dims)
+        self.arrangement.make([*self.buckets.order], dims)
         self.sender.begin_world()
-
-    def _cut(self, order: list[int], sparse_dims: Sequence[int]) -> None:
-        """Make buckets of all parameters, in the order and of the size that the first rank says."""
-        rate, all_bytes = self._link()
-        wanted = self._wanted_bytes or plan.bucket_bytes(rate, all_bytes)
-        if self.verbs.world().rank == 0 and not self._wanted_bytes:
-            why = f"links carry {rate:.0f} MB/s" if rate else "ranks are on one host"
-            spans.chosen(f"buckets of {wanted >> 10} KiB: {why}")
-        said = np.array([wanted, *order], np.int64)
-        Collectives(NumpyFrontend(), self.verbs.world).broadcast_(said, 0, "optimizer.buckets")
-        self.buckets.bucket_bytes, *self._order = said.tolist()
-        self.buckets.rearrange(self._order)
-        self.buckets.single_out(sparse_dims)
-        self.buckets.accept(self.buckets.all, self.agreement.number)
-
-    def _cut_anew(self) -> None:
-        """All ranks, between two steps: the link is another than was thought."""
-        dims = self.buckets.sparse_dims()
-        everyone = range(len(self.parameters))
-        order = [*self._order, *sorted({*everyone} - {*self._order})]
-        self._cut(order, [dims.get(index, 0) for index in everyone])
-
-    def _link(self) -> tuple[float, int]:
-        """What a link between hosts carries, in bytes per us, 0 on one host; bytes of gradients."""
-        rate = float(self.verbs.world().engine.stats()["link_bytes_per_us"])
-        return rate, self.parameters.bytes
 
     def _details(self, indices: Sequence[int]) -> list[tuple[str, Any]]:
         return [*self.parameters.details(indices), *self.sender.details(indices)]
@@ -379,8 +352,8 @@ class GradientReducer:
             stores.append(partial(self.sender.store, done, lambda i: used[i] != 0, scale))
         if marks[_AGAIN]:
             stores += self._trip(self._agree_further(redo), [])
-        elif marks[_CUT]:
-            self._cut_anew()
+        elif marks[_ANEW]:
+            self.arrangement.make_anew()
         return stores
 
     def _agree_further(self, redo: bool) -> Sequence[Bucket]:
@@ -422,22 +395,12 @@ class GradientReducer:
         if purpose == _STEPS:
             marks[_FAILED] = bool(problems)
             marks[_AGAIN] = redo or bool(self.buckets.fresh())
-            marks[_CUT] = self._is_to_be_cut()
+            marks[_ANEW] = not self.sender.keeps_buckets and self.arrangement.is_to_be_made_anew()
         view = torch.frombuffer(marks, dtype=torch.uint8)
         handle = self.verbs.allreduce_async_(view, f"used.{self.agreement.number}", Max)
         done, later = self.arrived()
         handle.wait()
         return marks, done, later, redo
-
-    def _is_to_be_cut(self) -> bool:
-        """What the first rank finds counts for all."""
-        if self.sender.keeps_buckets or self.verbs.world().rank != 0:
-            return False
-        now = self.buckets.bucket_bytes
-        if self._trials is None:
-            return plan.is_to_be_cut_anew(now, *self._link())
-        self._wanted_bytes = self._trials.next_bytes(now)
-        return self._wanted_bytes != now
 
     def arrived(self) -> tuple[list[Item], list[Callable[[], None]]]:
         """Wait for all that is on its way [4]; what is left to do for the results to be there."""

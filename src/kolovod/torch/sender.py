@@ -51,8 +51,14 @@ class Sender:
         self._in_flight = in_flight
         self._spec = spec
         self._how = (int(spec.op), spec.prescale, spec.postscale, 0, False)
-        self._blocks = spec.compressor.blocks if isinstance(spec.compressor, InBlocks) else None
-        self._is_plain = spec.compressor is NOTHING or self._blocks is not None
+        self.use(spec.compressor)
+
+    def use(self, compressor: Compressor) -> None:
+        """Send gradients so, from the next step on; all ranks do."""
+        self._compressor = compressor
+        self._blocks = compressor.blocks if isinstance(compressor, InBlocks) else None
+        self._is_plain = compressor is NOTHING or self._blocks is not None
+        self._codings.clear()
 
     def begin_world(self) -> None:
         """Nothing: what this keeps is good in any world."""
@@ -152,7 +158,7 @@ class Sender:
         try:
             if plain.is_sparse:
                 self._frontend.view(plain)  # which says that it cannot be sent
-            compressor = self._spec.compressor
+            compressor = self._compressor
             parcel = _parcel(compressor, key, plain, grad)
             if parcel.payload.verb == "allgather":
                 return parcel, views

@@ -274,7 +274,7 @@ def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> ShardSe
 
 def check_shardable(optimizer: torch.optim.Optimizer, spec: ReduceSpec) -> None:
     """Raise InvalidArgumentError where ranks cannot step with parts of the parameters."""
-    if spec.compressor is not NOTHING:
+    if spec.compressor is not NOTHING or spec.choices:
         raise InvalidArgumentError(
             "shard_state scatters gradients as they are: leave compression at Compression.none"
         )

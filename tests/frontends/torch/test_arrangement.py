@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 
@@ -15,7 +16,7 @@ from torch_loopback import run  # noqa: E402
 
 import kolovod.torch as kv  # noqa: E402
 from kolovod.observe.summary import read, summarize  # noqa: E402
-from kolovod.torch.reducer import GradientReducer  # noqa: E402
+from kolovod.torch.arrangement import Arrangement  # noqa: E402
 
 LAYERS = 12  # in the order of names the tenth comes second
 HALF_A_BUCKET = 1 << 17  # elements
@@ -106,11 +107,11 @@ def test_buckets_are_cut_anew_when_the_link_is_another(kind, monkeypatch):
     rates = {0: [125.0, 125.0, 12.5, 12.5, 1e4, 1e4], 1: [1e4] * 6}
     asked = {0: 0, 1: 0}
 
-    def link(reducer):
-        rank = reducer.verbs.world().rank
-        return rates[rank][asked[rank]], reducer.parameters.bytes
+    def link(arrangement):
+        rank = arrangement._verbs.world().rank
+        return rates[rank][asked[rank]], arrangement._parameters.bytes
 
-    monkeypatch.setattr(GradientReducer, "_link", link)
+    monkeypatch.setattr(Arrangement, "_link", link)
 
     def work(kv, rank):
         net = Chain()
@@ -165,3 +166,47 @@ def test_bucket_sizes_are_tried_when_asked_for(tmp_path):
     assert len(choices) == len(decisions) + 1
     assert choices[-1].startswith(f"buckets of {first[-1] >> 10} KiB: ")
     assert " ms a step, " in choices[-1]
+
+
+def chosen(rank, log, most, hosts):
+    """``hosts``: of each rank, where links carry 10 MB/s, and then a hundred times as much."""
+    os.environ["KOLOVOD_COMPRESSION"] = f"auto:{most}"
+    os.environ["KOLOVOD_AUTOTUNE_LOG_FILE"] = log
+    kv.init()
+    rates = iter([10.0] * 20 + [1e5] * 1000)
+    Arrangement._link = lambda arrangement: (next(rates), arrangement._parameters.bytes)
+    Arrangement._hosts = lambda arrangement: hosts
+    net = Chain()
+    optimizer = kv.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters()
+    )
+    sent = []
+    for _ in range(60):
+        step(net, optimizer, rank, range(LAYERS))
+        assert all((layer.grad == 1.5).all() for layer in net.layers)
+        sender = optimizer._kolovod_reducer.sender
+        sent.append(repr(sender._blocks) if sender._blocks else sender._compressor.given.__name__)
+    kv.shutdown()
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("most", "ways"),
+    [
+        ("int8", ["NoneCompressor", "Compression.int8", "NoneCompressor"]),
+        ("bf16", ["NoneCompressor", "BF16Compressor", "NoneCompressor"]),
+    ],
+)
+def test_compression_is_chosen_by_the_link_and_backward(tmp_path, most, ways):
+    log = tmp_path / "chosen.log"
+    first, second = run_torch_ranks(2, chosen, str(log), most, 2)
+    assert first == second
+    assert [way for way, _ in itertools.groupby(first)] == ways
+    decisions = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [each["compression"] for each in decisions] == [most, "none"]
+    assert " ms of backward" in decisions[0]["why"]
+
+
+def test_nothing_is_compressed_on_one_host(tmp_path):
+    for found in run_torch_ranks(2, chosen, str(tmp_path / "none.log"), "int4", 1):
+        assert set(found) == {"NoneCompressor"}

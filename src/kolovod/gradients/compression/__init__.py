@@ -1,13 +1,16 @@
 """What travels in a gradient's place.
 
 ``compressor`` has the shape of every compressor, ``casts`` the two that round to 16 bits,
-``blocks`` those of 8 and 4 bits that the engine knows, and ``stateless`` the way from Horovod's
-shape, two static methods, to ours. ``once`` is for steps that are repeated.
+``blocks`` those of 8 and 4 bits that the engine knows, ``auto`` a choice among them, and
+``stateless`` the way from Horovod's shape, two static methods, to ours. ``once`` is for steps that
+are repeated.
 """
 
 from __future__ import annotations
 
+from kolovod.gradients.compression.auto import Auto
 from kolovod.gradients.compression.blocks import Blocks, InBlocks
+from kolovod.gradients.compression.by_name import by_setting, choices_of
 from kolovod.gradients.compression.casts import (
     BF16Compressor,
     Compression,
@@ -30,6 +33,7 @@ from kolovod.gradients.compression.stateless import (
 __all__ = [
     "NOTHING",
     "AnyCompressor",
+    "Auto",
     "BF16Compressor",
     "Blocks",
     "Compression",
@@ -42,7 +46,9 @@ __all__ = [
     "Stateless",
     "StaticCompressor",
     "adapted",
+    "by_setting",
     "cast",
+    "choices_of",
     "dtype_name",
     "element_bytes",
     "payload_of",

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from kolovod.core.codecs import Codec
+from kolovod.gradients.compression.auto import Auto
 from kolovod.gradients.compression.blocks import Blocks
 
 _WIDE = ("float32", "float64")
@@ -65,7 +66,8 @@ class Compression:
     """The compressors by name.
 
     ``none``, ``fp16``, ``bf16`` (not for MXNet); and between hosts alone ``int8`` and ``int4``: see
-    ``Blocks``.
+    ``Blocks``. ``auto(most)``, for PyTorch: the least lossy of them that costs no time; see
+    ``Auto``.
     """
 
     none = NoneCompressor
@@ -73,6 +75,7 @@ class Compression:
     bf16 = BF16Compressor
     int8 = Blocks(Codec.int8)
     int4 = Blocks(Codec.int4)
+    auto = Auto
 
 
 def dtype_name(tensor: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression.auto import Auto
 from kolovod.gradients.compression.blocks import Blocks, InBlocks
 from kolovod.gradients.compression.casts import NoneCompressor
 from kolovod.gradients.compression.compressor import Compressor, Payload
@@ -25,7 +26,7 @@ class StaticCompressor(Protocol):
         ...
 
 
-AnyCompressor: TypeAlias = "Compressor | StaticCompressor | type[StaticCompressor]"
+AnyCompressor: TypeAlias = "Compressor | StaticCompressor | type[StaticCompressor] | Auto"
 """What ``compression=`` takes."""
 
 
@@ -56,6 +57,11 @@ def adapted(compression: AnyCompressor) -> Compressor:
     """``compression`` as a Compressor. Raises InvalidArgumentError for what is none."""
     if isinstance(compression, Compressor):
         return compression
+    if isinstance(compression, Auto):
+        raise InvalidArgumentError(
+            f"compression is {compression!r}, which only PyTorch's DistributedOptimizer can do, by "
+            f"op Average or Sum: give Compression.{compression.most}"
+        )
     for method in ("compress", "decompress"):
         if not callable(getattr(compression, method, None)):
             raise InvalidArgumentError(
