@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,11 @@ class Arrangement:
         self._order: list[int] = []
         self._wanted_bytes = 0  # by trials
         self._level = self._wanted_level = 0  # of spec.choices
+
+    def details(self) -> list[tuple[str, Any]]:
+        """What must be the same on all ranks."""
+        names = [name for name, _ in self._spec.choices]
+        return [("compression", f"one of {', '.join(names)}")] if names else []
 
     def make(self, noted: Sequence[int], sparse_dims: Sequence[int]) -> None:
         """When ranks have met. ``noted``: parameters in the order in which backward made them."""

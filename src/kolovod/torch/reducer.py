@@ -311,7 +311,8 @@ class GradientReducer:
             return
         self.in_flight.discard()
         everyone = range(len(self.parameters))
-        dims = self.agreement.reach(self._details(everyone), self._sparse_dims())
+        details = [*self._details(everyone), *self.arrangement.details()]
+        dims = self.agreement.reach(details, self._sparse_dims())
         self.arrangement.make([*self.buckets.order], dims)
         self.sender.begin_world()
 

@@ -210,3 +210,16 @@ def test_compression_is_chosen_by_the_link_and_backward(tmp_path, most, ways):
 def test_nothing_is_compressed_on_one_host(tmp_path):
     for found in run_torch_ranks(2, chosen, str(tmp_path / "none.log"), "int4", 1):
         assert set(found) == {"NoneCompressor"}
+
+
+def test_ranks_that_choose_from_others_are_named():
+    def work(loopback, rank):
+        net = Chain()
+        compression = kv.Compression.auto("int8" if rank == 0 else "bf16")
+        optimizer = wrapped(net, loopback, lr=0.0, compression=compression)
+        with pytest.raises(kv.MismatchError) as caught:
+            step(net, optimizer, rank, range(LAYERS))
+        return str(caught.value)
+
+    for said in run(2, work):
+        assert "rank 0 has 'compression' one of none, bf16, int8, rank 1 has 'compression'" in said
