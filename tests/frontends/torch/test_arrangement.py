@@ -15,6 +15,7 @@ from optimizing import wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 import kolovod.torch as kv  # noqa: E402
+from kolovod.errors import MismatchError  # noqa: E402
 from kolovod.observe.summary import read, summarize  # noqa: E402
 from kolovod.torch.arrangement import Arrangement  # noqa: E402
 
@@ -217,7 +218,7 @@ def test_ranks_that_choose_from_others_are_named():
         net = Chain()
         compression = kv.Compression.auto("int8" if rank == 0 else "bf16")
         optimizer = wrapped(net, loopback, lr=0.0, compression=compression)
-        with pytest.raises(kv.MismatchError) as caught:
+        with pytest.raises(MismatchError) as caught:
             step(net, optimizer, rank, range(LAYERS))
         return str(caught.value)
 
