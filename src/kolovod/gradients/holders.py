@@ -99,7 +99,8 @@ def moves(
     """By index what has to go where, in an order that is the same for all; and what nobody has.
 
     ``have``, ``need``: by rank. Who has a part itself is asked before who has a copy, and of
-    several the lowest rank, so that all who get an element get it from one.
+    several the lowest rank, so that all who get an element get it from one. A move is of one held
+    span.
     """
     sources = _sources(have)
     found: dict[int, list[Move]] = defaultdict(list)
@@ -137,21 +138,20 @@ def _sources(have: Sequence[Iterable[Held]]) -> Mapping[int, list[tuple[int, int
 def _swept(spans: Sequence[tuple[int, int, bool, int]]) -> list[tuple[int, int, int]]:
     """One rank for each element of ``spans``, which are in order of their begin."""
     edges = sorted({edge for begin, end, _, _ in spans for edge in (begin, end)})
-    open_now: list[tuple[bool, int, int]] = []
-    rows: list[tuple[int, int, int]] = []
+    open_now: list[tuple[bool, int, int, int]] = []
+    chosen: list[tuple[int, int, tuple[bool, int, int, int]]] = []
     coming = 0
     for at, until in zip(edges, edges[1:], strict=False):
         while coming < len(spans) and spans[coming][0] <= at:
-            _, end, is_copy, rank = spans[coming]
-            heapq.heappush(open_now, (is_copy, rank, end))
+            begin, end, is_copy, rank = spans[coming]
+            heapq.heappush(open_now, (is_copy, rank, end, begin))
             coming += 1
         while open_now and open_now[0][2] <= at:
             heapq.heappop(open_now)
         if not open_now:
             continue
-        rank = open_now[0][1]
-        if rows and rows[-1][1] == at and rows[-1][2] == rank:
-            rows[-1] = (rows[-1][0], until, rank)
+        if chosen and chosen[-1][1:] == (at, open_now[0]):
+            chosen[-1] = (chosen[-1][0], until, open_now[0])
         else:
-            rows.append((at, until, rank))
-    return rows
+            chosen.append((at, until, open_now[0]))
+    return [(begin, end, source[1]) for begin, end, source in chosen]

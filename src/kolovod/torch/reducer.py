@@ -185,7 +185,9 @@ class GradientReducer:
     def shards(self) -> ShardSender | None:
         """See clipping.Averaging."""
         sender = self.sender
-        return sender if isinstance(sender, ShardSender) and self.hooks.are_on else None
+        if isinstance(sender, ShardSender) and (self.hooks.are_on or sender.in_parts):
+            return sender
+        return None
 
     def _is_spent(self) -> bool:
         """Whether the gradients are those that a step has used: looked at, maybe by one rank only.
@@ -228,7 +230,8 @@ class GradientReducer:
             return []
         try:
             self._meet()
-            return self._trip(self.buckets.agreed(), problems)
+            stores = self._trip(self.buckets.agreed(), problems)
+            return [*self.sender.complete(), *stores]
         except CollectiveAbortedError:
             self.in_flight.discard()
             self._reset()
@@ -261,6 +264,8 @@ class GradientReducer:
         """Of gradients that are computed again nothing is left, sent or not."""
         self.in_flight.discard()
         self.reset(used=False)
+        if isinstance(self.sender, ShardSender):
+            self.sender.zero_grad()
         for parameter in self.parameters.tensors:
             parameter.grad = None
 
