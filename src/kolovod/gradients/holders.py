@@ -9,15 +9,16 @@ import heapq
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 __all__ = ["Held", "Move", "Span", "copied_by", "moves", "orphans", "said_of"]
 
 
 class Span(NamedTuple):
-    """Elements of the flat parameter ``index``, from ``begin`` up to ``end``."""
+    """Elements of the flat parameter of that index, from ``begin`` up to ``end``."""
 
-    index: int
+    parameter: int
     begin: int
     end: int
 
@@ -25,7 +26,7 @@ class Span(NamedTuple):
 class Held(NamedTuple):
     """A span that a rank has."""
 
-    index: int
+    parameter: int
     begin: int
     end: int
     is_copy: bool
@@ -35,7 +36,7 @@ class Held(NamedTuple):
 class Move(NamedTuple):
     """A span that ``target`` needs, and gets from ``source``; the same where it has it."""
 
-    index: int
+    parameter: int
     begin: int
     end: int
     source: int
@@ -87,8 +88,8 @@ def said_of(
     who = ", ".join(f"rank {rank} on host {hosts[rank]}" for rank in gone)
     kept = "a part is on two ranks, and both of one are" if holders else "and no part has a copy"
     return (
-        f"{who} (of epoch {epoch}) are not in the job any more: of a sharded optimizer (shard_state) "
-        f"{kept} gone, so the job cannot go on. Start it again from a checkpoint, which "
+        f"{who} (of epoch {epoch}) are not in the job any more: of a sharded optimizer "
+        f"(shard_state) {kept} gone, so the job cannot go on. Start it again from a checkpoint, which "
         "optimizer.state_dict(), called by all ranks, gives"
     )
 
@@ -141,7 +142,7 @@ def _swept(spans: Sequence[tuple[int, int, bool, int]]) -> list[tuple[int, int, 
     open_now: list[tuple[bool, int, int, int]] = []
     chosen: list[tuple[int, int, tuple[bool, int, int, int]]] = []
     coming = 0
-    for at, until in zip(edges, edges[1:], strict=False):
+    for at, until in pairwise(edges):
         while coming < len(spans) and spans[coming][0] <= at:
             begin, end, is_copy, rank = spans[coming]
             heapq.heappush(open_now, (is_copy, rank, end, begin))

@@ -158,10 +158,10 @@ class CopiedShards(ShardSender):
         found, _ = moves(have, [everything] * world.size)
 
         def read(job: Job, begin: int, end: int) -> torch.Tensor:
-            return flats[job.index][begin:end]
+            return flats[job.parameter][begin:end]
 
         def write(job: Job, begin: int, end: int, received: torch.Tensor) -> None:
-            flats[job.index][begin:end].copy_(received)
+            flats[job.parameter][begin:end].copy_(received)
 
         jobs = [Job(index, "parameter", tensors[index].dtype) for index in indices]
         with torch.no_grad():

@@ -34,6 +34,7 @@ from kolovod.torch import clipping, results, sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, Sends, over
 from kolovod.torch.comm_hooks import Hook, HookSender, check_hook
+from kolovod.torch.copied_shards import CopiedShards
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.hooks import Hooks
 from kolovod.torch.parameters import Named, Parameters
@@ -119,10 +120,10 @@ class GradientReducer:
         """Backward passes that are summed before a gradient is sent."""
         return self.countdown.passes
 
-    def use_shards(self, check_new_world: Callable[[], None]) -> ShardSender:
+    def use_shards(self, check_new_world: Callable[[], None]) -> CopiedShards:
         """Let each rank have a part of the gradients only; see ``ShardSender``."""
         self.buckets.are_of_one_kind = True
-        self.sender = sender = ShardSender(
+        self.sender = sender = CopiedShards(
             self.parameters, self.spec, self.verbs, self.in_flight, check_new_world
         )
         return sender

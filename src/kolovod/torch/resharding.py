@@ -44,9 +44,9 @@ class Values(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Something that parameter ``index`` has a value of for each element."""
+    """Something that a parameter has a value of for each element."""
 
-    index: int
+    parameter: int
     key: str
     dtype: torch.dtype
 
@@ -86,20 +86,20 @@ def exchange(
     values)`` gets those that it needs. ``tensors``: the parameters, by index.
     """
     for batch in _batches(jobs, tensors):
-        _exchange_batch(verbs, batch, found, read, write, tensors[batch[0].index].device)
+        _exchange_batch(verbs, batch, found, read, write, tensors[batch[0].parameter].device)
 
 
 def _batches(jobs: Sequence[Job], tensors: Sequence[torch.Tensor]) -> Iterator[list[Job]]:
     """Of one dtype each, and one kind of device."""
     kinds: dict[tuple[torch.dtype, str], list[Job]] = defaultdict(list)
     for job in jobs:
-        kinds[job.dtype, tensors[job.index].device.type].append(job)
+        kinds[job.dtype, tensors[job.parameter].device.type].append(job)
     for same in kinds.values():
         batch: list[Job] = []
         batch_bytes = 0
         for job in same:
             batch.append(job)
-            batch_bytes += tensors[job.index].numel() * job.dtype.itemsize
+            batch_bytes += tensors[job.parameter].numel() * job.dtype.itemsize
             if batch_bytes >= _BATCH_BYTES:
                 yield batch
                 batch, batch_bytes = [], 0
@@ -121,7 +121,7 @@ def _exchange_batch(
     expected: list[list[tuple[Job, Move]]] = [[] for _ in range(size)]
     travels = False
     for job in batch:
-        for move in found.get(job.index, ()):
+        for move in found.get(job.parameter, ()):
             travels |= move.source != move.target
             if move.source == move.target == rank:
                 write(job, move.begin, move.end, read(job, move.begin, move.end))
@@ -137,7 +137,7 @@ def _exchange_batch(
     source = joined(everything) if everything else torch.empty(0, dtype=dtype, device=device)
     first = batch[0]
     received, _ = verbs.alltoall(
-        source.contiguous(), splits, f"shards.{first.index}.{first.key}.{dtype}"
+        source.contiguous(), splits, f"shards.{first.parameter}.{first.key}.{dtype}"
     )
     at = 0
     for job, move in (pair for row in expected for pair in row):
@@ -146,16 +146,21 @@ def _exchange_batch(
         at += length
 
 
-def _sources(state: State, sender: CopiedShards) -> Iterator[tuple[Held, torch.Tensor]]:
-    """What this rank has of the trained parameters' state, and by which tensor."""
+def _sources(
+    state: State, sender: CopiedShards
+) -> Iterator[tuple[Held, torch.Tensor, dict[str, Any]]]:
+    """What this rank has of the trained parameters' state: where, like which tensor, and what."""
     for pieces in sender.cut.both():
         is_copy = pieces is sender.cut.copy
         for index, piece in pieces.tensors.items():
             place = pieces.places[index]
-            yield Held(index, place.begin, place.end, is_copy), piece
+            entries = dict(state.get(piece) or {})
+            if piece.grad is not None:
+                entries[_GRADIENT] = piece.grad
+            yield Held(index, place.begin, place.end, is_copy), piece, entries
     for index, parameter in enumerate(sender.parameters.tensors):
         if state.get(parameter):
-            yield Held(index, 0, parameter.numel(), False), parameter
+            yield Held(index, 0, parameter.numel(), False), parameter, state[parameter]
 
 
 def _outline(state: State, sender: CopiedShards) -> _Outline:
@@ -164,25 +169,18 @@ def _outline(state: State, sender: CopiedShards) -> _Outline:
     spans: list[Held] = []
     kinds: dict[int, dict[str, torch.dtype]] = {}
     once: dict[int, dict[str, Any]] = {}
-    for held, tensor in _sources(state, sender):
+    for held, tensor, entries in _sources(state, sender):
         spans.append(held)
-        for key, value in _entries(state, tensor).items():
+        for key, value in entries.items():
             if is_by_element(value, tensor):
-                kinds.setdefault(held.index, {})[key] = value.dtype
+                kinds.setdefault(held.parameter, {})[key] = value.dtype
             else:
                 is_far = isinstance(value, torch.Tensor) and not value.is_cpu
                 said = _OnDevice(value.cpu()) if is_far else value
-                once.setdefault(held.index, {})[key] = said
+                once.setdefault(held.parameter, {})[key] = said
     cut = sender.cut
     lost = "" if cut.epoch is None else cut.lost(world.members)
     return _Outline(cut.epoch, lost, spans, kinds, once)
-
-
-def _entries(state: State, tensor: torch.Tensor) -> dict[str, Any]:
-    entries: dict[str, Any] = dict(state.get(tensor) or {})
-    if tensor.grad is not None and tensor._is_view():  # a piece; a parameter's is not averaged
-        entries[_GRADIENT] = tensor.grad
-    return entries
 
 
 def collected(
@@ -213,24 +211,26 @@ def collected(
     known = kinds.keys() | once.keys()
     if known and outlines[0].lost:
         raise JobOverError(outlines[0].lost)
-    wanted = [[span for span in need(rank) if span.index in known] for rank in range(world.size)]
+    wanted = [
+        [span for span in need(rank) if span.parameter in known] for rank in range(world.size)
+    ]
     found, missing = moves([said.spans for said in outlines], wanted)
     if missing:
-        name = sender.parameters.names[missing[0].index]
+        name = sender.parameters.names[missing[0].parameter]
         raise InternalError(
             f"no rank has elements {missing[0].begin} to {missing[0].end} of the optimizer's state "
             f"of '{name}' (epoch {epoch} of {world.size} ranks): please report it"
         )
-    got = [_room(span, kinds, once, tensors[span.index]) for span in wanted[world.rank]]
+    got = [_room(span, kinds, once, tensors[span.parameter]) for span in wanted[world.rank]]
     by_index: dict[int, list[Values]] = defaultdict(list)
     for values in got:
-        by_index[values.span.index].append(values)
+        by_index[values.span.parameter].append(values)
 
     def read(job: Job, begin: int, end: int) -> torch.Tensor:
         return _read(state, sender, job, begin, end)
 
     def write(job: Job, begin: int, end: int, received: torch.Tensor) -> None:
-        for values in by_index[job.index]:
+        for values in by_index[job.parameter]:
             if values.span.begin <= begin and end <= values.span.end:
                 place = slice(begin - values.span.begin, end - values.span.begin)
                 values.by_element[job.key][place].copy_(received)
@@ -251,27 +251,27 @@ def _room(
     length = span.end - span.begin
     by_element = {
         key: torch.empty(length, dtype=dtype, device=parameter.device)
-        for key, dtype in kinds.get(span.index, {}).items()
+        for key, dtype in kinds.get(span.parameter, {}).items()
     }
     alone = {
         key: value.value.to(parameter.device, copy=True)
         if isinstance(value, _OnDevice)
         else copy.deepcopy(value)  # a step is counted in each by itself
-        for key, value in once.get(span.index, {}).items()
+        for key, value in once.get(span.parameter, {}).items()
     }
     return Values(span, by_element, alone)
 
 
 def _read(state: State, sender: CopiedShards, job: Job, begin: int, end: int) -> torch.Tensor:
     """Zeros where the rank has the elements, and nothing of that key."""
-    for held, tensor in _sources(state, sender):
-        if held.index == job.index and held.begin <= begin and end <= held.end:
-            value = _entries(state, tensor).get(job.key)
+    for held, tensor, entries in _sources(state, sender):
+        if held.parameter == job.parameter and held.begin <= begin and end <= held.end:
+            value = entries.get(job.key)
             if value is None:
                 return torch.zeros(end - begin, dtype=job.dtype, device=tensor.device)
             flat = laid_as(tensor, value)
             return flat[begin - held.begin : end - held.begin]
-    raise InternalError(f"elements {begin} to {end} of parameter {job.index} are not here")
+    raise InternalError(f"elements {begin} to {end} of parameter {job.parameter} are not here")
 
 
 def to_next_cut(state: State, sender: CopiedShards) -> Callable[[], None]:
@@ -283,7 +283,7 @@ def to_next_cut(state: State, sender: CopiedShards) -> Callable[[], None]:
         forget(state, sender)
         sender.cut = after
         for span, by_element, once in got:
-            piece = after.of(span.index, span.begin).get(span.index)
+            piece = after.of(span.parameter, span.begin).get(span.parameter)
             piece.grad = by_element.pop(_GRADIENT, None)
             if by_element or once:
                 state[piece] = {**by_element, **once}
@@ -297,8 +297,8 @@ def whole(state: State, sender: CopiedShards) -> dict[int, Values]:
     everything = [Span(index, 0, tensor.numel()) for index, tensor in enumerate(tensors)]
     found: dict[int, Values] = {}
     for span, by_element, once in collected(state, sender, lambda rank: everything):
-        shaped = {key: shaped_as(tensors[span.index], flat) for key, flat in by_element.items()}
-        found[span.index] = Values(span, shaped, once)
+        shaped = {key: shaped_as(tensors[span.parameter], flat) for key, flat in by_element.items()}
+        found[span.parameter] = Values(span, shaped, once)
     return found
 
 
