@@ -89,8 +89,8 @@ def said_of(
     kept = "a part is on two ranks, and both of one are" if holders else "and no part has a copy"
     return (
         f"{who} (of epoch {epoch}) are not in the job any more: of a sharded optimizer "
-        f"(shard_state) {kept} gone, so the job cannot go on. Start it again from a checkpoint, which "
-        "optimizer.state_dict(), called by all ranks, gives"
+        f"(shard_state) {kept} gone, so the job cannot go on. Start it again from a checkpoint, "
+        "which optimizer.state_dict(), called by all ranks, gives"
     )
 
 
