@@ -80,7 +80,7 @@ class CopiedShards(ShardSender):
 
         def attempt() -> None:
             world = self._world_with_all_parts()
-            if world.epoch != self.cut.epoch:
+            if world.members != self.cut.members:
                 self._gather_from_those_left(world)
                 return
             for _, wait in self.gather():

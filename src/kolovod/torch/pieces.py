@@ -140,6 +140,11 @@ class Cut:
             self.holders = copied_by(self.hosts)
             self.copied = self.holders.index(self.rank)
 
+    @property
+    def stamp(self) -> tuple[int, tuple[int, ...]] | None:
+        """Tells it from other worlds' cuts, on all ranks alike; None where nothing is cut."""
+        return None if self.epoch is None else (self.epoch, self.members)
+
     def take(self, part: Part, sizes: Sequence[int]) -> None:
         """``part`` of this rank, of parameters of so many elements, is among them."""
         self.own.take(part.pieces)

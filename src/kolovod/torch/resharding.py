@@ -54,7 +54,7 @@ class Job(NamedTuple):
 class _Outline(NamedTuple):
     """What a rank tells the others."""
 
-    epoch: int | None
+    stamp: tuple[int, tuple[int, ...]] | None
     lost: str
     spans: list[Held]
     kinds: dict[int, dict[str, torch.dtype]]
@@ -180,7 +180,7 @@ def _outline(state: State, sender: CopiedShards) -> _Outline:
                 once.setdefault(held.parameter, {})[key] = said
     cut = sender.cut
     lost = "" if cut.epoch is None else cut.lost(world.members)
-    return _Outline(cut.epoch, lost, spans, kinds, once)
+    return _Outline(cut.stamp, lost, spans, kinds, once)
 
 
 def collected(
@@ -195,10 +195,10 @@ def collected(
     verbs, tensors = sender.verbs, sender.parameters.tensors
     world = verbs.world()
     everyone = Objects(verbs.world).allgather_object(_outline(state, sender), "shards.outline")
-    epoch = everyone[0].epoch
+    stamp = everyone[0].stamp
     nothing = _Outline(None, "", [], {}, {})
     outlines: list[_Outline] = [
-        said if rank == 0 or (epoch is not None and said.epoch == epoch) else nothing
+        said if rank == 0 or (stamp is not None and said.stamp == stamp) else nothing
         for rank, said in enumerate(everyone)
     ]
     kinds: dict[int, dict[str, torch.dtype]] = {}
@@ -219,7 +219,7 @@ def collected(
         name = sender.parameters.names[missing[0].parameter]
         raise InternalError(
             f"no rank has elements {missing[0].begin} to {missing[0].end} of the optimizer's state "
-            f"of '{name}' (epoch {epoch} of {world.size} ranks): please report it"
+            f"of '{name}' (cut: {stamp}; ranks now: {world.size}): please report it"
         )
     got = [_room(span, kinds, once, tensors[span.parameter]) for span in wanted[world.rank]]
     by_index: dict[int, list[Values]] = defaultdict(list)
