@@ -82,7 +82,7 @@ def test_each_element_comes_from_one_who_has_it(before: int, after: int) -> None
         left = [rank for rank in range(before) if rank != lost]
         held = [
             [Held(*span, False) for span in old[rank]]
-            + [Held(*span, True) for span in old[holders.index(rank)]]
+            + [Held(*span, True) for span in old[holders.index(rank)] if before > 1]
             for rank in left
         ][:after]
         if len(left) > after:  # some have left at the same time

@@ -184,6 +184,12 @@ class OfShards(OfTorch):
         return int(self.kept[len(self.kept) - 1]["exp_avg"])
 
 
+class RecomputedShards(OfShards):
+    """Steps that are computed again from the last commit."""
+
+    redo = "recompute"
+
+
 class OfDdp(OfTorch):
     """DDP and a plain optimizer, by ``torch.distributed`` alone."""
 
@@ -266,6 +272,7 @@ KINDS: dict[str, Any] = {
     "numpy": OfNumpy,
     "torch": OfTorch,
     "shards": OfShards,
+    "recomputed shards": RecomputedShards,
     "ddp": OfDdp,
     "recomputed": Recomputed,
 }

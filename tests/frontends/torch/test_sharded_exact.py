@@ -68,12 +68,15 @@ def die_at(place: str, work: Any) -> None:
         raise ValueError(place)
 
 
-def begin(rank: int, alive: list[list[int]], shards: bool = True) -> Any:
+def begin(rank: int, alive: list[list[int]], shards: bool = True, rate: float = 0) -> Any:
     kv.init()
     steps.enter(steps.Steps(Losses(alive), current))
     torch.set_num_threads(1)
     work = OfShards(0)
     work.shards = shards
+    if rate:
+        everything = [*work.model.parameters(), work.bits]
+        work.optimizer = torch.optim.SGD(everything, rate, momentum=0.9)
     work.distribute(rank)
     return work
 
@@ -168,7 +171,7 @@ def test_both_holders_of_a_part_are_named_when_they_are_lost() -> None:
 
 def clip(rank: int, shards: bool) -> Any:
     """Rank 1 is lost when gradients are averaged, and the others measure them."""
-    work = begin(rank, [[0, 2]], shards)
+    work = begin(rank, [[0, 2]], shards, rate=5.0)
     found = []
     for step in range(4):
         work.backward(step, rank)
@@ -189,7 +192,7 @@ def test_clipping_where_a_rank_is_lost_uses_the_norm_of_all() -> None:
     assert first[0] == pytest.approx(wanted[0], rel=1e-5)
     for one, other, alone in zip(first[1], third[1], wanted[1], strict=True):
         assert torch.equal(one, other)
-        torch.testing.assert_close(one, alone, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one, alone, rtol=1e-5, atol=1e-6)
 
 
 def go_on_from(rank: int, folder: str) -> Any:
@@ -237,6 +240,8 @@ def begin_before_run(rank: int) -> None:
         assert bool(cut.holders) == bool(cut.copy.tensors) == (step > 0)
     replay(log)
     group = kolovod.add_process_set([0, 1])
+    if rank == 2:
+        return
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = kv.DistributedOptimizer(
         torch.optim.SGD([weight], 1.0), process_set=group, shard_state=True
@@ -247,4 +252,4 @@ def begin_before_run(rank: int) -> None:
 
 
 def test_steps_before_the_job_is_elastic_and_process_sets_in_it() -> None:
-    run_ranks(2, begin_before_run)
+    run_ranks(3, begin_before_run)
