@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from jobs_with_deaths import SCRIPT, replay_of, run, train  # noqa: E402
+from jobs_with_deaths import SCRIPT, replay_of, run, train
 
-from kolovod import elastic  # noqa: E402
+from kolovod import elastic
 
 
 def test_a_killed_rank_is_replaced_and_gets_its_part(tmp_path: Path) -> None:

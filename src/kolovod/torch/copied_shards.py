@@ -21,7 +21,7 @@ from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, JobOverError
 from kolovod.gradients.holders import Held, Span, copied_by, moves
 from kolovod.torch.buckets import Item
-from kolovod.torch.pieces import Cut, Part, Piece, Pieces, cut, flat_of, joined
+from kolovod.torch.pieces import Cut, Part, Piece, Pieces, cut, flat_of
 from kolovod.torch.resharding import Job, exchange
 from kolovod.torch.shards import ShardSender
 
@@ -39,6 +39,7 @@ class CopiedShards(ShardSender):
         self._check_everybody()
         super().begin_world()
         self._copies: dict[int, torch.Tensor] = {}
+        self._to_send: dict[int, torch.Tensor] = {}  # memory for it, the same in each step
 
     def complete(self) -> list[Callable[[], None]]:
         """Copy gradients; and state, when ranks step for the first time in a world."""
@@ -57,7 +58,7 @@ class CopiedShards(ShardSender):
     ) -> None:
         """See ``Sends``."""
         super().store(done, is_used, scale_of_sum)
-        for index, *_ in done:
+        for index, *_ in done if self._copies else ():
             received = self._copies.pop(index, None)
             if received is not None:
                 self.cut.copy.get(index)
@@ -113,7 +114,7 @@ class CopiedShards(ShardSender):
         under_way: list[Sent] = []
         for number, parts in enumerate(kinds.values()):
             own = [self._received[piece.index] for part in parts for piece in part.pieces]
-            flat = joined(own) if own else tensors[parts[0].indices[0]].new_empty(0)
+            flat = self._joined(number, own, tensors[parts[0].indices[0]])
             splits = [0] * after.size
             splits[after.holders[after.rank]] = flat.numel()
             name = f"copies.{number}.{self.parameters.names[parts[0].indices[0]]}"
@@ -127,6 +128,15 @@ class CopiedShards(ShardSender):
                     length = piece.end - piece.begin
                     self._copies[piece.index] = received[at : at + length]
                     at += length
+
+    def _joined(self, number: int, own: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+        if len(own) == 1:
+            return own[0]
+        count = sum(values.numel() for values in own)
+        kept = self._to_send.get(number)
+        if kept is None or kept.numel() != count:
+            kept = self._to_send[number] = like.new_empty(count, requires_grad=False)
+        return torch.cat(own, out=kept) if own else kept
 
     def _world_with_all_parts(self) -> World:
         """That of now. Raises JobOverError where its ranks lack a part that was stepped with."""

@@ -195,6 +195,34 @@ def test_clipping_where_a_rank_is_lost_uses_the_norm_of_all() -> None:
         torch.testing.assert_close(one, alone, rtol=1e-5, atol=1e-6)
 
 
+def scale(rank: int, shards: bool) -> Any:
+    """One rank has an infinity in a step, which none makes; rank 1 is lost in another."""
+    work = begin(rank, [[0, 2]], shards, rate=5.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scales = []
+    for step in range(5):
+        work.optimizer.zero_grad()
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = work.loss(rows) * (float("inf") if (rank, step) == (2, 1) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(work.optimizer)
+        if rank == 1 and step == 3:
+            die()
+        scaler.step(work.optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, [p.detach().clone() for p in work.model.parameters()]
+
+
+def test_scaled_gradients_where_a_rank_is_lost() -> None:
+    first, _, third = run_ranks(3, scale, True, keep_going=True)
+    wanted, _, _ = run_ranks(3, scale, False, keep_going=True)
+    assert first[0] == third[0] == wanted[0] == [1024.0] + [512.0] * 4
+    for one, other, alone in zip(first[1], third[1], wanted[1], strict=True):
+        assert torch.equal(one, other)
+        torch.testing.assert_close(one, alone, rtol=1e-5, atol=1e-6)
+
+
 def go_on_from(rank: int, folder: str) -> Any:
     """A state that rank 0 alone has loaded is everybody's, in parts; a commit sends none of it."""
     work = begin(rank, [])
