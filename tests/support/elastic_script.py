@@ -143,6 +143,7 @@ class OfShards(OfTorch):
         super().__init__(seed)
         for parameter in self.model.parameters():
             parameter.register_hook(lambda grad: (grad * 2.0**18).round() / 2.0**18)
+        self.bits = self.torch.nn.Parameter(self.torch.zeros((), dtype=self.torch.float64))
         # The first moment of what tells who takes part is the last sum of its gradients.
         groups = [
             {"params": [*self.model.parameters()]},

@@ -68,8 +68,11 @@ class _OnDevice(NamedTuple):
 
 
 def is_by_element(value: Any, like: torch.Tensor) -> bool:
-    """Whether ``value`` has a number for each element of ``like``."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
+    """Whether ``value`` has a number for each element of ``like``.
+
+    Of a parameter without dimensions all numbers count as such, its step, too: pieces have one.
+    """
+    return isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
 def exchange(

@@ -300,7 +300,9 @@ class Sharded(Distributed):
                     found[tensors[index]] = dict(once)
             for key, dtype in sorted(keys.items()):
                 own = [
-                    state.get(piece, {}).get(key, torch.zeros_like(piece, dtype=dtype)).detach()
+                    value.detach()
+                    if is_by_element(value := state.get(piece, {}).get(key), piece)
+                    else torch.zeros_like(piece, dtype=dtype)
                     for piece in (own_pieces[each.index] for each in part.pieces)
                 ] or [tensors[part.indices[0]].new_empty(0, dtype=dtype)]
                 values = sender.gathered(f"state.{number}.{name}.{key}", part, own)

@@ -7,6 +7,7 @@ again with the unsharded optimizer, and has the same parameters and the same sta
 from __future__ import annotations
 
 import os
+import random
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from elastic_script import OfShards  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
-from survivors import NoLoss  # noqa: E402
+from survivors import NoLoss, kill_soon  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch as kv  # noqa: E402
@@ -64,8 +65,8 @@ def die_at(place: str, work: Any) -> None:
         sender.gather = die_when_sent
     elif place == "moving":  # in the world that follows a loss
         sender.move_state = die
-    else:
-        raise ValueError(place)
+    else:  # at any time
+        kill_soon(random.Random(int(place)).uniform(0, 0.03))
 
 
 def begin(rank: int, alive: list[list[int]], shards: bool = True, rate: float = 0) -> Any:
@@ -98,7 +99,7 @@ def train(rank: int, size: int, deaths: list[tuple[str, list[int]]]) -> Any:
         value.numel()
         for entries in work.optimizer.state.values()
         for value in entries.values()
-        if value.dim()
+        if value.numel() > 1
     )
     return log, kept, work.optimizer.state_dict()["param_groups"]
 
@@ -115,7 +116,7 @@ def replay(log: list[tuple[int, dict[str, int]]]) -> int:
                 sums[name] = sums[name] + value if name in sums else value
         work.apply(sums)
         assert checksums(work.tensors()) == wanted, f"step {step} of {members}"
-    return sum(v.numel() for e in work.state().values() for v in e.values() if v.dim())
+    return sum(v.numel() for e in work.state().values() for v in e.values() if v.numel() > 1)
 
 
 CASES = [
@@ -150,6 +151,17 @@ def test_survivors_have_what_one_process_has(
     whole = replay(log)
     shares = 1 if len(survivors) == 1 else 2  # of each part two ranks have the state
     assert sum(kept for _, kept, _ in survivors) == shares * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_whenever_the_kill_comes(seed: int) -> None:
+    victim, size = seed % 3, 3
+    results = run_ranks(size, train, size, [(f"{seed}", [victim])], keep_going=True)
+    one, other = (results[rank] for rank in range(size) if rank != victim)
+    assert one[0] == other[0]
+    assert one[0][-1][0] == 7 - (1 << victim)
+    replay(one[0])
 
 
 def lose_both(rank: int) -> str:
