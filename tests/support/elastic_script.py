@@ -75,6 +75,7 @@ class OfTorch:
     """A model with buckets, momentum, and one more parameter that tells who takes part."""
 
     redo, op = "repeat", Sum
+    width = 500
 
     def __init__(self, seed: int) -> None:
         import torch
@@ -82,7 +83,9 @@ class OfTorch:
         torch.set_num_threads(1)  # as the launcher has it, else bits differ
         torch.manual_seed(seed)
         self.torch = torch
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, 500), torch.nn.Linear(500, 8))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, self.width), torch.nn.Linear(self.width, 8)
+        )
         self.bits = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.bit = 0.0
         everything = [*self.model.parameters(), self.bits]
@@ -125,6 +128,67 @@ class OfTorch:
         self.backward(state.step, member)
         self.optimizer.step()
         return int(self.bits.grad)
+
+
+class OfShards(OfTorch):
+    """A sharded optimizer, whose state is gathered and logged after each step.
+
+    Gradients are multiples of a power of two, so that their sums are the same in any order.
+    """
+
+    width = 1300  # so that one parameter is a part by itself
+    shards = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        for parameter in self.model.parameters():
+            parameter.register_hook(lambda grad: (grad * 2.0**18).round() / 2.0**18)
+        self.bits = self.torch.nn.Parameter(self.torch.zeros((), dtype=self.torch.float64))
+        # The first moment of what tells who takes part is the last sum of its gradients.
+        groups = [
+            {"params": [*self.model.parameters()]},
+            {"params": [self.bits], "betas": (0, 0.9)},
+        ]
+        self.optimizer = self.torch.optim.AdamW(groups, 0.01)
+
+    def distribute(self, slot: int) -> None:
+        import kolovod.torch as kv
+
+        self.bit = float(1 << slot)
+        named = [*self.model.named_parameters(), ("bits", self.bits)]
+        options = {"op": kv.Sum, "shard_state": self.shards}
+        self.optimizer = kv.DistributedOptimizer(self.optimizer, named, **options)
+
+    def state(self) -> dict[int, Any]:
+        found: dict[int, Any] = self.optimizer.state_dict()["state"]
+        return found
+
+    def tensors(self) -> dict[str, Any]:
+        names = [name for name, _ in self.model.named_parameters()]
+        state = {
+            f"{name}.{key}": value
+            for number, name in enumerate(names)
+            for key, value in self.kept.get(number, {}).items()
+        }
+        return {**self.model.state_dict(), **state}
+
+    kept: dict[int, Any] = {}  # noqa: RUF012  the state after the last step
+
+    def apply(self, gradients: dict[str, Any]) -> None:
+        super().apply(gradients)
+        self.kept = self.state()
+
+    def step(self, state: Any, member: int) -> int:
+        self.backward(state.step, member)
+        self.optimizer.step()
+        self.kept = self.state()
+        return int(self.kept[len(self.kept) - 1]["exp_avg"])
+
+
+class RecomputedShards(OfShards):
+    """Steps that are computed again from the last commit."""
+
+    redo = "recompute"
 
 
 class OfDdp(OfTorch):
@@ -208,6 +272,8 @@ def of_framework(kind: str) -> Any:
 KINDS: dict[str, Any] = {
     "numpy": OfNumpy,
     "torch": OfTorch,
+    "shards": OfShards,
+    "recomputed shards": RecomputedShards,
     "ddp": OfDdp,
     "recomputed": Recomputed,
 }

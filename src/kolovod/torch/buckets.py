@@ -112,6 +112,13 @@ class Sends(Protocol):
         """
         ...
 
+    def complete(self) -> list[Callable[[], None]]:
+        """All buckets are back [4], on all ranks: run what operations are left.
+
+        What is returned is called before ``store``, once all ranks have come so far.
+        """
+        ...
+
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:

@@ -52,15 +52,23 @@ class Shards(Protocol):
     """Gradients of which each rank has a part."""
 
     def pieces_of(self, ids: set[int]) -> list[torch.Tensor]:
-        """Of parameters with these values of ``id``, what this rank has the gradient of."""
+        """Of parameters with these values of ``id``, what this rank has the gradient of.
+
+        Also where other ranks have it as well.
+        """
         ...
 
     def is_of(self, parameter: torch.Tensor) -> bool:
         """Whether ranks have pieces of it."""
         ...
 
-    def combined(self, value: torch.Tensor, op: int) -> torch.Tensor:
-        """``op`` over the ranks that have the other parts."""
+    def combined(
+        self, ids: set[int], measure: Callable[[list[torch.Tensor]], torch.Tensor], op: int
+    ) -> torch.Tensor:
+        """``op`` over what ``measure(pieces)`` is of each rank's pieces of these parameters.
+
+        Each element counts once.
+        """
         ...
 
 
@@ -151,12 +159,12 @@ def _clip_shards(
             "above 0, or inf"
         )
     norms = [_norm_of(whole, norm_type)]
-    for shard, some in zip(shards, pieces, strict=True):
-        own = _norm_of(some, norm_type)
+    for shard in shards:
         if math.isinf(norm_type):
-            norms.append(shard.combined(own, Max))
+            norms.append(shard.combined(ids, lambda some: _norm_of(some, norm_type), Max))
         else:
-            norms.append(shard.combined(own**norm_type, Sum) ** (1.0 / norm_type))
+            power = shard.combined(ids, lambda some: _norm_of(some, norm_type) ** norm_type, Sum)
+            norms.append(power ** (1.0 / norm_type))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(torch.float32)
     if options["error_if_nonfinite"] and not bool(total.isfinite()):
         raise RuntimeError(

@@ -10,6 +10,7 @@ import torch
 
 from kolovod.elastic import share_by
 from kolovod.torch.functions import Functions
+from kolovod.torch.sharded import Sharded
 
 __all__ = ["share_in_elastic_jobs"]
 
@@ -33,6 +34,9 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         return restore
 
     def share_optimizer(name: str, optimizer: Any) -> Any:
+        if isinstance(optimizer, Sharded):  # ranks have parts of its state
+            optimizer._kolovod_share()
+            return optimizer
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 

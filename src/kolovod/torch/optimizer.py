@@ -67,8 +67,8 @@ def DistributedOptimizer(
     else their indices and values are gathered.
     ``shard_state``: each rank keeps the optimizer's state for its part of the parameters only, and
     steps with that part; parameters are gathered in ``step``, after which gradients are gone. For
-    optimizers that work element by element; ``state_dict()`` gathers, so all ranks call it. See
-    docs/gradients.md.
+    optimizers that work element by element; ``state_dict()`` gathers, so all ranks call it. In an
+    elastic job each part is on two ranks. See docs/gradients.md.
     ``process_set``: its members average among themselves, other ranks step with their own
     gradients. None: all ranks; of parameters that ``fully_shard`` has sharded, those that have the
     same parts in other replicas (``kolovod run --replica-size``).

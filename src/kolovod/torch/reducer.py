@@ -31,6 +31,7 @@ from kolovod.torch.arrangement import Arrangement
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, Sends, over
 from kolovod.torch.comm_hooks import Hook, HookSender, check_hook
+from kolovod.torch.copied_shards import CopiedShards
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.hooks import Hooks
 from kolovod.torch.parameters import Named, Parameters
@@ -117,10 +118,10 @@ class GradientReducer:
         """Backward passes that are summed before a gradient is sent."""
         return self.countdown.passes
 
-    def use_shards(self, check_new_world: Callable[[], None]) -> ShardSender:
+    def use_shards(self, check_new_world: Callable[[], None]) -> CopiedShards:
         """Let each rank have a part of the gradients only; see ``ShardSender``."""
         self.buckets.are_of_one_kind = True
-        self.sender = sender = ShardSender(
+        self.sender = sender = CopiedShards(
             self.parameters, self.spec, self.verbs, self.in_flight, check_new_world
         )
         return sender
@@ -183,7 +184,9 @@ class GradientReducer:
     def shards(self) -> ShardSender | None:
         """See clipping.Averaging."""
         sender = self.sender
-        return sender if isinstance(sender, ShardSender) and self.hooks.are_on else None
+        if isinstance(sender, ShardSender) and (self.hooks.are_on or sender.in_parts):
+            return sender
+        return None
 
     def _is_spent(self) -> bool:
         """Whether the gradients are those that a step has used: looked at, maybe by one rank only.
@@ -228,7 +231,8 @@ class GradientReducer:
             return []
         try:
             self._meet()
-            return self._trip(self.buckets.agreed(), problems)
+            stores = self._trip(self.buckets.agreed(), problems)
+            return [*self.sender.complete(), *stores]
         except CollectiveAbortedError:
             self.in_flight.discard()
             self._reset()
@@ -261,6 +265,8 @@ class GradientReducer:
         """Of gradients that are computed again nothing is left, sent or not."""
         self.in_flight.discard()
         self.reset(used=False)
+        if isinstance(self.sender, ShardSender):
+            self.sender.zero_grad()
         for parameter in self.parameters.tensors:
             parameter.grad = None
 

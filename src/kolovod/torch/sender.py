@@ -67,6 +67,10 @@ class Sender:
         """Nothing."""
         return []
 
+    def complete(self) -> list[Callable[[], None]]:
+        """Nothing."""
+        return []
+
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +17,23 @@ from kolovod.core.objects import Objects
 from kolovod.core.ops import Max
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.agreement import agree
 from kolovod.gradients.compression import NOTHING
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.torch.copied_shards import CopiedShards
 from kolovod.torch.distributed import Closure, Distributed
 from kolovod.torch.gathering import Gathering
+from kolovod.torch.pieces import Part
 from kolovod.torch.reducer import GradientReducer
-from kolovod.torch.shards import Part, ShardSender
+from kolovod.torch.resharding import (
+    State,
+    Values,
+    is_by_element,
+    to_next_cut,
+    to_whole,
+    whole,
+)
 from kolovod.torch.wrapping import plain_copy
-
-State = dict[Any, Any]
 
 _LOST = (
     "the optimizer's state is in parts on the ranks of a world that is gone: before it ends take "
@@ -39,7 +48,7 @@ class Sharded(Distributed):
     it has this rank's pieces of them, by which ``state`` is kept.
     """
 
-    _kolovod_sender: ShardSender
+    _kolovod_sender: CopiedShards
     _kolovod_gathering: Gathering | None
 
     @contextmanager
@@ -55,7 +64,8 @@ class Sharded(Distributed):
     def step(self, closure: Closure | None = None) -> Any:
         """Synchronize, step with this rank's part, and gather all parameters.
 
-        Gradients are gone afterwards. A ``closure`` is called once; its loss is averaged.
+        Gradients are gone afterwards. A ``closure`` is called once; its loss is averaged. Raises
+        JobOverError in an elastic job, on all ranks, where both ranks that had a part are lost.
         """
         loss = None
         self.wait_for_parameters()
@@ -65,9 +75,7 @@ class Sharded(Distributed):
             with torch.enable_grad():
                 loss = self._synchronizing(closure)()
         reducer, sender = self._kolovod_reducer, self._kolovod_sender
-        if not reducer.follow_world():
-            if self._kolovod_has_state():
-                raise InvalidArgumentError(_LOST)
+        if not self._kolovod_is_in_parts():
             with spans.span(spans.OPTIMIZER_STEP):
                 super(Distributed, self).step()
             reducer.reset(used=True)
@@ -76,12 +84,13 @@ class Sharded(Distributed):
             self._kolovod_renew()
             with self._kolovod_pieces():
                 super(Distributed, self).step()
-        gathers = sender.gather()
-        if self._kolovod_gathering is None:
-            for _, wait in gathers:
+        if steps.ongoing() is not None:
+            sender.gather_exactly()
+        elif self._kolovod_gathering is None:
+            for _, wait in sender.gather():
                 wait()
         else:
-            self._kolovod_gathering.begin(gathers)
+            self._kolovod_gathering.begin(sender.gather())
         sender.zero_grad()
         reducer.reset(used=True)
         return loss
@@ -96,8 +105,9 @@ class Sharded(Distributed):
         model with compiled parts waits at its beginning. ``model.state_dict()`` and ``step`` wait
         as well. Whatever else reads parameters between ``step`` and forward (an average of
         weights, norms for a log) must call ``wait_for_parameters()`` before, or sees old values of
-        what other ranks have stepped. Raises InvalidArgumentError for what is no model, or when
-        called twice.
+        what other ranks have stepped. In an elastic job ``step`` waits all the same: what a rank
+        is lost with there the others must know of. Raises InvalidArgumentError for what is no
+        model, or when called twice.
         """
         if self._kolovod_gathering is not None:
             raise InvalidArgumentError("gather_in_forward was called before: call it once")
@@ -117,15 +127,21 @@ class Sharded(Distributed):
         """The whole state, as the optimizer would have it without shards, on every rank.
 
         It is gathered parameter by parameter, so all ranks call this together; it may be loaded by
-        any number of ranks, with or without shards.
+        any number of ranks, with or without shards. In an elastic job it is a step, like
+        ``elastic.exactly``: call it within the function of ``elastic.run``.
         """
+        if steps.ongoing() is not None:
+            return self._kolovod_state_dict_of(self._kolovod_state_of_those_left())
         reducer, has_parts = self._kolovod_reducer, any(self._kolovod_sender.all_parts())
         if not (reducer.follow_world() and has_parts and reducer.agreement.is_current()):
             if self._kolovod_has_state():
                 raise InvalidArgumentError(_LOST)
             return super().state_dict()
+        return self._kolovod_state_dict_of(self._kolovod_whole_state())
+
+    def _kolovod_state_dict_of(self, state: State) -> dict[str, Any]:
         own = self.__dict__["state"]
-        self.__dict__["state"] = self._kolovod_whole_state()
+        self.__dict__["state"] = state
         try:
             return super().state_dict()
         finally:
@@ -143,12 +159,13 @@ class Sharded(Distributed):
     def _kolovod_to_unscale(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Pieces instead of parameters, of which all ranks see an infinity if one has it."""
         reducer, sender = self._kolovod_reducer, self._kolovod_sender
-        if not reducer.follow_world():
+        if not self._kolovod_is_in_parts():
             return groups
-        gradients = [piece.grad for piece in sender.pieces.values() if piece.grad is not None]
+        gradients = [piece.grad for piece in sender.cut.tensors() if piece.grad is not None]
         is_finite = all(bool(torch.isfinite(grad).all()) for grad in gradients)
-        mark = torch.tensor([not is_finite], dtype=torch.uint8)
-        self._kolovod_sender.verbs.allreduce_(mark, f"infinity.{reducer.agreement.number}", Max)
+        own = torch.tensor([not is_finite], dtype=torch.uint8)
+        name = f"infinity.{reducer.agreement.number}"
+        mark = steps.exactly(lambda: sender.verbs.allreduce(own, name, Max))
         if not gradients:  # a GradScaler wants one to look at
             stand_in = torch.zeros(1, device=groups[0]["params"][0].device, requires_grad=True)
             stand_in.grad = torch.zeros_like(stand_in)
@@ -159,14 +176,37 @@ class Sharded(Distributed):
         by_pieces = self._kolovod_by_pieces(groups)
         return [{**g, "params": pieces} for g, pieces in zip(groups, by_pieces, strict=True)]
 
+    def _kolovod_is_in_parts(self) -> bool:
+        """Whether the averaged gradients are in pieces; if not, the state is whole, too.
+
+        Raises InvalidArgumentError, or in an elastic job JobOverError, where it cannot be.
+        """
+        reducer, sender = self._kolovod_reducer, self._kolovod_sender
+        if steps.ongoing() is None:
+            if reducer.follow_world():
+                return True
+            if self._kolovod_has_state():
+                raise InvalidArgumentError(_LOST)
+            return False
+        # Gradients that nobody has averaged are those of the last rank of all.
+        has_own = any(parameter.grad is not None for parameter in reducer.parameters.tensors)
+        if sender.in_parts and not has_own:
+            return True
+        if sender.cut.epoch is not None:
+            self._kolovod_renew()
+            to_whole(self.__dict__["state"], sender)
+        return False
+
     def _kolovod_by_pieces(self, groups: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
         """By group, this rank's pieces of its parameters; of those that are not trained, all."""
-        pieces = self._kolovod_sender.pieces
-        trained = self._kolovod_reducer.parameters.tensors
-        places = {id(parameter) for parameter in trained}
-        own = {id(trained[index]): piece for index, piece in pieces.items()}
+        pieces = self._kolovod_sender.pieces()
+        trained = {id(parameter) for parameter in self._kolovod_reducer.parameters.tensors}
         return [
-            [own.get(id(p), p) for p in group["params"] if id(p) in own or id(p) not in places]
+            [
+                each
+                for p in group["params"]
+                for each in pieces.get(id(p), [] if id(p) in trained else [p])
+            ]
             for group in groups
         ]
 
@@ -186,31 +226,70 @@ class Sharded(Distributed):
     def _kolovod_renew(self) -> None:
         """Keep state by pieces: of parameters that moved, and what was loaded for whole ones."""
         state: State = self.__dict__["state"]
-        sender = self._kolovod_sender
-        for old, new in sender.follow_parameters().items():
-            if old in state:
-                state[new] = state.pop(old)
+        cut = self._kolovod_sender.cut
+        for pieces in cut.both():
+            for old, new in pieces.follow_parameters().items():
+                if old in state:
+                    state[new] = state.pop(old)
         for index, parameter in enumerate(self._kolovod_reducer.parameters.tensors):
-            whole = state.pop(parameter, None)
-            piece = sender.pieces.get(index)
-            if whole is None or piece is None:
-                continue
-            state[piece] = {
-                key: sender.own_of(index, value) if _is_by_element(value, parameter) else value
-                for key, value in whole.items()
-            }
+            loaded = state.pop(parameter, None)
+            for pieces in cut.both() if loaded is not None else ():
+                piece = pieces.tensors.get(index)
+                if piece is not None:
+                    state[piece] = {
+                        key: pieces.own_of(index, value)
+                        if is_by_element(value, parameter)
+                        else copy.deepcopy(value)
+                        for key, value in loaded.items()
+                    }
 
     def _kolovod_has_state(self) -> bool:
         state = self.__dict__["state"]
-        return any(piece in state for piece in self._kolovod_sender.pieces.values())
+        return any(piece in state for piece in self._kolovod_sender.cut.tensors())
+
+    def _kolovod_state_of_those_left(self) -> State:
+        """The whole state, of an elastic job, in whichever world it is."""
+        state: State = self.__dict__["state"]
+        sender, tensors = self._kolovod_sender, self._kolovod_reducer.parameters.tensors
+
+        def attempt() -> dict[int, Values]:
+            self._kolovod_move_loaded()
+            return whole(state, sender)
+
+        trained = {*tensors, *sender.cut.tensors()}
+        found: State = defaultdict(dict)
+        for index, (_, by_element, once) in steps.exactly(attempt).items():
+            found[tensors[index]] = {**by_element, **once}
+        found.update({key: value for key, value in state.items() if key not in trained})
+        return found
+
+    def _kolovod_move_loaded(self) -> None:
+        """What was loaded since the last step belongs to pieces, if there are any."""
+        if self._kolovod_sender.cut.epoch is not None:
+            self._kolovod_renew()
+
+    def _kolovod_share(self) -> None:
+        """Take the options of rank 0, learning rates and so on; the state is dealt in a step."""
+        sender = self._kolovod_sender
+        objects = Objects(sender.verbs.world)
+        groups = self.__dict__["param_groups"]
+        shapes = [
+            (f"group {number}", tuple(tuple(p.shape) for p in group["params"]))
+            for number, group in enumerate(groups)
+        ]
+        agree(objects, shapes, "optimizer group", "sharded optimizer")
+        own = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        options = objects.broadcast_object(own, 0, "sharded optimizer.options")
+        for group, of_first in zip(groups, options, strict=True):
+            group.update(of_first)
 
     def _kolovod_whole_state(self) -> State:
         self._kolovod_renew()
         state: State = self.__dict__["state"]
         sender, tensors = self._kolovod_sender, self._kolovod_reducer.parameters.tensors
-        pieces = set(sender.pieces.values())
-        whole: State = defaultdict(dict)
-        whole.update({key: value for key, value in state.items() if key not in pieces})
+        pieces, own_pieces = set(sender.cut.tensors()), sender.cut.own.tensors
+        found: State = defaultdict(dict)
+        found.update({key: value for key, value in state.items() if key not in pieces})
         number = self._kolovod_reducer.agreement.number
         for name, part in sender.all_parts():
             said = self._kolovod_outlines(part, f"state.{number}.{name}")
@@ -218,29 +297,31 @@ class Sharded(Distributed):
             for index in part.indices:
                 by_element, once = said[index]
                 if by_element or once:
-                    whole[tensors[index]] = dict(once)
+                    found[tensors[index]] = dict(once)
             for key, dtype in sorted(keys.items()):
                 own = [
-                    state.get(piece, {}).get(key, torch.zeros_like(piece, dtype=dtype)).detach()
-                    for piece in (sender.pieces[each.index] for each in part.pieces)
+                    value.detach()
+                    if is_by_element(value := state.get(piece, {}).get(key), piece)
+                    else torch.zeros_like(piece, dtype=dtype)
+                    for piece in (own_pieces[each.index] for each in part.pieces)
                 ] or [tensors[part.indices[0]].new_empty(0, dtype=dtype)]
                 values = sender.gathered(f"state.{number}.{name}.{key}", part, own)
                 for index, value in zip(part.indices, values, strict=True):
                     if key in said[index][0]:
                         is_alone = len(part.indices) == 1
-                        whole[tensors[index]][key] = value if is_alone else value.clone()
-        return whole
+                        found[tensors[index]][key] = value if is_alone else value.clone()
+        return found
 
     def _kolovod_outlines(
         self, part: Part, name: str
     ) -> dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]:
         """By parameter: what its state has by element, with dtypes, and what it has once."""
         state: State = self.__dict__["state"]
-        pieces = self._kolovod_sender.pieces
+        pieces = self._kolovod_sender.cut.own.tensors
         own: dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}
         for index in (piece.index for piece in part.pieces):
             kept = state.get(pieces[index], {})
-            by_element = {k: v.dtype for k, v in kept.items() if _is_by_element(v, pieces[index])}
+            by_element = {k: v.dtype for k, v in kept.items() if is_by_element(v, pieces[index])}
             once = {k: v for k, v in kept.items() if k not in by_element}
             own[index] = (by_element, once)
         objects = Objects(self._kolovod_sender.verbs.world)
@@ -251,25 +332,24 @@ class Sharded(Distributed):
         return {index: merged.get(index, ({}, {})) for index in part.indices}
 
 
-def _is_by_element(value: Any, like: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == like.shape
-
-
-def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> ShardSender:
+def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> CopiedShards:
     """Let ``reducer`` scatter the gradients of ``optimizer``, which will be ``Sharded``."""
     reference = weakref.ref(optimizer)
 
     def check_new_world() -> None:
-        if steps.ongoing() is not None:
-            raise InvalidArgumentError(
-                "shard_state does not work in elastic jobs: with a rank its part of the state "
-                "would be lost; start the job without --elastic, or use no shards"
-            )
         alive = reference()
-        if isinstance(alive, Sharded) and alive._kolovod_has_state():
+        if steps.ongoing() is None and isinstance(alive, Sharded) and alive._kolovod_has_state():
             raise InvalidArgumentError(_LOST)
 
-    return reducer.use_shards(check_new_world)
+    def move_state(sender: CopiedShards) -> Callable[[], None]:
+        alive = reference()
+        assert isinstance(alive, Sharded)
+        alive._kolovod_move_loaded()
+        return to_next_cut(alive.__dict__["state"], sender)
+
+    sender = reducer.use_shards(check_new_world)
+    sender.move_state = move_state
+    return sender
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, spec: ReduceSpec) -> None:
@@ -298,7 +378,7 @@ def _check_by_element(
             tried = {**group, "params": parameters}
             if not isinstance(tried.get("lr"), torch.Tensor) and not tried.get("lr"):
                 tried["lr"] = 0.1
-            copy = _like(optimizer, tried)
+            made = _like(optimizer, tried)
             for step in range(3):
                 gradient = (flat * (step + 2)).cos()
                 at = 0
@@ -306,7 +386,7 @@ def _check_by_element(
                     end = at + parameter.numel()
                     parameter.grad = gradient[at:end].view(parameter.shape).clone()
                     at = end
-                copy.step()
+                made.step()
         stepped = torch.cat([piece.detach() for piece in pieces])
         is_by_element = torch.allclose(whole.detach().view(-1), stepped, rtol=1e-4, atol=1e-6)
         reason = "its step of a matrix is another than that of the matrix's pieces"

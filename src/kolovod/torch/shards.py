@@ -8,7 +8,6 @@ range of elements, so that ranks have equally many: of a large parameter, or of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from kolovod.core.handles import Handle
 from kolovod.core.submission import Request, Submitter
 from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.in_flight import InFlight, handled
 from kolovod.gradients.spec import ReduceSpec
@@ -24,54 +24,11 @@ from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item
 from kolovod.torch.frontend import DTYPES, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
+from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_as, shaped_as
 
 _ALONE_BYTES = 32 << 10
 """A parameter of so many bytes is a part of its own, and is not copied to be sent. Smaller ones are
 sent as one part: an operation of each would take longer than the copy."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What this rank has of one parameter."""
-
-    index: int
-    begin: int
-    end: int
-    """Elements of the flat parameter."""
-    at: int
-    """Where it begins in what this rank has of the part."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Parameters in a row, of which each rank has a range of elements."""
-
-    indices: list[int]
-    count: int
-    """Elements, of all ranks."""
-    pieces: list[Piece]
-    """Of this rank, in order."""
-
-    @property
-    def own(self) -> int:
-        """Elements of this rank."""
-        return sum(piece.end - piece.begin for piece in self.pieces)
-
-
-def cut(indices: Sequence[int], sizes: Sequence[int], rank: int, size: int) -> Part:
-    """The part of parameters of so many elements; as a reducescatter cuts them."""
-    count = sum(sizes)
-    least, more = divmod(count, size)
-    begin = rank * least + min(rank, more)
-    end = begin + least + (rank < more)
-    pieces = []
-    at = 0
-    for index, length in zip(indices, sizes, strict=True):
-        first, last = max(begin, at), min(end, at + length)
-        if first < last:
-            pieces.append(Piece(index, first - at, last - at, first - begin))
-        at += length
-    return Part(list(indices), count, pieces)
 
 
 class ShardSender:
@@ -90,17 +47,18 @@ class ShardSender:
         """``check_new_world``: raises where state of an earlier world would be lost."""
         assert isinstance(verbs.frontend, TorchFrontend)
         self.device = verbs.frontend.device
-        self.pieces: dict[int, torch.Tensor] = {}
-        """By the parameter's index, views of what this rank has of it; with gradients of their own.
-        Empty where ranks have not met."""
-        self._parameters, self._spec = parameters, spec
+        self.cut = Cut(parameters)
+        """By which the optimizer's state is kept: in an elastic job that of the last step."""
+        self.next = self.cut
+        """That of the ranks who have met; in an elastic job ``cut`` as soon as all have stepped."""
+        self.in_parts = False
+        """Gradients are averaged, and each rank has those of its pieces."""
+        self.parameters, self._spec = parameters, spec
         self.verbs, self._in_flight = verbs, in_flight
         self._frontend = verbs.frontend
         self._submitter = Submitter(verbs.world)
         self._check_new_world = check_new_world
         self._parts: dict[Bucket, list[Part]] = {}
-        self._places: dict[int, Piece] = {}
-        self._addresses: dict[int, int] = {}
         self._received: dict[int, torch.Tensor] = {}
         self._memory: dict[int, torch.Tensor] = {}
 
@@ -108,12 +66,15 @@ class ShardSender:
         """Ranks have agreed anew, and parts are cut anew."""
         self._check_new_world()
         self._parts.clear()
-        for by_index in (self._places, self._addresses, self.pieces, self._received, self._memory):
-            by_index.clear()
+        self._received.clear()
+        self._memory.clear()
+        self.next = Cut(self.parameters, self.verbs.world(), has_copies=steps.ongoing() is not None)
+        if steps.ongoing() is None:
+            self.cut = self.next
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         """What must be the same on all ranks: the order of elements in memory."""
-        tensors, names = self._parameters.tensors, self._parameters.names
+        tensors, names = self.parameters.tensors, self.parameters.names
         return [(f"the strides of {names[i]}", tensors[i].stride()) for i in indices]
 
     def submit(
@@ -130,7 +91,7 @@ class ShardSender:
         unused: list[int] = []
         flats: dict[int, torch.Tensor] = {}
         for index in bucket.indices:
-            parameter = self._parameters.tensors[index]
+            parameter = self.parameters.tensors[index]
             own = None if blank else parameter.grad
             try:
                 flat = None if own is None else self._flat_gradient(index, own)
@@ -148,7 +109,7 @@ class ShardSender:
             flats[index] = flat
             items.append((index, own, 0 if own is None else own._version, flat, None))
         parts = self._parts_of(bucket)
-        sent = [_joined([flats[index] for index in part.indices]) for part in parts]
+        sent = [joined([flats[index] for index in part.indices]) for part in parts]
         memory = [self._memory_of(part, flat) for part, flat in zip(parts, sent, strict=True)]
         spec = self._spec
         request = Request(REDUCESCATTER, bucket.name, None, spec.op, spec.prescale, spec.postscale)
@@ -165,55 +126,61 @@ class ShardSender:
         for index, *_ in done:
             received = self._received.pop(index, None)
             if received is not None:
-                piece = self._piece(index)
+                self.cut.own.get(index)
                 if is_used(index):
-                    before = piece.grad  # of passes that were settled before
-                    piece.grad = received if before is None else before.add_(received)
-            self._parameters.tensors[index].grad = None
+                    self.cut.own.add(index, received)
+            self.parameters.tensors[index].grad = None
+        self.in_parts = True
+
+    def complete(self) -> list[Callable[[], None]]:
+        """See ``Sends``: nothing, as nobody has a copy (``CopiedShards`` has)."""
+        return []
 
     def pieces_of(self, ids: set[int]) -> list[torch.Tensor]:
         """See ``clipping.Shards``."""
-        tensors = self._parameters.tensors
-        return [piece for index, piece in self.pieces.items() if id(tensors[index]) in ids]
+        tensors = self.parameters.tensors
+        both = (pieces.tensors.items() for pieces in self.cut.both())
+        return [piece for some in both for index, piece in some if id(tensors[index]) in ids]
 
     def is_of(self, parameter: torch.Tensor) -> bool:
         """See ``clipping.Shards``."""
-        return any(tensor is parameter for tensor in self._parameters.tensors)
+        return any(tensor is parameter for tensor in self.parameters.tensors)
 
-    def combined(self, value: torch.Tensor, op: int) -> torch.Tensor:
+    def combined(
+        self, ids: set[int], measure: Callable[[list[torch.Tensor]], torch.Tensor], op: int
+    ) -> torch.Tensor:
         """See ``clipping.Shards``."""
-        return self.verbs.allreduce(value, "norm of gradients", op)
+        tensors = self.parameters.tensors
+
+        def attempt() -> torch.Tensor:
+            counted = [
+                piece
+                for pieces in self.counted()
+                for index, piece in pieces.tensors.items()
+                if id(tensors[index]) in ids
+            ]
+            return self.verbs.allreduce(measure(counted), "norm of gradients", op)
+
+        return steps.exactly(attempt)
+
+    def counted(self) -> list[Pieces]:
+        """Of which all ranks together have each element once."""
+        return [self.cut.own]
 
     def zero_grad(self) -> None:
         """Pieces have no gradients."""
-        for piece in self.pieces.values():
-            piece.grad = None
+        self.in_parts = False
+        for pieces in self.cut.both():
+            pieces.zero_grad()
 
-    def follow_parameters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Make pieces anew of parameters that have other memory now; by the old, the new ones."""
-        replaced: dict[torch.Tensor, torch.Tensor] = {}
-        for index, old in list(self.pieces.items()):
-            if self._addresses[index] != self._parameters.tensors[index].data_ptr():
-                new = self._make_piece(index)
-                new.grad = old.grad
-                replaced[old] = new
-        return replaced
-
-    def _piece(self, index: int) -> torch.Tensor:
-        return self.pieces[index] if index in self.pieces else self._make_piece(index)
-
-    def _make_piece(self, index: int) -> torch.Tensor:
-        parameter, place = self._parameters.tensors[index], self._places[index]
-        flat = flat_of(parameter, self._parameters.names[index])
-        piece = self.pieces[index] = flat[place.begin : place.end].requires_grad_()
-        self._addresses[index] = parameter.data_ptr()
-        return piece
-
-    def own_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that has the shape of a parameter, what belongs to this rank's piece."""
-        place = self._places[index]
-        parameter = self._parameters.tensors[index]
-        return _like(parameter, whole)[place.begin : place.end].clone()
+    def pieces(self) -> dict[int, list[torch.Tensor]]:
+        """By the ``id`` of the parameter, what the optimizer steps with in its place."""
+        tensors = self.parameters.tensors
+        found: dict[int, list[torch.Tensor]] = {}
+        for pieces in self.cut.both():
+            for index, piece in pieces.tensors.items():
+                found.setdefault(id(tensors[index]), []).append(piece)
+        return found
 
     def all_parts(self) -> Iterator[tuple[str, Part]]:
         """By the name of the bucket and the place in it."""
@@ -226,7 +193,7 @@ class ShardSender:
 
         First what forward is likely to use first, whose gradients backward makes last.
         """
-        tensors = self._parameters.tensors
+        tensors = self.parameters.tensors
         return [
             ([tensors[index] for index in bucket.indices], self._gather(bucket, parts))
             for bucket, parts in reversed(self._parts.items())
@@ -237,22 +204,18 @@ class ShardSender:
 
         ``own``: by piece, or one empty tensor where this rank has none.
         """
-        whole = self.verbs.allgather(_joined(list(own)), name)
-        tensors = self._parameters.tensors
-        sizes = [tensors[index].numel() for index in part.indices]
-        parts = whole.split(sizes)  # type: ignore[no-untyped-call]
-        return [
-            torch.as_strided(flat, tensors[i].shape, tensors[i].stride(), flat.storage_offset())
-            for i, flat in zip(part.indices, parts, strict=True)
-        ]
+        whole = self.verbs.allgather(joined(list(own)), name)
+        tensors = self.parameters.tensors
+        parts = whole.split(self.sizes(part))  # type: ignore[no-untyped-call]
+        return [shaped_as(tensors[i], flat) for i, flat in zip(part.indices, parts, strict=True)]
 
     def _gather(self, bucket: Bucket, parts: list[Part]) -> Callable[[], None]:
-        tensors, names = self._parameters.tensors, self._parameters.names
+        tensors, names = self.parameters.tensors, self.parameters.names
         own, wholes = [], []
         for part in parts:
-            pieces = [self._piece(piece.index).detach() for piece in part.pieces]
+            pieces = [self.cut.own.get(piece.index).detach() for piece in part.pieces]
             like = tensors[part.indices[0]]
-            own.append(_joined(pieces) if pieces else like.new_empty(0))
+            own.append(joined(pieces) if pieces else like.new_empty(0))
             is_alone = len(part.indices) == 1
             wholes.append(
                 flat_of(like, names[part.indices[0]]) if is_alone else like.new_empty(part.count)
@@ -266,8 +229,8 @@ class ShardSender:
                     if result is not whole:
                         whole.copy_(result)
                     continue
-                sizes = [tensors[index].numel() for index in part.indices]
                 flats = [flat_of(tensors[index], names[index]) for index in part.indices]
+                sizes = self.sizes(part)
                 torch._foreach_copy_(flats, result.split(sizes))  # type: ignore[no-untyped-call]
 
         return wait
@@ -298,7 +261,7 @@ class ShardSender:
         """For what this rank gets of a part: the same in each step, unless it is in use."""
         first = part.indices[0]
         kept = self._memory.get(first)
-        pieces = (self.pieces.get(piece.index) for piece in part.pieces)
+        pieces = (self.cut.own.tensors.get(piece.index) for piece in part.pieces)
         if kept is None or any(piece is not None and piece.grad is not None for piece in pieces):
             kept = self._memory[first] = like.new_empty(part.own)
         return kept
@@ -307,12 +270,12 @@ class ShardSender:
         known = self._parts.get(bucket)
         if known is not None:
             return known
-        tensors = self._parameters.tensors
+        tensors = self.parameters.tensors
         world = self.verbs.world()
         rows: list[list[int]] = []
         small: list[int] = []
         for index in bucket.indices:
-            flat_of(tensors[index], self._parameters.names[index])  # which says if that is not so
+            flat_of(tensors[index], self.parameters.names[index])  # which says if that is not so
             is_small = tensors[index].numel() * tensors[index].element_size() < _ALONE_BYTES
             (small.append(index) if is_small else rows.append([index]))
         parts = [
@@ -320,8 +283,13 @@ class ShardSender:
             for row in ([*rows, small] if small else rows)
         ]
         self._parts[bucket] = parts
-        self._places.update((piece.index, piece) for part in parts for piece in part.pieces)
+        for part in parts:
+            self.next.take(part, self.sizes(part))
         return parts
+
+    def sizes(self, part: Part) -> list[int]:
+        """Elements of its parameters."""
+        return [self.parameters.tensors[index].numel() for index in part.indices]
 
     def _take(self, parts: list[Part], results: list[torch.Tensor]) -> None:
         for part, result in zip(parts, results, strict=True):
@@ -330,7 +298,7 @@ class ShardSender:
                 self._received[piece.index] = result[piece.at : end]
 
     def _flat_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        parameter, name = self._parameters.tensors[index], self._parameters.names[index]
+        parameter, name = self.parameters.tensors[index], self.parameters.names[index]
         if grad.is_sparse and self._spec.sparse_as_dense:
             grad = grad.to_dense()
         if grad.is_sparse:
@@ -340,48 +308,4 @@ class ShardSender:
             )
         if grad.dtype not in DTYPES:
             raise InvalidArgumentError(f"gradient of '{name}': {refusal(grad.dtype)}")
-        return _like(parameter, grad)
-
-
-def flat_of(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """All elements of a parameter as they lie in memory, as a view without a gradient.
-
-    Raises InvalidArgumentError where they have gaps, or lie in each other's place.
-    """
-    plain = parameter.detach()
-    if plain.is_contiguous():
-        return plain.view(-1)
-    if not _is_dense(plain):
-        raise InvalidArgumentError(
-            f"parameter '{name}' of shape {tuple(plain.shape)} has strides {plain.stride()}, so "
-            "its elements are not one block of memory: shard_state needs that; use .contiguous()"
-        )
-    return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of the dimensions, are one block of memory."""
-    length = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != length:
-                return False
-            length *= size
-    return True
-
-
-def _like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of ``tensor`` in the order in which the parameter's lie in memory."""
-    plain = tensor.detach()
-    if plain.stride() != parameter.stride():
-        laid = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=plain.dtype, device=plain.device
-        )
-        plain = laid.copy_(plain)
-    if plain.is_contiguous():
-        return plain.view(-1)
-    return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
-
-
-def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
-    return flats[0] if len(flats) == 1 else torch.cat(flats)
+        return laid_as(parameter, grad)

@@ -1,0 +1,221 @@
+"""Parameters in pieces: which elements a rank steps with, and views of them.
+
+A part is a range of elements, so that ranks have equally many: of a large parameter, or of small
+ones in a row. In an elastic job a rank has the pieces of another rank as well, as copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kolovod.core.submission import WorldLike
+from kolovod.core.world import World
+from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.holders import copied_by, orphans, said_of
+from kolovod.torch.parameters import Parameters
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of one parameter."""
+
+    index: int
+    begin: int
+    end: int
+    """Elements of the flat parameter."""
+    at: int
+    """Where it begins in what the rank has of the part."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters in a row, of which each rank has a range of elements."""
+
+    indices: list[int]
+    count: int
+    """Elements, of all ranks."""
+    pieces: list[Piece]
+    """Of one rank, in order."""
+
+    @property
+    def own(self) -> int:
+        """Elements of that rank."""
+        return sum(piece.end - piece.begin for piece in self.pieces)
+
+
+def cut(indices: Sequence[int], sizes: Sequence[int], rank: int, size: int) -> Part:
+    """The part of parameters of so many elements; as a reducescatter cuts them."""
+    count = sum(sizes)
+    least, more = divmod(count, size)
+    begin = rank * least + min(rank, more)
+    end = begin + least + (rank < more)
+    pieces = []
+    at = 0
+    for index, length in zip(indices, sizes, strict=True):
+        first, last = max(begin, at), min(end, at + length)
+        if first < last:
+            pieces.append(Piece(index, first - at, last - at, first - begin))
+        at += length
+    return Part(list(indices), count, pieces)
+
+
+class Pieces:
+    """One rank's pieces of parameters, as views of these."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        """None so far."""
+        self.places: dict[int, Piece] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        """By the parameter's index; with gradients of their own. Those that were asked for."""
+        self._parameters = parameters
+        self._addresses: dict[int, int] = {}
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """These are among them."""
+        self.places.update((piece.index, piece) for piece in pieces)
+
+    def get(self, index: int) -> torch.Tensor:
+        """That of the parameter ``index``, made when it is first asked for."""
+        return self.tensors[index] if index in self.tensors else self._make(index)
+
+    def own_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that has the shape of a parameter, what belongs to its piece."""
+        place = self.places[index]
+        parameter = self._parameters.tensors[index]
+        return laid_as(parameter, whole)[place.begin : place.end].clone()
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add to the gradient of a piece, which may have one of passes that were settled before."""
+        piece = self.get(index)
+        before = piece.grad
+        piece.grad = gradient if before is None else before.add_(gradient)
+
+    def zero_grad(self) -> None:
+        """They have no gradients."""
+        for piece in self.tensors.values():
+            piece.grad = None
+
+    def follow_parameters(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Make those anew whose parameters have other memory now; by the old, the new ones."""
+        replaced: dict[torch.Tensor, torch.Tensor] = {}
+        for index, old in list(self.tensors.items()):
+            if self._addresses[index] != self._parameters.tensors[index].data_ptr():
+                new = self._make(index)
+                new.grad = old.grad
+                replaced[old] = new
+        return replaced
+
+    def _make(self, index: int) -> torch.Tensor:
+        parameter, place = self._parameters.tensors[index], self.places[index]
+        flat = flat_of(parameter, self._parameters.names[index])
+        piece = self.tensors[index] = flat[place.begin : place.end].requires_grad_()
+        self._addresses[index] = parameter.data_ptr()
+        return piece
+
+
+class Cut:
+    """How parameters are cut among the ranks of one world, and this rank's pieces."""
+
+    def __init__(
+        self, parameters: Parameters, world: WorldLike | None = None, *, has_copies: bool = False
+    ) -> None:
+        """``world``: None where nothing is cut. ``has_copies``: each part is on a second rank."""
+        self.own, self.copy = Pieces(parameters), Pieces(parameters)
+        self.epoch: int | None = None
+        """Of its world; None where nothing is cut, or ranks are not known by a launcher."""
+        self.size = 1 if world is None else world.size
+        self.rank = 0 if world is None else world.rank
+        self.members: tuple[int, ...] = ()
+        self.hosts: tuple[str, ...] = ()
+        self.holders: list[int] = []
+        """By rank, the one that has the copy of its part; empty: there are no copies."""
+        self.copied = -1
+        """The rank whose copy this one has."""
+        if isinstance(world, World):  # of which nothing is kept that holds its engine
+            self.epoch, self.members, self.hosts = world.epoch, world.members, world.hosts
+        if has_copies and self.size > 1:
+            self.holders = copied_by(self.hosts)
+            self.copied = self.holders.index(self.rank)
+
+    @property
+    def stamp(self) -> tuple[int, tuple[int, ...]] | None:
+        """Tells it from other worlds' cuts, on all ranks alike; None where nothing is cut."""
+        return None if self.epoch is None else (self.epoch, self.members)
+
+    def take(self, part: Part, sizes: Sequence[int]) -> None:
+        """``part`` of this rank, of parameters of so many elements, is among them."""
+        self.own.take(part.pieces)
+        if self.holders:
+            self.copy.take(cut(part.indices, sizes, self.copied, self.size).pieces)
+
+    def both(self) -> tuple[Pieces, Pieces]:
+        """Its own, and the copies."""
+        return self.own, self.copy
+
+    def of(self, index: int, begin: int) -> Pieces:
+        """Those among which the piece of a parameter is that begins with an element."""
+        place = self.own.places.get(index)
+        return self.own if place is not None and place.begin == begin else self.copy
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All pieces that were asked for, copies as well."""
+        for pieces in self.both():
+            yield from pieces.tensors.values()
+
+    def lost(self, members: Sequence[int]) -> str:
+        """What to say of parts that no one of ``members`` has; "" where they have all."""
+        gone = orphans(self.holders, self.members, members)
+        return said_of(gone, self.holders, self.hosts, self.epoch)
+
+
+def flat_of(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """All elements of a parameter as they lie in memory, as a view without a gradient.
+
+    Raises InvalidArgumentError where they have gaps, or lie in each other's place.
+    """
+    plain = parameter.detach()
+    if plain.is_contiguous():
+        return plain.view(-1)
+    if not _is_dense(plain):
+        raise InvalidArgumentError(
+            f"parameter '{name}' of shape {tuple(plain.shape)} has strides {plain.stride()}, so "
+            "its elements are not one block of memory: shard_state needs that; use .contiguous()"
+        )
+    return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order of the dimensions, are one block of memory."""
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != length:
+                return False
+            length *= size
+    return True
+
+
+def laid_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of ``tensor`` in the order in which the parameter's lie in memory."""
+    plain = tensor.detach()
+    if plain.stride() != parameter.stride():
+        laid = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=plain.dtype, device=plain.device
+        )
+        plain = laid.copy_(plain)
+    if plain.is_contiguous():
+        return plain.view(-1)
+    return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
+
+
+def shaped_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """The inverse: ``flat`` with the shape and the strides of ``parameter``."""
+    return torch.as_strided(flat, parameter.shape, parameter.stride(), flat.storage_offset())
+
+
+def joined(flats: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other; one alone as it is."""
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
