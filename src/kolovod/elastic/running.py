@@ -37,6 +37,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
 from kolovod.core.uncaught import first_line
 from kolovod.elastic import entries, steps
+from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import forming
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
@@ -104,6 +105,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             raise InvalidArgumentError(
                 f"the first argument is a {type(state).__name__}: give a kolovod.elastic.State"
             )
+        check_apart(state.trains_apart(), state.samplers(), recomputes=recomputes)
         lifecycle.init()
         entry = entries.current()
         if entry is None:
@@ -121,7 +123,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
                 _Worlds(session),
                 worlds.current,
                 recomputes=recomputes,
-                entered=forming(KeptSets(state.process_sets(), entry.first_size).form),
+                entered=forming(_first_in_a_world(state, entry.first_size)),
             )
             steps.enter(ongoing)
             ongoing.begin()
@@ -158,6 +160,18 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             steps.enter(None)
 
     return elastic
+
+
+def _first_in_a_world(state: State, first_size: int | None) -> Callable[[], None]:
+    """What values of the state do in each world when its ranks have met."""
+    sets = KeptSets(state.process_sets(), first_size)
+
+    def form() -> None:
+        sets.form()
+        for value in state.trains_apart():
+            value.enter_world()
+
+    return form
 
 
 def join() -> Session | None:
@@ -203,6 +217,10 @@ class _Worlds:
     @property
     def has_state(self) -> bool:
         return self._session.has_state
+
+    @property
+    def has_failed(self) -> bool:
+        return self._session.has_failed
 
 
 class _Deal:
@@ -285,6 +303,9 @@ def _commit(
     size = ongoing.world.size
     must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
     if must_stop or size < session.min_np:
+        for value in state.trains_apart():
+            for _ in value.arrivals():
+                deal.record()
         session.stop_for_next(is_wanted=must_stop)
         lifecycle.shutdown()
         lifecycle.init()

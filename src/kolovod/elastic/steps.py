@@ -83,6 +83,11 @@ class Recovery(Protocol):
         """Whether this process has what all ranks have alike."""
         ...
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the present world has, and it is known what follows."""
+        ...
+
 
 class Steps:
     """The steps of one process in an elastic job."""
@@ -213,6 +218,17 @@ class Steps:
             self.counted, self._is_applied = world.members, True
             self.times_counted += 1
         return result
+
+    def follow(self) -> None:
+        """Get into the next world if the present one has failed, in which nothing is going on.
+
+        For who runs no operation for long, and so does not notice: the others may wait there. This
+        rank's part is missing in whatever they have not passed, so it has missed nothing. Raises
+        what ``Recovery.reform`` raises.
+        """
+        if self._recovery.has_failed:
+            with self._lock:
+                self.recover(CollectiveAbortedError("another world follows the present one"))
 
     def recover(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, and learn what its ranks have done and have."""

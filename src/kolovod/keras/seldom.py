@@ -110,6 +110,7 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         """The variables are known."""
 
     def _agree(self) -> None:
+        self.exchange.refuse_elastic("a model in the state is given to all ranks")
         if self.exchange.has_others:
             self.exchange.agree_once(self._details)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kolovod.elastic import share_by
+from kolovod.torch import seldom
 from kolovod.torch.functions import Functions
 
 __all__ = ["share_in_elastic_jobs"]
@@ -18,6 +19,7 @@ def share_in_elastic_jobs(functions: Functions) -> None:
     """Let ``kolovod.elastic.State`` hold modules and optimizers: ranks that join get rank 0's."""
 
     def share_module(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        seldom.check_not_owned(name, list(module.parameters()))
         functions.broadcast_parameters(module.state_dict())
         return module
 
@@ -33,11 +35,18 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         return restore
 
     def share_optimizer(name: str, optimizer: Any) -> Any:
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        seldom.check_not_owned(name, tensors)
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 
+    def share_apart(name: str, apart: seldom.Apart) -> seldom.Apart:
+        apart.take_whole_state(functions.broadcast_nested(apart.whole_state(), f"elastic.{name}"))
+        return apart
+
     share_by(_is_module, share_module, keep_buffers)
     share_by(lambda value: isinstance(value, torch.optim.Optimizer), share_optimizer)
+    share_by(lambda value: isinstance(value, seldom.Apart), share_apart)
 
 
 def _is_module(value: Any) -> bool:
