@@ -258,7 +258,7 @@ def train(job: Job, number: int) -> Any:
     job.init()
     samplers = [Sampler(), Sampler()]
     state = SimpleNamespace(step=0, total=0, log=[], sizes=[], begun=0)
-    state.samplers, state.logs = lambda: samplers, list
+    state.samplers, state.logs, state.trains_apart = lambda: samplers, list, list
 
     def sync() -> None:
         mine = state.step, state.total, tuple(state.log), tuple(state.sizes)

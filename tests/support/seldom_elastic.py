@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def model_of(seed: int) -> Any:
+    torch.set_num_threads(1)  # as the launcher has it, else bits differ
     drawn = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 40), torch.nn.BatchNorm1d(40), torch.nn.Tanh(), torch.nn.Linear(40, 30),
@@ -52,7 +53,6 @@ def compute(model: Any, member: int, step: int) -> None:
 
 def begin(case: str, seed: int) -> tuple[Any, Any, Any]:
     """The model, the inner optimizer and the way, as a script has them."""
-    torch.set_num_threads(1)  # else bits differ
     model = model_of(seed)
     inner, outer = optimizers_of(model)
     if case == "local sgd":
@@ -93,6 +93,7 @@ class Replay:
         count, number = len(list(self.common.parameters())), CASES[case].get("fragments", 1)
         self.fragments = [range(count)[f::number] for f in range(number)]
         self.pending: dict[int, tuple[int, dict[int, list[Any]]]] = {}
+        self.equal_after: dict[int, int] = {}  # steps, by fragment
         self.steps = 0
 
     def parameters(self, member: int) -> list[Any]:
@@ -156,7 +157,9 @@ class Replay:
         self.pending[f] = self.steps + self.delay, sent
 
     def apply(self, f: int, sent: dict[int, list[Any]], share: float) -> None:
-        self.pending.pop(f, None)
+        self.pending.pop(f)
+        if not share:
+            self.equal_after[f] = self.steps
         who = self.log.pop(0)
         means = [mean(each) for each in zip(*(sent[member] for member in who), strict=True)]
         for member in set(self.models) - set(who) - self.joined_since(sent):
@@ -190,13 +193,15 @@ class Replay:
         if self.is_local:
             self.average()
             return
-        fragments = dict(self.pending)
-        for f in range(len(self.fragments)):
-            if f not in fragments:
-                self.send(f)
-        who = self.log[0]
-        self.log[:1] = [who] * len(self.fragments)
-        for f in [*sorted(fragments), *sorted(set(self.pending) - set(fragments))]:
+        before = set(self.pending)
+        changed = {
+            f for f in range(len(self.fragments)) if self.equal_after.get(f, 0) != self.steps
+        }
+        for f in changed - before:
+            self.send(f)
+        if self.pending:
+            self.log[:1] = self.log[:1] * len(self.pending)  # they are one step
+        for f in [*sorted(before), *sorted(changed - before)]:
             self.apply(f, self.pending[f][1], 0.0)
 
     def join(self, members: Members) -> None:

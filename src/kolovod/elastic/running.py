@@ -228,6 +228,7 @@ class _Deal:
 
     def __init__(self, state: State, ongoing: steps.Steps) -> None:
         self._samplers, self._logs = state.samplers(), state.logs()
+        self._trains_apart = bool(state.trains_apart())
         self._ongoing = ongoing
         self._epochs = [0 for _ in self._samplers]  # of the world whose ranks each knows
 
@@ -237,7 +238,7 @@ class _Deal:
         world = self._ongoing.world
         if counted is None and world.size == 1:  # whose optimizer sends nothing
             counted = world.members
-        times, self._ongoing.times_counted = self._ongoing.times_counted, 0
+        times, self._ongoing.all_counted = self._ongoing.all_counted, []
         if counted is None and (self._samplers or self._logs):
             raise InvalidArgumentError(
                 "commit() after no step that uses samples: combine gradients by a "
@@ -245,12 +246,14 @@ class _Deal:
             )
         for sampler in self._samplers:
             sampler.record_step(counted)
-        if self._logs and times > 1:
+        if self._logs and len(times) > 1 and not self._trains_apart:
             raise InvalidArgumentError(
-                f"commit() after {times} steps that combine gradients: with a MembershipLog in the "
-                "state commit after each"
+                f"commit() after {len(times)} steps that combine gradients: with a MembershipLog "
+                "in the state commit after each"
             )
         for log in self._logs:
+            for used in times[:-1]:  # an entry for each exchange
+                log.record(used, takes_sums=False)
             log.record(counted or ())
 
     def follow(self) -> None:

@@ -116,8 +116,8 @@ class Steps:
         """Whether rank 0 has, of whom the others would be given it."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
-        self.times_counted = 0
-        """How many such steps there were since the last ``commit``."""
+        self.all_counted: list[tuple[int, ...]] = []
+        """The same of each such step since the last ``commit``."""
         self._committed = 0  # tickets that were passed at the last commit
         self._is_applied = False  # since then a step that counts samples
         self._goes_back = False  # what this rank was at cannot be repeated
@@ -216,7 +216,7 @@ class Steps:
         self._passed_in = world
         if counts:
             self.counted, self._is_applied = world.members, True
-            self.times_counted += 1
+            self.all_counted.append(world.members)
         return result
 
     def follow(self) -> None:
