@@ -6,6 +6,7 @@ processes again, given whose part was in each exchange and who came when.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -213,7 +214,7 @@ class Replay:
             self.models[member] = model_of(0)
             self.models[member].load_state_dict(self.models[first].state_dict())
             self.inner[member] = optimizers_of(self.models[member])[0]
-            self.inner[member].load_state_dict(self.inner[first].state_dict())
+            self.inner[member].load_state_dict(copy.deepcopy(self.inner[first].state_dict()))
 
     def sums(self, member: int) -> list[int]:
         common = [] if self.is_local else [p.data for p in self.common.parameters()]

@@ -99,7 +99,7 @@ def check(case: str, where: str, number: int, victim: int) -> None:
     survivors = {rank: results[rank] for rank in range(RANKS) if rank != victim}
     first, second = survivors.values()
     assert first[0] == second[0]
-    assert len(first[0][0]) == RANKS or (where, number) == ("between", 5)
+    assert len(first[0][0]) == RANKS or where == "between"
     assert first[0][-1] == tuple(survivors)
     assert first[1][-1] == second[1][-1]  # after synchronize
     replay = Replay(case, SEED, tuple(range(RANKS)), first[0])
@@ -135,6 +135,6 @@ def test_survivors_exchange_what_they_kept(place: tuple[str, str, int, int]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("where", ["between", "sending", "results", "ticket", "torn"])
-@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("number", [1, 2, 3])
 def test_wherever_the_kill_comes(case: str, where: str, number: int) -> None:
     check(case, where, 3 * number if where == "between" else number, number % RANKS)
