@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from compressors import ByTurns
 
 import kolovod.torch as kv
 
@@ -23,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     # Several fragments are on their way at a time.
     "fragments": {"sync_every": 6, "fragments": 3, "fragment_sync_delay": 3},
     "late": {"sync_every": 4, "fragment_sync_delay": 2, "local_share": 0.25},
+    "a state": {"sync_every": 4, "fragment_sync_delay": 2, "compression": ByTurns},
 }
 
 
@@ -56,9 +58,12 @@ def begin(case: str, seed: int) -> tuple[Any, Any, Any]:
     """The model, the inner optimizer and the way, as a script has them."""
     model = model_of(seed)
     inner, outer = optimizers_of(model)
+    options = dict(CASES[case])
+    if "compression" in options:
+        options["compression"] = options["compression"]()
     if case == "local sgd":
-        return model, inner, kv.LocalSGD(model, inner, **CASES[case])
-    return model, inner, kv.DiLoCo(model, inner, outer, **CASES[case])
+        return model, inner, kv.LocalSGD(model, inner, **options)
+    return model, inner, kv.DiLoCo(model, inner, outer, **options)
 
 
 def sums(model: Any, way: Any = None) -> list[int]:
@@ -87,6 +92,7 @@ class Replay:
         self.delay = CASES[case].get("fragment_sync_delay", 0)
         self.share = CASES[case].get("local_share", 0.5 if self.delay else 0.0)
         self.is_local = case == "local sgd"
+        self.by_turns, self.turn = "compression" in CASES[case], 0
         self.models = {member: model_of(seed) for member in members}
         self.inner = {m: optimizers_of(model)[0] for m, model in self.models.items()}
         self.common = model_of(seed)
@@ -150,9 +156,11 @@ class Replay:
     def send(self, f: int) -> None:
         common = [p.data for p in self.common.parameters()]
         sent = {}
+        factor = self.turn % 3 + 1 if self.by_turns else 1
+        self.turn += 1
         for member in self.models:
             own = self.parameters(member)
-            sent[member] = [common[place] - own[place] for place in self.fragments[f]]
+            sent[member] = [(common[place] - own[place]) * factor for place in self.fragments[f]]
             if f == len(self.fragments) - 1:
                 sent[member] += [buffer.clone() for buffer in self.buffers(member)]
         self.pending[f] = self.steps + self.delay, sent
