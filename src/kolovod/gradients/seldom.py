@@ -294,6 +294,10 @@ class Sent:
         assert self.means is not None
         return self.means
 
+    def so_far(self) -> list[Any]:
+        """The means, or what this rank gives to them, for a checkpoint of its own."""
+        return list(self.own if self.means is None else self.means)
+
     def attempt(self) -> list[Any]:
         """The means that come in the world of now, of which the other ranks may have none."""
         by = self._by

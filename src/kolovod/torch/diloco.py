@@ -112,8 +112,7 @@ class DiLoCo(seldom.Apart):
         Before an evaluation, a checkpoint that others go on from, or at the end: ranks have the
         same parameters then.
         """
-        if self._exchange.takes_part:
-            self._agree()
+        self._agree()
         before = sorted(self._on_its_way)
         changed = [
             fragment
@@ -139,10 +138,7 @@ class DiLoCo(seldom.Apart):
         """
         if steps.ongoing() is None:
             arrive([each.sent for each in self._on_its_way.values()])
-        arrived = {
-            f: (each.due, list(each.sent.own if each.sent.means is None else each.sent.means))
-            for f, each in self._on_its_way.items()
-        }
+        arrived = {f: (each.due, each.sent.so_far()) for f, each in self._on_its_way.items()}
         return {
             "steps": self.steps,
             "common": dict(zip(self._names(), self._common, strict=True)),

@@ -70,9 +70,8 @@ class LocalSGD(seldom.Apart):
 
     def synchronize(self) -> None:
         """Take the mean now, before an evaluation or at the end; all ranks do."""
-        if self._exchange.takes_part:
-            self._agree()
-            self._average()
+        self._agree()
+        self._average()
 
     def close(self) -> None:
         """Leave the optimizer alone from now on."""
@@ -105,10 +104,13 @@ class LocalSGD(seldom.Apart):
     def _after_step(self, *arguments: Any) -> None:
         self.steps += 1
         is_over = self._schedule.begins(self.steps)
-        if (is_over or self._schedule.sends(self.steps)) and self._exchange.takes_part:
+        if is_over or self._schedule.sends(self.steps):
             self._average()
 
     def _average(self) -> None:
+        if not self._exchange.takes_part:
+            self._exchange.has_exchanged = True
+            return
         with torch.no_grad():
             own = [(name, p.detach().clone()) for name, p in self._parameters]
             means = self._exchange.start("parameters", own, [b.clone() for b in self._buffers])()

@@ -44,6 +44,7 @@ class Exchange(seldom.Exchange):
         """What an optimizer's step begins with: agree, and in the warm-up average gradients."""
         self.before_step()
         if not self.takes_part:
+            self.has_exchanged |= warms_up
             return
         agree()
         if warms_up:
