@@ -194,7 +194,7 @@ def check_refusals(keras, kv, which):
     with pytest.raises(MismatchError, match="rank 0 has 'sync_every' 4, rank 1 has 'sync_every' 5"):
         train(model, rank, [callbacks.LocalSGD(4 + rank)])
     elastic_steps.enter(SimpleNamespace())
-    with pytest.raises(InvalidArgumentError, match="local_sgd does not work in elastic jobs"):
+    with pytest.raises(InvalidArgumentError, match="local_sgd is not in the state of this elastic"):
         train(model, rank, [callbacks.LocalSGD(4)])
     elastic_steps.enter(None)
     model.trainable_variables[1].assign(np.full(4, float(rank)))
