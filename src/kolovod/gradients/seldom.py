@@ -184,7 +184,7 @@ class Exchange:
         if steps.ongoing() is not None:
             raise InvalidArgumentError(
                 f"{self._kind} does not work in elastic jobs here: {why}; start the job without "
-                "--elastic, or use kolovod.torch"
+                "--elastic, or use kolovod.torch or kolovod.keras"
             )
 
     @property

@@ -41,7 +41,8 @@ class DiLoCo(SeldomCallback):
         model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), diloco])
 
     At the end of ``fit`` all ranks have the same weights; call ``synchronize()`` where they have to
-    be before, from another callback.
+    be before, from another callback. In an elastic job it is in the state, in the place of the
+    model, and ``synchronize()`` is called at the end, too (docs/elastic.md).
     """
 
     kind = "diloco"

@@ -250,6 +250,9 @@ class LocalSGD(SeldomCallback):
 
         local_sgd = kv.callbacks.LocalSGD(sync_every=8)
         model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), local_sgd])
+
+    In an elastic job it is in the state, in the place of the model, and ``synchronize()`` is called
+    at the end (docs/elastic.md).
     """
 
     kind = "local_sgd"
