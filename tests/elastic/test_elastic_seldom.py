@@ -109,7 +109,6 @@ def test_fit_with_local_sgd(backend: str, tmp_path: Path) -> None:
         **QUIET,
         "KERAS_BACKEND": backend,
         "TF_USE_LEGACY_KERAS": "0",
-        "PYTHONPATH": str(Path(__file__).parents[1] / "frontends" / "keras"),
     }
     script = str(SELDOM.with_name("seldom_fit_script.py")), str(tmp_path)
     done = run("-np", "2", script=script, deadline_s=DEADLINE_S, env=env)

@@ -34,11 +34,9 @@ def main() -> None:
     keras = importlib.import_module("keras")
     keras.backend.set_floatx("float64")
     kv = importlib.import_module("kolovod.keras")
-    from test_keras_seldom import model_of
-
     kv.init()
     slot, is_first = int(os.environ["KOLOVOD_SLOT"]), bool(os.environ["KOLOVOD_FIRST_HOSTS"])
-    model = model_of(keras, keras.backend.backend())
+    model = replay.model_of(keras, keras.backend.backend())
     local_sgd = kv.callbacks.LocalSGD(EVERY)
     local_sgd.set_model(model)
     log = elastic.MembershipLog()

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import seldom_replay as replay
 from keras_jobs import RUNNERS, prepared, runs, weights
+from seldom_replay import model_of
 from slow import slow_but
 from survivors import NoLoss, Survivors
-from test_keras_seldom import assert_near, model_of, seen_by, train, variables_of
+from test_keras_seldom import assert_near, seen_by, train, variables_of
 
 from kolovod import elastic
 from kolovod.core.world import current
