@@ -11,7 +11,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -223,6 +223,30 @@ class Sampler:
         self.members = allgather(member)
 
 
+class Late:
+    """An exchange that is sent in one step and used in the next, as where ranks train apart."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.job, self.own = job, 1 << number
+        self.is_sent, self.means = False, 0  # 0: they have not arrived
+        self.ongoing: Any = None
+
+    def arrive(self) -> int:
+        if self.is_sent and not self.means:
+            run = self.job.run
+            self.means = sum(self.ongoing.exactly(lambda: run("late", self.own), counts=True))
+        return self.means
+
+    def send(self) -> None:
+        self.is_sent, self.means = True, 0
+
+    def arrivals(self) -> Iterator[None]:
+        if self.is_sent and not self.means:
+            self.arrive()
+            self.job.seen["arrives before the world is left"] += 1
+            yield
+
+
 class Session:
     """A rank's, and its ``steps.Recovery``."""
 
@@ -245,6 +269,13 @@ class Session:
     def has_state(self) -> bool:
         return self.number in self.job.have_state
 
+    @property
+    def has_failed(self) -> bool:
+        with self.job.moved:
+            fails = self.job.mine.is_broken and self.job._next(self.job.mine) is not None
+            self.job.seen["follows"] += fails
+            return fails
+
     def got_state(self) -> None:
         self.job.have_state.add(self.number)
 
@@ -252,17 +283,23 @@ class Session:
 def train(job: Job, number: int) -> Any:
     """What ``elastic.run`` does, with a function of STEPS steps.
 
-    In every other job steps are computed again from the last commit.
+    In every other job steps are computed again from the last commit; in half of the others ranks
+    train apart.
     """
-    recomputes = bool(job.seed % 2)
+    recomputes, trains_apart = bool(job.seed % 2), job.seed % 4 == 2
+    late = Late(job, number)
     job.init()
     samplers = [Sampler(), Sampler()]
     state = SimpleNamespace(step=0, total=0, log=[], sizes=[], begun=0)
     state.samplers, state.logs = lambda: samplers, list
+    state.trains_apart = lambda: [late] if trains_apart else []
 
     def sync() -> None:
-        mine = state.step, state.total, tuple(state.log), tuple(state.sizes)
-        state.step, state.total, log, sizes = job.run("sync", mine)[0]
+        sent = late.is_sent, late.means
+        mine = state.step, state.total, tuple(state.log), tuple(state.sizes), sent
+        state.step, state.total, log, sizes, sent = job.run("sync", mine)[0]
+        assert all(sent) or not any(sent), "what is on its way has not arrived"
+        late.is_sent, late.means = sent
         state.log, state.sizes = list(log), list(sizes)
 
     def keep() -> Callable[[], None]:
@@ -280,6 +317,7 @@ def train(job: Job, number: int) -> Any:
     session: Any = Session(job, number)
     ongoing = steps.Steps(session, job.current, recomputes=recomputes)  # type: ignore[arg-type]
     ongoing._verbs = SimpleNamespace(allreduce_=maximum(job))  # type: ignore[assignment]
+    late.ongoing = ongoing
     ongoing.begin()
     running._share(state, ongoing, session, also=True)
     deal = running._Deal(state, ongoing)  # type: ignore[arg-type]
@@ -293,7 +331,13 @@ def train(job: Job, number: int) -> Any:
             state.begun += 1
             if recomputes:
                 job.run("forward", 0)
-            ongoing.exactly(lambda: job.run("more", 0))
+            if trains_apart:
+                ongoing.follow()
+                state.log.append(late.arrive())
+                state.total += state.log[-1]
+                late.send()
+            else:
+                ongoing.exactly(lambda: job.run("more", 0))
             values = ongoing.exactly(
                 lambda: job.run("weights", 1 << number), counts=True, is_repeatable=not recomputes
             )
@@ -347,7 +391,16 @@ def test_ranks_agree_after_each_step_whoever_is_lost(monkeypatch: pytest.MonkeyP
     for seed in range(300):
         seen += play(seed, monkeypatch)
     own = ("ticket", "meeting", "samples")
-    for kind in ("weights", "more", "forward", "sync", *(f"elastic.{name}" for name in own)):
+    for kind in (
+        "weights",
+        "more",
+        "forward",
+        "sync",
+        "late",
+        *(f"elastic.{name}" for name in own),
+    ):
         assert seen[f"{kind} torn"], seen
     assert seen["grows"] > 50, seen
     assert seen["goes back"] > 20, seen
+    assert seen["follows"], seen
+    assert seen["arrives before the world is left"] > 20, seen

@@ -123,3 +123,29 @@ class DiLoCo:
             for rank in self.ranks:
                 own = rank.parameters[place]
                 rank.parameters[place] = (1 - share) * self.common[place] + share * own
+
+
+def model_of(keras, which, **compiled):
+    """One of Keras with three weights, whose gradients are those of ``gradient``."""
+    total = keras.ops.sum if hasattr(keras, "ops") else __import__("tensorflow").reduce_sum
+
+    class Linear(keras.layers.Layer):
+        def build(self, shape):
+            for name, value in zip(NAMES, start(), strict=True):
+                constant = keras.initializers.Constant(value)
+                weight = self.add_weight(shape=value.shape, name=name, initializer=constant)
+                setattr(self, name, weight)
+            self.built = True
+
+        def call(self, x):
+            kept = [getattr(self, name) for name in NAMES]
+            return sum(
+                (x[:, 0] + 0.0625 * place) / 2 * total(p * p) + x[:, 1] * total(p)
+                for place, p in enumerate(kept)
+            )
+
+    model = keras.Sequential([keras.layers.Input((2,)), Linear()])
+    compiled.setdefault("run_eagerly", which == "tf_keras")
+    inner = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+    model.compile(inner, lambda true, out: out, **compiled)
+    return model

@@ -15,6 +15,7 @@ class Survivors:
 
     wants_change = False
     has_state = True
+    has_failed = False
 
     def __init__(self, alive: list[int]) -> None:
         self.alive = alive
@@ -30,7 +31,7 @@ class Survivors:
 class NoLoss:
     """Where no rank is lost."""
 
-    wants_change, has_state = False, True
+    wants_change, has_state, has_failed = False, True, False
 
     def reform(self, error: CollectiveAbortedError) -> None:
         raise error

@@ -36,8 +36,9 @@ class MembershipLog:
 
     A rank that joins gets what the log has so far from rank 0, as it gets the weights. Checksums
     are those of *this* process's weights. Commit after each step of the optimizer, since an entry
-    is one step; and for a replay let what a process computes in a step follow from the step's
-    number and from ``member``, not from its rank, which may change while it computes.
+    is one step (in a state with a LocalSGD or DiLoCo one exchange); and for a replay let what a
+    process computes in a step follow from the step's number and from ``member``, not from its rank,
+    which may change while it computes.
     """
 
     def __init__(self, tensors: Tensors | None = None, every: int = 1) -> None:
@@ -74,10 +75,15 @@ class MembershipLog:
             self._member = members[rank]
             self.hosts.update(zip(members, hosts, strict=True))
 
-    def record(self, used: Sequence[int]) -> None:
-        """A step is over whose result has the gradients of ``used``. ``State.commit`` calls it."""
+    def record(self, used: Sequence[int], *, takes_sums: bool = True) -> None:
+        """A step is over whose result has the gradients of ``used``. ``State.commit`` calls it.
+
+        ``takes_sums``: False where the weights are not those after this step any more.
+        """
         due = self._tensors is not None and (len(self.steps) + 1) % self._every == 0
-        sums = checksums(self._tensors()) if self._tensors is not None and due else None
+        sums = None
+        if self._tensors is not None and due and takes_sums:
+            sums = checksums(self._tensors())
         self.steps.append(LoggedStep(tuple(used), sums))
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
 from kolovod.core.uncaught import first_line
 from kolovod.elastic import entries, steps
+from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import forming
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
@@ -104,6 +105,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             raise InvalidArgumentError(
                 f"the first argument is a {type(state).__name__}: give a kolovod.elastic.State"
             )
+        check_apart(state.trains_apart(), state.samplers(), recomputes=recomputes)
         lifecycle.init()
         entry = entries.current()
         if entry is None:
@@ -121,7 +123,7 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
                 _Worlds(session),
                 worlds.current,
                 recomputes=recomputes,
-                entered=forming(KeptSets(state.process_sets(), entry.first_size).form),
+                entered=forming(_first_in_a_world(state, entry.first_size)),
             )
             steps.enter(ongoing)
             ongoing.begin()
@@ -158,6 +160,18 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             steps.enter(None)
 
     return elastic
+
+
+def _first_in_a_world(state: State, first_size: int | None) -> Callable[[], None]:
+    """What values of the state do in each world when its ranks have met."""
+    sets = KeptSets(state.process_sets(), first_size)
+
+    def form() -> None:
+        sets.form()
+        for value in state.trains_apart():
+            value.enter_world()
+
+    return form
 
 
 def join() -> Session | None:
@@ -204,12 +218,17 @@ class _Worlds:
     def has_state(self) -> bool:
         return self._session.has_state
 
+    @property
+    def has_failed(self) -> bool:
+        return self._session.has_failed
+
 
 class _Deal:
     """Who gets which samples: a state's samplers follow the steps, and the worlds; so do logs."""
 
     def __init__(self, state: State, ongoing: steps.Steps) -> None:
         self._samplers, self._logs = state.samplers(), state.logs()
+        self._trains_apart = bool(state.trains_apart())
         self._ongoing = ongoing
         self._epochs = [0 for _ in self._samplers]  # of the world whose ranks each knows
 
@@ -219,7 +238,7 @@ class _Deal:
         world = self._ongoing.world
         if counted is None and world.size == 1:  # whose optimizer sends nothing
             counted = world.members
-        times, self._ongoing.times_counted = self._ongoing.times_counted, 0
+        times, self._ongoing.all_counted = self._ongoing.all_counted, []
         if counted is None and (self._samplers or self._logs):
             raise InvalidArgumentError(
                 "commit() after no step that uses samples: combine gradients by a "
@@ -227,12 +246,14 @@ class _Deal:
             )
         for sampler in self._samplers:
             sampler.record_step(counted)
-        if self._logs and times > 1:
+        if self._logs and len(times) > 1 and not self._trains_apart:
             raise InvalidArgumentError(
-                f"commit() after {times} steps that combine gradients: with a MembershipLog in the "
-                "state commit after each"
+                f"commit() after {len(times)} steps that combine gradients: with a MembershipLog "
+                "in the state commit after each"
             )
         for log in self._logs:
+            for used in times[:-1]:  # an entry for each exchange
+                log.record(used, takes_sums=False)
             log.record(counted or ())
 
     def follow(self) -> None:
@@ -285,6 +306,9 @@ def _commit(
     size = ongoing.world.size
     must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
     if must_stop or size < session.min_np:
+        for value in state.trains_apart():
+            for _ in value.arrivals():
+                deal.record()
         session.stop_for_next(is_wanted=must_stop)
         lifecycle.shutdown()
         lifecycle.init()

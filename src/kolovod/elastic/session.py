@@ -271,6 +271,12 @@ class Session:
             return None if before is None or after is None else (before, after)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether another world has formed, or the job is over, so that the present one fails."""
+        with self._lock:
+            return self._next() is not None or self._over is not None
+
+    @property
     def expects_world(self) -> bool:
         """Whether this process knows that another world follows the present one."""
         with self._lock:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
+from kolovod.elastic.apart import TrainsApart
 from kolovod.elastic.membership_log import MembershipLog
 from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.sampler import ElasticSampler
@@ -121,11 +122,20 @@ class State:
     def commit(self) -> None:
         """Say that the state is whole: a step is over. All ranks call it after the same steps.
 
-        Ranks join and leave here. As long as nobody wants to, it costs nothing.
+        Ranks join and leave here. As long as nobody wants to, it costs nothing. With a LocalSGD or
+        DiLoCo in the state a step is an exchange: between two of them it does nothing.
         """
+        if self.is_between_exchanges():
+            return
         if self._on_commit is not None:
             self._on_commit(self)
-            return
+        else:
+            self._record_alone()
+        for value in self.trains_apart():
+            value.committed()
+
+    def _record_alone(self) -> None:
+        """Where the job is not elastic."""
         for sampler in self.samplers():
             sampler.record_step()
         for log in self.logs():
@@ -180,6 +190,15 @@ class State:
     def process_sets(self) -> list[ProcessSet]:
         """Those among the values."""
         return self._of(ProcessSet)
+
+    def trains_apart(self) -> list[TrainsApart]:
+        """Those among the values by which ranks train apart."""
+        return self._of(TrainsApart)  # type: ignore[type-abstract]
+
+    def is_between_exchanges(self) -> bool:
+        """Whether ranks train apart, and have exchanged nothing since the last commit."""
+        apart = self.trains_apart()
+        return bool(apart) and not any(value.has_exchanged for value in apart)
 
     def _of(self, kind: type[V]) -> list[V]:
         values = (getattr(self, name) for name in self._names)

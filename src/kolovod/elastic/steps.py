@@ -83,6 +83,11 @@ class Recovery(Protocol):
         """Whether this process has what all ranks have alike."""
         ...
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the present world has, and it is known what follows."""
+        ...
+
 
 class Steps:
     """The steps of one process in an elastic job."""
@@ -111,8 +116,8 @@ class Steps:
         """Whether rank 0 has, of whom the others would be given it."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
-        self.times_counted = 0
-        """How many such steps there were since the last ``commit``."""
+        self.all_counted: list[tuple[int, ...]] = []
+        """The same of each such step since the last ``commit``."""
         self._committed = 0  # tickets that were passed at the last commit
         self._is_applied = False  # since then a step that counts samples
         self._goes_back = False  # what this rank was at cannot be repeated
@@ -211,8 +216,19 @@ class Steps:
         self._passed_in = world
         if counts:
             self.counted, self._is_applied = world.members, True
-            self.times_counted += 1
+            self.all_counted.append(world.members)
         return result
+
+    def follow(self) -> None:
+        """Get into the next world if the present one has failed, in which nothing is going on.
+
+        For who runs no operation for long, and so does not notice: the others may wait there. This
+        rank's part is missing in whatever they have not passed, so it has missed nothing. Raises
+        what ``Recovery.reform`` raises.
+        """
+        if self._recovery.has_failed:
+            with self._lock:
+                self.recover(CollectiveAbortedError("another world follows the present one"))
 
     def recover(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, and learn what its ranks have done and have."""

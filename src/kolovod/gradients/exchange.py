@@ -18,6 +18,10 @@ Submit = Callable[[Verb, str, "list[Any]", Sequence[Codec]], Wait]
 reduced; what it returns waits for the results."""
 
 
+Packed = tuple[str, Payload]
+"""What is sent of a gradient, with its key."""
+
+
 def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = False) -> Submit:
     """What submits through ``verbs``, a framework's Collectives.
 
@@ -59,10 +63,28 @@ def start(
     are combined beside them, as they are; the results come last. Raises InvalidArgumentError for a
     compressor whose payloads cannot be combined so.
     """
+    payloads = packed(spec.compressor, gradients)
+    return start_packed(spec, name, payloads, submit, scaled, further)
+
+
+def packed(compressor: Compressor, gradients: Sequence[tuple[str, Any]]) -> list[Packed]:
+    """What is sent of ``gradients``, each with its key."""
+    return [(key, payload_of(compressor, key, gradient, gradient)) for key, gradient in gradients]
+
+
+def start_packed(
+    spec: ReduceSpec,
+    name: str,
+    payloads: Sequence[Packed],
+    submit: Submit,
+    scaled: Callable[[Any], Any],
+    further: Sequence[Any] = (),
+) -> Callable[[], list[Any]]:
+    """``start`` with what ``packed`` has returned, which may be sent more than once.
+
+    If ``submit`` leaves its tensors as they are.
+    """
     compressor = spec.compressor
-    payloads = [
-        (key, payload_of(compressor, key, gradient, gradient)) for key, gradient in gradients
-    ]
     reduced, gathered = _by_verb([payload for _, payload in payloads])
     codecs = [codec for codec, _ in reduced] + [Codec.none] * len(further)
     sent = [tensor for _, tensor in reduced] + [*further]

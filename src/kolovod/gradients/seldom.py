@@ -2,13 +2,21 @@
 
 Each front end has local SGD and DiLoCo in the shape that its framework suggests; the numbers are
 the same.
+
+In an elastic job an exchange is a step (elastic/steps.py): what is sent is kept until all ranks
+have its mean, and sent again among those who are left if a rank is lost before. Between exchanges
+no ticket is passed, so a loss stops nobody there; but a rank looks before each step of its own
+whether the others are in another world by now (``Exchange.before_step``), where one of them may
+wait that has missed the last ticket.
 """
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +24,9 @@ import numpy.typing as npt
 
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import ProcessSet as KeptProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CollectiveAbortedError, InvalidArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import NOTHING, AnyCompressor, adapted
@@ -125,6 +134,10 @@ class Exchange:
         self._kind = kind
         self._verbs = verbs
         self._agreement = Agreement(verbs.world, process_set)
+        self.has_exchanged = False
+        """Whether something was, since this was said to be known (TrainsApart)."""
+        self._job: steps.Steps | None = None  # the elastic job in whose state it is
+        self._trains_in: steps.Steps | None = None
 
     @property
     def has_others(self) -> bool:
@@ -133,24 +146,80 @@ class Exchange:
             lambda: self._verbs.membership(self.spec.process_set), without_world=False
         )
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether an exchange is more than to keep what this rank has: with others, or as a step.
+
+        In an elastic job it is a step of all ranks, also of one that is alone in its process set.
+        """
+        return steps.ongoing() is not None or self.has_others
+
     def agree_once(self, mine: Callable[[], Details]) -> None:
         """Once in each world: all ranks have the same ``mine()``.
 
-        Raises MismatchError on every rank where they do not, InvalidArgumentError in an elastic
-        job.
+        Raises MismatchError on every rank where they do not. In an elastic job ranks have done so
+        as they came into the world (``enter_world``); InvalidArgumentError if they have not.
         """
-        if self._agreement.is_current():
-            return
-        self.refuse_elastic()
-        self._agreement.reach(mine())
+        if steps.ongoing() is not None:
+            self.check_in_state()
+        elif self.has_others and not self._agreement.is_current():
+            self._agreement.reach(mine())
 
-    def refuse_elastic(self) -> None:
-        """Raise InvalidArgumentError in an elastic job."""
+    def enter_world(self, mine: Callable[[], Details]) -> None:
+        """In an elastic job: all ranks have come into a world, and have the same ``mine()``.
+
+        Raises what ``TrainsApart.enter_world`` raises.
+        """
+        process_set = self.spec.process_set
+        if process_set is not None and not isinstance(process_set, KeptProcessSet):
+            raise InvalidArgumentError(
+                f"process_set of {self._kind} is {process_set}, which ends with its world: in an "
+                "elastic job give a kolovod.elastic.ProcessSet, and put it into the state"
+            )
+        self._job = steps.ongoing()
+        if self.has_others:
+            self._agreement.reach(mine())
+
+    def refuse_elastic(self, why: str) -> None:
+        """Raise InvalidArgumentError in an elastic job: where it does not work for that reason."""
         if steps.ongoing() is not None:
             raise InvalidArgumentError(
-                f"{self._kind} does not work in elastic jobs: their ranks agree after each step, "
-                "which is what it leaves out; start the job without --elastic"
+                f"{self._kind} does not work in elastic jobs here: {why}; start the job without "
+                "--elastic, or use kolovod.torch or kolovod.keras"
             )
+
+    @property
+    def is_in_state(self) -> bool:
+        """Whether it is in the state of the elastic job of now."""
+        return self._job is not None and self._job is steps.ongoing()
+
+    def check_in_state(self) -> None:
+        """Raise InvalidArgumentError in an elastic job that does not know of this one."""
+        if steps.ongoing() is not None and not self.is_in_state:
+            raise InvalidArgumentError(
+                f"{self._kind} is not in the state of this elastic job: put it there, instead of "
+                f"its model and optimizers, as in elastic.State({self._kind}={self._kind}, step=0)"
+            )
+
+    def before_step(self) -> None:
+        """Before a step of this rank's own, in any job.
+
+        In an elastic one it comes into the next world if the present one has failed. Raises what
+        ``check_in_state`` and ``Steps.follow`` raise.
+        """
+        ongoing = steps.ongoing()
+        if ongoing is not None:
+            self.check_in_state()
+            ongoing.follow()
+            self._trains_in = ongoing
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this rank has taken steps of its own in the elastic job.
+
+        If so it keeps what it has where others are given the state.
+        """
+        return self._trains_in is not None and self._trains_in is steps.ongoing()
 
     def start(
         self,
@@ -159,20 +228,109 @@ class Exchange:
         further: Sequence[Any] = (),
         *,
         is_compressed: bool = True,
-    ) -> Callable[[], list[Any]]:
-        """Send ``tensors``, which may be overwritten; what is returned waits for their means.
+    ) -> Sent:
+        """Send ``tensors``, which may be overwritten, by names that all ranks have for them.
 
         ``further``: the same, as they are; their means come last.
         """
+        own = [*(tensor for _, tensor in tensors), *further]
         spec = self.spec if is_compressed else self._plain
-        return exchange.start(
-            spec,
-            f"{self._kind}.{self._agreement.number}.{what}",
-            list(tensors),
-            exchange.by(self._verbs, spec, in_place=True),
-            exchange.scaling(self._verbs, spec),
-            further,
-        )
+        is_elastic = steps.ongoing() is not None
+        if not is_elastic and not self.has_others:
+            self.has_exchanged = True
+            return Sent.arrived(own)
+        payloads: list[exchange.Packed] = []
+
+        def send() -> Callable[[], list[Any]]:
+            if not payloads:  # once, since a compressor may keep a state
+                payloads.extend(exchange.packed(spec.compressor, tensors))
+            return exchange.start_packed(
+                spec,
+                f"{self._kind}.{self._agreement.number}.{what}",
+                payloads,
+                exchange.by(self._verbs, spec, in_place=not is_elastic),
+                exchange.scaling(self._verbs, spec),
+                further,
+            )
+
+        return Sent(self, own, send)
+
+    @property
+    def world(self) -> object:
+        """That of now, in which what is on its way travels."""
+        return self._verbs.world()
+
+
+class Sent:
+    """What this rank has sent of an exchange, until all ranks have the means."""
+
+    def __init__(
+        self, by: Exchange | None, own: list[Any], send: Callable[[], Callable[[], list[Any]]]
+    ) -> None:
+        """``send()``: sends it in the world of now, returning what waits for the means.
+
+        ``own``: what this rank gives to them, and what they are where it is alone.
+        """
+        self.own = own
+        self.means: list[Any] | None = None
+        """None: not all ranks have them yet."""
+        self._by = by
+        self._send = send
+        self._wait: Callable[[], list[Any]] | None = None
+        self._world: object = None  # in which it is on its way
+        if by is not None:
+            with contextlib.suppress(CollectiveAbortedError):  # who waits for it sends it again
+                self._depart(by)
+
+    @classmethod
+    def arrived(cls, means: list[Any]) -> Sent:
+        """One of which all ranks have the ``means``."""
+        made = cls(None, means, lambda: partial(list, means))
+        made.means = means
+        return made
+
+    def __call__(self) -> list[Any]:
+        """The means. Raises what ``arrive`` raises."""
+        arrive([self])
+        assert self.means is not None
+        return self.means
+
+    def so_far(self) -> list[Any]:
+        """The means, or what this rank gives to them, for a checkpoint of its own."""
+        return list(self.own if self.means is None else self.means)
+
+    def attempt(self) -> list[Any]:
+        """The means that come in the world of now, of which the other ranks may have none."""
+        by = self._by
+        assert by is not None
+        if self._world is not by.world:
+            self._depart(by)
+        return list(self.own) if self._wait is None else self._wait()
+
+    def has_arrived(self, means: list[Any]) -> None:
+        """All ranks have the ``means``."""
+        self.means, self._wait = means, None
+        if self._by is not None:
+            self._by.has_exchanged = True
+
+    def _depart(self, by: Exchange) -> None:
+        self._wait = self._world = None
+        world = by.world
+        self._wait = self._send() if by.has_others else None
+        self._world = world
+
+
+def arrive(sent: Sequence[Sent]) -> None:
+    """Wait until all ranks have the means of each of these; in an elastic job that is a step.
+
+    Raises what waiting raises; in an elastic job what ``elastic.exactly`` does.
+    """
+    missing = [each for each in sent if each.means is None]
+    if not missing:
+        return
+    results = steps.exactly(lambda: [each.attempt() for each in missing], counts=True)
+    for each, means in zip(missing, results, strict=True):
+        each.has_arrived(means)
 
 
 def checksum(array: npt.NDArray[Any]) -> int:

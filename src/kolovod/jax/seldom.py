@@ -90,7 +90,9 @@ class Parts:
 
     def check(self, params: Any) -> None:
         """Raise InvalidArgumentError for what cannot be trained so."""
-        self.exchange.refuse_elastic()
+        self.exchange.refuse_elastic(
+            "ranks differ between exchanges, and a pytree in the state is given to all of them"
+        )
         if params is None:
             raise InvalidArgumentError(
                 "params is None: call update(grads, state, params), since it is parameters that "

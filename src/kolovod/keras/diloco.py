@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Schedule
+from kolovod.gradients.seldom import Schedule, Sent, arrive
 from kolovod.keras.elastic import written_back
 from kolovod.keras.functions import Array
 from kolovod.keras.seldom import SeldomCallback, read, write
@@ -25,7 +25,7 @@ class _OnItsWay(NamedTuple):
 
     due: int
     """The step after which they are applied."""
-    wait: Callable[[], list[Array]]
+    sent: Sent
 
 
 class DiLoCo(SeldomCallback):
@@ -41,7 +41,8 @@ class DiLoCo(SeldomCallback):
         model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), diloco])
 
     At the end of ``fit`` all ranks have the same weights; call ``synchronize()`` where they have to
-    be before, from another callback.
+    be before, from another callback. In an elastic job it is in the state, in the place of the
+    model, and ``synchronize()`` is called at the end, too (docs/elastic.md).
     """
 
     kind = "diloco"
@@ -104,20 +105,27 @@ class DiLoCo(SeldomCallback):
         if not self._is_ready:
             return
         written_back(self._of)
-        for fragment in sorted(self._on_its_way):
+        before = sorted(self._on_its_way)
+        changed = [
+            fragment
+            for fragment in range(len(self._fragments))
+            if fragment not in before and self._equal_after.get(fragment) != self.steps
+        ]
+        for fragment in changed:
+            self._send(fragment)
+        arrive([self._on_its_way[fragment].sent for fragment in (*before, *changed)])
+        for fragment in (*before, *changed):
             self._apply(fragment, local_share=0.0)
-        for fragment in range(len(self._fragments)):
-            if self._equal_after.get(fragment) != self.steps:
-                self._send(fragment)
-                self._apply(fragment, local_share=0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this rank, beside the model with its optimizer: numbers and arrays.
 
-        Waits for what is on its way. ``common`` and ``momentum``: of each variable that is trained.
+        Waits for what is on its way; in an elastic job that counts as this rank's own outer
+        gradients. ``common`` and ``momentum``: of each variable that is trained.
         """
-        arrived = {f: (each.due, each.wait()) for f, each in self._on_its_way.items()}
-        self._take(arrived)
+        if steps.ongoing() is None:
+            arrive([each.sent for each in self._on_its_way.values()])
+        arrived = {f: (each.due, each.sent.so_far()) for f, each in self._on_its_way.items()}
         return {
             "steps": self.steps,
             "common": list(self._common),
@@ -134,15 +142,25 @@ class DiLoCo(SeldomCallback):
             raise InvalidArgumentError(f"the state has {sorted(state)}, which is none of DiLoCo's")
         self.steps = int(state["steps"])
         self._common, self._velocities = list(state["common"]), list(state["momentum"])
-        self._take(state["on_its_way"])
+        self._on_its_way = {
+            fragment: _OnItsWay(due, Sent.arrived(list(means)))
+            for fragment, (due, means) in state["on_its_way"].items()
+        }
         self._equal_after = {}
         self._is_ready = False
 
-    def _take(self, arrived: Mapping[int, tuple[int, list[Array]]]) -> None:
-        self._on_its_way = {
-            fragment: _OnItsWay(due, partial(list, means))
-            for fragment, (due, means) in arrived.items()
-        }
+    def arrivals(self) -> Iterator[None]:
+        """See TrainsApart. In the order in which they are due, as they would have arrived."""
+        for each in sorted(self._on_its_way.values(), key=lambda each: each.due):
+            if each.sent.means is None:
+                arrive([each.sent])
+                yield
+
+    def _equal_at(self) -> dict[int, int]:
+        return self._equal_after
+
+    def _be_equal_at(self, equal: dict[int, int]) -> None:
+        self._equal_after = dict(equal)
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
@@ -176,10 +194,13 @@ class DiLoCo(SeldomCallback):
         self.schedule.check_turns(len(cut))
         return cut
 
-    def _details(self) -> seldom.Details:
+    def _options(self) -> seldom.Details:
         outer = self._rate, self._momentum, self._nesterov
         options = [("fragments", self._fragments), ("the outer optimizer", outer)]
-        return [*super()._details(), *options, *self._values(self._common)]
+        return [*super()._options(), *options]
+
+    def _details(self) -> seldom.Details:
+        return [*super()._details(), *self._values(self._common)]
 
     def _warm_up(self) -> None:
         super()._warm_up()
@@ -202,12 +223,10 @@ class DiLoCo(SeldomCallback):
         pairs = zip(places, own, strict=True)
         sent = [np.asarray(self._common[place] - mine) for place, mine in pairs]
         further = read(self._statistics_with(fragment))
-        wait: Callable[[], list[Array]] = partial(list, [*sent, *further])
-        if self.exchange.has_others:
-            self._agree()
-            keyed = [(self._keys[place], each) for place, each in zip(places, sent, strict=True)]
-            wait = self.exchange.start(f"fragment.{fragment}", keyed, further)
-        self._on_its_way[fragment] = _OnItsWay(step + self.schedule.delay, wait)
+        self._agree()
+        keyed = [(self._keys[place], each) for place, each in zip(places, sent, strict=True)]
+        on_its_way = self.exchange.start(f"fragment.{fragment}", keyed, further)
+        self._on_its_way[fragment] = _OnItsWay(step + self.schedule.delay, on_its_way)
 
     def _statistics_with(self, fragment: int) -> list[Any]:
         return self._statistics if fragment == len(self._fragments) - 1 else []
@@ -215,7 +234,8 @@ class DiLoCo(SeldomCallback):
     def _apply(self, fragment: int, local_share: float) -> None:
         """Step outside on a fragment, from what the ranks had in common."""
         written_back(self._of)
-        means = self._on_its_way.pop(fragment).wait()
+        means = self._on_its_way[fragment].sent()
+        del self._on_its_way[fragment]
         places = self._fragments[fragment]
         write(self._statistics_with(fragment), means[len(places) :])
         variables = [self._trained[place] for place in places]

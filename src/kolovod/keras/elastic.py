@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from abc import abstractmethod
 from typing import Any
 
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic import share_by
+from kolovod.elastic.apart import TrainsApart
 from kolovod.errors import InvalidArgumentError, MismatchError
 from kolovod.keras.framework_detection import is_keras_3, keras_of
 from kolovod.keras.functions import broadcast_model, broadcast_variables
@@ -19,6 +22,7 @@ def share_in_elastic_jobs() -> None:
     """Let ``kolovod.elastic.State`` hold models and optimizers: ranks that join get rank 0's."""
     share_by(is_model, share_model)
     share_by(is_optimizer, share_optimizer)
+    share_by(lambda value: isinstance(value, Apart), share_apart)
 
 
 def is_model(value: Any) -> bool:
@@ -39,6 +43,7 @@ def is_optimizer(value: Any) -> bool:
 
 def share_model(name: str, model: Any) -> Any:
     """``model`` with rank 0's weights, and its optimizer's state, also in the middle of ``fit``."""
+    check_not_owned(name, model)
     written_back(model)
     broadcast_model(model)
     return model
@@ -46,6 +51,7 @@ def share_model(name: str, model: Any) -> Any:
 
 def share_optimizer(name: str, optimizer: Any) -> Any:
     """``optimizer`` with the state of rank 0's. Raises MismatchError if only one is built."""
+    check_not_owned(name, optimizer)
     variables = optimizer.variables
     variables = list(variables() if callable(variables) else variables)
     count = Objects(current).broadcast_object(len(variables), 0, f"elastic.{name}")
@@ -60,6 +66,58 @@ def share_optimizer(name: str, optimizer: Any) -> Any:
         )
     broadcast_variables(variables)
     return optimizer
+
+
+class Apart(TrainsApart):
+    """A callback by which ranks train apart, in the state in the place of its model."""
+
+    @property
+    @abstractmethod
+    def owned(self) -> tuple[Any, ...]:
+        """What it brings along in the state of the elastic job of now: model and optimizer."""
+
+    @property
+    @abstractmethod
+    def has_begun(self) -> bool:
+        """Whether this rank has steps of its own, which it keeps."""
+
+    @abstractmethod
+    def own_state(self) -> Any:
+        """What a rank that joins has to have, beside the model with its optimizer."""
+
+    @abstractmethod
+    def take_own_state(self, state: Any) -> None:
+        """Go on from ``own_state``."""
+
+
+_apart: weakref.WeakSet[Apart] = weakref.WeakSet()
+
+
+def known_apart(callback: Apart) -> None:
+    """Refuse what ``callback`` owns as another value of a state."""
+    _apart.add(callback)
+
+
+def check_not_owned(name: str, value: Any) -> None:
+    """Raise InvalidArgumentError for a value of a state that another one brings along."""
+    for callback in list(_apart):
+        if any(value is owned for owned in callback.owned):
+            kind = type(callback).__name__
+            raise InvalidArgumentError(
+                f"state.{name} belongs to the {kind} in the state, which brings its model and "
+                f"optimizer along and leaves each rank its own: leave {name} out"
+            )
+
+
+def share_apart(name: str, callback: Apart) -> Apart:
+    """``callback`` as a copy of rank 0's, with its model; unless it has steps of its own."""
+    (model, *_), keeps = callback.owned, callback.has_begun
+    written_back(model)
+    broadcast_model(model, keeps=keeps)
+    state = Objects(current).broadcast_object(callback.own_state(), 0, f"elastic.{name}")
+    if not keeps:
+        callback.take_own_state(state)
+    return callback
 
 
 def written_back(model: Any) -> None:

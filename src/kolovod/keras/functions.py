@@ -89,17 +89,24 @@ def reducescatter(
 
 
 def broadcast_variables(
-    variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet | None = None
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: ProcessSet | None = None,
+    *,
+    keeps: bool = False,
 ) -> None:
     """Give variables the values that they have on ``root_rank``.
 
-    ``variables``: of Keras or TensorFlow, in the same order on all ranks. Raises MismatchError, on
-    every rank, when their number, shapes or dtypes differ between ranks.
+    ``variables``: of Keras or TensorFlow, in the same order on all ranks. ``keeps``: those of this
+    rank stay as they are. Raises MismatchError, on every rank, when their number, shapes or dtypes
+    differ between ranks.
     """
     variables = list(variables)
     described = [(str(v.name).split("/")[-1], (tuple(v.shape), dtype_name(v))) for v in variables]
     agree(_objects, described, "variable", "broadcast_variables", process_set)
     values = [to_numpy(variable) for variable in variables]
+    if keeps:  # which may be memory of the variables
+        values = [np.empty_like(value) if rank() != root_rank else value for value in values]
     handles = [  # as bytes, since NumPy does not know bfloat16
         collectives.broadcast_async_(
             value.reshape(-1).view(np.uint8), root_rank, f"variable.{i}", process_set
@@ -109,7 +116,7 @@ def broadcast_variables(
     is_root = rank() == root_rank
     for variable, value, handle in zip(variables, values, handles, strict=True):
         handle.wait()
-        if not is_root:
+        if not is_root and not keeps:
             variable.assign(value)
 
 
@@ -118,12 +125,15 @@ def broadcast_model(
     root_rank: int = 0,
     process_set: ProcessSet | None = None,
     local_variables: Iterable[Any] = (),
+    *,
+    keeps: bool = False,
 ) -> None:
     """Give ``model`` the weights, and its optimizer the state, that they have on ``root_rank``.
 
     ``model``: built; its optimizer is built here where it is not. The states of random generators
-    stay as they are. ``local_variables``: others that do. Raises InvalidArgumentError for a model
-    that is not built, and MismatchError, on every rank, when the ranks' models differ.
+    stay as they are. ``local_variables``: others that do. ``keeps``: all of this rank do. Raises
+    InvalidArgumentError for a model that is not built, and MismatchError, on every rank, when the
+    ranks' models differ.
     """
     if not model.built:
         raise InvalidArgumentError(
@@ -136,7 +146,7 @@ def broadcast_model(
         variables += optimizer_variables(optimizer, model)
     local = {id(variable) for variable in local_variables}
     sent = [variable for variable in variables if id(variable) not in local]
-    broadcast_variables(sent, root_rank, process_set)
+    broadcast_variables(sent, root_rank, process_set, keeps=keeps)
 
 
 def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import AnyCompressor, Compression, Key, dtype_name
 from kolovod.gradients.seldom import Schedule
-from kolovod.keras.elastic import written_back
+from kolovod.keras.elastic import Apart, known_apart, written_back
 from kolovod.keras.framework_detection import InOneKeras, chosen
 from kolovod.keras.functions import Array, optimizer_variables, to_numpy
+from kolovod.keras.optimizer import Distributed
 from kolovod.keras.reducer import name_of
 from kolovod.numpy import collectives
 
@@ -23,7 +25,7 @@ __all__ = ["LocalSGD", "SeldomCallback"]
 _keras: Any = chosen()
 
 
-class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
     """What ``LocalSGD`` and ``DiLoCo`` have in common."""
 
     kind: ClassVar[str]
@@ -43,6 +45,7 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         self._keys: list[Key] = []
         self._is_ready = False
         self._begun = 0  # the number of a batch in this call of ``fit``
+        known_apart(self)
 
     def set_model(self, model: Any) -> None:
         """Keep the model, as every callback does; with another one than before begin anew."""
@@ -59,9 +62,11 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         """In a call of ``fit`` for the first time: agree with the other ranks.
 
         Raises MismatchError, on every rank, where models, values or options differ;
-        InvalidArgumentError in an elastic job, and for a model without variables.
+        InvalidArgumentError in an elastic job whose state has it not, and for a model without
+        variables.
         """
         self._begun = batch
+        self.exchange.before_step()
         if not self._is_ready:
             self._prepare()
             self._is_ready = True
@@ -81,8 +86,9 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         self._advance(range(before + 1, self.steps + 1))
 
     def on_train_end(self, logs: Any = None) -> None:
-        """All ranks have the same weights then."""
-        self.synchronize()
+        """All ranks have the same weights then; in an elastic job some may join at this end."""
+        if steps.ongoing() is None:
+            self.synchronize()
 
     def synchronize(self) -> None:
         """Exchange all weights that were changed since they were exchanged last; all ranks do."""
@@ -92,6 +98,10 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         self.steps = 0
 
     def _prepare(self) -> None:
+        self._look_at_model()
+        self._agree()
+
+    def _look_at_model(self) -> None:
         model = self._of
         if not model.built:
             raise InvalidArgumentError(
@@ -104,23 +114,26 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         self._statistics = _statistics_of(model)
         self._keys = [Key(i, name_of(v)) for i, v in enumerate(self._trained)]
         self._take_up()
-        self._agree()
 
     def _take_up(self) -> None:
         """The variables are known."""
 
     def _agree(self) -> None:
-        if self.exchange.has_others:
+        if self.exchange.takes_part:
             self.exchange.agree_once(self._details)
 
     def _details(self) -> seldom.Details:
-        """What ranks must have in common: options and variables."""
+        """What ranks must have in common: options, variables and how far they are."""
+        return [*self._options(), ("steps", self.steps)]
+
+    def _options(self) -> seldom.Details:
+        """What they must have been told alike: in an elastic job some have yet to join the rest."""
         described = [
             # Without the layer's name, which counts how many the process has made.
             (name_of(v).split("/")[-1], (tuple(v.shape), dtype_name(v)))
             for v in self._trained
         ]
-        return [*self.schedule.details(), ("steps", self.steps), *described]
+        return [*self.schedule.details(), *described]
 
     def _values(self, arrays: Sequence[Array]) -> seldom.Details:
         """``arrays``, of the variables, as what ranks must have in common."""
@@ -129,6 +142,74 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
             (f"the values of {name_of(v).split('/')[-1]}", seldom.checksum(array))
             for v, array in pairs
         ]
+
+    # --- in the state of an elastic job ---
+
+    @property
+    def has_exchanged(self) -> bool:
+        """See TrainsApart."""
+        return self.exchange.has_exchanged
+
+    def committed(self) -> None:
+        """See TrainsApart."""
+        self.exchange.has_exchanged = False
+
+    def enter_world(self) -> None:
+        """See TrainsApart."""
+        if self._of is None:
+            raise InvalidArgumentError(
+                f"the {type(self).__name__} in the state has no model: call its set_model(model) "
+                "before the function of elastic.run"
+            )
+        if isinstance(getattr(self._of, "optimizer", None), Distributed):
+            raise InvalidArgumentError(
+                "the model has a DistributedOptimizer: in an elastic job each of its steps is one "
+                f"of all ranks, which {type(self).__name__} is to leave out; compile the model "
+                "with a plain optimizer"
+            )
+        if not self._is_ready:
+            self._look_at_model()
+        self.exchange.enter_world(self._options)
+
+    def arrivals(self) -> Iterator[None]:
+        """See TrainsApart."""
+        return iter(())
+
+    @property
+    def owned(self) -> tuple[Any, ...]:
+        """See Apart."""
+        return (self._of, getattr(self._of, "optimizer", None)) if self.exchange.is_in_state else ()
+
+    @property
+    def has_begun(self) -> bool:
+        """See Apart."""
+        return self.exchange.has_begun
+
+    def own_state(self) -> Any:
+        """See Apart."""
+        return self.state_dict(), self._equal_at()
+
+    def take_own_state(self, state: Any) -> None:
+        """See Apart."""
+        saved, equal = state
+        self.load_state_dict(saved)
+        self._look_at_model()
+        self._be_equal_at(equal)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint of this rank, beside the model with its optimizer."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+        raise NotImplementedError
+
+    def _equal_at(self) -> Any:
+        """With how many steps what was the same on all ranks."""
+        raise NotImplementedError
+
+    def _be_equal_at(self, equal: Any) -> None:
+        raise NotImplementedError
 
     def _warm_up(self) -> None:
         """Make of a step a synchronous one.
@@ -149,7 +230,8 @@ class SeldomCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
 
     def _average(self, besides: Sequence[Any] = (), *, is_compressed: bool = True) -> None:
         """The mean of weights, moving statistics and other variables, in their place."""
-        if not self.exchange.has_others:
+        if not self.exchange.takes_part:
+            self.exchange.has_exchanged = True
             return
         self._agree()
         written_back(self._of)
@@ -168,6 +250,9 @@ class LocalSGD(SeldomCallback):
 
         local_sgd = kv.callbacks.LocalSGD(sync_every=8)
         model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), local_sgd])
+
+    In an elastic job it is in the state, in the place of the model, and ``synchronize()`` is called
+    at the end (docs/elastic.md).
     """
 
     kind = "local_sgd"
@@ -216,6 +301,12 @@ class LocalSGD(SeldomCallback):
     def _begin_anew(self) -> None:
         super()._begin_anew()
         self._averaged_after = 0
+
+    def _equal_at(self) -> int:
+        return self._averaged_after
+
+    def _be_equal_at(self, equal: int) -> None:
+        self._averaged_after = equal
 
     def _details(self) -> seldom.Details:
         values = self._values(read(self._trained)) if self.steps == 0 else []

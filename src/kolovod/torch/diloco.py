@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Schedule
+from kolovod.gradients.seldom import Details, Schedule, Sent, arrive
 from kolovod.torch import seldom
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
@@ -24,10 +24,10 @@ class _OnItsWay(NamedTuple):
 
     due: int
     """The step after which they are applied."""
-    wait: Callable[[], list[torch.Tensor]]
+    sent: Sent
 
 
-class DiLoCo:
+class DiLoCo(seldom.Apart):
     """Distributed low-communication training of a model.
 
     Each rank takes ``sync_every`` steps of the inner optimizer by itself. How far its parameters
@@ -48,6 +48,9 @@ class DiLoCo:
 
     It takes more steps than synchronous training to the same loss where a model is trained from
     scratch: ``warm_up_steps`` are for that.
+
+    In an elastic job it is in the state, in the place of the model and the optimizers
+    (docs/elastic.md).
     """
 
     def __init__(
@@ -82,12 +85,10 @@ class DiLoCo:
         ``verbs``: over another world than the process's own (tests).
 
         ``inner.step()`` raises MismatchError, on every rank, where models, values or options
-        differ; InvalidArgumentError in an elastic job. Raises InvalidArgumentError.
+        differ; InvalidArgumentError in an elastic job whose state has it not. Raises
+        InvalidArgumentError.
         """
-        self._parameters = seldom.parameters_of(model)
-        self._buffers = seldom.buffers_of(model)
-        seldom.check_optimizer("inner", inner)
-        seldom.check_optimizer("outer", outer)
+        super().__init__(model, {"inner": inner, "outer": outer})
         self._outer = outer
         self._check_outer()
         self._schedule = Schedule.checked(sync_every, warm_up_steps, fragment_sync_delay)
@@ -111,14 +112,18 @@ class DiLoCo:
         Before an evaluation, a checkpoint that others go on from, or at the end: ranks have the
         same parameters then.
         """
-        for fragment in sorted(self._on_its_way):
+        self._agree()
+        before = sorted(self._on_its_way)
+        changed = [
+            fragment
+            for fragment in range(len(self._fragments))
+            if fragment not in before and self._equal_after.get(fragment, 0) != self.steps
+        ]  # the outer optimizer would take a step of its momentum alone on others
+        for fragment in changed:
+            self._send(fragment)
+        arrive([self._on_its_way[fragment].sent for fragment in (*before, *changed)])
+        for fragment in (*before, *changed):
             self._apply(fragment, local_share=0.0)
-        if self._exchange.has_others:
-            self._agree()
-        for fragment in range(len(self._fragments)):
-            if self._equal_after.get(fragment, 0) != self.steps:  # else a step of momentum alone
-                self._send(fragment)
-                self._apply(fragment, local_share=0.0)
 
     def close(self) -> None:
         """Leave the inner optimizer alone from now on."""
@@ -128,10 +133,12 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this rank, beside the model's and the inner optimizer's.
 
-        Waits for what is on its way.
+        Waits for what is on its way. In an elastic job others need not call it, so there what has
+        not arrived counts as this rank's own outer gradients, where a job goes on from it.
         """
-        arrived = {f: (each.due, each.wait()) for f, each in self._on_its_way.items()}
-        self._take(arrived)
+        if steps.ongoing() is None:
+            arrive([each.sent for each in self._on_its_way.values()])
+        arrived = {f: (each.due, each.sent.so_far()) for f, each in self._on_its_way.items()}
         return {
             "steps": self.steps,
             "common": dict(zip(self._names(), self._common, strict=True)),
@@ -150,14 +157,19 @@ class DiLoCo:
             for common, value in zip(self._common, state["common"].values(), strict=True):
                 common.copy_(value)
         self._outer.load_state_dict(state["outer"])
-        self._take(state["on_its_way"])
+        device = self._common[0].device
+        self._on_its_way = {
+            fragment: _OnItsWay(due, Sent.arrived([mean.to(device) for mean in means]))
+            for fragment, (due, means) in state["on_its_way"].items()
+        }
         self._equal_after = dict(state["equal_after"])
 
-    def _take(self, arrived: Mapping[int, tuple[int, list[torch.Tensor]]]) -> None:
-        self._on_its_way = {
-            fragment: _OnItsWay(due, partial(list, means))
-            for fragment, (due, means) in arrived.items()
-        }
+    def arrivals(self) -> Iterator[None]:
+        """See TrainsApart. In the order in which they are due, as they would have arrived."""
+        for each in sorted(self._on_its_way.values(), key=lambda each: each.due):
+            if each.sent.means is None:
+                arrive([each.sent])
+                yield
 
     def _names(self) -> list[str]:
         return [name for name, _ in self._parameters]
@@ -185,14 +197,17 @@ class DiLoCo:
         self._schedule.check_turns(len(cut))
         return cut
 
+    def _options(self) -> Details:
+        return [*self._schedule.details(), ("fragments", self._fragments)]
+
     def _agree(self) -> None:
-        details = [*self._schedule.details(), ("fragments", self._fragments), ("steps", self.steps)]
+        details = [*self._options(), ("steps", self.steps)]
         in_common = list(zip(self._names(), self._common, strict=True))
         self._exchange.agree(details, in_common)
 
     def _before_step(self, *arguments: Any) -> None:
         warms_up = self._schedule.warms_up(self.steps)
-        self._exchange.before_step(self._agree, self._parameters, warms_up=warms_up)
+        self._exchange.begin_step(self._agree, self._parameters, warms_up=warms_up)
 
     def _after_step(self, *arguments: Any) -> None:
         self.steps += 1
@@ -215,19 +230,16 @@ class DiLoCo:
                 for place in self._fragments[fragment]
             ]
             further = [buffer.clone() for buffer in self._buffers_with(fragment)]
-            wait: Callable[[], list[torch.Tensor]]
-            if self._exchange.has_others:
-                wait = self._exchange.start(f"fragment.{fragment}", sent, further)
-            else:
-                wait = partial(list, [*(tensor for _, tensor in sent), *further])
-        self._on_its_way[fragment] = _OnItsWay(self.steps + self._schedule.delay, wait)
+            on_its_way = self._exchange.start(f"fragment.{fragment}", sent, further)
+        self._on_its_way[fragment] = _OnItsWay(self.steps + self._schedule.delay, on_its_way)
 
     def _buffers_with(self, fragment: int) -> list[torch.Tensor]:
         return self._buffers if fragment == len(self._fragments) - 1 else []
 
     def _apply(self, fragment: int, local_share: float) -> None:
         """Step the outer optimizer on a fragment, from what the ranks had in common."""
-        means = self._on_its_way.pop(fragment).wait()
+        means = list(self._on_its_way[fragment].sent())
+        del self._on_its_way[fragment]
         if not local_share:
             self._equal_after[fragment] = self.steps
         kept = [p.grad for _, p in self._parameters]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kolovod.elastic import share_by
+from kolovod.torch import seldom
 from kolovod.torch.functions import Functions
 from kolovod.torch.sharded import Sharded
 
@@ -19,6 +20,7 @@ def share_in_elastic_jobs(functions: Functions) -> None:
     """Let ``kolovod.elastic.State`` hold modules and optimizers: ranks that join get rank 0's."""
 
     def share_module(name: str, module: torch.nn.Module) -> torch.nn.Module:
+        seldom.check_not_owned(name, list(module.parameters()))
         functions.broadcast_parameters(module.state_dict())
         return module
 
@@ -34,14 +36,21 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         return restore
 
     def share_optimizer(name: str, optimizer: Any) -> Any:
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        seldom.check_not_owned(name, tensors)
         if isinstance(optimizer, Sharded):  # ranks have parts of its state
             optimizer._kolovod_share()
             return optimizer
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 
+    def share_apart(name: str, apart: seldom.Apart) -> seldom.Apart:
+        apart.take_whole_state(functions.broadcast_nested(apart.whole_state(), f"elastic.{name}"))
+        return apart
+
     share_by(_is_module, share_module, keep_buffers)
     share_by(lambda value: isinstance(value, torch.optim.Optimizer), share_optimizer)
+    share_by(lambda value: isinstance(value, seldom.Apart), share_apart)
 
 
 def _is_module(value: Any) -> bool:

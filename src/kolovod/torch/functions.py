@@ -14,6 +14,8 @@ from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal
 from kolovod.torch.parts import is_sharded, local_of, sharded_like
 
+_Form = tuple[torch.Size, torch.dtype, bool]
+"""Of a tensor; the last says whether it is in host memory."""
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
@@ -63,28 +65,9 @@ class Functions:
         is_root = self._verbs.world().rank == root_rank
         own: list[torch.Tensor] = []
         outline = _take_out(optimizer.state_dict(), own)  # of sharded ones this rank's parts
-        # By way of host memory, since ranks may have other devices, or other tensors on them.
-        own_forms = [(t.shape, t.dtype, t.is_cpu) for t in own]
-        outline, forms = self._objects.broadcast_object(
-            (outline, own_forms) if is_root else None, root_rank, "optimizer_state.outline"
+        outline, forms, received = self._broadcast_outlined(
+            outline, own, root_rank, "optimizer_state", keeps=True
         )
-        for _, dtype, _ in forms:
-            if dtype not in DTYPES:
-                raise InvalidArgumentError(f"a tensor of the optimizer's state: {refusal(dtype)}")
-        if is_root:
-            tensors = [tensor.cpu() for tensor in own]
-        else:
-            # Who has such a state already, in an elastic job say, needs no other memory for it.
-            kept = own if forms == own_forms else [None] * len(forms)
-            tensors = [
-                tensor if tensor is not None and tensor.is_cpu else torch.empty(form, dtype=dtype)
-                for tensor, (form, dtype, _) in zip(kept, forms, strict=True)
-            ]
-        handles = [
-            self._verbs.broadcast_async_(tensor, root_rank, f"optimizer_state.{i}")
-            for i, tensor in enumerate(tensors)
-        ]
-        received = [handle.wait() for handle in handles]
         if is_root:
             return
         device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
@@ -93,6 +76,50 @@ class Functions:
                 received[i] = received[i].to(device)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(_put_back(outline, received, parameters))
+
+    def broadcast_nested(self, value: Any, name: str, root_rank: int = 0) -> Any:
+        """``value`` of ``root_rank``: dicts, lists and tuples of tensors and what can be pickled.
+
+        Tensors are new ones, in host memory, but on ``root_rank``: there it is ``value`` itself,
+        which matters there only.
+        """
+        is_root = self._verbs.world().rank == root_rank
+        own: list[torch.Tensor] = []
+        outline = _take_out(value, own) if is_root else None
+        outline, _, received = self._broadcast_outlined(outline, own, root_rank, name, keeps=False)
+        return value if is_root else _filled(outline, received, None)
+
+    def _broadcast_outlined(
+        self, outline: Any, own: list[torch.Tensor], root_rank: int, name: str, *, keeps: bool
+    ) -> tuple[Any, list[_Form], list[torch.Tensor]]:
+        """The root's ``outline``, the forms of its tensors, which ``own`` are there, and they.
+
+        ``keeps``: elsewhere ``own`` is memory for what is received.
+        """
+        is_root = self._verbs.world().rank == root_rank
+        # By way of host memory, since ranks may have other devices, or other tensors on them.
+        own_forms = [(t.shape, t.dtype, t.is_cpu) for t in own]
+        outline, forms = self._objects.broadcast_object(
+            (outline, own_forms) if is_root else None, root_rank, f"{name}.outline"
+        )
+        for _, dtype, _ in forms:
+            if dtype not in DTYPES:
+                what = "the optimizer's state" if name == "optimizer_state" else name
+                raise InvalidArgumentError(f"a tensor of {what}: {refusal(dtype)}")
+        if is_root:
+            tensors = [tensor.cpu() for tensor in own]
+        else:
+            # Who has such a state already, in an elastic job say, needs no other memory for it.
+            kept = own if keeps and forms == own_forms else [None] * len(forms)
+            tensors = [
+                tensor if tensor is not None and tensor.is_cpu else torch.empty(form, dtype=dtype)
+                for tensor, (form, dtype, _) in zip(kept, forms, strict=True)
+            ]
+        handles = [
+            self._verbs.broadcast_async_(tensor, root_rank, f"{name}.{i}")
+            for i, tensor in enumerate(tensors)
+        ]
+        return outline, forms, [handle.wait() for handle in handles]
 
 
 def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Schedule
+from kolovod.gradients.seldom import Details, Schedule
 from kolovod.torch import seldom
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
@@ -18,7 +18,7 @@ from kolovod.torch.verbs import collectives
 __all__ = ["LocalSGD"]
 
 
-class LocalSGD:
+class LocalSGD(seldom.Apart):
     """Averages the parameters of a model every ``sync_every`` steps of its optimizer.
 
     Between these steps ranks do not communicate. Statistics of batch normalisation are averaged
@@ -29,6 +29,9 @@ class LocalSGD:
         local_sgd = kv.LocalSGD(model, optimizer, sync_every=8)
         for batch in loader: ...  # as ever; optimizer.step() does it
         local_sgd.synchronize()
+
+    In an elastic job it is in the state, in the place of the model and the optimizer
+    (docs/elastic.md).
     """
 
     def __init__(
@@ -51,11 +54,10 @@ class LocalSGD:
         ``verbs``: over another world than the process's own (tests).
 
         ``optimizer.step()`` raises MismatchError, on every rank, where models, values or options
-        differ; InvalidArgumentError in an elastic job. Raises InvalidArgumentError.
+        differ; InvalidArgumentError in an elastic job whose state has it not. Raises
+        InvalidArgumentError.
         """
-        self._parameters = seldom.parameters_of(model)
-        self._buffers = seldom.buffers_of(model)
-        seldom.check_optimizer("optimizer", optimizer)
+        super().__init__(model, {"optimizer": optimizer})
         self._schedule = Schedule.checked(sync_every, warm_up_steps)
         self.sync_every, self.warm_up_steps = sync_every, warm_up_steps
         self.steps = 0
@@ -68,9 +70,8 @@ class LocalSGD:
 
     def synchronize(self) -> None:
         """Take the mean now, before an evaluation or at the end; all ranks do."""
-        if self._exchange.has_others:
-            self._agree()
-            self._average()
+        self._agree()
+        self._average()
 
     def close(self) -> None:
         """Leave the optimizer alone from now on."""
@@ -89,21 +90,27 @@ class LocalSGD:
             )
         self.steps = int(state["steps"])
 
+    def _options(self) -> Details:
+        return self._schedule.details()
+
     def _agree(self) -> None:
-        details = [*self._schedule.details(), ("steps", self.steps)]
+        details = [*self._options(), ("steps", self.steps)]
         self._exchange.agree(details, self._parameters, are_equal=self.steps == 0)
 
     def _before_step(self, *arguments: Any) -> None:
         warms_up = self._schedule.warms_up(self.steps)
-        self._exchange.before_step(self._agree, self._parameters, warms_up=warms_up)
+        self._exchange.begin_step(self._agree, self._parameters, warms_up=warms_up)
 
     def _after_step(self, *arguments: Any) -> None:
         self.steps += 1
         is_over = self._schedule.begins(self.steps)
-        if (is_over or self._schedule.sends(self.steps)) and self._exchange.has_others:
+        if is_over or self._schedule.sends(self.steps):
             self._average()
 
     def _average(self) -> None:
+        if not self._exchange.takes_part:
+            self._exchange.has_exchanged = True
+            return
         with torch.no_grad():
             own = [(name, p.detach().clone()) for name, p in self._parameters]
             means = self._exchange.start("parameters", own, [b.clone() for b in self._buffers])()

@@ -1,17 +1,25 @@
 """What training with seldom communication has in common in PyTorch: parameters and the warm-up.
 
-``local_sgd.py`` and ``diloco.py`` are the two ways.
+``local_sgd.py`` and ``diloco.py`` are the two ways. In the state of an elastic job each brings its
+model and its optimizers along: a rank that joins becomes a copy of rank 0, and the others keep what
+they have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from kolovod.elastic import steps
+from kolovod.elastic.apart import TrainsApart
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import seldom
+from kolovod.torch.adasum import ByAdasum
+from kolovod.torch.distributed import Distributed
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -26,16 +34,17 @@ class Exchange(seldom.Exchange):
         """
 
         def mine() -> seldom.Details:
-            described = [(name, (tuple(p.shape), str(p.dtype))) for name, p in parameters]
             compared = parameters if are_equal else ()
             values = [(f"the values of {name}", _checksum(p)) for name, p in compared]
-            return [*details, *described, *values]
+            return [*details, *_described(parameters), *values]
 
         self.agree_once(mine)
 
-    def before_step(self, agree: Callable[[], None], parameters: Named, *, warms_up: bool) -> None:
+    def begin_step(self, agree: Callable[[], None], parameters: Named, *, warms_up: bool) -> None:
         """What an optimizer's step begins with: agree, and in the warm-up average gradients."""
-        if not self.has_others:
+        self.before_step()
+        if not self.takes_part:
+            self.has_exchanged |= warms_up
             return
         agree()
         if warms_up:
@@ -49,6 +58,107 @@ class Exchange(seldom.Exchange):
         means = self.start("gradients", gradients, is_compressed=False)()
         for (_, parameter), mean in zip(parameters, means, strict=True):
             parameter.grad = mean
+
+
+class Apart(TrainsApart):
+    """One of the two ways, in the state of an elastic job or not."""
+
+    _exchange: Exchange
+
+    def __init__(self, model: torch.nn.Module, optimizers: Mapping[str, Any]) -> None:
+        """``optimizers``: of the model's parameters, by what they are called.
+
+        Raises InvalidArgumentError.
+        """
+        self._parameters = parameters_of(model)
+        self._buffers = buffers_of(model)
+        for label, optimizer in optimizers.items():
+            _check_optimizer(label, optimizer)
+        self._model, self._optimizers = model, dict(optimizers)
+        _all.add(self)
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint, beside the model's and those of the optimizers that step by itself."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``."""
+
+    @abstractmethod
+    def _options(self) -> seldom.Details:
+        """What ranks must have been told alike."""
+
+    def whole_state(self) -> dict[str, Any]:
+        """All that a rank which joins has to have."""
+        own = {label: each.state_dict() for label, each in self._optimizers.items()}
+        return {"model": self._model.state_dict(), "optimizers": own, "own": self.state_dict()}
+
+    def take_whole_state(self, state: Mapping[str, Any]) -> None:
+        """Be a copy of the rank whose ``whole_state`` it is, unless this rank has begun to train.
+
+        Then it has steps of its own, which a rank that joins must not cost it.
+        """
+        if self._exchange.has_begun:
+            return
+        self._model.load_state_dict(state["model"])
+        for label, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][label])
+        self.load_state_dict(state["own"])
+
+    # --- TrainsApart ---
+
+    @property
+    def has_exchanged(self) -> bool:
+        """See TrainsApart."""
+        return self._exchange.has_exchanged
+
+    def committed(self) -> None:
+        """See TrainsApart."""
+        self._exchange.has_exchanged = False
+
+    def enter_world(self) -> None:
+        """See TrainsApart."""
+        for label, optimizer in self._optimizers.items():
+            if isinstance(optimizer, Distributed | ByAdasum):
+                raise InvalidArgumentError(
+                    f"{label} is a DistributedOptimizer: in an elastic job each of its steps is "
+                    f"one of all ranks, which {type(self).__name__} is to leave out; give the "
+                    "optimizer as it is"
+                )
+        self._exchange.enter_world(
+            lambda: [*self._options(), *_described(list(self._model.state_dict().items()))]
+        )
+
+    def arrivals(self) -> Iterator[None]:
+        """See TrainsApart."""
+        return iter(())
+
+    def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it brings one of these along in the state of the elastic job of now."""
+        own = {id(p) for _, p in self._parameters}
+        return self._exchange.is_in_state and any(id(tensor) in own for tensor in tensors)
+
+
+_all: weakref.WeakSet[Apart] = weakref.WeakSet()
+
+
+def check_not_owned(name: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise InvalidArgumentError for a value of a state that is in it twice.
+
+    ``tensors``: the parameters of ``state.name``; all ranks would be given rank 0's.
+    """
+    for apart in list(_all):
+        if steps.ongoing() is not None and apart.owns(tensors):
+            kind = type(apart).__name__
+            raise InvalidArgumentError(
+                f"state.{name} has parameters of the {kind} in the state, which brings its model "
+                f"and optimizers along and leaves each rank its own: leave {name} out"
+            )
+
+
+def _described(tensors: Named) -> seldom.Details:
+    return [(name, (tuple(p.shape), str(p.dtype))) for name, p in tensors]
 
 
 def parameters_of(model: torch.nn.Module) -> Named:
@@ -66,7 +176,7 @@ def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
-def check_optimizer(label: str, optimizer: Any) -> None:
+def _check_optimizer(label: str, optimizer: Any) -> None:
     """Raise InvalidArgumentError, which calls it ``label``, for what is none."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgumentError(

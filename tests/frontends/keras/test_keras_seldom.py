@@ -9,39 +9,13 @@ import numpy as np
 import pytest
 import seldom_replay as replay
 from keras_jobs import RUNNERS, assert_same_everywhere, prepared, runs, weights
+from seldom_replay import model_of
 from slow import slow_but
 
 from kolovod.errors import InvalidArgumentError, MismatchError
 
 pytestmark = pytest.mark.timeout(200)
 SIZE, BATCHES, EVERY = 2, 11, 4
-
-
-def model_of(keras, which, **compiled):
-    """Three weights, whose gradients are those of ``seldom_replay``."""
-    total = keras.ops.sum if hasattr(keras, "ops") else __import__("tensorflow").reduce_sum
-
-    class Linear(keras.layers.Layer):
-        def build(self, shape):
-            for name, value in zip(replay.NAMES, replay.start(), strict=True):
-                start = keras.initializers.Constant(value)
-                setattr(
-                    self, name, self.add_weight(shape=value.shape, name=name, initializer=start)
-                )
-            self.built = True
-
-        def call(self, x):
-            kept = [getattr(self, name) for name in replay.NAMES]
-            return sum(
-                (x[:, 0] + 0.0625 * place) / 2 * total(p * p) + x[:, 1] * total(p)
-                for place, p in enumerate(kept)
-            )
-
-    model = keras.Sequential([keras.layers.Input((2,)), Linear()])
-    compiled.setdefault("run_eagerly", which == "tf_keras")
-    inner = keras.optimizers.SGD(replay.RATE, momentum=replay.MOMENTUM)
-    model.compile(inner, lambda true, out: out, **compiled)
-    return model
 
 
 def train(model, rank, callbacks, first=0, last=BATCHES):
@@ -194,7 +168,7 @@ def check_refusals(keras, kv, which):
     with pytest.raises(MismatchError, match="rank 0 has 'sync_every' 4, rank 1 has 'sync_every' 5"):
         train(model, rank, [callbacks.LocalSGD(4 + rank)])
     elastic_steps.enter(SimpleNamespace())
-    with pytest.raises(InvalidArgumentError, match="local_sgd does not work in elastic jobs"):
+    with pytest.raises(InvalidArgumentError, match="local_sgd is not in the state of this elastic"):
         train(model, rank, [callbacks.LocalSGD(4)])
     elastic_steps.enter(None)
     model.trainable_variables[1].assign(np.full(4, float(rank)))

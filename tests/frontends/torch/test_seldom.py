@@ -371,14 +371,16 @@ def in_an_elastic_job(rank):
     optimizer = adam(model)
     kv.LocalSGD(model, optimizer, 2)
     compute(model, rank, 0)
-    with pytest.raises(InvalidArgumentError, match="local_sgd does not work in elastic jobs"):
+    with pytest.raises(
+        InvalidArgumentError, match="local_sgd is not in the state of this elastic job"
+    ):
         optimizer.step()
     elastic_steps.enter(None)
     kv.barrier()
     kv.shutdown()
 
 
-def test_an_elastic_job_is_refused():
+def test_an_elastic_job_that_does_not_know_of_it_is_refused():
     run_torch_ranks(2, in_an_elastic_job)
 
 

@@ -1,0 +1,67 @@
+"""Values of a State by which ranks train apart: they step by themselves, and exchange seldom.
+
+Between exchanges ranks differ and no ticket is passed (steps.py), so there a commit says nothing,
+and what a rank that joins is given must leave the others' own steps alone.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kolovod.errors import InvalidArgumentError
+
+__all__ = ["TrainsApart", "check_apart"]
+
+
+class TrainsApart(ABC):
+    """What local SGD, DiLoCo and the like are for a State; see ``kolovod.gradients.seldom``."""
+
+    @property
+    @abstractmethod
+    def has_exchanged(self) -> bool:
+        """Whether all ranks have exchanged something since the last commit."""
+
+    @abstractmethod
+    def committed(self) -> None:
+        """Say that a commit has taken note of it."""
+
+    @abstractmethod
+    def enter_world(self) -> None:
+        """All ranks are in another world, and call this before any operation of their own there.
+
+        Raises CollectiveAbortedError if a rank is lost meanwhile; MismatchError, on every rank,
+        where they differ in what they have been told; InvalidArgumentError for what cannot work in
+        an elastic job.
+        """
+
+    @abstractmethod
+    def arrivals(self) -> Iterator[None]:
+        """Have what is on its way arrive, exchange by exchange: the world is to be left.
+
+        Each is a step. Ranks that join are given the results, which are applied when they are due.
+        """
+
+
+def check_apart(apart: Sequence[TrainsApart], samplers: Sequence[Any], *, recomputes: bool) -> None:
+    """Raise InvalidArgumentError for what does not go with ranks that train apart.
+
+    ``samplers``: those in the state beside ``apart``. ``recomputes``: see ``elastic.run``.
+    """
+    if not apart:
+        return
+    kind = type(apart[0]).__name__
+    if recomputes:
+        raise InvalidArgumentError(
+            f'redo is "recompute", but the state has a {kind}, by which a step is an exchange: to '
+            "compute one again would be to take all steps again since the one before; it is "
+            'repeated from what was kept, so leave out redo="recompute"'
+        )
+    if samplers:
+        raise InvalidArgumentError(
+            f"the state has an ElasticSampler beside a {kind}: a sampler counts samples in the "
+            "step that combines their gradients, but between exchanges ranks step by themselves; "
+            "let the samples of a process follow from its number (MembershipLog.member) and from "
+            "how many steps it has taken"
+        )
