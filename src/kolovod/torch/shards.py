@@ -19,15 +19,12 @@ from kolovod.core.submission import Request, Submitter
 from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.in_flight import InFlight, handled
+from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item
 from kolovod.torch.frontend import DTYPES, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
-
-_ALONE_BYTES = 32 << 10
-"""A parameter of so many bytes is a part of its own, and is not copied to be sent. Smaller ones are
-sent as one part: an operation of each would take longer than the copy."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +310,7 @@ class ShardSender:
         small: list[int] = []
         for index in bucket.indices:
             flat_of(tensors[index], self._parameters.names[index])  # which says if that is not so
-            is_small = tensors[index].numel() * tensors[index].element_size() < _ALONE_BYTES
+            is_small = tensors[index].numel() * tensors[index].element_size() < ALONE_BYTES
             (small.append(index) if is_small else rows.append([index]))
         parts = [
             cut(row, [tensors[index].numel() for index in row], world.rank, world.size)
