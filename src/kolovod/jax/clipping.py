@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 class Among(Protocol):
     """The ranks that have the other parts of a tree."""
 
-    def is_real(self, path: Any, leaf: Any) -> Any:
-        """Which elements of this rank's ``leaf`` are of the whole one; None: all."""
-        ...
-
-    def summed(self, squares: Any) -> Any:
-        """The sum of all ranks' ``squares``, a scalar."""
+    def squares(self, tree: Any) -> jax.Array:
+        """``sum_of_squares`` of the whole tree that ``tree`` is this rank's part of."""
         ...
 
 
@@ -70,7 +66,8 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformation:
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        norm = jnp.sqrt(_squares(updates))
+        ranks = _among.get()
+        norm = jnp.sqrt(sum_of_squares(updates) if ranks is None else ranks.squares(updates))
         is_short = norm < max_norm
 
         def clip(leaf: Any) -> Any:
@@ -82,13 +79,14 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def _squares(tree: Any) -> jax.Array:
-    """The sum over all elements of the whole tree, of which ``tree`` may be a part."""
-    ranks = _among.get()
+def sum_of_squares(tree: Any, is_real: Callable[[Any, Any], Any] | None = None) -> jax.Array:
+    """Over all elements, in float32 at least; a scalar.
+
+    ``is_real``: of a leaf, given with its path, which elements count; None: all.
+    """
     total = jnp.zeros((), jnp.float32)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        real = None if ranks is None else ranks.is_real(path, leaf)
-        squares = jnp.square(wide if real is None else jnp.where(real, wide, 0))
-        total = total + jnp.sum(squares)
-    return total if ranks is None else ranks.summed(total)  # type: ignore[no-any-return]
+        real = None if is_real is None else is_real(path, leaf)
+        total = total + jnp.sum(jnp.square(wide if real is None else jnp.where(real, wide, 0)))
+    return total

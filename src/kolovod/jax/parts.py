@@ -62,7 +62,7 @@ class Carrier:
         self._verbs, self._spec, self._size = verbs, spec, size
 
     def scattered(self, name: str, arrays: Sequence[Any]) -> list[Any]:
-        """This rank's parts of ``arrays``, combined as the spec says."""
+        """What this rank has of ``arrays``, combined as the spec says."""
         size = self._size
         rows = [_rows(array, size) for array in arrays]
         received = self._carried("reducescatter", name, rows, arrays)
