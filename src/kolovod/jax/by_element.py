@@ -231,16 +231,19 @@ _ELEMENTS, _OWN = 12, slice(5, 9)
 
 def _try(inner: Any, updates: Any, params: Any, extra: dict[str, Any]) -> None:
     """Compare two steps of small arrays with those of a part of each."""
-    extra = jax.tree.map(_with_values, extra)
+    arrays = {name: value for name, value in extra.items() if not callable(value)}
+    rest = {name: value for name, value in extra.items() if callable(value)}
+    arrays = jax.tree.map(_with_values, arrays)
+    update = jax.jit(lambda u, s, p, more: inner.update(u, s, p, **more, **rest))
     found = []
     for is_part in (False, True):
         given = None if params is None else _small(params, 0, is_part)
         gradients = [_small(updates, step, is_part) for step in (1, 2)]
         results = []
         try:
-            state = inner.init(gradients[0] if given is None else given)
+            state = jax.jit(inner.init)(gradients[0] if given is None else given)
             for each in gradients:
-                stepped, state = inner.update(each, state, given, **extra)
+                stepped, state = update(each, state, given, arrays)
                 results += jax.tree.leaves(stepped)
             results += jax.tree.leaves(state)
         except Exception as error:  # whatever it says to such shapes

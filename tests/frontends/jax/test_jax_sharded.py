@@ -214,8 +214,9 @@ def goes_on(rank, given, shard_state, steps):
     # The same gradients on all ranks, so that their number changes nothing.
     params, state, _ = stepped(optimizer, 1, steps, params, state)
     whole = optimizer.gather_state(state, params)
+    found = pickle.dumps(jax.tree.map(np.asarray, (params, whole)))
     kv.shutdown()
-    return pickle.dumps(jax.tree.map(np.asarray, (params, whole)))
+    return found
 
 
 def test_a_state_goes_on_with_other_numbers_of_ranks():
@@ -323,7 +324,7 @@ def mixers():
     return {
         "norm": (optax.chain(optax.clip_by_global_norm(1e9), optax.adam(1e-2)), "mixes elements"),
         "lamb": (optax.lamb(1e-2), "mixes elements"),
-        "adafactor": (optax.adafactor(1e-2), "state for parts|state has an array|mixes elements"),
+        "adafactor": (optax.adafactor(1e-2), "state has an array|shapes of"),
         "factored": (optax.scale_by_factored_rms(min_dim_size_to_factor=8), "state"),
         "finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "mixes elements"),
         "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "other values"),
@@ -349,10 +350,10 @@ def refuses_mixers(rank):
         optimizer = kv.DistributedOptimizer(mixer, shard_state=True)
         try:
             jax.jit(optimizer.update)(params, optimizer.init(params), params)
+            said = "nothing"
         except InvalidArgumentError as error:
-            assert re.search(f"shard_state gives .*({text})", str(error)), (kind, error)
-        else:
-            pytest.fail(f"{kind} was not refused")
+            said = str(error)
+        assert re.search(f"shard_state gives .*({text})", said), (kind, said)
     # What it is given besides is passed on.
     plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, 1, cooldown=0))
     found = []
@@ -415,9 +416,6 @@ def refusals(rank):
     elastic_steps.enter(None)
     with pytest.raises(MismatchError, match=r"\['a'\]' \(3,\), rank 1 has '\['a'\]' \(4,\)"):
         kv.DistributedOptimizer(adam, shard_state=True).init({"a": jnp.ones(3 + rank)})
-    mixed = kv.DistributedOptimizer(adam, shard_state=rank == 0)
-    with pytest.raises(Exception, match="reducescatter"):
-        jax.block_until_ready(jax.jit(mixed.update)(params, mixed.init(params), params))
     kv.barrier()
     kv.shutdown()
 
