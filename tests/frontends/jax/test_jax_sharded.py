@@ -28,12 +28,15 @@ STEPS = 4
 SHAPES = {  # more than a bucket; with and without padding; a few of each dtype
     "wide": ((700, 400), "float32"),
     "odd": ((97, 91), "float32"),
+    "even": ((24, 8), "float32"),
     "bias": ((7,), "float32"),
     "scalar": ((), "float32"),
     "deep": ((3, 5, 7), "bfloat16"),
     "none": ((3, 0), "float32"),
     "long": ((31,), "float64"),
 }
+KINDS = ("adamw", "adam", "rmsprop", "lion", "momentum", "adagrad", "sgd", "adam")
+"""One for each of these arrays, where all are tried at once."""
 
 
 def start():
@@ -61,18 +64,19 @@ def optimizers():
     def matrices(params):
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
-    labels = {name: "first" if len(name) > 4 else "second" for name in SHAPES}
-    return {
+    kinds = {
         "sgd": optax.sgd(0.1),
-        "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
-        "adam": optax.adam(optax.cosine_decay_schedule(1e-2, 10)),
+        "momentum": optax.sgd(optax.cosine_decay_schedule(0.1, 10), momentum=0.9, nesterov=True),
+        "adam": optax.adam(1e-2),
         "adamw": optax.adamw(optax.warmup_constant_schedule(0.0, 1e-2, 3), mask=matrices),
         "rmsprop": optax.rmsprop(1e-2, momentum=0.5, centered=True),
         "lion": optax.lion(1e-3),
         "adagrad": optax.adagrad(1e-2),
-        "of parts of the tree": optax.multi_transform(
-            {"first": optax.adam(1e-2), "second": optax.sgd(0.1, momentum=0.5)}, labels
-        ),
+    }
+    labels = dict(zip(SHAPES, KINDS, strict=True))
+    return {
+        **kinds,
+        "all at once": optax.multi_transform(kinds, labels),
         "with rates in the state": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     }
 
@@ -148,17 +152,15 @@ def as_without(rank, size, kinds):
     kv.shutdown()
 
 
-def test_as_without_shards():
-    run_ranks(2, as_without, 2, (), timeout_s=LIMIT_S)
-
-
-def test_three_ranks():
-    run_ranks(3, as_without, 3, ("momentum", "adamw"), timeout_s=LIMIT_S)
+@pytest.mark.parametrize("size", [2, 3])
+def test_as_without_shards(size):
+    run_ranks(size, as_without, size, ("all at once",), timeout_s=LIMIT_S)
 
 
 @pytest.mark.slow
-def test_three_ranks_and_all_optimizers():
-    run_ranks(3, as_without, 3, (), timeout_s=LIMIT_S)
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_optimizer(size):
+    run_ranks(size, as_without, size, (), timeout_s=LIMIT_S)
 
 
 def as_compiled(rank):
@@ -206,7 +208,7 @@ def goes_on(rank, given, shard_state, steps):
     import kolovod.jax as kv
 
     kv.init()
-    optimizer = kv.DistributedOptimizer(optimizers()["adamw"], shard_state=shard_state)
+    optimizer = kv.DistributedOptimizer(optimizers()["momentum"], shard_state=shard_state)
     params, state = start(), None
     if given is not None:
         params, whole = jax.tree.map(jnp.asarray, pickle.loads(given))
@@ -240,10 +242,10 @@ def clips(rank):
     kv.init()
     for max_norm in (0.5, 1e4):
         ours = kv.DistributedOptimizer(
-            optax.chain(kv.clip_by_global_norm(max_norm), optax.adam(1e-2)), shard_state=True
+            optax.chain(kv.clip_by_global_norm(max_norm), optax.sgd(0.1)), shard_state=True
         )
         plain = kv.DistributedOptimizer(
-            optax.chain(optax.clip_by_global_norm(max_norm), optax.adam(1e-2))
+            optax.chain(optax.clip_by_global_norm(max_norm), optax.sgd(0.1))
         )
         _, _, found = stepped(ours, rank)
         _, _, wanted = stepped(plain, rank)
@@ -329,7 +331,7 @@ def mixers():
         "finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "mixes elements"),
         "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), "other values"),
         "order": (reversed_in_place(), "other values"),
-        "loop": (looping, "mixes elements"),
+        "loop": (looping, "mixes elements|shapes of"),
         "mask": (optax.add_decayed_weights(0.1, mask=by_shapes), "shapes of the parameters"),
         "rate": (rate, "shapes of the parameters"),
         "square": (square, "its step fails for parts"),
