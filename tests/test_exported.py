@@ -41,6 +41,7 @@ OF_JAX = {
     *("JaxCollectives", "JaxFrontend", "Compression", "Compressor", "Payload", "collectives"),
     *("allreduce_pytree", "broadcast_pytree", "average_gradients", "DistributedOptimizer"),
     *("AccumulatedState", "DiLoCoState", "LocalSGDState", "diloco", "local_sgd"),
+    *("ShardedState", "clip_by_global_norm"),
     *METRICS,
 }
 FURTHER_PARAMETERS = {("kolovod.jax", "barrier"): ["after"]}  # for its place inside jax.jit

@@ -9,13 +9,12 @@ from kolovod.core.codecs import Codec
 from kolovod.core.ops import Average, Op, Sum
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import Compressor, Payload, payload_of
-from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 
 Wait = Callable[[], Sequence[Any]]
-Submit = Callable[[Verb, str, "list[Any]", Sequence[Codec]], Wait]
-"""Starts a grouped allreduce or allgather of tensors, under a name, with the codecs of what is
-reduced; what it returns waits for the results."""
+Submit = Callable[[str, str, "list[Any]", Sequence[Codec]], Wait]
+"""Starts a grouped verb (allreduce, allgather, reducescatter) of tensors, under a name, with the
+codecs of an allreduce; what it returns waits for the results."""
 
 
 Packed = tuple[str, Payload]
@@ -28,11 +27,12 @@ def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = 
     ``in_place``: the tensors may be overwritten. ``at_once``: by the verbs that return results.
     """
 
-    def submit(verb: Verb, name: str, tensors: list[Any], codecs: Sequence[Codec]) -> Wait:
+    def submit(verb: str, name: str, tensors: list[Any], codecs: Sequence[Codec]) -> Wait:
         how: tuple[Any, ...] = ()
         suffix = "" if at_once else "_async"
-        if verb == "allreduce":
+        if verb != "allgather":
             how = spec.op, spec.prescale, spec.postscale
+        if verb == "allreduce":
             suffix += "_" if in_place else ""
         call = getattr(verbs, f"grouped_{verb}{suffix}")
         compressed = {"compression": codecs} if any(codecs) else {}

@@ -16,6 +16,10 @@ from kolovod.errors import InvalidArgumentError
 BUCKET_BYTES = 1 << 20
 """A bucket takes no further gradient that would make it larger; one that is larger is alone."""
 
+ALONE_BYTES = 32 << 10
+"""With shards: a tensor of so many bytes is a part of its own, and is not copied to be sent.
+Smaller ones are sent as one part: an operation of each would take longer than the copy."""
+
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 128 << 10, 4 << 20
 _LINK_US = 10_000.0
 _LEAST_BUCKETS = 8

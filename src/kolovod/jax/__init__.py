@@ -25,12 +25,14 @@ if _error := _missing("jax"):
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.jax import graph, repeated, retracing
+from kolovod.jax.clipping import clip_by_global_norm
 from kolovod.jax.diloco import DiLoCoState, diloco
 from kolovod.jax.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.seldom import LocalSGDState, local_sgd
+from kolovod.jax.sharded import ShardedState
 from kolovod.jax.verbs import JaxCollectives, collectives
 from kolovod.metrics import Metrics as _Metrics
 from kolovod.surface import bind as _bind
@@ -59,10 +61,12 @@ __all__ = [
     "JaxFrontend",
     "LocalSGDState",
     "Payload",
+    "ShardedState",
     "allreduce_pytree",
     "average_gradients",
     "average_metrics",
     "broadcast_pytree",
+    "clip_by_global_norm",
     "collectives",
     "diloco",
     "gather_samples",

@@ -14,8 +14,9 @@ from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.jax import repeated
 from kolovod.jax.pytrees import Pytrees
+from kolovod.jax.sharded import Sharded
 from kolovod.jax.verbs import collectives
-from kolovod.jax.with_optax import check_transformation, optax_for
+from kolovod.jax.with_optax import check_transformation, optax_for, transformation
 
 if TYPE_CHECKING:
     import optax
@@ -71,6 +72,20 @@ def average_gradients(
     return optax.GradientTransformation(init, update)
 
 
+if TYPE_CHECKING:
+
+    class DistributedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+        """One of optax's, whose state can be made whole, and cut into the ranks' parts."""
+
+        def gather_state(self, state: Any, params: Any) -> Any:
+            """The state as it is without shards, the same on all ranks."""
+            ...
+
+        def cut_state(self, whole: Any, params: Any) -> Any:
+            """The reverse: this rank's state."""
+            ...
+
+
 def DistributedOptimizer(
     optimizer: optax.GradientTransformation,
     compression: AnyCompressor = Compression.none,
@@ -78,26 +93,58 @@ def DistributedOptimizer(
     op: int = Average,
     process_set: ProcessSet | None = None,
     *,
+    shard_state: bool = False,
     gradient_predivide_factor: float = 1.0,
     name: str = "gradients",
-) -> optax.GradientTransformationExtraArgs:
+) -> DistributedTransformation:
     """``optimizer`` after ``average_gradients``: a transformation of optax like any other.
 
     ``optimizer``: any of optax's, and what its ``update`` takes besides (a loss, say) is passed on.
     ``backward_passes_per_step``: gradients of so many calls are summed here before they are sent;
     the calls before the last return updates of zeros.
+    ``shard_state``: each rank keeps the optimizer's state for its part of the parameters only
+    (ZeRO's first stage: Rajbhandari et al., 2020). Gradients are scattered, ``optimizer`` gets this
+    rank's part of each parameter, gradient and state, in trees of the same structure, and updates
+    are gathered: all ranks return the same. A part of an array of n elements is of shape
+    ``(1, ..., 1, ceil(n / ranks))``, with as many dimensions. Then
 
-    The other arguments, and what is raised: see ``average_gradients``.
+    - ``optimizer`` must work element by element, as adamw and sgd do; the first ``update`` finds
+      out, and raises InvalidArgumentError otherwise. ``clip_by_global_norm`` of this module clips
+      by the norm of all parts.
+    - the state is this rank's own, and ``init`` is called on all ranks after ``kv.init()``: outside
+      of ``jax.jit`` it compares shapes with the other ranks.
+    - ``gather_state(state, params)``, on all ranks, returns the state as it is without shards, and
+      ``cut_state(whole, params)`` makes a rank's own of it: a checkpoint serves any number of
+      ranks. Without ``shard_state`` both return what they are given.
+
+    The other arguments, and what is raised: see ``average_gradients``. With ``shard_state``
+    InvalidArgumentError for compression, in an elastic job, for parameters that are no floats, for
+    the state of another rank or world; MismatchError where ranks have other shapes.
     """
     optax = optax_for("DistributedOptimizer makes")
     check_transformation("optimizer", optimizer)
     passes = checked_passes(backward_passes_per_step)
-    average = average_gradients(
-        compression, op, process_set,
-        gradient_predivide_factor=gradient_predivide_factor, name=name,
-    )  # fmt: skip
-    chained = optax.with_extra_args_support(optax.chain(average, optimizer))
-    return chained if passes == 1 else _every(passes, chained)
+    predivide = gradient_predivide_factor
+    if shard_state:
+        spec = ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))
+        way = Sharded(optimizer, spec, name, collectives)
+        made = transformation(
+            way.init, way.update, gather_state=way.gather_state, cut_state=way.cut_state
+        )
+    else:
+        average = average_gradients(
+            compression, op, process_set, gradient_predivide_factor=predivide, name=name
+        )
+        chained = optax.with_extra_args_support(optax.chain(average, optimizer))
+        made = transformation(
+            chained.init, chained.update, gather_state=_as_it_is, cut_state=_as_it_is
+        )
+    return made if passes == 1 else _every(passes, made)
+
+
+def _as_it_is(state: Any, params: Any) -> Any:
+    """For states that are whole on each rank."""
+    return state
 
 
 class AccumulatedState(NamedTuple):
@@ -111,11 +158,7 @@ class AccumulatedState(NamedTuple):
     """The state of the optimizer."""
 
 
-def _every(
-    passes: int, inner: optax.GradientTransformationExtraArgs
-) -> optax.GradientTransformationExtraArgs:
-    optax = optax_for("DistributedOptimizer makes")
-
+def _every(passes: int, inner: DistributedTransformation) -> DistributedTransformation:
     def init(params: Any) -> AccumulatedState:
         total = jax.tree.map(jnp.zeros_like, params)
         return AccumulatedState(jnp.zeros((), jnp.int32), total, inner.init(params))
@@ -139,4 +182,12 @@ def _every(
             return step() if state.passes == passes - 1 else wait()
         return jax.lax.cond(state.passes == passes - 1, step, wait)  # type: ignore[no-any-return]
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def gather_state(state: AccumulatedState, params: Any) -> AccumulatedState:
+        return state._replace(inner=inner.gather_state(state.inner, params))
+
+    def cut_state(whole: AccumulatedState, params: Any) -> AccumulatedState:
+        return whole._replace(inner=inner.cut_state(whole.inner, params))
+
+    return transformation(  # type: ignore[no-any-return]
+        init, update, gather_state=gather_state, cut_state=cut_state
+    )

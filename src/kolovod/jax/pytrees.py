@@ -150,7 +150,7 @@ def described(tree: Any) -> list[tuple[str, Any]]:
 def is_wholly_sent(tree: Any) -> bool:
     """Whether ``broadcast_pytree`` sends all leaves but functions, and refuses none."""
     return all(
-        _is_key(leaf) or leaf.dtype in DTYPES or leaf.dtype in _SAME_BITS
+        is_key(leaf) or leaf.dtype in DTYPES or leaf.dtype in _SAME_BITS
         if _is_array(leaf)
         else callable(leaf) or isinstance(leaf, _BY_VALUE)
         for leaf in jax.tree.leaves(tree)
@@ -178,7 +178,7 @@ def _broadcast(
 
 def _sendable(leaf: Any, key: str) -> Any:
     """An array of a dtype that the engine knows, with the bits of ``leaf``."""
-    if _is_key(leaf):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     same_bits = _SAME_BITS.get(leaf.dtype)
     if same_bits is not None:
@@ -193,7 +193,7 @@ def _sendable(leaf: Any, key: str) -> Any:
 
 def _received(array: Any, leaf: Any) -> Any:
     """What was sent, as what ``leaf`` is."""
-    if _is_key(leaf):
+    if is_key(leaf):
         data = _with_dtype(array, jax.random.key_data(leaf).dtype)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return _with_dtype(array, leaf.dtype)
@@ -220,7 +220,8 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array of random keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

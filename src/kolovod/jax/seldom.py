@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
@@ -15,6 +15,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import NOTHING, AnyCompressor, Compression, Compressor
 from kolovod.gradients.seldom import Schedule
+from kolovod.jax import with_optax
 from kolovod.jax.pytrees import Pytrees, described
 from kolovod.jax.verbs import collectives
 from kolovod.jax.with_optax import check_transformation, optax_for
@@ -196,19 +197,11 @@ class Way(Protocol):
         ...
 
 
-@cache
-def _kind() -> Any:
-    class SeldomTransformation(optax_for("it is").GradientTransformationExtraArgs):  # type: ignore[misc]
-        synchronize: Callable[[Any, Any], tuple[Any, Any]]
-
-    return SeldomTransformation
-
-
 def transformation(way: Way) -> SeldomTransformation:
-    """``way`` as optax has it: a tuple of two, which may have further attributes."""
-    made = _kind()(way.init, way.update)
-    made.synchronize = way.synchronize
-    return made  # type: ignore[no-any-return]
+    """``way`` as optax has it."""
+    return with_optax.transformation(  # type: ignore[no-any-return]
+        way.init, way.update, synchronize=way.synchronize
+    )
 
 
 def when(condition: Any, do: Callable[[T], T], value: T) -> T:

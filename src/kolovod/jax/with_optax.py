@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -25,3 +27,21 @@ def check_transformation(label: str, given: Any) -> None:
         raise InvalidArgumentError(
             f"{label} is a {type(given).__name__}: give an optax.GradientTransformation"
         )
+
+
+def transformation(
+    init: Callable[..., Any], update: Callable[..., Any], **methods: Callable[..., Any]
+) -> Any:
+    """One of optax's, which is a tuple of two, with further ``methods`` as attributes."""
+    made = _kind()(init, update)
+    for name, method in methods.items():
+        setattr(made, name, method)
+    return made
+
+
+@cache
+def _kind() -> Any:
+    class Transformation(optax_for("it is").GradientTransformationExtraArgs):  # type: ignore[misc]
+        pass  # a named tuple has no room for attributes, but a class made of it has
+
+    return Transformation

@@ -19,16 +19,13 @@ from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.in_flight import InFlight, handled
+from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item
 from kolovod.torch.frontend import DTYPES, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_as, shaped_as
-
-_ALONE_BYTES = 32 << 10
-"""A parameter of so many bytes is a part of its own, and is not copied to be sent. Smaller ones are
-sent as one part: an operation of each would take longer than the copy."""
 
 
 class ShardSender:
@@ -276,7 +273,7 @@ class ShardSender:
         small: list[int] = []
         for index in bucket.indices:
             flat_of(tensors[index], self.parameters.names[index])  # which says if that is not so
-            is_small = tensors[index].numel() * tensors[index].element_size() < _ALONE_BYTES
+            is_small = tensors[index].numel() * tensors[index].element_size() < ALONE_BYTES
             (small.append(index) if is_small else rows.append([index]))
         parts = [
             cut(row, [tensors[index].numel() for index in row], world.rank, world.size)
