@@ -91,8 +91,11 @@ class Apart(TrainsApart):
 
     def whole_state(self) -> dict[str, Any]:
         """All that a rank which joins has to have."""
-        own = {label: each.state_dict() for label, each in self._optimizers.items()}
-        return {"model": self._model.state_dict(), "optimizers": own, "own": self.state_dict()}
+        own = self.state_dict()
+        optimizers = {  # the outer one's is in it
+            label: each.state_dict() for label, each in self._optimizers.items() if label not in own
+        }
+        return {"model": self._model.state_dict(), "optimizers": optimizers, "own": own}
 
     def take_whole_state(self, state: Mapping[str, Any]) -> None:
         """Be a copy of the rank whose ``whole_state`` it is, unless this rank has begun to train.
@@ -102,8 +105,8 @@ class Apart(TrainsApart):
         if self._exchange.has_begun:
             return
         self._model.load_state_dict(state["model"])
-        for label, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][label])
+        for label, value in state["optimizers"].items():
+            self._optimizers[label].load_state_dict(value)
         self.load_state_dict(state["own"])
 
     # --- TrainsApart ---
