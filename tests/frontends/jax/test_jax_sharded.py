@@ -205,6 +205,7 @@ def as_compiled(rank):
     kv.shutdown()
 
 
+@pytest.mark.slow
 def test_as_usually_compiled():
     run_ranks(2, as_compiled, env={"XLA_FLAGS": ""}, timeout_s=LIMIT_S)
 
@@ -294,6 +295,7 @@ def in_a_process_set(rank):
     kv.shutdown()
 
 
+@pytest.mark.slow
 def test_among_a_process_set():
     run_ranks(3, in_a_process_set, timeout_s=LIMIT_S)
 
