@@ -13,7 +13,8 @@ or by names work as they will:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +83,7 @@ def check_by_element(
     size = max(size, 2)  # a script of one process hears it, too
     like = updates if params is None else params
     kept = outline(inner, like, size)
-    with among(_Nobody()):
+    with among(_Nobody()), _traced_apart():
         whole = _traced(inner, updates, params, extra)
         try:
             parts = _traced(
@@ -103,6 +104,18 @@ def check_by_element(
         _find_mixing(whole.jaxpr, [True] * given + states + [True] * rest)
         with jax.ensure_compile_time_eval():
             _try(inner, updates, params, extra)
+
+
+@contextmanager
+def _traced_apart() -> Iterator[None]:
+    """Nothing that is traced here is taken for the step itself.
+
+    JAX keeps what a ``jax.jit`` within the step was traced to, by shapes and by this setting, which
+    no operation here depends on; and with the constant of ``_Nobody`` the step would clip wrongly.
+    """
+    now = jax.config.jax_default_matmul_precision
+    with jax.default_matmul_precision("float32" if now == "highest" else "highest"):
+        yield
 
 
 def _refused(reason: str) -> InvalidArgumentError:
