@@ -155,6 +155,7 @@ def diloco(rank: int, plan: Plan, warm_up: int, fragments: int) -> dict[str, Any
         LOCAL_STEPS,
         fragments=fragments,
         fragment_sync_delay=DELAY,
+        local_share=0.0,
         warm_up_steps=warm_up,
         compression=codec,
     )
