@@ -11,7 +11,8 @@ rank with one compute thread, and all share the machine's cores. Three parts, ea
   with PowerSGD of several ranks. Time is that of the training steps (the slowest rank's), without
   the evaluation after each tenth step. Every rank has the same parameters, bit for bit, at the end.
 - ``diloco``: 4 ranks over 100 Mbit/s, 50 ms one way: 100 steps with averaged gradients, then DiLoCo
-  with 20 local steps. Utilization is the share of the time that is not spent in DiLoCo's hooks:
+  with 20 local steps; what was sent is applied 9 steps later, and a fifth of a rank's own
+  parameters remains. Utilization is the share of the time that is not spent in DiLoCo's hooks:
   sending, waiting, the outer step; beside it stands the time of a step without any communication,
   all ranks working, over that of a step with DiLoCo. Bytes are those of the hosts' interfaces, with
   all headers, in a round of all ranks; beside torchft's DiLoCo (``--torchft PYTHON``;

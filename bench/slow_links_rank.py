@@ -24,7 +24,7 @@ from kolovod.gradients.compression import by_setting
 
 LOCAL_STEPS = 20
 """Between two synchronisations of DiLoCo."""
-DELAY = 5
+DELAY = 9
 """Steps after which what was sent is applied."""
 OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
@@ -155,7 +155,7 @@ def diloco(rank: int, plan: Plan, warm_up: int, fragments: int) -> dict[str, Any
         LOCAL_STEPS,
         fragments=fragments,
         fragment_sync_delay=DELAY,
-        local_share=0.0,
+        local_share=0.2,
         warm_up_steps=warm_up,
         compression=codec,
     )
