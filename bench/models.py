@@ -59,25 +59,36 @@ def resnet50() -> nn.Module:
 
 
 class Transformer(nn.Module):
-    """Five encoder layers of width 384, 64 positions, 1024 tokens: [N, 64] -> [N, 1024, 64]."""
+    """Encoder layers over embedded tokens: [N, positions] -> [N, tokens, positions]."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        width: int = 384,
+        layers: int = 5,
+        heads: int = 6,
+        tokens: int = 1024,
+        positions: int = 64,
+        *,
+        is_causal: bool = False,
+    ) -> None:
         super().__init__()
-        width, tokens, positions = 384, 1024, 64
+        self._is_causal = is_causal
         self.embedding = nn.Embedding(tokens, width)
         self.position = nn.Parameter(0.02 * torch.randn(positions, width))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 6, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(5)
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the next token, with the classes second as cross_entropy wants them."""
+        causal = self._is_causal
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
         hidden = self.embedding(x) + self.position
         for layer in self.layers:
-            hidden = layer(hidden)
+            hidden = layer(hidden, src_mask=mask, is_causal=causal)
         scores: Tensor = self.head(self.norm(hidden))
         return scores.transpose(1, 2)
 

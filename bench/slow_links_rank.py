@@ -15,7 +15,8 @@ from typing import Any
 import machine
 import torch
 import torch.distributed as dist
-from text_model import LEARNING_RATE, CharTransformer, Texts, loss_of
+from models import Transformer
+from text_model import LEARNING_RATE, Texts, char_transformer, loss_of
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -52,11 +53,11 @@ def digest(model: torch.nn.Module) -> int:
     return zlib.crc32(b"".join(parts))
 
 
-def start(plan: Plan) -> CharTransformer:
+def start(plan: Plan) -> Transformer:
     """The same model on all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(plan.seed)
-    return CharTransformer()
+    return char_transformer()
 
 
 def train(rank: int, plan: Plan, store: str) -> dict[str, Any]:
@@ -189,7 +190,7 @@ def _without_communication(
     model: torch.nn.Module, texts: Texts, plan: Plan, rank: int, steps: int = 40
 ) -> float:
     """Mean seconds of a step of a copy that all ranks take at the same time."""
-    other = CharTransformer()
+    other = char_transformer()
     other.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(other.parameters(), lr=LEARNING_RATE)
     kv.barrier()

@@ -15,7 +15,8 @@ from typing import Any
 
 import machine
 import torch
-from text_model import LEARNING_RATE, CharTransformer, Texts, loss_of
+from models import Transformer
+from text_model import LEARNING_RATE, Texts, char_transformer, loss_of
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -29,7 +30,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     torch.manual_seed(options["seed"])
-    model, texts, host = CharTransformer(), Texts(), socket.gethostname()
+    model, texts, host = char_transformer(), Texts(), socket.gethostname()
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(),
@@ -65,7 +66,7 @@ def main() -> None:
     manager.shutdown(wait=False)
 
 
-def _fragments(model: CharTransformer, count: int) -> list[nn.Module]:
+def _fragments(model: Transformer, count: int) -> list[nn.Module]:
     """Modules that have all parameters between them: torchft takes no list of parameters."""
     if count == 1:
         return [model]

@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from models import Transformer
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,29 +20,9 @@ VALIDATION_TEXTS = 64
 LEARNING_RATE = 2e-3
 
 
-class CharTransformer(nn.Module):
+def char_transformer() -> Transformer:
     """Two layers of width 96: [N, 64] -> [N, 128, 64], the scores of the next character."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        width = 96
-        self.embedding = nn.Embedding(TOKENS, width)
-        self.position = nn.Parameter(0.02 * torch.randn(POSITIONS, width))
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
-            for _ in range(2)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, TOKENS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores with the classes second, as cross_entropy wants them."""
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-        hidden = self.embedding(x) + self.position
-        for layer in self.layers:
-            hidden = layer(hidden, src_mask=mask, is_causal=True)
-        scores: Tensor = self.head(self.norm(hidden))
-        return scores.transpose(1, 2)
+    return Transformer(96, 2, 4, TOKENS, POSITIONS, is_causal=True)
 
 
 class Texts:
