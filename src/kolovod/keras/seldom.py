@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -90,9 +91,9 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         if steps.ongoing() is None:
             self.synchronize()
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Exchange all weights that were changed since they were exchanged last; all ranks do."""
-        raise NotImplementedError
 
     def _begin_anew(self) -> None:
         self.steps = 0
@@ -196,20 +197,21 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         self._look_at_model()
         self._be_equal_at(equal)
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of this rank, beside the model with its optimizer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _equal_at(self) -> Any:
         """With how many steps what was the same on all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _be_equal_at(self, equal: Any) -> None:
-        raise NotImplementedError
+        """Go on from ``_equal_at``."""
 
     def _warm_up(self) -> None:
         """Make of a step a synchronous one.
@@ -224,9 +226,9 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
             slots = [v for v in variables if len(v.shape) and "float" in dtype_name(v)]
         self._average(slots, is_compressed=False)
 
+    @abstractmethod
     def _advance(self, steps: range) -> None:
         """Do what is due after each of these steps, of which the last is over."""
-        raise NotImplementedError
 
     def _average(self, besides: Sequence[Any] = (), *, is_compressed: bool = True) -> None:
         """The mean of weights, moving statistics and other variables, in their place."""
