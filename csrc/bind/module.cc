@@ -5,6 +5,7 @@
 #include "bind/graph_clients.h"
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
+#include "collectives/codec.h"
 #include "collectives/select.h"
 #include "transport/loopback.h"
 
@@ -124,6 +125,17 @@ nb::dict Names(int count) {
   nb::dict names;
   for (int i = 0; i < count; ++i) names[NameOf(static_cast<Enum>(i))] = i;
   return names;
+}
+
+// By name: what 256 elements take between hosts.
+nb::dict EncodedBytes() {
+  static_assert(kCodecBlock == 256);
+  nb::dict bytes;
+  for (int i = 1; i < kCodecCount; ++i) {
+    const auto codec = static_cast<Codec>(i);
+    bytes[NameOf(codec)] = EncodedBlockBytes(codec);
+  }
+  return bytes;
 }
 
 // By name: what the table of a dtype says, for Python.
@@ -326,6 +338,7 @@ NB_MODULE(_native, m) {
   m.attr("DTYPE_TRAITS") = DTypeTable();
   m.attr("OPS") = Names<Op>(kOpCount);
   m.attr("CODECS") = Names<Codec>(kCodecCount);
+  m.attr("CODEC_BYTES") = EncodedBytes();
   m.attr("STATUS") = StatusNames();
 }
 

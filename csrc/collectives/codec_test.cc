@@ -20,6 +20,21 @@ constexpr Codec kCodecs[] = {Codec::kInt8, Codec::kInt4};
 
 float TopOf(Codec codec) { return codec == Codec::kInt8 ? 127.0f : 7.0f; }
 
+// How many elements share a scale.
+size_t GroupOf(Codec codec) { return codec == Codec::kInt8 ? 256 : 64; }
+
+// By how much a scale may be less than its group's largest magnitude says: int4's are bfloat16.
+float RoundedBy(Codec codec) { return codec == Codec::kInt8 ? 1e-6f : 1.0f / 128; }
+
+// `value` in bfloat16, rounded to zero.
+float Short(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits &= 0xffff0000u;
+  std::memcpy(&value, &bits, sizeof(bits));
+  return value;
+}
+
 std::vector<char> Encode(const Kernels& kernels, Codec codec, const std::vector<float>& from) {
   const size_t blocks = from.size() / kCodecBlock;
   std::vector<char> to(blocks * EncodedBlockBytes(codec) + 1, 'x');
@@ -41,20 +56,24 @@ std::vector<float> Decode(const Kernels& kernels, Codec codec, const std::vector
 // As codec.h says it, one element at a time.
 std::vector<float> Expected(Codec codec, const std::vector<float>& from) {
   std::vector<float> wanted;
-  for (size_t begin = 0; begin < from.size(); begin += kCodecBlock) {
+  const size_t group = GroupOf(codec);
+  for (size_t begin = 0; begin < from.size(); begin += group) {
     bool unusual = false;
     float largest = 0;
-    for (size_t i = begin; i < begin + kCodecBlock; ++i) {
+    for (size_t i = begin; i < begin + group; ++i) {
       unusual |= !std::isfinite(from[i]);
       if (std::isfinite(from[i])) largest = std::max(largest, std::fabs(from[i]));
     }
     const float top = TopOf(codec) - (unusual ? 1 : 0);
     const bool tiny = !std::isfinite(top / largest);
-    for (size_t i = begin; i < begin + kCodecBlock; ++i) {
+    const float stored = codec == Codec::kInt8 ? largest : Short(largest);
+    const float scale = codec == Codec::kInt8 ? stored / top : stored * (1.0f / top);
+    const float inverse = top / stored;
+    for (size_t i = begin; i < begin + group; ++i) {
       if (!std::isfinite(from[i])) {
         wanted.push_back(from[i]);
       } else {
-        wanted.push_back(tiny ? 0.0f : std::nearbyint(from[i] * (top / largest)) * (largest / top));
+        wanted.push_back(tiny ? 0.0f : std::nearbyint(from[i] * inverse) * scale);
       }
     }
   }
@@ -97,11 +116,11 @@ TEST_CASE("an element becomes the nearest whole number of scales") {
     ForKernels([&](const Kernels& kernels) {
       const std::vector<float> decoded = Decode(kernels, codec, Encode(kernels, codec, values));
       CheckAlike(decoded, Expected(codec, values));
-      for (size_t begin = 0; begin < values.size(); begin += kCodecBlock) {
+      const size_t group = GroupOf(codec);
+      for (size_t begin = 0; begin < values.size(); begin += group) {
         float largest = 0;
-        for (size_t i = begin; i < begin + kCodecBlock; ++i)
-          largest = std::max(largest, std::fabs(values[i]));
-        for (size_t i = begin; i < begin + kCodecBlock; ++i) {
+        for (size_t i = begin; i < begin + group; ++i) largest = std::max(largest, std::fabs(values[i]));
+        for (size_t i = begin; i < begin + group; ++i) {
           CHECK(std::fabs(decoded[i] - values[i]) <= largest / TopOf(codec) * 0.5001f);
         }
       }
@@ -150,13 +169,44 @@ TEST_CASE("the smallest and the largest") {
       const std::vector<float> decoded = Decode(kernels, codec, Encode(kernels, codec, values));
       CHECK(decoded[7] == 0.0f);
       CHECK(std::fabs(decoded[kCodecBlock] - 1e-37f) <= 1e-37f);
-      CHECK(std::fabs(decoded[2 * kCodecBlock] / 5e-37f - 1) < 1e-5f);
+      CHECK(std::fabs(decoded[2 * kCodecBlock] / 5e-37f - 1) < RoundedBy(codec) + 1e-5f);
       CHECK(decoded[2 * kCodecBlock + 1] == -decoded[2 * kCodecBlock]);
-      CHECK(decoded[3 * kCodecBlock] / kMax > 0.999999f);
+      CHECK(decoded[3 * kCodecBlock] / kMax > 1 - RoundedBy(codec));
       CHECK(std::isfinite(decoded[3 * kCodecBlock]));
       CHECK(decoded[3 * kCodecBlock + 1] == -decoded[3 * kCodecBlock]);
       CHECK(decoded[4 * kCodecBlock] == 0.0f);
     });
+  }
+}
+
+TEST_CASE("what is not finite, and what is large, has no part in another group") {
+  std::vector<float> values = Random(1, 6);
+  ForKernels([&](const Kernels& kernels) {
+    const std::vector<float> alone = Decode(kernels, Codec::kInt4, Encode(kernels, Codec::kInt4, values));
+    for (size_t group = 0; group < 4; ++group) {
+      for (const float other : {kNan, -kInf, kMax}) {
+        std::vector<float> changed = values;
+        changed[group * 64 + 9] = other;
+        const std::vector<float> got = Decode(kernels, Codec::kInt4, Encode(kernels, Codec::kInt4, changed));
+        for (size_t i = 0; i < kCodecBlock; ++i) {
+          if (i / 64 != group) CHECK(got[i] == alone[i]);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("what a group has but one magnitude of stays as it is, but for the last bit") {
+  for (const Codec codec : kCodecs) {
+    for (const float value : {1.0f, 0.0625f, 3.0f, 100.0f}) {
+      std::vector<float> values(kCodecBlock, value);
+      for (size_t i = 0; i < values.size(); i += 3) values[i] = -value;
+      ForKernels([&](const Kernels& kernels) {
+        const std::vector<float> decoded = Decode(kernels, codec, Encode(kernels, codec, values));
+        if (value <= 1) CHECK(decoded == values);
+        for (size_t i = 0; i < values.size(); ++i) CHECK(std::fabs(decoded[i] / values[i] - 1) <= 1.2e-7f);
+      });
+    }
   }
 }
 
@@ -208,7 +258,7 @@ TEST_CASE("which tensors are encoded") {
   CHECK(CodecOf(Codec::kInt4, DType::kFloat64, 5000) == Codec::kNone);
   CHECK(CodecOf(Codec::kInt4, DType::kInt32, 5000) == Codec::kNone);
   CHECK(EncodedBlockBytes(Codec::kInt8) == 260);
-  CHECK(EncodedBlockBytes(Codec::kInt4) == 132);
+  CHECK(EncodedBlockBytes(Codec::kInt4) == 136);
 }
 
 }  // namespace

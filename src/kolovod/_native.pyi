@@ -342,4 +342,6 @@ DTYPE_TRAITS: dict[str, DTypeTraits]
 """By name: the table of dtypes (csrc/base/dtype_traits.h)."""
 OPS: dict[str, int]
 CODECS: dict[str, int]
+CODEC_BYTES: dict[str, int]
+"""By name: what 256 elements take between hosts, encoded (csrc/collectives/codec.h)."""
 STATUS: dict[str, int]

@@ -36,7 +36,7 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert four.cpu_s == pytest.approx(one.cpu_s / 4, rel=1e-3)
 
 
-@pytest.mark.parametrize(("codec", "times"), [("int8", 4 * 256 / 260), ("int4", 4 * 256 / 132)])
+@pytest.mark.parametrize(("codec", "times"), [("int8", 4 * 256 / 260), ("int4", 4 * 256 / 136)])
 def test_codecs_send_less(codec: str, times: float) -> None:
     plain, coded = (wire_bytes(8 * MIB, "float32", name, cluster(4)) for name in ("", codec))
     assert plain / coded == pytest.approx(times, rel=1e-4)

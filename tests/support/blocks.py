@@ -8,23 +8,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-BLOCK = 256
 HOSTS = ["a", "b"]
 ROWS, COLUMNS = 60, 35
 TOPS = {"int8": 127, "int4": 7}
+GROUPS = {"int8": 256, "int4": 64}
+"""How many elements share a scale."""
 
 Floats = npt.NDArray[np.float32]
 
 
 def coded(values: npt.NDArray[Any], codec: str) -> Floats:
-    """``values``, finite, each the nearest whole number of its block's scale; of the same shape."""
+    """``values``, finite, each the nearest whole number of its group's scale; of the same shape."""
     flat = np.asarray(values, np.float32).ravel()
-    blocks = np.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
-    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    groups = np.pad(flat, (0, -flat.size % GROUPS[codec])).reshape(-1, GROUPS[codec])
+    largest = np.abs(groups).max(axis=1, keepdims=True)
     top = np.float32(TOPS[codec])
+    if codec == "int4":  # as bfloat16, rounded to zero
+        largest = (largest.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    scale = largest / top if codec == "int8" else largest * (np.float32(1) / top)
     with np.errstate(divide="ignore"):
         inverse = np.where(largest > 0, top / largest, np.float32(0))
-    whole = np.rint(blocks * inverse) * (largest / top)
+    whole = np.rint(groups * inverse) * scale
     return whole.ravel()[: flat.size].reshape(np.shape(values)).astype(np.float32)
 
 

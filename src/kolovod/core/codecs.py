@@ -15,7 +15,7 @@ _has_looked = False
 
 
 class Codec(enum.IntEnum):
-    """Blocks of 256 elements with a scale; an element takes 8 bits, or 4, instead of 32.
+    """Blocks of elements with a scale (256; 64), an element takes 8 bits, or 4, instead of 32.
 
     Only tensors of floats (not float64) with 1024 elements or more are encoded, and only where an
     allreduce by Sum or Average crosses between hosts: within a host data stay as they are. An

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kolovod import _native
 from kolovod.core import spans
 
 STEPS = 10
 """Between two looks, and whose median counts."""
-FEWER = {"none": 1.0, "fp16": 2.0, "bf16": 2.0, "int8": 1024 / 260, "int4": 1024 / 132}
-"""Times fewer bytes than float32: a block of 256 elements has a scale of 4 bytes."""
+_ENCODED = {name: 4 * 256 / size for name, size in _native.CODEC_BYTES.items()}
+FEWER = {"none": 1.0, "fp16": 2.0, "bf16": 2.0, **_ENCODED}
+"""Times fewer bytes than float32."""
 _LATE, _EARLY = 1.1, 0.8
 """A lossier one is taken when that of now takes longer than backward times the first; a less lossy
 one comes back when it takes less than backward times the second."""

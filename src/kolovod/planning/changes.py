@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kolovod import _native
 from kolovod.errors import InvalidArgumentError
-from kolovod.planning.costs import CODECS, Cluster, Costs, Link
+from kolovod.planning.costs import Cluster, Costs, Link
 from kolovod.planning.model import Request, Step
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
     "parse_link",
 ]
 
-COMPRESSIONS = ("none", "fp16", "bf16", *CODECS)
+COMPRESSIONS = ("none", "fp16", "bf16", *_native.CODEC_BYTES)
 _CASTS = {"fp16": "float16", "bf16": "bfloat16"}
 _WIDE = ("float32", "float64")
 _FLOATS = (*_WIDE, *_CASTS.values())

@@ -14,11 +14,8 @@ from typing import NamedTuple
 
 from kolovod import _native
 
-__all__ = ["CODECS", "Cluster", "Costs", "Link", "Load", "bucket_load", "wire_bytes"]
+__all__ = ["Cluster", "Costs", "Link", "Load", "bucket_load", "wire_bytes"]
 
-CODECS = {"int8": 8, "int4": 4}
-"""Bits an element."""
-_BLOCK = 256  # elements with one scale of float32, csrc/collectives/codec.h
 _TREE = 4  # children of a leader, csrc/base/tree.h
 _PORTION_S = 125e-6  # a message is what the link carries in that time (PortionBytes)
 _LEAST_PORTION, _MOST_PORTION = 4 << 10, 256 << 10
@@ -150,9 +147,7 @@ def _traffic(slice_bytes: float, dtype: str, codec: str, hosts: int, link: Link)
     if hosts == 1:
         return _Traffic(0, 0.0, 0.0)
     if codec:
-        block_bytes = 4 + _BLOCK * CODECS[codec] // 8
-        encoded = slice_bytes / _size(dtype) / _BLOCK * block_bytes
-        part = encoded / hosts
+        part = slice_bytes / _size(dtype) * _native.CODEC_BYTES[codec] / 256 / hosts
         portion = min(max(_PORTION_S * link.bytes_per_s, _LEAST_PORTION), _MOST_PORTION)
         messages = 2 * (hosts - 1) * max(1.0, math.ceil(part / portion))
         return _Traffic(2, messages, 2 * (hosts - 1) * part)
