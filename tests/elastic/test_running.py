@@ -23,6 +23,7 @@ from kolovod.errors import CollectiveAbortedError, JobOverError
 
 STEPS = 12
 LIMIT_S = 20.0
+NOTHING = -1_000_000
 
 
 class Killed(BaseException):
@@ -39,6 +40,7 @@ class World:
         self.done: dict[int, set[int]] = {}
         """Who gets the result of the operation of that number; None has not been decided."""
         self.calls: Counter[int] = Counter()
+        self.sent: dict[tuple[int, int, int], int] = {}
         self.is_broken = False
         self.stopped: set[int] = set()
 
@@ -131,16 +133,25 @@ class Job:
     def _complete(self, world: World, place: int) -> None:
         """All have come; perhaps one is lost, and some do not get the result."""
         world.done[place] = set(world.members)
-        victim = self.rng.choice(world.members)
-        survives = bool(self.have_state.intersection(world.members) - {victim})
-        if self.deaths_left and survives and self.rng.random() < 0.04:
-            self.deaths_left -= 1
-            self.alive.discard(victim)
+        victim = self._may_lose(world, "", 0.04)
+        if victim is not None:
             torn = {m for m in world.members if self.rng.random() < 0.5}
             world.done[place] -= torn
             kind = world.given[place][victim][0]
             self.seen[f"{kind} torn" if torn - {victim} else "dies"] += 1
-            self._break(world)
+
+    def _may_lose(self, world: World, kind: str, probability: float) -> int | None:
+        """Who is lost, as long as somebody with the state is left."""
+        victim = self.rng.choice(world.members)
+        survives = bool((self.have_state & self.alive).intersection(world.members) - {victim})
+        is_lost = self.deaths_left and survives and self.rng.random() < probability
+        if not is_lost or world.is_broken:
+            return None
+        self.deaths_left -= 1
+        self.alive.discard(victim)
+        self.seen[f"{kind} lost"] += 1
+        self._break(world)
+        return victim
 
     def _fails(self, world: World) -> bool:
         return world.is_broken or bool(world.stopped - {self.here.number})
@@ -219,7 +230,9 @@ class Sampler:
     def record_step(self, members: tuple[int, ...]) -> None:
         self.log.append(members)
 
-    def changed(self, member: int, allgather: Callable[[Any], list[Any]]) -> None:
+    def changed(
+        self, member: int, allgather: Callable[[Any], list[Any]], *, takes_part: bool
+    ) -> None:
         self.members = allgather(member)
 
 
@@ -245,6 +258,40 @@ class Late:
             self.arrive()
             self.job.seen["arrives before the world is left"] += 1
             yield
+
+
+class Messages:
+    """Between two ranks of a world; see ``Transfers``."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def isend(self, cell: list[int], taker: int, tag: int) -> Any:
+        self._sent()[self.job.current().rank, taker, tag] = cell[0]
+        return SimpleNamespace(wait=lambda: self._wait(lambda: True))
+
+    def irecv(self, cell: list[int], giver: int, tag: int) -> Any:
+        sent, key = self._sent(), (giver, self.job.current().rank, tag)
+
+        def wait() -> None:
+            with self.job.moved:
+                self.job._may_lose(self.job.mine, "message", 0.3)
+            self._wait(lambda: key in sent)
+            cell[0] = sent[key]
+
+        return SimpleNamespace(wait=wait)
+
+    def _sent(self) -> dict[tuple[int, int, int], int]:
+        with self.job.moved:
+            return self.job.mine.sent
+
+    def _wait(self, has_come: Callable[[], bool]) -> None:
+        job, world = self.job, self.job.mine
+        with job.moved:
+            job.moved.notify_all()
+        job._wait(lambda: has_come() or job._fails(world))
+        if not has_come() or job._fails(world):
+            raise CollectiveAbortedError(f"epoch {world.epoch} has failed")
 
 
 class Session:
@@ -284,9 +331,10 @@ def train(job: Job, number: int) -> Any:
     """What ``elastic.run`` does, with a function of STEPS steps.
 
     In every other job steps are computed again from the last commit; in half of the others ranks
-    train apart.
+    train apart, and in a quarter the sum of all steps is given to a rank that joins in its first.
     """
     recomputes, trains_apart = bool(job.seed % 2), job.seed % 4 == 2
+    joins_during_step = job.seed % 8 == 4
     late = Late(job, number)
     job.init()
     samplers = [Sampler(), Sampler()]
@@ -294,13 +342,27 @@ def train(job: Job, number: int) -> Any:
     state.samplers, state.logs = lambda: samplers, list
     state.trains_apart = lambda: [late] if trains_apart else []
 
-    def sync() -> None:
+    def take(cell: list[int]) -> None:
+        state.total = cell[0]
+        job.seen["is given the state in a step"] += 1
+
+    def hand_over(*, during_step: bool) -> list[Any]:
         sent = late.is_sent, late.means
-        mine = state.step, state.total, tuple(state.log), tuple(state.sizes), sent
-        state.step, state.total, log, sizes, sent = job.run("sync", mine)[0]
+        total = NOTHING if during_step else state.total
+        mine = state.step, total, tuple(state.log), tuple(state.sizes), sent
+        state.step, total, log, sizes, sent = job.run("sync", mine)[0]
+        portions = []
+        if total == NOTHING:
+            cell = [NOTHING if job.current().rank in ongoing.lacking else state.total]
+            of_cell = SimpleNamespace(transfers=Messages(job), pieces=[cell])
+            of_cell.take = lambda: take(cell)
+            portions.append(of_cell)
+        else:
+            state.total = total
         assert all(sent) or not any(sent), "what is on its way has not arrived"
         late.is_sent, late.means = sent
         state.log, state.sizes = list(log), list(sizes)
+        return portions
 
     def keep() -> Callable[[], None]:
         kept = state.step, state.total, tuple(state.log), tuple(state.sizes)
@@ -312,18 +374,19 @@ def train(job: Job, number: int) -> Any:
 
         return restore
 
-    state.sync, state.keep = sync, keep
+    state.hand_over, state.keep = hand_over, keep
     state.has_size = lambda size: state.sizes.append(size)
     session: Any = Session(job, number)
     ongoing = steps.Steps(session, job.current, recomputes=recomputes)  # type: ignore[arg-type]
     ongoing._verbs = SimpleNamespace(allreduce_=maximum(job))  # type: ignore[assignment]
     late.ongoing = ongoing
     ongoing.begin()
-    running._share(state, ongoing, session, also=True)
+    handing_over = running._share(state, ongoing, session, also=True)
     deal = running._Deal(state, ongoing)  # type: ignore[arg-type]
-    deal.follow()
+    deal.follow(takes_part=handing_over is None)
     state.has_size(ongoing.world.size)
     kept = running._Kept(state, ongoing)  # type: ignore[arg-type]
+    running._hand_over(state, ongoing, handing_over)
     state.begun = state.step
 
     def loop() -> None:
@@ -339,9 +402,12 @@ def train(job: Job, number: int) -> Any:
             else:
                 ongoing.exactly(lambda: job.run("more", 0))
             values = ongoing.exactly(
-                lambda: job.run("weights", 1 << number), counts=True, is_repeatable=not recomputes
+                lambda: job.run("weights", ongoing.counting()[0] << number),
+                counts=True,
+                is_repeatable=not recomputes,
             )
             state.total += sum(values)
+            assert state.total >= 0, "it has stepped with a state that it had not"
             state.log.append(sum(values))
             state.step += 1
             assert state.begun == state.step
@@ -349,9 +415,17 @@ def train(job: Job, number: int) -> Any:
                 joins = job.rng.random() < 0.1 and len(job.threads) < 6
             if joins:
                 job.join()
-            running._commit(state, ongoing=ongoing, session=session, deal=deal, kept=kept)
+            running._commit(
+                state,
+                ongoing=ongoing,
+                session=session,
+                deal=deal,
+                kept=kept,
+                joins_during_step=joins_during_step,
+            )
 
     running._call(loop, ongoing, kept)
+    ongoing.finish_hand_over()
     job.here.is_ending = True
     with contextlib.suppress(JobOverError):
         ongoing.exactly(lambda: None)
@@ -404,3 +478,5 @@ def test_ranks_agree_after_each_step_whoever_is_lost(monkeypatch: pytest.MonkeyP
     assert seen["goes back"] > 20, seen
     assert seen["follows"], seen
     assert seen["arrives before the world is left"] > 20, seen
+    assert seen["is given the state in a step"] > 20, seen
+    assert seen["message lost"] > 5, seen

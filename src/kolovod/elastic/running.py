@@ -39,6 +39,7 @@ from kolovod.core.uncaught import first_line
 from kolovod.elastic import entries, steps
 from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import forming
+from kolovod.elastic.handing_over import HandingOver, Portions
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
@@ -56,6 +57,7 @@ __all__ = ["join", "run"]
 
 R = TypeVar("R")
 Redo = Literal["repeat", "recompute"]
+Join = Literal["at_commit", "during_step"]
 
 _END_S = 5.0
 _CAUSE_S = 1.0
@@ -69,14 +71,23 @@ _forking = threading.local()  # .mask: the signals that the thread blocks otherw
 
 
 @overload
-def run(function: Callable[..., R], *, redo: Redo = "repeat") -> Callable[..., R]: ...
+def run(
+    function: Callable[..., R], *, redo: Redo = "repeat", join: Join = "at_commit"
+) -> Callable[..., R]: ...
 
 
 @overload
-def run(*, redo: Redo) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
+def run(
+    *, redo: Redo = "repeat", join: Join = "at_commit"
+) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
 
 
-def run(function: Callable[..., Any] | None = None, *, redo: Redo = "repeat") -> Any:
+def run(
+    function: Callable[..., Any] | None = None,
+    *,
+    redo: Redo = "repeat",
+    join: Join = "at_commit",
+) -> Any:
     """Make ``function(state, ...)`` go on when ranks are lost, join and leave.
 
     ``redo``: what becomes of a step in which a rank is lost. "repeat": its reductions are repeated
@@ -85,20 +96,40 @@ def run(function: Callable[..., Any] | None = None, *, redo: Redo = "repeat") ->
     the state of the last ``commit``; so operations may be anywhere before the step's update, in
     forward, too (SyncBatchNorm).
 
+    ``join``: when ranks that join are given the state. "at_commit": before their first step, and
+    the others wait for that. "during_step": of PyTorch's modules and optimizers (those that
+    ``DistributedOptimizer`` has wrapped) what is large is sent while all compute the next step;
+    ranks that have joined compute it with the parameters that they have made themselves, and their
+    gradients, and their samples of an ElasticSampler, do not count in it. For functions in which
+    nothing else than the gradients depends on parameters before ``optimizer.step()``: a loss for a
+    log is to be of rank 0. Only with ``redo`` "repeat".
+
     Where the job is not elastic it is called as it is. Raises what it raises, and JobOverError when
-    the job ends: too few ranks are left, say. InvalidArgumentError for another ``redo``. A process
+    the job ends: too few ranks are left, say. InvalidArgumentError for other arguments. A process
     that is sent SIGTERM or SIGUSR1 leaves at a ``commit``, as one does whose host is not wanted any
     more, when the others' world has formed beside the present one: SystemExit(0), or 143 where
     another launcher than ours has started it.
     """
     if redo not in ("repeat", "recompute"):
         raise InvalidArgumentError(f'redo is {redo!r}: need "repeat" or "recompute"')
+    if join not in ("at_commit", "during_step"):
+        raise InvalidArgumentError(f'join is {join!r}: need "at_commit" or "during_step"')
+    if join == "during_step" and redo == "recompute":
+        raise InvalidArgumentError(
+            'join is "during_step" and redo "recompute": in forward operations would combine what '
+            'comes of parameters that a rank does not have yet; use redo="repeat", or '
+            'join="at_commit"'
+        )
     if function is None:
-        return functools.partial(run, redo=redo)
-    return _elastic(function, recomputes=redo == "recompute")
+        return functools.partial(run, redo=redo, join=join)
+    return _elastic(
+        function, recomputes=redo == "recompute", joins_during_step=join == "during_step"
+    )
 
 
-def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R]:
+def _elastic(
+    function: Callable[..., R], *, recomputes: bool, joins_during_step: bool
+) -> Callable[..., R]:
     @functools.wraps(function)
     def elastic(state: State, *args: Any, **kwargs: Any) -> R:
         if not isinstance(state, State):
@@ -127,14 +158,21 @@ def _elastic(function: Callable[..., R], *, recomputes: bool) -> Callable[..., R
             )
             steps.enter(ongoing)
             ongoing.begin()
-            _share(state, ongoing, session, also=True)  # with those that a job begins with
+            # With those that a job begins with, too.
+            handing_over = _share(state, ongoing, session, also=True)
             deal = _Deal(state, ongoing)
-            deal.follow()
+            deal.follow(takes_part=handing_over is None)
             state.has_size(ongoing.world.size)
             kept = _Kept(state, ongoing)
             state._on_commit = partial(
-                _commit, ongoing=ongoing, session=session, deal=deal, kept=kept
+                _commit,
+                ongoing=ongoing,
+                session=session,
+                deal=deal,
+                kept=kept,
+                joins_during_step=joins_during_step,
             )
+            _hand_over(state, ongoing, handing_over)
             with _leaving_by_signals(session), state.in_use():
                 result = _settled(
                     partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
@@ -254,13 +292,18 @@ class _Deal:
         for log in self._logs:
             for used in times[:-1]:  # an entry for each exchange
                 log.record(used, takes_sums=False)
-            log.record(counted or ())
+            log.record([m for m in counted or () if m not in self._ongoing.weightless])
 
-    def follow(self) -> None:
-        """Deal the samples anew if the ranks are others than before."""
+    def follow(self, *, takes_part: bool = True) -> None:
+        """Deal the samples anew if the ranks are others than before.
+
+        ``takes_part``: those that have come have samples in the next step.
+        """
         while (now := self._ongoing.world).epoch != min(self._epochs, default=now.epoch):
             place = self._epochs.index(min(self._epochs))
-            self._samplers[place].changed(now.members[now.rank], self._gather)
+            self._samplers[place].changed(
+                now.members[now.rank], self._gather, takes_part=takes_part
+            )
             self._epochs[place] = self._ongoing.world.epoch
         world = self._ongoing.world
         for log in self._logs:
@@ -298,11 +341,19 @@ def _call(function: Callable[[], R], ongoing: steps.Steps, kept: _Kept) -> R:
 
 
 def _commit(
-    state: State, *, ongoing: steps.Steps, session: Session, deal: _Deal, kept: _Kept
+    state: State,
+    *,
+    ongoing: steps.Steps,
+    session: Session,
+    deal: _Deal,
+    kept: _Kept,
+    joins_during_step: bool = False,
 ) -> None:
     """All ranks are here, after the same step."""
     steps.settle()
+    ongoing.finish_hand_over()
     deal.record()
+    handing_over = None
     size = ongoing.world.size
     must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
     if must_stop or size < session.min_np:
@@ -313,19 +364,38 @@ def _commit(
         lifecycle.shutdown()
         lifecycle.init()
         ongoing.begin()
-        _share(state, ongoing, session)
-    deal.follow()
+        handing_over = _share(state, ongoing, session, during_step=joins_during_step)
+    deal.follow(takes_part=handing_over is None)
     state.has_size(ongoing.world.size)
     kept.commit()
+    _hand_over(state, ongoing, handing_over)
 
 
-def _share(state: State, ongoing: steps.Steps, session: Session, *, also: bool = False) -> None:
+def _hand_over(state: State, ongoing: steps.Steps, handing_over: HandingOver | None) -> None:
+    """Send what is large of the state beside the next step."""
+    if handing_over is not None:
+        ongoing.hand_over(handing_over, rescales=not state.samplers())
+        with contextlib.suppress(CollectiveAbortedError):  # the step will notice, and see to it
+            handing_over.start()
+
+
+def _share(
+    state: State,
+    ongoing: steps.Steps,
+    session: Session,
+    *,
+    also: bool = False,
+    during_step: bool = False,
+) -> HandingOver | None:
     """``sync`` as a step: who has passed its ticket knows that all ranks have the state.
 
     Each try asks anew whether anybody lacks it (``also``: this rank says so): who does may be gone.
+    ``during_step``: what rank 0 returns, all do, is given to them in the next step.
     """
+    portions: list[Portions] = []
 
     def attempt() -> None:
+        portions.clear()
         if ongoing.first_lacks_state:
             raise CollectiveError(
                 f"rank 0 of epoch {ongoing.world.epoch} has come without the state that it would "
@@ -333,10 +403,13 @@ def _share(state: State, ongoing: steps.Steps, session: Session, *, also: bool =
                 "defect of Kolovod"
             )
         if also or ongoing.lacks_state:
-            state.sync()
+            portions.extend(state.hand_over(during_step=during_step))
 
     ongoing.exactly(attempt)
+    if portions:
+        return HandingOver(portions, ongoing, session.got_state)
     session.got_state()
+    return None
 
 
 def _finish(ongoing: steps.Steps, session: Session) -> None:
@@ -344,6 +417,7 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
 
     Who does not come to it in _END_S is not waited for.
     """
+    ongoing.finish_hand_over()
     if worlds.current().size == 1:
         session.finished()
         return

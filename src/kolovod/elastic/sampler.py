@@ -166,7 +166,9 @@ class ElasticSampler:
                 )
             self._progress, self._has_recorded = progress, True
 
-    def changed(self, member: int, allgather: Callable[[Any], list[Any]]) -> None:
+    def changed(
+        self, member: int, allgather: Callable[[Any], list[Any]], *, takes_part: bool = True
+    ) -> None:
         """Share what is left of the epoch among other ranks: on all ranks, between two steps.
 
         ``member``: this process's number in the job, never another's, also of those that are gone.
@@ -174,8 +176,10 @@ class ElasticSampler:
         none does. It is called once, and once more if a rank has come: that one goes on where the
         others are. What it raises is raised, and then nothing has changed here. Raises
         MismatchError on all ranks if they have different data or are not at the same step.
+        ``takes_part``, the same on all ranks: False gives ranks that have come no samples in the
+        next step, but a repeated one without weight.
         """
-        with closing(self.exchange(member)) as exchange:
+        with closing(self.exchange(member, takes_part=takes_part)) as exchange:
             value = next(exchange)
             while True:
                 gathered = allgather(value)
@@ -184,13 +188,15 @@ class ElasticSampler:
                 except StopIteration:
                     return
 
-    def exchange(self, member: int) -> Generator[Any, list[Any], None]:
+    def exchange(self, member: int, *, takes_part: bool = True) -> Generator[Any, list[Any], None]:
         """``changed`` for who has no function that waits: yields what is to be gathered."""
         with self._lock:
             is_placed = self._member == member
             terms = (self._rules, self.shuffle, self.seed)
             offer = None if is_placed else self._anew
-            progress = yield from agree(member, terms, self._progress, self._drawn, offer)
+            progress = yield from agree(
+                member, terms, self._progress, self._drawn, offer, takes_part=takes_part
+            )
             self._install(progress, member, keep=is_placed)
 
     def _anew(self) -> Progress:
@@ -355,7 +361,7 @@ class ElasticSampler:
                 return None
             batch = plan.batch(self._rank, self._drawn)
             self._drawn += 1
-            has_weight = self.pad or bool(batch.own)
+            has_weight = batch.counts and (self.pad or bool(batch.own))
             return Drawn(self._indices(batch), has_weight, self._drawn < plan.batches)
 
     def _indices(self, batch: Batch) -> list[int]:

@@ -82,6 +82,8 @@ class Batch:
     """Samples that nobody else takes in this epoch."""
     repeats: tuple[int, ...] = ()
     """Positions of samples that somebody takes anyway."""
+    counts: bool = True
+    """False: none of its samples do, not even where repeats have a weight."""
 
     @property
     def positions(self) -> list[int]:
@@ -174,6 +176,8 @@ class Plan:
         return batches[first + number] if first + number < len(batches) else None
 
     def _weight(self, batch: Batch) -> int:
+        if not batch.counts:
+            return 0
         return _count(batch.own) + (len(batch.repeats) if self.rules.pad else 0)
 
     def _offset(self, step: int) -> int:
@@ -302,11 +306,14 @@ class Progress:
         )
         return Progress(self.epoch, self.before, self.plan, self.done + 1, counted)
 
-    def change(self, members: Sequence[int], drawn: Mapping[int, int]) -> Progress:
+    def change(
+        self, members: Sequence[int], drawn: Mapping[int, int], *, takes_part: bool = True
+    ) -> Progress:
         """The same epoch among ``members``.
 
         ``drawn``: how many batches of the plan each of those that were in it has drawn. Batches
-        that it has drawn and not done stay its own. All else is shared anew.
+        that it has drawn and not done stay its own. All else is shared anew. ``takes_part``: who
+        was not in it takes part in the next step; else its batches of that step do not count.
         """
         plan, first = self.plan, self.done * self.plan.passes
         held: dict[int, tuple[Batch, ...]] = {}
@@ -316,7 +323,11 @@ class Progress:
                 held[member] = tuple(plan.batch(rank, number) for number in range(first, until))
         taken = [span for batches in held.values() for batch in batches for span in batch.own]
         pool = _minus(self.left(), _normal(taken))
-        kept = tuple(held.get(member, ()) for member in members)
+        idle: tuple[Batch, ...] = ()
+        if not takes_part:
+            passes = Plan(plan.rules, tuple(members), (), pool).passes
+            idle = (Batch((), (0,), counts=False),) * passes
+        kept = tuple(held.get(member, ()) if member in plan.members else idle for member in members)
         new = Plan(plan.rules, tuple(members), kept, pool)
         return Progress(self.epoch, self.steps_done, new, 0, (0,) * len(members))
 

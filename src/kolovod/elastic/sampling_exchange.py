@@ -29,13 +29,20 @@ class _Report(NamedTuple):
 
 
 def agree(
-    member: int, terms: Terms, progress: Progress, drawn: int, offer: Callable[[], Progress] | None
+    member: int,
+    terms: Terms,
+    progress: Progress,
+    drawn: int,
+    offer: Callable[[], Progress] | None,
+    *,
+    takes_part: bool,
 ) -> Generator[Any, list[Any], Progress]:
     """Returns the progress among the new ranks; yields what is to be gathered from all of them.
 
     ``offer``: of a rank that has come, what it would begin with if all have; None of one that has
-    been in ``progress`` as ``member``. Each list that is sent must be the same on all its ranks;
-    the second may lack ranks of the first. Raises MismatchError on all ranks if they do not match.
+    been in ``progress`` as ``member``. ``takes_part``: see ``Progress.change``. Each list that is
+    sent must be the same on all its ranks; the second may lack ranks of the first. Raises
+    MismatchError on all ranks if they do not match.
     """
     at = f"step {progress.steps_done} of epoch {progress.epoch}"
     mark = _mark(progress) if offer is None else ""
@@ -45,13 +52,14 @@ def agree(
         placed = [report for report in reports if report.mark]
         held = {report.member: report.drawn for report in placed}
         if len(placed) == len(reports):
-            return progress.change([report.member for report in reports], held)
+            members = [report.member for report in reports]
+            return progress.change(members, held, takes_part=takes_part)
         giver = (placed or reports)[0].member
         mine = progress if offer is None else offer()
         offers: list[tuple[int, Progress | None]] = yield member, mine if member == giver else None
         for _, given in offers:
             if given is not None:
-                return given.change([who for who, _ in offers], held)
+                return given.change([who for who, _ in offers], held, takes_part=takes_part)
         # Who had it is gone: once more, among the others.
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic.apart import TrainsApart
+from kolovod.elastic.handing_over import Portions
 from kolovod.elastic.membership_log import MembershipLog
 from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.sampler import ElasticSampler
@@ -23,6 +24,9 @@ Keep = Callable[[Any], Callable[[], None]]
 update changes."""
 Share = Callable[[str, Any], Any]
 """``share(name, value)``: returns, on all ranks, rank 0's value, or ``value`` changed to it."""
+HandOver = Callable[[str, Any, "State"], Portions | None]
+"""``hand_over(name, value, state)``: makes ``value`` rank 0's on all ranks, but for what is in the
+portions that it returns, which changes in the update of a step only. None: that is nothing."""
 Within = Callable[[str, Any], contextlib.AbstractContextManager[object]]
 """``within(name, value)``: in whose context the function of ``elastic.run`` runs."""
 
@@ -41,6 +45,7 @@ class _Way(NamedTuple):
     fits: Callable[[Any], bool]
     share: Share
     keep: Keep | None = None
+    hand_over: HandOver | None = None
 
     @property
     def kind(self) -> str:
@@ -52,16 +57,21 @@ _ways = [_Way(lambda value: isinstance(value, MembershipLog), _share_log)]
 _contexts: list[tuple[Callable[[Any], bool], Within]] = []
 
 
-def share_by(fits: Callable[[Any], bool], share: Share, keep: Keep | None = None) -> None:
+def share_by(
+    fits: Callable[[Any], bool],
+    share: Share,
+    keep: Keep | None = None,
+    hand_over: HandOver | None = None,
+) -> None:
     """Have values that ``fits(value)`` says yes to given to other ranks by ``share``.
 
     For a front end's models and optimizers; what nobody has said this of is pickled. What was said
     last counts. ``share`` runs the same operations on all ranks; where a rank is lost meanwhile it
     is called once more, so on ranks that have rank 0's value already it must leave that as it is.
     ``keep``: for ``run(redo="recompute")``, where a step changes more than its update does: batch
-    normalisation, in forward.
+    normalisation, in forward. ``hand_over``: for ``run(join="during_step")``, instead of ``share``.
     """
-    _ways.insert(0, _Way(fits, share, keep))
+    _ways.insert(0, _Way(fits, share, keep, hand_over))
 
 
 def run_within(fits: Callable[[Any], bool], within: Within) -> None:
@@ -201,8 +211,7 @@ class State:
         return bool(apart) and not any(value.has_exchanged for value in apart)
 
     def _of(self, kind: type[V]) -> list[V]:
-        values = (getattr(self, name) for name in self._names)
-        return [value for value in values if isinstance(value, kind)]
+        return [value for value in self.values() if isinstance(value, kind)]
 
     def keep(self) -> Callable[[], None]:
         """Returns what makes the values what they are now, where a step is computed again.
@@ -245,6 +254,13 @@ class State:
 
     def sync(self) -> None:
         """Give rank 0's values to all ranks. What kind each is of, rank 0 says, too."""
+        self.hand_over(during_step=False)
+
+    def hand_over(self, *, during_step: bool) -> list[Portions]:
+        """``sync``; what it returns is still to be sent, on all ranks.
+
+        ``during_step``, on rank 0: that may be something; else it is nothing.
+        """
         values = {name: getattr(self, name) for name in self._names}
         sent = {  # of the others ranks tell each other what each has (``running``)
             name: value
@@ -254,12 +270,22 @@ class State:
         objects = Objects(current)
         ways = {name: _way_of(value) for name, value in sent.items()}
         kinds = {name: None if way is None else way.kind for name, way in ways.items()}
-        kinds = objects.broadcast_object(kinds, 0, "elastic.kinds")
+        kinds, during_step = objects.broadcast_object((kinds, during_step), 0, "elastic.kinds")
+        portions: list[Portions | None] = []
         for name, kind in kinds.items():
             if kind is not None:
                 value = sent.get(name)
-                setattr(self, name, _way_called(kind, value).share(name, value))
+                way = _way_called(kind, value)
+                if during_step and way.hand_over is not None:
+                    portions.append(way.hand_over(name, value, self))
+                else:
+                    setattr(self, name, way.share(name, value))
         plain = {name: value for name, value in sent.items() if kinds.get(name) is None}
         plain["_size"] = self._size
         for name, value in objects.broadcast_object(plain, 0, "elastic.state").items():
             setattr(self, name, value)
+        return [each for each in portions if each is not None]
+
+    def values(self) -> list[Any]:
+        """All of them."""
+        return [getattr(self, name) for name in self._names]

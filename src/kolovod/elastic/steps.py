@@ -34,13 +34,16 @@ import numpy as np
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max
+from kolovod.core.submission import WorldLike
 from kolovod.core.world import World
 from kolovod.errors import CollectiveAbortedError, CollectiveError, JobOverError, MismatchError
 
 __all__ = [
+    "HandOver",
     "Recovery",
     "StepInterruptedError",
     "Steps",
+    "counting",
     "enter",
     "exactly",
     "forgets",
@@ -89,6 +92,21 @@ class Recovery(Protocol):
         ...
 
 
+class HandOver(Protocol):
+    """The state, on its way to ranks that have joined, while all compute the next step."""
+
+    def deliver(self) -> None:
+        """Return when this rank has sent and received its part, in the world of now.
+
+        Raises CollectiveAbortedError where that world has failed, and may be called again.
+        """
+        ...
+
+    def over(self) -> None:
+        """All ranks have the state."""
+        ...
+
+
 class Steps:
     """The steps of one process in an elastic job."""
 
@@ -110,10 +128,12 @@ class Steps:
         """Tickets, the same on all ranks that have the state."""
         self.must_stop = False
         """Whether a rank has wished for another world in the last ticket."""
-        self.lacks_state = False
-        """Whether a rank of this world has come without the state."""
-        self.first_lacks_state = False
-        """Whether rank 0 has, of whom the others would be given it."""
+        self.lacking: frozenset[int] = frozenset()
+        """The ranks of this world that have come without the state."""
+        self.weightless: frozenset[int] = frozenset()
+        """Members whose gradients do not count until ``commit``: they had no state before."""
+        self.rescales = False
+        """Whether a mean is to be over those that count; else samples have weights."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
         self.all_counted: list[tuple[int, ...]] = []
@@ -122,6 +142,7 @@ class Steps:
         self._is_applied = False  # since then a step that counts samples
         self._goes_back = False  # what this rank was at cannot be repeated
         self._target: int | None = None  # tickets at the commit to which ranks go back
+        self._hand_over: HandOver | None = None
         self.over: JobOverError | None = None
         """What a step has found: the job ends, or goes on without this process."""
         self._lock = threading.RLock()  # programs of a framework step in threads of theirs
@@ -136,6 +157,21 @@ class Steps:
         """The same for all ranks after a step: that in which its ticket was passed."""
         now = self._world()  # alone, a step may have no ticket, and nobody decides otherwise
         return now if now.size == 1 or self._passed_in is None else self._passed_in
+
+    @property
+    def present_world(self) -> World:
+        """That of now."""
+        return self._world()
+
+    @property
+    def lacks_state(self) -> bool:
+        """Whether a rank of this world has come without the state."""
+        return bool(self.lacking)
+
+    @property
+    def first_lacks_state(self) -> bool:
+        """Whether rank 0 has, of whom the others would be given it."""
+        return 0 in self.lacking
 
     @property
     def committed(self) -> int:
@@ -153,6 +189,28 @@ class Steps:
     def commit(self) -> None:
         """All ranks are here, with the same state: here they come back to."""
         self._committed, self._is_applied = self.passed, False
+        self.weightless = frozenset()
+
+    def hand_over(self, state: HandOver, *, rescales: bool) -> None:
+        """Let the next step that combines gradients bring ``state`` to the ranks that lack it.
+
+        All ranks call it after ``commit``. Until the next one those ranks' gradients do not count.
+        """
+        members = self._world().members
+        self.weightless = frozenset(members[rank] for rank in self.lacking)
+        self.rescales, self._hand_over = rescales, state
+
+    def finish_hand_over(self) -> None:
+        """Bring the state to those that lack it, where no step has."""
+        if self._hand_over is not None:
+            with self._lock:
+                self._exactly(lambda: None, counts=False, is_repeatable=True, delivers=True)
+
+    def counting(self) -> tuple[bool, int]:
+        """Whether this rank's gradients count, and those of how many ranks of the world do."""
+        world = self._world()
+        here = self.weightless.intersection(world.members)
+        return world.members[world.rank] not in here, world.size - len(here)
 
     def go_back(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, where all ranks begin again from the last commit.
@@ -186,16 +244,21 @@ class Steps:
         back to the last commit.
         """
         with self._lock:
-            return self._exactly(attempt, counts, is_repeatable)
+            return self._exactly(attempt, counts, is_repeatable, delivers=counts)
 
-    def _exactly(self, attempt: Callable[[], T], counts: bool, is_repeatable: bool) -> T:
+    def _exactly(
+        self, attempt: Callable[[], T], counts: bool, is_repeatable: bool, delivers: bool
+    ) -> T:
+        """``delivers``: the state is brought to those that lack it, too."""
         while True:
             results: list[T] = []
             world = self._world()
             try:
+                if delivers and self._hand_over is not None:
+                    self._hand_over.deliver()
                 results.append(attempt())
                 self._pass()
-                return self._done(results[0], world, counts)
+                return self._done(results[0], world, counts, delivers)
             except CollectiveAbortedError as error:
                 before = self.passed
                 self._goes_back = not is_repeatable
@@ -209,11 +272,14 @@ class Steps:
                         f"another rank has completed step {self.passed}, of which this one has no "
                         "results: do all ranks run the same operations?"
                     )
-                return self._done(results[0], world, counts)
+                return self._done(results[0], world, counts, delivers)
 
-    def _done(self, result: T, world: World, counts: bool) -> T:
+    def _done(self, result: T, world: World, counts: bool, delivers: bool) -> T:
         """The ticket was passed in ``world``, on this rank or another."""
         self._passed_in = world
+        if delivers and self._hand_over is not None:
+            state, self._hand_over = self._hand_over, None
+            state.over()
         if counts:
             self.counted, self._is_applied = world.members, True
             self.all_counted.append(world.members)
@@ -253,12 +319,14 @@ class Steps:
         # What a ticket says, all say who have passed it; of them, does one have to go back?
         last = 4 * self.passed + 2 * self.must_stop + self._goes_back
         target = self._committed if self._goes_back else -1
-        lacks = not self._recovery.has_state
-        mine = np.array([last, lacks, target, lacks and self._world().rank == 0], np.int64)
+        world = self._world()
+        mine = np.zeros(2 + world.size, np.int64)
+        mine[:2] = last, target
+        mine[2 + world.rank] = not self._recovery.has_state
         self._verbs.allreduce_(mine, "elastic.meeting", Max)
         self.passed, self.must_stop = int(mine[0]) // 4, bool(mine[0] & 2)
-        self.lacks_state, self.first_lacks_state = bool(mine[1]), bool(mine[3])
-        self._target = int(mine[2]) if mine[0] & 1 else None
+        self.lacking = frozenset(np.flatnonzero(mine[2:]).tolist())
+        self._target = int(mine[1]) if mine[0] & 1 else None
 
     def _pass(self) -> None:
         ticket = np.zeros(_BYTES, np.uint8)
@@ -293,6 +361,18 @@ def ongoing() -> Steps | None:
 def keeps_gradients() -> bool:
     """Whether a step is repeated from the gradients, which must not be overwritten therefore."""
     return _ongoing is not None and not _ongoing.recomputes
+
+
+def counting(world: WorldLike) -> tuple[bool, int]:
+    """Whether this rank's gradients count, and over how many ranks of ``world`` a mean is.
+
+    All count, but those of ranks that are given the state during the step. Where samples have
+    weights a mean is over all ranks nevertheless: those weights make up for it.
+    """
+    if _ongoing is None or not _ongoing.weightless:
+        return True, world.size
+    counts, ranks = _ongoing.counting()
+    return counts, ranks if _ongoing.rescales else world.size
 
 
 class Forgets(Protocol):

@@ -39,8 +39,8 @@ from kolovod.torch.verbs import collectives
 
 _register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)
-_share_in_elastic_jobs(_functions)
 _transfers = Transfers(collectives.frontend, collectives.world)
+_share_in_elastic_jobs(_functions, _transfers)
 _metrics = _Metrics(collectives)
 
 broadcast_parameters = _functions.broadcast_parameters

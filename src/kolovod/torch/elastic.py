@@ -8,16 +8,41 @@ from typing import Any
 
 import torch
 
-from kolovod.elastic import share_by
-from kolovod.torch import seldom
+from kolovod.core.transfers import Transfers
+from kolovod.core.world import current
+from kolovod.elastic import share_by, steps
+from kolovod.elastic.state import State
+from kolovod.torch import handing_over, seldom
 from kolovod.torch.functions import Functions
 from kolovod.torch.sharded import Sharded
 
 __all__ = ["share_in_elastic_jobs"]
 
 
-def share_in_elastic_jobs(functions: Functions) -> None:
+def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
     """Let ``kolovod.elastic.State`` hold modules and optimizers: ranks that join get rank 0's."""
+
+    def lacking() -> bool:
+        ongoing = steps.ongoing()
+        assert ongoing is not None
+        return current().rank in ongoing.lacking
+
+    def give_module(
+        name: str, module: torch.nn.Module, state: State
+    ) -> handing_over.Tensors | None:
+        if not handing_over.is_possible(state):
+            share_module(name, module)
+            return None
+        seldom.check_not_owned(name, list(module.parameters()))
+        return handing_over.hand_over_module(
+            functions, transfers, module, state, lacking(), lambda: keep_buffers(module)
+        )
+
+    def give_optimizer(name: str, optimizer: Any, state: State) -> handing_over.Tensors | None:
+        if not handing_over.is_possible(state):
+            share_optimizer(name, optimizer)
+            return None
+        return handing_over.hand_over_optimizer(functions, transfers, optimizer, lacking())
 
     def share_module(name: str, module: torch.nn.Module) -> torch.nn.Module:
         seldom.check_not_owned(name, list(module.parameters()))
@@ -48,8 +73,12 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         apart.take_whole_state(functions.broadcast_nested(apart.whole_state(), f"elastic.{name}"))
         return apart
 
-    share_by(_is_module, share_module, keep_buffers)
-    share_by(lambda value: isinstance(value, torch.optim.Optimizer), share_optimizer)
+    share_by(_is_module, share_module, keep_buffers, give_module)
+    share_by(
+        lambda value: isinstance(value, torch.optim.Optimizer),
+        share_optimizer,
+        hand_over=give_optimizer,
+    )
     share_by(lambda value: isinstance(value, seldom.Apart), share_apart)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,11 @@ class Functions:
         for handle in handles:
             handle.wait()
 
+    def check_alike(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raise MismatchError, on every rank, when names, shapes or dtypes differ."""
+        described = [(name, (tuple(t.shape), str(t.dtype))) for name, t in named]
+        agree(self._objects, described, "parameter", "elastic.run")
+
     def broadcast_optimizer_state(
         self, optimizer: torch.optim.Optimizer, root_rank: int = 0
     ) -> None:
@@ -57,11 +62,7 @@ class Functions:
         first step), the others have none afterwards. Raises MismatchError, on every rank, when the
         numbers of parameters differ.
         """
-        shape = [
-            (f"group {g}", tuple(tuple(p.shape) for p in group["params"]))
-            for g, group in enumerate(optimizer.param_groups)
-        ]
-        agree(self._objects, shape, "optimizer group", "broadcast_optimizer_state")
+        self._check_groups(optimizer, "broadcast_optimizer_state")
         is_root = self._verbs.world().rank == root_rank
         own: list[torch.Tensor] = []
         outline = _take_out(optimizer.state_dict(), own)  # of sharded ones this rank's parts
@@ -76,6 +77,47 @@ class Functions:
                 received[i] = received[i].to(device)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         optimizer.load_state_dict(_put_back(outline, received, parameters))
+
+    def give_optimizer_form(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lacking: bool,
+        is_large: Callable[[torch.Tensor], bool],
+        root_rank: int = 0,
+    ) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """``broadcast_optimizer_state`` to ranks that are ``lacking``, but for large tensors.
+
+        Returns these on all ranks in one order, each with its dtype on ``root_rank``; where they
+        are lacking they are zeros. Raises as ``broadcast_optimizer_state``.
+        """
+        self._check_groups(optimizer, "elastic.run")
+        own: list[torch.Tensor] = []
+        outline: Any = _take_out(optimizer.state_dict(), own)
+        forms = [(t.shape, t.dtype, None if is_large(t) else t.cpu()) for t in own]
+        outline, forms = self._objects.broadcast_object(
+            (outline, forms), root_rank, "optimizer_state.outline"
+        )
+        if lacking:
+            tensors = [
+                torch.zeros(shape, dtype=dtype) if value is None else value
+                for shape, dtype, value in forms
+            ]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            optimizer.load_state_dict(_put_back(outline, tensors, parameters))
+            own = []
+            _take_out(optimizer.state_dict(), own)
+        return [
+            (tensor, dtype)
+            for tensor, (_, dtype, value) in zip(own, forms, strict=True)
+            if value is None
+        ]
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer, caller: str) -> None:
+        shape = [
+            (f"group {g}", tuple(tuple(p.shape) for p in group["params"]))
+            for g, group in enumerate(optimizer.param_groups)
+        ]
+        agree(self._objects, shape, "optimizer group", caller)
 
     def broadcast_nested(self, value: Any, name: str, root_rank: int = 0) -> Any:
         """``value`` of ``root_rank``: dicts, lists and tuples of tensors and what can be pickled.

@@ -302,10 +302,28 @@ class GradientReducer:
         if self.arrangement.choice is not None:
             self.arrangement.choice.bucket_leaves()
         try:
-            self.sender.submit(bucket)
+            self._submit(bucket)
         except CollectiveAbortedError:
             if not steps.keeps_gradients():
                 raise  # else in an elastic job backward goes on, so that all gradients are there
+
+    def _submit(
+        self,
+        bucket: Bucket,
+        problems: list[InvalidArgumentError] | None = None,
+        *,
+        blank: bool = False,
+    ) -> None:
+        if not steps.counting(self.verbs.world())[0]:
+            self._zero(bucket)
+        self.sender.submit(bucket, problems, blank=blank)
+
+    @torch.no_grad()
+    def _zero(self, bucket: Bucket) -> None:
+        for index in bucket.indices:
+            grad = self.parameters.tensors[index].grad
+            if grad is not None:
+                grad.zero_()
 
     def _meet(self) -> None:
         """Find out, once per world, whether all ranks have the same parameters.
@@ -354,7 +372,8 @@ class GradientReducer:
         if redo:
             stores.clear()
         else:
-            scale = self.spec.scale_of_sum(1.0 / self.verbs.world().size)
+            _, counting = steps.counting(self.verbs.world())
+            scale = self.spec.scale_of_sum(1.0 / counting)
             used = marks[_MARKS:]
             stores.append(partial(self.sender.store, done, lambda i: used[i] != 0, scale))
         if marks[_AGAIN]:
@@ -393,7 +412,7 @@ class GradientReducer:
             problems += [] if problem is None else [problem]
         for bucket in buckets:
             if not bucket.is_sent:
-                self.sender.submit(bucket, problems, blank=redo or purpose == _DROPS)
+                self._submit(bucket, problems, blank=redo or purpose == _DROPS)
         marks = bytearray(_MARKS) + b"\1" * sum(len(b.indices) for b in self.buckets.agreed())
         for bucket in buckets:
             for index in bucket.unused:  # here, but maybe not elsewhere: zeros were sent

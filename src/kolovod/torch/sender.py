@@ -10,6 +10,7 @@ import torch
 
 from kolovod import _native
 from kolovod.core.codecs import coded, tell_where_useless, with_codec
+from kolovod.core.ops import Average, Sum
 from kolovod.core.submission import EngineTensor
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError, from_engine
@@ -50,7 +51,6 @@ class Sender:
         self._frontend = verbs.frontend
         self._in_flight = in_flight
         self._spec = spec
-        self._how = (int(spec.op), spec.prescale, spec.postscale, 0, False)
         self.use(spec.compressor)
 
     def use(self, compressor: Compressor) -> None:
@@ -133,6 +133,14 @@ class Sender:
         else:
             self._launch_parcels(bucket, entries, items, later)
         bucket.items, bucket.unused = items, unused
+
+    def _how(self) -> tuple[int, float, float, int, bool]:
+        """How the engine combines gradients."""
+        spec, world = self._spec, self._verbs.world()
+        _, counting = steps.counting(world)
+        if counting == world.size or spec.op != Average:
+            return int(spec.op), spec.prescale, spec.postscale, 0, False
+        return int(Sum), spec.prescale, spec.postscale / counting, 0, False
 
     def _coding(self, index: int) -> int:
         """What is added to the dtype of a gradient that the engine is to encode."""
@@ -225,13 +233,13 @@ class Sender:
         engine = self._verbs.world().engine
         if later:
             events = self._stage(cargo, entries, later)
-            submit = partial(engine.submit, _ALLREDUCE, bucket.name, entries, *self._how)
+            submit = partial(engine.submit, _ALLREDUCE, bucket.name, entries, *self._how())
             queued = Queued(events, submit, engine, cargo)
             stager.put(queued)
             self._in_flight.add(staged(queued, cargo))
         else:
             try:
-                number = engine.submit(_ALLREDUCE, bucket.name, entries, *self._how)
+                number = engine.submit(_ALLREDUCE, bucket.name, entries, *self._how())
             except _native.EngineError as error:
                 raise from_engine(error) from None
             self._in_flight.add(submitted(engine, number, cargo))

@@ -1,0 +1,105 @@
+"""A state on its way to ranks that have joined, while all compute the next step.
+
+While parameters do not change, between a ``commit`` and the update of the step that follows, those
+who have the state send it to those who lack it: every rank its part, as messages between two ranks,
+which are apart from the operations of all. Whoever lacks it computes that step as well, with the
+parameters that it has made itself, and its gradients do not count. In the step's exchange, before
+the ticket, all that was sent has come; behind the ticket all ranks make the same update. Where a
+rank is lost before, everything is sent anew in the next world, by those who are left.
+
+The pause of the others is so what the transfer takes beyond computing, as in torchft's recovery
+beside the first step (https://github.com/pytorch/torchft).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kolovod.core.handles import Handle
+from kolovod.core.transfers import Transfers
+from kolovod.elastic.steps import Steps
+from kolovod.errors import CollectiveError
+
+__all__ = ["HandingOver", "Portions"]
+
+_TAGS = 1 << 62
+"""Of messages of a state; scripts count theirs from 0."""
+
+
+class Portions(Protocol):
+    """A value of the state, in pieces."""
+
+    @property
+    def transfers(self) -> Transfers:
+        """How pieces are sent."""
+        ...
+
+    @property
+    def pieces(self) -> Sequence[Any]:
+        """Equally many of the same sizes on all ranks; where the state is missing memory for it."""
+        ...
+
+    def take(self) -> None:
+        """All pieces have come."""
+        ...
+
+
+class _Piece(NamedTuple):
+    number: int
+    data: Any
+    transfers: Transfers
+
+
+class HandingOver:
+    """See ``steps.HandOver``."""
+
+    def __init__(
+        self,
+        portions: Sequence[Portions],
+        ongoing: Steps,
+        got_state: Callable[[], object],
+    ) -> None:
+        """``got_state()`` is called when all ranks have the state."""
+        self._portions, self._ongoing, self._got_state = portions, ongoing, got_state
+        self._started_in = -1  # the epoch of a world
+        self._handles: list[Handle[Any]] = []
+
+    def start(self) -> None:
+        """Begin to send and to receive, in the world of now; returns at once."""
+        world, lacking = self._ongoing.present_world, self._ongoing.lacking
+        self._started_in, self._handles = world.epoch, []
+        givers = [rank for rank in range(world.size) if rank not in lacking]
+        if not givers:
+            raise CollectiveError(
+                f"the ranks that had the state are lost, and of the {world.size} that are left "
+                "nobody has received all of it: start again from a checkpoint"
+            )
+        for piece in self._pieces():
+            for taker in sorted(lacking):
+                giver = givers[(piece.number + taker) % len(givers)]
+                tag = _TAGS + piece.number
+                if world.rank == taker:
+                    self._handles.append(piece.transfers.irecv(piece.data, giver, tag))
+                elif world.rank == giver:
+                    self._handles.append(piece.transfers.isend(piece.data, taker, tag))
+
+    def deliver(self) -> None:
+        """See ``steps.HandOver``."""
+        world = self._ongoing.present_world
+        if world.epoch != self._started_in:
+            self.start()
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
+        if world.rank in self._ongoing.lacking:
+            for portions in self._portions:
+                portions.take()
+
+    def over(self) -> None:
+        """See ``steps.HandOver``."""
+        self._got_state()
+
+    def _pieces(self) -> list[_Piece]:
+        each = ((data, of.transfers) for of in self._portions for data in of.pieces)
+        return [_Piece(number, *piece) for number, piece in enumerate(each)]
