@@ -87,6 +87,12 @@ def test_an_optimizer_of_torch(case: tuple[str, int], tmp_path: Path) -> None:
     train(kind, full, plan, tmp_path, "-np", str(full))
 
 
+def test_the_state_comes_while_all_compute(tmp_path: Path) -> None:
+    """The mean of a step is that of those who had the state, bit for bit."""
+    ends = train("late", 3, [1, 0], tmp_path, "-np", "3", "--label-hosts", "a:2,b:1")
+    assert max(end["given"] for end in ends) == 2  # two have joined
+
+
 LOCAL_RANKS = """
 import os, signal
 import kolovod.numpy as kv

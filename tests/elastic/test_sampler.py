@@ -27,7 +27,7 @@ def test_each_sample_counts_once_whatever_happens(part: int) -> None:
     events: Counter[str] = Counter()
     for seed in schedules:
         events += play(seed)
-    for event in ("joined", "left", "died in a step", "died in an exchange", "restarted"):
+    for event in ("joined", "left", "died in a step", "died in an exchange", "restarted", "idle"):
         assert events[event] > len(schedules) // 20, events
 
 

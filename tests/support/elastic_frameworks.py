@@ -27,7 +27,7 @@ def digest(arrays: Any) -> str:
 class OfFramework:
     """The rest of what ``elastic_script.py`` asks for."""
 
-    redo = "repeat"
+    redo, join = "repeat", "at_commit"
     tensors = None
 
     def distribute(self, slot: int) -> None:

@@ -33,7 +33,7 @@ COUNT = 5_000
 class OfNumpy:
     """Weights whose bits depend on every step, and on the order in which ranks are added."""
 
-    redo, op = "repeat", Sum
+    redo, join, op = "repeat", "at_commit", Sum
 
     def __init__(self, seed: int) -> None:
         self.weights = np.random.default_rng(seed).normal(size=COUNT).astype(np.float32)
@@ -74,7 +74,7 @@ class OfNumpy:
 class OfTorch:
     """A model with buckets, momentum, and one more parameter that tells who takes part."""
 
-    redo, op = "repeat", Sum
+    redo, join, op = "repeat", "at_commit", Sum
     width = 500
 
     def __init__(self, seed: int) -> None:
@@ -128,6 +128,31 @@ class OfTorch:
         self.backward(state.step, member)
         self.optimizer.step()
         return int(self.bits.grad)
+
+
+class Late(OfTorch):
+    """Who joins is given the state while all compute a step; a mean, and two moments."""
+
+    join, op = "during_step", Average
+    width = 3000  # several pieces, of which some are larger than a message may be
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.optimizer = self.torch.optim.AdamW([*self.model.parameters(), self.bits], 0.01)
+
+    def distribute(self, slot: int) -> None:
+        import kolovod.torch as kv
+
+        self.bit = float(1 << slot)
+        named = [*self.model.named_parameters(), ("bits", self.bits)]
+        self.optimizer = kv.DistributedOptimizer(self.optimizer, named)
+
+    def step(self, state: Any, member: int) -> int:
+        super().step(state, member)
+        ongoing = steps.ongoing()
+        assert ongoing is not None
+        ranks = len(set(ongoing.world.members) - ongoing.weightless)
+        return round(float(self.bits.grad) * ranks)  # that of which it is the average
 
 
 class OfShards(OfTorch):
@@ -272,6 +297,7 @@ def of_framework(kind: str) -> Any:
 KINDS: dict[str, Any] = {
     "numpy": OfNumpy,
     "torch": OfTorch,
+    "late": Late,
     "shards": OfShards,
     "recomputed shards": RecomputedShards,
     "ddp": OfDdp,
@@ -289,11 +315,11 @@ def main() -> None:
     work.distribute(slot)  # what it has made before is rank 0's all the same
     log = elastic.MembershipLog(work.tensors)
     state = elastic.State(step=0, slots=[], since=0, kills=0, log=log, **work.values())
-    longest_s = 0.0
+    longest_s, given = 0.0, 0
 
-    @elastic.run(redo=work.redo)
+    @elastic.run(redo=work.redo, join=work.join)
     def train(state: Any) -> None:
-        nonlocal longest_s
+        nonlocal longest_s, given
         while True:
             work.follow(state)
             state.since += 1
@@ -304,6 +330,8 @@ def main() -> None:
             before_s = time.monotonic()
             state.slots.append(work.step(state, log.member))
             longest_s = max(longest_s, time.monotonic() - before_s)
+            ongoing = steps.ongoing()
+            given += ongoing is not None and bool(ongoing.weightless)
             is_whole = state.slots[-1] == (1 << full) - 1
             if not is_whole:
                 state.since = 0
@@ -323,6 +351,7 @@ def main() -> None:
         "log": log.state_dict(),
         "result": None if kind in KINDS else work.result(state),
         "longest_s": longest_s,
+        "given": given,
     }
     Path(sys.argv[4], f"{slot}.json").write_text(json.dumps(facts))
 

@@ -105,6 +105,7 @@ class Job:
         self.events: Counter[str] = Counter()
         self.saved: tuple[str, Counter[int]] | None = None
         self.ranks: list[Process] = []
+        self.idle: set[int] = set()
         self.start(draw.randrange(1, 6), None)
 
     def process(self) -> Process:
@@ -139,7 +140,10 @@ class Job:
 
     def change(self, ranks: list[Process]) -> None:
         """``ranks`` are those of the next world; some may die in the exchange."""
-        talks = [(rank, rank.sampler.exchange(rank.member)) for rank in ranks]
+        takes_part = not any(rank in self.ranks for rank in ranks) or self.draw.random() < 0.6
+        talks = [
+            (rank, rank.sampler.exchange(rank.member, takes_part=takes_part)) for rank in ranks
+        ]
         said = [next(talk) for _, talk in talks]
         while True:
             at = self.draw.randrange(len(talks))
@@ -165,6 +169,8 @@ class Job:
                 rank.sampler.set_epoch(self.epoch)  # as its script does
                 rank.begin()
                 self.events["joined"] += 1
+                if not takes_part:
+                    self.idle.add(rank.member)
         self.check_alike()
         plan = self.ranks[0].sampler._progress.plan
         assert list(plan.members) == [rank.member for rank in self.ranks]
@@ -180,6 +186,7 @@ class Job:
         """One of all ranks; some may die in it."""
         everyone = list(self.ranks)
         taken: dict[int, Step] = {}
+        done = everyone[0].sampler.steps_done
         for rank in everyone:
             step = next(rank.loop, None)
             if step is None:  # there were only steps without samples, and ``steps`` left them out
@@ -189,6 +196,11 @@ class Job:
         if not taken:
             return
         assert len(taken) == len(everyone)
+        if everyone[0].sampler.steps_done == done:  # else the step was left out
+            for member in self.idle & taken.keys():
+                assert not any(weight for _, weight in taken[member])
+                self.events["idle"] += 1
+        self.idle.clear()
         dead = [rank for rank in everyone if self.dies()]
         if len(dead) == len(everyone) and self.draw.random() < 0.8:
             dead.pop()
@@ -237,7 +249,7 @@ class Job:
                 else:
                     assert batch == sampler._indices(planned)
                 assert batch
-                assert bool(weight) == bool(own or self.pad)
+                assert bool(weight) == bool(own or (self.pad and planned.counts))
                 assert len(batch) <= self.batch_size
                 if member in counted:
                     self.counts.update(batch[:own])

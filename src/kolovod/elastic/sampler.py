@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -322,6 +323,7 @@ class ElasticSampler:
     def _begin(self, progress: Progress) -> None:
         """Under the lock."""
         if self._member is not None:
+            progress = replace(progress, idle=self._progress.idle)
             progress = progress.change(self._progress.plan.members, {})
         if progress.epoch != self._progress.epoch:
             self._order = None

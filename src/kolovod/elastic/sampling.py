@@ -256,6 +256,8 @@ class Progress:
     """Steps of the plan."""
     counted: tuple[int, ...] = ()
     """By rank, in how many of them its samples counted: fewer where it was lost."""
+    idle: tuple[int, ...] = ()
+    """Members that have no samples in the step at hand, or in the next epoch's first."""
 
     @staticmethod
     def begin(rules: Rules, epoch: int, before: int = 0, left: Spans | None = None) -> Progress:
@@ -312,8 +314,8 @@ class Progress:
         """The same epoch among ``members``.
 
         ``drawn``: how many batches of the plan each of those that were in it has drawn. Batches
-        that it has drawn and not done stay its own. All else is shared anew. ``takes_part``: who
-        was not in it takes part in the next step; else its batches of that step do not count.
+        that it has drawn and not done stay its own. All else is shared anew. ``takes_part``: False
+        says that who was not in it is idle.
         """
         plan, first = self.plan, self.done * self.plan.passes
         held: dict[int, tuple[Batch, ...]] = {}
@@ -323,13 +325,20 @@ class Progress:
                 held[member] = tuple(plan.batch(rank, number) for number in range(first, until))
         taken = [span for batches in held.values() for batch in batches for span in batch.own]
         pool = _minus(self.left(), _normal(taken))
-        idle: tuple[Batch, ...] = ()
-        if not takes_part:
+        idle = tuple(
+            member
+            for member in members
+            if member in self.idle or not (takes_part or member in plan.members)
+        )
+        instead: tuple[Batch, ...] = ()
+        if pool or taken:  # else no step follows in this epoch
             passes = Plan(plan.rules, tuple(members), (), pool).passes
-            idle = (Batch((), (0,), counts=False),) * passes
-        kept = tuple(held.get(member, ()) if member in plan.members else idle for member in members)
+            instead = (Batch((), (0,), counts=False),) * passes
+        kept = tuple(
+            held.get(member, ()) or (instead if member in idle else ()) for member in members
+        )
         new = Plan(plan.rules, tuple(members), kept, pool)
-        return Progress(self.epoch, self.steps_done, new, 0, (0,) * len(members))
+        return Progress(self.epoch, self.steps_done, new, 0, (0,) * len(members), idle)
 
     def share(self, rank: int) -> list[float]:
         """What to multiply this rank's mean loss of each pass of the step at hand by.
