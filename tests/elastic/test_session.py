@@ -238,6 +238,22 @@ def test_who_has_asked_to_leave_has_left_whenever_it_is_told(job: Job, how: str)
     assert caught.value.has_left
 
 
+def test_who_has_stopped_for_a_world_with_it_and_is_cut_off_has_not_left(job: Job) -> None:
+    """Else its launcher would leave its place empty."""
+    *others, cut_off = job.sessions
+    joining = job.session(3, "b")
+    until(lambda: all(session.wants_change for session in job.sessions))
+    cut_off.stop_for_next()
+    until(lambda: cut_off.change is None)  # it has agreed
+    job.steward.prove(Proof(2, "cannot be reached", NOTHING.told(job.world)))
+    assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
+    cut_off._told(job.steward.world, "")  # by another member, when it is reached again
+    with pytest.raises(JobOverError, match=r"goes on in epoch \d without this process") as caught:
+        cut_off.next_world()
+    assert not caught.value.has_left
+    joining.close()
+
+
 def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
     for session in job.sessions:
         session.failed("connection reset")

@@ -124,6 +124,7 @@ class Session:
         self._wanted_until_s = math.inf
         self._over: JobOverError | None = None
         self._is_left_out = False  # why it is over
+        self._was_wanted = False  # in a world that others did not form
         self._is_closed = False
         if first is not None:
             number, world = first
@@ -172,8 +173,10 @@ class Session:
                     break
                 if self._over is not None:
                     # Who has stopped with the others for a world without it, as who has asked to,
-                    # leaves; the word of that world may come before it stops.
-                    self._over.has_left |= self._is_left_out and (self._stops or self._leaves)
+                    # leaves; the word of that world may come before it stops. But who has stopped
+                    # for a world with it was cut off then, and somebody is to take its place.
+                    is_let_go = self._stops and not self._was_wanted
+                    self._over.has_left |= self._is_left_out and (is_let_go or self._leaves)
                     raise self._over
                 if self._is_closed:
                     raise JobOverError("this process has left its job")
@@ -181,6 +184,7 @@ class Session:
             number = self._number
             assert number is not None
             self._current, self._broken, self._stops = world, "", False
+            self._was_wanted = False
             self._unreached = None
             if number not in world.joined:
                 self._has_state = True
@@ -579,6 +583,7 @@ class Session:
 
     def _told(self, formed: World, reason: str) -> None:
         with self._lock:
+            self._was_wanted |= self._is_wanted()
             self._set(self._record.told(formed))
             if self._record.formed == formed:
                 self._reason = reason or self._reason
@@ -588,6 +593,14 @@ class Session:
                 self._over = JobOverError(f"{text}: {reason}" if reason else text)
                 self._is_left_out = True
             self._lock.notify_all()
+
+    def _is_wanted(self) -> bool:
+        """Under the lock. Whether this process knows of a later world that it was to be in."""
+        before = self._current
+        return before is not None and any(
+            world is not None and world.stamp > before.stamp and self._number in world.numbers
+            for world in (self._pending, self._record.agreed)
+        )
 
     def _was_left_behind(self, number: int, known: World) -> bool:
         before = self._current
