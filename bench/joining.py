@@ -5,11 +5,13 @@ optimizer state, computing that is slept, gradients that are exchanged and an up
 computed. A discovery script alternately says that there is one place more, and that there is not;
 so a process starts and joins, and leaves again by SIGTERM. Each change is one pause:
 
-- pause: the step at whose commit the ranks change, less the median of all steps: of the rank for
-  which it is longest;
+- pause: the step at whose commit the ranks change and the one after it, less two medians of all
+  steps: of the rank for which it is longest. A rank is given the state within the first, or, with
+  ``elastic.run(join="during_step")``, beside the computing of the second: both are measured;
 - beside it: the longest other step of an old rank from the moment that the place is there, over the
   median. On a machine whose cores are all busy a process that imports PyTorch takes them;
-- state: the bytes of weights and optimizer state over the time in which they are shared.
+- state: the bytes of weights and optimizer state over the time in which they are shared, where all
+  wait for that.
 
 ``--hosts`` (needs root): each rank has a host of its own, a network namespace whose link carries
 ``--gbit`` in each direction.
@@ -40,6 +42,8 @@ from report import Json, number, quantile, table
 
 LIMIT_S = 120.0
 SETTLED_STEPS = 8
+DURING_STEP = "during_step"
+JOINS = ("at_commit", DURING_STEP)
 BYTES_PER_PARAMETER = 12  # a weight and Adam's two, of four bytes
 RANK = str(machine.BENCH / "joining_rank.py")
 TORCHFT = """
@@ -151,7 +155,7 @@ class Place:
         return self._bed.popen(self._bed.names[0], *args, **kwargs)
 
 
-def measured(options: argparse.Namespace, place: Place, folder: Path) -> Json:
+def measured(options: argparse.Namespace, place: Place, folder: Path, join: str) -> Json:
     """One job, with all its changes."""
     parameters = int(options.mb * 1e6 / BYTES_PER_PARAMETER)
     said, script = folder / "hosts", folder / "discover"
@@ -161,7 +165,7 @@ def measured(options: argparse.Namespace, place: Place, folder: Path) -> Json:
     more = options.np + 1
     command = [sys.executable, "-m", "kolovod", "run", "--min-np", str(options.np)]
     command += ["--max-np", str(more), "--host-discovery-script", str(script), "--"]
-    command += [sys.executable, RANK, str(folder), str(parameters), str(options.compute_s)]
+    command += [sys.executable, RANK, str(folder), str(parameters), str(options.compute_s), join]
     notes = Notes(folder)
     asked: list[tuple[int, int]] = []
     with (folder / "said").open("w") as output:
@@ -210,9 +214,12 @@ def judged(ranks: list[list[Step]], asked: list[tuple[int, int]], np: int, size:
         pauses, beside, shared = [], [], []
         for steps in old:
             span = [s for s in steps if begin_ns <= s.at_ns < end_ns]
-            change = next(s for s in span if s.size == to)
-            pauses.append(change.ms - median_ms)
-            beside += [s.ms for s in span if s is not change and s.at_ns < change.at_ns + 5e9]
+            at = next(place for place, step in enumerate(span) if step.size == to)
+            change, after = span[at : at + 2]
+            pauses.append(change.ms + after.ms - 2 * median_ms)
+            beside += [
+                s.ms for s in span if s not in (change, after) and s.at_ns < change.at_ns + 5e9
+            ]
             shared.append(change.share_ms)
         found["join" if to > np else "leave"].append(max(pauses))
         if to > np:
@@ -255,7 +262,8 @@ def page(result: Json, options: argparse.Namespace) -> str:
         for key in ("join", "leave"):
             row += [f"{number(quantile(found[key], 0.5))} (longest {number(max(found[key]))})"]
         rate, longest = quantile(found["gb_per_s"], 0.5), max(found["beside"])
-        rows.append([*row, f"{longest:.2f}x", f"{rate:.3g}"])
+        is_beside = name.endswith(DURING_STEP)
+        rows.append([*row, f"{longest:.2f}x", "beside a step" if is_beside else f"{rate:.3g}"])
     head = ["ranks", "step, ms", "pause when one joins, ms", "when one leaves, ms"]
     head += ["longest step beside it", "state, GB/s"]
     load = result["load"]
@@ -291,17 +299,19 @@ def main() -> None:
     options = parser.parse_args()
     load = [os.getloadavg()[0]]
     places: Json = {}
-    with launcher_loss.folder() as folder:
-        places[f"{options.np} on one host"] = measured(options, Place(options.np, None), folder)
-    if options.hosts:
+    for join in JOINS:
+        with launcher_loss.folder() as folder:
+            found = measured(options, Place(options.np, None), folder, join)
+        places[f"{options.np} on one host, {join}"] = found
+    for join in JOINS if options.hosts else ():
         from netbed import Bed
 
         names = [chr(ord("a") + index) for index in range(options.np + 1)]
         with launcher_loss.folder() as folder, Bed(names) as bed:
             for name in names:
                 bed.limit(name, options.gbit * 1e9)
-            found = measured(options, Place(options.np, bed), folder)
-        places[f"{options.np} on {options.np} hosts, {options.gbit:g} Gbit/s"] = found
+            found = measured(options, Place(options.np, bed), folder, join)
+        places[f"{options.np} on {options.np} hosts, {options.gbit:g} Gbit/s, {join}"] = found
     result: Json = {"places": places, "machine": machine.facts()}
     result["torchft"] = torchft(options.torchft, options.mb) if options.torchft else {}
     result["load"] = [*load, os.getloadavg()[0]]

@@ -1,9 +1,9 @@
 """A rank of bench/joining.py: trains a model with Adam, and notes what each step has taken.
 
-``joining_rank.py FOLDER PARAMETERS COMPUTE_S``. A line of its file: when the step was committed (ns
-of CLOCK_MONOTONIC), its number, ranks, whether this one is rank 0, the ms of the step and of its
-commit, the ms in which the state was shared (0: it was not), and, every tenth step and after each
-change of ranks, a checksum of the weights.
+``joining_rank.py FOLDER PARAMETERS COMPUTE_S JOIN``; JOIN: see ``elastic.run``. A line of its file:
+when the step was committed (ns of CLOCK_MONOTONIC), its number, ranks, whether this one is rank 0,
+the ms of the step and of its commit, the ms in which the state was shared (0: it was not), and,
+every tenth step and after each change of ranks, a checksum of the weights.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ class State(elastic.State):
 
     share_ms = 0.0
 
-    def sync(self) -> None:
+    def hand_over(self, *, during_step: bool) -> list[Any]:
         """See State."""
         start_s = time.monotonic()
-        super().sync()
+        later = super().hand_over(during_step=during_step)
         self.share_ms += 1000 * (time.monotonic() - start_s)
+        return later
 
 
 def main() -> None:
     """Trains until the file ``stop`` is there."""
     folder, parameters, compute_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    join: Any = sys.argv[4]
     torch.set_num_threads(1)
     kv.init()
     torch.manual_seed(1)
@@ -53,7 +55,7 @@ def main() -> None:
         folder / f"{time.monotonic_ns()}.notes", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC
     )
 
-    @elastic.run
+    @elastic.run(join=join)
     def train(state: Any) -> None:
         size_before = kv.size()
         while not state.ends:
