@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kolovod.elastic import running, steps
+from kolovod.elastic import handing_over, running, steps
 from kolovod.errors import CollectiveAbortedError, JobOverError
 
 STEPS = 12
@@ -281,6 +281,9 @@ class Messages:
 
         return SimpleNamespace(wait=wait)
 
+    def recv(self, cell: list[int], giver: int, tag: int) -> None:
+        self.irecv(cell, giver, tag).wait()
+
     def _sent(self) -> dict[tuple[int, int, int], int]:
         with self.job.moved:
             return self.job.mine.sent
@@ -355,7 +358,7 @@ def train(job: Job, number: int) -> Any:
         if total == NOTHING:
             cell = [NOTHING if job.current().rank in ongoing.lacking else state.total]
             of_cell = SimpleNamespace(transfers=Messages(job), pieces=[cell])
-            of_cell.take = lambda: take(cell)
+            of_cell.take, of_cell.checksum = lambda: take(cell), lambda cell: cell[0]
             portions.append(of_cell)
         else:
             state.total = total
@@ -443,6 +446,7 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     size = random.Random(seed).choice([2, 3, 4])
     job = Job(seed, size)
     monkeypatch.setattr(running, "lifecycle", job)
+    monkeypatch.setattr(handing_over, "Transfers", lambda frontend, world: Messages(job))
     monkeypatch.setattr(
         running,
         "Objects",

@@ -16,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from kolovod.core.handles import Handle
+from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.transfers import Transfers
 from kolovod.elastic.steps import Steps
 from kolovod.errors import CollectiveError
@@ -40,6 +43,10 @@ class Portions(Protocol):
         """Equally many of the same sizes on all ranks; where the state is missing memory for it."""
         ...
 
+    def checksum(self, piece: Any) -> int:
+        """Of the bytes of a piece: of 64 bits, with a sign."""
+        ...
+
     def take(self) -> None:
         """All pieces have come."""
         ...
@@ -48,7 +55,7 @@ class Portions(Protocol):
 class _Piece(NamedTuple):
     number: int
     data: Any
-    transfers: Transfers
+    of: Portions
 
 
 class HandingOver:
@@ -64,11 +71,13 @@ class HandingOver:
         self._portions, self._ongoing, self._got_state = portions, ongoing, got_state
         self._started_in = -1  # the epoch of a world
         self._handles: list[Handle[Any]] = []
+        self._routes: list[tuple[_Piece, int, int]] = []  # by whom, and to whom
+        self._sums = Transfers(NumpyFrontend(), lambda: ongoing.present_world)
 
     def start(self) -> None:
         """Begin to send and to receive, in the world of now; returns at once."""
         world, lacking = self._ongoing.present_world, self._ongoing.lacking
-        self._started_in, self._handles = world.epoch, []
+        self._started_in, self._handles, self._routes = world.epoch, [], []
         givers = [rank for rank in range(world.size) if rank not in lacking]
         if not givers:
             raise CollectiveError(
@@ -78,28 +87,46 @@ class HandingOver:
         for piece in self._pieces():
             for taker in sorted(lacking):
                 giver = givers[(piece.number + taker) % len(givers)]
-                tag = _TAGS + piece.number
+                if world.rank not in (giver, taker):
+                    continue
+                self._routes.append((piece, giver, taker))
+                transfers, tag = piece.of.transfers, _TAGS + 2 * piece.number
                 if world.rank == taker:
-                    self._handles.append(piece.transfers.irecv(piece.data, giver, tag))
-                elif world.rank == giver:
-                    self._handles.append(piece.transfers.isend(piece.data, taker, tag))
+                    self._handles.append(transfers.irecv(piece.data, giver, tag))
+                else:
+                    self._handles.append(transfers.isend(piece.data, taker, tag))
 
     def deliver(self) -> None:
         """See ``steps.HandOver``."""
         world = self._ongoing.present_world
         if world.epoch != self._started_in:
             self.start()
+        if world.rank not in self._ongoing.lacking:
+            for piece, _, taker in self._routes:  # while they are on their way
+                told = np.array([piece.of.checksum(piece.data)])
+                self._handles.append(self._sums.isend(told, taker, _TAGS + 2 * piece.number + 1))
         for handle in self._handles:
             handle.wait()
         self._handles = []
         if world.rank in self._ongoing.lacking:
+            self._check()
             for portions in self._portions:
                 portions.take()
+
+    def _check(self) -> None:
+        for piece, giver, _ in self._routes:
+            told = np.zeros(1, np.int64)
+            self._sums.recv(told, giver, _TAGS + 2 * piece.number + 1)
+            if piece.of.checksum(piece.data) != told[0]:
+                raise CollectiveError(
+                    f"piece {piece.number} of the state has come from rank {giver} with other "
+                    "bytes than were sent: a link, or a memory, is defective; see also --encrypt"
+                )
 
     def over(self) -> None:
         """See ``steps.HandOver``."""
         self._got_state()
 
     def _pieces(self) -> list[_Piece]:
-        each = ((data, of.transfers) for of in self._portions for data in of.pieces)
+        each = ((data, of) for of in self._portions for data in of.pieces)
         return [_Piece(number, *piece) for number, piece in enumerate(each)]

@@ -55,6 +55,12 @@ class Tensors:
             data = whole.contiguous().view(-1).view(torch.uint8)
             self.pieces += torch.split(data, PIECE_BYTES)
 
+    def checksum(self, piece: torch.Tensor) -> int:
+        """The sum of its words of eight bytes, and of the bytes that are left, modulo 2**64."""
+        words = piece.numel() // 8 * 8
+        whole, rest = piece[:words].view(torch.int64), piece[words:]
+        return int(whole.sum() + rest.sum())
+
     @torch.no_grad()
     def take(self) -> None:
         """See ``handing_over.Portions``."""

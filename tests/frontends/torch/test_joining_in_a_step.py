@@ -52,10 +52,11 @@ class Joining(Survivors):
         self.has_state = True
 
 
-def train(rank: int, victim: int, delay_s: float, is_late: bool) -> Any:
+def train(rank: int, victim: int, delay_s: float, is_late: bool, is_torn: bool = False) -> Any:
     """Ranks 0 and 1 take two steps; then 2 comes, and in the third one ``victim`` is killed.
 
-    ``delay_s``: after so long; 0: before it gives, or takes, the last of the state.
+    ``delay_s``: after so long; 0: before it gives, or takes, the last of the state. ``is_torn``:
+    other bytes come than were sent.
     """
     model = model_of(rank)
     optimizer = optimizer_of(model)
@@ -79,6 +80,8 @@ def train(rank: int, victim: int, delay_s: float, is_late: bool) -> Any:
     running._hand_over(state, ongoing, handing_over)
     if rank == victim and delay_s:
         kill_soon(delay_s)
+    elif is_torn and rank == 2:
+        handing_over._portions[0].checksum = lambda piece: 0
     elif rank == victim:  # where the others wait for what it sends, or for it in the exchange
         handing_over.deliver = partial(os.kill, os.getpid(), signal.SIGKILL)
     for number in range(state.step, STEPS):
@@ -141,6 +144,13 @@ def test_nobody_is_lost(is_late: bool) -> None:
 def test_a_rank_is_lost(victim: int) -> None:
     log = check(victim)
     assert victim not in log[BEFORE], "it was not in the middle of the step"
+
+
+def test_what_comes_is_what_was_sent() -> None:
+    *left, torn = run_ranks(3, train, 2, 0.0, True, True, keep_going=True)
+    assert "piece 0 of the state has come from rank" in str(torn)
+    assert left[0][:3] == left[1][:3]
+    assert left[0][0] == [[0, 1]] * STEPS
 
 
 @pytest.mark.slow
