@@ -1,6 +1,7 @@
 // The kernels of codec.h: what becomes of an element, and that every instruction set makes the same bits.
 #include "collectives/codec.h"
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -27,13 +28,7 @@ size_t GroupOf(Codec codec) { return codec == Codec::kInt8 ? 256 : 64; }
 float RoundedBy(Codec codec) { return codec == Codec::kInt8 ? 1e-6f : 1.0f / 128; }
 
 // `value` in bfloat16, rounded to zero.
-float Short(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  bits &= 0xffff0000u;
-  std::memcpy(&value, &bits, sizeof(bits));
-  return value;
-}
+float Short(float value) { return std::bit_cast<float>(std::bit_cast<uint32_t>(value) & 0xffff0000u); }
 
 std::vector<char> Encode(const Kernels& kernels, Codec codec, const std::vector<float>& from) {
   const size_t blocks = from.size() / kCodecBlock;
