@@ -389,7 +389,7 @@ def train(job: Job, number: int) -> Any:
     deal.follow(takes_part=handing_over is None)
     state.has_size(ongoing.world.size)
     kept = running._Kept(state, ongoing)  # type: ignore[arg-type]
-    running._hand_over(state, ongoing, handing_over)
+    running._hand_over(ongoing, handing_over)
     state.begun = state.step
 
     def loop() -> None:

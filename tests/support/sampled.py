@@ -230,7 +230,9 @@ class Job:
         for member in counted:
             for batch, weight in taken[member]:
                 total += float(sum(self.values[i] for i in batch) / len(batch)) * weight
-        average = total / len(counted) * sampler.correction(counted)
+        idle = sampler._progress.idle
+        ranks = sum(member not in idle for member in counted)
+        average = total / ranks * sampler.correction(counted)
         assert abs(average - float(mean)) < 1e-9 * (1 + abs(float(mean)))
         if len(counted) == len(sampler._progress.plan.members):
             assert abs(sampler.correction(counted) - 1) < 1e-12

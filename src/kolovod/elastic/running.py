@@ -172,7 +172,7 @@ def _elastic(
                 kept=kept,
                 joins_during_step=joins_during_step,
             )
-            _hand_over(state, ongoing, handing_over)
+            _hand_over(ongoing, handing_over)
             with _leaving_by_signals(session), state.in_use():
                 result = _settled(
                     partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
@@ -368,13 +368,13 @@ def _commit(
     deal.follow(takes_part=handing_over is None)
     state.has_size(ongoing.world.size)
     kept.commit()
-    _hand_over(state, ongoing, handing_over)
+    _hand_over(ongoing, handing_over)
 
 
-def _hand_over(state: State, ongoing: steps.Steps, handing_over: HandingOver | None) -> None:
+def _hand_over(ongoing: steps.Steps, handing_over: HandingOver | None) -> None:
     """Send what is large of the state beside the next step."""
     if handing_over is not None:
-        ongoing.hand_over(handing_over, rescales=not state.samplers())
+        ongoing.hand_over(handing_over)
         with contextlib.suppress(CollectiveAbortedError):  # the step will notice, and see to it
             handing_over.start()
 

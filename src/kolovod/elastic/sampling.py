@@ -343,13 +343,13 @@ class Progress:
     def share(self, rank: int) -> list[float]:
         """What to multiply this rank's mean loss of each pass of the step at hand by.
 
-        The average over the ranks of the sums of what comes out is the mean over the step's
-        samples: n * size / total for a batch of n. All are 0 in a step without any sample, which
+        The average over the ranks that are not idle of the sums of what comes out is the mean over
+        the step's samples: n * ranks / total for a batch of n. All are 0 without any sample, which
         there is where all ranks have drawn repeats ahead, and who had the samples has been lost.
         """
         size, weights = len(self.plan.members), self.plan.weights(self.done)
-        total = sum(weights)
-        return [weight * size / total if total else 0.0 for weight in weights[rank::size]]
+        total, ranks = sum(weights), size - len(self.idle)
+        return [weight * ranks / total if total else 0.0 for weight in weights[rank::size]]
 
     def correction(self, members: Collection[int]) -> float:
         """What to multiply the average over ``members`` only by, in the step at hand.
@@ -359,7 +359,8 @@ class Progress:
         among = [rank for rank, member in enumerate(self.plan.members) if member in members]
         size, weights = len(self.plan.members), self.plan.weights(self.done)
         theirs = sum(weights[slot] for slot in range(len(weights)) if slot % size in among)
-        return len(among) * sum(weights) / (size * theirs) if theirs else 1.0
+        ranks = sum(member in members and member not in self.idle for member in self.plan.members)
+        return ranks * sum(weights) / ((size - len(self.idle)) * theirs) if theirs else 1.0
 
 
 def _part(total: int, parts: int, at: int) -> int:

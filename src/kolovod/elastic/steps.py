@@ -132,8 +132,6 @@ class Steps:
         """The ranks of this world that have come without the state."""
         self.weightless: frozenset[int] = frozenset()
         """Members whose gradients do not count until ``commit``: they had no state before."""
-        self.rescales = False
-        """Whether a mean is to be over those that count; else samples have weights."""
         self.counted: tuple[int, ...] | None = None
         """Whose gradients are in the last step that counts samples, until ``commit``."""
         self.all_counted: list[tuple[int, ...]] = []
@@ -191,14 +189,14 @@ class Steps:
         self._committed, self._is_applied = self.passed, False
         self.weightless = frozenset()
 
-    def hand_over(self, state: HandOver, *, rescales: bool) -> None:
+    def hand_over(self, state: HandOver) -> None:
         """Let the next step that combines gradients bring ``state`` to the ranks that lack it.
 
         All ranks call it after ``commit``. Until the next one those ranks' gradients do not count.
         """
         members = self._world().members
         self.weightless = frozenset(members[rank] for rank in self.lacking)
-        self.rescales, self._hand_over = rescales, state
+        self._hand_over = state
 
     def finish_hand_over(self) -> None:
         """Bring the state to those that lack it, where no step has."""
@@ -366,13 +364,11 @@ def keeps_gradients() -> bool:
 def counting(world: WorldLike) -> tuple[bool, int]:
     """Whether this rank's gradients count, and over how many ranks of ``world`` a mean is.
 
-    All count, but those of ranks that are given the state during the step. Where samples have
-    weights a mean is over all ranks nevertheless: those weights make up for it.
+    All count, but those of ranks that are given the state during the step.
     """
     if _ongoing is None or not _ongoing.weightless:
         return True, world.size
-    counts, ranks = _ongoing.counting()
-    return counts, ranks if _ongoing.rescales else world.size
+    return _ongoing.counting()
 
 
 class Forgets(Protocol):

@@ -77,7 +77,7 @@ def train(rank: int, victim: int, delay_s: float, is_late: bool, is_torn: bool =
         state, ongoing, session, also=rank == 2, during_step=is_late and rank < 2
     )
     assert (handing_over is not None) == is_late
-    running._hand_over(state, ongoing, handing_over)
+    running._hand_over(ongoing, handing_over)
     if rank == victim and delay_s:
         kill_soon(delay_s)
     elif is_torn and rank == 2:
