@@ -186,7 +186,6 @@ class Job:
         """One of all ranks; some may die in it."""
         everyone = list(self.ranks)
         taken: dict[int, Step] = {}
-        done = everyone[0].sampler.steps_done
         for rank in everyone:
             step = next(rank.loop, None)
             if step is None:  # there were only steps without samples, and ``steps`` left them out
@@ -196,10 +195,9 @@ class Job:
         if not taken:
             return
         assert len(taken) == len(everyone)
-        if everyone[0].sampler.steps_done == done:  # else the step was left out
-            for member in self.idle & taken.keys():
-                assert not any(weight for _, weight in taken[member])
-                self.events["idle"] += 1
+        for member in self.idle & taken.keys():
+            assert not any(weight for _, weight in taken[member])
+            self.events["idle"] += 1
         self.idle.clear()
         dead = [rank for rank in everyone if self.dies()]
         if len(dead) == len(everyone) and self.draw.random() < 0.8:

@@ -277,8 +277,9 @@ class ElasticSampler:
         source = _Source(self, loader)
         while self.steps_left:
             before = self._progress
-            # After a loss samples will come back where the caller commits, so it must get there.
-            is_wanted = self.samples > 0 or before.has_lost
+            # Where the caller commits, samples come back after a loss, and who is idle gets the
+            # state: so it must get there.
+            is_wanted = self.samples > 0 or before.has_lost or bool(before.idle)
             step = self._passes(source)
             if is_wanted:
                 yield step

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -323,21 +323,22 @@ class Progress:
             if member in members:
                 until = min(drawn.get(member, 0), plan.batches)
                 held[member] = tuple(plan.batch(rank, number) for number in range(first, until))
-        taken = [span for batches in held.values() for batch in batches for span in batch.own]
-        pool = _minus(self.left(), _normal(taken))
         idle = tuple(
             member
             for member in members
             if member in self.idle or not (takes_part or member in plan.members)
         )
-        instead: tuple[Batch, ...] = ()
-        if pool or taken:  # else no step follows in this epoch
-            passes = Plan(plan.rules, tuple(members), (), pool).passes
-            instead = (Batch((), (0,), counts=False),) * passes
-        kept = tuple(
-            held.get(member, ()) or (instead if member in idle else ()) for member in members
-        )
-        new = Plan(plan.rules, tuple(members), kept, pool)
+        new = Plan(plan.rules, tuple(members), (), ())
+        for member in idle:
+            held[member] = _without_weight(held.get(member, ()), new.passes)
+        taken = [span for batches in held.values() for batch in batches for span in batch.own]
+        pool = _minus(self.left(), _normal(taken))
+        if pool or any(held.values()):  # else no step follows in this epoch
+            instead = Batch((), (0,), counts=False)
+            for member in idle:
+                held[member] += (instead,) * (new.passes - len(held[member]))
+        kept = tuple(held.get(member, ()) for member in members)
+        new = replace(new, kept=kept, pool=pool)
         return Progress(self.epoch, self.steps_done, new, 0, (0,) * len(members), idle)
 
     def share(self, rank: int) -> list[float]:
@@ -361,6 +362,12 @@ class Progress:
         theirs = sum(weights[slot] for slot in range(len(weights)) if slot % size in among)
         ranks = sum(member in members and member not in self.idle for member in self.plan.members)
         return ranks * sum(weights) / ((size - len(self.idle)) * theirs) if theirs else 1.0
+
+
+def _without_weight(batches: tuple[Batch, ...], first: int) -> tuple[Batch, ...]:
+    """The same samples, but those of the ``first`` batches are left to others."""
+    unused = [Batch((), tuple(batch.positions), counts=False) for batch in batches[:first]]
+    return (*unused, *batches[first:])
 
 
 def _part(total: int, parts: int, at: int) -> int:
