@@ -124,13 +124,13 @@ def executor_of(pid):
     raise AssertionError(f"no executor is above process {pid}")
 
 
-@pytest.mark.parametrize("what", ["rank", "executor"])
-def test_what_is_killed_comes_back(job, what):
+@pytest.mark.parametrize(("what", "of"), [("rank", 1), ("executor", 1), ("executor", 0)])
+def test_what_is_killed_comes_back(job, what, of):
     """A rank in its task; an executor with its task, by Spark."""
     job, folder, stop = job
     job.wait_for(lambda: works_with(folder, 2))
     first = said(folder)
-    victim = next(pid for pid, (rank, _, _) in first.items() if rank == 1)
+    victim = next(pid for pid, (rank, _, _) in first.items() if rank == of)
     os.kill(victim if what == "rank" else executor_of(victim).pid, signal.SIGKILL)
     job.wait_for(lambda: len(said(folder)) >= 3 and works_with(folder, 2))
     stop.touch()

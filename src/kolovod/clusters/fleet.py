@@ -46,7 +46,10 @@ class Cluster(Protocol):
     """What hands out processes. Its methods may be called on any thread."""
 
     def places(self) -> Mapping[str, int]:
-        """The hosts that there are now, with how many processes each may have in all."""
+        """The hosts that there are now, with how many processes each may have in all.
+
+        A place of a process that was told of (``Told``) goes after that process has ended for it.
+        """
 
     def reach(self, host: str) -> Reached:
         """Get ready to start processes there. Raises BootstrapError."""

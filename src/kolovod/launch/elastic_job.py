@@ -265,10 +265,11 @@ class ElasticJob:
 
     def wait(self) -> int:
         """Wait until all processes have ended; returns the exit code."""
+        places = self._places
         while self._fleet.running or self._may_hear_of_more():
-            until_s = self._plan()
-            self._sleep(until_s)
+            self._sleep(self._plan(places))
             self._note_reached()
+            places = self._places  # before the ends: where a place is gone, so is who was there
             for end in self._fleet.collect():
                 self._note(end)
             self._avoided.kill_late(self._processes)
@@ -362,11 +363,10 @@ class ElasticJob:
         if process is not None and data:  # the end of a stream is not that of the slot's
             self._output.write(process.slot, stream, data)
 
-    def _plan(self) -> float | None:
-        """Start what is missing; returns when to look again."""
+    def _plan(self, places: Mapping[str, int]) -> float | None:
+        """Start what is missing on the hosts ``places``; returns when to look again."""
         if self._outcome.ended_well or self._kill_at is not None:
             return None
-        places = self._places  # another thread replaces them
         taken = self._outcome.left.copy()  # nobody is to come after those
         running = [self._processes[number] for number in sorted(self._fleet.running)]
         taken |= {process.slot: process.host for process in running}

@@ -66,6 +66,16 @@ class _Task:
             os.eventfd_write(self.bell, 1)
 
 
+@dataclass(frozen=True)
+class _Doubt:
+    """Whether a process has ended with its task."""
+
+    host: str
+    watcher: _Task
+    """Which looks."""
+    answer: Callable[[bool], None]
+
+
 class SparkCluster:
     """A Spark job whose tasks connect here; see Cluster. ``close`` ends it."""
 
@@ -79,8 +89,8 @@ class SparkCluster:
         self._executable = executable
         self._lock = threading.Lock()
         self._tasks: list[_Task] = []
-        # By number of a process: the task that looks whether it is gone, and who wants to know.
-        self._waiting: dict[int, tuple[_Task, Callable[[bool], None]]] = {}
+        # By number of a process whose task is gone.
+        self._waiting: dict[int, _Doubt] = {}
         self._failure = ""
         self._is_closed = False
         secret = new_secret()
@@ -219,17 +229,16 @@ class SparkCluster:
         elif "gone" in message:
             number, is_gone = row(message, "gone", 2)
             with self._lock:
-                asked = self._waiting.pop(int(number), None)
-            if asked is not None:
-                asked[1](bool(is_gone))
+                if (doubt := self._waiting.pop(int(number), None)) is not None:
+                    doubt.answer(bool(is_gone))
 
     def _forget(self, task: _Task, reason: str) -> None:
         """It is not connected any more, and what ran there ends with it."""
         with self._lock:
             self._tasks.remove(task)
-            unanswered = [n for n, (asked, _) in self._waiting.items() if asked is task]
-            for answer in [self._waiting.pop(n)[1] for n in unanswered]:
-                answer(False)
+            unanswered = [n for n, doubt in self._waiting.items() if doubt.watcher is task]
+            for doubt in [self._waiting.pop(n) for n in unanswered]:
+                doubt.answer(False)
             number, told, pid = task.number, task.told, task.pid
             bell, task.bell = task.bell, -1
             os.close(bell)
@@ -245,7 +254,7 @@ class SparkCluster:
             )
             # Another task of that host can tell whether it has ended, which is a proof.
             answer = lambda is_gone: told.ended(dead if is_gone else lost)  # noqa: E731
-            self._waiting[number] = others[0], answer
+            self._waiting[number] = _Doubt(task.host, others[0], answer)
         others[0].order({"watch": [number, pid]})
 
     # --- see Cluster ---
@@ -253,7 +262,10 @@ class SparkCluster:
     def places(self) -> Mapping[str, int]:
         """See Cluster."""
         with self._lock:
-            return dict(Counter(task.host for task in self._tasks))
+            hosts = [task.host for task in self._tasks]
+            # Where there is a place less, it must be known who has ended, or another one leaves.
+            hosts += [doubt.host for doubt in self._waiting.values()]
+            return dict(Counter(hosts))
 
     def reach(self, host: str) -> Reached:
         """See Cluster."""
