@@ -37,6 +37,7 @@ _MAX_RESULT_BYTES = 1 << 34
 _PORTS = 1 << 16
 _CLOSE_S = 10.0
 _LOOK_S = 0.1
+_NO_PLACE_S = 1.5
 _JOBS = itertools.count()
 
 
@@ -287,7 +288,11 @@ class SparkCluster:
                 task.result.clear()
         if not free:
             lost = "no task of Spark's is free there any more"
-            told.ended(Ended(order.rank, 0, 255, lost=lost, record=None))
+            end = Ended(order.rank, 0, 255, lost=lost, record=None)
+            # Later, when the job has asked for the places that there are: it would try at once.
+            timer = threading.Timer(_NO_PLACE_S, told.ended, [end])
+            timer.daemon = True
+            timer.start()
             return
         command = [self._executable, *order.command[1:]]
         start = {"start": [order.rank, command, dict(order.environment)]}
