@@ -150,22 +150,29 @@ def test_a_job_begins_with_the_parts_that_ranks_have(tmp_path: Path) -> None:
 
 
 JOB = """
-import os, signal
+import os, signal, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from kolovod import elastic
+
+def die():
+    print("killed", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+is_victim = os.environ["KOLOVOD_SLOT"] == "1"
 dist.init_process_group("kolovod")
 model = torch.nn.Linear(8, 8)
 fully_shard(model)
 state = elastic.State(model=model, step=0)
+if is_victim and sys.argv[1] == "before run":
+    die()
 
 @elastic.run
 def train(state):
     while True:
-        if os.environ["KOLOVOD_SLOT"] == "1" and state.step == 3:
-            print("killed", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if is_victim and state.step == 3:
+            die()
         model(torch.ones(2, 8)).sum().backward()
         state.step += 1
         state.commit()
@@ -175,9 +182,10 @@ train(state)
 
 
 @pytest.mark.slow
-def test_a_whole_job_ends_soon() -> None:
+@pytest.mark.parametrize("when", ["before run", "in a step"])
+def test_a_whole_job_ends_soon(when: str) -> None:
     """Its launcher starts the lost rank's slot again, but to no purpose."""
-    command = [*KOLOVOD, "run", "--elastic", "-np", "3", "--", sys.executable, "-c", JOB]
+    command = [*KOLOVOD, "run", "--elastic", "-np", "3", "--", sys.executable, "-c", JOB, when]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

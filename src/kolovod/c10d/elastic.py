@@ -108,11 +108,14 @@ class _Default:
 
         Raises CollectiveAbortedError if a rank is lost meanwhile, or rank 0's store not reached.
         """
+        from kolovod.c10d import shards
         from kolovod.core.world import current
 
         if dist.is_initialized():
             group: Any = c10d._get_default_group()
-            if getattr(group, "_world", None) is current() or group.name() != "kolovod":
+            world = getattr(group, "_world", None)
+            shards.made_in(world or current())
+            if world is current() or group.name() != "kolovod":
                 return
             self._is_due = True
             dist.destroy_process_group()

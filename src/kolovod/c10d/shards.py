@@ -20,7 +20,7 @@ from kolovod.elastic.each_world import in_each_world
 from kolovod.elastic.state import run_within
 from kolovod.errors import CollectiveAbortedError, JobOverError
 
-__all__ = ["kind_of", "register"]
+__all__ = ["kind_of", "made_in", "register"]
 
 _WAY_OUT = (
     "Start it again from a checkpoint (torch.distributed.checkpoint); or train by "
@@ -29,6 +29,7 @@ _WAY_OUT = (
 )
 
 _in_use: dict[str, tuple[str, World]] = {}  # by name: how it is sharded, over which ranks
+_made_in: World | None = None
 
 
 def register() -> None:
@@ -36,6 +37,12 @@ def register() -> None:
     share_by(_is_sharded, share_shards)
     run_within(_is_sharded, _within)
     in_each_world(_check_ranks)
+
+
+def made_in(world: World) -> None:
+    """Where the ranks meet: ``world`` is that in which what is sharded outside ``run`` was made."""
+    global _made_in
+    _made_in = world
 
 
 def share_shards(name: str, value: Any) -> Any:
@@ -52,8 +59,9 @@ def share_shards(name: str, value: Any) -> Any:
 
 @contextlib.contextmanager
 def _within(name: str, value: Any) -> Iterator[None]:
-    _in_use[name] = kind_of(value) or "sharded", current()
+    _in_use[name] = kind_of(value) or "sharded", _made_in or current()
     try:
+        _check_ranks()  # one may have been lost before this rank came here
         yield
     except CollectiveAbortedError as error:
         ongoing = steps.ongoing()
@@ -70,7 +78,8 @@ def _check_ranks() -> None:
         gone = [rank for rank, n in enumerate(before.members) if n not in current().members]
         if gone:
             who = ", ".join(f"rank {rank} on host {before.hosts[rank]}" for rank in gone)
-            raise JobOverError(_text(name, how, before, f"{who} is not in the job any more"))
+            verb = "are" if len(gone) > 1 else "is"
+            raise JobOverError(_text(name, how, before, f"{who} {verb} not in the job any more"))
 
 
 def _text(name: str, how: str, world: World, why: str) -> str:
