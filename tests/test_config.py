@@ -19,6 +19,11 @@ def test_the_engine_has_the_same_fields_and_defaults() -> None:
     assert load({}).engine_config() == _native.config_defaults()
 
 
+def test_the_engine_allows_as_many_connections() -> None:
+    (knob,) = (knob for knob in KNOBS if knob.name == "connections")
+    assert knob.maximum == _native.MOST_STRIPES
+
+
 def test_names_are_unique_and_documented() -> None:
     names = [name for knob in KNOBS for name in (knob.environment, *knob.aliases)]
     assert not set(names) & {knob.off for knob in KNOBS}

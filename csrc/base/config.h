@@ -23,6 +23,7 @@ struct Config {
   int64_t host_lost_ms = 1100;              // a host that acknowledges nothing for so long is lost
   int64_t cache_capacity = 8192;            // names that may be announced by one bit
   int64_t tcp_algorithm = 0;                // between hosts, as numbered in collectives/select.h; 0: by cost
+  int64_t connections = 0;                  // between two ranks of two hosts; 0: by what the link holds
   int64_t late_report_ms = 60'000;          // an operation that waits longer is reported; 0: never
   int64_t late_failure_ms = 0;              // and after this the world ends; 0: never
 };
@@ -43,6 +44,7 @@ constexpr void VisitConfig(ConfigType& config, Visit visit) {
   visit(std::string_view("host_lost_ms"), config.host_lost_ms);
   visit(std::string_view("cache_capacity"), config.cache_capacity);
   visit(std::string_view("tcp_algorithm"), config.tcp_algorithm);
+  visit(std::string_view("connections"), config.connections);
   visit(std::string_view("late_report_ms"), config.late_report_ms);
   visit(std::string_view("late_failure_ms"), config.late_failure_ms);
 }

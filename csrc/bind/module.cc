@@ -236,10 +236,10 @@ NB_MODULE(_native, m) {
       .def("wanted", &ConnectionBroker::TakeWanted)
       .def(
           "connected",
-          [](ConnectionBroker& self, int peer, int fd, std::shared_ptr<ConnectionKeys> keys) {
-            self.Connected({peer, fd, std::move(keys)});
+          [](ConnectionBroker& self, int peer, int stripe, int fd, std::shared_ptr<ConnectionKeys> keys) {
+            self.Connected({peer, fd, std::move(keys), stripe});
           },
-          "peer"_a, "fd"_a, "keys"_a = nb::none())
+          "peer"_a, "stripe"_a, "fd"_a, "keys"_a = nb::none())
       .def("failed", &ConnectionBroker::Failed, "text"_a)
       .def("close", &ConnectionBroker::Close)
       .def("forget", &ConnectionBroker::Forget)
@@ -339,6 +339,7 @@ NB_MODULE(_native, m) {
   m.attr("OPS") = Names<Op>(kOpCount);
   m.attr("CODECS") = Names<Codec>(kCodecCount);
   m.attr("CODEC_BYTES") = EncodedBytes();
+  m.attr("MOST_STRIPES") = Mesh::kMostStripes;
   m.attr("STATUS") = StatusNames();
 }
 

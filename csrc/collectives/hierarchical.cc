@@ -69,6 +69,7 @@ void HierarchicalBackend::set_cost(const LinkCost& cost) {
   options_.cost = cost;
   flat_.set_cost(cost);
   if (lane_ != nullptr) lane_->set_cost(cost);
+  mesh_.set_stripes(options_.stripes > 0 ? options_.stripes : StripesOf(cost));
 }
 
 bool HierarchicalBackend::GoesFlat(DType dtype, Op op) const {

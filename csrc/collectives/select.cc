@@ -171,6 +171,12 @@ size_t BlocksAhead(const LinkCost& cost, size_t block_bytes) {
       std::clamp(std::ceil(HeldBytes(cost) / static_cast<double>(block_bytes)), 1.0, kMost));
 }
 
+int StripesOf(const LinkCost& cost) {
+  constexpr double kEachBytes = 3 << 20, kMost = 8;
+  if (cost.latency_us < kLongUs) return 1;
+  return static_cast<int>(std::clamp(std::ceil(HeldBytes(cost) / kEachBytes), 1.0, kMost));
+}
+
 // The bytes of pairwise and halving are the same, to a hundredth: what does not depend on the size decides.
 // The default cost, not a measured one, so that a world adds up alike tomorrow.
 Order OrderOf(int ranks) {

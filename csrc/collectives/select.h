@@ -46,6 +46,10 @@ size_t LeadOf(const LinkCost& cost, size_t portion_bytes, int peers);
 // sent: one, and over a long link what it holds twice. Not more than 16.
 size_t BlocksAhead(const LinkCost& cost, size_t block_bytes);
 
+// Over how many connections messages between two ranks go: one, and over a link of 4 ms or more as many as
+// hold that much on the way, where Linux lets each hold some 3 MiB (tcp_wmem). Not more than 8.
+int StripesOf(const LinkCost& cost);
+
 struct SelectQuestion {
   Verb verb;
   size_t bytes;  // allreduce, broadcast, reducescatter: the range; allgather, alltoall: all ranks' parts

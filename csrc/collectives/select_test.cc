@@ -146,6 +146,14 @@ TEST_CASE("ahead of the answer goes what the link holds") {
   CHECK(LeadOf(LinkCost{20'000, 2, 12, 8000}, 16 << 10, 3) == 1 + 19);
 }
 
+TEST_CASE("long links that one connection cannot fill have several") {
+  CHECK(StripesOf(LinkCost{25, 2, 12'500, 8000}) == 1);    // 100 Gbit/s beside each other
+  CHECK(StripesOf(LinkCost{20'000, 2, 12.5, 8000}) == 1);  // 100 Mbit/s, 40 ms there and back
+  CHECK(StripesOf(LinkCost{50'000, 2, 125, 8000}) == 8);   // 1 Gbit/s, 100 ms
+  CHECK(StripesOf(LinkCost{10'000, 2, 125, 8000}) == 2);   // 1 Gbit/s, 20 ms
+  CHECK(StripesOf(LinkCost{1e7, 2, 50'000, 8000}) == 8);
+}
+
 TEST_CASE("names") {
   for (int a = 0; a < kAlgorithmCount; ++a) {
     Algorithm parsed = Algorithm::kChain;

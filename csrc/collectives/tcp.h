@@ -17,6 +17,7 @@ namespace kolovod {
 struct TcpOptions {
   Algorithm algorithm = Algorithm::kAuto;
   LinkCost cost;
+  int stripes = 0;                   // connections to each rank; 0: by cost
   size_t portion_bytes = 256 << 10;  // at most, of a message: what is sent while the one before is reduced
 };
 

@@ -35,6 +35,7 @@ std::unique_ptr<Backend> HostLinks::MakeBackend(std::unique_ptr<Backend> local) 
   TcpOptions tcp;
   tcp.algorithm =
       static_cast<Algorithm>(std::clamp<int64_t>(membership_.config.tcp_algorithm, 0, kAlgorithmCount - 1));
+  tcp.stripes = static_cast<int>(std::clamp<int64_t>(membership_.config.connections, 0, Mesh::kMostStripes));
   auto between =
       std::make_unique<HierarchicalBackend>(std::move(local), *mesh_, membership_.topology.host_of, tcp);
   backend_ = between.get();

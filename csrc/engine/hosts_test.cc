@@ -317,6 +317,41 @@ TEST_CASE("links are measured for no longer than a start may take") {
   }
 }
 
+TEST_CASE("several connections between two ranks give the same bits") {
+  std::vector<std::vector<float>> results;
+  for (const int64_t connections : {1, 3, 8}) {
+    for (const std::vector<int>& hosts :
+         std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 1, 2, 3, 4}}) {
+      Config config = testing::SmallConfig();
+      config.connections = connections;
+      std::shared_ptr<LoopbackWorld> world;
+      CHECK_OK(LoopbackWorld::Create(hosts, config, &world));
+      std::vector<std::vector<float>> first(hosts.size());
+      std::vector<std::thread> threads;
+      for (int r = 0; r < world->size(); ++r) {
+        threads.emplace_back([&, r] {
+          Rank rank(r, world);
+          for (int i = 0; i < 6; ++i) {
+            std::vector<float> data((size_t{1} << 18) + 17);
+            for (size_t k = 0; k < data.size(); ++k)
+              data[k] = 0.1f * static_cast<float>((k * 31 + static_cast<size_t>(r * 7 + i)) % 1009);
+            CHECK_OK(rank.Allreduce("t", data));
+            if (i == 0) first[static_cast<size_t>(r)] = data;
+          }
+          // Only as many as an operation has messages to a peer.
+          const uint64_t made = rank.engine().Stats().connections;
+          if (hosts.size() == 2) CHECK((made > 1) == (connections > 1));
+          CHECK(made <= static_cast<uint64_t>(connections) * (hosts.size() - 1));
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+      for (const std::vector<float>& other : first) CHECK(FirstDifference(other, first[0]) == "");
+      results.push_back(first[0]);
+    }
+  }
+  for (size_t i = 3; i < results.size(); ++i) CHECK(FirstDifference(results[i], results[i % 3]) == "");
+}
+
 // What was measured when the world formed may be wrong by any factor; all ranks get to know better, alike.
 TEST_CASE("a wrong belief about links is revised on all ranks") {
   for (const double believed : {0.05, 50'000.0}) {

@@ -257,8 +257,8 @@ void Run(Corpus* corpus, const std::function<void(Rank&)>& ends) {
   int pair[2];
   Require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
   Tap data(&pair[0]);
-  world->BrokerOf(0)->Connected(2, pair[0]);
-  world->BrokerOf(2)->Connected(0, pair[1]);
+  world->BrokerOf(0)->Connected({2, pair[0]});
+  world->BrokerOf(2)->Connected({0, pair[1]});
   std::vector<std::thread> threads;
   for (int r = 0; r < world->size(); ++r) {
     threads.emplace_back([&, r] {

@@ -14,14 +14,14 @@ ConnectionBroker::ConnectionBroker(Ask ask) : ask_(std::move(ask)) {
 
 ConnectionBroker::~ConnectionBroker() { Forget(); }
 
-void ConnectionBroker::Want(int peer) {
-  if (ask_) return ask_(peer);
+void ConnectionBroker::Want(int peer, int stripe) {
+  if (ask_) return ask_(peer, stripe);
   MutexLock lock(mutex_);
-  wanted_.push_back(peer);
+  wanted_.emplace_back(peer, stripe);
   eventfd_write(wanted_bell_, 1);
 }
 
-std::vector<int> ConnectionBroker::TakeWanted() {
+std::vector<std::pair<int, int>> ConnectionBroker::TakeWanted() {
   MutexLock lock(mutex_);
   eventfd_t rings;
   if (!closed_.load()) eventfd_read(wanted_bell_, &rings);

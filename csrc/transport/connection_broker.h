@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/thread_annotations.h"
@@ -19,22 +20,23 @@ namespace kolovod {
 
 struct MadeConnection {
   int peer;
-  int fd;                                      // a connected stream socket
-  std::shared_ptr<const ConnectionKeys> keys;  // null: it is not encrypted
+  int fd;                                        // a connected stream socket
+  std::shared_ptr<const ConnectionKeys> keys{};  // null: it is not encrypted
+  int stripe = 0;                                // which of several to that peer (mesh.h)
 };
 
 // Any thread, except where it says otherwise.
 class ConnectionBroker {
  public:
-  using Ask = std::function<void(int peer)>;
+  using Ask = std::function<void(int peer, int stripe)>;
   // `ask`: called by the mesh, must not block. Null: `wanted_fd` and `TakeWanted` tell instead.
   explicit ConnectionBroker(Ask ask = nullptr);
   ~ConnectionBroker();
   ConnectionBroker(const ConnectionBroker&) = delete;
   ConnectionBroker& operator=(const ConnectionBroker&) = delete;
 
-  // The mesh: it needs a connection to `peer`. Once for each.
-  void Want(int peer);
+  // The mesh: it needs this connection to `peer`. Once for each.
+  void Want(int peer, int stripe);
   bool HasNews() const { return has_news_.load(std::memory_order_acquire); }
   // The mesh: connections that were made, which are its own from now on.
   std::vector<MadeConnection> Take();
@@ -43,10 +45,9 @@ class ConnectionBroker {
 
   // Whoever connects: readable while there are peers to take, or after Close.
   int wanted_fd() const { return wanted_bell_; }
-  std::vector<int> TakeWanted();
+  std::vector<std::pair<int, int>> TakeWanted();  // peers, and which connection to each
   // Takes the descriptor over.
   void Connected(MadeConnection made);
-  void Connected(int peer, int fd) { Connected({peer, fd, nullptr}); }
   // There will be no connection; `text` names the peer and says why. The first one counts.
   void Failed(const std::string& text);
   // Before the first use: told of it at once.
@@ -70,8 +71,8 @@ class ConnectionBroker {
   std::atomic<bool> has_news_{false};
   std::atomic<bool> closed_{false};
   mutable Mutex mutex_;
-  std::vector<MadeConnection> connected_ GUARDED_BY(mutex_);  // not taken yet
-  std::vector<int> wanted_ GUARDED_BY(mutex_);                // not taken yet
+  std::vector<MadeConnection> connected_ GUARDED_BY(mutex_);    // not taken yet
+  std::vector<std::pair<int, int>> wanted_ GUARDED_BY(mutex_);  // not taken yet
   std::optional<std::string> failure_ GUARDED_BY(mutex_);
 };
 

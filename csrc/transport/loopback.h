@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -119,8 +120,8 @@ class LoopbackWorld {
     exchange_ = std::make_shared<Exchange>();
     for (int r = 0; r < size(); ++r) {
       exchange_->brokers.push_back(
-          std::make_shared<ConnectionBroker>([r, weak = std::weak_ptr(exchange_)](int peer) {
-            if (const std::shared_ptr<Exchange> exchange = weak.lock()) exchange->Connect(r, peer);
+          std::make_shared<ConnectionBroker>([r, weak = std::weak_ptr(exchange_)](int peer, int stripe) {
+            if (const std::shared_ptr<Exchange> exchange = weak.lock()) exchange->Connect(r, peer, stripe);
           }));
     }
     control_links_.assign(n, std::vector<int>(topology.leaders.size(), -1));
@@ -157,19 +158,20 @@ class LoopbackWorld {
 
   // Connects two ranks when the first of them wants that.
   struct Exchange {
-    void Connect(int a, int b) {
+    void Connect(int a, int b, int stripe) {
       MutexLock lock(mutex);
-      if (!connected.insert({std::min(a, b), std::max(a, b)}).second) return;
+      if (!connected.insert({std::min(a, b), std::max(a, b), stripe}).second) return;
       int fds[2];
       const Status status = MakePair(&fds[0], &fds[1]);
       for (const int end : {0, 1}) {
         ConnectionBroker& at = *brokers[static_cast<size_t>(end == 0 ? a : b)];
-        status.ok() ? at.Connected(end == 0 ? b : a, fds[end]) : at.Failed(status.message());
+        status.ok() ? at.Connected({end == 0 ? b : a, fds[end], nullptr, stripe})
+                    : at.Failed(status.message());
       }
     }
     std::vector<std::shared_ptr<ConnectionBroker>> brokers;  // by rank
     Mutex mutex;
-    std::set<std::pair<int, int>> connected GUARDED_BY(mutex);
+    std::set<std::tuple<int, int, int>> connected GUARDED_BY(mutex);
   };
 
   std::vector<std::vector<int>> control_links_;  // by rank, by host; those that were not taken

@@ -12,16 +12,15 @@
 #include "transport/cores.h"
 
 namespace kolovod {
-
 Mesh::Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options)
-    : self_(self), options_(std::move(options)), streams_(peers.size()), is_active_(peers.size(), 0) {
+    : self_(self), options_(std::move(options)), links_(peers.size()) {
   for (MeshPeer& peer : peers) descriptions_.push_back(std::move(peer.description));
 }
 
 Status Mesh::Create(int self, std::vector<MeshPeer> peers, MeshOptions options, std::unique_ptr<Mesh>* out) {
   std::vector<MadeConnection> given;
   for (size_t p = 0; p < peers.size(); ++p)
-    given.push_back({static_cast<int>(p), peers[p].fd, peers[p].keys});
+    given.push_back({static_cast<int>(p), peers[p].fd, peers[p].keys, 0});
   std::unique_ptr<Mesh> mesh(new Mesh(self, std::move(peers), std::move(options)));
   Status status;
   for (const MadeConnection& made : given) {
@@ -34,32 +33,49 @@ Status Mesh::Create(int self, std::vector<MeshPeer> peers, MeshOptions options, 
   return Status();
 }
 
-Stream& Mesh::Make(int peer) {
+uint64_t Mesh::Count(int peer, std::atomic<uint64_t> StreamCounters::* counter) const {
+  uint64_t count = 0;
+  for (int stripe = 0; stripe < kMostStripes; ++stripe) {
+    Link* const found = Find(peer, stripe);
+    if (found != nullptr) count += (found->stream.counters().*counter).load(std::memory_order_relaxed);
+  }
+  return count;
+}
+
+Mesh::Link& Mesh::Make(int peer, int stripe) {
   const auto p = static_cast<size_t>(peer);
-  made_.push_back(std::make_unique<Stream>(descriptions_[p], options_.epoch, peer, options_.host_lost_ms));
-  made_.back()->BeginOperation(operation_);
-  made_.back()->set_receiver(receiver_);
-  made_.back()->Listen(listening_);
-  streams_[p].store(made_.back().get(), std::memory_order_release);
+  made_.push_back(std::make_unique<Link>(descriptions_[p], options_.epoch, peer, options_.host_lost_ms));
+  Link& made = *made_.back();
+  made.stream.BeginOperation(operation_);
+  if (stripe == 0) {  // which alone has messages in envelopes
+    made.stream.set_receiver(receiver_);
+    made.stream.Listen(listening_);
+  }
+  if (links_[p].load(std::memory_order_relaxed) == nullptr) {
+    met_.push_back(std::make_unique<Links>());
+    links_[p].store(met_.back().get(), std::memory_order_release);
+  }
+  LinksTo(peer).stripes[static_cast<size_t>(stripe)].store(&made, std::memory_order_release);
   ++unconnected_;
-  return *made_.back();
+  return made;
 }
 
 Status Mesh::Connect(const MadeConnection& made) {
-  Stream* const found = Find(made.peer);
-  Stream& to = found == nullptr ? Make(made.peer) : *found;
-  if (to.connected()) {
+  Link* const found = Find(made.peer, made.stripe);
+  Link& to = found == nullptr ? Make(made.peer, made.stripe) : *found;
+  if (to.stream.connected()) {
     close(made.fd);
     return Status();
   }
   --unconnected_;
   connections_.fetch_add(1, std::memory_order_relaxed);
-  return to.Connect(made.fd, made.keys.get());
+  return to.stream.Connect(made.fd, made.keys.get());
 }
 
 Status Mesh::TakeNews() {
   for (const MadeConnection& made : options_.broker->Take()) {
-    if (made.peer < 0 || made.peer >= size() || made.peer == self_) {
+    if (made.peer < 0 || made.peer >= size() || made.peer == self_ || made.stripe < 0 ||
+        made.stripe >= kMostStripes) {
       close(made.fd);
       continue;
     }
@@ -70,93 +86,171 @@ Status Mesh::TakeNews() {
 
 void Mesh::SetReceiver(Receiver* receiver) {
   receiver_ = receiver;
-  for (const std::unique_ptr<Stream>& stream : made_) stream->set_receiver(receiver);
+  for (const std::unique_ptr<Links>& links : met_) {
+    if (Link* const first = links->stripes[0].load()) first->stream.set_receiver(receiver);
+  }
 }
 
 void Mesh::Listen(bool listening) {
   if (std::exchange(listening_, listening) == listening) return;
-  for (const std::unique_ptr<Stream>& stream : made_) stream->Listen(listening);
+  for (const std::unique_ptr<Links>& links : met_) {
+    if (Link* const first = links->stripes[0].load()) first->stream.Listen(listening);
+  }
 }
 
 void Mesh::BeginOperation(uint32_t number) {
   operation_ = number;
-  for (const std::unique_ptr<Stream>& stream : made_) stream->BeginOperation(number);
+  for (const std::unique_ptr<Link>& link : made_) link->stream.BeginOperation(number);
+  BeginTurns();
+}
+
+void Mesh::set_stripes(int stripes) {
+  stripes_ = std::clamp(stripes, 1, kMostStripes);
+  BeginTurns();
+}
+
+void Mesh::BeginTurns() {
+  for (const std::unique_ptr<Links>& links : met_) links->sends.next = links->receives.next = 0;
 }
 
 void Mesh::Farewell(int64_t limit_ms) {
   const int64_t end_ns = NowNs() + limit_ms * 1'000'000;
-  while (std::any_of(made_.begin(), made_.end(), [](const auto& stream) { return stream->Lingers(); }) &&
+  while (std::any_of(made_.begin(), made_.end(), [](const auto& link) { return link->stream.Lingers(); }) &&
          NowNs() < end_ns) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
 void Mesh::Close() {
-  for (const std::unique_ptr<Stream>& stream : made_) stream->Close();
+  for (const std::unique_ptr<Link>& link : made_) link->stream.Close();
   if (options_.broker != nullptr) options_.broker->Forget();
   if (broken_.ok()) broken_ = Status(Code::kShutDown, "the connections of this process are closed");
 }
 
-void Mesh::Activate(int peer) {
-  const auto p = static_cast<size_t>(peer);
-  if (is_active_[p] != 0) return;
-  is_active_[p] = 1;
-  active_.push_back(peer);
+void Mesh::Activate(Link& link) {
+  if (std::exchange(link.active, true)) return;
+  active_.push_back(&link);
 }
 
-bool Mesh::Usable(int peer) {
-  if (broken()) return false;
-  return (peer >= 0 && peer < size() && Find(peer) != nullptr) || MakeUsable(peer);
+Mesh::Link* Mesh::Usable(int peer, int stripe) {
+  if (broken()) return nullptr;
+  Link* const found = peer >= 0 && peer < size() ? Find(peer, stripe) : nullptr;
+  return found != nullptr ? found : MakeUsable(peer, stripe);
 }
 
-bool Mesh::MakeUsable(int peer) {
+Mesh::Link* Mesh::MakeUsable(int peer, int stripe) {
   if (options_.broker == nullptr || peer < 0 || peer >= size() || peer == self_) {
     (void)Break(Status(Code::kInternal, "rank " + std::to_string(self_) + " has no connection to rank " +
                                             std::to_string(peer)));
-    return false;
+    return nullptr;
   }
-  if (!Break(TakeNews()).ok()) return false;
-  if (Find(peer) != nullptr) return true;  // the peer was first
-  Make(peer);
-  options_.broker->Want(peer);
-  return true;
+  if (!Break(TakeNews()).ok()) return nullptr;
+  if (Link* const found = Find(peer, stripe)) return found;  // the peer was first
+  Link& made = Make(peer, stripe);
+  options_.broker->Want(peer, stripe);
+  return &made;
+}
+
+Mesh::Link* Mesh::TakeTurn(int peer, bool sending) {
+  Turns& turns = TurnsOf(peer, sending);
+  return Usable(peer, std::exchange(turns.next, (turns.next + 1) % stripes_));
+}
+
+void Mesh::Advance(Turns& turns, uint64_t (Stream::*reached)() const) {
+  while (!turns.pending.empty() &&
+         (turns.pending.front().first->*reached)() >= turns.pending.front().second) {
+    turns.pending.pop_front();
+    ++turns.through;
+  }
+}
+
+bool Mesh::Sent(int peer, uint64_t position) const {
+  if ((position & kByTurns) == 0) return position == 0 || stream(peer).sent() >= position;
+  Turns& turns = LinksTo(peer).sends;
+  Advance(turns, &Stream::sent);
+  return turns.through >= (position & ~kByTurns);
+}
+
+bool Mesh::Received(int peer, uint64_t position) const {
+  if ((position & kByTurns) == 0) return position == 0 || stream(peer).received() >= position;
+  Turns& turns = LinksTo(peer).receives;
+  Advance(turns, &Stream::received);
+  return turns.through >= (position & ~kByTurns);
 }
 
 uint64_t Mesh::PostSend(int peer, std::span<const iovec> parts) {
-  if (!Usable(peer)) return 0;
-  Stream& to = stream(peer);
-  const bool idle = !to.sending();
-  const uint64_t position = to.Send(parts);
-  if (!to.sending()) return position;
-  Activate(peer);
+  return Post(peer, /*sending=*/true, parts);
+}
+
+uint64_t Mesh::PostReceive(int peer, std::span<const iovec> parts) {
+  return Post(peer, /*sending=*/false, parts);
+}
+
+uint64_t Mesh::Post(int peer, bool sending, std::span<const iovec> parts) {
+  Link* const first = Usable(peer);
+  if (first == nullptr) return 0;
+  if (stripes_ == 1) return PostOver(*first, sending, parts);
+  Turns& turns = TurnsOf(peer, sending);
+  Advance(turns, sending ? &Stream::sent : &Stream::received);
+  std::vector<iovec> piece;
+  size_t room = kPieceBytes;
+  const auto post = [&] {
+    Link* const link = TakeTurn(peer, sending);
+    if (link == nullptr) return false;
+    turns.pending.emplace_back(&link->stream, PostOver(*link, sending, piece));
+    ++turns.posted;
+    piece.clear();
+    room = kPieceBytes;
+    return true;
+  };
+  for (iovec rest : parts) {
+    while (rest.iov_len > 0) {
+      const size_t bytes = std::min(rest.iov_len, room);
+      piece.push_back({rest.iov_base, bytes});
+      rest.iov_base = static_cast<char*>(rest.iov_base) + bytes;
+      rest.iov_len -= bytes;
+      room -= bytes;
+      if (room == 0 && !post()) return 0;
+    }
+  }
+  if (!piece.empty() && !post()) return 0;
+  return kByTurns | turns.posted;
+}
+
+uint64_t Mesh::PostOver(Link& link, bool sending, std::span<const iovec> parts) {
+  if (!sending) {
+    const uint64_t position = link.stream.Receive(parts);
+    if (link.stream.receiving()) Activate(link);
+    return position;
+  }
+  const bool idle = !link.stream.sending();
+  const uint64_t position = link.stream.Send(parts);
+  if (!link.stream.sending()) return position;
+  Activate(link);
   // Behind others it would wait for room anyway.
   bool moved = false;
-  if (idle) (void)Break(to.Push(&moved));
+  if (idle) (void)Break(link.stream.Push(&moved));
   return position;
 }
 
 uint64_t Mesh::PostEnveloped(int peer, const Envelope& envelope, std::span<const iovec> parts) {
-  if (!Usable(peer)) return 0;
-  const uint64_t position = stream(peer).SendEnveloped(envelope, parts);
-  Activate(peer);
+  Link* const to = Usable(peer);
+  if (to == nullptr) return 0;
+  const uint64_t position = to->stream.SendEnveloped(envelope, parts);
+  Activate(*to);
   bool moved = false;
-  (void)Break(stream(peer).Push(&moved));
-  return position;
-}
-
-uint64_t Mesh::PostReceive(int peer, std::span<const iovec> parts) {
-  if (!Usable(peer)) return 0;
-  const uint64_t position = stream(peer).Receive(parts);
-  if (stream(peer).receiving()) Activate(peer);
+  (void)Break(to->stream.Push(&moved));
   return position;
 }
 
 Status Mesh::Break(Status status) {
   if (status.ok() || broken()) return status;
   broken_ = std::move(status);
-  for (const std::unique_ptr<Stream>& stream : made_) stream->Drop();
+  for (const std::unique_ptr<Link>& link : made_) {
+    link->stream.Drop();
+    link->active = false;
+  }
   active_.clear();
-  std::fill(is_active_.begin(), is_active_.end(), 0);
   return broken_;
 }
 
@@ -172,10 +266,10 @@ Mesh::Span Mesh::EndSpan() {
 }
 
 // What came first had waited for somebody to look: it begins the time, and does not count.
-Status Mesh::Pull(Stream& peer, bool* moved) {
-  const uint64_t before = peer.received();
-  KV_RETURN_IF_ERROR(peer.Pull(moved));
-  const auto came = static_cast<size_t>(peer.received() - before);
+Status Mesh::Pull(Stream& stream, bool* moved) {
+  const uint64_t before = stream.received();
+  KV_RETURN_IF_ERROR(stream.Pull(moved));
+  const auto came = static_cast<size_t>(stream.received() - before);
   if (!in_span_ || came == 0) return Status();
   span_last_ns_ = NowNs();
   if (span_first_ns_ == 0) {
@@ -191,19 +285,20 @@ Status Mesh::Progress(bool* moved) {
     KV_RETURN_IF_ERROR(TakeNews());
   }
   for (size_t i = 0; i < active_.size();) {
-    Stream& peer = stream(active_[i]);
-    if (peer.sending()) KV_RETURN_IF_ERROR(peer.Push(moved));
-    if (peer.receiving()) KV_RETURN_IF_ERROR(Pull(peer, moved));
-    if (peer.sending() || peer.receiving()) {
+    Stream& stream = active_[i]->stream;
+    if (stream.sending()) KV_RETURN_IF_ERROR(stream.Push(moved));
+    if (stream.receiving()) KV_RETURN_IF_ERROR(Pull(stream, moved));
+    if (stream.sending() || stream.receiving()) {
       ++i;
     } else {
-      is_active_[static_cast<size_t>(active_[i])] = 0;
+      active_[i]->active = false;
       active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
     }
   }
   if (!listening_) return Status();
   for (size_t i = 0; i < made_.size(); ++i) {
-    if (made_[i]->listening() && !made_[i]->receiving()) KV_RETURN_IF_ERROR(made_[i]->Pull(moved));
+    Stream& stream = made_[i]->stream;
+    if (stream.listening() && !stream.receiving()) KV_RETURN_IF_ERROR(stream.Pull(moved));
   }
   return Status();
 }
@@ -219,22 +314,24 @@ Status Mesh::Check(int64_t now_ns) {
 Status Mesh::CheckHosts(int64_t now_ns) {
   if (now_ns < next_host_check_ns_) return Status();
   next_host_check_ns_ = now_ns + kHostCheckPeriodMs * 1'000'000;
-  for (const int peer : active_) KV_RETURN_IF_ERROR(stream(peer).CheckHost(now_ns, kHostCheckPeriodMs));
+  for (Link* const link : active_) KV_RETURN_IF_ERROR(link->stream.CheckHost(now_ns, kHostCheckPeriodMs));
   if (!listening_) return Status();
-  for (const std::unique_ptr<Stream>& stream : made_) {  // messages that this end is done with
-    const bool looked = stream->sending() || stream->receiving();
-    if (!looked) KV_RETURN_IF_ERROR(stream->CheckHost(now_ns, kHostCheckPeriodMs));
+  for (const std::unique_ptr<Link>& link : made_) {  // messages that this end is done with
+    Stream& stream = link->stream;
+    const bool looked = stream.sending() || stream.receiving();
+    if (!looked) KV_RETURN_IF_ERROR(stream.CheckHost(now_ns, kHostCheckPeriodMs));
   }
   return Status();
 }
 
 void Mesh::SpreadOverCores(int64_t now_ns) {
   if (now_ns < next_spread_ns_) return;
-  std::vector<int> cores(streams_.size(), -1);
+  std::vector<int> cores(links_.size(), -1);
   bool any = false;
-  for (const int peer : active_) {
-    cores[static_cast<size_t>(peer)] = stream(peer).PeerCore();
-    any |= cores[static_cast<size_t>(peer)] >= 0;
+  for (const Link* const link : active_) {
+    int& core = cores[static_cast<size_t>(link->stream.number())];
+    core = link->stream.PeerCore();
+    any |= core >= 0;
   }
   // Where all cores are busy with others, leaving leads to the end of another queue, and back: ever more
   // rarely.
@@ -259,8 +356,8 @@ Status Mesh::Rest(int64_t idle_since_ns, int64_t now_ns, int64_t spin_ns) {
   std::vector<pollfd> polled;
   polled.reserve(active_.size() + 1);
   if (unconnected_ > 0) polled.push_back({options_.broker->news_fd(), POLLIN, 0});
-  for (const int peer : active_) {
-    const Stream& of = stream(peer);
+  for (const Link* const link : active_) {
+    const Stream& of = link->stream;
     const int events = (of.sending() ? POLLOUT : 0) | (of.receiving() ? POLLIN : 0);
     polled.push_back({of.fd(), static_cast<short>(events), 0});
   }

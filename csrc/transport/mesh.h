@@ -3,13 +3,19 @@
 //
 // Sends and receives are posted and make progress together, so nothing deadlocks however they are ordered; to
 // one peer they match in the order in which they were posted. Positions that posting returns say later what
-// is through.
+// is through, and all before it to that peer.
+//
+// Where one connection cannot fill a link there are several to a peer, the stripes: the messages of an
+// operation, large ones in pieces, go over them by turns, the first one over the first, so both ends agree
+// without a word.
 #pragma once
 
 #include <sys/uio.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <span>
@@ -60,11 +66,16 @@ class Mesh {
                        std::unique_ptr<Mesh>* out);
 
   int rank() const { return self_; }
-  int size() const { return static_cast<int>(streams_.size()); }
+  int size() const { return static_cast<int>(links_.size()); }
 
   // The number of the operation in the log. If ranks tell it, data of another operation are an error that
   // says so; else only the order and the sizes of messages are checked.
   void BeginOperation(uint32_t number);
+  // Over how many connections the messages to each peer go, 1 to kMostStripes. The same on every rank,
+  // between two operations.
+  static constexpr int kMostStripes = 8;
+  static constexpr size_t kPieceBytes = 256 << 10;  // a longer message goes as several, if there are stripes
+  void set_stripes(int stripes);
   // From now on; whoever takes the lease knows how many cores are free.
   void set_budget(WaitBudget budget) { options_.budget = budget; }
 
@@ -83,8 +94,8 @@ class Mesh {
   void Reach(int peer) { (void)Usable(peer); }
   // Whether whoever moves bytes here looks for them on all connections.
   void Listen(bool listening);
-  bool Sent(int peer, uint64_t position) const { return stream(peer).sent() >= position; }
-  bool Received(int peer, uint64_t position) const { return stream(peer).received() >= position; }
+  bool Sent(int peer, uint64_t position) const;
+  bool Received(int peer, uint64_t position) const;
   Status WaitSent(int peer, uint64_t position);
   Status WaitReceived(int peer, uint64_t position);
   Status WaitAll();
@@ -111,7 +122,7 @@ class Mesh {
   uint64_t received_bytes(int peer) const { return Count(peer, &StreamCounters::received_bytes); }
   uint64_t received_messages(int peer) const { return Count(peer, &StreamCounters::received_messages); }
 
-  // Any thread: how many peers there are connections to.
+  // Any thread: how many connections there are.
   int connections() const { return connections_.load(std::memory_order_relaxed); }
   // This rank leaves: waits until what it has sent in envelopes is with the peers' systems, at most so long.
   // What they have sent is thrown away: a connection that is closed with that unread takes back what was
@@ -129,24 +140,58 @@ class Mesh {
 
   Mesh(int self, std::vector<MeshPeer> peers, MeshOptions options);
 
-  Stream* Find(int peer) const { return streams_[static_cast<size_t>(peer)].load(std::memory_order_acquire); }
-  Stream& stream(int peer) const { return *Find(peer); }
-  uint64_t Count(int peer, std::atomic<uint64_t> StreamCounters::* counter) const {
-    Stream* const found = Find(peer);
-    return found == nullptr ? 0 : (found->counters().*counter).load(std::memory_order_relaxed);
+  // One connection.
+  struct Link {
+    Link(const std::string& peer, uint32_t epoch, int number, int64_t host_lost_ms)
+        : stream(peer, epoch, number, host_lost_ms) {}
+    Stream stream;
+    bool active = false;  // something is pending
+  };
+  // What goes one way between this rank and a peer over several connections.
+  struct Turns {
+    int next = 0;                                            // in this operation: whose turn it is
+    uint64_t posted = 0;                                     // messages, or pieces
+    uint64_t through = 0;                                    // of them, without a gap
+    std::deque<std::pair<const Stream*, uint64_t>> pending;  // with the position on its own stream
+  };
+  // All connections to a peer.
+  struct Links {
+    std::array<std::atomic<Link*>, kMostStripes> stripes{};  // null: never used
+    Turns sends, receives;
+  };
+  static constexpr uint64_t kByTurns = uint64_t{1} << 63;  // of a position: it counts messages of Turns
+
+  Link* Find(int peer, int stripe = 0) const {
+    const Links* const links = links_[static_cast<size_t>(peer)].load(std::memory_order_acquire);
+    return links == nullptr ? nullptr
+                            : links->stripes[static_cast<size_t>(stripe)].load(std::memory_order_acquire);
   }
-  Stream& Make(int peer);
+  Links& LinksTo(int peer) const {
+    return *links_[static_cast<size_t>(peer)].load(std::memory_order_acquire);
+  }
+  Stream& stream(int peer) const { return Find(peer)->stream; }
+  uint64_t Count(int peer, std::atomic<uint64_t> StreamCounters::* counter) const;
+  Link& Make(int peer, int stripe);
   Status Connect(const MadeConnection& made);
-  // False, and the mesh is broken, if there is no such connection, and will be none.
-  bool Usable(int peer);
-  bool MakeUsable(int peer);
+  // Null, and the mesh is broken, if there is no such connection, and will be none.
+  Link* Usable(int peer, int stripe = 0);
+  Link* MakeUsable(int peer, int stripe);
   // Connections that have come.
   Status TakeNews();
-  void Activate(int peer);
+  void Activate(Link& link);
+  void BeginTurns();
+  Turns& TurnsOf(int peer, bool sending) const {
+    return sending ? LinksTo(peer).sends : LinksTo(peer).receives;
+  }
+  // The connection whose turn it is; null as for Usable.
+  Link* TakeTurn(int peer, bool sending);
+  uint64_t Post(int peer, bool sending, std::span<const iovec> parts);
+  uint64_t PostOver(Link& link, bool sending, std::span<const iovec> parts);
+  static void Advance(Turns& turns, uint64_t (Stream::*reached)() const);
   template <class Done>
   Status Until(Done done);
   Status Progress(bool* moved);
-  Status Pull(Stream& peer, bool* moved);
+  Status Pull(Stream& stream, bool* moved);
   // Nothing moved: spins on, yields, or sleeps until a socket is ready. Calls check() when it is time.
   Status Rest(int64_t idle_since_ns, int64_t now_ns, int64_t spin_ns);
   // Peers on this machine that share this core with this rank wait for each other: one of them goes.
@@ -157,10 +202,12 @@ class Mesh {
 
   const int self_;
   MeshOptions options_;
-  std::vector<std::string> descriptions_;      // by peer
-  std::vector<std::atomic<Stream*>> streams_;  // by peer; null: never used
-  std::vector<std::unique_ptr<Stream>> made_;  // those that there are
-  int unconnected_ = 0;                        // of them
+  std::vector<std::string> descriptions_;    // by peer
+  std::vector<std::atomic<Links*>> links_;   // by peer; null: never used
+  std::vector<std::unique_ptr<Links>> met_;  // those that there are
+  std::vector<std::unique_ptr<Link>> made_;  // all connections
+  int unconnected_ = 0;                      // of them
+  int stripes_ = 1;
   std::atomic<int> connections_{0};
   uint32_t operation_ = 0;
   Receiver* receiver_ = nullptr;
@@ -168,8 +215,7 @@ class Mesh {
   bool in_span_ = false;
   size_t span_bytes_ = 0;  // after the first that came
   int64_t span_first_ns_ = 0, span_last_ns_ = 0;
-  std::vector<int> active_;      // peers with something pending
-  std::vector<char> is_active_;  // by peer
+  std::vector<Link*> active_;  // with something pending
   SpinGauge spin_gauge_;
   int64_t next_check_ns_ = 0;
   int64_t next_host_check_ns_ = 0;

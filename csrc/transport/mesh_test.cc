@@ -7,8 +7,10 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
+#include <random>
 #include <set>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "testing/mesh_world.h"
@@ -230,15 +232,15 @@ TEST_CASE("no connection is an error") {
 struct Operator {
   explicit Operator(int size) {
     for (int r = 0; r < size; ++r) {
-      boards.push_back(std::make_shared<ConnectionBroker>([this, r](int peer) {
+      boards.push_back(std::make_shared<ConnectionBroker>([this, r](int peer, int stripe) {
         std::lock_guard lock(mutex);
-        if (!asked.insert({std::min(r, peer), std::max(r, peer)}).second) return;
-        threads.emplace_back([this, r, peer] {
+        if (!asked.insert({std::min(r, peer), std::max(r, peer), stripe}).second) return;
+        threads.emplace_back([this, r, peer, stripe] {
           std::this_thread::sleep_for(std::chrono::milliseconds(20));
           int ends[2];
           testing::Connect(Wire::kTcp, ends);
-          boards[static_cast<size_t>(r)]->Connected(peer, ends[0]);
-          boards[static_cast<size_t>(peer)]->Connected(r, ends[1]);
+          boards[static_cast<size_t>(r)]->Connected({peer, ends[0], nullptr, stripe});
+          boards[static_cast<size_t>(peer)]->Connected({r, ends[1], nullptr, stripe});
         });
       }));
     }
@@ -257,7 +259,7 @@ struct Operator {
   }
   std::vector<std::shared_ptr<ConnectionBroker>> boards;
   std::mutex mutex;
-  std::set<std::pair<int, int>> asked;
+  std::set<std::tuple<int, int, int>> asked;
   std::vector<std::thread> threads;
 };
 
@@ -291,13 +293,66 @@ TEST_CASE("connections are made on first use") {
   CHECK(exchange.asked.size() == kSize);
 }
 
+// Operations of ever other numbers and sizes of messages, over ever other numbers of connections.
+TEST_CASE("messages go over several connections by turns") {
+  constexpr int kSize = 3;
+  Operator exchange(kSize);
+  std::vector<std::thread> ranks;
+  for (int r = 0; r < kSize; ++r) {
+    ranks.emplace_back([&, r] {
+      const std::unique_ptr<Mesh> mesh = exchange.Join(r);
+      std::minstd_rand draw(7);  // alike on all ranks
+      const int right = (r + 1) % kSize, left = (r + kSize - 1) % kSize;
+      uint64_t all_bytes = 0;
+      for (uint32_t operation = 1; operation <= 60; ++operation) {
+        mesh->set_stripes(static_cast<int>(draw() % 5));  // 0 counts as 1
+        mesh->BeginOperation(operation);
+        const size_t messages = draw() % 12;
+        std::vector<std::vector<char>> out, in;
+        std::vector<uint64_t> sent, received;
+        for (size_t m = 0; m < messages; ++m) {
+          const size_t bytes = draw() % 4 == 0 ? 0 : draw() % 700'000;
+          out.push_back(Pattern(bytes, static_cast<int>(operation + m) * kSize + r));
+          in.emplace_back(bytes);
+          all_bytes += bytes;
+        }
+        for (size_t m = 0; m < messages; ++m) {
+          const iovec from{in[m].data(), in[m].size()}, to{out[m].data(), out[m].size()};
+          received.push_back(mesh->PostReceive(left, {&from, 1}));
+          sent.push_back(mesh->PostSend(right, {&to, 1}));
+        }
+        // A position is reached when all before it are, whichever is looked at first.
+        if (messages > 0) {
+          const size_t some = draw() % messages;
+          CHECK_OK(mesh->WaitReceived(left, received[some]));
+          for (size_t m = 0; m <= some; ++m) {
+            CHECK(mesh->Received(left, received[m]));
+            CHECK(in[m] == Pattern(in[m].size(), static_cast<int>(operation + m) * kSize + left));
+          }
+          CHECK_OK(mesh->WaitSent(right, sent.back()));
+          for (const uint64_t position : sent) CHECK(mesh->Sent(right, position));
+          CHECK_OK(mesh->WaitReceived(left, received.back()));
+        }
+        for (size_t m = 0; m < messages; ++m)
+          CHECK(in[m] == Pattern(in[m].size(), static_cast<int>(operation + m) * kSize + left));
+      }
+      CHECK_OK(mesh->WaitAll());
+      CHECK(mesh->connections() == 2 * 4);
+      CHECK(mesh->sent_bytes(right) == all_bytes);
+      CHECK(mesh->received_bytes(left) == all_bytes);
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+}
+
 TEST_CASE("a connection may come before it is wanted") {
   Operator exchange(3);
   const std::unique_ptr<Mesh> mesh = exchange.Join(0);
   int ends[2];
   testing::Connect(Wire::kSocketPair, ends);
-  exchange.boards[0]->Connected(1, ends[0]);
-  exchange.boards[0]->Connected(0, dup(ends[1]));  // nobody that it could be: closed
+  exchange.boards[0]->Connected({1, ends[0]});
+  exchange.boards[0]->Connected({0, dup(ends[1])});  // nobody that it could be: closed
+  exchange.boards[0]->Connected({1, dup(ends[1]), nullptr, Mesh::kMostStripes});
   const MessageHeader header{0, 0, 2};
   CHECK(write(ends[1], &header, sizeof(header)) == sizeof(header));
   CHECK(write(ends[1], "ab", 2) == 2);
@@ -321,7 +376,7 @@ TEST_CASE("who cannot be reached is said") {
   CHECK_OK(Mesh::Create(0, std::move(peers), std::move(options), &mesh));
   char byte = 0;
   std::thread caller([&] {
-    while (board->TakeWanted() != std::vector<int>{2})
+    while (board->TakeWanted() != std::vector<std::pair<int, int>>{{2, 0}})
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     board->Failed("rank 2 is behind a wall");
     board->Failed("and so is rank 1");
@@ -340,9 +395,9 @@ TEST_CASE("a closed broker takes no connections") {
   int ends[4];
   testing::Connect(Wire::kSocketPair, ends);
   testing::Connect(Wire::kSocketPair, ends + 2);
-  board.Connected(1, ends[0]);
+  board.Connected({1, ends[0]});
   board.Close();
-  board.Connected(2, ends[2]);
+  board.Connected({2, ends[2]});
   for (const int other : {ends[1], ends[3]}) {
     char byte;
     CHECK(read(other, &byte, 1) == 0);

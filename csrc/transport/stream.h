@@ -100,6 +100,7 @@ class Stream {
   void Close();
 
   int fd() const { return fd_; }
+  int number() const { return number_; }
   const std::string& peer() const { return peer_; }
   StreamCounters& counters() { return counters_; }
 

@@ -99,13 +99,13 @@ class ConnectionBroker:
 
     def __init__(self) -> None: ...
     def fileno(self) -> int: ...
-    def wanted(self) -> list[int]:
-        """Ranks to which a connection is needed, each told once."""
+    def wanted(self) -> list[tuple[int, int]]:
+        """Ranks to which a connection is needed, and which one of several; each told once."""
 
-    def connected(self, peer: int, fd: int, keys: RecordKeys | None = None) -> None:
+    def connected(self, peer: int, stripe: int, fd: int, keys: RecordKeys | None = None) -> None:
         """Take over ``fd``, a connected stream socket to ``peer``; once closed, close it.
 
-        ``keys``: what passes is sealed with them.
+        ``stripe``: which connection to it, from 0. ``keys``: what passes is sealed with them.
         """
 
     def failed(self, text: str) -> None:
@@ -343,5 +343,7 @@ DTYPE_TRAITS: dict[str, DTypeTraits]
 OPS: dict[str, int]
 CODECS: dict[str, int]
 CODEC_BYTES: dict[str, int]
+MOST_STRIPES: int
+"""Connections for data between two ranks, at most."""
 """By name: what 256 elements take between hosts, encoded (csrc/collectives/codec.h)."""
 STATUS: dict[str, int]

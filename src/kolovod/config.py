@@ -387,6 +387,15 @@ class Settings:
         engine=False,
     )
 
+    connections: int = _knob(
+        0,
+        "TCP connections between two ranks of different hosts, at most. 0: one, and more over "
+        "links of 4 ms or more that one cannot fill.",
+        unit="connections",
+        minimum=0,
+        maximum=8,  # _native.MOST_STRIPES
+    )
+
     @property
     def interface_names(self) -> list[str]:
         """The items of ``interface``."""

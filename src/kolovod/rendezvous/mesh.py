@@ -7,7 +7,8 @@ when an algorithm first wants that: the engine asks (``_native.ConnectionBroker`
 the one that comes later in the world connects. After the handshake (net/channel.py)::
 
     connecting -> listening   {"protocol": n, "version": text,
-                               "rank": rank, "purpose": "data" or "control", "epoch": n}
+                               "rank": rank, "purpose": "data" or "control", "epoch": n,
+                               "stripe": which connection for data between the two, from 0}
     listening -> connecting   {"protocol": n, "version": text,
                                "welcome": whether the listening rank is in that world}
 
@@ -45,6 +46,7 @@ _PATIENCE_S = 5.0  # with a rank that refuses: the control plane may know better
 _RETRY_S = 0.2
 _NO_LIMIT_S = 1e8
 _CHECK_PERIOD_S = 0.1
+_AT_ONCE = 16
 
 
 class _OtherReleaseError(BootstrapError):
@@ -141,7 +143,7 @@ class Links:
         self._control = [_NONE] * len(self._leaders)
         self._arrivals: queue.SimpleQueue[tuple[int, Made]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._calling: socket.socket | None = None  # guarded by the lock
+        self._calling: set[socket.socket] = set()  # guarded by the lock
         self._closed = False  # guarded by the lock
         self._thread: threading.Thread | None = None
 
@@ -180,9 +182,9 @@ class Links:
             if self._closed:
                 return
             self._closed = True
-            if self._calling is not None:
+            for sock in self._calling:
                 with contextlib.suppress(OSError):
-                    self._calling.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self.broker.close()
         self._listener.close()
         if self._thread is not None:
@@ -199,8 +201,8 @@ class Links:
         """In a forked child: close its copies of the descriptors."""
         self._listener.forget()
         self.broker.forget()
-        if self._calling is not None:
-            self._calling.close()
+        for sock in self._calling:
+            sock.close()
 
     def _serve(self, channel: Channel) -> None:
         """On a thread of the listener: somebody who knows the secret has connected."""
@@ -216,10 +218,11 @@ class Links:
         rank = messages.whole(hello, "rank", 0, messages.MAX_RANKS - 1)
         purpose = messages.text(hello, "purpose", 16)
         epoch = messages.whole(hello, "epoch", 0, MAX_EPOCH)
+        stripe = messages.whole(hello, "stripe", 0, _native.MOST_STRIPES - 1)
         welcome = epoch == self._epoch and rank < len(self._members)
         channel.send({**versions.own(), "welcome": welcome}, deadline)
         if welcome and purpose == _DATA:
-            self.broker.connected(rank, *_made(channel))
+            self.broker.connected(rank, stripe, *_made(channel))
         elif welcome:
             self._arrivals.put((rank, _made(channel)))
 
@@ -242,22 +245,35 @@ class Links:
                 os.close(made.fd)
 
     def _connect_wanted(self) -> None:
-        """The thread: connections that the engine asks for, one after the other."""
+        """The thread: connections that the engine asks for, some at a time."""
         poll = select.poll()
         poll.register(self.broker.fileno(), select.POLLIN)
         while not self.broker.closed:
             poll.poll()
-            for peer in self.broker.wanted():
-                if peer < self._rank:  # the others will come
-                    self._connect_data(peer)
+            wanted = [one for one in self.broker.wanted() if one[0] < self._rank]  # others come
+            if len(wanted) == 1:
+                self._connect_data(*wanted[0])
+                continue
+            # Over a long link a handshake takes several times there and back. Not by an executor,
+            # which would hold up a process that ends.
+            for at in range(0, len(wanted), _AT_ONCE):
+                threads = [
+                    threading.Thread(target=self._connect_data, args=one, daemon=True)
+                    for one in wanted[at : at + _AT_ONCE]
+                ]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
 
-    def _connect_data(self, peer: int) -> None:
+    def _connect_data(self, peer: int, stripe: int) -> None:
         started = time.monotonic()
         while not self.broker.closed:
             try:
                 # A process may be busy for long; its host answers at once.
                 limits = time.monotonic() + _REACH_S, time.monotonic() + _NO_LIMIT_S
-                self.broker.connected(peer, *self._call(peer, _DATA, *limits))
+                made = self._call(peer, _DATA, *limits, stripe=stripe)
+                self.broker.connected(peer, stripe, *made)
                 return
             except _OtherReleaseError as error:
                 self.broker.failed(str(error))
@@ -275,6 +291,7 @@ class Links:
         reached_by: float,
         answered_by: float,
         check: Callable[[], None] = lambda: None,
+        stripe: int = 0,
     ) -> Made:
         """A connection to ``peer``; AuthenticationError, EOFError or OSError if there is none."""
 
@@ -291,7 +308,7 @@ class Links:
             )
             with contextlib.closing(channel):
                 hello = {"rank": self._rank, "purpose": purpose, "epoch": self._epoch}
-                channel.send({**versions.own(), **hello}, answered_by)
+                channel.send({**versions.own(), **hello, "stripe": stripe}, answered_by)
                 answer = channel.receive(answered_by)
                 if (other := versions.find_other(answer)) is not None:
                     raise _OtherReleaseError(
@@ -307,17 +324,20 @@ class Links:
 
     def _watched(self, found: Iterator[socket.socket]) -> Generator[socket.socket, None, None]:
         """``found``, each of which ``close`` can wake a thread from as long as it is in use."""
+        last: set[socket.socket] = set()
         try:
             for sock in found:
                 with self._lock:
                     if self._closed:
                         sock.close()
                         raise EOFError("the world has ended")
-                    self._calling = sock
+                    self._calling -= last
+                    last = {sock}
+                    self._calling |= last
                 yield sock
         finally:
             with self._lock:
-                self._calling = None
+                self._calling -= last
 
     def _unreachable(self, peer: int, error: BaseException) -> str:
         return (
