@@ -174,7 +174,7 @@ def handshakes(folder: Path, *, sealed: bool) -> None:
 
     def call() -> None:
         channel = channels.greet(client, secret, "test", deadline, encrypted=sealed)
-        hello = {"rank": 1, "purpose": "data", "epoch": 1}
+        hello = {"rank": 1, "purpose": "data", "epoch": 1, "stripe": 3}
         channel.send({**versions.own(), **hello}, deadline)
 
     calling = threading.Thread(target=call)

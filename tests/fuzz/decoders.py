@@ -161,6 +161,7 @@ def _hello(message: Any) -> None:
     messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)
     messages.text(message, "purpose", 16)
     messages.whole(message, "epoch", 0, protocol.MAX_EPOCH)
+    messages.whole(message, "stripe", 0, _native.MOST_STRIPES - 1)
 
 
 def _report(message: Any) -> None:

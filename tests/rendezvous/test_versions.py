@@ -90,7 +90,7 @@ def test_a_rank_of_another_host_is_refused() -> None:
     with contextlib.closing(mesh.Links(0, world, listener, SECRET)) as links:
         listener.start(SECRET, links._serve)
         label = mesh._label(listener.address)
-        hello = {"rank": 1, "purpose": "control", "epoch": 1}
+        hello = {"rank": 1, "purpose": "control", "epoch": 1, "stripe": 0}
         assert say(listener.address, label, {**hello, **versions.own()})["welcome"] is True
         for theirs in (OTHER, {}):
             answer = say(listener.address, label, {**hello, **theirs})
