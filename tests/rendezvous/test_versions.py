@@ -116,7 +116,7 @@ def test_a_rank_that_is_refused_for_its_release_says_so(monkeypatch: pytest.Monk
         said: list[str] = []
         board = SimpleNamespace(closed=False, connected=said.append, failed=said.append)
         monkeypatch.setattr(links, "broker", board)
-        links._connect_data(0)
+        links._connect_data(0, 0)
         monkeypatch.undo()
         assert [bool(re.search(text, one)) for one in said] == [True]
 
