@@ -98,6 +98,15 @@ def test_hosts_and_places_that_are_gone():
     assert places(plan) == [(4, "d")]
 
 
+def test_who_is_not_there_yet_goes_first_where_places_are_fewer():
+    """As where a process was ordered for a place that had gone already."""
+    running = {0: "a", 1: "a", 2: "a"}
+    plan = plan_starts({"a": 2}, running, [], 8, POLICY, 0.0, ordered={0})
+    assert (plan.crowded, places(plan)) == ((0,), [])
+    plan = plan_starts({"a": 1}, running, [], 8, POLICY, 0.0, ordered={0})
+    assert plan.crowded == (2, 0)
+
+
 def test_in_horovods_mode_a_host_that_is_avoided_loses_its_other_processes():
     policy = RetryPolicy(retries=0, cooldown_s=(10.0, 10.0), whole_host=True)
     running = {0: "a", 1: "b", 3: "b", 4: "c"}

@@ -106,6 +106,7 @@ def plan_starts(
     *,
     lost: Collection[str] = (),
     twice: Sequence[str] = (),
+    ordered: Collection[int] = (),
     replica_size: int = 1,
 ) -> Plan:
     """What the launcher does next.
@@ -113,8 +114,10 @@ def plan_starts(
     ``wanted``: places of each host, in the order of preference; ``running``: the host of each slot
     that has a process, or whose process has left; ``failures``: all so far. ``lost``: hosts that
     cannot be reached, where nothing is started and nobody is told to leave. ``twice``: the hosts of
-    processes whose slots have others, too: their hosts were lost meanwhile. ``replica_size``: of so
-    many slots, from a multiple of it on, all are started or none, on one host if one has places.
+    processes whose slots have others, too: their hosts were lost meanwhile. ``ordered``: slots
+    whose process is to be started, but not there yet; it goes first where places are fewer, since
+    it may have got none. ``replica_size``: of so many slots, from a multiple of it on, all are
+    started or none, on one host if one has places.
     """
     known = {*wanted, *running.values(), *twice}
     untils = {host: cooling_until(host, failures, policy) for host in known}
@@ -122,7 +125,7 @@ def plan_starts(
     ended = frozenset(running.values()) & cooling.keys() if policy.whole_host else frozenset[str]()
     unwanted = frozenset(running.values()) - wanted.keys()
     on_host: dict[str, list[int]] = {host: [] for host in wanted}
-    for slot, host in sorted(running.items()):
+    for slot, host in sorted(running.items(), key=lambda item: (item[0] in ordered, item[0])):
         if host in wanted and host not in ended:
             on_host[host].append(slot)
     crowded = [slot for host, slots in on_host.items() for slot in slots[max(0, wanted[host]) :]]

@@ -382,6 +382,7 @@ class ElasticJob:
             now,
             lost=self._fleet.lost(),
             twice=[host for _, host in twice.elements()],
+            ordered=self._ordered(),
             replica_size=self._elastic.replica_size,
         )
         self._steward.set_hosts(plan.cooling, plan.unwanted | plan.ended)
@@ -401,6 +402,13 @@ class ElasticJob:
         self._end_superfluous()
         look_s = now + _LOOK_S
         return look_s if plan.until_s is None else min(look_s, plan.until_s)
+
+    def _ordered(self) -> set[int]:
+        """The slots whose process has been ordered, but has not begun yet."""
+        processes = {number: self._processes[number] for number in self._fleet.running}
+        hosts = {process.host for process in processes.values()}
+        pids = {host: self._fleet.group(host).pids() for host in hosts}
+        return {p.slot for number, p in processes.items() if not pids[p.host].get(number)}
 
     def _end_superfluous(self) -> None:
         """A host was lost, its slots filled elsewhere, and then it was reached, and they live."""
