@@ -64,7 +64,12 @@ def test_a_block_runs(tmp_path, page, code):
         command = [sys.executable, "-m", "kolovod", "run", *flags, "--", *command]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment,
+        cwd=tmp_path,  # where some write files
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     if page.stem == "debug-a-hang":
