@@ -50,6 +50,7 @@ LINKS = (
 LONG_LINKS = (  # by --links only
     Link("100M+20ms", 100e6, 20e-3),
     Link("100M+50ms", 100e6, 50e-3),
+    Link("1G+50ms", 1e9, 50e-3),
 )
 SIZES = [4, 64, KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB]
 QUICK_SIZES = [4, 64 * KIB, MIB, 16 * MIB]

@@ -40,7 +40,7 @@ OF_TORCH = {
 OF_JAX = {
     *("JaxCollectives", "JaxFrontend", "Compression", "Compressor", "Payload", "collectives"),
     *("allreduce_pytree", "broadcast_pytree", "average_gradients", "DistributedOptimizer"),
-    *("AccumulatedState", "DiLoCoState", "LocalSGDState", "diloco", "local_sgd"),
+    *("AccumulatedState", "DiLoCoState", "LocalSGDState", "LocalTraining", "diloco", "local_sgd"),
     *("ShardedState", "clip_by_global_norm"),
     *METRICS,
 }

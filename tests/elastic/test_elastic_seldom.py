@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import seldom_members
 import seldom_replay
 from jobs_with_deaths import SCRIPT, run
 from seldom_elastic import Replay
@@ -70,6 +71,35 @@ def test_deaths_between_exchanges_and_in_one(case: str, tmp_path: Path) -> None:
     survivor = next(result for result in results if result["slot"] == 2)
     assert survivor["moved_between"]  # it was in the next world before the next exchange
     assert len(survivor["found"]) == results[0]["steps"] + 1  # and has lost no step of its own
+
+
+@pytest.mark.frameworks
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_diloco_of_jax(tmp_path: Path) -> None:
+    script = str(SELDOM.with_name("seldom_jax_script.py")), str(tmp_path)
+    done = run("-np", str(FULL), script=script, deadline_s=DEADLINE_S, env=QUIET)
+    assert done.returncode == 0, done.stderr
+    results = results_of(tmp_path, done.stderr)
+    (_, first), *history = results[0]["history"]
+    assert len({member for _, members in results[0]["history"] for member in members}) == FULL + 2
+    log = [tuple(members) for members in results[0]["log"]]
+    replay = seldom_members.Replay(
+        tuple(first), log, 6, fragments=((0,), (1,), (2,)), delay=3, share=0.25
+    )
+    came = dict(history)
+    for step in range(1, results[0]["steps"] + 2):
+        is_last = step > results[0]["steps"]
+        replay.synchronize() if is_last else replay.step()
+        for result in results:
+            found = result["found"].get(str(step))
+            if found is not None:
+                right = replay.common if is_last else replay.ranks[result["member"]].parameters
+                for one, other in zip(found, right, strict=True):
+                    np.testing.assert_allclose(one, other, 1e-11, 1e-11)
+        if step in came:
+            replay.join(tuple(came[step]))
+    assert not replay.log
 
 
 def replay_of_fit(results: list[dict[str, Any]]) -> None:

@@ -21,8 +21,8 @@ OPTIONS = {
 }
 
 
-def made(**options):
-    model = torch.nn.Linear(3, 2)
+def made(model=None, **options):
+    model = model or torch.nn.Linear(3, 2)
     named = {"named_parameters": model.named_parameters(), **options}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, hvd.DistributedOptimizer(optimizer, **named)
@@ -83,6 +83,30 @@ def check_errors(model, optimizer):
 @pytest.mark.parametrize("size", [1, 2])
 def test_gradients_sent_one_by_one(size):
     assert all(run_ranks(size, send_all, size))
+
+
+def send_encoded(rank):
+    """Between hosts: but for biases, and what is excluded, as ``allreduce`` encodes it."""
+    hvd.init()
+    for exclude in ((), ("weight",)):
+        compression = hvd.Compression.int4(exclude=exclude)
+        model, optimizer = made(torch.nn.Linear(64, 96), compression=compression)
+        drawn = torch.Generator().manual_seed(rank)
+        own = [torch.randn(p.shape, generator=drawn) for p in (model.weight, model.bias)]
+        for parameter, gradient in zip((model.weight, model.bias), own, strict=True):
+            parameter.grad = gradient.clone()
+            handle, context = optimizer._allreduce_grad_async(parameter)
+            found = compression.decompress(hvd.synchronize(handle), context)
+            exact = hvd.allreduce(gradient, name="exact")
+            encoded = hvd.allreduce(gradient, name="encoded", compression=hvd.Compression.int4)
+            is_encoded = parameter is model.weight and not exclude
+            assert torch.equal(found, encoded if is_encoded else exact)
+            assert torch.equal(found, exact) == (not is_encoded)
+    hvd.shutdown()
+
+
+def test_gradients_sent_in_four_bits():
+    run_ranks(2, send_encoded, hosts=["a", "b"])
 
 
 def test_an_optimizer_is_freed_without_the_collector():

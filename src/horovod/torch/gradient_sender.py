@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 
-from horovod.torch.reductions import allreduce_async_
+from horovod.common.arguments import op_of
+from horovod.torch.arguments import given
+from horovod.torch.autograd import plain
+from horovod.torch.handles import number_of
+from kolovod.core.codecs import Codec
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.compression import Blocks
 from kolovod.torch.distributed import Distributed
 from kolovod.torch.parameters import names_of_group
 
@@ -72,12 +77,8 @@ def _send(
             )
         parameter.grad = parameter.grad.to_dense()
     small, context = compression.compress(parameter.grad)
-    handle = allreduce_async_(
-        small,
-        name=f"allreduce.{name}",
-        op=op,
-        prescale_factor=1.0 / predivide,
-        postscale_factor=predivide,
-        process_set=process_set,
-    )
-    return handle, context
+    is_encoded = isinstance(compression, Blocks)
+    codec = compression.codec_of(name, parameter.dim()) if is_encoded else Codec.none
+    scales = 1.0 / predivide, predivide
+    arguments = given("allreduce", f"allreduce.{name}", op_of(None, op), *scales, process_set)
+    return number_of(plain.allreduce_async_(small, *arguments, compression=codec)), context

@@ -122,15 +122,24 @@ class Exchange:
     """The mean over the ranks of tensors of a model, by a name of its own on all ranks."""
 
     def __init__(
-        self, kind: str, compression: AnyCompressor, process_set: ProcessSet | None, verbs: Any
+        self,
+        kind: str,
+        compression: AnyCompressor,
+        process_set: ProcessSet | None,
+        verbs: Any,
+        *,
+        in_state: str = "",
     ) -> None:
         """``kind``: what names begin with. ``verbs``: a framework's Collectives.
 
+        ``in_state``: what is in an elastic job's state; by default the LocalSGD or DiLoCo itself.
         Raises InvalidArgumentError.
         """
+        self._in_state = in_state or kind
         given = adapted(compression)  # for which --compression does not count
         self.spec = ReduceSpec.checked(given, Average, 1.0, process_set, (Average,))
-        self._plain = ReduceSpec.checked(NOTHING, Average, 1.0, process_set, (Average,))
+        self.plain = ReduceSpec.checked(NOTHING, Average, 1.0, process_set, (Average,))
+        """``spec`` without compression."""
         self._kind = kind
         self._verbs = verbs
         self._agreement = Agreement(verbs.world, process_set)
@@ -180,14 +189,6 @@ class Exchange:
         if self.has_others:
             self._agreement.reach(mine())
 
-    def refuse_elastic(self, why: str) -> None:
-        """Raise InvalidArgumentError in an elastic job: where it does not work for that reason."""
-        if steps.ongoing() is not None:
-            raise InvalidArgumentError(
-                f"{self._kind} does not work in elastic jobs here: {why}; start the job without "
-                "--elastic, or use kolovod.torch or kolovod.keras"
-            )
-
     @property
     def is_in_state(self) -> bool:
         """Whether it is in the state of the elastic job of now."""
@@ -198,7 +199,8 @@ class Exchange:
         if steps.ongoing() is not None and not self.is_in_state:
             raise InvalidArgumentError(
                 f"{self._kind} is not in the state of this elastic job: put it there, instead of "
-                f"its model and optimizers, as in elastic.State({self._kind}={self._kind}, step=0)"
+                "what it trains and of optimizers, as in "
+                f"elastic.State({self._kind}={self._in_state}, step=0)"
             )
 
     def before_step(self) -> None:
@@ -210,6 +212,7 @@ class Exchange:
         ongoing = steps.ongoing()
         if ongoing is not None:
             self.check_in_state()
+            steps.settle()
             ongoing.follow()
             self._trains_in = ongoing
 
@@ -234,7 +237,7 @@ class Exchange:
         ``further``: the same, as they are; their means come last.
         """
         own = [*(tensor for _, tensor in tensors), *further]
-        spec = self.spec if is_compressed else self._plain
+        spec = self.spec if is_compressed else self.plain
         is_elastic = steps.ongoing() is not None
         if not is_elastic and not self.has_others:
             self.has_exchanged = True

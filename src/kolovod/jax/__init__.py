@@ -29,6 +29,7 @@ from kolovod.jax.clipping import clip_by_global_norm
 from kolovod.jax.diloco import DiLoCoState, diloco
 from kolovod.jax.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.jax.frontend import JaxFrontend
+from kolovod.jax.local_training import LocalTraining
 from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.seldom import LocalSGDState, local_sgd
@@ -60,6 +61,7 @@ __all__ = [
     "JaxCollectives",
     "JaxFrontend",
     "LocalSGDState",
+    "LocalTraining",
     "Payload",
     "ShardedState",
     "allreduce_pytree",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Leaves = list[Any]
 
+_NOTHING, _OWN, _MEAN = 0, 1, 2  # what waits of a fragment
+
 
 class DiLoCoState(NamedTuple):
     """The state of ``diloco``. On all ranks the same but for ``sent`` and ``inner``."""
@@ -32,11 +35,14 @@ class DiLoCoState(NamedTuple):
     common: Any
     """The parameters that all ranks have in common, with the same bits; like the parameters."""
     sent: Any
-    """With a delay: this rank's outer gradients that wait to be applied; like the parameters."""
-    is_sent: jax.Array | None
-    """With a delay: which fragments of them do; bool, (fragments,)."""
+    """With a delay: the outer gradients that wait to be applied; like the parameters."""
+    waits: jax.Array | None
+    """With a delay, of each fragment: 0 if nothing waits, 1 if this rank's outer gradients do, 2 if
+    it is the ranks' mean; int8, (fragments,)."""
     equal_after: jax.Array
     """After which of ``steps`` each fragment was the same on all ranks; int32, (fragments,)."""
+    exchanges: jax.Array
+    """Steps, and calls of ``synchronize``, in which ranks have exchanged something; int32, ()."""
     inner: Any
     """The state of the inner optimizer."""
     outer: tuple[Any, ...]
@@ -93,8 +99,9 @@ def diloco(
     All ranks call ``init`` with the same parameters (``broadcast_pytree``), outside of ``jax.jit``:
     it compares them and the options. Where it is traced (``jax.eval_shape(diloco.init, params)``,
     as a template of a checkpoint) the first ``update`` compares shapes and options. Both raise
-    MismatchError, on every rank, where they differ; InvalidArgumentError in an elastic job, for
-    parameters that are no floats, and without ``params``. Raises InvalidArgumentError.
+    MismatchError, on every rank, where they differ; InvalidArgumentError for parameters that are no
+    floats, without ``params``, and in an elastic job that has no LocalTraining of it in its state.
+    Raises InvalidArgumentError.
     """
     schedule = Schedule.checked(sync_every, warm_up_steps, fragment_sync_delay)
     if isinstance(fragments, int):
@@ -141,8 +148,10 @@ class _Now(NamedTuple):
 
 
 class _DiLoCo:
+    state_type: type = DiLoCoState
+
     def __init__(self, parts: Parts, outer: Any, fragments: Any, share: float) -> None:
-        self._parts = parts
+        self.parts = parts
         self._outer = outer
         self._given = fragments
         self._share = share
@@ -150,14 +159,15 @@ class _DiLoCo:
 
     def init(self, params: Any) -> DiLoCoState:
         fragments = self._begun(params, begins=True)
-        leaves, is_late = jax.tree.leaves(params), self._parts.schedule.delay > 0
+        leaves, is_late = jax.tree.leaves(params), self.parts.schedule.delay > 0
         return DiLoCoState(
             steps=jnp.zeros((), jnp.int32),
             common=jax.tree.map(jnp.array, params),  # a copy: both may be donated
             sent=jax.tree.map(jnp.zeros_like, params) if is_late else None,
-            is_sent=jnp.zeros(len(fragments), jnp.bool_) if is_late else None,
+            waits=jnp.zeros(len(fragments), jnp.int8) if is_late else None,
             equal_after=jnp.zeros(len(fragments), jnp.int32),
-            inner=self._parts.inner.init(params),
+            exchanges=jnp.zeros((), jnp.int32),
+            inner=self.parts.inner.init(params),
             outer=tuple(self._outer.init(f.tree(f.of(leaves), self._hole)) for f in fragments),
         )
 
@@ -165,27 +175,34 @@ class _DiLoCo:
         self, updates: Any, state: DiLoCoState, params: Any = None, **extra: Any
     ) -> tuple[Any, DiLoCoState]:
         fragments = self._begun(params)
-        steps, schedule = state.steps + 1, self._parts.schedule
+        steps, schedule = state.steps + 1, self.parts.schedule
         is_due = [schedule.applies(steps, f.number, len(fragments)) for f in fragments]
-        if state.is_sent is not None:
-            is_due = [due & waits for due, waits in zip(is_due, state.is_sent, strict=True)]
-        updates, inner = self._parts.step(updates, state.steps, state.inner, params, extra)
+        if state.waits is not None:
+            is_due = [due & (it != _NOTHING) for due, it in zip(is_due, state.waits, strict=True)]
+        updates, inner = self.parts.step(updates, state.steps, state.inner, params, extra)
         common = state.common
         if schedule.warm_up_steps:
-            own = partial(self._parts.optax.apply_updates, params, updates)
+            own = partial(self.parts.optax.apply_updates, params, updates)
             common = when(schedule.begins(steps), lambda _: own(), common)
         flat = [jax.tree.leaves(tree) for tree in (updates, params, common)]
         now = _Now(flat[0], flat[1], flat[2], jax.tree.leaves(state.sent), list(state.outer))
         for f, due in zip(fragments, is_due, strict=True):
-            self._apply(f, due, now)
+            self._apply(f, due, state.waits, now)
         whole = partial(jax.tree.unflatten, fragments[0].structure)
         return whole(now.updates), self._kept(fragments, is_due, steps, state, now)._replace(
             steps=steps,
             common=whole(now.common),
             equal_after=self._equal_after(state, is_due, steps),
+            exchanges=state.exchanges + self._exchanges(state, is_due),
             inner=inner,
             outer=tuple(now.outer),
         )
+
+    def _exchanges(self, state: DiLoCoState, is_due: list[Any]) -> jax.Array:
+        """Whether ranks exchange something in the step after ``state``."""
+        due = jnp.stack([jnp.asarray(each) for each in is_due])
+        due = due if state.waits is None else due & (state.waits == _OWN)
+        return jnp.any(due) | self.parts.schedule.warms_up(state.steps)
 
     def _equal_after(self, state: DiLoCoState, is_due: list[Any], steps: Any) -> jax.Array:
         if self._share:
@@ -196,46 +213,73 @@ class _DiLoCo:
         fragments = self._begun(params)
         own, common = jax.tree.leaves(params), jax.tree.leaves(state.common)
         outer = list(state.outer)
+        has_changed = state.equal_after != state.steps
+        exchanged = has_changed
+        if state.waits is not None:
+            has_changed &= state.waits == _NOTHING
+            exchanged = has_changed | (state.waits == _OWN)
         for f in fragments:
-            is_changed = state.equal_after[f.number] != state.steps
-            if state.is_sent is not None:
-                self._settle(f, state.is_sent[f.number], state, own, common, outer)
-                is_changed &= ~state.is_sent[f.number]
+            if state.waits is not None:
+                self._settle(f, state.waits[f.number], state.sent, own, common, outer)
 
             def exchange(old: tuple[Leaves, Any], f: _Fragment = f) -> tuple[Leaves, Any]:
                 mean = self._mean(f, _less(old[0], f.of(own)))
                 return self._step(f, mean, *old)
 
             old = f.of(common), outer[f.number]
-            together, outer[f.number] = when(is_changed, exchange, old)
+            together, outer[f.number] = when(has_changed[f.number], exchange, old)
             f.put(together, common)
         structure = fragments[0].structure
         together = jax.tree.unflatten(structure, common)
-        nothing = None if state.is_sent is None else jnp.zeros_like(state.is_sent)
         state = state._replace(
             common=jax.tree.map(jnp.array, together),
-            is_sent=nothing,
+            waits=None if state.waits is None else jnp.zeros_like(state.waits),
+            exchanges=state.exchanges + jnp.any(exchanged),
             equal_after=jnp.full_like(state.equal_after, state.steps),
             outer=tuple(outer),
         )
         return together, state
 
+    def arrivals(self, state: DiLoCoState) -> Iterator[DiLoCoState]:
+        if state.waits is None:
+            return
+        for f in self._fragments(state.common):
+            if state.waits[f.number] == _OWN:
+                leaves = jax.tree.leaves(state.sent)
+                f.put(self._mean(f, f.of(leaves)), leaves)
+                state = state._replace(
+                    sent=jax.tree.unflatten(f.structure, leaves),
+                    waits=state.waits.at[f.number].set(_MEAN),
+                    exchanges=state.exchanges + 1,
+                )
+                yield state
+
+    def options(self, state: DiLoCoState) -> seldom.Details:
+        cut = [f.places for f in self._fragments(state.common)]
+        return [*self.parts.schedule.details(), ("fragments", cut)]
+
     def _begun(self, params: Any, *, begins: bool = False) -> list[_Fragment]:
         """The fragments, of parameters that are checked."""
-        self._parts.check(params)
+        self.parts.check(params)
+        fragments = self._fragments(params)
+        cut = [f.places for f in fragments]
+        self.parts.agree(params, [("fragments", cut)], begins=begins)
+        return fragments
+
+    def _fragments(self, params: Any) -> list[_Fragment]:
+        """Of a tree like the parameters."""
         leaves, structure = jax.tree.flatten(params)
-        schedule = self._parts.schedule
+        schedule = self.parts.schedule
         if isinstance(self._given, int):
             cut = schedule.cut(self._given, len(leaves))
         else:
             cut = _cut(self._given, params)
             schedule.check_turns(len(cut))
-        self._parts.agree(params, [("fragments", cut)], begins=begins)
         return [_Fragment(number, places, structure) for number, places in enumerate(cut)]
 
     def _mean(self, f: _Fragment, gradients: Leaves) -> Leaves:
         tree = f.tree(gradients, self._hole)
-        means: Leaves = jax.tree.leaves(self._parts.mean(f"fragment.{f.number}", tree))
+        means: Leaves = jax.tree.leaves(self.parts.mean(f"fragment.{f.number}", tree))
         return means
 
     def _kept(
@@ -247,30 +291,34 @@ class _DiLoCo:
         now: _Now,
     ) -> DiLoCoState:
         """``state`` with the outer gradients that this step computes, if there is a delay."""
-        if state.is_sent is None:
+        if state.waits is None:
             return state
         waits = []
-        for f, due, before in zip(fragments, is_due, state.is_sent, strict=True):
-            sends = self._parts.schedule.sends(steps, f.number, len(fragments))
+        for f, due, before in zip(fragments, is_due, state.waits, strict=True):
+            sends = self.parts.schedule.sends(steps, f.number, len(fragments))
             f.put(when(sends, partial(self._gradients, f, now), f.of(now.sent)), now.sent)
-            waits.append((before & ~due) | sends)
+            after = jnp.where(due, jnp.zeros_like(before), before)
+            waits.append(jnp.where(sends, jnp.full_like(before, _OWN), after))
         whole = jax.tree.unflatten(fragments[0].structure, now.sent)
-        return state._replace(sent=whole, is_sent=jnp.stack(waits))
+        return state._replace(sent=whole, waits=jnp.stack(waits))
 
     def _gradients(self, f: _Fragment, now: _Now, before: Leaves) -> Leaves:
         """The outer ones, of a fragment that nothing is applied to in this step."""
-        own = self._parts.optax.apply_updates(f.of(now.params), f.of(now.updates))
+        own = self.parts.optax.apply_updates(f.of(now.params), f.of(now.updates))
         return _less(f.of(now.common), own)
 
-    def _apply(self, f: _Fragment, due: Any, now: _Now) -> None:
+    def _apply(self, f: _Fragment, due: Any, waits: Any, now: _Now) -> None:
         """Step the outer optimizer on a fragment, if it is ``due``."""
         params = f.of(now.params)
         waiting = f.of(now.sent) if now.sent else None
 
         def apply(old: tuple[Leaves, Leaves, Any]) -> tuple[Leaves, Leaves, Any]:
             updates, common, outer = old
-            own = self._parts.optax.apply_updates(params, updates)
-            mean = self._mean(f, _less(common, own) if waiting is None else waiting)
+            own = self.parts.optax.apply_updates(params, updates)
+            if waiting is None:
+                mean = self._mean(f, _less(common, own))
+            else:
+                mean = when(waits[f.number] == _OWN, partial(self._mean, f), waiting)
             together, outer = self._step(f, mean, common, outer)
             pairs = zip(together, own, strict=True)
             mixed = [t + self._share * (o - t) for t, o in pairs] if self._share else together
@@ -283,17 +331,18 @@ class _DiLoCo:
         f.put(common, now.common)
 
     def _settle(
-        self, f: _Fragment, waits: Any, state: DiLoCoState, own: Leaves, common: Leaves, outer: Any
+        self, f: _Fragment, waits: Any, sent: Any, own: Leaves, common: Leaves, outer: Any
     ) -> None:
-        """Apply a fragment that waits, and leave nothing of the rank's own parameters."""
+        """Apply a fragment if it ``waits``, and leave nothing of the rank's own parameters."""
+        waiting = f.of(jax.tree.leaves(sent))
 
         def apply(old: tuple[Leaves, Leaves, Any]) -> tuple[Leaves, Leaves, Any]:
-            mean = self._mean(f, f.of(jax.tree.leaves(state.sent)))
+            mean = when(waits == _OWN, partial(self._mean, f), waiting)
             together, after = self._step(f, mean, *old[1:])
             return together, together, after
 
         old = f.of(own), f.of(common), outer[f.number]
-        mine, together, outer[f.number] = when(waits, apply, old)
+        mine, together, outer[f.number] = when(waits != _NOTHING, apply, old)
         f.put(mine, own)
         f.put(together, common)
 
@@ -301,7 +350,7 @@ class _DiLoCo:
         """What the outer optimizer makes of the parameters in common, and its state."""
         before = f.tree(common, self._hole)
         updates, outer = self._outer.update(f.tree(mean, self._hole), outer, before)
-        after: Leaves = jax.tree.leaves(self._parts.optax.apply_updates(before, updates))
+        after: Leaves = jax.tree.leaves(self.parts.optax.apply_updates(before, updates))
         return after, outer
 
 

@@ -8,6 +8,7 @@ import jax
 
 from kolovod.core.objects import Objects
 from kolovod.elastic import share_by
+from kolovod.jax.local_training import LocalTraining
 from kolovod.jax.pytrees import Pytrees, described, is_wholly_sent
 from kolovod.jax.verbs import collectives
 
@@ -20,6 +21,7 @@ _objects = Objects(collectives.world)
 def share_in_elastic_jobs() -> None:
     """Let ``kolovod.elastic.State`` hold pytrees: ranks that join get rank 0's."""
     share_by(_has_arrays, share_pytree)
+    share_by(lambda value: isinstance(value, LocalTraining), share_local_training)
 
 
 def share_pytree(name: str, tree: Any) -> Any:
@@ -28,6 +30,12 @@ def share_pytree(name: str, tree: Any) -> Any:
     if said.count(said[0]) < len(said) or not said[0][1]:
         return _objects.broadcast_object(tree, 0, f"elastic.{name}.pickle")
     return _pytrees.broadcast_pytree(tree, 0, f"elastic.{name}")
+
+
+def share_local_training(name: str, training: LocalTraining) -> LocalTraining:
+    """``training`` as a copy of rank 0's, unless it has steps of its own."""
+    training.take_whole(share_pytree(name, training.whole()))
+    return training
 
 
 def _has_arrays(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,7 +11,6 @@ from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import ReduceSpec, checked_passes
-from kolovod.jax import repeated
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.sharded import Sharded
 from kolovod.jax.verbs import collectives
@@ -59,15 +57,7 @@ def average_gradients(
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if not spec.is_member:
-            repeated.apart(updates)
-            return updates, state
-        scales = spec.prescale, spec.postscale
-        average = partial(
-            _pytrees.allreduce_pytree, updates, name, op, *scales, process_set,
-            compression=spec.compressor,
-        )  # fmt: skip
-        return repeated.exactly(average, updates, counts=True), state
+        return _pytrees.reduced_in_step(updates, name, spec), state
 
     return optax.GradientTransformation(init, update)
 

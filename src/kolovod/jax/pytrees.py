@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +23,7 @@ from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import agree
 from kolovod.gradients.compression import AnyCompressor, Compression, adapted
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.jax import repeated
 from kolovod.jax.frontend import DTYPES
 from kolovod.jax.verbs import JaxCollectives
 
@@ -96,6 +98,21 @@ class Pytrees:
             for i, array in zip(sent, together, strict=True):
                 results[i] = array
         return jax.tree.unflatten(structure, results)  # type: ignore[no-any-return]
+
+    def reduced_in_step(self, tree: Tree, name: str, spec: ReduceSpec) -> Tree:
+        """``tree``, reduced by ``spec``: in an elastic job a step, which combines gradients.
+
+        On a rank that is no member of the process set: ``tree``, and a step without its part.
+        """
+        if not spec.is_member:
+            repeated.apart(tree)
+            return tree
+        scales = spec.prescale, spec.postscale
+        reduce = partial(
+            self.allreduce_pytree, tree, name, spec.op, *scales, spec.process_set,
+            compression=spec.compressor,
+        )  # fmt: skip
+        return repeated.exactly(reduce, tree, counts=True)
 
     def broadcast_pytree(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
+from kolovod.elastic import entries
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import seldom
-from kolovod.gradients.compression import NOTHING, AnyCompressor, Compression, Compressor
+from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.seldom import Schedule
 from kolovod.jax import with_optax
 from kolovod.jax.pytrees import Pytrees, described
@@ -33,6 +34,8 @@ class LocalSGDState(NamedTuple):
 
     steps: jax.Array
     """That were taken; int32, ()."""
+    exchanges: jax.Array
+    """That there were; int32, ()."""
     inner: Any
     """The state of the optimizer."""
 
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
     class SeldomTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         """One of optax's that can be asked to synchronise."""
 
+        way: Way
+
         def synchronize(self, params: Any, state: Any) -> tuple[Any, Any]:
             """All ranks' parameters, the same on each, and the state after that."""
             ...
@@ -84,16 +89,19 @@ class Parts:
         self.optax = optax_for(f"{kind} is")
         check_transformation("inner", inner)
         self.inner = self.optax.with_extra_args_support(inner)
+        self.inner_is_distributed = hasattr(inner, "gather_state")
+        """Whether it is a DistributedOptimizer."""
         self.schedule = schedule
         self.name = name
-        self.exchange = seldom.Exchange(kind, compression, process_set, collectives)
+        self.exchange = seldom.Exchange(
+            kind, compression, process_set, collectives,
+            in_state=f"kv.LocalTraining({kind}, params, opt_state)",
+        )  # fmt: skip
         self._is_begun = False
 
     def check(self, params: Any) -> None:
         """Raise InvalidArgumentError for what cannot be trained so."""
-        self.exchange.refuse_elastic(
-            "ranks differ between exchanges, and a pytree in the state is given to all of them"
-        )
+        self.exchange.check_in_state()
         if params is None:
             raise InvalidArgumentError(
                 "params is None: call update(grads, state, params), since it is parameters that "
@@ -110,8 +118,11 @@ class Parts:
     def agree(self, params: Any, details: seldom.Details, *, begins: bool) -> None:
         """All ranks have the same: in ``init``, if it has values, or when the first step is traced.
 
-        Not in later ones: a rank may be the only one that has to trace its program anew.
+        Not in later ones: a rank may be the only one that has to trace its program anew. In an
+        elastic job a LocalTraining sees to it, whose values are rank 0's.
         """
+        if entries.current() is not None:
+            return
         if begins and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
             return
 
@@ -124,65 +135,71 @@ class Parts:
             self.exchange.agree_once(mine)
         self._is_begun = True
 
-    def mean(self, what: str, tree: Any, compressor: Compressor | None = None) -> Any:
+    def mean(self, what: str, tree: Any, *, is_compressed: bool = True) -> Any:
         """Of the ranks' ``tree``, which goes by the name ``what``."""
-        spec = self.exchange.spec
-        if not spec.is_member:
-            return tree
-        return _pytrees.allreduce_pytree(
-            tree,
-            f"{self.name}.{what}",
-            process_set=spec.process_set,
-            compression=compressor or spec.compressor,
-        )
+        spec = self.exchange.spec if is_compressed else self.exchange.plain
+        return _pytrees.reduced_in_step(tree, f"{self.name}.{what}", spec)
 
     def step(
         self, updates: Any, steps: Any, inner: Any, params: Any, extra: dict[str, Any]
     ) -> tuple[Any, Any]:
         """The updates and the state of the inner optimizer, in the step after ``steps``."""
         if self.schedule.warm_up_steps:
-            average = partial(self.mean, "gradients", compressor=NOTHING)
+            average = partial(self.mean, "gradients", is_compressed=False)
             updates = when(self.schedule.warms_up(steps), average, updates)
         result: tuple[Any, Any] = self.inner.update(updates, inner, params, **extra)
         return result
 
 
 class _LocalSGD:
+    state_type: type = LocalSGDState
+
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        self.parts = parts
 
     def init(self, params: Any) -> LocalSGDState:
         self._begun(params, begins=True)
-        return LocalSGDState(jnp.zeros((), jnp.int32), self._parts.inner.init(params))
+        nothing = jnp.zeros((), jnp.int32)
+        return LocalSGDState(nothing, jnp.array(nothing), self.parts.inner.init(params))
 
     def update(
         self, updates: Any, state: LocalSGDState, params: Any = None, **extra: Any
     ) -> tuple[Any, LocalSGDState]:
         self._begun(params)
-        updates, inner = self._parts.step(updates, state.steps, state.inner, params, extra)
-        steps, schedule = state.steps + 1, self._parts.schedule
+        updates, inner = self.parts.step(updates, state.steps, state.inner, params, extra)
+        steps, schedule = state.steps + 1, self.parts.schedule
 
         def average(updates: Any) -> Any:
-            means = self._mean(self._parts.optax.apply_updates(params, updates))
+            means = self._mean(self.parts.optax.apply_updates(params, updates))
             return jax.tree.map(change_to, means, params, updates)
 
         is_due = schedule.sends(steps) | schedule.begins(steps)
-        return when(is_due, average, updates), LocalSGDState(steps, inner)
+        exchanges = state.exchanges + (is_due | schedule.warms_up(state.steps))
+        return when(is_due, average, updates), LocalSGDState(steps, exchanges, inner)
 
     def synchronize(self, params: Any, state: LocalSGDState) -> tuple[Any, LocalSGDState]:
         self._begun(params)
-        return self._mean(params), state
+        return self._mean(params), state._replace(exchanges=state.exchanges + 1)
+
+    def arrivals(self, state: LocalSGDState) -> Iterator[LocalSGDState]:
+        return iter(())
+
+    def options(self, state: LocalSGDState) -> seldom.Details:
+        return self.parts.schedule.details()
 
     def _begun(self, params: Any, *, begins: bool = False) -> None:
-        self._parts.check(params)
-        self._parts.agree(params, [], begins=begins)
+        self.parts.check(params)
+        self.parts.agree(params, [], begins=begins)
 
     def _mean(self, params: Any) -> Any:
-        return self._parts.mean("parameters", params)
+        return self.parts.mean("parameters", params)
 
 
 class Way(Protocol):
     """What ``transformation`` makes one of optax's of."""
+
+    parts: Parts
+    state_type: type
 
     def init(self, params: Any) -> Any:
         """The state to begin with."""
@@ -196,11 +213,19 @@ class Way(Protocol):
         """See SeldomTransformation."""
         ...
 
+    def arrivals(self, state: Any) -> Iterator[Any]:
+        """The state after each exchange of what waits for one, to be applied when it is due."""
+        ...
+
+    def options(self, state: Any) -> seldom.Details:
+        """What ranks must have been told alike."""
+        ...
+
 
 def transformation(way: Way) -> SeldomTransformation:
     """``way`` as optax has it."""
     return with_optax.transformation(  # type: ignore[no-any-return]
-        way.init, way.update, synchronize=way.synchronize
+        way.init, way.update, synchronize=way.synchronize, way=way
     )
 
 

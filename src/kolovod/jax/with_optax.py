@@ -29,13 +29,11 @@ def check_transformation(label: str, given: Any) -> None:
         )
 
 
-def transformation(
-    init: Callable[..., Any], update: Callable[..., Any], **methods: Callable[..., Any]
-) -> Any:
-    """One of optax's, which is a tuple of two, with further ``methods`` as attributes."""
+def transformation(init: Callable[..., Any], update: Callable[..., Any], **attributes: Any) -> Any:
+    """One of optax's, which is a tuple of two, with further ``attributes``."""
     made = _kind()(init, update)
-    for name, method in methods.items():
-        setattr(made, name, method)
+    for name, value in attributes.items():
+        setattr(made, name, value)
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -211,7 +210,6 @@ def refusals(rank):
     import optax
 
     import kolovod.jax as kv
-    from kolovod.elastic import steps as elastic_steps
 
     kv.init()
     inner, outer = optimizers()
@@ -252,10 +250,6 @@ def refusals(rank):
     state = jax.jit(traced.init)(params)
     with pytest.raises(MismatchError, match="'fragments'"):
         jax.jit(traced.update)(params, state, params)
-    elastic_steps.enter(SimpleNamespace())
-    with pytest.raises(InvalidArgumentError, match="diloco does not work in elastic jobs"):
-        kv.diloco(inner, outer, 4).init(params)
-    elastic_steps.enter(None)
     sys.modules["optax"] = None  # as if it were not installed
     with pytest.raises(ImportError, match="local_sgd is a transformation of optax: install it"):
         kv.local_sgd(inner, 4)
