@@ -14,6 +14,7 @@
 # make c10d      PyTorch's own tests of torch.distributed over gloo and Kolovod, into bench/results/c10d.md (20 minutes)
 # make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
 # make docs      the documentation as a site, into build/site; a broken link is an error (make docs-links asks other servers, too)
+# make wheels    the wheels and the source distribution of a release, each one tried, into dist/ (20 minutes); WHEELS_ARGS="--arch x86_64"
 # make bench     measure against Gloo, Open MPI, MPICH and DDP (about 15 minutes, on a quiet machine)
 #
 # Needs Python 3.10+, a C++20 compiler and make; everything else goes into .venv in this folder.
@@ -33,6 +34,7 @@ LAUNCHERS_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_SECONDS ?= 20
 SCENARIO_RUNS ?= 1
+WHEELS_ARGS ?=
 FUZZ_ARGS ?=
 CLANG ?= clang++
 
@@ -51,7 +53,7 @@ unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet thorough scenarios native-tests test-native test-slow-native soak soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links bench clean
+.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet thorough scenarios native-tests test-native test-slow-native soak soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links wheels bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -247,6 +249,13 @@ docs: $(STAMPS)/package $(STAMPS)/docs
 
 docs-links: docs
 	$(BIN)/python scripts/docs_links.py build/site --external
+
+$(STAMPS)/release: pyproject.toml $(STAMPS)/venv | $(STAMPS)/package
+	$(PIP) install --quiet --no-build-isolation '.[release]'
+	touch $@
+
+wheels: $(STAMPS)/release $(STAMPS)/doctest
+	$(BIN)/python scripts/wheels.py $(WHEELS_ARGS)
 
 # --quick in BENCH_ARGS: three minutes, into files of their own; docs/benchmarks.md and the chart stay as they are.
 bench: $(STAMPS)/package $(STAMPS)/examples

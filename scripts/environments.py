@@ -58,6 +58,22 @@ def installed(
     return python
 
 
+def output_of(
+    *command: str | Path, cwd: Path | None = None, variables: Mapping[str, str] | None = None
+) -> str:
+    """What ``command`` has written. Raises CalledProcessError, with all of it."""
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env={**os.environ, **(variables or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
 def logged(
     command: Sequence[str],
     log: Path,

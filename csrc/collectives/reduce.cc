@@ -2,8 +2,9 @@
 
 #include <atomic>
 
+#include "base/processor.h"
+
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -21,11 +22,7 @@ const Kernels* const* RunnableKernels(int* count) {
   static const Kernels* runnable[2] = {&isa_base::kKernels, nullptr};
   static const int found = [] {
 #if defined(__x86_64__)
-    __builtin_cpu_init();
-    unsigned eax, ebx, ecx = 0, edx;
-    // By the instruction, since Clang before 19 does not know the feature's name.
-    const bool has_f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
-    if (__builtin_cpu_supports("avx2") && has_f16c) {
+    if (HasAvx2AndF16c()) {
       runnable[1] = &isa_avx2::kKernels;
       return 2;
     }

@@ -1,6 +1,5 @@
 #include "transport/keys.h"
 
-#include <sys/auxv.h>
 #include <sys/random.h>
 
 #include <algorithm>
@@ -8,22 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "base/processor.h"
+
 namespace kolovod {
 namespace {
 
 Status Failed(const char* what) {
   return Status(Code::kInternal, std::string("libcrypto refuses ") + what + ": is it restricted (FIPS)?");
-}
-
-bool HasAesInstructions() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("aes") && __builtin_cpu_supports("pclmul");
-#elif defined(__aarch64__)
-  constexpr unsigned long kAes = 1ul << 3, kPmull = 1ul << 4;  // HWCAP_AES, HWCAP_PMULL
-  return (getauxval(AT_HWCAP) & (kAes | kPmull)) == (kAes | kPmull);
-#else
-  return false;
-#endif
 }
 
 Status Hmac(const Libcrypto& library, std::span<const uint8_t> key, std::span<const uint8_t> data, Key* out) {

@@ -27,6 +27,7 @@ from kolovod.launch.hosts import HostSlots, assign, is_this_host, parse_host_fil
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.keeper import attach
 from kolovod.launch.mpirun import run_by_mpi
+from kolovod.launch.other_python import advice
 from kolovod.net.encryption import require_libcrypto
 from kolovod.notices import report_to_stderr
 from kolovod.observe import summary
@@ -275,7 +276,7 @@ def _run(options: argparse.Namespace) -> int:
             report_to_stderr(str(error))
             return 1
         outcome = job.wait()
-    _say_last(job, outcome, options.keep_going)
+    _say_last(job, outcome, options.keep_going, command)
     return outcome.exit_code(options.keep_going)
 
 
@@ -324,15 +325,18 @@ def _text_of(path: str) -> str:
         raise InvalidArgumentError(f"the host file {path} cannot be read: {error}") from None
 
 
-def _say_last(job: Job, outcome: Outcome, keep_going: bool) -> None:
+def _say_last(job: Job, outcome: Outcome, keep_going: bool, command: Sequence[str]) -> None:
     """Which rank failed first, and what it said: what comes after it hides that."""
     first = outcome.first_failure
-    if first is None or job.size == 1 or outcome.exit_code(keep_going) == 0:
+    if first is None or outcome.exit_code(keep_going) == 0:
         return
     lines = job.tail(first.rank, "stderr").splitlines()[-_LAST_LINES:]
-    said = "".join(f"\n  {line}" for line in lines)
-    end = f". The last lines of its stderr:{said}" if said else "; it wrote nothing to stderr"
-    report_to_stderr(f"the first to fail was {first.name}: it {first.cause}{end}")
+    if job.size > 1:
+        said = "".join(f"\n  {line}" for line in lines)
+        end = f". The last lines of its stderr:{said}" if said else "; it wrote nothing to stderr"
+        report_to_stderr(f"the first to fail was {first.name}: it {first.cause}{end}")
+    if what_to_do := advice(command, "\n".join(lines)):
+        report_to_stderr(what_to_do)
 
 
 def _refuse_beside_mpi(options: argparse.Namespace) -> None:

@@ -1,0 +1,12 @@
+// What the processor can do, asked at run time.
+#pragma once
+
+namespace kolovod {
+
+// Whether there are AVX2 and the conversions of float16, and the system keeps their registers.
+bool HasAvx2AndF16c();
+
+// Whether there are instructions for AES and for GCM's products.
+bool HasAesInstructions();
+
+}  // namespace kolovod

@@ -1,0 +1,94 @@
+"""What a release says of itself in several files; and how wheels are named and found wanting."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wheels
+import yaml
+from environments import ROOT
+
+import kolovod
+
+
+def version_of(pyproject: str) -> str:
+    (found,) = re.findall(r'^version = "(.*)"$', pyproject, re.MULTILINE)
+    return str(found)
+
+
+def test_one_version_everywhere() -> None:
+    version = version_of((ROOT / "pyproject.toml").read_text())
+    assert kolovod.__version__ == version
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def steps_of(workflow: Path) -> list[str]:
+    """What the workflow runs, with each value of its matrix."""
+    lines = []
+    for job in yaml.safe_load(workflow.read_text())["jobs"].values():
+        matrix: dict[str, Any] = job.get("strategy", {}).get("matrix", {})
+        for step in job["steps"]:
+            text = step.get("run", "")
+            for name, values in matrix.items():
+                place = f"${{{{ matrix.{name} }}}}"
+                if place in text:
+                    text = "\n".join(text.replace(place, str(value)) for value in values)
+            lines += text.splitlines()
+    return lines
+
+
+def test_workflows_call_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    called = set()
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        called |= {line.split()[1] for line in steps_of(workflow) if line.startswith("make ")}
+    assert {"lint", "docs", "test", "wheels"} <= called
+    for target in called:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def python(*version: int) -> wheels.Interpreter:
+    return wheels.Interpreter(Path("python"), (version[0], version[1]))
+
+
+def test_which_wheel_serves_which_python() -> None:
+    tags = [python(3, minor).tag for minor in (10, 11, 12, 13, 14)]
+    assert tags == ["cp310-cp310", "cp311-cp311", *["cp312-abi3"] * 3]
+    found = [python(3, 10), python(3, 11), python(3, 12), python(3, 13)]
+    by_tag = wheels.builders(found)
+    assert by_tag["cp312-abi3"] is found[2]
+    assert list(by_tag) == tags[:3]
+    with pytest.raises(wheels.Failed, match="no Python at hand builds cp310-cp310, cp312-abi3"):
+        wheels.builders(found[1:2])
+
+
+def test_pythons_at_hand() -> None:
+    found = wheels.interpreters([Path(sys.executable), Path("/bin/false")])
+    assert sys.version_info[:2] in [each.version for each in found]
+    assert len({each.version for each in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_fine"),
+    [
+        ('the platform tag to "manylinux_2_17_x86_64".', True),
+        ('the platform\ntag to "manylinux_2_28_x86_64".', True),
+        ('the platform tag to "manylinux_2_34_x86_64".', False),
+        ('the platform tag to "manylinux_2_28_aarch64".', False),
+        ('the platform tag to "linux_x86_64".', False),
+    ],
+)
+def test_what_needs_a_newer_system(
+    said: str, is_fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wheels, "output_of", lambda *command: said)
+    if is_fine:
+        wheels.needs_at_most(Path("a.whl"), "x86_64")
+    else:
+        with pytest.raises(wheels.Failed, match=r"a\.whl needs more than glibc 2\.28"):
+            wheels.needs_at_most(Path("a.whl"), "x86_64")
