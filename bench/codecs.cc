@@ -1,9 +1,9 @@
 // How fast this machine encodes and decodes blocks of floats (csrc/collectives/codec.h), in the cache, on one
 // core. A measurement, no part of the product.
 //
-//   f="-O3 -std=c++20 -ffp-contract=off -Icsrc"; c=csrc/collectives
-//   g++ $f -c $c/reduce_base.cc -o build/b.o && g++ $f -mavx2 -mf16c -mprfchw -c $c/reduce_avx2.cc -o
-//   build/a.o g++ $f bench/codecs.cc csrc/base/processor.cc $c/reduce.cc build/a.o build/b.o -o build/codecs && build/codecs
+//   f="-O3 -std=c++20 -ffp-contract=off -Icsrc"; c=csrc/collectives; g++ $f -c $c/reduce_base.cc -o b.o
+//   g++ $f -mavx2 -mf16c -mprfchw -c $c/reduce_avx2.cc -o a.o
+//   g++ $f bench/codecs.cc csrc/base/processor.cc $c/reduce.cc a.o b.o -o codecs && ./codecs
 //
 // Floats per second, as bytes: medians of 41 times that go over 32 KiB of floats 2,000 times.
 #include <time.h>
