@@ -14,6 +14,8 @@ from environments import output_of
 
 DEBIAN = {"aarch64": "arm64"}
 PACKAGES = ("python3", "libssl3", "libstdc++6", "zlib1g")
+DOCTEST = ("/usr/include/doctest", ".venv/usr/include/doctest")
+"""Where `make` finds the header of the C++ tests, or has put it."""
 LIMIT_S = 1500  # of a C++ test: an emulated processor is slow
 
 
@@ -95,10 +97,16 @@ def with_wheel(
 def cpp_tests(arch: str, source: Path, folder: Path, toolchain: Path, root: Path) -> str:
     """Compile the C++ tests for ``arch`` and run them emulated; the last line that ctest says."""
     build = folder / f"tests-{arch}"
+    # Alone: beside it are this system's headers, which are not those of the other one.
+    headers = folder / "headers"
+    if not (headers / "doctest").exists():
+        found = next(place for place in DOCTEST if (source / place).exists())
+        shutil.copytree(source / found, headers / "doctest")
     settings = {
         "CMAKE_TOOLCHAIN_FILE": toolchain,
         "CMAKE_CROSSCOMPILING_EMULATOR": f"{emulator(arch)};-L;{root}",
         "CMAKE_MAKE_PROGRAM": shutil.which("ninja"),
+        "DOCTEST_INCLUDE_DIR": headers,
         "KOLOVOD_PYTHON": "OFF",
         "KOLOVOD_TESTS": "ON",
         "KOLOVOD_TEST_LIMIT_S": LIMIT_S,
