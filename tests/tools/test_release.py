@@ -25,6 +25,7 @@ def test_one_version_everywhere() -> None:
     assert kolovod.__version__ == version
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## {version}" in (ROOT / "docs" / "release-notes.md").read_text()
 
 
 def steps_of(workflow: Path) -> list[str]:
