@@ -75,10 +75,15 @@ def test_a_command_that_cannot_run(tmp_path: Path) -> None:
     assert "[0]<stderr>:kolovod: command not found" in done.stderr
 
 
-@pytest.mark.parametrize(("ranks", "module"), [(2, "kolovod"), (1, "horovod")])
-def test_a_python_without_the_package_is_named_with_the_launchers(ranks: int, module: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "module", "flags"),
+    [(2, "kolovod", []), (1, "horovod", []), (2, "kolovod", ["--elastic"])],
+)
+def test_a_python_without_the_package_is_named_with_the_launchers(
+    ranks: int, module: str, flags: list[str]
+) -> None:
     bare = [sys.executable, "-I", "-S", "-c"]  # without any packages
-    done = run("run", "-np", str(ranks), "--", *bare, f"import {module}.torch")
+    done = run("run", "-np", str(ranks), *flags, "--", *bare, f"import {module}.torch")
     assert done.returncode == 1
     assert re.search(
         rf"^kolovod: {re.escape(sys.executable)} has no module {module}; this launcher is that of "
@@ -86,7 +91,7 @@ def test_a_python_without_the_package_is_named_with_the_launchers(ranks: int, mo
         done.stderr,
         re.MULTILINE,
     )
-    other = run("run", "-np", str(ranks), "--", *bare, f"import {module}_not")
+    other = run("run", "-np", str(ranks), *flags, "--", *bare, f"import {module}_not")
     assert other.returncode == 1
     assert "has no module" not in other.stderr
 

@@ -12,6 +12,7 @@ from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.job import Job, JobOptions
 from kolovod.launch.keeping import Keeping
+from kolovod.launch.other_python import advice
 
 __all__ = ["forwarding", "run_elastic_job", "show_all_characters"]
 
@@ -63,6 +64,9 @@ def run_elastic_job(
             options.report(str(error))
             return 1
         code = job.wait()
+        said = job.tail(job.failed[-1], "stderr") if code != 0 and job.failed else ""
+        if what_to_do := advice(command, said):
+            options.report(what_to_do)
         if job.stop_reason:
             stopped(job.stop_reason)
         return code
