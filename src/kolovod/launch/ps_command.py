@@ -1,0 +1,82 @@
+"""``kolovod ps``: which jobs run on this host."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kolovod.launch.foreground import show_all_characters
+from kolovod.launch.running_jobs import RunningJob, running_jobs
+
+__all__ = ["add", "table"]
+
+_STATES = {"R": "", "S": "", "D": "", "T": "stopped", "t": "stopped", "Z": "ended"}
+
+
+def add(actions: Any) -> None:
+    """The action, to the command's parser."""
+    listing = actions.add_parser(
+        "ps",
+        help="list the jobs that run on this host",
+        description="The jobs of this user (as root: of all) with processes on this host, which "
+        "`kolovod run`, horovodrun or kolovod.run has started. CPU and memory are those of all "
+        "processes that a job has here, data loaders too; memory that several share counts in "
+        "each. Jobs of srun, mpirun, torchrun, Ray and Spark are listed by these.",
+        allow_abbrev=False,
+    )
+    listing.set_defaults(parser=listing, act=_list)
+    listing.add_argument("--ranks", action="store_true", help="also each rank's process")
+    listing.add_argument("--json", action="store_true", help="for programs")
+
+
+def _list(options: argparse.Namespace) -> int:
+    jobs = running_jobs()
+    if options.json:
+        print(json.dumps([asdict(job) for job in jobs], indent=2))
+        return 0
+    show_all_characters()
+    print(table(jobs, with_ranks=options.ranks) if jobs else "no job has a rank on this host")
+    return 0
+
+
+def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
+    """For people."""
+    head = ("JOB", "RANKS", "HERE", "HOSTS", "SINCE", "CPU", "MEMORY", "COMMAND")
+    rows = [head]
+    for job in jobs:
+        oldest_s = max(each.age_s for each in job.ranks)
+        size = f"{job.size}, elastic" if job.is_elastic else str(job.size)
+        cpu = f"{100 * job.cpu_s / oldest_s:.0f} %" if oldest_s > 0 else "-"
+        memory = f"{job.memory_bytes / (1 << 30):.1f} GiB"
+        here, command = str(len(job.ranks)), shlex.join(job.ranks[0].command)
+        rows.append((job.name, size, here, str(job.hosts), _age(oldest_s), cpu, memory, command))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, _one_line(row[-1])]).rstrip())
+        if with_ranks and number > 0:
+            lines += _ranks(jobs[number - 1])
+    return "\n".join(lines)
+
+
+def _ranks(job: RunningJob) -> list[str]:
+    kind = "slot" if job.is_elastic else "rank"
+    lines = []
+    for each in job.ranks:
+        line = f"  {kind} {each.rank}  pid {each.pid}  {_age(each.age_s)}"
+        lines.append(f"{line}  {_STATES.get(each.state, '')}".rstrip())
+    return lines
+
+
+def _age(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

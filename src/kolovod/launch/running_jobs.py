@@ -1,0 +1,125 @@
+"""The jobs whose ranks run on this host, as /proc tells: those that a launcher of ours started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kolovod.launch.guard import MARK_NAME
+
+__all__ = ["RunningJob", "RunningRank", "running_jobs"]
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class RunningRank:
+    """A rank's process; in an elastic job its slot, where a job of another launcher has ranks."""
+
+    rank: int
+    pid: int
+    command: tuple[str, ...]
+    age_s: float
+    state: str
+    """The kernel's letter: R running, S sleeping, D in a system call, T stopped, Z ended."""
+
+
+@dataclass
+class RunningJob:
+    """All processes of a job on this host, what its ranks have started included."""
+
+    name: str
+    """The first eight digits of what marks its processes, the same on all hosts."""
+    size: int = 0
+    """Ranks that it began with, on all hosts."""
+    hosts: int = 0
+    """Hosts that it began with."""
+    is_elastic: bool = False
+    ranks: list[RunningRank] = field(default_factory=list)
+    processes: int = 0
+    cpu_s: float = 0.0
+    """That its living processes have used so far."""
+    memory_bytes: int = 0
+    """Resident, where pages that several processes share count in each."""
+
+
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    parent: int
+    state: str
+    cpu_s: float
+    begun_s: float
+    """Since the host was started."""
+    memory_bytes: int
+    environment: dict[str, str]
+    rank: int | None
+    """That it has been told to be, or its parent has; its slot in an elastic job."""
+
+
+def running_jobs(proc: Path = Path("/proc")) -> list[RunningJob]:
+    """Those of this user (of all, for root), the oldest first. ``proc``: where /proc is."""
+    now_s = float((proc / "uptime").read_text().split()[0])
+    marked = {}
+    for entry in proc.iterdir():
+        if entry.name.isdigit() and (process := _read(entry)) is not None:
+            marked[process.pid] = process
+    jobs: dict[str, RunningJob] = {}
+    for process in marked.values():
+        mark = process.environment[MARK_NAME]
+        job = jobs.setdefault(mark, RunningJob(mark[:8]))
+        job.processes += 1
+        job.cpu_s += process.cpu_s
+        job.memory_bytes += process.memory_bytes
+        parent = marked.get(process.parent)
+        if process.rank is not None and (parent is None or parent.rank is None):
+            _add_rank(job, process, process.rank, proc, now_s)
+    found = [job for job in jobs.values() if job.ranks]
+    for job in found:
+        job.ranks.sort(key=lambda each: (each.rank, each.pid))
+    return sorted(found, key=lambda job: -max(each.age_s for each in job.ranks))
+
+
+def _add_rank(job: RunningJob, process: _Process, rank: int, proc: Path, now_s: float) -> None:
+    given = process.environment
+    job.is_elastic = "KOLOVOD_ELASTIC" in given
+    job.size = max(job.size, _number(given, "KOLOVOD_SIZE") or 0)
+    job.hosts = max(job.hosts, _number(given, "KOLOVOD_CROSS_SIZE") or 0)
+    command = tuple(_words(proc / str(process.pid) / "cmdline"))
+    age_s = now_s - process.begun_s
+    job.ranks.append(RunningRank(rank, process.pid, command, age_s, process.state))
+
+
+def _read(entry: Path) -> _Process | None:
+    """A process of a job; None: it is none, is another user's, or has just ended."""
+    try:
+        words = _words(entry / "environ")
+        environment = dict(word.split("=", 1) for word in words if word.startswith("KOLOVOD_"))
+        if not environment.get(MARK_NAME):
+            return None
+        # After the command's name, which may have any characters.
+        fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _Process(
+            pid=int(entry.name),
+            parent=int(fields[1]),
+            state=fields[0],
+            cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+            begun_s=int(fields[19]) / _TICKS_PER_S,
+            memory_bytes=int(fields[21]) * _PAGE_BYTES,
+            environment=environment,
+            rank=_number(environment, "KOLOVOD_SLOT", "KOLOVOD_RANK"),
+        )
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _number(environment: dict[str, str], *names: str) -> int | None:
+    """The first of these that is set, if it is a number."""
+    text = next((environment[name] for name in names if name in environment), "")
+    return int(text) if text.isdecimal() else None
+
+
+def _words(path: Path) -> list[str]:
+    return path.read_bytes().decode(errors="replace").rstrip("\0").split("\0")

@@ -1,0 +1,127 @@
+"""Which jobs run on this host, by ``kolovod ps``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import run
+
+from kolovod.launch.ps_command import table
+from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
+
+SCRIPT = """
+import subprocess, sys, time
+import kolovod
+kolovod.init()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("ready", flush=True)
+time.sleep(60)
+"""
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def job(*flags: str) -> Iterator[None]:
+    """One of two ranks that sleep, each with a child."""
+    command = [sys.executable, "-m", "kolovod", "run", "-np", "2", *flags]
+    with subprocess.Popen(
+        [*command, "--", sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as launcher:  # fmt: skip
+        try:
+            assert launcher.stdout is not None
+            for _ in range(2):
+                assert "ready" in launcher.stdout.readline()
+            yield
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait(DEADLINE_S)
+
+
+def mine(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The job among ``found`` whose ranks have this test's script."""
+    ours = [each for each in found if SCRIPT in each["ranks"][0]["command"]]
+    assert len(ours) == 1, found
+    return ours[0]
+
+
+@pytest.mark.parametrize("flags", [(), ("--elastic",)], ids=["plain", "elastic"])
+def test_a_job_and_its_ranks(flags: tuple[str, ...]) -> None:
+    with job(*flags):
+        done = run("ps", "--json")
+        assert done.returncode == 0, done.stderr
+        found = mine(json.loads(done.stdout))
+        assert (found["size"], found["hosts"], found["is_elastic"]) == (2, 1, bool(flags))
+        assert [each["rank"] for each in found["ranks"]] == [0, 1]
+        assert found["processes"] >= 4  # with the ranks' children, which are no ranks
+        assert found["memory_bytes"] > 1 << 20
+        stopped = found["ranks"][1]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            time.sleep(0.2)
+            text = run("ps", "--ranks").stdout
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        (line,) = [line for line in text.splitlines() if line.startswith(found["name"])]
+        assert ("elastic" in line) == bool(flags)
+        assert f"pid {stopped}" in text
+        assert any(f"pid {stopped}" in each and "stopped" in each for each in text.splitlines())
+    ranks = [each.command for each in running_jobs() for each in each.ranks]
+    assert not any(SCRIPT in command for command in ranks)
+
+
+def process(proc: Path, pid: int, parent: int, stat: str = "S", **environment: str) -> None:
+    folder = proc / str(pid)
+    folder.mkdir()
+    words = [f"{name}={value}" for name, value in environment.items()]
+    (folder / "environ").write_text("\0".join(words) + "\0")
+    (folder / "cmdline").write_text("python\0train.py\0")
+    fields = [stat, str(parent), *["0"] * 9, "150", "50", *["0"] * 6, "1000", "0", "256"]
+    (folder / "stat").write_text(f"{pid} (a) b) {' '.join(fields)} 0 0\n")
+
+
+def test_what_proc_says(tmp_path: Path) -> None:
+    (tmp_path / "uptime").write_text("110.0 200.0\n")
+    given = {"KOLOVOD_SIZE": "8", "KOLOVOD_CROSS_SIZE": "2"}
+    first = {"KOLOVOD_JOB": "0123456789", "KOLOVOD_RANK": "4", **given}
+    process(tmp_path, 10, 1, KOLOVOD_JOB="0123456789")  # an agent
+    process(tmp_path, 11, 10, **first)
+    process(tmp_path, 12, 11, **first)  # what a rank has started
+    process(tmp_path, 13, 10, "T", **{**first, "KOLOVOD_RANK": "3"})
+    process(tmp_path, 14, 1, PATH="/bin")
+    process(tmp_path, 15, 1, KOLOVOD_JOB="ffff", KOLOVOD_RANK="no number")
+    (tmp_path / "16").mkdir()  # has ended meanwhile
+    (found,) = running_jobs(tmp_path)
+    assert (found.name, found.size, found.hosts, found.processes) == ("01234567", 8, 2, 4)
+    assert [(each.rank, each.pid, each.state) for each in found.ranks] == [
+        (3, 13, "T"),
+        (4, 11, "S"),
+    ]
+    ticks = os.sysconf("SC_CLK_TCK")
+    assert found.cpu_s == pytest.approx(4 * 200 / ticks)
+    assert found.ranks[0].age_s == pytest.approx(110 - 1000 / ticks)
+
+
+def test_the_table() -> None:
+    ranks = [RunningRank(0, 7, ("python", "a b.py"), 3725.0, "R")]
+    jobs = [RunningJob("abcdef01", 4, 2, False, ranks, 3, 7450.0, 3 << 29)]
+    assert table(jobs, with_ranks=True).splitlines() == [
+        "JOB       RANKS  HERE  HOSTS  SINCE    CPU    MEMORY   COMMAND",
+        "abcdef01  4      1     2      1:02:05  200 %  1.5 GiB  python 'a b.py'",
+        "  rank 0  pid 7  1:02:05",
+    ]
+
+
+def test_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "uptime").write_text("1 1\n")
+    assert running_jobs(tmp_path) == []
