@@ -7,6 +7,7 @@ nothing of this system changes.
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def with_wheel(
 
 def cpp_tests(arch: str, source: Path, folder: Path, toolchain: Path, root: Path) -> str:
     """Compile the C++ tests for ``arch`` and run them emulated; the last line that ctest says."""
-    build = folder / f"tests-{arch}"
+    build, tools = folder / f"tests-{arch}", Path(sys.executable).parent
     # Alone: beside it are this system's headers, which are not those of the other one.
     headers = folder / "headers"
     if not (headers / "doctest").exists():
@@ -105,15 +106,15 @@ def cpp_tests(arch: str, source: Path, folder: Path, toolchain: Path, root: Path
     settings = {
         "CMAKE_TOOLCHAIN_FILE": toolchain,
         "CMAKE_CROSSCOMPILING_EMULATOR": f"{emulator(arch)};-L;{root}",
-        "CMAKE_MAKE_PROGRAM": shutil.which("ninja"),
+        "CMAKE_MAKE_PROGRAM": tools / "ninja",
         "DOCTEST_INCLUDE_DIR": headers,
         "KOLOVOD_PYTHON": "OFF",
         "KOLOVOD_TESTS": "ON",
         "KOLOVOD_TEST_LIMIT_S": LIMIT_S,
     }
     given = [f"-D{name}={value}" for name, value in settings.items()]
-    output_of("cmake", "-S", str(source), "-B", str(build), "-G", "Ninja", *given)
-    output_of("cmake", "--build", str(build), "--", "--quiet")
-    said = output_of("ctest", "--test-dir", str(build), "--output-on-failure", "--no-tests=error",
-                 "--label-exclude", "slow")  # fmt: skip
+    output_of(tools / "cmake", "-S", source, "-B", build, "-G", "Ninja", *given)
+    output_of(tools / "cmake", "--build", build, "--", "--quiet")
+    how = ("--output-on-failure", "--no-tests=error", "--label-exclude", "slow")
+    said = output_of(tools / "ctest", "--test-dir", build, *how)
     return next(line for line in said.splitlines() if "tests passed" in line)

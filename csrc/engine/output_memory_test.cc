@@ -48,8 +48,12 @@ TEST_CASE("what is kept is not in the heap") {
   LimitUnusedOutputs(64 * kMiB);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // malloc comes to that by itself once much was allocated and freed
   const auto of_malloc = [] {
-    const struct mallinfo2 info = mallinfo2();
-    return info.arena + info.hblkhd;
+#if __GLIBC_PREREQ(2, 33)
+    const auto info = mallinfo2();
+#else  // of 32 bits, enough here
+    const auto info = mallinfo();
+#endif
+    return static_cast<size_t>(info.arena) + static_cast<size_t>(info.hblkhd);
   };
   std::vector<OutputMemory> pieces;
   pieces.reserve(100);

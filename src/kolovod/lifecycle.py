@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kolovod import _native, backends, blame
 from kolovod.config import Settings, load
-from kolovod.core import affinity, record_files, uncaught
+from kolovod.core import affinity, record_files, stacks, uncaught
 from kolovod.core import world as worlds
 from kolovod.core.engine_factory import listed, make_engine, members_of
 from kolovod.core.process_sets import ProcessSet, add_first_sets
@@ -154,6 +154,7 @@ def init(
             return
         if not _process.may_init:
             raise NotInitializedError(_process.forked_from)
+        stacks.answer_others()
         settings = load(os.environ)
         own = read_rank_environment(os.environ)
         found = None if _find_guide is None else _find_guide(own, settings)

@@ -65,10 +65,9 @@ def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
 
 
 def _ranks(job: RunningJob) -> list[str]:
-    kind = "slot" if job.is_elastic else "rank"
     lines = []
     for each in job.ranks:
-        line = f"  {kind} {each.rank}  pid {each.pid}  {_age(each.age_s)}"
+        line = f"  {job.kind} {each.rank}  pid {each.pid}  {_age(each.age_s)}"
         lines.append(f"{line}  {_STATES.get(each.state, '')}".rstrip())
     return lines
 

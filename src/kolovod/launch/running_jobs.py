@@ -44,6 +44,11 @@ class RunningJob:
     memory_bytes: int = 0
     """Resident, where pages that several processes share count in each."""
 
+    @property
+    def kind(self) -> str:
+        """What its numbers are: in an elastic job a process keeps its slot, not its rank."""
+        return "slot" if self.is_elastic else "rank"
+
 
 @dataclass(frozen=True)
 class _Process:

@@ -1,0 +1,68 @@
+"""``kolovod stacks``: where the ranks of a job are at this moment."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from kolovod.core.stacks import StacksUnavailableError, of_process
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.foreground import show_all_characters
+from kolovod.launch.running_jobs import RunningJob, running_jobs
+
+__all__ = ["add", "chosen"]
+
+
+def add(actions: Any) -> None:
+    """The action, to the command's parser."""
+    asking = actions.add_parser(
+        "stacks",
+        help="print where the ranks of a job on this host are",
+        description="The Python stacks of all threads of each rank of a job on this host, at this "
+        "moment. The job goes on; a rank answers also while it is in native code. On each host "
+        "of the job it shows that host's ranks.",
+        allow_abbrev=False,
+    )
+    asking.set_defaults(parser=asking, act=_print)
+    asking.add_argument(
+        "job", nargs="?", default="", metavar="JOB", help="as `kolovod ps` names it, or its "
+        "beginning; needed where there are several",
+    )  # fmt: skip
+    asking.add_argument(
+        "--rank", type=int, metavar="N", help="only this rank; in an elastic job this slot"
+    )
+
+
+def _print(options: argparse.Namespace) -> int:
+    show_all_characters()
+    job = chosen(running_jobs(), options.job)
+    ranks = [each for each in job.ranks if options.rank in (None, each.rank)]
+    if not ranks:
+        there = ", ".join(str(each.rank) for each in job.ranks)
+        raise InvalidArgumentError(
+            f"--rank {options.rank}: on this host job {job.name} has {job.kind} {there}"
+        )
+    code = 0
+    for each in ranks:
+        print(f"{job.kind} {each.rank}, pid {each.pid}:")
+        try:
+            print(textwrap.indent(of_process(each.pid).rstrip(), "  "))
+        except StacksUnavailableError as error:
+            print(f"  no stacks: {error}")
+            code = 1
+    return code
+
+
+def chosen(jobs: Sequence[RunningJob], name: str) -> RunningJob:
+    """The one whose name begins so. Raises InvalidArgumentError if that is not one."""
+    fitting = [job for job in jobs if job.name.startswith(name)]
+    if len(fitting) == 1:
+        return fitting[0]
+    here = ", ".join(job.name for job in jobs) or "none"
+    if name and not fitting:
+        raise InvalidArgumentError(f"JOB {name!r}: no such job is on this host; there are {here}")
+    if not jobs:
+        raise InvalidArgumentError("no job has a rank on this host")
+    raise InvalidArgumentError(f"JOB {name!r}: several jobs are on this host, {here}: name one")
