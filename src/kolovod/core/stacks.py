@@ -122,7 +122,7 @@ def _place_of(process: Path) -> tuple[Path, int]:
 
 
 def _status(process: Path, name: str) -> str:
-    text = (process / "status").read_text(encoding="ascii", errors="replace")
+    text = (process / "status").read_text(errors="replace")
     (line,) = [line for line in text.splitlines() if line.startswith(f"{name}:")]
     return line.partition(":")[2].strip()
 
@@ -143,8 +143,9 @@ def _caught_or_ignored() -> int:
     """A bit for each signal, the lowest for signal 1; all of them if the system does not say."""
     mask = 0
     try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            lines = [line for line in file if line.startswith(("SigCgt:", "SigIgn:"))]
+        # Bytes: a rank that has become another user may not be able to import a codec.
+        with open("/proc/self/status", "rb") as file:
+            lines = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
         lines = []
     if len(lines) != 2:
