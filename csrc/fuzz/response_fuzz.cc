@@ -11,13 +11,13 @@ namespace {
 void UseRows(const Request& request, const Response& response, int rank, int size) {
   if (!RowsFit(request, response.rows, rank, size)) return;
   for (size_t t = 0; t < response.rows.size() && request.verb != Verb::kJoin; ++t) {
-    __float128 total = 0;
+    long double total = 0;
     TensorMeta row = request.tensors.at(t);
     row.shape.at(0) = 1;
     for (int64_t rows : response.rows[t]) {
-      total += static_cast<__float128>(rows) * ElementsOf(row) * SizeOf(row.dtype);
+      total += static_cast<long double>(rows) * ElementsOf(row) * SizeOf(row.dtype);
     }
-    fuzz::Require(total <= static_cast<__float128>(INT64_MAX), "the bytes of all ranks can be counted");
+    fuzz::Require(total <= static_cast<long double>(INT64_MAX), "the bytes of all ranks can be counted");
   }
 }
 
@@ -26,15 +26,15 @@ void UseSplits(const Request& request, const Splits* splits) {
   for (int rank = 0; rank < 3; ++rank) {
     const Topology topology(rank, {0, 1, 0});
     if (!SplitsFit(request, splits, topology) || splits == nullptr) continue;
-    __float128 total = 0;
+    long double total = 0;
     for (const int r : topology.local_ranks) {
       for (int peer = 0; peer < 3; ++peer) total += splits->sent(r, peer) + splits->received(peer, r);
     }
     const Splits inside = splits->Within(topology.local_ranks);
     for (const int r : topology.local_ranks) total += splits->For({r}).SumSent();
     fuzz::Require(inside.total() <= splits->total(), "a part is no more than the whole");
-    total *= static_cast<__float128>(SizeOf(request.tensors[0].dtype));
-    fuzz::Require(total <= 3 * static_cast<__float128>(INT64_MAX), "the bytes of this host can be counted");
+    total *= static_cast<long double>(SizeOf(request.tensors[0].dtype));
+    fuzz::Require(total <= 3 * static_cast<long double>(INT64_MAX), "the bytes of this host can be counted");
   }
 }
 
