@@ -67,6 +67,7 @@ static kolovod_request make_request(kolovod_verb verb, const char* name, const k
 
 static kolovod_tensor make_tensor(const float* input, float* output, const int64_t* length) {
   kolovod_tensor tensor;
+  memset(&tensor, 0, sizeof(tensor)); /* also the codec: none */
   tensor.input = input;
   tensor.output = output;
   tensor.shape = length;
