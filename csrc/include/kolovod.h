@@ -97,7 +97,8 @@ typedef enum kolovod_verb {
  * over, every call with it fails with KOLOVOD_SHUT_DOWN. */
 typedef struct kolovod_engine kolovod_engine;
 
-/* Dense row-major host memory, owned by the caller and left alone by it until completion. Start from all zeroes. */
+/* Dense row-major host memory, owned by the caller and left alone by it until completion. Start from all
+ * zeroes. */
 typedef struct kolovod_tensor {
   const void* input;
   void* output;         /* as large as input; may equal it. Not looked at by a verb that makes its own. */
