@@ -13,7 +13,7 @@ from pathlib import Path
 
 from environments import output_of
 
-DEBIAN = {"aarch64": "arm64"}
+DEBIAN = {"aarch64": "arm64", "x86_64": "amd64"}
 PACKAGES = ("python3", "libssl3", "libstdc++6", "zlib1g")
 DOCTEST = ("/usr/include/doctest", ".venv/usr/include/doctest")
 """Where `make` finds the header of the C++ tests, or has put it."""

@@ -273,11 +273,15 @@ def main() -> int:
     try:
         found = interpreters(options.python)
         by_tag = builders(found)
+        if unknown := set(options.tag or by_tag) - set(by_tag):
+            raise Failed(f"--tag {', '.join(unknown)}: there are {', '.join(by_tag)}")
         FOLDER.mkdir(parents=True, exist_ok=True)
         options.output.mkdir(parents=True, exist_ok=True)
         for old in options.output.glob("kolovod-*"):
             old.unlink()
-        for arch in options.arch or ARCHS:
+        # First this machine's, with which those of the other one are launched.
+        own_first = sorted(options.arch or ARCHS, key=lambda arch: arch != platform.machine())
+        for arch in own_first:
             for tag in options.tag or by_tag:
                 begin = time.monotonic()
                 wheel = build(arch, tag, by_tag[tag], options.output)
