@@ -192,6 +192,30 @@ def test_members_leave_at_a_step_boundary_but_one_stays_to_hand_the_state_over()
     assert job.hosts() == "c"
 
 
+def test_all_leave_after_the_same_step():
+    """A step that some have completed, and others have not, is waited for; a dead one is not."""
+    job = Job("ab")
+    job.settle()
+    epoch = job.table.formed.epoch
+    for number in range(2):
+        job.table.leave(number, 0.0)
+    job.table.stopped = {0: epoch, 1: epoch - 1}
+    assert isinstance(job.decide(), Wait)
+    job.table.stopped[1] = epoch
+    assert job.decide() == Stop(
+        "all members leave: rank 0 on host a leaves, rank 1 on host b leaves"
+    )
+    job.table.stopped.clear()
+    job.table.fail(epoch, "broken", 0.0, 0)
+    job.now_s += 100
+    assert isinstance(job.decide(), Stop)
+    job = Job("ab")
+    job.settle()
+    job.table.leave(0, 0.0)
+    job.table.prove(Proof(1, "was killed", NOTHING), 0.0)
+    assert isinstance(job.decide(), Stop)
+
+
 def test_those_who_leave_vote_on_the_world_without_them():
     job = Job("abc")
     job.settle()

@@ -315,6 +315,8 @@ class Session:
     def wants_change(self) -> bool:
         return self.job.wants_change
 
+    leaves = False
+
     @property
     def has_state(self) -> bool:
         return self.number in self.job.have_state

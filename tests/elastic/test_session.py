@@ -327,7 +327,8 @@ def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
         "record": record,
         "facts": None,
     }
-    said = {"has_state": True, "leaves": False, "ends": False, "broken": "", "epoch": 1}
+    said = {"has_state": True, "leaves": False, "stops": False, "ends": False}
+    said |= {"broken": "", "epoch": 1}
     with contextlib.closing(connect_any(job.address, SECRET, LABEL, deadline)) as channel:
         assert channel.receive(deadline)["is_here"]
         with job.steward._lock:

@@ -13,7 +13,7 @@ from kolovod.errors import CollectiveAbortedError
 class Survivors:
     """Finds the next world where everybody knows who is left."""
 
-    wants_change = False
+    wants_change, leaves = False, False
     has_state = True
     has_failed = False
 
@@ -31,7 +31,7 @@ class Survivors:
 class NoLoss:
     """Where no rank is lost."""
 
-    wants_change, has_state, has_failed = False, True, False
+    wants_change, leaves, has_state, has_failed = False, False, True, False
 
     def reform(self, error: CollectiveAbortedError) -> None:
         raise error

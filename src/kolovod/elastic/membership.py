@@ -309,7 +309,8 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     if not stay and joiners:
         stay = _whole_replicas(alive, size)[:size]  # they hand the state over, and leave then
     if not stay:
-        return _Plan(otherwise=_without_survivor(table, world, policy, now_s, reasons))
+        works = not (lost or line.open) and failure is None
+        return _Plan(otherwise=_without_survivor(table, world, gone, works, reasons))
     if urgent:
         joiners = []  # the others are in the middle of a step; they come at its end
     elif len(world.members) < policy.min_np:
@@ -429,14 +430,19 @@ def _too_few(
 
 
 def _without_survivor(
-    table: Table, world: World, policy: Policy, now_s: float, reasons: list[str]
+    table: Table, world: World, gone: Collection[int], works: bool, reasons: list[str]
 ) -> Wait | Stop:
-    """Nobody with the state is left for the next world, so there is none."""
+    """Nobody with the state is left for the next world, so there is none.
+
+    Where the present one ``works`` they end their step first: all have the same state then.
+    """
     why = ", ".join(reasons)
     left = [n for n in world.numbers if n not in table.proofs]
     if not left:
         return Stop(f"no member is left: {why}")
     if all(n in table.leaving for n in left):
+        if works and any(table.stopped.get(n) != world.epoch for n in left if n not in gone):
+            return Wait(None, f"all members leave when they have stopped alike: {why}")
         return Stop(f"all members leave: {why}")
     return Wait(None, f"no member that has the state can be in a next world: {why}")
 

@@ -14,8 +14,8 @@ speak when they have to::
                          "process": n or null, which it is of those that a launcher has started,
                          "contact": [addresses, pid, pid space, path of the record]}
     steward -> member   {"you": member, "formed": world}
-    member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "ends": bool,
-                         "broken": text, "epoch": n, "unreached": n or null}
+    member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "stops": bool,
+                         "ends": bool, "broken": text, "epoch": n, "unreached": n or null}
                         {"promised": record}
                         {"agreed": [[term, steward], epoch], "record": record}
                         {"prepared": [[term, steward], epoch], "works": bool}

@@ -253,6 +253,10 @@ class _Worlds:
         return self._session.wants_change
 
     @property
+    def leaves(self) -> bool:
+        return self._session.leaves
+
+    @property
     def has_state(self) -> bool:
         return self._session.has_state
 

@@ -469,6 +469,7 @@ class Session:
                 "alive": encode_record(self._record),
                 "has_state": self._has_state and self._current is not None,
                 "leaves": self._leaves,
+                "stops": self._stops,
                 "ends": self._ends,
                 "broken": encode_reason(self._broken),
                 "epoch": epoch,

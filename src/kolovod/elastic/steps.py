@@ -55,10 +55,10 @@ __all__ = [
 
 T = TypeVar("T")
 
-# A ticket: is another world wanted, the step's number modulo 256, and 255 less that. The largest of
-# all ranks' are those of each rank if all are at the same step.
+# A ticket: does a rank stay in the job, is another world wanted, the step's number modulo 256, and
+# 255 less that. The largest of all ranks' are those of each rank if all are at the same step.
 _BYTES = 4
-_CHANGE, _STEP, _STEP_INVERTED = 1, 2, 3
+_STAYS, _CHANGE, _STEP, _STEP_INVERTED = range(_BYTES)
 
 
 class StepInterruptedError(CollectiveAbortedError):
@@ -79,6 +79,11 @@ class Recovery(Protocol):
     @property
     def wants_change(self) -> bool:
         """Whether another world waits until all ranks stop."""
+        ...
+
+    @property
+    def leaves(self) -> bool:
+        """Whether this process has been told to."""
         ...
 
     @property
@@ -329,6 +334,7 @@ class Steps:
     def _pass(self) -> None:
         ticket = np.zeros(_BYTES, np.uint8)
         number = self.passed % 256
+        ticket[_STAYS] = not self._recovery.leaves
         ticket[_CHANGE] = self._recovery.wants_change
         ticket[_STEP], ticket[_STEP_INVERTED] = number, 255 - number
         self._verbs.allreduce_(ticket, "elastic.ticket", Max)
@@ -338,7 +344,7 @@ class Steps:
                 "elastic job step, and call elastic.exactly, alike"
             )
         self.passed += 1
-        self.must_stop = bool(ticket[_CHANGE])
+        self.must_stop = bool(ticket[_CHANGE]) or not ticket[_STAYS]
 
 
 _ongoing: Steps | None = None

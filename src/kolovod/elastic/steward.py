@@ -443,8 +443,11 @@ class Steward:
             table.see(record_of(message["alive"]))
             if messages.flag(message, "has_state"):
                 table.has_state.add(number)
+            epoch = messages.whole(message, "epoch", 0, _MAX_SLOT)
             if messages.flag(message, "leaves"):
                 table.leave(number, now)
+            if messages.flag(message, "stops"):
+                table.stopped[number] = epoch
             if messages.flag(message, "ends"):
                 self._ending.add(number)
             broken = reason_of(message, "broken")
@@ -452,7 +455,6 @@ class Steward:
                 unreached = None
                 if message.get("unreached") is not None:
                     unreached = messages.whole(message, "unreached", 0, _MAX_SLOT)
-                epoch = messages.whole(message, "epoch", 0, _MAX_SLOT)
                 table.fail(epoch, broken, now, number, unreached)
 
     def _take_proof(self, proof: Proof) -> None:

@@ -101,6 +101,8 @@ class Table:
         self.entrants: dict[int, Member] = {}
         """Those who have a number and wait for a world."""
         self.leaving: set[int] = set()
+        self.stopped: dict[int, int] = {}
+        """The epoch in which a member has stopped for what follows, after the same step as all."""
         self.has_state: set[int] = set()
         """Joiners that have got the state since; their next message says so."""
         self.refused_hosts: frozenset[str] = frozenset()
