@@ -21,7 +21,7 @@ class LastOperations {
   LastOperations(const Membership& membership, Waiter& waiter, std::string path_prefix);
 
   // The time for a record of an operation of `bytes`.
-  int64_t Now(size_t bytes) const { return RecordNs(bytes, exact_times_.load(std::memory_order_relaxed)); }
+  int64_t Now(size_t bytes) const { return RecordNs(bytes, exact_times_.load(std::memory_order_relaxed) > 0); }
   void Submitted(Operation& op, int64_t submitted_ns) REQUIRES(kOperations);
   void Started(const std::vector<OperationPtr>& ops, uint64_t bucket) REQUIRES(kLease);
   // Of those whose status is final.
@@ -31,8 +31,9 @@ class LastOperations {
   std::vector<OperationRecord> Read() const {
     return ReadRecords(membership_.segment->records(membership_.topology.local_rank));
   }
-  // Any thread. From now on the times are exact for small operations, too (see RecordNs).
-  void KeepExactTimes(bool exact) { exact_times_.store(exact, std::memory_order_relaxed); }
+  // Any thread. While anybody wants it the times are exact for small operations, too (see RecordNs): a call
+  // with false takes back one with true.
+  void KeepExactTimes(bool exact) { exact_times_.fetch_add(exact ? 1 : -1, std::memory_order_relaxed); }
 
   // The world is over, as `status` says: writes the last operations down, once. Returns the status, and where
   // they are.
@@ -45,7 +46,7 @@ class LastOperations {
   const Membership& membership_;
   Waiter& waiter_;
   const std::string path_prefix_;
-  std::atomic<bool> exact_times_{false};
+  std::atomic<int> exact_times_{0};
   OperationRecorder records_;
   std::optional<std::string> path_ GUARDED_BY(kOperations);  // empty: could not be written
 };

@@ -266,7 +266,10 @@ class Engine:
         """
 
     def keep_exact_times(self, exact: bool) -> None:
-        """Whether those times are exact for small operations, too; else they lag by up to 4 ms."""
+        """While anybody wants it these times are exact for small operations; else up to 4 ms late.
+
+        False takes back one True.
+        """
 
     def last_late_report(self) -> str:
         """The last report on late ranks that this rank wrote to standard error; "" if none."""

@@ -31,6 +31,7 @@ from kolovod.errors import (
 )
 from kolovod.forming import Formation, Formings
 from kolovod.observe import timeline
+from kolovod.observe.live import showing
 from kolovod.rendezvous.bootstrap import bootstrap
 from kolovod.rendezvous.external import mpi
 from kolovod.rendezvous.external.meeting import ExternalJob, find_launcher, meet
@@ -276,6 +277,7 @@ def shutdown() -> None:
     """
     with _process.lock:
         timeline.end()
+        showing.leave()
         world = worlds.take()
         if world is None:
             return
@@ -321,6 +323,7 @@ def _enter(formation: Formation) -> None:
 
 def _be_rank_of(world: World) -> None:
     worlds.enter(world)
+    showing.enter(world)
     blame.formed(world.rank, world.members)
     blame.note(None)
     _process.watch = uncaught.Watch(world.engine.abort) if world.size > 1 else None

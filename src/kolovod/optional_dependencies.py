@@ -12,6 +12,7 @@ _PACKAGES = {
     "mxnet": ("mxnet",),
     "ray": ("ray",),
     "spark": ("pyspark",),
+    "top": ("rich",),
 }
 """By extra, the packages of which one must be there."""
 
@@ -23,6 +24,7 @@ _TITLES = {
     "mxnet": "MXNet",
     "ray": "Ray",
     "spark": "PySpark",
+    "top": "rich",
 }
 
 
@@ -34,9 +36,9 @@ def missing(extra: str) -> ImportError | None:
     packages = _PACKAGES[extra]
     if any(map(_is_installed, packages)):
         return None
+    what = "kolovod top" if extra == "top" else f"kolovod.{extra}"
     return ModuleNotFoundError(
-        f"kolovod.{extra} needs {_TITLES[extra]}, which is not installed: "
-        f"pip install 'kolovod[{extra}]'",
+        f"{what} needs {_TITLES[extra]}, which is not installed: pip install 'kolovod[{extra}]'",
         name=packages[0],
     )
 

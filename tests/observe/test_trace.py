@@ -220,13 +220,22 @@ def test_batches_are_shifted_but_for_what_never_happened() -> None:
 
 def test_spans_that_nobody_takes_are_bounded() -> None:
     log = SpanLog()
+    log.add("before", 1, 2)
+    reader, other = log.open(), log.open()
     for _ in range(100_010):
         log.add("x" * 300, 1, 2)
-    taken = log.take(7)
+    taken = reader.take(7)
     assert len(taken) == 7
     assert len(taken[0][0]) == 100
-    assert len(log.take()) == 100_000 - 7
-    assert log.take() == []
+    assert len(reader.take()) == 100_000 - 7
+    assert reader.take() == []
+    reader.close()
+    log.add("later", 1, 2)
+    assert log.on
+    assert reader.take() == []
+    assert other.take()[-1][0] == "later"
+    other.close()
+    assert not log.on
 
 
 # The summary ------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ __all__ = [
     "Cpu",
     "Span",
     "SpanLog",
+    "SpanReader",
     "chosen",
     "log",
     "shown",
@@ -45,19 +46,48 @@ _MOST = 100_000  # kept while nobody takes them; then the oldest go
 
 
 class SpanLog:
-    """The spans of this process since they were last taken. Any thread adds."""
+    """The spans of this process, for those who read them. Any thread adds."""
 
     def __init__(self) -> None:
         self.on = False
-        """Whether a timeline is being recorded; else nothing is kept."""
-        self.owner: object = None
-        """Who records: a recorder of an earlier world must not end what the next one's began."""
-        self._spans: deque[Span] = deque(maxlen=_MOST)
+        """Whether anybody reads them; else nothing is kept."""
+        self._lock = threading.Lock()
+        self._readers: tuple[SpanReader, ...] = ()
 
     def add(self, name: str, start_ns: int, end_ns: int, cpu: Cpu = ()) -> None:
         """Keep a span of this thread."""
         thread = threading.current_thread().name[:_THREAD_CHARACTERS]
-        self._spans.append((name[:_NAME_CHARACTERS], thread, start_ns, end_ns, cpu))
+        for reader in self._readers:
+            reader._spans.append((name[:_NAME_CHARACTERS], thread, start_ns, end_ns, cpu))
+
+    def open(self) -> SpanReader:
+        """Somebody who gets all spans from now on."""
+        reader = SpanReader(self)
+        with self._lock:
+            self._readers = (*self._readers, reader)
+            self.on = True
+        return reader
+
+    def _close(self, reader: SpanReader) -> None:
+        with self._lock:
+            self._readers = tuple(other for other in self._readers if other is not reader)
+            self.on = bool(self._readers)
+
+    def forget(self) -> None:
+        """In a forked child: those who read are threads of the parent."""
+        self._lock, self._readers, self.on = threading.Lock(), (), False
+
+
+class SpanReader:
+    """The spans since they were last taken."""
+
+    def __init__(self, log: SpanLog) -> None:
+        self._log = log
+        self._spans: deque[Span] = deque(maxlen=_MOST)
+
+    def close(self) -> None:
+        """Get no more; what is there can still be taken."""
+        self._log._close(self)
 
     def put_back(self, spans: list[Span]) -> None:
         """What was taken last could not be used."""

@@ -17,7 +17,14 @@ from kolovod.backends import check_elastic
 from kolovod.config import KNOBS, Knob, load
 from kolovod.core.affinity import check_affinity
 from kolovod.errors import BootstrapError, InvalidArgumentError
-from kolovod.launch import elastic_flags, manifest_command, plan_command, ps_command, stacks_command
+from kolovod.launch import (
+    elastic_flags,
+    manifest_command,
+    plan_command,
+    ps_command,
+    stacks_command,
+    top_command,
+)
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.allocation import allocation
 from kolovod.launch.doctor import run_doctor
@@ -137,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     ps_command.add(actions)
     stacks_command.add(actions)
+    top_command.add(actions)
     _add_attach(actions)
     _add_timeline(actions)
     plan_command.add(actions)

@@ -24,6 +24,12 @@ class RunningRank:
     age_s: float
     state: str
     """The kernel's letter: R running, S sleeping, D in a system call, T stopped, Z ended."""
+    pids: tuple[int, ...] = ()
+    """All processes of the rank: where a shell has started Python, that is one of them."""
+    cpu_s: float = 0.0
+    """That these have used so far."""
+    memory_bytes: int = 0
+    """Resident."""
 
 
 @dataclass
@@ -78,23 +84,48 @@ def running_jobs(proc: Path = Path("/proc")) -> list[RunningJob]:
         job.processes += 1
         job.cpu_s += process.cpu_s
         job.memory_bytes += process.memory_bytes
-        parent = marked.get(process.parent)
-        if process.rank is not None and (parent is None or parent.rank is None):
-            _add_rank(job, process, process.rank, proc, now_s)
+        if process.rank is not None and _first_of_rank(process, marked) is process:
+            own = [p for p in marked.values() if _first_of_rank(p, marked) is process]
+            _add_rank(job, process, process.rank, own, proc, now_s)
     found = [job for job in jobs.values() if job.ranks]
     for job in found:
         job.ranks.sort(key=lambda each: (each.rank, each.pid))
     return sorted(found, key=lambda job: -max(each.age_s for each in job.ranks))
 
 
-def _add_rank(job: RunningJob, process: _Process, rank: int, proc: Path, now_s: float) -> None:
+def _first_of_rank(process: _Process, marked: dict[int, _Process]) -> _Process | None:
+    """The process that the launcher has started as this one's rank."""
+    found = None
+    while process.rank is not None:
+        found = process
+        if process.parent not in marked:
+            break
+        process = marked[process.parent]
+    return found
+
+
+def _add_rank(
+    job: RunningJob, process: _Process, rank: int, own: list[_Process], proc: Path, now_s: float
+) -> None:
+    """``own``: all processes of that rank."""
     given = process.environment
     job.is_elastic = "KOLOVOD_ELASTIC" in given
     job.size = max(job.size, _number(given, "KOLOVOD_SIZE") or 0)
     job.hosts = max(job.hosts, _number(given, "KOLOVOD_CROSS_SIZE") or 0)
     command = tuple(_words(proc / str(process.pid) / "cmdline"))
     age_s = now_s - process.begun_s
-    job.ranks.append(RunningRank(rank, process.pid, command, age_s, process.state))
+    job.ranks.append(
+        RunningRank(
+            rank,
+            process.pid,
+            command,
+            age_s,
+            process.state,
+            tuple(sorted(each.pid for each in own)),
+            sum(each.cpu_s for each in own),
+            sum(each.memory_bytes for each in own),
+        )
+    )
 
 
 def _read(entry: Path) -> _Process | None:

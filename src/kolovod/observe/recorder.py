@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kolovod import _native
-from kolovod.core.spans import Span, SpanLog
+from kolovod.core.spans import Span, SpanLog, SpanReader
+from kolovod.core.world import World
 
-__all__ = ["AS", "ON_GPU", "PULL_S", "Batch", "Operation", "Recorder"]
+__all__ = ["AS", "ON_GPU", "PULL_S", "Batch", "Operation", "Recorder", "engines_of"]
 
 AS = " as "  # between a dtype and a codec
 ON_GPU = " on GPU"  # ends the name of what carries it
@@ -92,7 +93,9 @@ class Recorder:
     def __init__(self, engines: Callable[[], Mapping[str, _native.Engine]], spans: SpanLog) -> None:
         """``engines``: asked for the present ones, by what ``Operation`` calls them."""
         self._engines = engines
-        self._spans = spans
+        self._log = spans
+        self._spans: SpanReader | None = None
+        """Of the present or the last time that it is on."""
         self._lock = threading.Lock()
         self._readers: dict[str, _Reader] = {}
         self._operations: list[Operation] = []
@@ -105,18 +108,16 @@ class Recorder:
             if on == self.on:
                 return
             if on:
-                self._spans.take()
                 self._find_engines()
+                self._spans = self._log.open()
             else:
                 self._pull()
                 for reader in self._readers.values():
                     reader.engine.keep_exact_times(False)
                 self._readers.clear()
+                if self._spans is not None:
+                    self._spans.close()
             self.on = on
-            if on:
-                self._spans.owner = self
-            if self._spans.owner is self:
-                self._spans.on = on
 
     def pull(self) -> None:
         """Read what is new; at least every PULL_S, and before an engine goes away."""
@@ -129,14 +130,16 @@ class Recorder:
         with self._lock:
             operations, self._operations = self._operations[:most], self._operations[most:]
             lost, self._lost = self._lost, 0
-        return Batch(operations, self._spans.take(most), lost)
+            spans = [] if self._spans is None else self._spans.take(most)
+        return Batch(operations, spans, lost)
 
     def put_back(self, batch: Batch) -> None:
         """What was taken last has reached nobody."""
         with self._lock:
             self._operations[:0] = batch.operations
             self._lost += batch.lost
-        self._spans.put_back(batch.spans)
+            if self._spans is not None:
+                self._spans.put_back(batch.spans)
 
     def _find_engines(self) -> None:
         engines = self._engines()
@@ -154,6 +157,15 @@ class Recorder:
             self._lost += lost
         self._lost += max(0, len(self._operations) - _MOST)
         del self._operations[:-_MOST]
+
+
+def engines_of(world: World) -> Mapping[str, _native.Engine]:
+    """The engines of the world and its process sets, as Operation calls them."""
+    engines = {"": world.engine}
+    for number, process_set in dict(world.sets.by_id).items():
+        if process_set.engine is not None:
+            engines[f" in set {number}"] = process_set.engine
+    return engines
 
 
 def _operation(where: str, record: Mapping[str, Any]) -> Operation:

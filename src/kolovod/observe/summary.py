@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from kolovod.observe.reading import (
+    Events,
     Interval,
     RankEvents,
     clipped,
@@ -31,7 +32,16 @@ from kolovod.observe.reading import (
 from kolovod.observe.trace import Event
 from kolovod.observe.units import bytes_text, time_text
 
-__all__ = ["RankSummary", "Summary", "read", "summarize", "text"]
+__all__ = [
+    "RankSummary",
+    "Summary",
+    "batches",
+    "of",
+    "read",
+    "straggler",
+    "summarize",
+    "text",
+]
 
 _STEPS_TO_WARM_UP = 2
 _FEW_STEPS = 3
@@ -74,7 +84,11 @@ class Summary:
 
 def summarize(events: Iterable[Event]) -> Summary:
     """Add up the events of a trace. Raises InvalidArgumentError if they are not Kolovod's."""
-    found = of_ranks(events)
+    return of(of_ranks(events))
+
+
+def of(found: Events) -> Summary:
+    """Add up what the ranks did, one rank at least."""
     ranks = found.ranks
     common = set.intersection(*(set(rank.submitted) for rank in ranks.values()))
     held_up = _held_up(ranks, common)
@@ -176,8 +190,8 @@ def text(summary: Summary) -> str:
         "held up: the time in which others did nothing but wait for that.",
         "",
         f"{summary.operations} operations of all ranks, {bytes_text(summary.bytes)} on each.",
-        *_straggler(summary.ranks),
-        *_advice(summary.ranks),
+        *straggler(summary.ranks),
+        *batches(summary.ranks),
         *(f"Chosen after {at_s:.1f} s: {what}." for at_s, what in summary.choices),
     ]
     if summary.lost:
@@ -187,7 +201,8 @@ def text(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _straggler(ranks: Sequence[RankSummary]) -> list[str]:
+def straggler(ranks: Sequence[RankSummary]) -> list[str]:
+    """Who holds up the others, if anybody does."""
     if len(ranks) < 2:
         return []
     shares = {rank.rank: _share(rank.held_up_us, rank.window_us) for rank in ranks}
@@ -201,7 +216,7 @@ def _straggler(ranks: Sequence[RankSummary]) -> list[str]:
     ]
 
 
-def _advice(ranks: Sequence[RankSummary]) -> list[str]:
+def batches(ranks: Sequence[RankSummary]) -> list[str]:
     """What larger batches would bring, where steps are known.
 
     A batch of k times the size takes k times the compute and the same communication, of which at

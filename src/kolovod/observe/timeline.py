@@ -22,7 +22,7 @@ from kolovod.core import spans
 from kolovod.core.world import World, current, when_engine_ends
 from kolovod.net.addresses import address_of, interface_to, listen
 from kolovod.observe.collector import Collector, Reporter
-from kolovod.observe.recorder import PULL_S, Batch, Recorder
+from kolovod.observe.recorder import PULL_S, Batch, Recorder, engines_of
 from kolovod.observe.trace import Event, Trace
 from kolovod.observe.trace_file import TraceFile
 from kolovod.observe.whereabouts import whereabouts
@@ -49,7 +49,7 @@ class Timeline:
 
     def __init__(self, world: World, address: str = "") -> None:
         """``address``: of rank 0's collector if this rank is on another host than that, else ""."""
-        self.recorder = Recorder(lambda: _engines(world), spans.log)
+        self.recorder = Recorder(lambda: engines_of(world), spans.log)
         self._reporter: Reporter | None = None
         if world.rank > 0:
             self._reporter = Reporter(
@@ -266,7 +266,7 @@ def forget() -> None:
     """In a forked child: threads, connections and the file are the parent's."""
     global _lock, _timeline
     _lock, _timeline = threading.RLock(), None
-    spans.log.on = False
+    spans.log.forget()
 
 
 def pull() -> None:
@@ -319,15 +319,6 @@ def _set(timeline: Timeline) -> None:
         hook()
     with _lock:
         _timeline = timeline
-
-
-def _engines(world: World) -> Mapping[str, _native.Engine]:
-    """The engines of the world and its process sets, as Operation calls them."""
-    engines = {"": world.engine}
-    for number, process_set in dict(world.sets.by_id).items():
-        if process_set.engine is not None:
-            engines[f" in set {number}"] = process_set.engine
-    return engines
 
 
 def _path_of_world(path: str, epoch: int) -> str:

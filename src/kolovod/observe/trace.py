@@ -17,7 +17,7 @@ from kolovod.core.spans import Cpu
 from kolovod.observe.recorder import Batch, Operation
 from kolovod.observe.whereabouts import Whereabouts
 
-__all__ = ["BUCKETS", "CYCLE", "LINKS", "LOST", "NEGOTIATE", "Event", "Trace"]
+__all__ = ["BUCKETS", "CYCLE", "LINKS", "LOST", "NEGOTIATE", "Event", "Trace", "label"]
 
 Event = dict[str, Any]
 
@@ -101,7 +101,7 @@ class Trace:
     def _operation(self, rank: int, operation: Operation) -> Iterator[Event]:
         where, name, verb, dtype, tensors, size, bucket, ok, submitted, started, ended = operation
         new: list[Event] = []
-        row = self._row(rank, _label(where, name, verb), submitted, ended, new, named=True)
+        row = self._row(rank, label(where, name, verb), submitted, ended, new, named=True)
         yield from new
         facts: dict[str, Any] = {"bucket": bucket, "where": where}
         waited = started or ended
@@ -205,12 +205,11 @@ def _cpu_facts(cpu: Cpu) -> dict[str, float]:
     }
 
 
-def _label(where: str, name: str, verb: str) -> str:
+def label(where: str, name: str, verb: str) -> str:
+    """The row of an operation, as ``Operation`` has it."""
     if _UNNAMED.search(name):
-        label = f"{verb}.noname"
-    else:
-        label = name if name.startswith(f"{verb}.") else f"{verb}.{name}"
-    return label + where
+        return f"{verb}.noname{where}"
+    return (name if name.startswith(f"{verb}.") else f"{verb}.{name}") + where
 
 
 def _meta(name: str, pid: int, tid: int, facts: dict[str, Any]) -> Event:

@@ -1,0 +1,27 @@
+"""What faulthandler writes of a process, read. PURE."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["line_of"]
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$')
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
+
+
+def line_of(stacks: str) -> str:
+    """Where the main thread is: ``train.py:12 in load``, in the script itself if that is known.
+
+    faulthandler writes the newest frame of a thread first, and the main thread last.
+    """
+    threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", stacks)
+    frames = [found for line in threads[-1].splitlines() if (found := _FRAME.match(line))]
+    if not frames:
+        return ""
+    own = next((f for f in frames if not any(part in f["file"] for part in _LIBRARIES)), None)
+    frame = own if own is not None else frames[0]
+    where = f"{frame['file']}:{frame['line']} in {frame['function']}"
+    if own is not None and own is not frames[0]:
+        where += f" (in {frames[0]['function']})"
+    return where

@@ -1,0 +1,199 @@
+"""``kolovod top``: a running job, live."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from typing import Any
+
+from kolovod.core.stacks import StacksUnavailableError, of_process
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.foreground import show_all_characters
+from kolovod.launch.job_watch import JobWatch
+from kolovod.launch.running_jobs import RunningJob, running_jobs
+from kolovod.launch.stacks_command import chosen
+from kolovod.launch.stacks_text import line_of
+from kolovod.observe.live.picture import Picture
+from kolovod.optional_dependencies import missing
+
+__all__ = ["add"]
+
+_FIRST_LOOKS_S = 2.0  # until there is something to show
+_LEAST_S = 0.5
+_STACK_AFTER_S = 1.0  # of being late
+
+
+def add(actions: Any) -> None:
+    """The action, to the command's parser."""
+    watching = actions.add_parser(
+        "top",
+        help="watch a job on this host: steps per second, who waits for whom, links, warnings",
+        description="A live view of a running job's ranks on this host; the job is not changed, "
+        "and not started anew for it. Shares are of the last ten seconds. Keys: q ends it, up and "
+        "down choose a rank, s shows where that rank is in Python. Without a terminal it prints "
+        "one picture.",
+        allow_abbrev=False,
+    )
+    watching.set_defaults(parser=watching, act=_watch)
+    watching.add_argument(
+        "job", nargs="?", default="", metavar="JOB", help="as `kolovod ps` names it, or its "
+        "beginning; needed where there are several",
+    )  # fmt: skip
+    watching.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between pictures [1]"
+    )
+    watching.add_argument("--once", action="store_true", help="one picture, after two seconds")
+    watching.add_argument(
+        "--json", action="store_true", help="for programs: a line of JSON for each picture"
+    )
+
+
+def _watch(options: argparse.Namespace) -> int:
+    if not options.interval >= _LEAST_S:
+        raise InvalidArgumentError(
+            f"--interval {options.interval:g}: expected {_LEAST_S:g} seconds or more, since ranks "
+            "show news that often"
+        )
+    if not options.json and (problem := missing("top")) is not None:
+        raise InvalidArgumentError(str(problem))
+    name = chosen(running_jobs(), options.job).name
+    watch = JobWatch(lambda: _find(name))
+    try:
+        if options.json:
+            return _print_json(watch, options)
+        show_all_characters()
+        if options.once or not sys.stdout.isatty() or not sys.stdin.isatty():
+            return _print_one(watch)
+        return _show(watch, options.interval)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        watch.close()
+
+
+def _find(name: str) -> RunningJob | None:
+    return next((job for job in running_jobs() if job.name == name), None)
+
+
+def _settled(watch: JobWatch) -> tuple[RunningJob, Picture] | None:
+    """The first picture in which all ranks have shown something, after two seconds at the latest."""
+    until_s = time.monotonic() + _FIRST_LOOKS_S
+    found = watch.look()
+    while found is not None and time.monotonic() < until_s:
+        time.sleep(_LEAST_S)
+        found = watch.look()
+    return found
+
+
+def _print_json(watch: JobWatch, options: argparse.Namespace) -> int:
+    found = _settled(watch)
+    while found is not None:
+        job, picture = found
+        line = {
+            "job": job.name,
+            "at_s": time.time(),
+            **picture.as_json(),
+            "late_at": late_at(picture),
+        }
+        print(json.dumps(line), flush=True)
+        if options.once:
+            break
+        time.sleep(options.interval)
+        found = watch.look()
+    return 0
+
+
+def _print_one(watch: JobWatch) -> int:
+    from rich.console import Console
+
+    from kolovod.launch.top_screen import screen
+
+    found = _settled(watch)
+    if found is None:
+        print("the job has ended")
+        return 0
+    # Piped, there is no width: lines are as long as they have to be.
+    width = None if sys.stdout.isatty() else 200
+    Console(width=width, highlight=False).print(screen(*found, late_at(found[1])))
+    return 0
+
+
+def late_at(picture: Picture) -> dict[int, str]:
+    """By pid of a rank that others wait for: the line of Python that it is at."""
+    lines = {}
+    for each in picture.ranks:
+        if each.late_s >= _STACK_AFTER_S:
+            with contextlib.suppress(StacksUnavailableError):
+                lines[each.pid] = line_of(of_process(each.pid))
+    return lines
+
+
+def _show(watch: JobWatch, interval_s: float) -> int:
+    """Until a key ends it, or the job ends."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from kolovod.launch.top_screen import screen
+
+    selected, shows_stack = 0, False
+    console = Console(highlight=False)
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        while (found := watch.look()) is not None:
+            job, picture = found
+            late = late_at(picture)
+            due_s = time.monotonic() + interval_s
+            while True:
+                count = max(1, len(picture.ranks))
+                selected = min(selected, count - 1)
+                stack = _stack(picture, selected) if shows_stack else ""
+                live.update(screen(job, picture, late, selected, stack), refresh=True)
+                key = pressed(max(0.0, due_s - time.monotonic()))
+                if key in ("q", "\x1b"):
+                    return 0
+                if key == "up":
+                    selected = max(0, selected - 1)
+                elif key == "down":
+                    selected = min(count - 1, selected + 1)
+                elif key in ("s", "\n"):
+                    shows_stack = not shows_stack
+                elif not key:
+                    break
+    print("the job has ended")
+    return 0
+
+
+def _stack(picture: Picture, selected: int) -> str:
+    if not picture.ranks:
+        return ""
+    try:
+        return of_process(picture.ranks[selected].pid).rstrip()
+    except StacksUnavailableError as error:
+        return f"no stacks: {error}"
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Any]:
+    """A function that waits so many seconds for a key, and returns "" if none is pressed."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def pressed(timeout_s: float) -> str:
+        if not select.select([fd], [], [], timeout_s)[0]:
+            return ""
+        text = os.read(fd, 16).decode(errors="replace")
+        arrows = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"}
+        return arrows.get(text, {"k": "up", "j": "down"}.get(text[:1], text[:1]) or "q")
+
+    try:
+        tty.setcbreak(fd)
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

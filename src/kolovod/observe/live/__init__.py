@@ -1,0 +1,1 @@
+"""A running job seen from outside: what each rank shows, and what others make of it."""

@@ -1,0 +1,126 @@
+"""What a rank's process shows to other processes of its user: a page in memory, and a bell.
+
+The page is a file in memory whose name tells the descriptor of the bell, a pipe. Both are found
+among the process's descriptors in /proc, which only the same user (or root) may open. So nothing
+listens, there is no file to clean up, and what nobody looks at costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Page", "PageReader", "PageUnavailableError"]
+
+_NAME = "kolovod-live-"  # and the bell's descriptor
+_HEAD = struct.Struct("<8sII")  # what it is, bytes and checksum of the text
+_MAGIC = b"KOLOLIV1"
+_MOST_BYTES = 8 << 20
+_TRIES = 50
+_AGAIN_S = 0.001
+
+
+class PageUnavailableError(Exception):
+    """A process shows nothing; the text tells why."""
+
+
+class Page:
+    """The end of the process that shows itself. One thread writes."""
+
+    def __init__(self) -> None:
+        """Raises OSError where the system has no files in memory."""
+        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._fd = os.memfd_create(f"{_NAME}{self._write_fd}", os.MFD_CLOEXEC)
+        except OSError:
+            os.close(self._read_fd)
+            os.close(self._write_fd)
+            raise
+
+    def write(self, parts: Sequence[str]) -> bool:
+        """Show the JSON object that ``parts`` make together; False if it is too large."""
+        body = "".join(parts).encode()
+        if len(body) > _MOST_BYTES:
+            return False
+        # Whoever reads in the middle sees it by the checksum, and reads again.
+        os.pwrite(self._fd, _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body, 0)
+        return True
+
+    def is_watched(self, timeout_s: float | None) -> bool:
+        """Whether somebody has rung since the last call, or does so in that time (None: ever)."""
+        poll = select.poll()
+        poll.register(self._read_fd, select.POLLIN)
+        if not poll.poll(None if timeout_s is None else timeout_s * 1000):
+            return False
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read_fd, 4096)
+        return True
+
+    def close(self) -> None:
+        """Show nothing any more, as in a forked child, whose descriptors are the parent's."""
+        for fd in (self._fd, self._read_fd, self._write_fd):
+            os.close(fd)
+
+
+class PageReader:
+    """The end of who watches a process."""
+
+    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+        """Raises PageUnavailableError."""
+        process = proc / str(pid)
+        try:
+            entry, bell = _find(process / "fd")
+            self._fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                self._bell = os.open(process / "fd" / str(bell), flags)
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except PermissionError:
+            raise PageUnavailableError("it is another user's") from None
+        except OSError:
+            raise PageUnavailableError("it has ended") from None
+
+    def ring(self) -> None:
+        """Ask it to show what it does, for some seconds."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._bell, b".")
+
+    def read(self) -> dict[str, Any]:
+        """What it shows now. Raises PageUnavailableError if it stops in the middle of a word."""
+        for _ in range(_TRIES):
+            head = os.pread(self._fd, _HEAD.size, 0)
+            if len(head) == _HEAD.size:
+                magic, length, checksum = _HEAD.unpack(head)
+                if magic != _MAGIC:
+                    raise PageUnavailableError("it has another version of Kolovod")
+                body = os.pread(self._fd, min(length, _MOST_BYTES), _HEAD.size)
+                if len(body) == length and zlib.crc32(body) == checksum:
+                    facts: dict[str, Any] = json.loads(body)
+                    return facts
+            time.sleep(_AGAIN_S)
+        raise PageUnavailableError("what it shows is not whole")
+
+    def close(self) -> None:
+        """Watch no more."""
+        os.close(self._fd)
+        os.close(self._bell)
+
+
+def _find(folder: Path) -> tuple[Path, int]:
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            name = os.readlink(entry).removeprefix("/memfd:").removesuffix(" (deleted)")
+            number = name.removeprefix(_NAME)
+            if name != number and number.isdecimal():
+                return entry, int(number)
+    raise PageUnavailableError("it has not called kolovod.init() yet")

@@ -1,0 +1,197 @@
+"""A rank shows what it does, as long as somebody watches.
+
+When a world is formed the process writes down what it is: rank, size, hosts. A thread waits at the
+bell of its page (page.py) and costs nothing there. Who rings gets five seconds of what a timeline
+would record, renewed twice a second: the operations and spans of the last seconds, those that are
+pending, and the counters of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from kolovod import _native
+from kolovod.core import spans
+from kolovod.core.world import World, when_engine_ends
+from kolovod.observe.live.page import Page
+from kolovod.observe.recorder import PULL_S, Recorder, engines_of
+from kolovod.observe.whereabouts import whereabouts
+from kolovod.version import __version__
+
+__all__ = ["LEASE_S", "REPORT_S", "enter", "leave"]
+
+LEASE_S = 5.0
+"""How long a ring lasts."""
+REPORT_S = 0.5
+_KEPT_S = 3.0  # so who reads once a second misses nothing
+_MOST = 2_000  # operations of a report, and spans: writing more of them down would take its time
+_MOST_EVENTS = 20
+
+
+class _Showing:
+    """One process's, from its first world until it ends."""
+
+    def __init__(self) -> None:
+        """Raises OSError where the system has no files in memory."""
+        self._page = Page()
+        self._lock = threading.Lock()
+        self._world: World | None = None
+        self._worlds: list[dict[str, Any]] = []  # the last that this process has been in
+        self._recorder = Recorder(self._engines, spans.log)
+        self._reports: deque[tuple[float, str]] = deque()  # and when
+        self._number = 0
+        self._thread = threading.Thread(target=self._serve, name="kolovod-live", daemon=True)
+        self._thread.start()
+
+    def enter(self, world: World) -> None:
+        with self._lock:
+            self._world = world
+            entered = {"at_s": time.time(), "epoch": world.epoch, "size": world.size}
+            self._worlds = [*self._worlds[1 - _MOST_EVENTS :], entered]
+            self._write({})
+
+    def leave(self) -> None:
+        with self._lock:
+            if self._world is not None:
+                self._pull()
+                self._recorder.switch(False)
+                self._world = None
+                self._write({})
+
+    def pull(self) -> None:
+        """An engine is about to go away."""
+        with self._lock:
+            self._pull()
+
+    def _pull(self) -> None:
+        with contextlib.suppress(_native.EngineError):  # the world has failed
+            self._recorder.pull()
+
+    def forget(self) -> None:
+        """In a forked child."""
+        self._page.close()
+
+    def _engines(self) -> Mapping[str, _native.Engine]:
+        world = self._world
+        return {} if world is None else engines_of(world)
+
+    def _serve(self) -> None:
+        while self._page.is_watched(None):
+            try:
+                self._record()
+            finally:
+                with self._lock:
+                    self._recorder.switch(False)
+                    self._reports.clear()
+                    self._write({})
+
+    def _record(self) -> None:
+        """As long as somebody rings."""
+        until_s = time.monotonic() + LEASE_S
+        due_s = 0.0
+        while (now_s := time.monotonic()) < until_s:
+            with self._lock:  # in which a world does not end
+                if self._world is not None:
+                    self._recorder.switch(True)
+                    self._pull()
+                    if now_s >= due_s:
+                        due_s = now_s + REPORT_S
+                        self._report(now_s)
+            if self._page.is_watched(PULL_S):
+                until_s = time.monotonic() + LEASE_S
+
+    def _report(self, now_s: float) -> None:
+        """Under the lock."""
+        batch = self._recorder.take(_MOST)
+        while rest := self._recorder.take(_MOST):
+            batch.lost += len(rest.operations) + rest.lost
+        self._number += 1
+        said = {"operations": batch.operations, "spans": batch.spans, "lost": batch.lost}
+        self._reports.append((now_s, json.dumps({"number": self._number, **said})))
+        while self._reports[0][0] < now_s - _KEPT_S:
+            self._reports.popleft()
+        world = self._world
+        assert world is not None
+        try:
+            more = {
+                "at_ns": time.monotonic_ns(),
+                "pending": _pending(engines_of(world)),
+                "stats": world.engine.stats(),
+                "sent_bytes": world.engine.sent_bytes(),
+                "whereabouts": whereabouts(),
+            }
+        except _native.EngineError:  # the world has failed; another one may follow
+            more = {}
+        self._write(more)
+
+    def _write(self, more: Mapping[str, Any]) -> None:
+        """Under the lock."""
+        facts: dict[str, Any] = {"version": __version__, "pid": os.getpid(), "worlds": self._worlds}
+        world = self._world
+        if world is not None:
+            facts |= {
+                "rank": world.rank,
+                "size": world.size,
+                "epoch": world.epoch,
+                "host": world.host,
+                "hosts": list(world.hosts),
+                "backend": world.settings.backend,
+            }
+        opening = json.dumps({**facts, **more})[:-1]
+        reports = ", ".join(text for _, text in self._reports)
+        self._page.write([opening, ', "reports": [', reports, "]}"])
+
+
+def _pending(engines: Mapping[str, _native.Engine]) -> list[list[Any]]:
+    """What carries it, name, verb and when it was submitted (ns)."""
+    return [
+        [where, record["name"], record["verb"], record["submitted_ns"]]
+        for where, engine in engines.items()
+        for record in engine.last_operations()
+        if record["state"] in ("submitted", "started")
+    ][:_MOST]
+
+
+_showing: _Showing | None = None
+_is_impossible = False
+
+
+def enter(world: World) -> None:
+    """From now on this process is in ``world``, and shows it to who asks."""
+    global _showing, _is_impossible
+    if _showing is None and not _is_impossible:
+        try:
+            _showing = _Showing()
+        except OSError:  # a sandbox
+            _is_impossible = True
+    if _showing is not None:
+        _showing.enter(world)
+
+
+def leave() -> None:
+    """The world of this process is about to end."""
+    if _showing is not None:
+        _showing.leave()
+
+
+def _pull() -> None:
+    if _showing is not None:
+        _showing.pull()
+
+
+def _forget() -> None:
+    global _showing
+    if _showing is not None:
+        _showing.forget()
+        _showing = None
+
+
+when_engine_ends(_pull)
+os.register_at_fork(after_in_child=_forget)

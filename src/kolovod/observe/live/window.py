@@ -1,0 +1,168 @@
+"""The last seconds of some ranks, from what they show: steps, shares, who is late. PURE."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, Span
+from kolovod.observe.reading import Key, Operation, RankEvents
+from kolovod.observe.recorder import Operation as Recorded
+from kolovod.observe.trace import label
+
+__all__ = ["WINDOW_S", "Pending", "Steps", "Window", "late_ranks", "steps_of"]
+
+WINDOW_S = 10.0
+_LATE_S = 1.0
+
+
+class Pending(NamedTuple):
+    """An operation that a rank has submitted, and that is not complete."""
+
+    where: str
+    name: str
+    verb: str
+    submitted_ns: int
+
+
+class Steps(NamedTuple):
+    """How often a rank steps."""
+
+    per_s: float
+    median_us: float
+    fast_us: float
+    """A tenth of the steps is faster."""
+    slow_us: float
+    """A tenth is slower."""
+    is_told: bool
+    """By an optimizer; else it is counted by the operations that come again in each step."""
+
+
+@dataclass
+class Window:
+    """What one rank has done in the last seconds."""
+
+    operations: deque[Recorded] = field(default_factory=deque)
+    spans: deque[Span] = field(default_factory=deque)
+    lost: int = 0
+
+    def add(self, operations: Iterable[Recorded], spans: Iterable[Span], lost: int) -> None:
+        """More of it, later than what is there."""
+        self.operations.extend(operations)
+        self.spans.extend(spans)
+        self.lost += lost
+
+    def forget(self, before_ns: int) -> None:
+        """What had ended by then."""
+        while self.operations and self.operations[0][10] < before_ns:
+            self.operations.popleft()
+        while self.spans and self.spans[0][3] < before_ns:
+            self.spans.popleft()
+
+    def events(self, host: str) -> RankEvents:
+        """The same as a timeline's events are read; times since this host was started."""
+        rank = RankEvents(host)
+        for name, _, start_ns, end_ns, _ in self.spans:
+            span = start_ns / 1e3, end_ns / 1e3
+            rank.first, rank.last = min(rank.first, span[0]), max(rank.last, span[1])
+            if name in (WAIT, WAIT_FOR_GRADIENTS):
+                rank.waits.append(span)
+            elif name == OPTIMIZER_STEP:
+                rank.steps.append(span)
+        carried: dict[tuple[str, int], tuple[int, int]] = {}
+        for operation in self.operations:
+            _take(rank, operation)
+            where, bucket, started, ended = operation[0], operation[6], *operation[9:]
+            if bucket and started:
+                low, high = carried.get((where, bucket), (started, ended))
+                carried[where, bucket] = min(low, started), max(high, ended)
+        rank.carried = [(start / 1e3, end / 1e3) for start, end in carried.values()]
+        return rank
+
+
+def _take(rank: RankEvents, operation: Recorded) -> None:
+    where, name, verb, dtype, tensors, size, bucket, _, submitted, started, ended = operation
+    rank.first = min(rank.first, submitted / 1e3)
+    rank.last = max(rank.last, ended / 1e3)
+    if not bucket:
+        return
+    row = label(where, name, verb)
+    before = rank.seen[bucket, row, verb]
+    rank.seen[bucket, row, verb] += 1
+    key: Key = (where, bucket, row, before)
+    rank.submitted[key] = submitted / 1e3
+    if started:
+        rank.operations[key] = Operation(
+            row, verb.upper(), size, tensors, dtype, started / 1e3, ended / 1e3
+        )
+
+
+def steps_of(rank: RankEvents) -> Steps | None:
+    """None: it has made no two steps, as far as can be seen."""
+    ends = sorted(end for _, end in rank.steps)
+    is_told = len(ends) > 1
+    if not is_told:
+        ends = _repeated(rank)
+    durations = sorted(after - before for before, after in pairwise(ends))
+    if not durations or ends[-1] <= ends[0]:
+        return None
+    tenth = len(durations) // 10
+    return Steps(
+        per_s=1e6 * len(durations) / (ends[-1] - ends[0]),
+        median_us=statistics.median(durations),
+        fast_us=durations[tenth],
+        slow_us=durations[-1 - tenth],
+        is_told=is_told,
+    )
+
+
+def _repeated(rank: RankEvents) -> list[float]:
+    """When one of the named operations was submitted of which most come equally often."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for (_, _, row, _), at_us in rank.submitted.items():
+        if ".noname" not in row:
+            times[row].append(at_us)
+    counts = Counter(len(found) for found in times.values() if len(found) > 1)
+    if not counts:
+        return []
+    often = max(counts, key=lambda count: (counts[count], count))
+    return sorted(next(found for found in times.values() if len(found) == often))
+
+
+def late_ranks(
+    pending: Mapping[int, Sequence[Pending]], at_ns: Mapping[int, int]
+) -> dict[int, tuple[str, float]]:
+    """By rank that has not submitted what others wait for: the operation, and for how many seconds.
+
+    ``pending``, ``at_ns``: by rank that is seen, and when it was.
+    """
+    by_key: dict[tuple[str, str, str], dict[int, int]] = defaultdict(dict)
+    for rank, operations in pending.items():
+        for each in operations:
+            by_key[each.where, each.name, each.verb].setdefault(rank, each.submitted_ns)
+    late: dict[int, tuple[str, float]] = {}
+    for (where, name, verb), since in by_key.items():
+        if where:  # what a process set carries not all ranks submit
+            continue
+        seen_ns = max(at_ns[rank] for rank in since)
+        waited_s = (seen_ns - min(since.values())) / 1e9
+        for rank in pending.keys() - since.keys():
+            # Who was seen later may have come to it, and completed it.
+            is_later = at_ns[rank] > seen_ns
+            if waited_s >= _LATE_S and not is_later and waited_s > late.get(rank, ("", 0.0))[1]:
+                late[rank] = label(where, name, verb), waited_s
+    return late
+
+
+def worlds_said(worlds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What has happened to the members of a job, from the worlds that a process was in."""
+    said = []
+    for before, after in pairwise(worlds):
+        change = int(after["size"]) - int(before["size"])
+        what = "anew" if not change else f"{abs(change)} {'more' if change > 0 else 'fewer'}"
+        said.append(f"epoch {after['epoch']}: {after['size']} ranks, {what}")
+    return said
