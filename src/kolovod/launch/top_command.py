@@ -84,7 +84,7 @@ def _find(name: str) -> RunningJob | None:
 
 
 def _settled(watch: JobWatch) -> tuple[RunningJob, Picture] | None:
-    """The first picture in which all ranks have shown something, after two seconds at the latest."""
+    """A picture with two seconds in it; None: the job has ended."""
     until_s = time.monotonic() + _FIRST_LOOKS_S
     found = watch.look()
     while found is not None and time.monotonic() < until_s:
@@ -97,13 +97,8 @@ def _print_json(watch: JobWatch, options: argparse.Namespace) -> int:
     found = _settled(watch)
     while found is not None:
         job, picture = found
-        line = {
-            "job": job.name,
-            "at_s": time.time(),
-            **picture.as_json(),
-            "late_at": late_at(picture),
-        }
-        print(json.dumps(line), flush=True)
+        line = {"job": job.name, "at_s": time.time(), **picture.as_json()}
+        print(json.dumps({**line, "late_at": late_at(picture)}), flush=True)
         if options.once:
             break
         time.sleep(options.interval)

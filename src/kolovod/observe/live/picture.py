@@ -130,7 +130,11 @@ def picture(watched: Sequence[Watched], memory_left: float = 1.0) -> Picture:
         links=_links(by_rank, hosts),
         bytes_per_s=sum(operation.bytes for operation in carried) / span_s if span_s else 0.0,
         operations_per_s=len(carried) / span_s if span_s else 0.0,
-        dtypes=tuple(sorted(dtypes, key=lambda name: -dtypes[name])),
+        dtypes=tuple(
+            name
+            for name in sorted(dtypes, key=lambda name: -dtypes[name])
+            if dtypes[name] > _LITTLE * sum(dtypes.values())
+        ),
         events=worlds_said(newest.get("worlds", ())),
         warnings=_warnings(watched, by_rank, list(sums.values()), memory_left),
     )

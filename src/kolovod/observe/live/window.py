@@ -29,7 +29,8 @@ class Pending(NamedTuple):
     submitted_ns: int
 
 
-class Steps(NamedTuple):
+@dataclass(frozen=True)
+class Steps:
     """How often a rank steps."""
 
     per_s: float
