@@ -10,7 +10,7 @@ from typing import Any
 from kolovod.core.stacks import StacksUnavailableError, of_process
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.foreground import show_all_characters
-from kolovod.launch.running_jobs import RunningJob, running_jobs
+from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 
 __all__ = ["add", "chosen"]
 
@@ -48,11 +48,23 @@ def _print(options: argparse.Namespace) -> int:
     for each in ranks:
         print(f"{job.kind} {each.rank}, pid {each.pid}:")
         try:
-            print(textwrap.indent(of_process(each.pid).rstrip(), "  "))
+            print(textwrap.indent(_of_rank(each).rstrip(), "  "))
         except StacksUnavailableError as error:
             print(f"  no stacks: {error}")
             code = 1
     return code
+
+
+def _of_rank(rank: RunningRank) -> str:
+    """Of the first of its processes that says where it is: a shell may have started Python."""
+    said: StacksUnavailableError | None = None
+    for pid in sorted({rank.pid, *rank.pids}):
+        try:
+            return of_process(pid)
+        except StacksUnavailableError as error:
+            said = said or error
+    assert said is not None
+    raise said
 
 
 def chosen(jobs: Sequence[RunningJob], name: str) -> RunningJob:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import select
 import sys
 import termios
@@ -29,6 +30,15 @@ __all__ = ["add"]
 _FIRST_LOOKS_S = 2.0  # until there is something to show
 _LEAST_S = 0.5
 _STACK_AFTER_S = 1.0  # of being late
+_KEY = re.compile("\x1b[[O][A-D]|.", re.DOTALL)
+_NAMES = {
+    "\x1b[A": "up",
+    "\x1bOA": "up",
+    "k": "up",
+    "\x1b[B": "down",
+    "\x1bOB": "down",
+    "j": "down",
+}
 
 
 def add(actions: Any) -> None:
@@ -180,12 +190,14 @@ def _keys() -> Iterator[Any]:
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
 
+    waiting: list[str] = []  # several may come at a time
+
     def pressed(timeout_s: float) -> str:
-        if not select.select([fd], [], [], timeout_s)[0]:
-            return ""
-        text = os.read(fd, 16).decode(errors="replace")
-        arrows = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"}
-        return arrows.get(text, {"k": "up", "j": "down"}.get(text[:1], text[:1]) or "q")
+        if not waiting and select.select([fd], [], [], timeout_s)[0]:
+            text = os.read(fd, 64).decode(errors="replace")
+            waiting.extend(_KEY.findall(text) or ["q"])  # nothing: the terminal is gone
+        key = waiting.pop(0) if waiting else ""
+        return _NAMES.get(key, key)
 
     try:
         tty.setcbreak(fd)

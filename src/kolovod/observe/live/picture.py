@@ -237,7 +237,7 @@ def _slow_host(sums: Sequence[summary.RankSummary]) -> list[str]:
     means = {host: statistics.fmean(shares) for host, shares in by_host.items()}
     slow = max(means, key=lambda host: means[host])
     rest = max(share for host, share in means.items() if host != slow)
-    if min(by_host[slow]) <= max(rest, _LITTLE):
+    if min(by_host[slow]) <= max(2 * rest, _LITTLE):
         return []
     return [
         f"Host {slow} is slow: each of its ranks holds up others, {means[slow]:.0%} of the time on "
