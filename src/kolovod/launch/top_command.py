@@ -29,8 +29,9 @@ __all__ = ["add"]
 
 _FIRST_LOOKS_S = 2.0  # until there is something to show
 _LEAST_S = 0.5
+_NICE = 19
 _STACK_AFTER_S = 1.0  # of being late
-_KEY = re.compile("\x1b[[O][A-D]|.", re.DOTALL)
+_KEY = re.compile(r"\x1b[\[O][A-D]|.", re.DOTALL)
 _NAMES = {
     "\x1b[A": "up",
     "\x1bOA": "up",
@@ -47,7 +48,7 @@ def add(actions: Any) -> None:
         "top",
         help="watch a job on this host: steps per second, who waits for whom, links, warnings",
         description="A live view of a running job's ranks on this host; the job is not changed, "
-        "and not started anew for it. Shares are of the last ten seconds. Keys: q ends it, up and "
+        "and not started anew for it. Shares are of the last five seconds. Keys: q ends it, up and "
         "down choose a rank, s shows where that rank is in Python. Without a terminal it prints "
         "one picture.",
         allow_abbrev=False,
@@ -75,6 +76,7 @@ def _watch(options: argparse.Namespace) -> int:
     if not options.json and (problem := missing("top")) is not None:
         raise InvalidArgumentError(str(problem))
     name = chosen(running_jobs(), options.job).name
+    os.nice(_NICE)  # the job comes first
     watch = JobWatch(lambda: _find(name))
     try:
         if options.json:

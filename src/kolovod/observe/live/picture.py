@@ -40,7 +40,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class RankPicture:
-    """One rank. Shares are of the time that is shown, the last ten seconds at most."""
+    """One rank. Shares are of the time that is shown, the last five seconds at most."""
 
     number: int
     rank: int | None

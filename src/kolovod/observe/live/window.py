@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from kolovod.observe.trace import label
 
 __all__ = ["WINDOW_S", "Pending", "Steps", "Window", "late_ranks", "steps_of"]
 
-WINDOW_S = 10.0
+WINDOW_S = 5.0
 _LATE_S = 1.0
 
 
@@ -43,63 +43,82 @@ class Steps:
     """By an optimizer; else it is counted by the operations that come again in each step."""
 
 
-@dataclass
+class _Prepared(NamedTuple):
+    """An operation as ``RankEvents`` has it."""
+
+    ended_ns: int
+    submitted_us: float
+    ended_us: float
+    key: Key | None
+    """None: no bucket has carried it."""
+    operation: Operation | None
+
+
 class Window:
     """What one rank has done in the last seconds."""
 
-    operations: deque[Recorded] = field(default_factory=deque)
-    spans: deque[Span] = field(default_factory=deque)
-    lost: int = 0
+    def __init__(self) -> None:
+        self._operations: deque[_Prepared] = deque()
+        self._spans: deque[Span] = deque()
+        self._seen: Counter[Key] = Counter()  # in buckets not long ago
+        self.lost = 0
 
     def add(self, operations: Iterable[Recorded], spans: Iterable[Span], lost: int) -> None:
         """More of it, later than what is there."""
-        self.operations.extend(operations)
-        self.spans.extend(spans)
+        self._operations.extend(map(self._prepare, operations))
+        self._spans.extend(spans)
         self.lost += lost
+
+    def _prepare(self, operation: Recorded) -> _Prepared:
+        where, name, verb, dtype, tensors, size, bucket, _, submitted, started, ended = operation
+        times = ended, submitted / 1e3, ended / 1e3
+        if not bucket:
+            return _Prepared(*times, None, None)
+        row = label(where, name, verb)
+        before = self._seen[where, bucket, row]
+        self._seen[where, bucket, row] += 1
+        key: Key = (where, bucket, row, before)
+        if not started:
+            return _Prepared(*times, key, None)
+        return _Prepared(
+            *times,
+            key,
+            Operation(row, verb.upper(), size, tensors, dtype, started / 1e3, ended / 1e3),
+        )
 
     def forget(self, before_ns: int) -> None:
         """What had ended by then."""
-        while self.operations and self.operations[0][10] < before_ns:
-            self.operations.popleft()
-        while self.spans and self.spans[0][3] < before_ns:
-            self.spans.popleft()
+        while self._operations and self._operations[0].ended_ns < before_ns:
+            key = self._operations.popleft().key
+            if key is not None:
+                self._seen.pop(key[:3], None)
+        while self._spans and self._spans[0][3] < before_ns:
+            self._spans.popleft()
 
     def events(self, host: str) -> RankEvents:
         """The same as a timeline's events are read; times since this host was started."""
         rank = RankEvents(host)
-        for name, _, start_ns, end_ns, _ in self.spans:
+        for name, _, start_ns, end_ns, _ in self._spans:
             span = start_ns / 1e3, end_ns / 1e3
-            rank.first, rank.last = min(rank.first, span[0]), max(rank.last, span[1])
             if name in (WAIT, WAIT_FOR_GRADIENTS):
                 rank.waits.append(span)
             elif name == OPTIMIZER_STEP:
                 rank.steps.append(span)
-        carried: dict[tuple[str, int], tuple[int, int]] = {}
-        for operation in self.operations:
-            _take(rank, operation)
-            where, bucket, started, ended = operation[0], operation[6], *operation[9:]
-            if bucket and started:
-                low, high = carried.get((where, bucket), (started, ended))
-                carried[where, bucket] = min(low, started), max(high, ended)
-        rank.carried = [(start / 1e3, end / 1e3) for start, end in carried.values()]
+        buckets: dict[tuple[str, int], tuple[float, float]] = {}
+        for _, submitted_us, _, key, operation in self._operations:
+            if key is not None:
+                rank.submitted[key] = submitted_us
+            if key is not None and operation is not None:
+                rank.operations[key] = operation
+                start, end = operation.started_us, operation.ended_us
+                low, high = buckets.get(key[:2], (start, end))
+                buckets[key[:2]] = min(low, start), max(high, end)
+        rank.carried = list(buckets.values())
+        starts = [each.submitted_us for each in self._operations]
+        rank.first = min([*starts, *(span[2] / 1e3 for span in self._spans)], default=rank.first)
+        ends = [each.ended_us for each in self._operations]
+        rank.last = max([*ends, *(span[3] / 1e3 for span in self._spans)], default=rank.last)
         return rank
-
-
-def _take(rank: RankEvents, operation: Recorded) -> None:
-    where, name, verb, dtype, tensors, size, bucket, _, submitted, started, ended = operation
-    rank.first = min(rank.first, submitted / 1e3)
-    rank.last = max(rank.last, ended / 1e3)
-    if not bucket:
-        return
-    row = label(where, name, verb)
-    before = rank.seen[bucket, row, verb]
-    rank.seen[bucket, row, verb] += 1
-    key: Key = (where, bucket, row, before)
-    rank.submitted[key] = submitted / 1e3
-    if started:
-        rank.operations[key] = Operation(
-            row, verb.upper(), size, tensors, dtype, started / 1e3, ended / 1e3
-        )
 
 
 def steps_of(rank: RankEvents) -> Steps | None:
