@@ -27,6 +27,7 @@ WORLD = {
     *("init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size"),
     *("cross_rank", "cross_size", "Adasum", "Average", "Sum", "Min", "Max", "Product"),
     *("Op", "Handle", "span", "start_timeline", "stop_timeline"),
+    *("start_metrics_server", "stop_metrics_server"),
     *("ProcessSet", "add_process_set", "global_process_set", "remove_process_set"),
 }
 TRANSFERS = {"send", "recv", "isend", "irecv"}  # between two ranks: NumPy and PyTorch

@@ -271,6 +271,20 @@ class Settings:
         aliases=("HOROVOD_TIMELINE_MARK_CYCLES",),
         engine=False,
     )
+    metrics_port: int = _knob(
+        0,
+        "Each rank serves metrics in OpenMetrics form (for Prometheus) at this port plus its local "
+        "rank (docs/metrics.md). 0: none.",
+        minimum=0,
+        maximum=65535,
+        engine=False,
+    )
+    metrics_address: str = _knob(
+        "127.0.0.1",
+        "Address of the interface at which metrics are served; 0.0.0.0: all, so other hosts can "
+        "read them.",
+        engine=False,
+    )
     autotune: bool = _knob(
         False,
         "Whether bucket sizes are tried in the first hundred steps of a DistributedOptimizer of "

@@ -30,7 +30,7 @@ from kolovod.errors import (
     unreached_rank,
 )
 from kolovod.forming import Formation, Formings
-from kolovod.observe import timeline
+from kolovod.observe import counting, metrics_server, timeline
 from kolovod.observe.live import showing
 from kolovod.rendezvous.bootstrap import bootstrap
 from kolovod.rendezvous.external import mpi
@@ -278,6 +278,7 @@ def shutdown() -> None:
     with _process.lock:
         timeline.end()
         showing.leave()
+        counting.leave()
         world = worlds.take()
         if world is None:
             return
@@ -324,6 +325,8 @@ def _enter(formation: Formation) -> None:
 def _be_rank_of(world: World) -> None:
     worlds.enter(world)
     showing.enter(world)
+    counting.enter(world)
+    metrics_server.begin(world)
     blame.formed(world.rank, world.members)
     blame.note(None)
     _process.watch = uncaught.Watch(world.engine.abort) if world.size > 1 else None
@@ -539,6 +542,7 @@ def _after_fork_in_child() -> None:
         return
     _unpublish(world)
     timeline.forget()
+    counting.forget()
     for engine in (*world.sets.engines, world.engine):
         engine.forget()
     _process.forked_from = (

@@ -13,6 +13,7 @@ _PACKAGES = {
     "ray": ("ray",),
     "spark": ("pyspark",),
     "top": ("rich",),
+    "metrics": ("prometheus_client",),
 }
 """By extra, the packages of which one must be there."""
 
@@ -25,7 +26,11 @@ _TITLES = {
     "ray": "Ray",
     "spark": "PySpark",
     "top": "rich",
+    "metrics": "prometheus_client",
 }
+
+_USERS = {"top": "kolovod top", "metrics": "a metrics server"}
+"""Of extras that are no package of ours: what needs them."""
 
 
 def missing(extra: str) -> ImportError | None:
@@ -36,7 +41,7 @@ def missing(extra: str) -> ImportError | None:
     packages = _PACKAGES[extra]
     if any(map(_is_installed, packages)):
         return None
-    what = "kolovod top" if extra == "top" else f"kolovod.{extra}"
+    what = _USERS.get(extra, f"kolovod.{extra}")
     return ModuleNotFoundError(
         f"{what} needs {_TITLES[extra]}, which is not installed: pip install 'kolovod[{extra}]'",
         name=packages[0],

@@ -16,6 +16,7 @@ from kolovod.core.spans import span
 from kolovod.core.world import current as _current
 from kolovod.core.world import is_initialized
 from kolovod.lifecycle import init, shutdown
+from kolovod.observe.metrics_server import start_metrics_server, stop_metrics_server
 from kolovod.observe.timeline import start_timeline, stop_timeline
 
 _objects = _Objects(_current)
@@ -47,6 +48,8 @@ __all__ = [
     "shutdown",
     "size",
     "span",
+    "start_metrics_server",
     "start_timeline",
+    "stop_metrics_server",
     "stop_timeline",
 ]
