@@ -285,6 +285,12 @@ class Settings:
         "read them.",
         engine=False,
     )
+    tensorboard_dir: str = _knob(
+        "",
+        "Folder to which rank 0 writes scalars for TensorBoard every five seconds: steps per "
+        "second, shares of waiting, communication and what is hidden of it (docs/metrics.md).",
+        engine=False,
+    )
     autotune: bool = _knob(
         False,
         "Whether bucket sizes are tried in the first hundred steps of a DistributedOptimizer of "

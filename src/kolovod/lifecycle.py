@@ -30,7 +30,7 @@ from kolovod.errors import (
     unreached_rank,
 )
 from kolovod.forming import Formation, Formings
-from kolovod.observe import counting, metrics_server, timeline
+from kolovod.observe import counting, metrics_server, tensorboard, timeline
 from kolovod.observe.live import showing
 from kolovod.rendezvous.bootstrap import bootstrap
 from kolovod.rendezvous.external import mpi
@@ -278,6 +278,7 @@ def shutdown() -> None:
     with _process.lock:
         timeline.end()
         showing.leave()
+        tensorboard.leave()
         counting.leave()
         world = worlds.take()
         if world is None:
@@ -327,6 +328,7 @@ def _be_rank_of(world: World) -> None:
     showing.enter(world)
     counting.enter(world)
     metrics_server.begin(world)
+    tensorboard.begin(world)
     blame.formed(world.rank, world.members)
     blame.note(None)
     _process.watch = uncaught.Watch(world.engine.abort) if world.size > 1 else None

@@ -14,6 +14,7 @@ _PACKAGES = {
     "spark": ("pyspark",),
     "top": ("rich",),
     "metrics": ("prometheus_client",),
+    "tensorboard": ("tensorboard",),
 }
 """By extra, the packages of which one must be there."""
 
@@ -27,9 +28,10 @@ _TITLES = {
     "spark": "PySpark",
     "top": "rich",
     "metrics": "prometheus_client",
+    "tensorboard": "tensorboard",
 }
 
-_USERS = {"top": "kolovod top", "metrics": "a metrics server"}
+_USERS = {"top": "kolovod top", "metrics": "a metrics server", "tensorboard": "tensorboard_dir"}
 """Of extras that are no package of ours: what needs them."""
 
 

@@ -13,7 +13,7 @@ from kolovod.observe import counting
 from kolovod.observe.counting import Totals
 from kolovod.optional_dependencies import missing
 
-__all__ = ["begin", "forget", "scalars"]
+__all__ = ["begin", "forget", "leave", "scalars"]
 
 _EVERY_S = 5.0
 
@@ -35,74 +35,71 @@ def scalars(before: Totals, after: Totals, took_s: float) -> dict[str, float]:
     return found
 
 
-class _Scalars:
-    """A thread that writes them, from the first world until the process ends."""
+class _Writing:
+    """Writes them, from the first world in which this process is rank 0 until it ends."""
 
     def __init__(self, world: World, folder: str) -> None:
         from tensorboard.summary import Writer
 
         self._writer: Any = Writer(folder)
-        self.counting = counting.counting(world)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="kolovod-scalars", daemon=True)
-        self._thread.start()
+        self._counting = counting.counting(world)
+        self._lock = threading.Lock()
+        self._before, self._at_s = Totals(), time.monotonic()
+        threading.Thread(target=self._serve, name="kolovod-scalars", daemon=True).start()
 
     def _serve(self) -> None:
-        try:
-            before, at_s = Totals(), time.monotonic()
-            while True:
-                stopping = self._stopping.wait(_EVERY_S)
-                (totals, world), now_s = self.counting.totals(), time.monotonic()
-                # A world has always one rank 0, which may be another process in the next one.
-                if world is None or world.rank == 0:
-                    self._write(before, totals, now_s - at_s)
-                before, at_s = totals, now_s
-                if stopping:
-                    return
-        except Exception as error:  # the disk is full, say; training goes on
-            report_to_stderr(f"no more scalars for TensorBoard: {error!r}")
+        while True:
+            time.sleep(_EVERY_S)
+            self.write()
 
-    def _write(self, before: Totals, after: Totals, took_s: float) -> None:
-        # Without an optimizer's steps, operations are what goes on.
-        step = after.steps or after.counters.get("operations", 0)
-        for tag, value in scalars(before, after, took_s).items():
-            self._writer.add_scalar(tag, value, step)
-        self._writer.flush()
-
-    def end(self) -> None:
-        self._stopping.set()
-        self._thread.join()
-        counting.end(self.counting)
-        self._writer.close()
+    def write(self) -> None:
+        """What has happened since the last call."""
+        with self._lock:
+            (after, world), now_s = self._counting.totals(), time.monotonic()
+            before, took_s = self._before, now_s - self._at_s
+            self._before, self._at_s = after, now_s
+            # In the next world of an elastic job rank 0 may be another process, which goes on.
+            if self._writer is None or world is None or world.rank != 0:
+                return
+            # Without steps of an optimizer of ours, operations are what goes on.
+            step = after.steps or after.counters.get("operations", 0)
+            try:
+                for tag, value in scalars(before, after, took_s).items():
+                    self._writer.add_scalar(tag, value, step)
+                self._writer.flush()
+            except Exception as error:  # the disk is full, say; training goes on
+                report_to_stderr(f"no more scalars for TensorBoard: {error!r}")
+                self._writer = None
 
 
-_scalars: _Scalars | None = None
+_writing: _Writing | None = None
 
 
 def begin(world: World) -> None:
     """A world has been formed: write scalars if KOLOVOD_TENSORBOARD_DIR says so."""
-    global _scalars
+    global _writing
     folder = world.settings.tensorboard_dir
-    if not folder or world.rank != 0 or _scalars is not None:
+    if not folder or world.rank != 0 or _writing is not None:
         return
     if (problem := missing("tensorboard")) is not None:
         report_to_stderr(str(problem))
         return
-    _scalars = _Scalars(world, folder)
+    try:
+        _writing = _Writing(world, folder)
+    except OSError as error:
+        report_to_stderr(f"no scalars for TensorBoard in {folder}: {error}")
 
 
-def end() -> None:
-    """Write the rest, and no more."""
-    global _scalars
-    scalars_of_now, _scalars = _scalars, None
-    if scalars_of_now is not None:
-        scalars_of_now.end()
+def leave() -> None:
+    """The world of this process is about to end: write the rest of it."""
+    if _writing is not None:
+        _writing.write()
 
 
 def forget() -> None:
     """In a forked child: the thread and the file are the parent's."""
-    global _scalars
-    _scalars = None
+    global _writing
+    _writing = None
 
 
 os.register_at_fork(after_in_child=forget)

@@ -211,7 +211,8 @@ def _warnings(
     said = []
     if sums:
         said += [each for each in summary.straggler(sums) if each.startswith("Straggler")]
-        said += [each for each in summary.batches(sums) if each.startswith("Batches may")]
+        if not said:  # larger batches would make its part longer, too
+            said += [each for each in summary.batches(sums) if each.startswith("Batches may")]
         said += _slow_host(sums)
         said += _busy_rank_0(by_rank, sums)
     said += _shared_cores(by_rank)
