@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from launched import run
 
+from kolovod.launch.guard import MARK_NAME
 from kolovod.launch.ps_command import table
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 
@@ -78,6 +79,35 @@ def test_a_job_and_its_ranks(flags: tuple[str, ...]) -> None:
         assert any(f"pid {stopped}" in each and "stopped" in each for each in text.splitlines())
     ranks = [each.command for each in running_jobs() for each in each.ranks]
     assert not any(SCRIPT in command for command in ranks)
+
+
+def test_ranks_that_another_launcher_starts(tmp_path: Path) -> None:
+    """Known by what they show; before they call ``init`` nobody knows them."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    # Not marked, as our tests are, by which what they leave is found.
+    environ = {name: value for name, value in os.environ.items() if name != MARK_NAME}
+    with subprocess.Popen(
+        [*command, "--master-port", "0", str(script)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ,
+    ) as launcher:  # fmt: skip
+        try:
+            assert launcher.stdout is not None
+            for _ in range(2):
+                assert "ready" in launcher.stdout.readline()
+            done = run("ps", "--json")
+            found = [each for each in json.loads(done.stdout)
+                     if str(script) in each["ranks"][0]["command"]]  # fmt: skip
+            assert [each["size"] for each in found] == [2], done.stdout
+            (job,) = found
+            assert [each["rank"] for each in job["ranks"]] == [0, 1]
+            assert (job["hosts"], job["is_elastic"], job["processes"]) == (1, False, 2)
+            stacks = run("stacks", job["name"], "--rank", "1")
+            assert "time.sleep" in stacks.stdout or "<module>" in stacks.stdout, stacks.stdout
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait(DEADLINE_S)
 
 
 def process(proc: Path, pid: int, parent: int, stat: str = "S", **environment: str) -> None:

@@ -22,10 +22,10 @@ def add(actions: Any) -> None:
     listing = actions.add_parser(
         "ps",
         help="list the jobs that run on this host",
-        description="The jobs of this user (as root: of all) with processes on this host, which "
-        "`kolovod run`, horovodrun or kolovod.run has started. CPU and memory are those of all "
-        "processes that a job has here, data loaders too; memory that several share counts in "
-        "each. Jobs of srun, mpirun, torchrun, Ray and Spark are listed by these.",
+        description="The jobs of this user (as root: of all) with processes on this host. CPU and "
+        "memory are those of all processes that a job has here, data loaders too; memory that "
+        "several share counts in each. Of jobs that srun, mpirun, torchrun and others start it is "
+        "the processes that have called init().",
         allow_abbrev=False,
     )
     listing.set_defaults(parser=listing, act=_list)

@@ -1,17 +1,26 @@
-"""The jobs whose ranks run on this host, as /proc tells: those that a launcher of ours started."""
+"""The jobs whose ranks run on this host, as /proc tells.
+
+What a launcher of ours has started has the job's name in its environment. Ranks that srun, mpirun,
+torchrun and others start are known by what they show (observe/live/page.py) as soon as they have
+called ``init``; what these have started counts as nobody's.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kolovod.launch.guard import MARK_NAME
+from kolovod.observe.live.page import PageReader, PageUnavailableError
 
 __all__ = ["RunningJob", "RunningRank", "running_jobs"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_AGAIN_S = 5.0  # a process may begin to show itself
 
 
 @dataclass(frozen=True)
@@ -133,10 +142,13 @@ def _read(entry: Path) -> _Process | None:
     try:
         words = _words(entry / "environ")
         environment = dict(word.split("=", 1) for word in words if word.startswith("KOLOVOD_"))
-        if not environment.get(MARK_NAME):
-            return None
         # After the command's name, which may have any characters.
         fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        if not environment.get(MARK_NAME):
+            shown = _shown(entry, fields[19])
+            if not shown:
+                return None
+            environment |= shown
         return _Process(
             pid=int(entry.name),
             parent=int(fields[1]),
@@ -149,6 +161,39 @@ def _read(entry: Path) -> _Process | None:
         )
     except (OSError, ValueError, IndexError):
         return None
+
+
+_looked: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
+
+
+def _shown(entry: Path, begun: str) -> dict[str, str]:
+    """What the environment of a rank would say, of one that shows itself; else nothing.
+
+    Asked anew every five seconds: to look through the descriptors of all processes takes time.
+    """
+    now_s = time.monotonic()
+    for key, (since_s, _) in list(_looked.items()):
+        if now_s - since_s > 2 * _AGAIN_S:
+            del _looked[key]
+    looked_s, found = _looked.get((str(entry), begun), (-_AGAIN_S, {}))
+    if now_s - looked_s < _AGAIN_S:
+        return found
+    found = {}
+    with contextlib.suppress(PageUnavailableError):
+        reader = PageReader(int(entry.name), entry.parent)
+        with contextlib.closing(reader):
+            facts = reader.read()
+        if "rank" in facts:
+            found = {
+                MARK_NAME: str(facts["job"]),
+                "KOLOVOD_RANK": str(facts["rank"]),
+                "KOLOVOD_SIZE": str(facts["size"]),
+                "KOLOVOD_CROSS_SIZE": str(len(set(facts["hosts"]))),
+            }
+            if facts["slot"] is not None:
+                found |= {"KOLOVOD_ELASTIC": "1", "KOLOVOD_SLOT": str(facts["slot"])}
+    _looked[str(entry), begun] = now_s, found
+    return found
 
 
 def _number(environment: dict[str, str], *names: str) -> int | None:

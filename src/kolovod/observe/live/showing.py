@@ -9,6 +9,7 @@ pending, and the counters of the engine.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -143,10 +144,18 @@ class _Showing:
                 "host": world.host,
                 "hosts": list(world.hosts),
                 "backend": world.settings.backend,
+                "job": _job_of(world),
+                "slot": world.environment.slot if world.environment.steward else None,
             }
         opening = json.dumps({**facts, **more})[:-1]
         reports = ", ".join(text for _, text in self._reports)
         self._page.write([opening, ', "reports": [', reports, "]}"])
+
+
+def _job_of(world: World) -> str:
+    """A name for the job, the same on all its ranks; the secret cannot be guessed from it."""
+    secret = world.environment.secret or str(os.getpid())
+    return hashlib.sha256(f"kolovod live {secret}".encode()).hexdigest()[:8]
 
 
 def _pending(engines: Mapping[str, _native.Engine]) -> list[list[Any]]:
