@@ -1,4 +1,4 @@
-"""Every Python block of the README and of the pages for newcomers is a script that runs."""
+"""Every Python block of the README and of the documentation runs."""
 
 from __future__ import annotations
 
@@ -7,60 +7,73 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from textwrap import dedent
 
 import docs_members
 import pytest
+from docs_frames import FRAMES
 from frameworks import is_installed
 from paths import ROOT
 
 pytestmark = pytest.mark.frameworks
 
 DOCS = ROOT / "docs"
-PAGES = [
-    ROOT / "README.md",
-    *sorted((DOCS / "start").glob("*.md")),
-    *(
-        DOCS / f"{name}.md"
-        for name in (
-            "debug-a-hang",
-            "failures",
-            "from-ddp",
-            "gradients",
-            "launching",
-            "point-to-point",
-            "process-sets",
-            "uneven-data",
-        )
-    ),
-]
+ELSEWHERE = {
+    "ray": "tests/clusters/test_guides.py",
+    "spark": "tests/clusters/test_guides.py",
+    "tensorflow-1": "tests/frontends/tensorflow/test_tf_data_service.py: it needs another job",
+}
+"""Where blocks run that need more than this."""
+ELASTIC = ["--elastic", "-np", "2"]
 FLAGS = {
     "failures": ["-np", "3", "--keep-going"],
     "process-sets": ["-np", "3"],
     "debug-a-hang": ["-np", "2", "--late-report-s=2"],
+    "late-ranks": ["-np", "1"],
+    "elastic-3": ["--elastic", "-np", "3"],
+    "elastic": ELASTIC,
+    "elastic-data": ELASTIC,
+    "torch-distributed-1": ELASTIC,
+    "torch-distributed-3": [*ELASTIC, "--replica-size", "2"],
 }
+"""By page, or block; else two ranks."""
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "optax", "mxnet")
 FAST = ("numpy", "point-to-point", "process-sets")  # these import no framework
 TIMEOUT_S = 100
 
 
 def blocks():
-    """Page and number of each block, and the block; slow where a framework is imported."""
-    for page in PAGES:
-        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
-            marks = [] if page.stem in FAST else [pytest.mark.slow]
-            yield pytest.param(page, code, id=f"{page.stem}-{number}", marks=marks)
+    """Name and page of each block, and the block; slow where a framework is imported."""
+    for page in [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("start/*.md"))]:
+        found = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.S | re.M)
+        for number, code in enumerate(found):
+            where = "start-" if page.parent.stem == "start" else ""
+            name = f"{where}{page.stem}-{number}"
+            if ELSEWHERE.keys().isdisjoint({name, page.stem}):
+                marks = [] if page.stem in FAST else [pytest.mark.slow]
+                yield pytest.param(name, page, dedent(code), id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("page", "code"), list(blocks()))
-def test_a_block_runs(tmp_path, page, code):
+def has_gpu():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(("name", "page", "code"), list(blocks()))
+def test_a_block_runs(tmp_path, name, page, code):
+    before, after = FRAMES.get(name, ("", ""))
+    code = f"{before}\n{code}\n{after}"
     missing = [f for f in FRAMEWORKS if re.search(rf"\b{f}\b", code) and not is_installed(f)]
     if missing:
         pytest.skip(f"{missing[0]} is not installed")
+    if "cuda" in code and not has_gpu():
+        pytest.skip("no GPU is here")
     script = tmp_path / "train.py"
     script.write_text(code)
     command = [sys.executable, str(script)]
     if "kolovod.run(" not in code:
-        flags = FLAGS.get(page.stem, ["-np", "2"])
+        flags = FLAGS.get(name, FLAGS.get(page.stem, ["-np", "2"]))
         command = [sys.executable, "-m", "kolovod", "run", *flags, "--", *command]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     ended = subprocess.run(

@@ -204,7 +204,10 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
             self.state.epoch = epoch + 1
         if hasattr(self.state, "batch"):
             self.state.batch = 0
-        self.state.commit()
+        # Of data whose length it does not know Keras begins a batch that is none: the last one was
+        # committed then. What counts samples allows one commit for each step.
+        if self._not_committed or not (self.state.samplers() or self.state.logs()):
+            self.state.commit()
 
 
 class BestModelCheckpoint(InOneKeras, _keras.callbacks.ModelCheckpoint):  # type: ignore[misc]

@@ -16,7 +16,7 @@ def commits(rank: int) -> Any:
     import keras
 
     import kolovod.keras as kv
-    from kolovod.elastic import State
+    from kolovod.elastic import ElasticSampler, State
     from kolovod.errors import InvalidArgumentError
 
     kv.init()
@@ -46,15 +46,24 @@ def commits(rank: int) -> Any:
         kv.callbacks.CommitCallback(State(), 0)
     every = fit(Noting(epoch=0, batch=0))
     second = fit(Noting(epoch=0, batch=0), batches_per_commit=2)
-    return every, second, fit(Noting())
+    plain = fit(Noting())
+    sampler = Noting(sampler=ElasticSampler(range(6), batch_size=1))
+    known = fit(sampler)
+    events.clear()
+    callbacks = [Before(), kv.callbacks.CommitCallback(sampler)]
+    model.fit(((x[:2], x[:2]) for _ in range(3)), callbacks=callbacks, verbose=0)
+    return every, second, plain, known, list(events)
 
 
 def test_batches_are_committed_and_counted() -> None:
-    ((every, second, plain), _) = runs("torch")(commits)
+    ((every, second, plain, known, unknown), _) = runs("torch")(commits)
     assert every == [
         *[(0, 1), (0, 2), "end of 0", (1, 0)],
         *[(1, 1), (1, 2), "end of 1", (2, 0)],
     ]
     assert second == [(0, 2), "end of 0", (1, 0), (1, 2), "end of 1", (2, 0)]
     none = (None, None)
+    # A commit for each step, wherever Keras finds out that there is no more.
+    assert known == [none, none, "end of 0", none, none, none, "end of 1", none]
+    assert unknown.count(none) == 3
     assert plain == [none, none, "end of 0", none, none, none, "end of 1", none]
