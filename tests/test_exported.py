@@ -55,7 +55,7 @@ SURFACE = {
     "kolovod": VERBS
     | WORLD
     | TRANSFERS
-    | {"__version__", "errors", "last_operations", "run", "RankFailed", "SshOptions"}
+    | {"__version__", "errors", "last_operations", "run", "Progress", "RankFailed", "SshOptions"}
     | {"broadcast_parameters", "Compression"},
     "kolovod.metrics": METRICS | {"Metrics"},
     "kolovod.numpy": VERBS

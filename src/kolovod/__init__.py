@@ -29,10 +29,11 @@ from kolovod.surface.world import *
 from kolovod.version import __version__
 
 if TYPE_CHECKING:
-    from kolovod.launch.run import RankFailed, SshOptions, run
+    from kolovod.launch.run import Progress, RankFailed, SshOptions, run
 
 __all__ = [
     "Compression",
+    "Progress",
     "RankFailed",
     "SshOptions",
     "__version__",
@@ -46,7 +47,7 @@ __all__ += _bind(globals(), _numpy)
 
 def __getattr__(name: str) -> Any:
     """``run`` and what belongs to it, when it is asked for: a rank starts no job."""
-    if name in ("RankFailed", "SshOptions", "run"):
+    if name in ("Progress", "RankFailed", "SshOptions", "run"):
         from kolovod.launch import run as launching
 
         return getattr(launching, name)

@@ -15,6 +15,7 @@ _PACKAGES = {
     "top": ("rich",),
     "metrics": ("prometheus_client",),
     "tensorboard": ("tensorboard",),
+    "lightning": ("lightning",),
 }
 """By extra, the packages of which one must be there."""
 
@@ -29,9 +30,15 @@ _TITLES = {
     "top": "rich",
     "metrics": "prometheus_client",
     "tensorboard": "tensorboard",
+    "lightning": "Lightning",
 }
 
-_USERS = {"top": "kolovod top", "metrics": "a metrics server", "tensorboard": "tensorboard_dir"}
+_USERS = {
+    "top": "kolovod top",
+    "metrics": "a metrics server",
+    "tensorboard": "tensorboard_dir",
+    "lightning": "kolovod.torch.lightning",
+}
 """Of extras that are no package of ours: what needs them."""
 
 

@@ -17,7 +17,7 @@ from horovod.runner.elastic.launch import (
 )
 from horovod.runner.nics import interface_variables
 from kolovod import RankFailed, SshOptions
-from kolovod.launch.function import CallOptions, call_on_ranks
+from kolovod.launch.function import CallOptions, call_on_ranks, call_without_rank
 from kolovod.launch.job import JobOptions
 from kolovod.notices import report_to_stderr
 
@@ -132,7 +132,7 @@ def run(
             output_dir=None if output_filename is None else Path(output_filename),
             executable=executable or "",
         )
-        return call_on_ranks(num_proc, lambda rank: func(*positional, **keywords), (), options)
+        return call_on_ranks(num_proc, call_without_rank, (func, positional, keywords), options)
     except RankFailed as error:
         raise RuntimeError(
             "Horovod detected that one or more processes exited with non-zero status, thus "

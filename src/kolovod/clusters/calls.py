@@ -13,7 +13,13 @@ from kolovod.clusters.fleet import Cluster, ClusterFleet
 from kolovod.elastic.hosts import RetryPolicy
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.elastic_options import ElasticOptions
-from kolovod.launch.function import CallOptions, call_elastic, call_packed, packed_call
+from kolovod.launch.function import (
+    CallOptions,
+    call_elastic,
+    call_packed,
+    call_without_rank,
+    packed_call,
+)
 from kolovod.launch.job import JobOptions
 
 __all__ = ["Call", "call_in", "elastic_options", "packed", "size_of"]
@@ -45,8 +51,7 @@ def packed(
     dumps: Callable[[Any], bytes] = cloudpickle.dumps,
 ) -> bytes:
     """``fn(*args, **kwargs)``, to be called by each rank. ``dumps``: see ``packed_call``."""
-    positional, keywords = tuple(args), dict(kwargs or {})
-    return packed_call(lambda rank: fn(*positional, **keywords), (), dumps)
+    return packed_call(call_without_rank, (fn, tuple(args), dict(kwargs or {})), dumps)
 
 
 def size_of(wanted: int | tuple[int, int], name: str) -> tuple[int, int, bool]:

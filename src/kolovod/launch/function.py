@@ -31,6 +31,7 @@ from kolovod.launch.local import (
     read_memory_file,
     write_memory_file,
 )
+from kolovod.launch.progress import Progress
 
 __all__ = [
     "CHILD",
@@ -39,6 +40,7 @@ __all__ = [
     "call_elastic",
     "call_on_ranks",
     "call_packed",
+    "call_without_rank",
     "console",
     "end_world_by",
     "packed_call",
@@ -68,6 +70,10 @@ class RankFailed(Exception):
         """Keep the fields when it is sent to another process."""
         return type(self), (str(self), self.rank, self.exit_code, self.traceback_text)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the rank's traceback, and nothing of how the launcher came to it."""
+        return str(self).rstrip().splitlines()
+
 
 @dataclass(frozen=True)
 class CallOptions:
@@ -89,6 +95,8 @@ class CallOptions:
     quiet: bool = False
     """Whether what the ranks print is dropped."""
     report: Callable[[str], None] = lambda text: None
+    on_progress: Callable[[Progress], None] | None = None
+    """See ``JobOptions``."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     """Starts the ranks of this host (``HostRanks``)."""
     fleet: Callable[[Sink], Fleet] | None = None
@@ -124,6 +132,7 @@ def call_packed(n: int, payload: bytes, options: CallOptions) -> list[Any]:
         stdout=None if options.quiet else options.stdout or console(sys.stdout),
         stderr=None if options.quiet else options.stderr or console(sys.stderr),
         report=options.report,
+        on_progress=options.on_progress,
         popen=options.popen,
         fleet=options.fleet,
     )
@@ -170,6 +179,13 @@ def packed_call(
     # By reference, a function of a test module is found only with the caller's search path.
     header = pickle.dumps([path for path in sys.path if isinstance(path, str)])
     return header + dumps((fn, tuple(args)))
+
+
+def call_without_rank(
+    rank: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What ``packed_call`` is given where ``fn`` is not to be told its rank."""
+    return fn(*args, **kwargs)
 
 
 def console(stream: Any) -> TextIO | None:
@@ -263,10 +279,18 @@ def record_of_call(payload: bytes, *, keeps_path: bool) -> tuple[bytes, Exceptio
         record = {"result": fn(int(os.environ["KOLOVOD_RANK"]), *args)}
         return cloudpickle.dumps({**record, "time": time.time()}), None
     except Exception as error:
-        record = {"traceback": traceback.format_exc(), "time": time.time()}
+        record = {"traceback": _traceback_of_callee(error), "time": time.time()}
         with contextlib.suppress(Exception):
             record["exception"] = cloudpickle.dumps(error)
         return pickle.dumps(record), error
+
+
+def _traceback_of_callee(error: Exception) -> str:
+    """Without the frames of this file that lead to it."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def end_world_by(error: BaseException) -> None:

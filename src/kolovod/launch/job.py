@@ -25,6 +25,7 @@ from kolovod.launch.fleet import Fleet, Group, Meeting, Sink
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order, signal_name
 from kolovod.launch.output import Output
+from kolovod.launch.progress import Progress
 from kolovod.launch.standstill import LOOK_S, Standstill
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
@@ -33,6 +34,7 @@ from kolovod.rendezvous.server import RendezvousServer
 __all__ = ["Job", "JobOptions", "Outcome", "now_text"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
+_PROGRESS_S = 0.5
 _LAST_WORDS_S = 0.5  # from a failure to SIGTERM: for the others to say what they have met
 
 
@@ -57,6 +59,8 @@ class JobOptions:
     """Where the ranks' output goes; None: nowhere."""
     report: Callable[[str], None] = lambda text: None
     """Called with each thing that the launcher itself has to say."""
+    on_progress: Callable[[Progress], None] | None = None
+    """Called in ``Job.wait`` twice a second, and when the job is closed. What it raises ends it."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     """Starts the ranks of this host (``HostRanks``)."""
     fleet: Callable[[Sink], Fleet] | None = None
@@ -108,6 +112,8 @@ class Job:
         self._store: RendezvousServer | None = None
         self._signals: list[int] = []
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._began: float | None = None
+        self._told_at = -_PROGRESS_S
         self._kill_at: float | None = None
         self._failed: list[int] = []  # by themselves, in the order of their ends
         self._name_at: float | None = None  # at the latest
@@ -135,6 +141,7 @@ class Job:
             self._obey_signals()
             return
         store_addresses = self._open_store()
+        self._began = time.monotonic()
         for group in self._fleet.groups:
             ranks = [rank for rank in range(self.size) if self._group_of(rank) is group]
             orders = [self._order(rank, command(rank), store_addresses) for rank in ranks]
@@ -191,6 +198,7 @@ class Job:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._running():
+            self._tell_progress()
             self._sleep(deadline)
             self._note(self._fleet.collect())
             self._name_first()
@@ -217,11 +225,23 @@ class Job:
         times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self.outcome.ended:
             times.append(LOOK_S)
+        if self.options.on_progress is not None:
+            times.append(_PROGRESS_S)
         if self._fleet.needs_polling():
             times.append(_POLL_WITHOUT_PIDFD_S)
         poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
+
+    def _tell_progress(self, *, final: bool = False) -> None:
+        tell, now = self.options.on_progress, time.monotonic()
+        if tell is None or self._began is None or (now - self._told_at < _PROGRESS_S and not final):
+            return
+        self._told_at = now
+        running = () if final else tuple(sorted(self._running()))
+        succeeded = tuple(sorted(end.rank for end in self.outcome.ended if end.code == 0))
+        lines = self._output.last_lines("stdout")
+        tell(Progress(self.size, running, succeeded, now - self._began, lines))
 
     def tail(self, rank: int, stream_name: str) -> str:
         """The last lines of a rank's "stdout" or "stderr"; after ``close``."""
@@ -237,6 +257,7 @@ class Job:
             self._store.close()
         os.close(self._bell)
         self._bell = -1
+        self._tell_progress(final=True)
 
     def _group_of(self, rank: int) -> Group:
         return self._fleet.group(self._hosts[rank])

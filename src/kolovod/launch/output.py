@@ -142,6 +142,17 @@ class Output:
         """The last lines of a stream, as they came."""
         return "".join(self._streams[rank, stream_name].tail)
 
+    def last_lines(self, stream_name: str) -> dict[int, str]:
+        """By rank, the last line of a stream that is not empty, without its end."""
+        with self._lock:
+            tails = {
+                r: list(s.tail) for (r, name), s in self._streams.items() if name == stream_name
+            }
+        texts = {rank: [line.strip() for line in tail] for rank, tail in tails.items()}
+        return {
+            rank: next(filter(None, reversed(text))) for rank, text in texts.items() if any(text)
+        }
+
     def close(self) -> None:
         """Pass on lines that have no end, and close the files. Idempotent."""
         for (rank, name), stream in self._streams.items():

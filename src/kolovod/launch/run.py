@@ -8,11 +8,12 @@ from typing import Any
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.agent_line import SshOptions
-from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks
+from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks, call_without_rank
 from kolovod.launch.hosts import assign, parse_hosts
+from kolovod.launch.progress import Progress, notebook_line
 from kolovod.notices import report_to_stderr
 
-__all__ = ["RankFailed", "SshOptions", "run"]
+__all__ = ["Progress", "RankFailed", "SshOptions", "run"]
 
 
 def run(
@@ -27,6 +28,7 @@ def run(
     timeout_s: float | None = None,
     output_dir: str | Path | None = None,
     executable: str = "",
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``np`` ranks; return what each returned, by rank.
 
@@ -36,6 +38,8 @@ def run(
     other hosts through ssh (``ssh`` says how they are reached). ``env``: further variables of the
     ranks; ``timeout_s``: how long all may take; ``output_dir``: a folder for each rank's output;
     ``executable``: their Python. What ranks print is passed on, marked with the rank.
+    ``on_progress`` is called twice a second, and at the end, with how the job stands; without it, a
+    line in a notebook's cell says so.
 
     When a rank fails, the others are ended and RankFailed is raised: with the rank's traceback in
     its text, and the rank's exception as its ``__cause__``. Raises InvalidArgumentError for wrong
@@ -53,7 +57,8 @@ def run(
         output_dir=None if output_dir is None else Path(output_dir),
         executable=executable,
         report=report_to_stderr,
+        on_progress=on_progress or notebook_line(),
     )
-    positional, keywords = tuple(args), dict(kwargs or {})
     count = len(placed) if hosts is not None else (size or 1)
-    return call_on_ranks(count, lambda rank: fn(*positional, **keywords), (), options)
+    call = fn, tuple(args), dict(kwargs or {})
+    return call_on_ranks(count, call_without_rank, call, options)
