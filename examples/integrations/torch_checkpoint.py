@@ -28,14 +28,15 @@ for layer in (model[0], model[2], model):
     fully_shard(layer, mesh=dist.init_device_mesh("cpu", (size,)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
-weights, moments = get_state_dict(model, optimizer)
-state = {"model": weights, "optimizer": moments, "step": 0}
+first = 0
 if saved := sorted(folder.glob("step-*")):
+    # Places for what is read. Not before the first step: it makes a step with empty gradients.
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(state, checkpoint_id=saved[-1])
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-first, last = state["step"], state["step"] + STEPS
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    first = state["step"]
+last = first + STEPS
 
 for step in range(first, last):
     inputs = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))[rank::size]

@@ -155,6 +155,24 @@ def test_an_interrupt_ends_the_ranks(kernel: Kernel, tmp_path: Path) -> None:
     assert again.result == "[[0, 1], [0, 1]]"
 
 
+class _SeenEnoughError(Exception):
+    pass
+
+
+def test_the_end_of_the_kernel_ends_the_ranks(kernel: Kernel, tmp_path: Path) -> None:
+    running: list[int] = []
+
+    def look(printed: list[str], lines: list[str]) -> None:
+        if len(pids(printed)) == 2:
+            running.extend(pids(printed))
+            raise _SeenEnoughError
+
+    with pytest.raises(_SeenEnoughError):
+        kernel.run(f"kolovod.run(work, args=({str(tmp_path / 'never')!r},), np=2)", look)
+    kernel.manager.shutdown_kernel(now=True)
+    wait_until_gone(running)
+
+
 def test_the_example_runs() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")

@@ -19,12 +19,12 @@ pytestmark = pytest.mark.timeout(150)
 SHORT = ["--layers", "1", "--width", "32", "--context", "16", "--characters", "50000"]
 
 
-def run(script, *options, backend="torch"):  # others are alike; each takes ten seconds
-    """What two processes print."""
+def run(script, *options, backend="torch", np=2):  # others are alike; each takes ten seconds
+    """What ``np`` processes print."""
     for module in ("keras", backend):
         if not is_installed(module):
             pytest.skip(f"{module} is not installed")
-    launcher = [sys.executable, "-m", "kolovod", "run", "-np", "2", "--", sys.executable]
+    launcher = [sys.executable, "-m", "kolovod", "run", "-np", str(np), "--", sys.executable]
     done = subprocess.run(
         [*launcher, str(EXAMPLES / script), *options],
         capture_output=True,
@@ -43,6 +43,23 @@ def test_digits():
     accuracy = re.search(r"2 processes, Keras on torch: accuracy (\d+\.\d+)%", output)
     assert accuracy is not None
     assert float(accuracy[1]) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("sklearn"), reason="scikit-learn is not installed")
+def test_fit_is_that_of_one_process():
+    found = []
+    for size in (2, 1):
+        output = run("integrations/keras_fit.py", np=size)
+        read = r"losses (.*), accuracy (.*), (\d) files, sum of weights (\S+)"
+        found += [re.search(rf"rank {rank} of {size}: {read}", output) for rank in range(size)]
+    assert [text[3] for text in found] == ["3", "0", "3"]  # checkpoints are rank 0's
+    losses = [float(loss) for loss in found[0][1].split(", ")]
+    assert losses[-1] < losses[0] / 2
+    assert len({text[1] for text in found}) == 1
+    assert len({text[2] for text in found}) == 1
+    assert found[0][4] == found[1][4]
+    assert float(found[0][4]) == pytest.approx(float(found[2][4]), abs=1e-3)
 
 
 def text_in_float64(rank):
