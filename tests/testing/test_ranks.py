@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import forked
 import numpy as np
 import pytest
+from launched import DEADLINE_S, read_pids, wait_until_gone
 
 import kolovod
 from kolovod.errors import InvalidArgumentError
@@ -194,3 +197,39 @@ def test_the_stack_of_modules_stays_importable(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("only_here", None)
+
+
+INTERRUPTED_TWICE = """
+import os, signal, sys, time
+import kolovod
+
+def work():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("pid", os.getpid(), flush=True)
+    time.sleep(600)
+
+try:
+    kolovod.run(work, np=2)
+except KeyboardInterrupt:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("interrupted", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_interrupt_leaves_no_rank_behind() -> None:
+    """Of a program that goes on, as the kernel of a notebook does."""
+    command = [sys.executable, "-c", INTERRUPTED_TWICE]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as program:
+        try:
+            pids = read_pids(program, 2)
+            program.send_signal(signal.SIGINT)
+            time.sleep(0.3)  # in the second that ranks have to end by SIGTERM
+            program.send_signal(signal.SIGINT)
+            assert program.stdout is not None
+            assert program.stdout.readline() == "interrupted\n"
+            wait_until_gone(pids)
+            assert program.poll() is None
+        finally:
+            program.kill()
+            program.communicate(timeout=DEADLINE_S)

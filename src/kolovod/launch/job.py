@@ -127,7 +127,13 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except (
+            KeyboardInterrupt
+        ):  # again, in a program that may go on: nothing is left all the same
+            self.close()
+            raise
 
     # --- the beginning ---
 
