@@ -18,6 +18,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch_launching import entry_point  # noqa: E402
 
+pytestmark = pytest.mark.timeout(250)  # several jobs in a test
+
 FOLDER = EXAMPLES / "integrations"
 DEADLINE_S = 100
 
