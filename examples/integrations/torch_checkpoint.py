@@ -30,7 +30,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 first = 0
 if saved := sorted(folder.glob("step-*")):
-    # Places for what is read. Not before the first step: it makes a step with empty gradients.
+    # Places for what is read. Where no step was made it makes an empty one: not before training.
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "step": 0}
     dcp.load(state, checkpoint_id=saved[-1])
