@@ -129,9 +129,7 @@ class Job:
     def __exit__(self, *_: object) -> None:
         try:
             self.close()
-        except (
-            KeyboardInterrupt
-        ):  # again, in a program that may go on: nothing is left all the same
+        except KeyboardInterrupt:  # again; the program may go on, and nothing of the job is left
             self.close()
             raise
 
