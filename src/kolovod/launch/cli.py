@@ -22,6 +22,7 @@ from kolovod.launch import (
     manifest_command,
     plan_command,
     ps_command,
+    report_command,
     stacks_command,
     top_command,
 )
@@ -147,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     top_command.add(actions)
     _add_attach(actions)
     _add_timeline(actions)
+    report_command.add(actions)
     plan_command.add(actions)
     _add_doctor(actions)
     manifest_command.add(actions)

@@ -9,11 +9,11 @@ from typing import Any
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.foreground import show_all_characters
 from kolovod.observe.reading import read
-from kolovod.planning import drawing, plan, words
-from kolovod.planning.changes import parse_change, parse_hosts, parse_link
+from kolovod.planning import drawing, words
+from kolovod.planning.asked import asked
 from kolovod.planning.measured import measured
 
-__all__ = ["add"]
+__all__ = ["add", "add_flags"]
 
 
 def add(actions: Any) -> None:
@@ -28,14 +28,7 @@ def add(actions: Any) -> None:
     )
     planning.set_defaults(parser=planning, act=_plan)
     planning.add_argument("file", type=Path, metavar="FILE")
-    planning.add_argument(
-        "--hosts", metavar="2,8,64", help="numbers of hosts [1, 2, 4 and 8 times the measured one]"
-    )
-    planning.add_argument(
-        "--link",
-        metavar="10G[+20ms]",
-        help="bits per second from a host to the others, and the delay of a message [as measured]",
-    )
+    add_flags(planning)
     planning.add_argument(
         "--what-if",
         dest="changes",
@@ -48,23 +41,21 @@ def add(actions: Any) -> None:
     planning.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw it, too")
 
 
+def add_flags(parser: Any) -> None:
+    """``--hosts`` and ``--link``, to the parser of a command."""
+    parser.add_argument(
+        "--hosts", metavar="2,8,64", help="numbers of hosts [1, 2, 4 and 8 times the measured one]"
+    )
+    parser.add_argument(
+        "--link",
+        metavar="10G[+20ms]",
+        help="bits per second from a host to the others, and the delay of a message [as measured]",
+    )
+
+
 def _plan(options: argparse.Namespace) -> int:
-    changes = [parse_change(text) for text in options.changes]
-    keys = [change.key for change in changes]
-    if twice := sorted({key for key in keys if keys.count(key) > 1}):
-        raise InvalidArgumentError(f"--what-if {twice[0]}= is given twice: run it once for each")
-    hosts = parse_hosts(options.hosts) if options.hosts else []
-    link = parse_link(options.link, 0.0) if options.link else None
-    seen = measured(read(options.file))
-    hosts = hosts or [times * seen.cluster.hosts for times in (1, 2, 4, 8)]
-    if options.link:
-        link = parse_link(options.link, seen.cluster.link.latency_s)
-    elif not seen.knows_link and max(hosts) > 1:
-        raise InvalidArgumentError(
-            f"{options.file} is of one host, so no link was measured: say --link 10G (bits per "
-            "second), or record a run on two hosts"
-        )
-    made = plan.make(seen, hosts, link=link, changes=changes)
+    wanted = asked(options.hosts, options.link, options.changes)
+    made = wanted.plan(options.file, measured(read(options.file)))
     show_all_characters()
     print(words.text(made))
     if options.chart:

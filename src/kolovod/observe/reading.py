@@ -108,7 +108,9 @@ def read(path: Path) -> list[Event]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        if not text.rstrip().endswith("]"):
+        if not text.strip():
+            raise ValueError("it is empty")
+        if text.lstrip().startswith("[") and not text.rstrip().endswith("]"):
             text = text.rpartition(",\n")[0] + "]"
         events = json.loads(text)
     except OSError as error:

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from kolovod.observe.reading import (
     Events,
@@ -33,19 +33,15 @@ from kolovod.observe.trace import Event
 from kolovod.observe.units import bytes_text, time_text
 
 __all__ = [
-    "RankSummary",
-    "Summary",
-    "batches",
-    "of",
-    "read",
-    "straggler",
-    "summarize",
-    "text",
-]
+    "RankSummary", "Straggler", "Summary", "batch_gains", "batches", "common_operations",
+    "find_straggler", "held_up", "of", "read", "share", "straggler", "summarize", "text", "window",
+]  # fmt: skip
 
 _STEPS_TO_WARM_UP = 2
 _FEW_STEPS = 3
 _LITTLE = 0.05  # of a step: not worth an advice
+
+Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -90,10 +86,10 @@ def summarize(events: Iterable[Event]) -> Summary:
 def of(found: Events) -> Summary:
     """Add up what the ranks did, one rank at least."""
     ranks = found.ranks
-    common = set.intersection(*(set(rank.submitted) for rank in ranks.values()))
-    held_up = _held_up(ranks, common)
+    common = common_operations(ranks)
+    held = held_up(ranks, common)
     return Summary(
-        [_of_rank(number, rank, *held_up[number]) for number, rank in ranks.items()],
+        [_of_rank(number, rank, *held[number]) for number, rank in ranks.items()],
         len(common),
         sum(op.bytes for key, op in ranks[min(ranks)].operations.items() if key in common),
         found.lost,
@@ -107,7 +103,12 @@ def _choices(ranks: Mapping[int, RankEvents]) -> list[tuple[float, str]]:
     return [((at - begin) / 1e6, what) for at, what in sorted(found)]
 
 
-def _window(rank: RankEvents) -> Interval:
+def common_operations(ranks: Mapping[int, RankEvents]) -> set[Key]:
+    """Those that all ranks have submitted."""
+    return set.intersection(*(set(rank.submitted) for rank in ranks.values()))
+
+
+def window(rank: RankEvents) -> Interval:
     """Without the first steps, in which memory is touched first and ranks agree on names."""
     steps = sorted(rank.steps)
     if len(steps) >= _STEPS_TO_WARM_UP + _FEW_STEPS:
@@ -115,8 +116,8 @@ def _window(rank: RankEvents) -> Interval:
     return rank.first, rank.last
 
 
-def _held_up(
-    ranks: Mapping[int, RankEvents], common: set[tuple[Any, ...]]
+def held_up(
+    ranks: Mapping[int, RankEvents], common: set[Key]
 ) -> dict[int, tuple[list[Interval], int]]:
     """By rank: when others waited for it, and how often it was the last to submit.
 
@@ -143,23 +144,23 @@ def _held_up(
     }
 
 
-def _of_rank(number: int, rank: RankEvents, held_up: list[Interval], last: int) -> RankSummary:
-    window = _window(rank)
-    exposed = clipped(union(rank.waits), window)
-    carried = clipped(union(rank.carried), window)
-    both = length(clipped(union([*exposed, *carried]), window))
-    ends = sorted(end for _, end in rank.steps if window[0] <= end <= window[1])
+def _of_rank(number: int, rank: RankEvents, held: list[Interval], last: int) -> RankSummary:
+    begin, end = seen = window(rank)
+    exposed = clipped(union(rank.waits), seen)
+    carried = clipped(union(rank.carried), seen)
+    both = length(clipped(union([*exposed, *carried]), seen))
+    ends = sorted(at for _, at in rank.steps if begin <= at <= end)
     durations = [after - before for before, after in pairwise(ends)]
     return RankSummary(
         rank=number,
         host=rank.host,
-        window_us=window[1] - window[0],
+        window_us=end - begin,
         exposed_us=length(exposed),
         communication_us=length(carried),
         hidden_us=both - length(exposed),
         steps=len(durations),
         step_us=statistics.median(durations) if durations else 0.0,
-        held_up_us=length(clipped(held_up, window)),
+        held_up_us=length(clipped(held, seen)),
         last=last,
     )
 
@@ -174,14 +175,14 @@ def text(summary: Summary) -> str:
         f"{'communication':>14} {'hidden':>7} {'last':>6} {'held up':>8}"
     ]
     for rank in summary.ranks:
-        waiting = _share(rank.exposed_us, rank.window_us)
+        waiting = share(rank.exposed_us, rank.window_us)
         lines.append(
             f"{rank.rank:>4}  {rank.host[:16]:<16} {rank.steps or '-':>6} "
             f"{time_text(rank.step_us) if rank.steps else '-':>9} "
             f"{1 - waiting:>8.1%} {waiting:>8.1%} "
-            f"{_share(rank.communication_us, rank.window_us):>14.1%} "
-            f"{_share(rank.hidden_us, rank.communication_us):>7.0%} "
-            f"{rank.last:>6} {_share(rank.held_up_us, rank.window_us):>8.1%}"
+            f"{share(rank.communication_us, rank.window_us):>14.1%} "
+            f"{share(rank.hidden_us, rank.communication_us):>7.0%} "
+            f"{rank.last:>6} {share(rank.held_up_us, rank.window_us):>8.1%}"
         )
     lines += [
         "",
@@ -201,47 +202,78 @@ def text(summary: Summary) -> str:
     return "\n".join(lines)
 
 
+# Verdicts ---------------------------------------------------------------------------------------
+
+
+class Straggler(NamedTuple):
+    """The rank that holds up others more than the rest do."""
+
+    rank: RankSummary
+    share: float
+    """Of the time."""
+    others: float
+    """The median of the other ranks."""
+
+
+def find_straggler(ranks: Sequence[RankSummary]) -> Straggler | None:
+    """If there is one."""
+    if len(ranks) < 2:
+        return None
+    shares = {rank.rank: share(rank.held_up_us, rank.window_us) for rank in ranks}
+    slow = max(ranks, key=lambda rank: shares[rank.rank])
+    others = statistics.median(shares[rank.rank] for rank in ranks if rank is not slow)
+    most = shares[slow.rank]
+    return Straggler(slow, most, others) if most - others > _LITTLE else None
+
+
 def straggler(ranks: Sequence[RankSummary]) -> list[str]:
-    """Who holds up the others, if anybody does."""
+    """Who holds up the others, if anybody does, in a sentence; nothing of a single rank."""
     if len(ranks) < 2:
         return []
-    shares = {rank.rank: _share(rank.held_up_us, rank.window_us) for rank in ranks}
-    slow = max(ranks, key=lambda rank: shares[rank.rank])
-    others = [shares[rank.rank] for rank in ranks if rank is not slow]
-    if shares[slow.rank] - statistics.median(others) <= _LITTLE:
+    found = find_straggler(ranks)
+    if found is None:
         return ["No straggler: the ranks wait for each other by turns, or little."]
     return [
-        f"Straggler: rank {slow.rank} on {slow.host} held up others {shares[slow.rank]:.0%} of the "
-        f"time (the other ranks: {statistics.median(others):.0%})."
+        f"Straggler: rank {found.rank.rank} on {found.rank.host} held up others {found.share:.0%} "
+        f"of the time (the other ranks: {found.others:.0%})."
     ]
 
 
-def batches(ranks: Sequence[RankSummary]) -> list[str]:
-    """What larger batches would bring, where steps are known.
+def batch_gains(ranks: Sequence[RankSummary]) -> dict[int, float]:
+    """The share of the time in which ranks compute: as it is (1), with larger batches (2, 4).
 
-    A batch of k times the size takes k times the compute and the same communication, of which at
-    best all but what is carried after the last gradient is hidden. The rank that waits least is
-    the one whose compute counts: the others wait for it, too.
+    Nothing where no steps are known. A batch of k times the size takes k times the compute and the
+    same communication, of which at best all but what is carried after the last gradient is hidden.
+    The rank that waits least is the one whose compute counts: the others wait for it, too.
     """
     busy = [rank for rank in ranks if rank.steps]
     if not busy:
-        return ["No optimizer steps: nothing can be said of batches."]
-    rank = min(busy, key=lambda rank: rank.exposed_us / rank.window_us)
-    waiting = rank.exposed_us / rank.window_us
-    if waiting <= _LITTLE:
-        return [f"Batches are large enough: the fastest ranks wait {waiting:.0%} of the time."]
-    compute, wait = 1 - waiting, waiting
-    hidden = rank.hidden_us / rank.window_us
-    gains = []
+        return {}
+    rank = min(busy, key=lambda rank: share(rank.exposed_us, rank.window_us))
+    wait = share(rank.exposed_us, rank.window_us)
+    compute, hidden = 1 - wait, share(rank.hidden_us, rank.window_us)
+    gains = {1: compute}
     for times in (2, 4):
         # Twice the compute hides twice as much, as far as there is something to hide.
         exposed = max(wait - (times - 1) * hidden, min(wait, _LITTLE * compute))
-        gains.append(f"{times} times as large, {times * compute / (times * compute + exposed):.0%}")
+        gains[times] = share(times * compute, times * compute + exposed)
+    return gains
+
+
+def batches(ranks: Sequence[RankSummary]) -> list[str]:
+    """What larger batches would bring, in a sentence."""
+    gains = batch_gains(ranks)
+    if not gains:
+        return ["No optimizer steps: nothing can be said of batches."]
+    if 1 - gains[1] <= _LITTLE:
+        return [f"Batches are large enough: the fastest ranks wait {1 - gains[1]:.0%} of the time."]
+    larger = ", ".join(f"{times} times as large, {gains[times]:.0%}" for times in (2, 4))
     return [
-        f"Batches may be too small: the ranks compute {compute:.0%} of the time. With batches "
-        f"{', '.join(gains)} (estimated)."
+        f"Batches may be too small: the ranks compute {gains[1]:.0%} of the time. With batches "
+        f"{larger} (estimated)."
     ]
 
 
-def _share(part: float, whole: float) -> float:
+def share(part: float, whole: float) -> float:
+    """0 of nothing."""
     return part / whole if whole else 0.0

@@ -11,7 +11,7 @@ computes then is what its script's thread has computed, without what that did wh
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from kolovod.observe.trace import Event
 from kolovod.planning.costs import Cluster, Costs, Link, bucket_load, rounds, wire_bytes
 from kolovod.planning.model import Request, Step, simulate
 
-__all__ = ["Measured", "measured"]
+__all__ = ["Measured", "measured", "measured_sorted"]
 
 _WARM_UP = 2  # steps: memory is touched first, ranks agree on names
 _LEAST_STEPS = 3
@@ -111,7 +111,11 @@ class _Seen:
 
 def measured(events: Iterable[Event]) -> Measured:
     """What a timeline shows. Raises InvalidArgumentError if that is too little for a plan."""
-    found = of_ranks(events)
+    return measured_sorted(of_ranks(events))
+
+
+def measured_sorted(found: Events) -> Measured:
+    """The same, of events that are sorted already."""
     ranks = found.ranks
     steps = {number: _steps_of(rank) for number, rank in ranks.items()}
     _check(found, steps)
@@ -197,6 +201,9 @@ def _steps_of(rank: RankEvents) -> list[_Seen]:
     """Those of one rank, without the first ones."""
     ends = sorted(end for _, end in rank.steps)
     waits = union(rank.waits)
+    starts, until = [start for start, _ in waits], [end for _, end in waits]
+    wait_cpu = sorted(rank.wait_cpu)
+    cpu_starts = [wait.start_us for wait in wait_cpu]
     submitted = _submitted(rank)
     times = [at for at, _, _ in submitted]
     cpu = {end.at_us: end for end in rank.step_ends}
@@ -207,8 +214,9 @@ def _steps_of(rank: RankEvents) -> list[_Seen]:
         for at, row, kind in submitted[bisect_left(times, begin) : bisect_left(times, end)]:
             requests[row, rows[row], kind] = (at - begin) / 1e6
             rows[row] += 1
-        inside = [((a - begin) / 1e6, (b - begin) / 1e6) for a, b in clipped(waits, (begin, end))]
-        waiting = [w for w in rank.wait_cpu if begin <= w.start_us < end]
+        near = waits[bisect_right(until, begin) : bisect_left(starts, end)]
+        inside = [((a - begin) / 1e6, (b - begin) / 1e6) for a, b in clipped(near, (begin, end))]
+        waiting = wait_cpu[bisect_left(cpu_starts, begin) : bisect_left(cpu_starts, end)]
         thread = process = 0.0
         if begin in cpu and end in cpu:
             thread = cpu[end].thread_cpu_us - cpu[begin].thread_cpu_us

@@ -8,7 +8,7 @@ from kolovod.observe.units import bytes_text, rate_text, time_text
 from kolovod.planning.measured import Measured
 from kolovod.planning.plan import Plan, Row
 
-__all__ = ["text"]
+__all__ = ["head", "text"]
 
 _BAR = 40  # characters for an efficiency of 1
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -17,7 +17,7 @@ _FULL = "█"
 
 def text(plan: Plan) -> str:
     """All of it, in lines."""
-    lines = [*_head(plan), ""]
+    lines = [*head(plan), ""]
     for variant in plan.variants:
         rows = [row for row in plan.rows if row.variant == variant.name]
         title = "As it is" if not variant.changes else f"With {variant.name}"
@@ -25,7 +25,8 @@ def text(plan: Plan) -> str:
     return "\n".join([*lines, *_notes(plan), *plan.advice])
 
 
-def _head(plan: Plan) -> list[str]:
+def head(plan: Plan) -> list[str]:
+    """What was measured, in sentences."""
     seen, cluster, step = plan.measured, plan.measured.cluster, plan.measured.step
     ranks = f"{cluster.ranks} rank{'s' if cluster.ranks > 1 else ''}"
     hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''}"
