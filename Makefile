@@ -89,7 +89,7 @@ $(STAMPS)/test: pyproject.toml $(STAMPS)/examples
 	touch $@
 
 $(STAMPS)/frameworks: pyproject.toml $(STAMPS)/test
-	$(PIP) install --quiet --no-build-isolation '.[test-frameworks,mpi,integrations,tensorflow,keras,jax,ray,spark]'
+	$(PIP) install --quiet --no-build-isolation '.[test-frameworks,test-browser,mpi,integrations,tensorflow,keras,jax,ray,spark]'
 	touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples

@@ -167,6 +167,7 @@ def _commands() -> str:
         ("kolovod doctor", "kolovod", ["doctor"]),
         ("kolovod manifest", "kolovod", ["manifest"]),
         ("kolovod timeline", "kolovod", ["timeline"]),
+        ("kolovod report", "kolovod", ["report"]),
         ("kolovod plan", "kolovod", ["plan"]),
         ("horovodrun", "horovod.runner.launch", []),
     ):

@@ -29,10 +29,13 @@ from kolovod.net import channel as channels
 from kolovod.net import messages
 from kolovod.observe import collector, reading, summary, trace, whereabouts
 from kolovod.planning import plan, words
+from kolovod.planning.asked import asked
 from kolovod.planning.costs import Link
 from kolovod.planning.measured import measured
 from kolovod.rendezvous import protocol, rank_environment, segment_handover, versions
 from kolovod.rendezvous.external import torchrun
+from kolovod.report.figures import figures
+from kolovod.report.page import page
 
 CORPUS = Path(__file__).parent / "corpus"
 SECRET = "a secret that only this fuzzer has"
@@ -229,10 +232,11 @@ class _InMemory:
 
 
 def timeline(data: bytes) -> None:
-    """The file that ``kolovod timeline`` and ``kolovod plan`` read."""
+    """The file that ``kolovod timeline``, ``kolovod report`` and ``kolovod plan`` read."""
     with contextlib.suppress(InvalidArgumentError):
         events = reading.read(_InMemory(data))  # type: ignore[arg-type]
         summary.text(summary.summarize(events))
+        page(figures("timeline.json", events, asked(None, None)))
         words.text(plan.make(measured(events), [1, 2, 9], link=Link(1e9, 1e-4)))
 
 
@@ -332,6 +336,10 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.observe.summary": (),
     "kolovod.observe.trace": (),
     "kolovod.planning.measured": (),
+    "kolovod.report.anatomy": (),
+    "kolovod.report.figures": (),
+    "kolovod.report.lanes": (),
+    "kolovod.report.tables": (),
     "horovod.runner.config_file": (),
 }
 """Modules and their functions that decode, for coverage; (): all of the module."""
