@@ -48,6 +48,10 @@ _OF_BOTTLENECKS = {
     "cores": "Give the ranks more cores, or start fewer on each machine",
     "stragglers": "Make the work of the ranks alike from step to step",
 }
+_WHERE_TO_LOOK = (
+    "Look at samples of different lengths, at input that is read in between, and at other load on "
+    "the hosts."
+)
 
 
 def verdict(summary: Summary, parts: Sequence[Anatomy]) -> str:
@@ -175,6 +179,8 @@ def _of_plan(plan: Plan | None, has_straggler: bool) -> list[Advice]:
     if gain <= _LITTLE or (row.bottleneck == "stragglers" and has_straggler):
         return []
     reasons = plan.advice
+    if row.bottleneck == "stragglers":
+        reasons += (_WHERE_TO_LOOK,)
     if abs(plan.miss) > _LARGE_MISS:
         reasons += (
             f"The model of `kolovod plan` misses the measured step by {plan.miss:+.0%}, so take "
