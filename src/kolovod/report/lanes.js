@@ -62,10 +62,8 @@
   const timeOf = (x) => from + ((x - left) / (width - left)) * (to - from);
   const xOf = (at) => left + ((at - from) / (to - from)) * (width - left);
   function zoom(factor, x = (left + width) / 2) {
-    const at = timeOf(x);
-    const before = [from, to];
+    const at = timeOf(x), share = (at - from) / (to - from);
     const span = Math.max((to - from) / factor, LEAST_SPAN);
-    const share = (at - before[0]) / (before[1] - before[0]);
     show(at - share * span, at + (1 - share) * span);
   }
   function pan(share) {
