@@ -54,6 +54,10 @@ class Page:
         os.pwrite(self._fd, _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body, 0)
         return True
 
+    def ring(self) -> None:
+        """As if somebody looked: ``is_watched`` returns."""
+        _ring(self._write_fd)
+
     def is_watched(self, timeout_s: float | None) -> bool:
         """Whether somebody has rung since the last call, or does so in that time (None: ever)."""
         poll = select.poll()
@@ -92,8 +96,7 @@ class PageReader:
 
     def ring(self) -> None:
         """Ask it to show what it does, for some seconds."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._bell, b".")
+        _ring(self._bell)
 
     def read(self) -> dict[str, Any]:
         """What it shows now. Raises PageUnavailableError if it stops in the middle of a word."""
@@ -116,6 +119,11 @@ class PageReader:
         os.close(self._bell)
 
 
+def _ring(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it has been rung often enough
+        os.write(fd, b".")
+
+
 def _find(folder: Path) -> tuple[Path, int]:
     for entry in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -123,4 +131,6 @@ def _find(folder: Path) -> tuple[Path, int]:
             number = name.removeprefix(_NAME)
             if name != number and number.isdecimal():
                 return entry, int(number)
-    raise PageUnavailableError("it has not called kolovod.init() yet")
+    raise PageUnavailableError(
+        "it is in no world: it has not called kolovod.init() yet, or has left"
+    )

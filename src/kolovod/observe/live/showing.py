@@ -1,9 +1,9 @@
 """A rank shows what it does, as long as somebody watches.
 
-When a world is formed the process writes down what it is: rank, size, hosts. A thread waits at the
-bell of its page (page.py) and costs nothing there. Who rings gets five seconds of what a timeline
-would record, renewed twice a second: the operations and spans of the last seconds, those that are
-pending, and the counters of the engine.
+When a world is formed the process writes down what it is: rank, size, hosts. Until that ends a
+thread waits at the bell of its page (page.py) and costs nothing there. Who rings gets five seconds
+of what a timeline would record, renewed twice a second: the operations and spans of the last
+seconds, those that are pending, and the counters of the engine.
 """
 
 from __future__ import annotations
@@ -37,34 +37,30 @@ _MOST_EVENTS = 20
 
 
 class _Showing:
-    """One process's, from its first world until it ends."""
+    """A process's, as long as it is in a world."""
 
-    def __init__(self) -> None:
-        """Raises OSError where the system has no files in memory."""
+    def __init__(self, world: World, worlds: list[dict[str, Any]]) -> None:
+        """``worlds``: the last that it has been in. Raises OSError if there are no memory files."""
         self._page = Page()
         self._lock = threading.Lock()
-        self._world: World | None = None
-        self._worlds: list[dict[str, Any]] = []  # the last that this process has been in
+        self._world: World | None = world
+        self._worlds = worlds
         self._recorder = Recorder(self._engines, spans.log)
         self._reports: deque[tuple[float, str]] = deque()  # and when
         self._number = 0
         self._thread = threading.Thread(target=self._serve, name="kolovod-live", daemon=True)
+        self._write({})
         self._thread.start()
 
-    def enter(self, world: World) -> None:
-        with self._lock:
-            self._world = world
-            entered = {"at_s": time.time(), "epoch": world.epoch, "size": world.size}
-            self._worlds = [*self._worlds[1 - _MOST_EVENTS :], entered]
-            self._write({})
-
     def leave(self) -> None:
+        """Who watches sees that it has left; it is another page that the next world is on."""
         with self._lock:
-            if self._world is not None:
-                self._pull()
-                self._recorder.switch(False)
-                self._world = None
-                self._write({})
+            self._recorder.switch(False)
+            self._world = None
+            self._write({})
+        self._page.ring()
+        self._thread.join()
+        self._page.close()
 
     def pull(self) -> None:
         """An engine is about to go away."""
@@ -84,7 +80,7 @@ class _Showing:
         return {} if world is None else engines_of(world)
 
     def _serve(self) -> None:
-        while self._page.is_watched(None):
+        while self._page.is_watched(None) and self._world is not None:
             try:
                 self._record()
             finally:
@@ -99,12 +95,13 @@ class _Showing:
         due_s = 0.0
         while (now_s := time.monotonic()) < until_s:
             with self._lock:  # in which a world does not end
-                if self._world is not None:
-                    self._recorder.switch(True)
-                    self._pull()
-                    if now_s >= due_s:
-                        due_s = now_s + REPORT_S
-                        self._report(now_s)
+                if self._world is None:
+                    return
+                self._recorder.switch(True)
+                self._pull()
+                if now_s >= due_s:
+                    due_s = now_s + REPORT_S
+                    self._report(now_s)
             if self._page.is_watched(PULL_S):
                 until_s = time.monotonic() + LEASE_S
 
@@ -169,25 +166,24 @@ def _pending(engines: Mapping[str, _native.Engine]) -> list[list[Any]]:
 
 
 _showing: _Showing | None = None
-_is_impossible = False
+_worlds: list[dict[str, Any]] = []
 
 
 def enter(world: World) -> None:
     """From now on this process is in ``world``, and shows it to who asks."""
-    global _showing, _is_impossible
-    if _showing is None and not _is_impossible:
-        try:
-            _showing = _Showing()
-        except OSError:  # a sandbox
-            _is_impossible = True
-    if _showing is not None:
-        _showing.enter(world)
+    global _showing
+    _worlds.append({"at_s": time.time(), "epoch": world.epoch, "size": world.size})
+    del _worlds[:-_MOST_EVENTS]
+    with contextlib.suppress(OSError):  # a sandbox without files in memory
+        _showing = _Showing(world, list(_worlds))
 
 
 def leave() -> None:
     """The world of this process is about to end."""
-    if _showing is not None:
-        _showing.leave()
+    global _showing
+    showing, _showing = _showing, None
+    if showing is not None:
+        showing.leave()
 
 
 def _pull() -> None:
@@ -197,6 +193,7 @@ def _pull() -> None:
 
 def _forget() -> None:
     global _showing
+    _worlds.clear()
     if _showing is not None:
         _showing.forget()
         _showing = None

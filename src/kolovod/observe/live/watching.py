@@ -70,7 +70,7 @@ class RankWatch:
             except PageUnavailableError as error:
                 problem = error
             else:
-                self.pid = pid
+                self.pid, self._newest = pid, 0
                 return reader
         raise problem
 
@@ -90,6 +90,7 @@ class RankWatch:
         at_ns = facts.get("at_ns")
         if "rank" not in facts:
             self.problem = "it is in no world now"
+            self.close()  # the next one is on another page
         elif at_ns is None:
             self.problem = "it has been asked to show itself"
         else:
