@@ -18,6 +18,7 @@ from kolovod.config import KNOBS, Knob, load
 from kolovod.core.affinity import check_affinity
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch import (
+    check_command,
     elastic_flags,
     manifest_command,
     plan_command,
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar = (knob.unit or "value").upper()
         knobs.add_argument(knob.flag, dest=dest, metavar=metavar, help=f"{text} [{knob.default}]")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    check_command.add(actions)
     ps_command.add(actions)
     stacks_command.add(actions)
     top_command.add(actions)

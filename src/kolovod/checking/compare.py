@@ -1,0 +1,175 @@
+"""From the facts of all ranks to findings. Pure functions: they read what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kolovod.checking.compare_data import data, epochs, lengths
+from kolovod.checking.compare_output import files, metrics, output
+from kolovod.checking.compare_steps import failures, steps
+from kolovod.checking.compare_weights import gradients, initial_weights, statistics, weights
+from kolovod.checking.facts import Facts
+from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, Rank, by_rank, names_of
+
+__all__ = ["judge"]
+
+
+def judge(ranks: Sequence[Rank]) -> list[Finding]:
+    """All findings, in the order in which a reader wants them: causes before their effects."""
+    known = {each.rank: each.facts for each in ranks if each.facts is not None}
+    if len(known) < len(ranks):
+        missing = [each.rank for each in ranks if each.facts is None]
+        return [*failures(ranks), _unwatched(missing), *output(ranks)]
+    failed = failures(ranks)
+    if failed:  # what it has not come to is no fault of it
+        seen = _all(ranks, known)
+        return [*failed, *(each for each in seen if each.verdict in (PROBLEM, HINT))]
+    return _all(ranks, known)
+
+
+def _all(ranks: Sequence[Rank], known: dict[int, Facts]) -> list[Finding]:
+    troubles = {facts.trouble for facts in known.values() if facts.trouble}
+    return [
+        *(Finding("world", trouble, UNKNOWN) for trouble in sorted(troubles)),
+        world(known, len(ranks)),
+        initial_weights(known),
+        optimizer(known),
+        *gradients(known),
+        *weights(known),
+        *data(known),
+        *epochs(known),
+        lengths(known),
+        steps(ranks),
+        seeds(known),
+        rates(known),
+        *files(known),
+        statistics(known),
+        metrics(ranks),
+        *output(ranks),
+    ]
+
+
+def _unwatched(missing: Sequence[int]) -> Finding:
+    return Finding(
+        "world",
+        f"nothing was seen of {names_of(missing)}",
+        UNKNOWN,
+        advice="the script must run in a Python that has Kolovod and heeds PYTHONPATH (not -I, -E "
+        "or -S), and import PyTorch, Keras or Kolovod",
+    )
+
+
+def world(known: dict[int, Facts], size: int) -> Finding:
+    """Whether all ranks are in one world of Kolovod's."""
+    outside = [rank for rank, facts in known.items() if facts.world_size is None]
+    advice = "call kolovod.torch.init() (or that of your front end) before training, on all ranks"
+    line = next((facts.init_line for facts in known.values() if facts.init_line), "")
+    if len(outside) == size and not any(facts.steps for facts in known.values()):
+        return Finding("world", "init() was called on no rank, and no step was seen", UNKNOWN)
+    if len(outside) == size:
+        other = next((facts.other_world for facts in known.values() if facts.other_world), "")
+        if other:
+            text = f"Kolovod was not initialized; {other} is used"
+            return Finding("world", text, HINT, advice="docs/from-ddp.md has both ways to move")
+        text = f"init() was called on no rank: {size} processes train, each by itself"
+        return Finding("world", text, PROBLEM, advice=advice)
+    if outside:
+        text = f"init() was not called, or has not returned, on {names_of(outside)}"
+        return Finding("world", text, PROBLEM, line=line, advice=advice)
+    sizes = {rank: facts.world_size for rank, facts in known.items()}
+    if set(sizes.values()) != {size}:
+        found = {rank: f"rank {known[rank].world_rank} of {sizes[rank]}" for rank in sizes}
+        text = f"the {size} ranks are not in one world of {size}"
+        advice = "call init() without comm, unless fewer ranks are wanted"
+        return Finding("world", text, PROBLEM, by_rank(found), line, advice)
+    return Finding("world", f"all {size} ranks are in one world", line=line)
+
+
+def optimizer(known: dict[int, Facts]) -> Finding:
+    """Whether optimizers step with the gradients of all ranks."""
+    check, facts = "optimizer", next(iter(known.values()))
+    stepped = [each for each in facts.optimizers if each.steps]
+    if not stepped:
+        text = "no step of an optimizer of PyTorch or Keras was seen"
+        return Finding(check, text, UNKNOWN)
+    if facts.world_size is None and not facts.other_world:
+        return Finding(check, "without a world none steps with the gradients of all", UNKNOWN)
+    named = ", ".join(f"{each.name} ({each.steps} steps)" for each in stepped)
+    line = stepped[0].line
+    if facts.apart:
+        return Finding(check, f"{named}: ranks exchange seldom, by {facts.apart}", line=line)
+    alone = [each for each in stepped if not each.wrapped]
+    if not alone:
+        return Finding(check, f"{named}: with the gradients of all ranks", line=line)
+    if facts.other_world.startswith(("DistributedDataParallel", "FullySharded")):
+        return Finding(check, f"{named}: gradients are combined by {facts.other_world}", line=line)
+    reduces = [each for each in facts.operations if each.verb == "allreduce"]
+    if sum(each.count for each in reduces) >= facts.steps:
+        where = reduces[0].line
+        return Finding(check, f"{named}: the script itself combines, by {where}", line=line)
+    text = f"{alone[0].name} steps with the gradients of its own rank only"
+    advice = (
+        "optimizer = kolovod.torch.DistributedOptimizer(optimizer, "
+        "named_parameters=model.named_parameters())"
+    )
+    if "keras" in facts.frameworks and "torch" not in facts.frameworks:
+        advice = "model.compile(optimizer=kolovod.keras.DistributedOptimizer(optimizer))"
+    return Finding(check, text, PROBLEM, line=alone[0].line, advice=advice)
+
+
+def seeds(known: dict[int, Facts]) -> Finding:
+    """Whether ranks draw the same random numbers."""
+    check, facts = "random-numbers", next(iter(known.values()))
+    if not facts.seeds:
+        return Finding(check, "no generator was seen", UNKNOWN)
+    same = [
+        name
+        for name, state in facts.seeds.items()
+        if all(each.seeds.get(name) == state for each in known.values())
+    ]
+    if not same:
+        return Finding(check, "the generators of ranks are in different states")
+    uses = f", which {' and '.join(facts.draws)} draws from" if facts.draws else ""
+    text = f"before the first step all ranks have the same state of {', '.join(same)}{uses}"
+    advice = (
+        "after the model is made, add rank() to the seed, so that dropout and augmentation differ "
+        "between ranks"
+    )
+    return Finding(check, text, HINT, advice=advice)
+
+
+def rates(known: dict[int, Facts]) -> Finding:
+    """Whether the learning rate is the same on all ranks."""
+    check = "learning-rate"
+    seen = {
+        rank: [each.rates for each in facts.optimizers if each.rates]
+        for rank, facts in known.items()
+    }
+    if not all(seen.values()):
+        return Finding(check, "no learning rate was seen", UNKNOWN)
+    first = next(iter(seen.values()))
+    for number, own in enumerate(first):
+        of_ranks = {rank: rates[number] for rank, rates in seen.items() if number < len(rates)}
+        for step in range(min(map(len, of_ranks.values()))):
+            values = {rank: rates[step] for rank, rates in of_ranks.items()}
+            if any(value != own[step] for value in values.values()):
+                text = f"in step {step + 1} ranks have different learning rates"
+                advice = (
+                    "compute it from what all ranks have alike: the step, kolovod's size(), a "
+                    "metric that was averaged over ranks"
+                )
+                listed = by_rank({r: ", ".join(f"{v:g}" for v in vs) for r, vs in values.items()})
+                return Finding(check, text, PROBLEM, listed, _line(known, number), advice)
+    lowest = min(min(rates) for rates in first[0])
+    highest = max(max(rates) for rates in first[0])
+    value = f"{lowest:g}" if lowest == highest else f"{lowest:g} to {highest:g}"
+    text = (
+        f"{value}, the same on all ranks; whether it fits batches {len(known)} times as large, "
+        "only training shows"
+    )
+    return Finding(check, text, line=_line(known, 0))
+
+
+def _line(known: dict[int, Facts], number: int) -> str:
+    found = [each for each in next(iter(known.values())).optimizers if each.rates]
+    return found[number].line

@@ -1,0 +1,159 @@
+"""What ranks were given to train on: parts of the data, or all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kolovod.checking.facts import Facts, Loader
+from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, by_rank
+
+__all__ = ["data", "epochs", "lengths"]
+
+_SAMPLER = (
+    "give the DataLoader sampler=DistributedSampler(dataset, kolovod.torch.size(), "
+    "kolovod.torch.rank()), or kolovod.data.ShardedSampler(dataset)"
+)
+
+
+def _training_loaders(known: Mapping[int, Facts]) -> list[dict[int, Loader]]:
+    """Those with whose batches ranks have trained: each by rank, where all ranks have it."""
+    of_ranks = {
+        rank: [each for each in facts.loaders if each.trains] for rank, facts in known.items()
+    }
+    count = min(len(loaders) for loaders in of_ranks.values())
+    return [{rank: of_ranks[rank][i] for rank in of_ranks} for i in range(count)]
+
+
+def data(known: Mapping[int, Facts]) -> list[Finding]:
+    """Whether ranks train on the same samples."""
+    loaders = _training_loaders(known)
+    if loaders:
+        return [_of_loader(each, known) for each in loaders]
+    inputs = {rank: facts.inputs for rank, facts in known.items()}
+    line = next((facts.inputs_line for facts in known.values()), "")
+    if not all(any(each) for each in inputs.values()):
+        text = "neither a DataLoader nor arguments of a model were seen in training"
+        return [Finding("data", text, UNKNOWN)]
+    same, seen = _same(inputs)
+    if seen and same == seen:
+        text = f"the model was given the same inputs on all ranks in {_all(seen)}"
+        advice = "give each rank a part of the data: kolovod.data.shard, or slices by rank()"
+        return [Finding("data", text, PROBLEM, line=line, advice=advice)]
+    return [_different(same, seen, "the model's inputs", line)]
+
+
+def _same(of_ranks: Mapping[int, list[str]]) -> tuple[int, int]:
+    """In how many places all have the same digest, of how many."""
+    rows = [row for row in zip(*of_ranks.values(), strict=False) if all(row)]
+    return sum(len(set(row)) == 1 for row in rows), len(rows)
+
+
+def _all(count: int) -> str:
+    return "the only step seen" if count == 1 else f"all {count} steps"
+
+
+def _different(same: int, seen: int, what: str, line: str) -> Finding:
+    if same:
+        text = f"{what} are the same on all ranks in {same} of {seen} steps"
+        return Finding("data", text, HINT, line=line, advice=_SAMPLER)
+    return Finding("data", f"{what} differ between ranks in all steps", line=line)
+
+
+def _of_loader(of_ranks: Mapping[int, Loader], known: Mapping[int, Facts]) -> Finding:
+    first = next(iter(of_ranks.values()))
+    line, kind = first.line, first.kind
+    if len(known) == 1:
+        return Finding("data", "there is but one rank", line=line)
+    same, seen = _same({rank: _flat(each.batches) for rank, each in of_ranks.items()})
+    same_order, orders = _same({rank: _flat(each.orders) for rank, each in of_ranks.items()})
+    by_order = not seen and orders > 0
+    if by_order:
+        same, seen = same_order, orders
+    evidence = by_rank({rank: _described(each) for rank, each in of_ranks.items()})
+    if seen and same == seen:
+        what = "indices" if by_order else "batches"
+        text = f"the {kind} gave the same {what} on all ranks, in {_all(seen)}"
+        return Finding("data", text, PROBLEM, evidence, line, _SAMPLER)
+    if not seen:
+        return Finding("data", "the batches have no tensors to compare", UNKNOWN, line=line)
+    if any(each.is_sharded for each in of_ranks.values()) or same:
+        return _different(same, seen, f"the {kind}'s batches", line)
+    sizes = {each.samples for each in of_ranks.values()}
+    if orders and same_order == orders:
+        text = (
+            f"the {kind} gave the same indices on all ranks, but other contents: right if each "
+            "rank's data set is a part of its own, wrong if only augmentation differs"
+        )
+        return Finding("data", text, UNKNOWN, evidence, line, _SAMPLER)
+    if len(sizes) == 1 and None not in sizes and first.sampler == "RandomSampler":
+        text = (
+            f"each rank draws from {first.samples} samples by itself: right if these are its own "
+            "part, else an epoch has as many passes over the data as there are ranks"
+        )
+        return Finding("data", text, HINT, evidence, line, _SAMPLER)
+    return _different(same, seen, f"the {kind}'s batches", line)
+
+
+def _flat(epochs: list[list[str]]) -> list[str]:
+    return [digest for epoch in epochs for digest in epoch]
+
+
+def _described(loader: Loader) -> str:
+    length = "" if loader.length is None else f", {loader.length} batches"
+    samples = "" if loader.samples is None else f", {loader.samples} samples"
+    return f"{loader.sampler}{samples}{length}"
+
+
+def epochs(known: Mapping[int, Facts]) -> list[Finding]:
+    """Whether each epoch has an order of its own."""
+    check, found = "epochs", []
+    for of_ranks in _training_loaders(known):
+        loader = next(iter(of_ranks.values()))
+        if not loader.shuffles_by_epoch:
+            continue
+        line, advice = loader.line, "call sampler.set_epoch(epoch) before each epoch"
+        seen = [order for order in loader.orders if any(order)]
+        if len(seen) > 1:
+            common = min(len(order) for order in seen[:2])
+            if seen[0][:common] == seen[1][:common] and not loader.epochs_set:
+                text = f"epochs 1 and 2 begin with the same {common} batches"
+                found.append(Finding(check, text, PROBLEM, [], line, advice))
+                continue
+        if loader.epochs_set:
+            text = f"set_epoch was called with {', '.join(map(str, loader.epochs_set[:4]))}"
+            found.append(Finding(check, text, line=line))
+        elif len(seen) < 2:
+            text = "set_epoch was not called before the first epoch, and no other was seen"
+            longer = (
+                "" if loader.length is None else f"; --steps {loader.length + 1} shows a second"
+            )
+            found.append(Finding(check, text, UNKNOWN, [], line, advice + longer))
+        else:
+            found.append(Finding(check, "epochs have different orders", line=line))
+    return found or [Finding(check, "no sampler was seen whose order depends on set_epoch")]
+
+
+def lengths(known: Mapping[int, Facts]) -> Finding:
+    """Whether ranks have equally many batches."""
+    check = "batches"
+    loaders = _training_loaders(known)
+    for of_ranks in loaders:
+        counts = {rank: each.length for rank, each in of_ranks.items()}
+        if len(set(counts.values())) > 1:
+            line = next(iter(of_ranks.values())).line
+            evidence = by_rank({rank: f"{count} batches" for rank, count in counts.items()})
+            if all(facts.joins for facts in known.values()):
+                text = "an epoch has other numbers of batches on other ranks, and they join()"
+                return Finding(check, text, evidence=evidence, line=line)
+            text = "an epoch has other numbers of batches on other ranks, so that steps are unequal"
+            advice = (
+                "pad or cut the data, or end each epoch by join(), see docs/uneven-data.md; else "
+                "the ranks with more wait for ever"
+            )
+            return Finding(check, text, PROBLEM, evidence, line, advice)
+    if not loaders:
+        return Finding(check, "no DataLoader was seen in training", UNKNOWN)
+    length = next(iter(loaders[0].values())).length
+    if length is None:
+        return Finding(check, "the DataLoader does not know how many batches it has", UNKNOWN)
+    return Finding(check, f"an epoch has {length} batches on all ranks")

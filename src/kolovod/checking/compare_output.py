@@ -1,0 +1,100 @@
+"""What ranks leave behind: files, lines, numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from kolovod.checking.facts import Facts, File
+from kolovod.checking.findings import HINT, OK, PROBLEM, UNKNOWN, Finding, Rank, few, names_of
+
+__all__ = ["files", "metrics", "output"]
+
+_NUMBER = re.compile(r"\d+\.\d+(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")
+_DIGITS = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_RANK = re.compile(r"\brank\b", re.IGNORECASE)
+_GUARD = "if kolovod.torch.rank() == 0:"
+
+
+def files(known: Mapping[int, Facts]) -> list[Finding]:
+    """Whether several ranks write the same one."""
+    writers: dict[str, dict[int, File]] = {}
+    for rank, facts in known.items():
+        for file in facts.files:
+            writers.setdefault(file.path, {})[rank] = file
+    if not writers:
+        text = "no file was written in these steps"
+        advice = "more --steps, beyond the end of an epoch, show checkpoints; they are written then"
+        return [Finding("files", text, UNKNOWN, advice=advice)]
+    found = []
+    shared = {path: each for path, each in writers.items() if len(each) > 1}
+    for path, of_ranks in shared.items():
+        first = next(iter(of_ranks.values()))
+        appends = all(file.appends for file in of_ranks.values())
+        how = "append to" if appends else "write"
+        found.append(
+            Finding(
+                "files",
+                f"{names_of(of_ranks)} {how} {_short(path)}",
+                HINT if appends else PROBLEM,
+                line=first.line,
+                advice=f"write it on one rank: {_GUARD}; or give each rank a name of its own",
+            )
+        )
+    events = {rank for each in writers.values() for rank in each if "tfevents" in str(each)}
+    if len(events) > 1:
+        text = f"{names_of(sorted(events))} write events for TensorBoard, each its own numbers"
+        found.append(Finding("files", text, HINT, advice=f"make the writer on one rank: {_GUARD}"))
+    if not found:
+        text = f"no two ranks write the same file ({few([_short(path) for path in writers])})"
+        found.append(Finding("files", text, OK))
+    return found
+
+
+def _short(path: str) -> str:
+    try:
+        short = os.path.relpath(path)
+    except (OSError, ValueError):
+        return path
+    return path if short.startswith("..") else short
+
+
+def metrics(ranks: Sequence[Rank]) -> Finding:
+    """Whether the numbers that are shown are of all ranks."""
+    check = "metrics"
+    facts = next(each.facts for each in ranks if each.facts is not None)
+    printing = [each.rank for each in ranks if any(map(_NUMBER.search, each.stdout))]
+    if facts.operations:
+        places = [f"{each.verb} at {each.line}" for each in facts.operations]
+        return Finding(check, f"the script combines values of ranks: {few(places)}")
+    if len(printing) == 1 and len(ranks) > 1 and facts.world_size is not None:
+        lines = [line for line in ranks[printing[0]].stdout if _NUMBER.search(line)]
+        text = (
+            f"only rank {printing[0]} prints numbers, and the script has combined none, so they "
+            "are of that rank's data"
+        )
+        advice = "average them first: kolovod.torch.average_metrics, or allreduce; on all ranks"
+        return Finding(check, text, HINT, [lines[0].strip()[:100]], advice=advice)
+    if printing:
+        text = f"{names_of(printing)} print numbers, and the script has combined none"
+        return Finding(check, text, UNKNOWN)
+    return Finding(check, "no numbers were printed, or combined, in these steps", UNKNOWN)
+
+
+def output(ranks: Sequence[Rank]) -> list[Finding]:
+    """Whether all ranks print the same lines."""
+    printed = [
+        {
+            _DIGITS.sub("#", line).strip(): line.strip()
+            for line in each.stdout
+            if line.strip() and not _RANK.search(line)
+        }
+        for each in ranks
+    ]
+    common = [form for form in printed[0] if all(form in other for other in printed)]
+    if len(ranks) < 2 or not common:
+        return [Finding("output", "no line is printed by all ranks")]
+    text = f"all ranks print {len(common)} line{'s' if len(common) > 1 else ''} alike"
+    evidence = [printed[0][form][:100] for form in common[:2]]
+    return [Finding("output", text, HINT, evidence, advice=f"print on one rank: {_GUARD}")]

@@ -1,0 +1,109 @@
+"""How the ranks ended: after equally many steps, waiting for each other, or by an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kolovod.checking.facts import Facts
+from kolovod.checking.findings import OK, PROBLEM, UNKNOWN, Finding, Rank, by_rank, names_of
+
+__all__ = ["failed_by_itself", "failures", "steps"]
+
+_OURS = "kolovod.errors."
+_BETWEEN_RANKS = frozenset(
+    _OURS + name
+    for name in (
+        "InterruptedByRankError",
+        "LateRankError",
+        "MismatchError",
+        "RankLeftError",
+        "RankLostError",
+        "ShutDownError",
+        "StartTimeoutError",
+    )
+)
+_TOLD = (143, 134, 137)  # exit codes of those that the launcher has ended
+
+
+def _is_between_ranks(facts: Facts | None) -> bool:
+    return facts is not None and facts.error_kind in _BETWEEN_RANKS
+
+
+def failed_by_itself(ranks: Sequence[Rank]) -> Rank | None:
+    """The first rank whose script has failed by something else than what other ranks do."""
+    for each in ranks:
+        ended_well = each.facts is not None and each.facts.ended in ("steps", "script")
+        was_told = each.is_late or each.code in _TOLD
+        if each.code and not was_told and not _is_between_ranks(each.facts):
+            return each
+        if each.code and ended_well:
+            return each
+    return None
+
+
+def failures(ranks: Sequence[Rank]) -> list[Finding]:
+    """A script that fails is no finding on how it trains, but the first thing to know."""
+    failed = failed_by_itself(ranks)
+    if failed is None:
+        return []
+    said = [line for line in failed.stderr if line.strip()][-8:]
+    facts = failed.facts
+    line = "" if facts is None else facts.error_line
+    text = f"the script has failed on rank {failed.rank}, with exit code {failed.code}"
+    return [Finding("script", text, PROBLEM, said, line, "let it run first: kolovod run -np 2")]
+
+
+def steps(ranks: Sequence[Rank]) -> Finding:
+    """Whether all ranks have taken the same steps, and none waits for another in vain."""
+    check = "steps"
+    facts = {each.rank: each.facts for each in ranks if each.facts is not None}
+    ended = by_rank({rank: _worded(each) for rank, each in facts.items()})
+    failed = failed_by_itself(ranks)
+    waiting = [rank for rank, each in facts.items() if _is_between_ranks(each)]
+    late = [each.rank for each in ranks if each.is_late]
+    counts = {each.steps for each in facts.values()}
+    if failed is not None:
+        return Finding(check, f"rank {failed.rank} has failed, so the others ended", UNKNOWN, ended)
+    if waiting:
+        first = facts[waiting[0]]
+        culprit = first.error_rank
+        reports = [line for each in ranks for line in each.stderr if _is_report(line)]
+        text = first.error.strip().splitlines()[0] if first.error.strip() else first.error_kind
+        evidence = [*ended, *dict.fromkeys(reports[:3])]
+        line = first.error_line
+        if culprit is not None and culprit in facts:
+            line = facts[culprit].error_line or facts[culprit].step_line or line
+        advice = (
+            "let all ranks run the same operations, in the same order: no step, evaluation or "
+            "operation within `if rank() == 0`, and equally many batches (docs/debug-a-hang.md, "
+            "docs/uneven-data.md)"
+        )
+        return Finding(check, text, PROBLEM, evidence, line, advice)
+    if late:
+        text = f"{names_of(late)} had not come so far within the time"
+        advice = "more time: --timeout; a rank that waits is named after --late-failure-s"
+        return Finding(check, text, UNKNOWN, ended, advice=advice)
+    if len(counts) > 1:
+        text = "ranks have taken different numbers of steps"
+        advice = "equally many batches for all ranks, or join(): docs/uneven-data.md"
+        return Finding(check, text, PROBLEM, ended, advice=advice)
+    count = counts.pop()
+    if not count:
+        return Finding(check, "no step of an optimizer of PyTorch or Keras was seen", UNKNOWN)
+    return Finding(check, f"all ranks have taken {count} step{'s' if count > 1 else ''}", OK)
+
+
+def _is_report(line: str) -> bool:
+    return line.startswith("kolovod: rank") and "has not submitted" in line
+
+
+def _worded(facts: Facts) -> str:
+    count = f"{facts.steps} step{'' if facts.steps == 1 else 's'}"
+    where = f", the last at {facts.step_line}" if facts.step_line else ""
+    if facts.ended == "script":
+        return f"{count}{where}; its script has ended"
+    if facts.ended == "error":
+        kind = facts.error_kind.rpartition(".")[2]
+        place = f" at {facts.error_line}" if facts.error_line else ""
+        return f"{count}{where}; {kind}{place}"
+    return f"{count}{where}"

@@ -1,0 +1,201 @@
+"""Weights, gradients and running statistics: equal on all ranks, or which differ, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from kolovod.checking.facts import Facts, Values
+from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, few
+
+__all__ = ["gradients", "initial_weights", "statistics", "weights"]
+
+_BROADCAST = (
+    "after the model is made: kolovod.torch.broadcast_parameters(model.state_dict()) and "
+    "broadcast_optimizer_state(optimizer); in Keras the BroadcastGlobalVariablesCallback"
+)
+
+
+def _differing(known: Mapping[int, Facts], what: str) -> dict[str, float]:
+    """By name, the largest difference that was seen; infinite for what a rank does not have."""
+    found: dict[str, float] = {}
+    values: list[dict[str, Values]] = [getattr(facts, what) for facts in known.values()]
+    names = dict.fromkeys(name for each in values for name in each)
+    for name in names:
+        there = [each[name] for each in values if name in each]
+        if len(there) < len(values):
+            found[name] = math.inf
+        elif len({each.digest for each in there}) > 1:
+            found[name] = max(_difference(there[0], other) for other in there[1:])
+    return found
+
+
+def _difference(a: Values, b: Values) -> float:
+    if len(a.sample) != len(b.sample):
+        return math.inf
+    pairs = zip(a.sample, b.sample, strict=True)
+    return max((abs(x - y) for x, y in pairs if x == x and y == y), default=math.nan)
+
+
+def _listed(differing: Mapping[str, float]) -> list[str]:
+    def worded(name: str, difference: float) -> str:
+        if math.isinf(difference):
+            return f"{name} is missing on a rank, or has another shape"
+        return f"{name} differs by up to {difference:.3g}"
+
+    most = sorted(differing.items(), key=lambda pair: -pair[1] if pair[1] == pair[1] else 0.0)
+    lines = [worded(*pair) for pair in most[:4]]
+    return [*lines, f"and {len(most) - 4} more"] if len(most) > 4 else lines
+
+
+def _apart(known: Mapping[int, Facts]) -> str:
+    for facts in known.values():
+        if facts.sharded:
+            return "ranks have different parts of the parameters"
+        if facts.apart:
+            return f"{facts.apart} lets ranks differ between exchanges"
+    return ""
+
+
+def initial_weights(known: Mapping[int, Facts]) -> Finding:
+    """Before the first step."""
+    check = "initial-weights"
+    facts = next(iter(known.values()))
+    if not all(each.weights_before for each in known.values()):
+        return Finding(check, "no step of PyTorch or Keras was seen on all ranks", UNKNOWN)
+    if any(each.sharded for each in known.values()):
+        return Finding(check, _apart(known), UNKNOWN)
+    differing = _differing(known, "weights_before")
+    if not differing:
+        how = "" if facts.broadcasts else ", without a broadcast: the ranks have the same seed"
+        return Finding(check, f"{len(facts.weights_before)} weights are equal on all ranks{how}")
+    count = f"{len(differing)} of {len(facts.weights_before)} weights"
+    line = facts.step_line
+    if all(each.weights_after for each in known.values()) and not _differing(
+        known, "weights_after"
+    ):
+        text = f"{count} differed before the first step, and none at the end"
+        return Finding(check, text, HINT, _listed(differing), line, "broadcast them before")
+    text = f"before the first step {count} differ between ranks"
+    return Finding(check, text, PROBLEM, _listed(differing), line, _BROADCAST)
+
+
+def gradients(known: Mapping[int, Facts]) -> list[Finding]:
+    """As wrapped optimizers have used them."""
+    check = "gradients"
+    found = []
+    seen = 0
+    for number, optimizer in enumerate(next(iter(known.values())).optimizers):
+        all_of_them = [
+            facts.optimizers[number] for facts in known.values() if number < len(facts.optimizers)
+        ]
+        if not all(each.wrapped and each.gradients for each in all_of_them):
+            continue
+        seen += 1
+        for step in range(min(len(each.gradients) for each in all_of_them)):
+            differing = _unequal([each.gradients[step] for each in all_of_them])
+            if differing:
+                text = (
+                    f"in step {step + 1} the gradients of {few(differing)} differ between ranks "
+                    f"where {optimizer.name} uses them, after they were averaged"
+                )
+                advice = (
+                    "change gradients on all ranks alike, between optimizer.synchronize() and "
+                    "step(); of skip_synchronize() see docs/gradients.md#change-gradients-yourself"
+                )
+                found.append(Finding(check, text, PROBLEM, [], optimizer.line, advice))
+                break
+    if not found and seen:
+        found.append(Finding(check, "those that optimizers have used are equal on all ranks"))
+    return found
+
+
+def _unequal(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    names = dict.fromkeys(name for each in of_ranks for name in each)
+    return [name for name in names if len({each.get(name) for each in of_ranks}) > 1]
+
+
+def weights(known: Mapping[int, Facts]) -> list[Finding]:
+    """After the last step: a finding for each cause."""
+    check = "weights"
+    facts = next(iter(known.values()))
+    counts = {each.steps for each in known.values()}
+    if not all(each.weights_after and each.steps for each in known.values()):
+        return [Finding(check, "no step of PyTorch or Keras was seen on all ranks", UNKNOWN)]
+    if reason := _apart(known):
+        return [Finding(check, reason, UNKNOWN)]
+    differing = _differing(known, "weights_after")
+    steps = f"after {max(counts)} step{'s' if max(counts) > 1 else ''}"
+    if not differing:
+        text = f"{len(facts.weights_after)} weights are equal on all ranks {steps}"
+        return [Finding(check, text)]
+    if len(counts) > 1:
+        text = "ranks have taken different numbers of steps, so their weights say nothing"
+        return [Finding(check, text, UNKNOWN)]
+    causes: dict[str, dict[str, float]] = {}
+    for name, difference in differing.items():
+        causes.setdefault(_cause(name, known), {})[name] = difference
+    return [
+        Finding(
+            check,
+            f"{steps} {len(names)} of {len(facts.weights_after)} weights differ between ranks: "
+            f"{cause}",
+            PROBLEM,
+            _listed(names),
+            facts.step_line,
+            _CURES[cause],
+        )
+        for cause, names in causes.items()
+    ]
+
+
+_STARTED = "they differed from the beginning"
+_ALONE = "an optimizer that is not wrapped has changed them"
+_OUTSIDE = "no optimizer has them, so something else has changed them"
+_GRADIENTS = "their gradients differed in the optimizer"
+_ELSE = "something besides the optimizer has changed them"
+_CURES = {
+    _STARTED: _BROADCAST,
+    _ALONE: "wrap it by DistributedOptimizer",
+    _OUTSIDE: "give them to the optimizer that is wrapped, or change them on all ranks alike: "
+    "from values that were averaged or broadcast",
+    _GRADIENTS: "see the finding on gradients",
+    _ELSE: "change weights on all ranks alike, from values that were averaged or broadcast",
+}
+
+
+def _cause(name: str, known: Mapping[int, Facts]) -> str:
+    before = [facts.weights_before.get(name) for facts in known.values()]
+    if len({each.digest for each in before if each is not None}) > 1:
+        return _STARTED
+    owners = [each for each in next(iter(known.values())).optimizers if name in each.parameters]
+    if not owners:
+        return _OUTSIDE
+    if not all(each.wrapped for each in owners):
+        return _ALONE
+    for number, optimizer in enumerate(next(iter(known.values())).optimizers):
+        if optimizer in owners:
+            of_ranks = [facts.optimizers[number].gradients for facts in known.values()]
+            steps = min(map(len, of_ranks))
+            if any(name in _unequal([each[step] for each in of_ranks]) for step in range(steps)):
+                return _GRADIENTS
+    return _ELSE
+
+
+def statistics(known: Mapping[int, Facts]) -> Finding:
+    """Running statistics of batch normalization."""
+    check = "batch-norm"
+    if not any(facts.buffers_after for facts in known.values()):
+        return Finding(check, "no running statistics were seen")
+    differing = _differing(known, "buffers_after")
+    if not differing:
+        return Finding(check, "running statistics are equal on all ranks")
+    text = (
+        "each rank has running statistics of its own data; a checkpoint has those of the rank "
+        "that writes it"
+    )
+    advice = (
+        "kolovod.torch.SyncBatchNorm.convert_sync_batchnorm(model); or broadcast or average the "
+        "buffers before evaluation and checkpoints"
+    )
+    return Finding(check, text, HINT, _listed(differing), advice=advice)

@@ -1,0 +1,183 @@
+"""What one rank's process has noted, as it goes to the launcher: a file of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Facts", "File", "Loader", "Operation", "Optimizer", "Values", "load_all"]
+
+
+@dataclass
+class Values:
+    """A tensor, as far as ranks are compared by it."""
+
+    digest: str
+    sample: list[float] = field(default_factory=list)
+    """Evenly spaced over the tensor; all of a small one."""
+    is_whole: bool = True
+    """The digest is of all values, the sample has all of them."""
+
+
+@dataclass
+class Optimizer:
+    """One whose steps were seen."""
+
+    name: str
+    """Its class."""
+    line: str
+    """Of the script, where it stepped first."""
+    wrapped: bool
+    """It steps with the gradients of all ranks."""
+    steps: int = 0
+    rates: list[list[float]] = field(default_factory=list)
+    """Learning rates of its groups, in each step."""
+    parameters: list[str] = field(default_factory=list)
+    gradients: list[dict[str, str]] = field(default_factory=list)
+    """The digest of each parameter's gradient, in each step, as the optimizer has used it."""
+
+
+@dataclass
+class Loader:
+    """A source of batches for training."""
+
+    line: str
+    """Of the script, where it was iterated first."""
+    kind: str
+    """ "DataLoader", or what else it is."""
+    length: int | None = None
+    """Batches of an epoch; None: unknown."""
+    samples: int | None = None
+    """Of its data set."""
+    sampler: str = ""
+    is_sharded: bool = False
+    """Its sampler gives each rank a part of its own."""
+    shuffles_by_epoch: bool = False
+    """Its sampler makes another order when ``set_epoch`` is called."""
+    trains: int = 0
+    """Steps for which it gave a batch."""
+    orders: list[list[str]] = field(default_factory=list)
+    """Of each epoch, the digest of the indices of each batch; "" where they are not known."""
+    batches: list[list[str]] = field(default_factory=list)
+    """Of each epoch, the digest of each batch's content; "" where there is nothing to compare."""
+    epochs_set: list[int] = field(default_factory=list)
+    """What ``set_epoch`` was called with."""
+
+
+@dataclass
+class Operation:
+    """A collective operation that the script itself has asked for."""
+
+    verb: str
+    name: str
+    line: str
+    count: int = 1
+
+
+@dataclass
+class File:
+    """A file that was opened to be written."""
+
+    path: str
+    line: str
+    appends: bool = False
+    """Only added to: a log."""
+
+
+@dataclass
+class Facts:
+    """Of one process. Lists and dictionaries are in the order of the events."""
+
+    rank: int = 0
+    pid: int = 0
+    began: float = 0.0
+    """``time.time()``."""
+    frameworks: list[str] = field(default_factory=list)
+    world_rank: int | None = None
+    world_size: int | None = None
+    """None: ``init`` was not called, or has not returned."""
+    init_line: str = ""
+    other_world: str = ""
+    """What else combines gradients: "torch.distributed (gloo)"."""
+    apart: str = ""
+    """What lets ranks train apart on purpose: "DiLoCo"."""
+    sharded: bool = False
+    """Ranks have different parts of the parameters."""
+    steps: int = 0
+    step_line: str = ""
+    """Of the script, where the last step was."""
+    optimizers: list[Optimizer] = field(default_factory=list)
+    loaders: list[Loader] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    """The digest of what the model was given, for each step; "" where that is not known."""
+    inputs_line: str = ""
+    seeds: dict[str, str] = field(default_factory=dict)
+    """The digest of the state of each generator of random numbers, before the first step."""
+    draws: list[str] = field(default_factory=list)
+    """Layers that use random numbers in training."""
+    weights_before: dict[str, Values] = field(default_factory=dict)
+    weights_after: dict[str, Values] = field(default_factory=dict)
+    buffers_after: dict[str, Values] = field(default_factory=dict)
+    """Running statistics of normalization layers."""
+    trainable: list[str] = field(default_factory=list)
+    """The names of the weights that want a gradient."""
+    operations: list[Operation] = field(default_factory=list)
+    """Those of the script, not of optimizers and broadcasts."""
+    joins: bool = False
+    broadcasts: bool = False
+    """A broadcast of parameters took place."""
+    files: list[File] = field(default_factory=list)
+    trouble: str = ""
+    """What could not be watched, and why."""
+    ended: str = ""
+    """ "steps": after as many as were asked for; "script": at its end; "error"; "": not by itself.
+    """
+    error: str = ""
+    error_kind: str = ""
+    """The class of the exception, with its module."""
+    error_line: str = ""
+    error_rank: int | None = None
+    """The rank that an error of kolovod's says is the culprit."""
+
+    @property
+    def is_of_a_rank(self) -> bool:
+        """It has done what ranks do: its launcher, say, has not."""
+        return self.world_size is not None or self.steps > 0 or bool(self.frameworks)
+
+    def save(self, folder: str) -> None:
+        """As rank.N-PID.json, at once or not at all."""
+        path = os.path.join(folder, f"rank.{self.rank}-{self.pid}.json")
+        with open(f"{path}.new", "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+        os.replace(f"{path}.new", path)
+
+
+def load_all(folder: Path, size: int) -> list[Facts | None]:
+    """By rank, the facts of the process that trains; None: none of its processes was watched."""
+    found: list[Facts | None] = [None] * size
+    for path in sorted(folder.glob("rank.*.json")):
+        facts = _load(json.loads(path.read_text(encoding="utf-8")))
+        if 0 <= facts.rank < size:
+            other = found[facts.rank]
+            if other is None or _weight(facts) > _weight(other):
+                found[facts.rank] = facts
+    return found
+
+
+def _weight(facts: Facts) -> tuple[int, bool, bool, float]:
+    in_world = facts.world_size is not None
+    return facts.steps, in_world, bool(facts.frameworks), -facts.began
+
+
+def _load(raw: dict[str, Any]) -> Facts:
+    facts = Facts(**raw)
+    facts.optimizers = [Optimizer(**each) for each in raw["optimizers"]]
+    facts.loaders = [Loader(**each) for each in raw["loaders"]]
+    facts.operations = [Operation(**each) for each in raw["operations"]]
+    facts.files = [File(**each) for each in raw["files"]]
+    for name in ("weights_before", "weights_after", "buffers_after"):
+        setattr(facts, name, {key: Values(**each) for key, each in raw[name].items()})
+    return facts

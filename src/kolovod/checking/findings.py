@@ -1,0 +1,64 @@
+"""What a check has found, and how that is worded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kolovod.checking.facts import Facts
+
+__all__ = ["HINT", "OK", "PROBLEM", "UNKNOWN", "Finding", "Rank", "by_rank", "few", "names_of"]
+
+OK, HINT, PROBLEM, UNKNOWN = "ok", "hint", "PROBLEM", "cannot tell"
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    """Its section in docs/check.md."""
+    found: str
+    verdict: str = OK
+    """OK; HINT: it may be meant so; PROBLEM; UNKNOWN: this run cannot tell."""
+    evidence: list[str] = field(default_factory=list)
+    """Values, by rank."""
+    line: str = ""
+    """Of the script."""
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is known of a rank when all have ended."""
+
+    rank: int
+    facts: Facts | None
+    """None: its Python was not watched."""
+    code: int = 0
+    """Its exit code, as a shell counts."""
+    is_late: bool = False
+    """It was still running at the deadline."""
+    stdout: Sequence[str] = ()
+    stderr: Sequence[str] = ()
+    """Lines without their ends."""
+
+
+def names_of(ranks: Iterable[int]) -> str:
+    """For example "rank 0" or "ranks 0 and 2"."""
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def by_rank(values: Mapping[int, object]) -> list[str]:
+    """A line of evidence for each rank."""
+    return [f"rank {rank}: {value}" for rank, value in values.items()]
+
+
+def few(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

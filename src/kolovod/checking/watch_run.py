@@ -1,0 +1,72 @@
+"""Watches worlds, and the operations that the script itself asks for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from kolovod.checking.facts import Operation
+from kolovod.checking.places import modules_above, script_line
+from kolovod.checking.recorder import Recorder
+from kolovod.core import submission
+from kolovod.core.verbs import ALLTOALL, BARRIER, BROADCAST, JOIN
+from kolovod.core.world import World, when_entered
+
+__all__ = ["imported"]
+
+_MOST_OPERATIONS = 1000
+_VERBS_ONLY = ("core", "surface", "numpy", "metrics")
+_LAST_PARTS = ("verbs", "autograd", "frontend", "mpi_ops", "reductions", "moves", "handles")
+
+
+def imported(name: str, recorder: Recorder) -> None:
+    """``kolovod.core.submission`` has been imported: no front end has made its verbs yet."""
+
+    def entered(world: World) -> None:
+        facts = recorder.facts
+        facts.world_rank, facts.world_size = world.rank, world.size
+        facts.init_line = facts.init_line or script_line(sys._getframe(1))
+        recorder.save()
+
+    when_entered(entered)
+    of_class: Any = submission.Submitter
+    of_class.run = _noting(of_class.run, recorder)
+    of_class.start = _noting(of_class.start, recorder)
+
+
+def _noting(method: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def noting(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        if recorder.is_on:
+            _note(request, sys._getframe(1), recorder)
+        return method(self, request, *arguments, **named)
+
+    return noting
+
+
+def _note(request: submission.Request, frame: FrameType, recorder: Recorder) -> None:
+    facts = recorder.facts
+    if request.verb is JOIN:
+        facts.joins = True
+    modules = modules_above(frame)
+    if request.verb is BROADCAST and not all(map(_is_verb, modules)):
+        facts.broadcasts = True
+    if request.verb in (BARRIER, JOIN, BROADCAST, ALLTOALL) or not all(map(_is_verb, modules)):
+        return
+    line = script_line(frame)
+    for operation in facts.operations:
+        if (operation.verb, operation.line) == (request.verb.name, line):
+            operation.count += 1
+            return
+    if len(facts.operations) < _MOST_OPERATIONS:
+        facts.operations.append(Operation(request.verb.name, request.name or "", line))
+
+
+def _is_verb(module: str) -> bool:
+    """Whether it is on the way from a script's own call to the engine: not of an optimizer, say."""
+    root, _, rest = module.partition(".")
+    if root not in ("kolovod", "horovod") or rest.startswith("checking"):
+        return True
+    parts = rest.split(".")
+    return parts[0] in _VERBS_ONLY or parts[-1] in _LAST_PARTS

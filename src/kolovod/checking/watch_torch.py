@@ -1,0 +1,266 @@
+"""Watches PyTorch: optimizers, models and files; ``watch_loaders.py`` what DataLoaders yield."""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from kolovod.checking import watch_loaders
+from kolovod.checking.digests import array_values, digest_of, text_digest
+from kolovod.checking.facts import Optimizer, Values
+from kolovod.checking.places import script_line
+from kolovod.checking.recorder import Recorder
+
+__all__ = ["imported"]
+
+_MOST_INPUTS = 16  # of one step
+
+
+def imported(name: str, recorder: Recorder) -> None:
+    """``name`` has been imported: torch, or a module of Kolovod's whose class is watched."""
+    module = sys.modules[name]
+    watcher = _watcher(recorder)
+    if name == "torch":
+        watcher.begin()
+    elif name == "kolovod.torch.seldom":
+        watcher.watch_apart(module.Apart)
+    else:
+        kind = {"distributed": "Distributed", "sharded": "Sharded", "adasum": "ByAdasum"}
+        watcher.watch_steps(getattr(module, kind[name.rpartition(".")[2]]))
+
+
+_watchers: dict[int, _Watcher] = {}
+
+
+def _watcher(recorder: Recorder) -> _Watcher:
+    return _watchers.setdefault(id(recorder), _Watcher(recorder))
+
+
+class _Watcher:
+    """What is known of models and optimizers between their calls."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._facts = recorder.facts
+        self._roots: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._children: set[int] = set()
+        self._optimizers: dict[int, Optimizer] = {}
+        self._stepping: list[int] = []  # ids of optimizers, the outermost first
+        self._inputs: list[str] = []
+
+    def begin(self) -> None:
+        """PyTorch is there."""
+        register_optimizer_step_pre_hook(self._before_own_step)
+        register_optimizer_step_post_hook(self._after_own_step)
+        torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
+        self._recorder.before_first_step.append(self._look_before)
+        self._recorder.at_end.append(self._look_after)
+        watch_loaders.begin(self._recorder, to_array)
+        save = torch.save
+
+        def saving(obj: Any, f: Any, *arguments: Any, **named: Any) -> None:
+            self._recorder.note_file(f, script_line())
+            save(obj, f, *arguments, **named)
+
+        torch.save = torch.serialization.save = saving
+
+    def watch_apart(self, kind: Any) -> None:
+        """``kind`` lets ranks train by themselves for a while."""
+        make = kind.__init__
+
+        def making(self_: Any, *arguments: Any, **named: Any) -> None:
+            self._facts.apart = type(self_).__name__
+            make(self_, *arguments, **named)
+
+        kind.__init__ = making
+
+    # --- optimizers ---
+
+    def watch_steps(self, kind: Any) -> None:
+        """``kind`` steps with the gradients of all ranks."""
+        step = kind.step
+
+        def stepping(self_: Any, closure: Any = None) -> Any:
+            if self._stepping:
+                return step(self_, closure)
+            self._begin_step(self_, wrapped=True)
+            try:
+                result = step(self_, closure)
+            finally:
+                self._stepping.clear()
+            self._end_step()
+            return result
+
+        stepping.hooked = True  # type: ignore[attr-defined]  # as the method that it calls
+        kind.step = stepping
+
+    def _before_own_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        """The class of the optimizer itself steps, with gradients as they are."""
+        if not self._stepping:
+            self._begin_step(optimizer, wrapped=False)
+        if self._stepping == [id(optimizer)]:
+            self._note_gradients(optimizer)
+
+    def _after_own_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
+        fact = self._optimizers.get(id(optimizer))
+        if self._stepping == [id(optimizer)] and fact is not None and not fact.wrapped:
+            self._stepping.clear()
+            self._end_step()
+
+    def _begin_step(self, optimizer: Any, *, wrapped: bool) -> None:
+        self._stepping.append(id(optimizer))
+        line = script_line(sys._getframe(2))
+        fact = self._optimizers.get(id(optimizer))
+        if fact is None:
+            fact = Optimizer(type(optimizer).__name__, line, wrapped)
+            fact.parameters = [name for name, _ in self._named(optimizer)]
+            self._optimizers[id(optimizer)] = fact
+            self._facts.optimizers.append(fact)
+            weakref.finalize(optimizer, self._optimizers.pop, id(optimizer), None)
+        self._recorder.step_begins(line)
+        fact.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+
+    def _end_step(self) -> None:
+        watch_loaders.step_ends()
+        self._facts.inputs.append(text_digest("".join(self._inputs)) if self._inputs else "")
+        self._inputs.clear()
+        for each in self._facts.optimizers:
+            each.steps = len(each.rates)
+        self._recorder.step_ends()
+
+    def _note_gradients(self, optimizer: Any) -> None:
+        if _has_own_gradients(optimizer) or not self._recorder.is_on:
+            return
+        fact = self._optimizers[id(optimizer)]
+        gradients = {
+            name: digest_of(parameter.grad, to_array)
+            for name, parameter in self._named(optimizer)
+            if parameter.grad is not None
+        }
+        fact.gradients.append(gradients)
+
+    def _named(self, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        names = {id(p): name for name, p in self._parameters()}
+        given = getattr(optimizer, "_kolovod_names", {})
+        number = len(self._facts.optimizers)
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                place = f"parameter {i} of group {g} of optimizer {number}"
+                yield names.get(id(parameter)) or given.get(id(parameter)) or place, parameter
+
+    # --- models ---
+
+    def _forward(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        if id(module) in self._children or not self._recorder.is_on:
+            return
+        if id(module) not in self._roots:
+            self._children.update(id(each) for each in module.modules() if each is not module)
+            if next(module.parameters(), None) is None:
+                return
+            self._roots = {key: ref for key, ref in self._roots.items() if ref() is not None}
+            self._roots[id(module)] = weakref.ref(module)
+        if module.training and torch.is_grad_enabled() and len(self._inputs) < _MOST_INPUTS:
+            self._facts.inputs_line = script_line(sys._getframe(1))
+            self._inputs.append(digest_of(arguments, to_array))
+
+    def _models(self) -> list[tuple[str, torch.nn.Module]]:
+        """Those that were called by the script, each with what its names begin with."""
+        alive = [ref() for key, ref in self._roots.items() if key not in self._children]
+        roots = [root for root in alive if root is not None]
+        if len(roots) == 1:
+            return [("", roots[0])]
+        return [(f"{type(root).__name__} {i}: ", root) for i, root in enumerate(roots)]
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, model in self._models():
+            for name, parameter in model.named_parameters():
+                yield prefix + name, parameter
+
+    # --- what ranks are compared by ---
+
+    def _look_before(self) -> None:
+        facts = self._facts
+        facts.weights_before = self._weights()
+        facts.trainable = [name for name, p in self._parameters() if p.requires_grad]
+        states = {
+            "torch": digest_of(torch.get_rng_state(), to_array),
+            "numpy": digest_of(list(np.random.get_state(legacy=True)), to_array),
+            "random": text_digest(repr(random.getstate())),
+        }
+        facts.seeds.update(states)
+        for prefix, model in self._models():
+            kinds = {type(each).__name__ for each in model.modules() if each.training}
+            facts.draws += [f"{prefix}{kind}" for kind in sorted(kinds) if "Dropout" in kind]
+            name = type(model).__name__
+            if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
+                facts.other_world = f"{name} over torch.distributed"
+                facts.sharded |= name.startswith("Fully")
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and not facts.other_world:
+            facts.other_world = f"torch.distributed ({distributed.get_backend()})"
+
+    def _look_after(self) -> None:
+        self._facts.weights_after = self._weights()
+        norm = torch.nn.modules.batchnorm._NormBase
+        self._facts.buffers_after = {
+            f"{prefix}{name}.{buffer}": _values(tensor)
+            for prefix, model in self._models()
+            for name, module in model.named_modules()
+            if isinstance(module, norm)
+            for buffer, tensor in module.named_buffers(recurse=False)
+        }
+
+    def _weights(self) -> dict[str, Values]:
+        found = {name: _values(p) for name, p in self._parameters()}
+        self._facts.sharded |= any(_is_part(p) for _, p in self._parameters())
+        return found
+
+
+def _has_own_gradients(optimizer: Any) -> bool:
+    """Whether ranks may well have other gradients, or other parts of them, when they step."""
+    reducer = getattr(optimizer, "_kolovod_reducer", None)
+    names = {each.__name__ for each in type(optimizer).__mro__}
+    is_of_set = reducer is not None and reducer.spec.process_set is not None
+    return is_of_set or bool(names & {"Sharded", "ByAdasum"})
+
+
+def _is_part(tensor: Any) -> bool:
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
+def _values(tensor: torch.Tensor) -> Values:
+    array = to_array(tensor)
+    if array is None:
+        return Values("")
+    if tensor.dtype == torch.bfloat16:
+        array = to_array(tensor.float())
+    return array_values(array)
+
+
+def to_array(value: Any) -> Any:
+    """The NumPy array of a tensor's values; of dtypes that NumPy lacks, of its bytes."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    with torch.no_grad():
+        tensor = value.detach()
+        if _is_part(value):
+            tensor = value.to_local()  # type: ignore[attr-defined]
+        if tensor.layout != torch.strided:
+            tensor = tensor.coalesce().values() if tensor.is_sparse else tensor.to_dense()
+        if tensor.is_meta or tensor.is_quantized:
+            return None
+        tensor = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+        try:
+            return tensor.numpy()
+        except TypeError:
+            return tensor.reshape(-1).view(torch.uint8).numpy()

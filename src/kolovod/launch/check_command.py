@@ -1,0 +1,169 @@
+"""``kolovod check``: run a script on a few ranks for a few steps, and say how it trains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kolovod import checking
+from kolovod.checking.compare import judge
+from kolovod.checking.compare_steps import failed_by_itself
+from kolovod.checking.facts import load_all
+from kolovod.checking.findings import PROBLEM, Finding, Rank
+from kolovod.checking.recorder import VARIABLE
+from kolovod.checking.report import as_json, summary, text
+from kolovod.config import load
+from kolovod.errors import InvalidArgumentError
+from kolovod.launch.elastic_flags import rank_count
+from kolovod.launch.foreground import forwarding, show_all_characters
+from kolovod.launch.job import Job, JobOptions, Outcome
+from kolovod.notices import report_to_stderr
+
+__all__ = ["add"]
+
+_STARTUP = Path(checking.__file__).parent / "startup"
+_PROBLEMS, _FAILED, _TOO_LATE, _NOT_FOUND = 1, 3, 124, 127
+_REPORT_S, _FAILURE_S = 10.0, 60.0  # of a rank that keeps the others waiting
+
+
+def add(actions: Any) -> None:
+    """The action, to the command's parser."""
+    checking_ = actions.add_parser(
+        "check",
+        help="run a training script for a few steps, and say whether ranks train together",
+        description="Start COMMAND on a few ranks of this host, watch it for some steps of its "
+        "optimizer, end it there, and say whether weights, data, random numbers, learning rate "
+        "and files are what they should be on each rank. The script needs no change. Exits with 0 "
+        "if there is no problem, 1 if there are some, 3 if the script itself failed, 124 if it "
+        "came to no end within the time. (`kolovod doctor` checks hosts, not scripts.)",
+        usage="kolovod check [-np N] [--steps N] [--timeout S] [--json FILE] [--] COMMAND ...",
+        allow_abbrev=False,
+    )
+    checking_.set_defaults(parser=checking_, act=_check)
+    checking_.add_argument(
+        "-np", "--num-proc", type=rank_count, default=2, metavar="N", help="ranks [2]"
+    )
+    checking_.add_argument(
+        "--steps", type=_positive, default=10, metavar="N", help="of the optimizer, then end [10]"
+    )
+    checking_.add_argument(
+        "--timeout", type=_seconds, default=300.0, metavar="S", help="seconds for all [300]"
+    )
+    checking_.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the findings there, for programs"
+    )
+    checking_.add_argument(
+        "--show-output", action="store_true", help="show what the ranks print while they run"
+    )
+    checking_.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+
+
+def _positive(given: str) -> int:
+    if not given.isdecimal() or int(given) < 1:
+        raise argparse.ArgumentTypeError(f"{given!r}: expected a whole number of at least 1")
+    return int(given)
+
+
+def _seconds(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 86_400.0:
+        raise argparse.ArgumentTypeError(f"{given!r}: expected seconds, above 0, a day at most")
+    return value
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How a checked script went."""
+
+    ranks: list[Rank]
+    stopped_by: int | None
+
+
+def _check(options: argparse.Namespace) -> int:
+    command: list[str] = options.command
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        raise InvalidArgumentError(
+            "no COMMAND to check, for example: kolovod check -- python train.py"
+        )
+    if shutil.which(command[0]) is None:
+        report_to_stderr(f"command not found: {command[0]}")
+        return _NOT_FOUND
+    show_all_characters()
+    run = _watch(command, options)
+    if run.stopped_by is not None:
+        return 128 + run.stopped_by
+    findings = judge(run.ranks)
+    code = _exit_code(findings, run.ranks)
+    print(f"{len(run.ranks)} ranks, {options.steps} steps at most: {shlex.join(command)}\n")
+    print(f"{text(findings)}\n\n{summary(findings)}")
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps(as_json(findings, len(run.ranks), code), indent=2))
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"--json {str(options.json)!r} cannot be written: {error.strerror}"
+            ) from None
+    return code
+
+
+def _exit_code(findings: Sequence[Finding], ranks: Sequence[Rank]) -> int:
+    if failed_by_itself(ranks) is not None:
+        return _FAILED
+    if any(finding.verdict == PROBLEM for finding in findings):
+        return _PROBLEMS
+    return _TOO_LATE if any(rank.is_late for rank in ranks) else 0
+
+
+def _watch(command: Sequence[str], options: argparse.Namespace) -> _Run:
+    """Run the command to the end of the check."""
+    size: int = options.num_proc
+    with tempfile.TemporaryDirectory(prefix="kolovod-check-") as name:
+        folder = Path(name)
+        environment = _environment(os.environ, folder, options.steps, options.timeout)
+        job_options = JobOptions(
+            environment=environment,
+            output_dir=folder / "output",
+            stdout=sys.stdout if options.show_output else None,
+            stderr=sys.stderr if options.show_output else None,
+        )
+        with Job(size, job_options) as job, forwarding(job):
+            job.start(lambda rank: command)
+            outcome = job.wait(options.timeout)
+        facts = load_all(folder, size)
+        ranks = [_rank(rank, facts[rank], outcome, job, folder) for rank in range(size)]
+    return _Run(ranks, outcome.stopped_by)
+
+
+def _environment(
+    environ: Mapping[str, str], folder: Path, steps: int, timeout_s: float
+) -> dict[str, str]:
+    """What makes Python watch the script, and a rank that waits for another say so in time."""
+    search = [str(_STARTUP), *filter(None, [environ.get("PYTHONPATH")])]
+    added = {VARIABLE: f"{steps} {folder}", "PYTHONPATH": os.pathsep.join(search)}
+    if load(environ).late_failure_s == 0.0:
+        added["KOLOVOD_LATE_FAILURE_S"] = f"{min(_FAILURE_S, timeout_s / 2):g}"
+        added["KOLOVOD_LATE_REPORT_S"] = f"{min(_REPORT_S, timeout_s / 4):g}"
+    return added
+
+
+def _rank(rank: int, facts: Any, outcome: Outcome, job: Job, folder: Path) -> Rank:
+    code = next((end.exit_code for end in outcome.ended if end.rank == rank), 0)
+    lines = {}
+    for stream in ("stdout", "stderr"):
+        [file] = folder.glob(f"output/rank.{rank:0{len(str(job.size - 1))}d}/{stream}")
+        lines[stream] = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return Rank(rank, facts, code, rank in outcome.late, lines["stdout"], lines["stderr"])
