@@ -6,10 +6,19 @@ from collections.abc import Sequence
 
 from kolovod.checking.compare_data import data, epochs, lengths
 from kolovod.checking.compare_output import files, metrics, output
-from kolovod.checking.compare_steps import failures, steps
+from kolovod.checking.compare_steps import failures, has_missed_init, steps
 from kolovod.checking.compare_weights import gradients, initial_weights, statistics, weights
 from kolovod.checking.facts import Facts
-from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, Rank, by_rank, names_of
+from kolovod.checking.findings import (
+    HINT,
+    PROBLEM,
+    UNKNOWN,
+    Finding,
+    Rank,
+    by_rank,
+    counted,
+    names_of,
+)
 
 __all__ = ["judge"]
 
@@ -64,6 +73,10 @@ def world(known: dict[int, Facts], size: int) -> Finding:
     outside = [rank for rank, facts in known.items() if facts.world_size is None]
     advice = "call kolovod.torch.init() (or that of your front end) before training, on all ranks"
     line = next((facts.init_line for facts in known.values() if facts.init_line), "")
+    missed = [rank for rank in outside if has_missed_init(known[rank])]
+    if missed:
+        text = f"{names_of(missed)} used Kolovod without init()"
+        return Finding("world", text, PROBLEM, line=known[missed[0]].error_line, advice=advice)
     if len(outside) == size and not any(facts.steps for facts in known.values()):
         return Finding("world", "init() was called on no rank, and no step was seen", UNKNOWN)
     if len(outside) == size:
@@ -94,7 +107,7 @@ def optimizer(known: dict[int, Facts]) -> Finding:
         return Finding(check, text, UNKNOWN)
     if facts.world_size is None and not facts.other_world:
         return Finding(check, "without a world none steps with the gradients of all", UNKNOWN)
-    named = ", ".join(f"{each.name} ({each.steps} steps)" for each in stepped)
+    named = ", ".join(f"{each.name} ({counted(each.steps)})" for each in stepped)
     line = stepped[0].line
     if facts.apart:
         return Finding(check, f"{named}: ranks exchange seldom, by {facts.apart}", line=line)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from kolovod.checking.facts import Facts
-from kolovod.checking.findings import OK, PROBLEM, UNKNOWN, Finding, Rank, by_rank, names_of
+from kolovod.checking.findings import (
+    OK,
+    PROBLEM,
+    UNKNOWN,
+    Finding,
+    Rank,
+    by_rank,
+    counted,
+    names_of,
+)
 
-__all__ = ["failed_by_itself", "failures", "steps"]
+__all__ = ["failed_by_itself", "failures", "has_missed_init", "steps"]
 
 _OURS = "kolovod.errors."
 _BETWEEN_RANKS = frozenset(
@@ -22,6 +32,8 @@ _BETWEEN_RANKS = frozenset(
         "StartTimeoutError",
     )
 )
+_REPORT = re.compile(r"^kolovod: rank (\d+)\b.* has not submitted (.*?)(?:; rank .* waits?.*)?$")
+_TIME = re.compile(r", [\d.]+ s\)")
 _TOLD = (143, 134, 137)  # exit codes of those that the launcher has ended
 
 
@@ -29,12 +41,18 @@ def _is_between_ranks(facts: Facts | None) -> bool:
     return facts is not None and facts.error_kind in _BETWEEN_RANKS
 
 
+def has_missed_init(facts: Facts | None) -> bool:
+    """Whether it has failed since it is in no world."""
+    return facts is not None and facts.error_kind == f"{_OURS}NotInitializedError"
+
+
 def failed_by_itself(ranks: Sequence[Rank]) -> Rank | None:
     """The first rank whose script has failed by something else than what other ranks do."""
     for each in ranks:
         ended_well = each.facts is not None and each.facts.ended in ("steps", "script")
         was_told = each.is_late or each.code in _TOLD
-        if each.code and not was_told and not _is_between_ranks(each.facts):
+        is_explained = has_missed_init(each.facts) or _is_between_ranks(each.facts)
+        if each.code and not was_told and not is_explained:
             return each
         if each.code and ended_well:
             return each
@@ -64,21 +82,11 @@ def steps(ranks: Sequence[Rank]) -> Finding:
     counts = {each.steps for each in facts.values()}
     if failed is not None:
         return Finding(check, f"rank {failed.rank} has failed, so the others ended", UNKNOWN, ended)
+    if missed := [rank for rank, each in facts.items() if has_missed_init(each)]:
+        text = f"{names_of(missed)} failed without a world, so the others ended"
+        return Finding(check, text, UNKNOWN, ended)
     if waiting:
-        first = facts[waiting[0]]
-        culprit = first.error_rank
-        reports = [line for each in ranks for line in each.stderr if _is_report(line)]
-        text = first.error.strip().splitlines()[0] if first.error.strip() else first.error_kind
-        evidence = [*ended, *dict.fromkeys(reports[:3])]
-        line = first.error_line
-        if culprit is not None and culprit in facts:
-            line = facts[culprit].error_line or facts[culprit].step_line or line
-        advice = (
-            "let all ranks run the same operations, in the same order: no step, evaluation or "
-            "operation within `if rank() == 0`, and equally many batches (docs/debug-a-hang.md, "
-            "docs/uneven-data.md)"
-        )
-        return Finding(check, text, PROBLEM, evidence, line, advice)
+        return _waiting(ranks, facts, waiting, ended)
     if late:
         text = f"{names_of(late)} had not come so far within the time"
         advice = "more time: --timeout; a rank that waits is named after --late-failure-s"
@@ -90,15 +98,41 @@ def steps(ranks: Sequence[Rank]) -> Finding:
     count = counts.pop()
     if not count:
         return Finding(check, "no step of an optimizer of PyTorch or Keras was seen", UNKNOWN)
-    return Finding(check, f"all ranks have taken {count} step{'s' if count > 1 else ''}", OK)
+    return Finding(check, f"all ranks have taken {counted(count)}", OK)
 
 
-def _is_report(line: str) -> bool:
-    return line.startswith("kolovod: rank") and "has not submitted" in line
+def _waiting(
+    ranks: Sequence[Rank], facts: Mapping[int, Facts], waiting: Sequence[int], ended: list[str]
+) -> Finding:
+    """Some ranks have failed since others did not do what these did."""
+    first = facts[waiting[0]]
+    culprits = sorted({each.error_rank for each in facts.values() if each.error_rank is not None})
+    kind = first.error_kind.rpartition(".")[2]
+    if kind == "LateRankError" and len(culprits) > 1:
+        text = "ranks wait for each other in different operations"
+    elif kind == "LateRankError" and culprits:
+        text = f"{names_of(culprits)} let the others wait"
+    elif kind == "RankLeftError" and culprits:
+        text = f"{names_of(culprits)} ended while {names_of(waiting)} waited for a step of all"
+    else:
+        text = first.error.strip().partition("\n")[0] or kind
+    reports = [_REPORT.search(line) for each in ranks for line in each.stderr]
+    missed = {f"rank {m[1]} has not submitted {_TIME.sub(')', m[2])}" for m in reports if m}
+    line = first.error_line
+    for culprit in culprits:
+        if culprit in facts:
+            line = facts[culprit].error_line or facts[culprit].step_line or line
+            break
+    advice = (
+        "let all ranks run the same operations, in the same order: no step, evaluation or "
+        "operation within `if rank() == 0`, and equally many batches (docs/debug-a-hang.md, "
+        "docs/uneven-data.md)"
+    )
+    return Finding("steps", text, PROBLEM, [*ended, *sorted(missed)], line, advice)
 
 
 def _worded(facts: Facts) -> str:
-    count = f"{facts.steps} step{'' if facts.steps == 1 else 's'}"
+    count = counted(facts.steps)
     where = f", the last at {facts.step_line}" if facts.step_line else ""
     if facts.ended == "script":
         return f"{count}{where}; its script has ended"

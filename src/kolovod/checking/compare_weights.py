@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kolovod.checking.facts import Facts, Values
-from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, few
+from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, counted, few
 
 __all__ = ["gradients", "initial_weights", "statistics", "weights"]
 
@@ -125,7 +125,7 @@ def weights(known: Mapping[int, Facts]) -> list[Finding]:
     if reason := _apart(known):
         return [Finding(check, reason, UNKNOWN)]
     differing = _differing(known, "weights_after")
-    steps = f"after {max(counts)} step{'s' if max(counts) > 1 else ''}"
+    steps = f"after {counted(max(counts))}"
     if not differing:
         text = f"{len(facts.weights_after)} weights are equal on all ranks {steps}"
         return [Finding(check, text)]
@@ -153,6 +153,7 @@ _STARTED = "they differed from the beginning"
 _ALONE = "an optimizer that is not wrapped has changed them"
 _OUTSIDE = "no optimizer has them, so something else has changed them"
 _GRADIENTS = "their gradients differed in the optimizer"
+_RATES = "their learning rates differed"
 _ELSE = "something besides the optimizer has changed them"
 _CURES = {
     _STARTED: _BROADCAST,
@@ -160,6 +161,7 @@ _CURES = {
     _OUTSIDE: "give them to the optimizer that is wrapped, or change them on all ranks alike: "
     "from values that were averaged or broadcast",
     _GRADIENTS: "see the finding on gradients",
+    _RATES: "see the finding on the learning rate",
     _ELSE: "change weights on all ranks alike, from values that were averaged or broadcast",
 }
 
@@ -174,11 +176,14 @@ def _cause(name: str, known: Mapping[int, Facts]) -> str:
     if not all(each.wrapped for each in owners):
         return _ALONE
     for number, optimizer in enumerate(next(iter(known.values())).optimizers):
-        if optimizer in owners:
-            of_ranks = [facts.optimizers[number].gradients for facts in known.values()]
-            steps = min(map(len, of_ranks))
-            if any(name in _unequal([each[step] for each in of_ranks]) for step in range(steps)):
-                return _GRADIENTS
+        of_ranks = [f.optimizers[number] for f in known.values() if number < len(f.optimizers)]
+        if optimizer not in owners:
+            continue
+        if any(each.rates != optimizer.rates for each in of_ranks):
+            return _RATES
+        steps = zip(*(each.gradients for each in of_ranks), strict=False)
+        if any(name in _unequal(of_step) for of_step in steps):
+            return _GRADIENTS
     return _ELSE
 
 

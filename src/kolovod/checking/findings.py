@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 
 from kolovod.checking.facts import Facts
 
-__all__ = ["HINT", "OK", "PROBLEM", "UNKNOWN", "Finding", "Rank", "by_rank", "few", "names_of"]
+__all__ = [
+    "HINT",
+    "OK",
+    "PROBLEM",
+    "UNKNOWN",
+    "Finding",
+    "Rank",
+    "by_rank",
+    "counted",
+    "few",
+    "names_of",
+]
 
 OK, HINT, PROBLEM, UNKNOWN = "ok", "hint", "PROBLEM", "cannot tell"
 _MOST_NAMES = 4
@@ -62,3 +73,8 @@ def few(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def counted(steps: int) -> str:
+    """For example "1 step"."""
+    return f"{steps} step{'' if steps == 1 else 's'}"
