@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checked_scripts import CASES, GOOD, Case
+from checked_scripts import CASES, Case
 
 QUICK = ("good", "one rank waits")  # of all others the facts are compared in test_compare.py, too
 DEADLINE_S = 110

@@ -71,7 +71,7 @@ def _unwatched(missing: Sequence[int]) -> Finding:
 def world(known: dict[int, Facts], size: int) -> Finding:
     """Whether all ranks are in one world of Kolovod's."""
     outside = [rank for rank, facts in known.items() if facts.world_size is None]
-    advice = "call kolovod.torch.init() (or that of your front end) before training, on all ranks"
+    advice = "call kolovod.init() before training, on all ranks"
     line = next((facts.init_line for facts in known.values() if facts.init_line), "")
     missed = [rank for rank in outside if has_missed_init(known[rank])]
     if missed:

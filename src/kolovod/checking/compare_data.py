@@ -10,8 +10,8 @@ from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, by_rank
 __all__ = ["data", "epochs", "lengths"]
 
 _SAMPLER = (
-    "give the DataLoader sampler=DistributedSampler(dataset, kolovod.torch.size(), "
-    "kolovod.torch.rank()), or kolovod.data.ShardedSampler(dataset)"
+    "give the DataLoader sampler=DistributedSampler(dataset, kolovod.size(), "
+    "kolovod.rank()), or kolovod.data.ShardedSampler(dataset)"
 )
 
 
@@ -64,6 +64,8 @@ def _of_loader(of_ranks: Mapping[int, Loader], known: Mapping[int, Facts]) -> Fi
     line, kind = first.line, first.kind
     if len(known) == 1:
         return Finding("data", "there is but one rank", line=line)
+    if first.is_whole:
+        return _of_arrays(of_ranks)
     same, seen = _same({rank: _flat(each.batches) for rank, each in of_ranks.items()})
     same_order, orders = _same({rank: _flat(each.orders) for rank, each in of_ranks.items()})
     by_order = not seen and orders > 0
@@ -92,6 +94,16 @@ def _of_loader(of_ranks: Mapping[int, Loader], known: Mapping[int, Facts]) -> Fi
         )
         return Finding("data", text, HINT, evidence, line, _SAMPLER)
     return _different(same, seen, f"the {kind}'s batches", line)
+
+
+def _of_arrays(of_ranks: Mapping[int, Loader]) -> Finding:
+    first = next(iter(of_ranks.values()))
+    if len({each.batches[0][0] for each in of_ranks.values()}) > 1:
+        return Finding("data", "fit() is given other arrays on each rank", line=first.line)
+    text = f"fit() is given the same {first.samples} samples on all ranks"
+    verdict = HINT if first.is_sharded else PROBLEM
+    advice = "give each rank a part: x[kolovod.rank()::kolovod.size()], y alike"
+    return Finding("data", text, verdict, line=first.line, advice=advice)
 
 
 def _flat(epochs: list[list[str]]) -> list[str]:

@@ -14,7 +14,7 @@ __all__ = ["files", "metrics", "output"]
 _NUMBER = re.compile(r"\d+\.\d+(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _RANK = re.compile(r"\brank\b", re.IGNORECASE)
-_GUARD = "if kolovod.torch.rank() == 0:"
+_GUARD = "if kolovod.rank() == 0:"
 
 
 def files(known: Mapping[int, Facts]) -> list[Finding]:
@@ -74,7 +74,10 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
             f"only rank {printing[0]} prints numbers, and the script has combined none, so they "
             "are of that rank's data"
         )
-        advice = "average them first: kolovod.torch.average_metrics, or allreduce; on all ranks"
+        advice = (
+            "average them first, on all ranks: allreduce, average_metrics of kolovod.torch, or "
+            "MetricAverageCallback of kolovod.keras"
+        )
         return Finding(check, text, HINT, [lines[0].strip()[:100]], advice=advice)
     if printing:
         text = f"{names_of(printing)} print numbers, and the script has combined none"

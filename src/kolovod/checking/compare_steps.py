@@ -34,7 +34,6 @@ _BETWEEN_RANKS = frozenset(
 )
 _REPORT = re.compile(r"^kolovod: rank (\d+)\b.* has not submitted (.*?)(?:; rank .* waits?.*)?$")
 _TIME = re.compile(r", [\d.]+ s\)")
-_TOLD = (143, 134, 137)  # exit codes of those that the launcher has ended
 
 
 def _is_between_ranks(facts: Facts | None) -> bool:
@@ -49,12 +48,8 @@ def has_missed_init(facts: Facts | None) -> bool:
 def failed_by_itself(ranks: Sequence[Rank]) -> Rank | None:
     """The first rank whose script has failed by something else than what other ranks do."""
     for each in ranks:
-        ended_well = each.facts is not None and each.facts.ended in ("steps", "script")
-        was_told = each.is_late or each.code in _TOLD
         is_explained = has_missed_init(each.facts) or _is_between_ranks(each.facts)
-        if each.code and not was_told and not is_explained:
-            return each
-        if each.code and ended_well:
+        if each.code and not each.was_ended and not is_explained:
             return each
     return None
 

@@ -54,7 +54,9 @@ class Loader:
     """Of its data set."""
     sampler: str = ""
     is_sharded: bool = False
-    """Its sampler gives each rank a part of its own."""
+    """Its sampler gives each rank a part of its own, or may do so."""
+    is_whole: bool = False
+    """It is the data set itself: the only digest is of all of it."""
     shuffles_by_epoch: bool = False
     """Its sampler makes another order when ``set_epoch`` is called."""
     trains: int = 0

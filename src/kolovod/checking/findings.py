@@ -51,6 +51,8 @@ class Rank:
     """Its exit code, as a shell counts."""
     is_late: bool = False
     """It was still running at the deadline."""
+    was_ended: bool = False
+    """By the launcher: at the deadline, or since another rank had failed."""
     stdout: Sequence[str] = ()
     stderr: Sequence[str] = ()
     """Lines without their ends."""

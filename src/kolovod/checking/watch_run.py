@@ -18,7 +18,16 @@ __all__ = ["imported"]
 
 _MOST_OPERATIONS = 1000
 _VERBS_ONLY = ("core", "surface", "numpy", "metrics")
-_LAST_PARTS = ("verbs", "autograd", "frontend", "mpi_ops", "reductions", "moves", "handles")
+_LAST_PARTS = (
+    "verbs",
+    "autograd",
+    "frontend",
+    "mpi_ops",
+    "reductions",
+    "moves",
+    "handles",
+    "callbacks",
+)
 
 
 def imported(name: str, recorder: Recorder) -> None:
@@ -69,4 +78,4 @@ def _is_verb(module: str) -> bool:
     if root not in ("kolovod", "horovod") or rest.startswith("checking"):
         return True
     parts = rest.split(".")
-    return parts[0] in _VERBS_ONLY or parts[-1] in _LAST_PARTS
+    return parts[0] in _VERBS_ONLY or parts[-1] in _LAST_PARTS or rest == "elastic.steps"

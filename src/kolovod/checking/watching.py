@@ -14,7 +14,7 @@ from kolovod.checking.recorder import Opened, Recorder, the_recorder
 
 __all__ = ["imported", "script_ends"]
 
-_FRAMEWORKS = ("torch", "tensorflow", "keras", "jax")
+_FRAMEWORKS = ("torch", "tensorflow", "keras", "tf_keras", "jax")
 _WATCHERS = {
     "kolovod.core.submission": "watch_run",
     "torch": "watch_torch",
@@ -22,6 +22,8 @@ _WATCHERS = {
     "kolovod.torch.distributed": "watch_torch",
     "kolovod.torch.seldom": "watch_torch",
     "kolovod.torch.sharded": "watch_torch",
+    "keras": "watch_keras",
+    "tf_keras": "watch_keras",
 }
 
 

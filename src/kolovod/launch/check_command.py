@@ -17,7 +17,7 @@ from typing import Any
 from kolovod import checking
 from kolovod.checking.compare import judge
 from kolovod.checking.compare_steps import failed_by_itself
-from kolovod.checking.facts import load_all
+from kolovod.checking.facts import Facts, load_all
 from kolovod.checking.findings import PROBLEM, Finding, Rank
 from kolovod.checking.recorder import VARIABLE
 from kolovod.checking.report import as_json, summary, text
@@ -160,10 +160,14 @@ def _environment(
     return added
 
 
-def _rank(rank: int, facts: Any, outcome: Outcome, job: Job, folder: Path) -> Rank:
-    code = next((end.exit_code for end in outcome.ended if end.rank == rank), 0)
+def _rank(rank: int, facts: Facts | None, outcome: Outcome, job: Job, folder: Path) -> Rank:
+    ends = [end for end in outcome.ended if end.rank == rank]
+    code = ends[0].exit_code if ends else 0
+    is_late = rank in outcome.late
+    is_first = outcome.first_failure is not None and outcome.first_failure.rank == rank
+    was_ended = is_late or (bool(ends) and ends[0].code < 0 and not is_first)
     lines = {}
     for stream in ("stdout", "stderr"):
         [file] = folder.glob(f"output/rank.{rank:0{len(str(job.size - 1))}d}/{stream}")
         lines[stream] = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return Rank(rank, facts, code, rank in outcome.late, lines["stdout"], lines["stderr"])
+    return Rank(rank, facts, code, is_late, was_ended, lines["stdout"], lines["stderr"])

@@ -27,6 +27,7 @@ _WATCHED = frozenset(
         "keras",
         "safetensors.torch",
         "tensorflow",
+        "tf_keras",
         "torch",
     }
 )

@@ -1,0 +1,360 @@
+"""What is made of the facts of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kolovod.checking.compare import judge
+from kolovod.checking.compare_steps import failed_by_itself
+from kolovod.checking.facts import Facts, File, Loader, Operation, Optimizer, Values
+from kolovod.checking.findings import HINT, OK, PROBLEM, UNKNOWN, Finding, Rank
+from kolovod.checking.report import as_json, summary, text
+
+SIZE = 2
+
+
+def facts(rank: int) -> Facts:
+    """Of a script without a mistake, after two steps."""
+    weights = {"w": Values("a", [1.0, 2.0]), "b": Values("c", [0.0])}
+    return Facts(
+        rank=rank, world_rank=rank, world_size=SIZE, init_line="t.py:3", frameworks=["torch"],
+        steps=2, step_line="t.py:9", broadcasts=True, ended="steps",
+        optimizers=[
+            Optimizer(
+                "SGD", "t.py:9", True, 2, [[0.1], [0.1]], ["w", "b"], [{"w": "g", "b": "h"}] * 2
+            )
+        ],
+        loaders=[
+            Loader(
+                "t.py:7", "DataLoader", 8, 64, "DistributedSampler", True,
+                shuffles_by_epoch=True, trains=2,
+                orders=[[f"o{rank}", f"p{rank}"]], batches=[[f"d{rank}", f"e{rank}"]],
+                epochs_set=[0],
+            )
+        ],
+        inputs=[f"i{rank}", f"j{rank}"], inputs_line="t.py:8",
+        seeds={"torch": f"s{rank}", "numpy": f"n{rank}"},
+        weights_before=dict(weights), weights_after=dict(weights), trainable=["w", "b"],
+        operations=[Operation("allreduce", "loss", "t.py:11", 1)],
+        files=[File("/nowhere/model.pt", "t.py:12")] if rank == 0 else [],
+    )  # fmt: skip
+
+
+Change = Callable[[Facts], None]
+
+
+def found(change: Change, *, of: tuple[int, ...] = (1,), **rank: object) -> list[Finding]:
+    """``change`` is made to the facts of these ranks, ``rank`` is what else is known of them."""
+    ranks = []
+    for number in range(SIZE):
+        each = facts(number)
+        if number in of:
+            change(each)
+        ranks.append(Rank(number, each))
+        if number in of:
+            ranks[number] = replace(ranks[number], **rank)  # type: ignore[arg-type]
+    return judge(ranks)
+
+
+def nothing(each: Facts) -> None:
+    """No change."""
+
+
+def test_without_a_mistake() -> None:
+    findings = found(nothing)
+    assert {finding.verdict for finding in findings} == {OK}, text(findings)
+    assert len({finding.check for finding in findings}) == len(findings) == 15
+    assert summary(findings) == "no problems, no hints"
+
+
+def _set(**values: object) -> Change:
+    def change(each: Facts) -> None:
+        for name, value in values.items():
+            setattr(each, name, value)
+
+    return change
+
+
+def _loader(**values: object) -> Change:
+    def change(each: Facts) -> None:
+        each.loaders = [replace(each.loaders[0], **values)]  # type: ignore[arg-type]
+
+    return change
+
+
+def _optimizer(**values: object) -> Change:
+    def change(each: Facts) -> None:
+        each.optimizers = [replace(each.optimizers[0], **values)]  # type: ignore[arg-type]
+
+    return change
+
+
+def _all_of(*changes: Change) -> Change:
+    def change(each: Facts) -> None:
+        for one in changes:
+            one(each)
+
+    return change
+
+
+def _weight(name: str, digest: str, *sample: float) -> dict[str, Values]:
+    return {**facts(0).weights_after, name: Values(digest, list(sample))}
+
+
+OTHER = _weight("w", "x", 1.0, 2.5)
+SAME_DATA = _loader(batches=[["d", "e"]], orders=[["o", "p"]])
+BOTH = (0, 1)
+CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
+    "one has no world": (
+        _set(world_size=None, world_rank=None), (1,),
+        "world", PROBLEM, "init() was not called, or has not returned, on rank 1",
+    ),
+    "worlds of one": (
+        _set(world_size=1), BOTH, "world", PROBLEM, "the 2 ranks are not in one world of 2"
+    ),
+    "another library": (
+        _set(world_size=None, other_world="torch.distributed (gloo)"), BOTH,
+        "world", HINT, "Kolovod was not initialized; torch.distributed (gloo) is used",
+    ),
+    "nothing was done": (
+        _set(world_size=None, steps=0), BOTH, "world", UNKNOWN, "and no step was seen"
+    ),
+    "other weights at first": (
+        _set(weights_before=OTHER), (1,),
+        "initial-weights", HINT, "1 of 2 weights differed before the first step, and none at",
+    ),
+    "other weights at last": (
+        _set(weights_before=OTHER, weights_after=OTHER), (1,),
+        "weights", PROBLEM, "after 2 steps 1 of 2 weights differ between ranks: they differed",
+    ),
+    "a weight less": (
+        _set(weights_after={"w": Values("a", [1.0, 2.0])}), (1,),
+        "weights", PROBLEM, "something besides the optimizer",
+    ),
+    "parts of weights": (
+        _set(sharded=True, weights_after=OTHER), BOTH,
+        "weights", UNKNOWN, "ranks have different parts of the parameters",
+    ),
+    "apart on purpose": (
+        _set(apart="DiLoCo", weights_after=OTHER), (1,),
+        "weights", UNKNOWN, "DiLoCo lets ranks differ between exchanges",
+    ),
+    "unequal steps": (
+        _set(steps=1, weights_after=OTHER), (1,),
+        "weights", UNKNOWN, "ranks have taken different numbers of steps",
+    ),
+    "the script combines": (
+        _all_of(_optimizer(wrapped=False), _set(operations=[Operation("allreduce", "", "t:5", 4)])),
+        BOTH, "optimizer", OK, "the script itself combines, by t:5",
+    ),
+    "DDP": (
+        _all_of(
+            _optimizer(wrapped=False),
+            _set(other_world="DistributedDataParallel over torch.distributed"),
+        ),
+        BOTH, "optimizer", OK, "gradients are combined by DistributedDataParallel",
+    ),
+    "not wrapped": (
+        _optimizer(wrapped=False), BOTH, "optimizer", PROBLEM, "SGD steps with the gradients of its"
+    ),
+    "no gradient on one": (
+        _optimizer(gradients=[{"w": "g", "b": "h"}, {"w": "g"}]), (1,),
+        "gradients", PROBLEM, "in step 2 the gradients of b differ",
+    ),
+    "the same data": (
+        SAME_DATA, BOTH, "data", PROBLEM, "gave the same batches on all ranks, in all 2 steps"
+    ),
+    "the same indices only": (
+        _loader(orders=[["o", "p"]], batches=[["", ""]]), BOTH,
+        "data", PROBLEM, "gave the same indices on all ranks",
+    ),
+    "the same indices, other contents": (
+        _loader(orders=[["o", "p"]], is_sharded=False), BOTH,
+        "data", UNKNOWN, "right if each rank's data set is a part",
+    ),
+    "nothing to compare": (
+        _loader(orders=[["", ""]], batches=[["", ""]]), BOTH, "data", UNKNOWN, "no tensors"
+    ),
+    "some batches are the same": (
+        lambda each: _loader(batches=[["d", f"e{each.rank}"]])(each), BOTH,
+        "data", HINT, "the same on all ranks in 1 of 2 steps",
+    ),
+    "no loader, the same inputs": (
+        _set(loaders=[], inputs=["i", "j"]), BOTH,
+        "data", PROBLEM, "the model was given the same inputs on all ranks in all 2 steps",
+    ),
+    "no loader, other inputs": (
+        _set(loaders=[]), BOTH, "data", OK, "the model's inputs differ between ranks in all steps"
+    ),
+    "no loader, no inputs": (
+        _set(loaders=[], inputs=["", ""]), BOTH, "data", UNKNOWN, "neither a DataLoader nor"
+    ),
+    "the same arrays": (
+        _loader(is_whole=True, is_sharded=False, batches=[["d"]]), BOTH,
+        "data", PROBLEM, "fit() is given the same 64 samples on all ranks",
+    ),
+    "the same arrays, but fewer steps": (
+        _loader(is_whole=True, batches=[["d"]]), BOTH,
+        "data", HINT, "fit() is given the same 64 samples on all ranks",
+    ),
+    "set_epoch is missing": (
+        _loader(orders=[["a", "b"], ["a"]], epochs_set=[]), BOTH,
+        "epochs", PROBLEM, "epochs 1 and 2 begin with the same 1 batches",
+    ),
+    "set_epoch is perhaps missing": (
+        _loader(epochs_set=[]), BOTH, "epochs", UNKNOWN, "no other was seen"
+    ),
+    "unequal batches": (
+        _loader(length=7), (1,), "batches", PROBLEM, "other numbers of batches on other ranks"
+    ),
+    "unequal batches with join": (
+        _all_of(_set(joins=True), lambda each: _loader(length=8 - each.rank)(each)), BOTH,
+        "batches", OK, "and they join()",
+    ),
+    "the same seed": (
+        _set(seeds={"torch": "s", "numpy": "n"}, draws=["Dropout"]), BOTH,
+        "random-numbers", HINT, "the same state of torch, numpy, which Dropout draws from",
+    ),
+    "rates": (
+        _optimizer(rates=[[0.1], [0.2]]), (1,),
+        "learning-rate", PROBLEM, "in step 2 ranks have different learning rates",
+    ),
+    "one file": (
+        _set(files=[File("/nowhere/model.pt", "t.py:12")]), BOTH,
+        "files", PROBLEM, "ranks 0 and 1 write /nowhere/model.pt",
+    ),
+    "one log": (
+        _set(files=[File("/nowhere/log", "t.py:12", True)]), BOTH,
+        "files", HINT, "ranks 0 and 1 append to /nowhere/log",
+    ),
+    "TensorBoard": (
+        lambda each: setattr(each, "files", [File(f"/l/events.out.tfevents.{each.rank}", "")]),
+        BOTH, "files", HINT, "ranks 0 and 1 write events for TensorBoard",
+    ),
+    "no files": (_set(files=[]), BOTH, "files", UNKNOWN, "no file was written"),
+    "statistics": (
+        _set(buffers_after={"n": Values("q", [1.0])}), (1,),
+        "batch-norm", HINT, "each rank has running statistics of its own data",
+    ),
+    "no numbers": (_set(operations=[]), BOTH, "metrics", UNKNOWN, "no numbers were printed"),
+    "other numbers of steps": (
+        _set(steps=3), (1,), "steps", PROBLEM, "ranks have taken different numbers of steps"
+    ),
+    "what cannot be watched": (
+        _set(trouble="torch cannot be watched: x"), (1,), "world", UNKNOWN, "torch cannot be"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_thing_is_other(name: str) -> None:
+    change, of, check, verdict, part = CASES[name]
+    findings = found(change, of=of)
+    matching = [f for f in findings if f.check == check and f.verdict == verdict]
+    assert any(part in f.found for f in matching), text(findings)
+    if verdict == PROBLEM:
+        assert all(f.advice for f in matching)
+
+
+def test_how_much_weights_differ() -> None:
+    change = _set(weights_before=OTHER, weights_after=_weight("b", "y", math.nan))
+    (weights,) = [f for f in found(change) if f.check == "weights"]
+    assert weights.evidence == ["b differs by up to nan"]
+    (before,) = [f for f in found(change) if f.check == "initial-weights"]
+    assert before.evidence == ["w differs by up to 0.5"]
+
+
+def _error(kind: str, rank: int | None, ended: str = "error") -> Change:
+    values = {"error_kind": f"kolovod.errors.{kind}", "error": f"{kind} said", "error_rank": rank}
+    return _set(**values, error_line="t.py:20", ended=ended)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "part"),
+    [
+        ("LateRankError", 0, "rank 0 let the others wait"),
+        ("RankLeftError", 0, "rank 0 ended while rank 1 waited for a step of all"),
+        ("MismatchError", None, "MismatchError said"),
+    ],
+)
+def test_ranks_that_wait(kind: str, rank: int | None, part: str) -> None:
+    report = (
+        "kolovod: rank 0 on host a (pid 7) has not submitted 'loss' (allreduce, 2.2 s); rank 1 "
+        "waits"
+    )
+    findings = found(_error(kind, rank), code=1, stderr=[report, "else"])
+    (steps,) = [f for f in findings if f.check == "steps"]
+    assert (steps.verdict, steps.found) == (PROBLEM, part)
+    assert "rank 0 has not submitted 'loss' (allreduce)" in steps.evidence
+    assert f"rank 1: 2 steps, the last at t.py:9; {kind} at t.py:20" in steps.evidence
+
+
+def test_both_wait() -> None:
+    findings = found(lambda each: _error("LateRankError", 1 - each.rank)(each), of=BOTH, code=1)
+    (steps,) = [f for f in findings if f.check == "steps"]
+    assert steps.found == "ranks wait for each other in different operations"
+
+
+def test_too_little_time() -> None:
+    (steps,) = [
+        f
+        for f in found(_set(ended=""), is_late=True, was_ended=True, code=134)
+        if f.check == "steps"
+    ]
+    assert (steps.verdict, steps.found) == (UNKNOWN, "rank 1 had not come so far within the time")
+
+
+def test_a_script_that_fails() -> None:
+    failing = _set(error_kind="builtins.ValueError", error="no", error_line="t.py:4", ended="error")
+    findings = found(failing, code=1, stderr=["Traceback", "ValueError: no"])
+    assert [f.check for f in findings] == ["script"]
+    assert findings[0].line == "t.py:4"
+    assert findings[0].evidence == ["Traceback", "ValueError: no"]
+    told = Rank(0, facts(0), 143, was_ended=True)
+    failed = Rank(1, facts(1), 1)
+    assert failed_by_itself([told, failed]) is failed
+    assert failed_by_itself([told]) is None
+
+
+def test_who_was_not_watched() -> None:
+    findings = judge([Rank(0, facts(0)), Rank(1, None)])
+    assert (findings[0].verdict, findings[0].found) == (UNKNOWN, "nothing was seen of rank 1")
+
+
+def test_lines_of_all_ranks() -> None:
+    change = _set(operations=[])
+    findings = found(change, of=BOTH, stdout=["loss 0.5", "rank 0 is here", ""])
+    (output,) = [f for f in findings if f.check == "output"]
+    assert (output.verdict, output.found, output.evidence) == (
+        HINT, "all ranks print 1 line alike", ["loss 0.5"]
+    )  # fmt: skip
+    (metrics,) = [f for f in found(change, of=BOTH) if f.check == "metrics"]
+    assert metrics.verdict == UNKNOWN
+    of_one = judge([Rank(0, _without(facts(0)), stdout=["loss 0.5"]), Rank(1, _without(facts(1)))])
+    (metrics,) = [f for f in of_one if f.check == "metrics"]
+    assert (metrics.verdict, metrics.evidence) == (HINT, ["loss 0.5"])
+
+
+def _without(each: Facts) -> Facts:
+    each.operations = []
+    return each
+
+
+def test_the_report() -> None:
+    finding = Finding("data", "the same " * 20, PROBLEM, ["rank 0: a"], "t.py:7", "shard it")
+    lines = text([finding, Finding("weights", "equal", advice="never shown")]).splitlines()
+    assert lines[0].startswith("PROBLEM      data            the same the same")
+    assert max(map(len, lines)) <= 100
+    assert lines[-3].strip() == "rank 0: a"
+    assert lines[-2].strip() == "-> shard it [docs/check.md#data]"
+    assert lines[-1] == "ok           weights         equal"
+    assert summary([finding, Finding("x", "", UNKNOWN), Finding("x", "", HINT)]) == (
+        "1 problem, 1 hint, 1 that this run cannot tell"
+    )
+    listed = as_json([finding], 2, 1)
+    assert listed["findings"][0]["page"] == "docs/check.md#data"
+    assert (listed["ranks"], listed["exit_code"]) == (2, 1)
