@@ -20,24 +20,27 @@ from kolovod.checking.findings import (
 __all__ = ["failed_by_itself", "failures", "has_missed_init", "steps"]
 
 _OURS = "kolovod.errors."
-_BETWEEN_RANKS = frozenset(
-    _OURS + name
-    for name in (
-        "InterruptedByRankError",
-        "LateRankError",
-        "MismatchError",
-        "RankLeftError",
-        "RankLostError",
-        "ShutDownError",
-        "StartTimeoutError",
-    )
+_BETWEEN_RANKS = (
+    "MismatchError",
+    "LateRankError",
+    "RankLeftError",
+    "RankLostError",
+    "StartTimeoutError",
+    "InterruptedByRankError",
+    "ShutDownError",
 )
+"""What a rank raises by what others do; what says most of the cause comes first."""
 _REPORT = re.compile(r"^kolovod: rank (\d+)\b.* has not submitted (.*?)(?:; rank .* waits?.*)?$")
 _TIME = re.compile(r", [\d.]+ s\)")
 
 
 def _is_between_ranks(facts: Facts | None) -> bool:
-    return facts is not None and facts.error_kind in _BETWEEN_RANKS
+    return facts is not None and _kind(facts) in _BETWEEN_RANKS
+
+
+def _kind(facts: Facts) -> str:
+    """The class of the error by which it ended, without Kolovod's module."""
+    return facts.error_kind.removeprefix(_OURS)
 
 
 def has_missed_init(facts: Facts | None) -> bool:
@@ -100,9 +103,11 @@ def _waiting(
     ranks: Sequence[Rank], facts: Mapping[int, Facts], waiting: Sequence[int], ended: list[str]
 ) -> Finding:
     """Some ranks have failed since others did not do what these did."""
+    kind = min((_kind(facts[rank]) for rank in waiting), key=_BETWEEN_RANKS.index)
+    waiting = [rank for rank in waiting if _kind(facts[rank]) == kind]
     first = facts[waiting[0]]
-    culprits = sorted({each.error_rank for each in facts.values() if each.error_rank is not None})
-    kind = first.error_kind.rpartition(".")[2]
+    named = {facts[rank].error_rank for rank in waiting}
+    culprits = sorted(rank for rank in named if rank is not None)
     if kind == "LateRankError" and len(culprits) > 1:
         text = "ranks wait for each other in different operations"
     elif kind == "LateRankError" and culprits:

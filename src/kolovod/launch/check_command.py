@@ -99,6 +99,8 @@ def _check(options: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             "no COMMAND to check, for example: kolovod check -- python train.py"
         )
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise InvalidArgumentError(f"--json {str(options.json)!r}: there is no such folder")
     if shutil.which(command[0]) is None:
         report_to_stderr(f"command not found: {command[0]}")
         return _NOT_FOUND
