@@ -70,3 +70,73 @@ def test_one_mistake(tmp_path: Path, name: str) -> None:
     if name == "good":
         assert not checked.verdicts("hint"), checked.report
         assert not checked.verdicts("cannot tell"), checked.report
+
+
+@pytest.mark.slow
+def test_short_epochs(tmp_path: Path) -> None:
+    case = CASES["all write"]
+    steps = check(tmp_path, case.script, "--steps", "3")
+    assert "files" in steps.verdicts("cannot tell"), steps.report
+    (tmp_path / "train.py").unlink()
+    script = case.script.replace("    sampler.set_epoch(epoch)\n", "")
+    epochs = check(tmp_path, script, "--steps", "3", "--epochs", "2")
+    assert set(epochs.verdicts("PROBLEM")) == {"files", "epochs"}, epochs.report
+    assert epochs.verdicts("ok")["steps"] == "all ranks have taken 6 steps"
+    assert epochs.verdicts("ok")["batches"] == "an epoch has 8 batches on all ranks"
+
+
+KERAS = """
+import numpy as np
+import keras
+import kolovod.keras as kv
+
+kv.init()
+keras.utils.set_random_seed(kv.rank())
+x, y = np.random.default_rng(1).normal(size=(2, 64, 4))
+x, y = x[kv.rank()::kv.size()], y[kv.rank()::kv.size()]
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(4)])
+optimizer = kv.DistributedOptimizer(keras.optimizers.SGD(0.1))
+model.compile(optimizer=optimizer, loss="mse")
+callbacks = [kv.callbacks.BroadcastGlobalVariablesCallback(), kv.callbacks.MetricAverageCallback()]
+shown = 2 if kv.rank() == 0 else 0
+model.fit(x, y, batch_size=8, epochs=3, callbacks=callbacks, verbose=shown)
+if kv.rank() == 0:
+    model.save("model.keras")
+"""
+KERAS_CHANGES = (
+    ("kv.DistributedOptimizer(keras.optimizers.SGD(0.1))", "keras.optimizers.SGD(0.1)"),
+    ("[kv.callbacks.BroadcastGlobalVariablesCallback(), ", "["),
+    ("x, y = x[kv.rank()::kv.size()], y[kv.rank()::kv.size()]\n", ""),
+    ("if kv.rank() == 0:\n    model.save", "if True:\n    model.save"),
+    ('keras.layers.Dense(8, "relu")', "keras.layers.BatchNormalization()"),
+)
+
+
+BACKENDS = ("tensorflow", "torch", "jax")
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keras(tmp_path: Path, backend: str) -> None:
+    pytest.importorskip("keras")
+    good = check(tmp_path, KERAS, "--steps", "100", KERAS_BACKEND=backend)
+    judge(good, Case((), {}))
+    assert good.verdicts("hint") == good.verdicts("cannot tell") == {}, good.report
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keras_with_mistakes(tmp_path: Path, backend: str) -> None:
+    pytest.importorskip("keras")
+    script = KERAS
+    for old, new in KERAS_CHANGES:
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    bad = check(tmp_path, script, "--steps", "4", "--epochs", "3", KERAS_BACKEND=backend)
+    assert set(bad.verdicts("PROBLEM")) == {
+        "initial-weights", "optimizer", "weights", "data", "files"
+    }, bad.report  # fmt: skip
+    assert "batch-norm" in bad.verdicts("hint"), bad.report
+    assert bad.verdicts("ok")["steps"] == "all ranks have taken 12 steps"

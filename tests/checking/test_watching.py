@@ -58,7 +58,7 @@ def test_what_a_process_writes(tmp_path: Path) -> None:
     )
     facts_folder = tmp_path / "facts"
     facts_folder.mkdir()
-    variables = {"KOLOVOD_CHECK": f"3 {facts_folder}", "KOLOVOD_RANK": "1"}
+    variables = {"KOLOVOD_CHECK": f"3 0 {facts_folder}", "KOLOVOD_RANK": "1"}
     run(f"import os; os.chdir({str(tmp_path)!r})\n{script}", STARTUP, **variables)
     none, facts = load_all(facts_folder, 2)
     assert none is None
@@ -128,7 +128,7 @@ def test_lines_of_the_script() -> None:
 
 
 def test_steps_are_counted(tmp_path: Path) -> None:
-    recorder = Recorder({"KOLOVOD_CHECK": f"5 {tmp_path}", "KOLOVOD_RANK": "0"})
+    recorder = Recorder({"KOLOVOD_CHECK": f"5 0 {tmp_path}", "KOLOVOD_RANK": "0"})
     seen: list[str] = []
     recorder.before_first_step.append(lambda: seen.append("before"))
     for _ in range(2):

@@ -25,7 +25,9 @@ def files(known: Mapping[int, Facts]) -> list[Finding]:
             writers.setdefault(file.path, {})[rank] = file
     if not writers:
         text = "no file was written in these steps"
-        advice = "more --steps, beyond the end of an epoch, show checkpoints; they are written then"
+        advice = (
+            "--epochs 1 ends the epoch early, so that its checkpoint is seen; it is written then"
+        )
         return [Finding("files", text, UNKNOWN, advice=advice)]
     found = []
     shared = {path: each for path, each in writers.items() if len(each) > 1}

@@ -77,6 +77,6 @@ def few(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def counted(steps: int) -> str:
+def counted(count: int, what: str = "step") -> str:
     """For example "1 step"."""
-    return f"{steps} step{'' if steps == 1 else 's'}"
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -15,7 +15,8 @@ from kolovod.checking.places import is_of_script, line_of_error, named_line
 __all__ = ["VARIABLE", "Opened", "Recorder", "the_recorder"]
 
 VARIABLE = "KOLOVOD_CHECK"
-"""Set for the ranks: the number of steps, and the folder for the facts, with a space between."""
+"""Set for the ranks: how many steps they may take, how many batches an epoch may have (0: all that
+it has), and the folder for the facts, with spaces between."""
 Opened = list[tuple[str, bool, list[tuple[str, int]]]]
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _NO_PARTS = ("__pycache__", "/.cache/", "torchinductor", "/.nv/", "/.triton/", "/.config/")
@@ -26,8 +27,10 @@ class Recorder:
     """One in a process that is watched."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        steps, _, self._folder = environment[VARIABLE].partition(" ")
+        steps, batches, self._folder = environment[VARIABLE].split(" ", 2)
         self._most_steps = int(steps)
+        self.most_batches = int(batches) or sys.maxsize
+        """After which an epoch ends."""
         rank = int(environment.get("KOLOVOD_RANK", "0"))
         self.facts = Facts(rank=rank, pid=os.getpid(), began=time.time())
         self.is_on = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from typing import Any
@@ -40,18 +41,25 @@ def imported(name: str, recorder: Recorder) -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.training.step_ends()
 
-    def fitting(model: Any, x: Any = None, *arguments: Any, **named: Any) -> Any:
+    signature = inspect.signature(fit)
+
+    def fitting(*given: Any, **by_name: Any) -> Any:
         if not recorder.is_on:
-            return fit(model, x, *arguments, **named)
+            return fit(*given, **by_name)
+        named = dict(signature.bind(*given, **by_name).arguments)
+        model, named = next(iter(named.values())), dict([*named.items()][1:])
+        named.update(named.pop("kwargs", {}))
         line = script_line(sys._getframe(1))
-        training = _Training(keras, model, recorder, line, named.get("callbacks"))
-        training.note_data(x, named)
+        training = _Training(model, recorder, line, named.get("callbacks"))
+        training.note_data(named.get("x"), named)
+        if recorder.most_batches < sys.maxsize:
+            training.shorten(named, recorder.most_batches)
         callbacks = named.get("callbacks") or []
         if isinstance(callbacks, list | tuple):
             named["callbacks"] = [*callbacks, Watch(training)]
         else:  # a CallbackList
             callbacks.append(Watch(training))
-        return fit(model, x, *arguments, **named)
+        return fit(model, **named)
 
     keras.Model.fit = fitting
 
@@ -59,10 +67,8 @@ def imported(name: str, recorder: Recorder) -> None:
 class _Training:
     """One call of ``fit``."""
 
-    def __init__(
-        self, keras: Any, model: Any, recorder: Recorder, line: str, callbacks: Any
-    ) -> None:
-        self._keras, self._model, self._recorder, self._line = keras, model, recorder, line
+    def __init__(self, model: Any, recorder: Recorder, line: str, callbacks: Any) -> None:
+        self._model, self._recorder, self._line = model, recorder, line
         self._facts = recorder.facts
         self._optimizer: Optimizer | None = None
         self._loader: Loader | None = None
@@ -97,6 +103,22 @@ class _Training:
         self._loader = loader
         self._facts.loaders.append(loader)
 
+    def shorten(self, named: dict[str, Any], most: int) -> None:
+        """Let an epoch have ``most`` batches at most."""
+        if named.get("validation_steps") is None or named["validation_steps"] > most:
+            named["validation_steps"] = most
+        loader, size = self._loader, named.get("batch_size") or 32
+        if loader is None or loader.kind != "array":
+            if named.get("steps_per_epoch") is None and hasattr(named.get("x"), "take"):
+                named["x"] = named["x"].take(most)  # steps_per_epoch would go on where it was
+            elif named.get("steps_per_epoch") is None or named["steps_per_epoch"] > most:
+                named["steps_per_epoch"] = most
+            return
+        for name in ("x", "y", "sample_weight"):
+            if named.get(name) is not None:
+                named[name] = _first(named[name], most * size)
+        named.pop("steps_per_epoch", None)
+
     def begins(self) -> None:
         """The variables are there, unless the first step makes them."""
         if self._facts.steps == 0:
@@ -114,6 +136,7 @@ class _Training:
     def step_begins(self) -> None:
         """A batch is about to be trained on."""
         assert self._optimizer is not None
+        self._have_values()
         self._recorder.step_begins(self._line)
         rate = getattr(self._model.optimizer, "learning_rate", 0.0)
         self._optimizer.rates.append([float(_array(rate) if hasattr(rate, "shape") else rate)])
@@ -121,11 +144,18 @@ class _Training:
 
     def step_ends(self) -> None:
         """A batch was trained on."""
+        self._have_values()
         if not self._facts.weights_before:
             self._look_before()
         if self._loader is not None:
             self._loader.trains += 1
         self._recorder.step_ends()
+
+    def _have_values(self) -> None:
+        """On JAX variables have values between epochs only, or when they are asked for."""
+        synchronize = getattr(self._model, "jax_state_sync", None)
+        if synchronize is not None:
+            synchronize()
 
     def _look_before(self) -> None:
         facts = self._facts
@@ -146,6 +176,15 @@ class _Training:
         }
         if self._optimizer is not None:
             self._optimizer.parameters = list(self._facts.weights_after)
+
+
+def _first(value: Any, count: int) -> Any:
+    """The first samples of arrays, one or several."""
+    if isinstance(value, dict):
+        return {key: _first(each, count) for key, each in value.items()}
+    if isinstance(value, list | tuple) and value and hasattr(value[0], "shape"):
+        return type(value)(_first(each, count) for each in value)
+    return value[:count]
 
 
 _DISTRIBUTED = "kolovod.keras.optimizer.Distributed"

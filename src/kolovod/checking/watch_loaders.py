@@ -48,6 +48,7 @@ def _watch_iteration(recorder: Recorder) -> None:
         if kept is not None:
             kept._kolovod_order = []
         iterator = iterate(self)
+        iterator._kolovod_given = 0
         if recorder.is_on:
             fact = facts.get(self)
             if fact is None:
@@ -94,7 +95,11 @@ def _watch_batches(recorder: Recorder, to_array: Callable[[Any], Any]) -> None:
     advance, choose = of_iterator.__next__, of_iterator._next_index
 
     def advancing(self: Any) -> Any:
+        given = self.__dict__.get("_kolovod_given", 0)
+        if given >= recorder.most_batches and recorder.is_on:
+            raise StopIteration
         batch = advance(self)
+        self._kolovod_given = given + 1
         fact = self.__dict__.get("_kolovod_fact")
         if fact is not None and recorder.is_on and torch.is_grad_enabled():
             if fact.batches and len(fact.batches[-1]) < _MOST_BATCHES:

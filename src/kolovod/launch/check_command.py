@@ -18,7 +18,7 @@ from kolovod import checking
 from kolovod.checking.compare import judge
 from kolovod.checking.compare_steps import failed_by_itself
 from kolovod.checking.facts import Facts, load_all
-from kolovod.checking.findings import PROBLEM, Finding, Rank
+from kolovod.checking.findings import PROBLEM, Finding, Rank, counted
 from kolovod.checking.recorder import VARIABLE
 from kolovod.checking.report import as_json, summary, text
 from kolovod.config import load
@@ -45,7 +45,8 @@ def add(actions: Any) -> None:
         "and files are what they should be on each rank. The script needs no change. Exits with 0 "
         "if there is no problem, 1 if there are some, 3 if the script itself failed, 124 if it "
         "came to no end within the time. (`kolovod doctor` checks hosts, not scripts.)",
-        usage="kolovod check [-np N] [--steps N] [--timeout S] [--json FILE] [--] COMMAND ...",
+        usage="kolovod check [-np N] [--steps N] [--epochs N] [--timeout S] [--json FILE] [--] "
+        "COMMAND ...",
         allow_abbrev=False,
     )
     checking_.set_defaults(parser=checking_, act=_check)
@@ -55,6 +56,11 @@ def add(actions: Any) -> None:
     checking_.add_argument(
         "--steps", type=_positive, default=10, metavar="N", help="of the optimizer, then end [10]"
     )
+    checking_.add_argument(
+        "--epochs", type=_positive, metavar="N", help="end each epoch after so many batches as "
+        "--steps says, and the script after N epochs: what it does between them is seen, too. It "
+        "writes its files then, checkpoints of a model that has learned nothing",
+    )  # fmt: skip
     checking_.add_argument(
         "--timeout", type=_seconds, default=300.0, metavar="S", help="seconds for all [300]"
     )
@@ -110,7 +116,10 @@ def _check(options: argparse.Namespace) -> int:
         return 128 + run.stopped_by
     findings = judge(run.ranks)
     code = _exit_code(findings, run.ranks)
-    print(f"{len(run.ranks)} ranks, {options.steps} steps at most: {shlex.join(command)}\n")
+    extent = f"{options.steps} steps at most"
+    if options.epochs is not None:
+        extent = f"{counted(options.epochs, 'epoch')} of {extent}"
+    print(f"{len(run.ranks)} ranks, {extent}: {shlex.join(command)}\n")
     print(f"{text(findings)}\n\n{summary(findings)}")
     if options.json is not None:
         try:
@@ -135,7 +144,7 @@ def _watch(command: Sequence[str], options: argparse.Namespace) -> _Run:
     size: int = options.num_proc
     with tempfile.TemporaryDirectory(prefix="kolovod-check-") as name:
         folder = Path(name)
-        environment = _environment(os.environ, folder, options.steps, options.timeout)
+        environment = _environment(os.environ, folder, options)
         job_options = JobOptions(
             environment=environment,
             output_dir=folder / "output",
@@ -151,11 +160,14 @@ def _watch(command: Sequence[str], options: argparse.Namespace) -> _Run:
 
 
 def _environment(
-    environ: Mapping[str, str], folder: Path, steps: int, timeout_s: float
+    environ: Mapping[str, str], folder: Path, options: argparse.Namespace
 ) -> dict[str, str]:
     """What makes Python watch the script, and a rank that waits for another say so in time."""
     search = [str(_STARTUP), *filter(None, [environ.get("PYTHONPATH")])]
-    added = {VARIABLE: f"{steps} {folder}", "PYTHONPATH": os.pathsep.join(search)}
+    steps, batches, timeout_s = options.steps, 0, options.timeout
+    if options.epochs is not None:  # the step after the last one is that of another epoch
+        steps, batches = options.steps * options.epochs + 1, options.steps
+    added = {VARIABLE: f"{steps} {batches} {folder}", "PYTHONPATH": os.pathsep.join(search)}
     if load(environ).late_failure_s == 0.0:
         added["KOLOVOD_LATE_FAILURE_S"] = f"{min(_FAILURE_S, timeout_s / 2):g}"
         added["KOLOVOD_LATE_REPORT_S"] = f"{min(_REPORT_S, timeout_s / 4):g}"
