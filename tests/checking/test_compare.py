@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -358,3 +359,11 @@ def test_the_report() -> None:
     listed = as_json([finding], 2, 1)
     assert listed["findings"][0]["page"] == "docs/check.md#data"
     assert (listed["ranks"], listed["exit_code"]) == (2, 1)
+
+
+def test_each_check_has_a_section_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text(encoding="utf-8")
+    sections = {
+        line[4:].lower().replace(" ", "-") for line in page.splitlines() if line[:4] == "### "
+    }
+    assert sections == {*(finding.check for finding in found(nothing)), "script"}

@@ -14,7 +14,7 @@ __all__ = ["files", "metrics", "output"]
 _NUMBER = re.compile(r"\d+\.\d+(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _RANK = re.compile(r"\brank\b", re.IGNORECASE)
-_GUARD = "if kolovod.rank() == 0:"
+_GUARD = "(if kolovod.rank() == 0)"
 
 
 def files(known: Mapping[int, Facts]) -> list[Finding]:
@@ -41,13 +41,13 @@ def files(known: Mapping[int, Facts]) -> list[Finding]:
                 f"{names_of(of_ranks)} {how} {_short(path)}",
                 HINT if appends else PROBLEM,
                 line=first.line,
-                advice=f"write it on one rank: {_GUARD}; or give each rank a name of its own",
+                advice=f"write it on one rank {_GUARD}, or give each rank a name of its own",
             )
         )
     events = {rank for each in writers.values() for rank in each if "tfevents" in str(each)}
     if len(events) > 1:
         text = f"{names_of(sorted(events))} write events for TensorBoard, each its own numbers"
-        found.append(Finding("files", text, HINT, advice=f"make the writer on one rank: {_GUARD}"))
+        found.append(Finding("files", text, HINT, advice=f"make the writer on one rank {_GUARD}"))
     if not found:
         text = f"no two ranks write the same file ({few([_short(path) for path in writers])})"
         found.append(Finding("files", text, OK))
@@ -70,7 +70,8 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
     if facts.operations:
         places = [f"{each.verb} at {each.line}" for each in facts.operations]
         return Finding(check, f"the script combines values of ranks: {few(places)}")
-    if len(printing) == 1 and len(ranks) > 1 and facts.world_size is not None:
+    is_seen = facts.steps > 0  # else operations may be inside programs of JAX or TensorFlow
+    if len(printing) == 1 and len(ranks) > 1 and facts.world_size is not None and is_seen:
         lines = [line for line in ranks[printing[0]].stdout if _NUMBER.search(line)]
         text = (
             f"only rank {printing[0]} prints numbers, and the script has combined none, so they "
@@ -82,7 +83,8 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
         )
         return Finding(check, text, HINT, [lines[0].strip()[:100]], advice=advice)
     if printing:
-        text = f"{names_of(printing)} print numbers, and the script has combined none"
+        verb = "prints" if len(printing) == 1 else "print"
+        text = f"{names_of(printing)} {verb} numbers, and that ranks combine some was not seen"
         return Finding(check, text, UNKNOWN)
     return Finding(check, "no numbers were printed, or combined, in these steps", UNKNOWN)
 
@@ -102,4 +104,4 @@ def output(ranks: Sequence[Rank]) -> list[Finding]:
         return [Finding("output", "no line is printed by all ranks")]
     text = f"all ranks print {len(common)} line{'s' if len(common) > 1 else ''} alike"
     evidence = [printed[0][form][:100] for form in common[:2]]
-    return [Finding("output", text, HINT, evidence, advice=f"print on one rank: {_GUARD}")]
+    return [Finding("output", text, HINT, evidence, advice=f"print on one rank {_GUARD}")]

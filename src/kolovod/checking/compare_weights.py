@@ -141,7 +141,7 @@ def weights(known: Mapping[int, Facts]) -> list[Finding]:
             f"{steps} {len(names)} of {len(facts.weights_after)} weights differ between ranks: "
             f"{cause}",
             PROBLEM,
-            _listed(names),
+            [] if cause == _STARTED else _listed(names),
             facts.step_line,
             _CURES[cause],
         )
@@ -156,7 +156,7 @@ _GRADIENTS = "their gradients differed in the optimizer"
 _RATES = "their learning rates differed"
 _ELSE = "something besides the optimizer has changed them"
 _CURES = {
-    _STARTED: _BROADCAST,
+    _STARTED: "see the finding on initial weights",
     _ALONE: "wrap it by DistributedOptimizer",
     _OUTSIDE: "give them to the optimizer that is wrapped, or change them on all ranks alike: "
     "from values that were averaged or broadcast",

@@ -182,7 +182,7 @@ def _add_doctor(actions: Any) -> None:
         help="check this host, or those of -H, for what keeps jobs from running well",
         description="Look at versions, frameworks, GPUs, MPI, memory, limits and cores of every "
         "host, and at the links between them; print what to do. Exits with 1 if a job would not "
-        "start.",
+        "start. (`kolovod check` looks at a script.)",
         allow_abbrev=False,
     )
     doctor.set_defaults(
