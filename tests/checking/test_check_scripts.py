@@ -140,3 +140,32 @@ def test_keras_with_mistakes(tmp_path: Path, backend: str) -> None:
     }, bad.report  # fmt: skip
     assert "batch-norm" in bad.verdicts("hint"), bad.report
     assert bad.verdicts("ok")["steps"] == "all ranks have taken 12 steps"
+
+
+JAX = """
+import jax
+import numpy as np
+import jax.numpy as jnp
+import kolovod.jax as kv
+
+kv.init()
+params = kv.broadcast_parameters({"w": jnp.zeros(4)})
+gradient = jax.jit(jax.grad(lambda p, x: ((x @ p["w"] - 1) ** 2).mean()))
+for step in range(3):
+    mine = gradient(params, np.random.rand(8, 4).astype(np.float32))
+    mean = {"w": kv.allreduce(mine["w"], "gradients.w")}
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_what_the_engine_knows(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    good = check(tmp_path, JAX)
+    judge(good, Case((), {}))
+    expected = "gradients were combined in 3 operations at least"
+    assert good.verdicts("ok")["optimizer"] == expected, good.report
+    assert "but parameters were broadcast" in good.verdicts("cannot tell")["initial-weights"]
+    bad = check(tmp_path, JAX.replace('kv.allreduce(mine["w"], "gradients.w")', 'mine["w"]'))
+    assert set(bad.verdicts("PROBLEM")) == {"optimizer"}, bad.report

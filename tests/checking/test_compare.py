@@ -148,6 +148,18 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
         _set(steps=1, weights_after=OTHER), (1,),
         "weights", UNKNOWN, "ranks have taken different numbers of steps",
     ),
+    "nothing was combined": (
+        _set(steps=0, optimizers=[], reductions={}, ended="script"), BOTH,
+        "optimizer", PROBLEM, "nothing was averaged over ranks",
+    ),
+    "gradients in programs": (
+        _set(steps=0, optimizers=[], reductions={"gradients.0": 3, "x": 2}), BOTH,
+        "optimizer", OK, "gradients were combined in 3 operations at least",
+    ),
+    "metrics in programs": (
+        _set(steps=0, operations=[], reductions={"gradients.0": 3, "loss": 2}), BOTH,
+        "metrics", OK, "ranks combine more than gradients: 'loss'",
+    ),
     "the script combines": (
         _all_of(_optimizer(wrapped=False), _set(operations=[Operation("allreduce", "", "t:5", 4)])),
         BOTH, "optimizer", OK, "the script itself combines, by t:5",

@@ -51,6 +51,7 @@ def test_what_a_process_writes(tmp_path: Path) -> None:
         "import os\n"
         "open('out.txt', 'w').close(); open('log', 'a').close(); open('gone', 'w').close()\n"
         "os.remove('gone'); open('out.txt').close(); open(os.devnull, 'w').close()\n"
+        "import tempfile; tempfile.TemporaryFile(dir='.').close()\n"
         "open('part', 'w').close(); os.replace('part', 'whole')\n"
         "if os.fork() == 0:\n"
         "    open('of a child', 'w').close(); os._exit(0)\n"

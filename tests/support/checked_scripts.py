@@ -183,6 +183,24 @@ CASES = {
         (("    loss = kv.allreduce(loss.detach())\n", ""),),
         {"metrics": "hint: only rank 0 prints numbers, and the script has combined none"},
     ),
+    "no module": Case(
+        (
+            (
+                "model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), "
+                "torch.nn.Linear(8, 1))\n",
+                "w = torch.nn.Parameter(torch.randn(4, 1))\n",
+            ),
+            ("SGD(model.parameters()", "SGD([w]"),
+            ("named_parameters=model.named_parameters()", "named_parameters=[('w', w)]"),
+            (_BROADCAST, ""),
+            ("model(x)", "x @ w"),
+            ("model.state_dict()", "w"),
+        ),
+        {
+            "initial-weights": "PROBLEM: before the first step 1 of 1 weights differ",
+            "weights": "PROBLEM: they differed from the beginning",
+        },
+    ),
     "one rank waits": Case(
         ((_STEP, f"{_STEP}        if kv.rank() == 0:\n            kv.allreduce(loss, 'mine')\n"),),
         {"steps": "PROBLEM: "},

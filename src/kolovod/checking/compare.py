@@ -10,6 +10,7 @@ from kolovod.checking.compare_steps import failures, has_missed_init, steps
 from kolovod.checking.compare_weights import gradients, initial_weights, statistics, weights
 from kolovod.checking.facts import Facts
 from kolovod.checking.findings import (
+    GRADIENTS,
     HINT,
     PROBLEM,
     UNKNOWN,
@@ -103,8 +104,7 @@ def optimizer(known: dict[int, Facts]) -> Finding:
     check, facts = "optimizer", next(iter(known.values()))
     stepped = [each for each in facts.optimizers if each.steps]
     if not stepped:
-        text = "no step of an optimizer of PyTorch or Keras was seen"
-        return Finding(check, text, UNKNOWN)
+        return _without_optimizer(known)
     if facts.world_size is None and not facts.other_world:
         return Finding(check, "without a world none steps with the gradients of all", UNKNOWN)
     named = ", ".join(f"{each.name} ({counted(each.steps)})" for each in stepped)
@@ -128,6 +128,27 @@ def optimizer(known: dict[int, Facts]) -> Finding:
     if "keras" in facts.frameworks and "torch" not in facts.frameworks:
         advice = "model.compile(optimizer=kolovod.keras.DistributedOptimizer(optimizer))"
     return Finding(check, text, PROBLEM, line=alone[0].line, advice=advice)
+
+
+def _without_optimizer(known: dict[int, Facts]) -> Finding:
+    """Steps within programs of JAX and TensorFlow, or in NumPy, are seen by the engine only."""
+    check = "optimizer"
+    counts = {
+        rank: sum(count for name, count in each.reductions.items() if name.startswith(GRADIENTS))
+        for rank, each in known.items()
+    }
+    if min(counts.values()) > 0:
+        text = f"gradients were combined in {min(counts.values())} operations at least"
+        return Finding(check, text)
+    has_ended = all(each.ended == "script" and each.world_size for each in known.values())
+    if has_ended and not any(each.reductions for each in known.values()):
+        text = "from the beginning to the end of the script nothing was averaged over ranks"
+        advice = (
+            "use the DistributedOptimizer of kolovod.jax or kolovod.keras, the "
+            "DistributedGradientTape of kolovod.tensorflow, or allreduce gradients"
+        )
+        return Finding(check, text, PROBLEM, advice=advice)
+    return Finding(check, "no step of an optimizer of PyTorch or Keras was seen", UNKNOWN)
 
 
 def seeds(known: dict[int, Facts]) -> Finding:

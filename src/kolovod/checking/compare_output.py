@@ -7,13 +7,24 @@ import re
 from collections.abc import Mapping, Sequence
 
 from kolovod.checking.facts import Facts, File
-from kolovod.checking.findings import HINT, OK, PROBLEM, UNKNOWN, Finding, Rank, few, names_of
+from kolovod.checking.findings import (
+    GRADIENTS,
+    HINT,
+    OK,
+    PROBLEM,
+    UNKNOWN,
+    Finding,
+    Rank,
+    few,
+    names_of,
+)
 
 __all__ = ["files", "metrics", "output"]
 
 _NUMBER = re.compile(r"\d+\.\d+(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _RANK = re.compile(r"\brank\b", re.IGNORECASE)
+_INTERNAL = (*GRADIENTS, "used.", "step.", "elastic.", "parameter.", "optimizer_state")
 _GUARD = "(if kolovod.rank() == 0)"
 
 
@@ -70,6 +81,10 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
     if facts.operations:
         places = [f"{each.verb} at {each.line}" for each in facts.operations]
         return Finding(check, f"the script combines values of ranks: {few(places)}")
+    others = [name for name in facts.reductions if not name.startswith(_INTERNAL)]
+    if others and not facts.steps:
+        named = few([f"'{name}'" for name in others])
+        return Finding(check, f"ranks combine more than gradients: {named}")
     is_seen = facts.steps > 0  # else operations may be inside programs of JAX or TensorFlow
     if len(printing) == 1 and len(ranks) > 1 and facts.world_size is not None and is_seen:
         lines = [line for line in ranks[printing[0]].stdout if _NUMBER.search(line)]

@@ -62,7 +62,10 @@ def initial_weights(known: Mapping[int, Facts]) -> Finding:
     check = "initial-weights"
     facts = next(iter(known.values()))
     if not all(each.weights_before for each in known.values()):
-        return Finding(check, "no step of PyTorch or Keras was seen on all ranks", UNKNOWN)
+        text = "no step of PyTorch or Keras was seen on all ranks"
+        if all(each.broadcasts for each in known.values()):
+            text += "; but parameters were broadcast"
+        return Finding(check, text, UNKNOWN)
     if any(each.sharded for each in known.values()):
         return Finding(check, _apart(known), UNKNOWN)
     differing = _differing(known, "weights_before")

@@ -128,6 +128,9 @@ class Facts:
     """The names of the weights that want a gradient."""
     operations: list[Operation] = field(default_factory=list)
     """Those of the script, not of optimizers and broadcasts."""
+    reductions: dict[str, int] = field(default_factory=dict)
+    """By name, how often the engine has carried one out, also inside programs of JAX and of
+    TensorFlow; among the last thousand operations or so."""
     joins: bool = False
     broadcasts: bool = False
     """A broadcast of parameters took place."""

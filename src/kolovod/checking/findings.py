@@ -21,6 +21,14 @@ __all__ = [
 ]
 
 OK, HINT, PROBLEM, UNKNOWN = "ok", "hint", "PROBLEM", "cannot tell"
+GRADIENTS = (
+    "gradients",
+    "gradient",
+    "DistributedOptimizer",
+    "DistributedGradientTape",
+    "tf.kolovod",
+)
+"""With what names of operations on gradients begin."""
 _MOST_NAMES = 4
 
 

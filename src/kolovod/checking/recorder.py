@@ -57,6 +57,8 @@ class Recorder:
             return
         if real.endswith(".lock") or real.startswith(self._folder):
             return
+        if os.path.isdir(real):  # in which a file without a name was made
+            return
         for file in self.facts.files:
             if file.path == real:
                 file.appends = file.appends and appends
@@ -134,14 +136,14 @@ class Recorder:
         An exception would not do: the script may catch it, or write in a ``finally``.
         """
         self.facts.ended = "steps"
-        self._end()
         lifecycle = sys.modules.get("kolovod.lifecycle")
         try:
             if lifecycle is not None:
                 lifecycle.shutdown()
+        finally:
+            self._end()
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:
             os._exit(0)
 
 

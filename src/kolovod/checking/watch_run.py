@@ -10,7 +10,7 @@ from typing import Any
 from kolovod.checking.facts import Operation
 from kolovod.checking.places import modules_above, script_line
 from kolovod.checking.recorder import Recorder
-from kolovod.core import submission
+from kolovod.core import submission, world
 from kolovod.core.verbs import ALLTOALL, BARRIER, BROADCAST, JOIN
 from kolovod.core.world import World, when_entered
 
@@ -33,16 +33,30 @@ _LAST_PARTS = (
 def imported(name: str, recorder: Recorder) -> None:
     """``kolovod.core.submission`` has been imported: no front end has made its verbs yet."""
 
-    def entered(world: World) -> None:
+    def entered(formed: World) -> None:
         facts = recorder.facts
-        facts.world_rank, facts.world_size = world.rank, world.size
+        facts.world_rank, facts.world_size = formed.rank, formed.size
         facts.init_line = facts.init_line or script_line(sys._getframe(1))
         recorder.save()
 
+    def leaving() -> World | None:
+        if recorder.is_on and world.is_initialized():
+            _note_reductions(recorder)
+        return take()
+
     when_entered(entered)
+    take = world.take
+    world.take = leaving
     of_class: Any = submission.Submitter
     of_class.run = _noting(of_class.run, recorder)
     of_class.start = _noting(of_class.start, recorder)
+
+
+def _note_reductions(recorder: Recorder) -> None:
+    found = recorder.facts.reductions = {}
+    for record in world.current().engine.last_operations():
+        if record["verb"] in ("allreduce", "reducescatter") and record["state"] == "done":
+            found[record["name"]] = found.get(record["name"], 0) + 1
 
 
 def _noting(method: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -53,8 +53,11 @@ class _Watcher:
         self._recorder = recorder
         self._facts = recorder.facts
         self._roots: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._children: set[int] = set()
+        self._children: weakref.WeakValueDictionary[int, torch.nn.Module] = (
+            weakref.WeakValueDictionary()
+        )
         self._optimizers: dict[int, Optimizer] = {}
+        self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
         self._stepping: list[int] = []  # ids of optimizers, the outermost first
         self._inputs: list[str] = []
 
@@ -123,8 +126,9 @@ class _Watcher:
         fact = self._optimizers.get(id(optimizer))
         if fact is None:
             fact = Optimizer(type(optimizer).__name__, line, wrapped)
-            fact.parameters = [name for name, _ in self._named(optimizer)]
             self._optimizers[id(optimizer)] = fact
+            self._stepped.append(weakref.ref(optimizer))
+            fact.parameters = [name for name, _ in self._named(optimizer)]
             self._facts.optimizers.append(fact)
             weakref.finalize(optimizer, self._optimizers.pop, id(optimizer), None)
         self._recorder.step_begins(line)
@@ -152,7 +156,8 @@ class _Watcher:
     def _named(self, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
         names = {id(p): name for name, p in self._parameters()}
         given = getattr(optimizer, "_kolovod_names", {})
-        number = len(self._facts.optimizers)
+        stepped = [ref() for ref in self._stepped]
+        number = next(i for i, each in enumerate(stepped) if each is optimizer)
         for g, group in enumerate(optimizer.param_groups):
             for i, parameter in enumerate(group["params"]):
                 place = f"parameter {i} of group {g} of optimizer {number}"
@@ -164,7 +169,7 @@ class _Watcher:
         if id(module) in self._children or not self._recorder.is_on:
             return
         if id(module) not in self._roots:
-            self._children.update(id(each) for each in module.modules() if each is not module)
+            self._children.update({id(m): m for m in module.modules() if m is not module})
             if next(module.parameters(), None) is None:
                 return
             self._roots = {key: ref for key, ref in self._roots.items() if ref() is not None}
@@ -221,9 +226,13 @@ class _Watcher:
         }
 
     def _weights(self) -> dict[str, Values]:
-        found = {name: _values(p) for name, p in self._parameters()}
-        self._facts.sharded |= any(_is_part(p) for _, p in self._parameters())
-        return found
+        parameters = dict(self._parameters())
+        known = {id(parameter) for parameter in parameters.values()}
+        for optimizer in filter(None, [ref() for ref in self._stepped]):
+            others = {name: p for name, p in self._named(optimizer) if id(p) not in known}
+            parameters.update(others)
+        self._facts.sharded |= any(map(_is_part, parameters.values()))
+        return {name: _values(parameter) for name, parameter in parameters.items()}
 
 
 def _has_own_gradients(optimizer: Any) -> bool:
