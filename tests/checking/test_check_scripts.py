@@ -149,7 +149,7 @@ import jax.numpy as jnp
 import kolovod.jax as kv
 
 kv.init()
-params = kv.broadcast_parameters({"w": jnp.zeros(4)})
+params = kv.broadcast_pytree({"w": jnp.zeros(4)})
 gradient = jax.jit(jax.grad(lambda p, x: ((x @ p["w"] - 1) ** 2).mean()))
 for step in range(3):
     mine = gradient(params, np.random.rand(8, 4).astype(np.float32))

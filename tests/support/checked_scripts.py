@@ -65,6 +65,23 @@ class Case(NamedTuple):
 
 CASES = {
     "good": Case((), {}),
+    "sharded state": Case(
+        (
+            ("model.named_parameters())\n", "model.named_parameters(), shard_state=True)\n"),
+            ("optim.SGD", "optim.AdamW"),
+        ),
+        {},
+    ),
+    "DiLoCo": Case(
+        (
+            (_OPTIMIZER, "outer = torch.optim.SGD(model.parameters(), lr=0.7)\n"),
+            (
+                "for epoch in",
+                "diloco = kv.DiLoCo(model, optimizer, outer, sync_every=4)\nfor epoch in",
+            ),
+        ),
+        {"weights": "cannot tell: DiLoCo lets ranks differ between exchanges"},
+    ),
     "no broadcast": Case(
         ((_BROADCAST, ""),),
         {

@@ -20,6 +20,7 @@ it has), and the folder for the facts, with spaces between."""
 Opened = list[tuple[str, bool, list[tuple[str, int]]]]
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
 _NO_PARTS = ("__pycache__", "/.cache/", "torchinductor", "/.nv/", "/.triton/", "/.config/")
+_REST = 5  # times as long as saving has taken, until steps are saved again
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -39,6 +40,7 @@ class Recorder:
         self.at_end: list[Callable[[], None]] = []
         self._opened: Opened = []
         self._files_read = 0
+        self._save_at = 0.0
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
@@ -92,13 +94,17 @@ class Recorder:
         self.facts.steps += 1
         if self.facts.steps >= self._most_steps:
             self._leave()
-        self.save()
+        if time.monotonic() >= self._save_at:
+            self.save()
 
     def save(self) -> None:
         """So that they are known, however this process ends."""
         if self.is_on:
+            began = time.monotonic()
             self._read_files()
             self.facts.save(self._folder)
+            now = time.monotonic()
+            self._save_at = now + _REST * (now - began)
 
     def script_ends(self) -> None:
         """The interpreter is about to end."""

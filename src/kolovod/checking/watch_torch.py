@@ -18,12 +18,13 @@ from torch.optim.optimizer import (
 from kolovod.checking import watch_loaders
 from kolovod.checking.digests import array_values, digest_of, text_digest
 from kolovod.checking.facts import Optimizer, Values
-from kolovod.checking.places import script_line
+from kolovod.checking.places import modules_above, script_line
 from kolovod.checking.recorder import Recorder
 
 __all__ = ["imported"]
 
 _MOST_INPUTS = 16  # of one step
+_MOST_GRADIENTS = 50  # steps whose gradients are compared
 
 
 def imported(name: str, recorder: Recorder) -> None:
@@ -110,6 +111,8 @@ class _Watcher:
     def _before_own_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
         """The class of the optimizer itself steps, with gradients as they are."""
         if not self._stepping:
+            if any(map(_is_ours, modules_above(sys._getframe(1)))):
+                return  # a trial, of whether an optimizer's state can be sharded
             self._begin_step(optimizer, wrapped=False)
         if self._stepping == [id(optimizer)]:
             self._note_gradients(optimizer)
@@ -146,6 +149,8 @@ class _Watcher:
         if _has_own_gradients(optimizer) or not self._recorder.is_on:
             return
         fact = self._optimizers[id(optimizer)]
+        if len(fact.gradients) >= _MOST_GRADIENTS:
+            return
         gradients = {
             name: digest_of(parameter.grad, to_array)
             for name, parameter in self._named(optimizer)
@@ -241,6 +246,10 @@ def _has_own_gradients(optimizer: Any) -> bool:
     names = {each.__name__ for each in type(optimizer).__mro__}
     is_of_set = reducer is not None and reducer.spec.process_set is not None
     return is_of_set or bool(names & {"Sharded", "ByAdasum"})
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith("kolovod.") and not module.startswith("kolovod.checking")
 
 
 def _is_part(tensor: Any) -> bool:

@@ -64,7 +64,8 @@ class _Finder:
 
 
 def _tell(event: str, *arguments: Any) -> None:
-    with contextlib.suppress(ImportError):  # no Kolovod, or an old one, is in this Python
+    # No Kolovod, or another one, is in this Python: the script goes on, and nothing is seen of it.
+    with contextlib.suppress(Exception):
         getattr(importlib.import_module("kolovod.checking.watching"), event)(_opened, *arguments)
 
 
