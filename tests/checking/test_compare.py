@@ -210,6 +210,9 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
         _loader(is_whole=True, is_sharded=False, batches=[["d"]]), BOTH,
         "data", PROBLEM, "fit() is given the same 64 samples on all ranks",
     ),
+    "arrays without a digest": (
+        _loader(is_whole=True, batches=[[""]]), BOTH, "data", UNKNOWN, "cannot be compared"
+    ),
     "the same arrays, but fewer steps": (
         _loader(is_whole=True, batches=[["d"]]), BOTH,
         "data", HINT, "fit() is given the same 64 samples on all ranks",

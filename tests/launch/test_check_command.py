@@ -24,7 +24,7 @@ def check(*arguments: str, **variables: str) -> tuple[int, str, str]:
         (("--steps", "0", "--", "true"), "'0': expected a whole number of at least 1"),
         (("--timeout", "never", "--", "true"), "'never': expected seconds, above 0"),
         (("--json", "/no/such/folder/a", "--", "true"), "there is no such folder"),
-        (("-np", "0", "--", "true"), "-np"),
+        (("-np", "1", "--", "true"), "-np 1: ranks are compared with each other"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], message: str) -> None:

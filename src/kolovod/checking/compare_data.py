@@ -28,7 +28,7 @@ def data(known: Mapping[int, Facts]) -> list[Finding]:
     """Whether ranks train on the same samples."""
     loaders = _training_loaders(known)
     if loaders:
-        return [_of_loader(each, known) for each in loaders]
+        return [_of_loader(each) for each in loaders]
     inputs = {rank: facts.inputs for rank, facts in known.items()}
     line = next((facts.inputs_line for facts in known.values()), "")
     if not all(any(each) for each in inputs.values()):
@@ -59,11 +59,9 @@ def _different(same: int, seen: int, what: str, line: str) -> Finding:
     return Finding("data", f"{what} differ between ranks in all steps", line=line)
 
 
-def _of_loader(of_ranks: Mapping[int, Loader], known: Mapping[int, Facts]) -> Finding:
+def _of_loader(of_ranks: Mapping[int, Loader]) -> Finding:
     first = next(iter(of_ranks.values()))
     line, kind = first.line, first.kind
-    if len(known) == 1:
-        return Finding("data", "there is but one rank", line=line)
     if first.is_whole:
         return _of_arrays(of_ranks)
     same, seen = _same({rank: _flat(each.batches) for rank, each in of_ranks.items()})
@@ -98,7 +96,10 @@ def _of_loader(of_ranks: Mapping[int, Loader], known: Mapping[int, Facts]) -> Fi
 
 def _of_arrays(of_ranks: Mapping[int, Loader]) -> Finding:
     first = next(iter(of_ranks.values()))
-    if len({each.batches[0][0] for each in of_ranks.values()}) > 1:
+    digests = {each.batches[0][0] for each in of_ranks.values()}
+    if "" in digests:
+        return Finding("data", "fit() is given what cannot be compared", UNKNOWN, line=first.line)
+    if len(digests) > 1:
         return Finding("data", "fit() is given other arrays on each rank", line=first.line)
     text = f"fit() is given the same {first.samples} samples on all ranks"
     verdict = HINT if first.is_sharded else PROBLEM

@@ -105,6 +105,8 @@ def _check(options: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             "no COMMAND to check, for example: kolovod check -- python train.py"
         )
+    if options.num_proc < 2:
+        raise InvalidArgumentError("-np 1: ranks are compared with each other, so start 2 or more")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise InvalidArgumentError(f"--json {str(options.json)!r}: there is no such folder")
     if shutil.which(command[0]) is None:
