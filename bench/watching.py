@@ -91,7 +91,7 @@ def watched(way: str, folder: str) -> Iterator[None]:
     kolovod.barrier()
 
 
-def work(rank: int, model: str, ways: list[str], rounds: int, steps: int, folder: str) -> Any:
+def work(model: str, ways: list[str], rounds: int, steps: int, folder: str) -> Any:
     """One rank: by round and way, when each step began and ended (ns)."""
     kolovod.init()
     training = Training(model, distributed=True)
