@@ -20,6 +20,7 @@ from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch import (
     check_command,
     elastic_flags,
+    init_command,
     manifest_command,
     plan_command,
     ps_command,
@@ -145,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         knobs.add_argument(knob.flag, dest=dest, metavar=metavar, help=f"{text} [{knob.default}]")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     check_command.add(actions)
+    init_command.add(actions)
     ps_command.add(actions)
     stacks_command.add(actions)
     top_command.add(actions)

@@ -1,0 +1,193 @@
+"""What scripts of all frameworks get: the import, ``init()``, and what rank 0 alone does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import libcst as cst
+
+from kolovod.migrate.edits import Edits
+from kolovod.migrate.script import Script, attribute_call, keyword
+
+__all__ = ["only_on_rank_0", "place_import_and_init", "prints_in", "scale_rate", "statement_line"]
+
+_HARMLESS_FUNCTIONS = {
+    f"builtins.{name}"
+    for name in ("abs", "float", "format", "int", "len", "list", "max", "min", "range", "repr",
+                 "round", "sorted", "str", "sum", "tuple", "type")
+} | {"time.time", "time.perf_counter", "time.monotonic"}  # fmt: skip
+_HARMLESS_METHODS = {
+    "cpu", "detach", "dim", "format", "get", "get_last_lr", "item", "items", "join", "keys",
+    "ljust", "lower", "mean", "numel", "numpy", "parameters", "result", "rjust", "size", "sum",
+    "tolist", "upper", "values",
+}  # fmt: skip
+"""What a print may call and still be left out on a rank: it changes nothing that ranks share."""
+
+
+def place_import_and_init(
+    edits: Edits, frameworks: Sequence[str], module: str, *more: str, then: str = ""
+) -> bool:
+    """Import ``module``, and form the world before anything asks for a rank.
+
+    ``more``: further imports; ``then``: a statement after ``init()``. False if the framework is
+    not imported at the top of the script. To be called last: it looks at what else changes.
+    """
+    script = edits.script
+    imported = _last_import(script, frameworks)
+    if imported is None:
+        return False
+    places = edits.places
+    for text in (f"import {module} as {edits.kv}", *more):
+        edits.after(imported, text)
+    edits.why(imported, f"{module} has what the script needs below, as {edits.kv}")
+    guard = _main_guard(script)
+    if guard is None or _runs_on_import(script, guard, places):
+        edits.after(imported, f"{edits.kv}.init()", apart=True)
+        if then:
+            edits.after(imported, then)
+        place: cst.CSTNode = imported
+    else:
+        first = guard.body.body[0]
+        assert isinstance(first, cst.BaseStatement)
+        edits.before(first, f"{edits.kv}.init()")
+        if then:
+            edits.before(first, then)
+        place = first
+    edits.why(place, f"{edits.kv}.init() meets the other ranks; a single process is a world of one")
+    if then:
+        edits.why(place, "each rank of a host takes a GPU of its own")
+    return True
+
+
+def _last_import(script: Script, frameworks: Sequence[str]) -> cst.BaseStatement | None:
+    """The last of the imports at the top, at least the framework's."""
+    body = script.module.body
+    first = {script.top_of(node) for node, _ in script.imports(*frameworks)}
+    indices = [index for index, each in enumerate(body) if each in first and _imports_only(each)]
+    if not indices:
+        return None
+    index = indices[0]
+    while index + 1 < len(body) and _imports_only(body[index + 1]):
+        index += 1
+    return body[index]
+
+
+def _imports_only(statement: cst.CSTNode) -> bool:
+    if isinstance(statement, cst.SimpleStatementLine):
+        return all(isinstance(each, cst.Import | cst.ImportFrom) for each in statement.body)
+    return isinstance(statement, cst.Try) and all(map(_imports_only, statement.body.body))
+
+
+def _main_guard(script: Script) -> cst.If | None:
+    for each in script.module.body:
+        if (
+            isinstance(each, cst.If)
+            and isinstance(each.test, cst.Comparison)
+            and script.code(each.test.left) == "__name__"
+            and isinstance(each.body, cst.IndentedBlock)
+        ):
+            return each
+    return None
+
+
+def _runs_on_import(script: Script, guard: cst.If, places: Iterable[cst.CSTNode]) -> bool:
+    """Whether what changes may run before the guard's block does."""
+
+    def is_early(node: cst.CSTNode) -> bool:
+        return script.function_of(node) is None and not script.inside(node, guard)
+
+    calls = [call for call in script.calls if is_early(call) and script.called(call) is not None]
+    return bool(calls) or any(map(is_early, places))
+
+
+# Rank 0 alone -------------------------------------------------------------------------------------
+
+
+def statement_line(script: Script, call: cst.Call) -> cst.SimpleStatementLine | None:
+    """The line that is nothing but this call."""
+    expression = script.parent(call)
+    line = script.statement_of(call)
+    if (
+        isinstance(expression, cst.Expr)
+        and isinstance(line, cst.SimpleStatementLine)
+        and len(line.body) == 1
+    ):
+        return line
+    return None
+
+
+def prints_in(
+    script: Script, functions: set[cst.FunctionDef | None]
+) -> list[cst.SimpleStatementLine]:
+    """Prints that a rank can leave out: nothing that they call changes anything."""
+    found = []
+    for call in script.calls_of("builtins.print"):
+        line = statement_line(script, call)
+        to_file = keyword(call, "file") is not None
+        inner = [each for each in script.calls if script.inside(each, call)]
+        if line is None or to_file or script.function_of(call) not in functions:
+            continue
+        if all(_is_harmless(script, each) for each in inner):
+            found.append(line)
+    return found
+
+
+def _is_harmless(script: Script, call: cst.Call) -> bool:
+    if script.name(call) in _HARMLESS_FUNCTIONS:
+        return True
+    return not script.name(call) and attribute_call(call, *_HARMLESS_METHODS) is not None
+
+
+def only_on_rank_0(
+    edits: Edits,
+    prints: Iterable[cst.SimpleStatementLine],
+    saves: Iterable[cst.SimpleStatementLine],
+) -> None:
+    """Let rank 0 print, and write files; neighbours share a condition."""
+    script = edits.script
+    prints, saves = list(prints), list(saves)
+    todo = sorted({*prints, *saves}, key=script.line)
+    groups: list[list[cst.SimpleStatementLine]] = []
+    for line in todo:
+        block = script.block_of(line)
+        index = _index(block, line)
+        if groups and index > 0 and block[index - 1] is groups[-1][-1]:
+            groups[-1].append(line)
+        else:
+            groups.append([line])
+    for group in groups:
+        edits.only_on_rank_0(group)
+    for lines, text in (
+        (prints, "every rank runs the whole script: one prints"),
+        (saves, "all ranks have the same weights: one writes them"),
+    ):
+        if lines:
+            also = ", ".join(str(script.line(line)) for line in lines[1:])
+            edits.why(lines[0], text + (f" (also line {also})" if also else ""))
+
+
+def _index(block: Sequence[cst.CSTNode], line: cst.CSTNode) -> int:
+    return next(index for index, each in enumerate(block) if each is line)
+
+
+# Learning rates -----------------------------------------------------------------------------------
+
+
+def scale_rate(edits: Edits, given: cst.Arg | None, call: cst.Call, *, is_sgd: bool) -> None:
+    """Multiply SGD's learning rate by the number of ranks; leave other optimizers' to the user."""
+    kv, script = edits.kv, edits.script
+    if not is_sgd or given is None:
+        edits.look(
+            call,
+            "the learning rate stays as it is. A batch of all ranks is "
+            f"{kv}.size() times as large: SGD bears a rate as many times as high, others often "
+            "less; try",
+        )
+        return
+    value = given.value
+    plain = isinstance(value, cst.Name | cst.Attribute | cst.Integer | cst.Float | cst.Subscript)
+    if not plain:
+        edits.look(value, f"the learning rate: multiply it by {kv}.size() if it is SGD's")
+        return
+    edits.replace(value, f"{script.code(value)} * {kv}.size()")
+    edits.why(value, f"a batch {kv}.size() times as large bears a rate as many times as high")

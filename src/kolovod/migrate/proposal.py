@@ -1,0 +1,162 @@
+"""What ``kolovod init`` proposes for a script: the framework, what is there, and what to change."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kolovod.errors import InvalidArgumentError
+from kolovod.migrate import (
+    ddp,
+    horovod_script,
+    jax_script,
+    keras_script,
+    tensorflow_script,
+    torch_script,
+)
+from kolovod.migrate.edits import Edits, Remark
+from kolovod.migrate.script import Script, attribute_call
+
+__all__ = ["Outcome", "Proposal", "propose"]
+
+_TRAINERS = {
+    "accelerate": "Accelerate", "deepspeed": "DeepSpeed", "ignite": "Ignite",
+    "lightning": "Lightning", "pytorch_lightning": "Lightning", "ray": "Ray",
+    "transformers": "the Trainer of transformers",
+}  # fmt: skip
+
+
+class Outcome(enum.Enum):
+    """What can be done with a script."""
+
+    CHANGES = "changes"
+    NOTHING_LEFT = "nothing left"
+    """It is distributed."""
+    UNKNOWN = "unknown"
+    """It is not, and nothing in it can be changed safely."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """For one script."""
+
+    what: str
+    """The framework, and from what it comes."""
+    outcome: Outcome
+    summary: str
+    """A sentence for the user."""
+    new: bytes
+    """The changed script; the same bytes if nothing changes."""
+    reasons: list[Remark] = field(default_factory=list)
+    looks: list[Remark] = field(default_factory=list)
+    starts_itself: bool = False
+    """Whether the script starts its ranks."""
+
+
+def propose(content: bytes, path: str, *, rename: bool = False) -> Proposal:
+    """What would make a script distributed; nothing is run.
+
+    ``content``: the file's bytes; ``path``: for messages. ``rename``: replace Horovod's imports.
+    Raises InvalidArgumentError if the script is no Python.
+    """
+    script = Script(content, path)
+    edits = Edits(script)
+    if script.imports("horovod"):
+        return _from_horovod(edits, content, rename)
+    if rename:
+        raise InvalidArgumentError(f"--rename: {path} imports nothing of horovod")
+    if found := script.imports("kolovod"):
+        line = script.line(found[0][0])
+        return Proposal(
+            "Kolovod", Outcome.NOTHING_LEFT,
+            f"it imports {found[0][1]} in line {line}: nothing is left to do", content,
+        )  # fmt: skip
+    if ddp.is_distributed(script):
+        return _from_ddp(edits, content)
+    return _from_one_process(edits, content)
+
+
+def _from_horovod(edits: Edits, content: bytes, rename: bool) -> Proposal:
+    module = edits.script.imports("horovod")[0][1]
+    if rename:
+        horovod_script.rename(edits)
+    if not edits:
+        advice = "" if rename else " (--rename: with Kolovod's names)"
+        return Proposal(
+            f"{module}, from Horovod", Outcome.NOTHING_LEFT,
+            "Kolovod has Horovod's modules, and the script runs with them as it is: nothing is "
+            f"left to do{advice}. docs/from-horovod.md says what newer frameworks lack", content,
+            looks=sorted(edits.looks),
+        )  # fmt: skip
+    return _made(edits, f"{module}, from Horovod")
+
+
+def _from_ddp(edits: Edits, content: bytes) -> Proposal:
+    what = "PyTorch, from DistributedDataParallel"
+    script = edits.script
+    alone = ddp.starts_its_ranks(script)
+    if ddp.move(edits):
+        return Proposal(
+            what, Outcome.NOTHING_LEFT, "its process groups are Kolovod's: nothing is left to do",
+            content, starts_itself=alone,
+        )  # fmt: skip
+    return _made(edits, what, starts_itself=alone)
+
+
+def _from_one_process(edits: Edits, content: bytes) -> Proposal:
+    script = edits.script
+    for node, name in script.imports(*_TRAINERS):
+        root = name.split(".")[0]
+        if root not in ("ray", "transformers") or "Trainer" in script.identifiers:
+            edits.look(
+                node,
+                f"{_TRAINERS[root]} trains, and starts processes in its own way: see "
+                "docs/torch-distributed.md",
+            )
+            return _made(edits, _TRAINERS[root])
+    for call in script.calls_of("tensorflow.distribute."):
+        edits.look(
+            call,
+            "tf.distribute makes the script distributed in its own way: take it out "
+            "first (strategy, scope)",
+        )
+        return _made(edits, "TensorFlow, from tf.distribute")
+    what, distribute = _front_end(script)
+    if distribute is None:
+        return Proposal(
+            what, Outcome.UNKNOWN,
+            "PyTorch, Keras, TensorFlow or JAX (with optax) is not imported here. docs/start has a "
+            "script for each, and for NumPy and MXNet", content,
+        )  # fmt: skip
+    distribute(edits)
+    return _made(edits, f"{what}, from one process")
+
+
+def _front_end(script: Script) -> tuple[str, Callable[[Edits], None] | None]:
+    """By what trains the model, which need not be all that is imported."""
+    if script.calls_of(tensorflow_script.TAPE):
+        return "TensorFlow", tensorflow_script.distribute
+    if script.imports(*keras_script.ROOTS) and keras_script.fits(script):
+        return "Keras", keras_script.distribute
+    if script.imports("optax") or (script.imports("jax") and not script.imports("torch")):
+        return "JAX", jax_script.distribute
+    backward = any(attribute_call(call, "backward") is not None for call in script.calls)
+    if script.imports("torch") and (backward or not script.imports(*keras_script.ROOTS)):
+        return "PyTorch", torch_script.distribute
+    if script.imports(*keras_script.ROOTS):
+        return "Keras", keras_script.distribute
+    return "no framework", None
+
+
+def _made(edits: Edits, what: str, *, starts_itself: bool = False) -> Proposal:
+    new = edits.applied().bytes
+    if not edits:
+        summary = "nothing that could be changed safely was found"
+        outcome = Outcome.UNKNOWN
+    else:
+        summary, outcome = "these changes make it distributed", Outcome.CHANGES
+    return Proposal(
+        what, outcome, summary, new, sorted(edits.reasons), sorted(edits.looks),
+        starts_itself=starts_itself,
+    )  # fmt: skip

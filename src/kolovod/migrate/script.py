@@ -1,0 +1,395 @@
+"""A script as a tree: which imported thing a name means, where it stands, where a value is from.
+
+Nothing of the script is run. Names are resolved by the script's imports, so aliases are seen
+through; what is not certain has no name here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import libcst as cst
+from libcst import metadata
+
+from kolovod.errors import InvalidArgumentError
+
+__all__ = ["Function", "Loop", "Script", "argument", "attribute_call", "keyword", "nodes"]
+
+Function = cst.FunctionDef | None
+"""None: the module itself."""
+Loop = cst.For | cst.While
+N = TypeVar("N", bound=cst.CSTNode)
+
+_DEPTH = 6  # of calls through which a value is followed
+_SAME_PLACES = (
+    ("tensorflow.keras.", "keras."),
+    ("tensorflow.compat.v2.keras.", "keras."),
+    ("tf_keras.", "keras."),
+    ("torch.utils.data.dataloader.", "torch.utils.data."),
+    ("torch.utils.data.distributed.", "torch.utils.data."),
+    ("torch.nn.parallel.distributed.", "torch.nn.parallel."),
+    ("torch.distributed.distributed_c10d.", "torch.distributed."),
+    ("tensorflow.data.experimental.", "tensorflow.data."),
+)
+
+
+class Script:
+    """One that was read, with what its names mean."""
+
+    def __init__(self, content: bytes, path: str) -> None:
+        """Raises InvalidArgumentError for what is no Python."""
+        try:
+            wrapper = metadata.MetadataWrapper(cst.parse_module(content))
+        except cst.ParserSyntaxError as error:
+            raise InvalidArgumentError(
+                f"{path}, line {error.raw_line}, is not valid Python: {error.message}"
+            ) from None
+        except (UnicodeDecodeError, LookupError, SyntaxError) as error:
+            raise InvalidArgumentError(f"{path} is not a text of Python: {error}") from None
+        self.module = wrapper.module
+        self._positions = wrapper.resolve(metadata.PositionProvider)
+        self._qualified = {
+            node: frozenset(found() if callable(found) else found)  # some are found when asked
+            for node, found in wrapper.resolve(metadata.QualifiedNameProvider).items()
+        }
+        self._parents = wrapper.resolve(metadata.ParentNodeProvider)
+        self.calls = nodes(self.module, cst.Call)
+        self.functions = nodes(self.module, cst.FunctionDef)
+        self.identifiers = {name.value for name in nodes(self.module, cst.Name)}
+
+    # What stands where ----------------------------------------------------------------------------
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Where it begins, from 1."""
+        return int(self._positions[node].start.line)
+
+    def column(self, node: cst.CSTNode) -> int:
+        """Where it begins in its line, from 0."""
+        return int(self._positions[node].start.column)
+
+    def code(self, node: cst.CSTNode) -> str:
+        """Its text."""
+        return str(self.module.code_for_node(node)).strip()
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """From its parent to the module."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Of anything but the module."""
+        return self._parents[node]
+
+    def function_of(self, node: cst.CSTNode) -> Function:
+        """In whose body it is."""
+        found = (each for each in self.ancestors(node) if isinstance(each, cst.FunctionDef))
+        return next(found, None)
+
+    def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
+        """In which it is."""
+        found = (each for each in self.ancestors(node) if isinstance(each, cst.ClassDef))
+        return next(found, None)
+
+    def statement_of(self, node: cst.CSTNode) -> cst.BaseStatement | None:
+        """The statement of a block that is its own; None where it shares a line with others."""
+        child = node
+        for parent in self.ancestors(node):
+            if isinstance(parent, cst.SimpleStatementSuite):
+                return None
+            if isinstance(parent, cst.IndentedBlock | cst.Module):
+                if isinstance(child, cst.SimpleStatementLine) and len(child.body) > 1:
+                    return None
+                return child if isinstance(child, cst.BaseStatement) else None
+            child = parent
+        return None
+
+    def top_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The statement of the module that it is in."""
+        child = node
+        for parent in self.ancestors(node):
+            if isinstance(parent, cst.Module):
+                break
+            child = parent
+        return child
+
+    def block_of(self, statement: cst.BaseStatement) -> Sequence[cst.CSTNode]:
+        """The statements beside it."""
+        parent = self.parent(statement)
+        assert isinstance(parent, cst.IndentedBlock | cst.Module)
+        return parent.body
+
+    def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
+        """Whether it is a part of ``outer``."""
+        return any(each is outer for each in self.ancestors(node))
+
+    def loops_around(self, node: cst.CSTNode) -> list[Loop]:
+        """Of the same function, from inside to outside."""
+        found: list[Loop] = []
+        child = node
+        for each in self.ancestors(node):
+            if isinstance(each, cst.FunctionDef | cst.ClassDef | cst.Lambda):
+                break
+            if isinstance(each, cst.For | cst.While) and child is each.body:
+                found.append(each)
+            child = each
+        return found
+
+    # What names mean ------------------------------------------------------------------------------
+
+    def name(self, node: cst.CSTNode) -> str:
+        """The imported or built-in thing that it is, or calls: "torch.optim.SGD"; "" if unclear.
+
+        One name for what a framework has in several places.
+        """
+        found = self._qualified.get(node, frozenset())
+        known = {
+            _one_place(each.name) for each in found
+            if each.source is not metadata.QualifiedNameSource.LOCAL
+        }  # fmt: skip
+        return known.pop() if len(known) == 1 and _imported(found) else ""
+
+    def calls_of(self, *names: str) -> list[cst.Call]:
+        """In the order of the text; a name that ends in a dot means all that begin so."""
+        return [call for call in self.calls if _is_one_of(self.name(call), names)]
+
+    def imports(self, *roots: str) -> list[tuple[cst.Import | cst.ImportFrom, str]]:
+        """Statements that import from one of these packages, and what: "torch.utils.data"."""
+        found: list[tuple[cst.Import | cst.ImportFrom, str]] = []
+        for node in nodes(self.module, cst.Import):
+            found += [(node, _dotted(alias.name)) for alias in node.names]
+        for each in nodes(self.module, cst.ImportFrom):
+            if each.module is not None and not each.relative:
+                found.append((each, _dotted(each.module)))
+        return [(node, name) for node, name in found if name.split(".")[0] in roots]
+
+    def module_name(self, name: str) -> str:
+        """By what expression this script has a module, "tf.keras" for "keras" say; "" if not."""
+        for node in nodes(self.module, cst.Import):
+            for alias in node.names:
+                dotted = _dotted(alias.name)
+                if alias.asname is None and dotted.split(".")[0] == name:
+                    return name
+                if alias.asname is not None and _one_place(dotted + ".")[:-1] == name:
+                    return _dotted(alias.asname.name)
+        for each in nodes(self.module, cst.ImportFrom):
+            if each.module is None or each.relative or isinstance(each.names, cst.ImportStar):
+                continue
+            for alias in each.names:
+                dotted = f"{_dotted(each.module)}.{_dotted(alias.name)}"
+                if _one_place(dotted + ".")[:-1] == name:
+                    return _dotted(alias.asname.name if alias.asname else alias.name)
+        if name == "keras" and (tensorflow := self.module_name("tensorflow")):
+            return f"{tensorflow}.keras"
+        return ""
+
+    def unused(self, *wishes: str) -> str:
+        """The first of these names that the script does not use, or one made of the last."""
+        for wish in wishes:
+            if wish not in self.identifiers:
+                self.identifiers.add(wish)
+                return wish
+        return self.unused(f"{wishes[-1]}_of_rank", f"{wishes[-1]}_")
+
+    # Where values are from ------------------------------------------------------------------------
+
+    def called(self, call: cst.Call) -> cst.FunctionDef | None:
+        """The function of this script that it calls."""
+        if isinstance(call.func, cst.Name):
+            return self._function_named(call.func.value, in_class=False)
+        if isinstance(call.func, cst.Attribute) and not self.name(call):
+            return self._function_named(call.func.attr.value, in_class=True)
+        return None
+
+    def call_sites(self, function: cst.FunctionDef) -> list[cst.Call]:
+        """Where this script calls it."""
+        return [call for call in self.calls if self.called(call) is function]
+
+    def _function_named(self, name: str, *, in_class: bool) -> cst.FunctionDef | None:
+        found = [
+            each for each in self.functions
+            if each.name.value == name and (self._parent_class(each) is not None) == in_class
+        ]  # fmt: skip
+        return found[0] if len(found) == 1 else None
+
+    def _parent_class(self, function: cst.FunctionDef) -> cst.ClassDef | None:
+        parent = self.parent(function)
+        above = None if parent is self.module else self.parent(parent)
+        return above if isinstance(above, cst.ClassDef) else None
+
+    def given(self, call: cst.Call, function: cst.FunctionDef, name: str) -> cst.BaseExpression:
+        """What ``call`` passes for a parameter; an empty tuple if that cannot be seen."""
+        names = [each.name.value for each in function.params.params]
+        if self._parent_class(function) is not None:
+            names = names[1:]
+        if (found := keyword(call, name)) is not None:
+            return found.value
+        index = names.index(name) if name in names else len(call.args)
+        ahead = call.args[: index + 1]
+        if len(ahead) <= index or any(each.star or each.keyword for each in ahead):
+            return cst.Tuple([])
+        return call.args[index].value
+
+    def assignments(self, target: str, function: Function) -> list[tuple[cst.Assign, int]]:
+        """Where a name of ``function`` (or an attribute) gets a value, with its place in a tuple.
+
+        The place is -1 where the whole value is meant.
+        """
+        found = []
+        for node in nodes(function or self.module, cst.Assign):
+            if "." not in target and self.function_of(node) is not function:
+                continue
+            for each in node.targets:
+                if isinstance(each.target, cst.Tuple | cst.List):
+                    names = [self.code(element.value) for element in each.target.elements]
+                    found += [(node, index) for index, name in enumerate(names) if name == target]
+                elif self.code(each.target) == target:
+                    found.append((node, -1))
+        return found
+
+    def origins(self, value: cst.BaseExpression, depth: int = _DEPTH) -> list[cst.BaseExpression]:
+        """The expressions that a value may be from, through names, parameters and returns."""
+        if depth == 0:
+            return []
+        if isinstance(value, cst.Call):
+            inner = [each for arg in self._iterated(value) for each in self.origins(arg, depth - 1)]
+            function = self.called(value)
+            returned = self._returned(function, -1, depth) if function is not None else []
+            return inner or returned or [value]
+        if isinstance(value, cst.Attribute):
+            return self._assigned(self.code(value), None, depth) or [value]
+        if not isinstance(value, cst.Name):
+            return [value]
+        function_here = self.function_of(value)
+        while True:
+            if function_here is not None and value.value in _parameters(function_here):
+                found: list[cst.BaseExpression] = []
+                for call in self.call_sites(function_here):
+                    found += self.origins(self.given(call, function_here, value.value), depth - 1)
+                return found
+            if assigned := self._assigned(value.value, function_here, depth):
+                return assigned
+            if function_here is None:
+                return [value]
+            function_here = self.function_of(function_here)
+
+    def _assigned(self, target: str, function: Function, depth: int) -> list[cst.BaseExpression]:
+        found: list[cst.BaseExpression] = []
+        for node, index in self.assignments(target, function):
+            if index < 0:
+                found += self.origins(node.value, depth - 1)
+            elif isinstance(node.value, cst.Tuple) and index < len(node.value.elements):
+                found += self.origins(node.value.elements[index].value, depth - 1)
+            elif isinstance(node.value, cst.Call) and (called := self.called(node.value)):
+                found += self._returned(called, index, depth)
+        return found
+
+    def _returned(
+        self, function: cst.FunctionDef, index: int, depth: int
+    ) -> list[cst.BaseExpression]:
+        found: list[cst.BaseExpression] = []
+        for node in nodes(function, cst.Return):
+            value = node.value
+            if self.function_of(node) is not function or value is None:
+                continue
+            if index < 0:
+                found += self.origins(value, depth - 1)
+            elif isinstance(value, cst.Tuple) and index < len(value.elements):
+                found += self.origins(value.elements[index].value, depth - 1)
+        return found
+
+    def _iterated(self, call: cst.Call) -> list[cst.BaseExpression]:
+        """What a call only passes on, as enumerate() does."""
+        name = self.name(call)
+        if name in ("builtins.enumerate", "builtins.iter", "itertools.islice", "itertools.cycle"):
+            return [each.value for each in call.args[:1]]
+        if name == "builtins.zip":
+            return [each.value for each in call.args]
+        if name.startswith(("tqdm.", "rich.progress.track")):
+            return [each.value for each in call.args[:1]]
+        return []
+
+    def iterated(self, value: cst.BaseExpression, depth: int = _DEPTH) -> list[cst.BaseExpression]:
+        """The names that a loop goes through, behind enumerate(), zip() and tqdm()."""
+        if isinstance(value, cst.Call) and depth:
+            return [
+                each for arg in self._iterated(value) for each in self.iterated(arg, depth - 1)
+            ]  # fmt: skip
+        if isinstance(value, cst.Name) and depth:
+            for node, index in self.assignments(value.value, self.function_of(value)):
+                if index < 0 and isinstance(node.value, cst.Call) and self._iterated(node.value):
+                    return self.iterated(node.value, depth - 1)
+        return [value] if isinstance(value, cst.Name | cst.Attribute) else []
+
+
+# Of trees ----------------------------------------------------------------------------------------
+
+
+class _Collector(cst.CSTVisitor):
+    def __init__(self, kind: type[cst.CSTNode]) -> None:
+        super().__init__()
+        self.kind, self.found = kind, list[cst.CSTNode]()
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, self.kind):
+            self.found.append(node)
+        return True
+
+
+def nodes(tree: cst.CSTNode, kind: type[N]) -> list[N]:
+    """All of a kind, in the order of the text."""
+    collector = _Collector(kind)
+    tree.visit(collector)
+    return collector.found  # type: ignore[return-value]
+
+
+def keyword(call: cst.Call, name: str) -> cst.Arg | None:
+    """The argument of that name."""
+    found = (each for each in call.args if each.keyword and each.keyword.value == name)
+    return next(found, None)
+
+
+def argument(call: cst.Call, name: str, index: int) -> cst.Arg | None:
+    """The argument of that name, or at that place."""
+    if (found := keyword(call, name)) is not None:
+        return found
+    ahead = call.args[: index + 1]
+    if len(ahead) <= index or any(each.star or each.keyword for each in ahead):
+        return None
+    return call.args[index]
+
+
+def attribute_call(call: cst.Call, *names: str) -> cst.BaseExpression | None:
+    """X, if the call is X.name(...)."""
+    if isinstance(call.func, cst.Attribute) and call.func.attr.value in names:
+        return call.func.value
+    return None
+
+
+def _parameters(function: cst.FunctionDef) -> set[str]:
+    params = function.params
+    return {each.name.value for each in (*params.params, *params.kwonly_params)}
+
+
+def _dotted(node: cst.CSTNode) -> str:
+    if isinstance(node, cst.Attribute):
+        return f"{_dotted(node.value)}.{node.attr.value}"
+    return node.value if isinstance(node, cst.Name) else ""
+
+
+def _one_place(name: str) -> str:
+    for place, same in _SAME_PLACES:
+        if name.startswith(place):
+            return same + name[len(place) :]
+    return name
+
+
+def _imported(found: Iterable[metadata.QualifiedName]) -> bool:
+    return all(each.source is not metadata.QualifiedNameSource.LOCAL for each in found)
+
+
+def _is_one_of(name: str, names: Sequence[str]) -> bool:
+    return bool(name) and any(
+        name.startswith(each) if each.endswith(".") else name == each for each in names
+    )

@@ -1,0 +1,227 @@
+"""Training loops with tf.GradientTape on one process: what makes them distributed."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from kolovod.migrate.common import (
+    only_on_rank_0,
+    place_import_and_init,
+    prints_in,
+    scale_rate,
+    statement_line,
+)
+from kolovod.migrate.edits import Edits, wrapped
+from kolovod.migrate.keras_script import is_optimizer, saves_of
+from kolovod.migrate.loops import chains, functions_of
+from kolovod.migrate.script import Script, argument, attribute_call, keyword, nodes
+from kolovod.migrate.tf_data import share_datasets
+
+__all__ = ["TAPE", "distribute"]
+
+TAPE = "tensorflow.GradientTape"
+_BUILT = (
+    "keras.Input", "keras.layers.Input", "keras.layers.InputLayer", "keras.applications.",
+    "keras.models.load_model",
+)  # fmt: skip
+
+
+def distribute(edits: Edits) -> None:
+    """Plan the changes, or say what keeps the script from being changed."""
+    script = edits.script
+    edits.kv = script.unused("kv", "kolovod_tensorflow")
+    steps = [
+        step for item in nodes(script.module, cst.WithItem)
+        if script.name(item.item) == TAPE and (step := _distribute_tape(edits, item)) is not None
+    ]  # fmt: skip
+    if not edits:
+        if not edits.looks:
+            edits.look(None, "no `with tf.GradientTape() as tape` is in this script")
+        return
+    models: set[str] = set()
+    for step in steps:
+        if (sources := argument(step, "sources", 1)) is not None:
+            models |= _start_equal(edits, sources.value)
+    _share_data(edits, steps)
+    for call in script.calls:
+        if (optimizer := attribute_call(call, "apply_gradients")) is not None:
+            for each in script.origins(optimizer):
+                if is_optimizer(script, each) and each not in models:
+                    assert isinstance(each, cst.Call)
+                    is_sgd = script.name(each).endswith(".SGD")
+                    rate = argument(each, "learning_rate", 0)
+                    if rate is None or rate.value not in edits.places:
+                        scale_rate(edits, rate, each, is_sgd=is_sgd)
+    saves = [*saves_of(edits, models), *_checkpoints(edits)]
+    only_on_rank_0(edits, prints_in(script, functions_of(script, steps)), saves)
+    if not place_import_and_init(edits, ["tensorflow"], "kolovod.tensorflow"):
+        edits.look(
+            None,
+            "TensorFlow is not imported at the top of the script: import "
+            f"kolovod.tensorflow as {edits.kv} there, and call {edits.kv}.init()",
+        )
+
+
+def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
+    """Let a tape average gradients; returns the call that computes them."""
+    script, kv = edits.script, edits.kv
+    call = item.item
+    assert isinstance(call, cst.Call)
+    name = script.code(item.asname.name) if item.asname is not None else ""
+    function = script.function_of(item)
+    asked = [
+        each for each in nodes(function or script.module, cst.Call)
+        if (tape := attribute_call(each, "gradient", "jacobian")) is not None
+        and script.code(tape) == name
+    ]  # fmt: skip
+    if len(asked) != 1 or keyword(call, "persistent") or attribute_call(asked[0], "jacobian"):
+        edits.look(
+            call,
+            "this tape is asked for several gradients, or for none: make that a "
+            f"{kv}.DistributedGradientTape whose gradients an optimizer applies",
+        )
+        return None
+    wrapped(edits, call, f"{kv}.DistributedGradientTape")
+    edits.why(call, "tape.gradient returns the averages over all ranks")
+    return asked[0]
+
+
+def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
+    """Broadcast what is trained; returns the names of models."""
+    script, kv = edits.script, edits.kv
+    if isinstance(sources, cst.Attribute):
+        model, what = sources.value, f"{script.code(sources.value)}.variables"
+        places = _definitions(script, model)
+        names = {script.code(target) for _, target in places} | {script.code(model)}
+        if len(places) == 1 and _is_built(script, places[0][0].value):
+            assign, target = places[0]
+            after = _last_load(script, assign, script.code(target))
+            edits.after(
+                after, f"{kv}.broadcast_variables({script.code(target)}.variables, root_rank=0)"
+            )
+            edits.why(after, "all ranks start with rank 0's weights")
+            return names
+        edits.look(
+            sources,
+            "all ranks must start with the same weights: call "
+            f"{kv}.broadcast_variables({what}, root_rank=0) once they exist, before the "
+            "first step or after it",
+        )
+        return names
+    elements = sources.elements if isinstance(sources, cst.List | cst.Tuple) else [sources]
+    values = [each.value if isinstance(each, cst.BaseElement) else each for each in elements]
+    places = [place for value in values for place in _definitions(script, value)]
+    blocks = {script.parent(statement) for assign, _ in places
+              if (statement := script.statement_of(assign)) is not None}  # fmt: skip
+    if len(places) == len(values) and len(blocks) == 1:
+        last = script.statement_of(max((assign for assign, _ in places), key=script.line))
+        names_of = ", ".join(script.code(target) for _, target in places)
+        assert last is not None
+        edits.after(last, f"{kv}.broadcast_variables([{names_of}], root_rank=0)")
+        edits.why(last, "all ranks start with rank 0's weights")
+    else:
+        edits.look(
+            sources,
+            "all ranks must start with the same weights: call "
+            f"{kv}.broadcast_variables(variables, root_rank=0) before the first step",
+        )
+    return set()
+
+
+def _definitions(
+    script: Script, value: cst.BaseExpression, depth: int = 5
+) -> list[tuple[cst.Assign, cst.BaseExpression]]:
+    """Where the thing of a name is made, with its name there."""
+    if not isinstance(value, cst.Name | cst.Attribute) or depth == 0:
+        return []
+    function = script.function_of(value)
+    while function is not None and isinstance(value, cst.Name):
+        names = [each.name.value for each in function.params.params]
+        if value.value in names:
+            found = []
+            for call in script.call_sites(function):
+                given = script.given(call, function, value.value)
+                found += _definitions(script, given, depth - 1)
+            return list(dict.fromkeys(found))
+        if script.assignments(value.value, function):
+            break
+        function = script.function_of(function)
+    return [
+        (assign, assign.targets[0].target)
+        for assign, index in script.assignments(script.code(value), function)
+        if index < 0 and script.statement_of(assign) is not None
+    ]
+
+
+def _is_built(script: Script, value: cst.BaseExpression) -> bool:
+    """Whether a model has its weights as soon as it is made."""
+    for origin in script.origins(value):
+        for call in [origin, *nodes(origin, cst.Call)]:
+            if not isinstance(call, cst.Call):
+                continue
+            name = script.name(call)
+            if name in _BUILT or name.startswith("keras.applications."):
+                return True
+            if keyword(call, "input_shape") or keyword(call, "input_dim"):
+                return True
+            if name == "keras.Model" and (keyword(call, "inputs") or len(call.args) >= 2):
+                return True
+    return False
+
+
+def _last_load(script: Script, assign: cst.Assign, model: str) -> cst.BaseStatement:
+    """The statement after which the model has its first weights: its own, or a later load."""
+    statement = script.statement_of(assign)
+    assert statement is not None
+    found, seen = statement, False
+    for each in script.block_of(statement):
+        if seen and isinstance(each, cst.SimpleStatementLine | cst.If):
+            for call in nodes(each, cst.Call):
+                loaded = attribute_call(call, "load_weights", "build", "restore")
+                if loaded is not None and script.code(loaded) == model:
+                    found = each
+        seen = seen or each is statement
+    return found
+
+
+def _share_data(edits: Edits, steps: list[cst.Call]) -> None:
+    script = edits.script
+    for step in steps:
+        for way in chains(script, step):
+            done = False
+            for place in way:
+                if isinstance(place.loop, cst.For):
+                    values = script.iterated(place.loop.iter) or [place.loop.iter]
+                    shared = [share_datasets(edits, value) for value in values]
+                    done = any(shared)
+                if done:
+                    break
+            if not done:
+                edits.look(
+                    way[0].loop if way else step,
+                    "give each rank its own part of this "
+                    f"data: dataset.shard({edits.kv}.size(), {edits.kv}.rank()), and all "
+                    "equally many steps",
+                )
+            elif way:
+                edits.look(
+                    way[0].loop,
+                    "losses and accuracies of this loop are of this rank's "
+                    f"part of the data: {edits.kv}.allreduce(loss), on all ranks, is the "
+                    "average",
+                )
+
+
+def _checkpoints(edits: Edits) -> list[cst.SimpleStatementLine]:
+    script, found = edits.script, []
+    for call in script.calls:
+        saver = attribute_call(call, "save", "write")
+        if saver is None:
+            continue
+        names = [script.name(origin) for origin in script.origins(saver)]
+        if any(name.startswith("tensorflow.train.Checkpoint") for name in names):
+            if (line := statement_line(script, call)) is not None:
+                found.append(line)
+            else:
+                edits.look(call, f"let only {edits.kv}.rank() == 0 write this file")
+    return found

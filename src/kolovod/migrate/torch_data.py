@@ -1,0 +1,230 @@
+"""PyTorch's loaders: each rank reads its own part of the data, in another order in each epoch."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from kolovod.migrate.edits import Edits, with_argument
+from kolovod.migrate.loops import Place, seen_from
+from kolovod.migrate.script import Script, argument, keyword, nodes
+
+__all__ = ["LOADER", "share_loaders"]
+
+LOADER = "torch.utils.data.DataLoader"
+_SAMPLER = "torch.utils.data.DistributedSampler"
+
+
+def share_loaders(edits: Edits, ways: list[list[Place]]) -> list[str]:
+    """Give the loaders of training loops a sampler; returns the imports that this needs.
+
+    ``ways``: the loops around each training step.
+    """
+    script = edits.script
+    every = script.calls_of(LOADER)
+    if not every:
+        for way in ways:
+            edits.look(
+                way[0].loop if way else None,
+                "each rank must train on its own part of the data: give it "
+                f"data[{edits.kv}.rank() :: {edits.kv}.size()], equally much on all",
+            )
+        return []
+    found: dict[cst.Call, None] = {}
+    epochs: list[tuple[cst.Call, cst.BaseExpression, list[Place]]] = []
+    for way in ways:
+        for index, place in enumerate(way):
+            loaders = _loaders_of(script, place)
+            for loader, name in loaders:
+                found[loader] = None
+                epochs.append((loader, name, way[index + 1 :]))
+            if loaders:
+                break
+    if not found:
+        found = {call: None for call in every if _shuffles(call)}
+    if not found:
+        edits.look(
+            every[0],
+            "which loader is for training cannot be seen: give that one a "
+            f"DistributedSampler(dataset, num_replicas={edits.kv}.size(), "
+            f"rank={edits.kv}.rank())",
+        )
+        return []
+    shared = {call: _share(edits, call) for call in found}
+    for call in every:
+        if call not in found:
+            edits.look(
+                call,
+                "this loader stays whole: each rank reads all of it, so that "
+                "evaluation says the same on every rank",
+            )
+    _start_epochs(edits, {call: sampler for call, sampler in shared.items() if sampler}, epochs)
+    if not any(shared.values()) or script.calls_of(_SAMPLER):
+        return []
+    return ["from torch.utils.data import DistributedSampler"]
+
+
+def _loaders_of(script: Script, place: Place) -> list[tuple[cst.Call, cst.BaseExpression]]:
+    """The loaders that a loop goes through, with the names it has them by."""
+    if not isinstance(place.loop, cst.For):
+        return []
+    found = []
+    names = script.iterated(place.loop.iter) or [place.loop.iter]
+    for name in names:
+        for origin in script.origins(name):
+            if isinstance(origin, cst.Call) and script.name(origin) == LOADER:
+                found.append((origin, name))
+    return found
+
+
+def _shuffles(call: cst.Call) -> bool:
+    given = argument(call, "shuffle", 2)
+    return given is not None and isinstance(given.value, cst.Name) and given.value.value == "True"
+
+
+def _share(edits: Edits, call: cst.Call) -> str:
+    """Give a loader a sampler, and return how it is called there; "" if that is not possible."""
+    script, kv = edits.script, edits.kv
+    if reason := _not_shared(script, call):
+        edits.look(call, f"this loader is left as it is, so all ranks read the same: {reason}")
+        return ""
+    dataset, shuffle = argument(call, "dataset", 0), argument(call, "shuffle", 2)
+    statement = script.statement_of(call)
+    assert dataset is not None
+    assert statement is not None
+    target = _target(script, call)
+    text = script.code(dataset.value)
+    if not isinstance(dataset.value, cst.Name | cst.Attribute):
+        wish = target.replace("_loader", "").replace("loader", "") or "train"
+        name = script.unused(f"{wish}_data")
+        edits.before(statement, f"{name} = {text}")
+        edits.replace(dataset.value, name)
+        text = name
+    # The default of a sampler is to shuffle, that of a loader is not to.
+    order = script.code(shuffle.value) if shuffle is not None else "False"
+    wish = target.replace("loader", "sampler") if "loader" in target else f"{target}_sampler"
+    sampler = script.unused(wish.lstrip("_"))
+    edits.before(
+        statement,
+        f"{sampler} = {_sampler_name(script)}({text}, num_replicas={kv}.size(), "
+        f"rank={kv}.rank(), shuffle={order})",
+    )
+    edits.change(call, lambda new: _with_sampler(new, edits.expression(sampler)))
+    edits.why(
+        call,
+        "each rank reads its own part of the dataset; its batches have the same size "
+        f"as before, so all ranks' together are {kv}.size() times as large",
+    )
+    return sampler
+
+
+def _with_sampler(call: cst.Call, sampler: cst.BaseExpression) -> cst.Call:
+    """The call with a sampler, in the place of shuffle if it has that."""
+    given = argument(call, "shuffle", 2)
+    if given is None:
+        return with_argument(call, "sampler", sampler)
+    other = given.with_changes(
+        keyword=cst.Name("sampler"),
+        value=sampler,
+        equal=cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("")),
+    )
+    return call.with_changes(args=[other if arg is given else arg for arg in call.args])
+
+
+def _not_shared(script: Script, call: cst.Call) -> str:
+    """Why a loader cannot be given a sampler; "" if it can."""
+    inner = (cst.Lambda, cst.BaseComp)
+    if script.statement_of(call) is None or any(
+        isinstance(each, inner) for each in script.ancestors(call)
+    ):
+        return "it is made amid an expression; give it a line, and a DistributedSampler"
+    if any(arg.star for arg in call.args):
+        return (
+            "what its arguments (*, **) hold cannot be seen. Give it "
+            "sampler=DistributedSampler(dataset, ...) in the place of shuffle=True"
+        )
+    if len([arg for arg in call.args if not arg.keyword]) > 3:
+        return "it has more than three arguments without a name; name them"
+    for name in ("sampler", "batch_sampler"):
+        given = keyword(call, name)
+        if given is not None and script.code(given.value) != "None":
+            return (
+                f"it has a {name} of its own. Let that one draw only this rank's part (as "
+                "kolovod.data.ShardedSampler does)"
+            )
+    dataset = argument(call, "dataset", 0)
+    if dataset is None:
+        return "its dataset cannot be seen"
+    for origin in script.origins(dataset.value):
+        if isinstance(origin, cst.Call) and _is_iterable(script, origin):
+            return (
+                "an IterableDataset takes no sampler. Let it yield only this rank's part, equally "
+                "many on all ranks"
+            )
+    return ""
+
+
+def _is_iterable(script: Script, call: cst.Call) -> bool:
+    """Whether it makes an object of an IterableDataset of this script."""
+    for each in nodes(script.module, cst.ClassDef):
+        if each.name.value == script.code(call.func):
+            return any(
+                script.name(base.value) == "torch.utils.data.IterableDataset" for base in each.bases
+            )
+    return script.name(call) == "torch.utils.data.IterableDataset"
+
+
+def _target(script: Script, call: cst.Call) -> str:
+    """The name to which the call's result is assigned, without what is before a dot."""
+    assign = script.parent(call)
+    if isinstance(assign, cst.Assign) and len(assign.targets) == 1:
+        target = assign.targets[0].target
+        if isinstance(target, cst.Name | cst.Attribute):
+            return script.code(target).split(".")[-1]
+    return "loader"
+
+
+def _sampler_name(script: Script) -> str:
+    """How the script has the class, or will have it."""
+    calls = script.calls_of(_SAMPLER)
+    return script.code(calls[0].func) if calls else "DistributedSampler"
+
+
+def _start_epochs(
+    edits: Edits,
+    shared: dict[cst.Call, str],
+    epochs: list[tuple[cst.Call, cst.BaseExpression, list[Place]]],
+) -> None:
+    """Tell the samplers which epoch begins: without that each has the same order."""
+    script = edits.script
+    done: set[tuple[cst.CSTNode, str]] = set()
+    for loader, name, outer in epochs:
+        if loader not in shared or not outer:
+            continue  # a single pass over the data
+        place = outer[0]
+        text = seen_from(script, name, place)
+        loop = place.loop
+        unnamed = not text and script.inside(loader, loop)
+        if (
+            not (text or unnamed)
+            or not isinstance(loop, cst.For)
+            or not isinstance(loop.target, cst.Name)
+            or not isinstance(loop.body, cst.IndentedBlock)
+        ):
+            edits.look(
+                loop,
+                "at the beginning of each epoch call set_epoch(epoch) of the loader's "
+                "sampler, or the order is the same in each",
+            )
+            continue
+        if (loop, text) in done:
+            continue
+        done.add((loop, text))
+        epoch = loop.target.value
+        if epoch == "_":
+            epoch = script.unused("epoch")
+            edits.replace(loop.target, epoch)
+        first = script.statement_of(loader) if unnamed else loop.body.body[0]
+        assert isinstance(first, cst.BaseStatement)
+        sampler = shared[loader] if unnamed else f"{text}.sampler"
+        edits.before(first, f"{sampler}.set_epoch({epoch})")
+        edits.why(loop, "another order in each epoch, the same plan on all ranks")
