@@ -145,8 +145,7 @@ def _not_shared(script: Script, call: cst.Call) -> str:
     if len([arg for arg in call.args if not arg.keyword]) > 3:
         return "it has more than three arguments without a name; name them"
     for name in ("sampler", "batch_sampler"):
-        given = keyword(call, name)
-        if given is not None and script.code(given.value) != "None":
+        if keyword(call, name) is not None:
             return (
                 f"it has a {name} of its own. Let that one draw only this rank's part (as "
                 "kolovod.data.ShardedSampler does)"
