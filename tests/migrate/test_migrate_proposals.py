@@ -94,7 +94,10 @@ def test_a_loader(given: str, wanted: str | None) -> None:
     code = f"{HEAD}loader = {given}\n{OPTIMIZER}{LOOP}"
     if wanted is None:
         assert "DistributedSampler(" not in changed(code)
-        assert any(line == 5 and ("left as it is" in text or "cannot be seen" in text) for line, text in looks(code))
+        assert any(
+            line == 5 and ("left as it is" in text or "cannot be seen" in text)
+            for line, text in looks(code)
+        )
     else:
         assert f"loader = {wanted}\n" in changed(code)
         assert "    loader.sampler.set_epoch(epoch)\n" in changed(code)
@@ -119,7 +122,9 @@ def test_names_that_the_script_uses_already() -> None:
     code = changed(f"{HEAD}kv = sampler = None\n{LOADER}{OPTIMIZER}{LOOP}")
     assert "import kolovod.torch as kolovod_torch\n" in code
     assert "kolovod_torch.init()\n" in code
-    assert "sampler_of_rank = DistributedSampler(\n    data, num_replicas=kolovod_torch.size()" in code
+    assert (
+        "sampler_of_rank = DistributedSampler(\n    data, num_replicas=kolovod_torch.size()" in code
+    )
 
 
 def test_an_iterable_dataset() -> None:
@@ -155,7 +160,7 @@ def test_the_world_is_formed_before_functions_that_run_on_import() -> None:
     body = "\n".join(f"    {line}" for line in (LOADER + OPTIMIZER + LOOP).splitlines())
     main = f"\ndef main(model, data):\n{body}\n\n"
     guard = 'if __name__ == "__main__":\n    main(model, None)\n'
-    assert f'"__main__":\n    kv.init()\n    main' in changed(HEAD + main + guard)
+    assert '"__main__":\n    kv.init()\n    main' in changed(HEAD + main + guard)
     early = changed(f"{HEAD}{main}main(model, [])\n{guard}")
     assert "\n\nkv.init()\n" in early
     assert "    kv.init()\n" not in early
@@ -238,7 +243,9 @@ def test_encodings_and_ends_of_lines(encoding: str, newline: str) -> None:
     assert text.startswith(comment)
     assert "kv.init()" in text
     assert text.count("\n") == text.count(newline)
-    old_lines = [line for line in code.split(newline) if "SGD" not in line and "Loader(" not in line]
+    old_lines = [
+        line for line in code.split(newline) if "SGD" not in line and "Loader(" not in line
+    ]
     assert [line for line in old_lines if line not in text.split(newline)] == []
 
 

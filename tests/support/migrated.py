@@ -1,7 +1,7 @@
 """Scripts that ``kolovod init`` changes: what is expected of each, and running them as ranks do.
 
-    python tests/support/migrated.py              # writes tests/migrate/expected anew
-    python tests/support/migrated.py SCRIPT       # as a rank: runs it, and says how it ended
+python tests/support/migrated.py              # writes tests/migrate/expected anew
+python tests/support/migrated.py SCRIPT       # as a rank: runs it, and says how it ended
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def text(name: str, rename: bool) -> str:
 
 
 def run_on_two_ranks(script: Path) -> tuple[list[tuple[str, int]], str]:
-    """By rank the digest of the weights at the end and the number of steps; and what rank 0 said."""
+    """By rank a digest of the weights at the end and the steps; and what the ranks wrote."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "kolovod", "run", "-np", "2", "--"),
