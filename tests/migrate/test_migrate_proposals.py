@@ -42,7 +42,8 @@ def changed(code: str) -> str:
 
 def looks(code: str) -> list[tuple[int, str]]:
     """Line and text of what is left to the user."""
-    return [(each.line, each.text) for each in propose(code.encode(), "train.py").looks]
+    made = propose(code.encode(), "train.py")
+    return [(each.line, each.text) for each in made.needs + made.looks]
 
 
 HEAD = """\
@@ -178,6 +179,7 @@ def test_a_framework_that_only_a_function_imports() -> None:
     code += "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     code += "    model(x).backward()\n\nmain()\n"
     assert any("not imported at the top" in text for _, text in looks(code))
+    assert changed(code) == code
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -193,7 +195,7 @@ def test_a_backend_that_is_not_seen_stays() -> None:
     made = propose(code.encode(), "train.py")
     assert made.outcome is Outcome.UNKNOWN
     assert made.new == code.encode()
-    assert made.looks[0].line == 2
+    assert made.needs[0].line == 2
 
 
 def test_no_python_is_named_with_its_line() -> None:

@@ -51,6 +51,7 @@ def text(name: str, rename: bool) -> str:
         f"{made.what}: {made.outcome.value}: {made.summary}",
         words.diff(f"{name}.py", old, made, colored=False),
         words.remarks("Why:", made.reasons),
+        words.remarks("Needed:", made.needs),
         words.remarks("Look:", made.looks),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"

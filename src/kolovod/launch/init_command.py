@@ -60,6 +60,7 @@ def _init(options: argparse.Namespace) -> int:
     if made.outcome is proposal.Outcome.CHANGES:
         parts.append(words.diff(str(path), old, made, colored=colored))
     parts.append(words.remarks("Why (lines of the script as it is now):", made.reasons))
+    parts.append(words.remarks("Still needed, by hand:", made.needs))
     parts.append(words.remarks("Look at this yourself:", made.looks))
     print("\n\n".join(filter(None, parts)), flush=True)
     if made.outcome is proposal.Outcome.UNKNOWN:

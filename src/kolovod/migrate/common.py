@@ -26,16 +26,20 @@ _HARMLESS_METHODS = {
 
 def place_import_and_init(
     edits: Edits, frameworks: Sequence[str], module: str, *more: str, then: str = ""
-) -> bool:
+) -> None:
     """Import ``module``, and form the world before anything asks for a rank.
 
-    ``more``: further imports; ``then``: a statement after ``init()``. False if the framework is
-    not imported at the top of the script. To be called last: it looks at what else changes.
+    ``more``: further imports; ``then``: a statement after ``init()``. Nothing is changed if the
+    framework is not imported at the top. To be called last: it looks at what else changes.
     """
     script = edits.script
     imported = _last_import(script, frameworks)
     if imported is None:
-        return False
+        edits.give_up(
+            f"the framework is not imported at the top of the script: import {module} as "
+            f"{edits.kv} there, and call {edits.kv}.init() before anything else of it"
+        )
+        return
     places = edits.places
     for text in (f"import {module} as {edits.kv}", *more):
         edits.after(imported, text)
@@ -56,7 +60,6 @@ def place_import_and_init(
     edits.why(place, f"{edits.kv}.init() meets the other ranks; a single process is a world of one")
     if then:
         edits.why(place, "each rank of a host takes a GPU of its own")
-    return True
 
 
 def _last_import(script: Script, frameworks: Sequence[str]) -> cst.BaseStatement | None:
@@ -124,7 +127,7 @@ def prints_in(
     for call in script.calls_of("builtins.print"):
         line = statement_line(script, call)
         to_file = keyword(call, "file") is not None
-        inner = [each for each in script.calls if script.inside(each, call)]
+        inner = script.nodes(call, cst.Call)[1:]
         if line is None or to_file or script.function_of(call) not in functions:
             continue
         if all(_is_harmless(script, each) for each in inner):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from kolovod.migrate.edits import Edits
-from kolovod.migrate.script import Script, argument, attribute_call, keyword, nodes
+from kolovod.migrate.script import Script, argument, attribute_call, keyword
 
 __all__ = ["is_distributed", "move", "starts_its_ranks"]
 
@@ -29,7 +29,7 @@ def move(edits: Edits) -> bool:
     script = edits.script
     made = script.calls_of(_INIT)
     if not made:
-        edits.look(script.calls_of(_DDP)[0], "DistributedDataParallel is here, but not what makes "
+        edits.need(script.calls_of(_DDP)[0], "DistributedDataParallel is here, but not what makes "
                    'its process group: give that the backend "kolovod"')  # fmt: skip
         return False
     backends = {call: argument(call, "backend", 0) for call in made}
@@ -37,7 +37,7 @@ def move(edits: Edits) -> bool:
         return True
     gpu = _on_gpus(script)
     if gpu is not None:
-        edits.look(
+        edits.need(
             gpu,
             "DDP over Kolovod takes CPU tensors only, and this script uses GPUs: drop "
             "DDP, by the table in docs/from-ddp.md. Nothing is changed",
@@ -45,9 +45,9 @@ def move(edits: Edits) -> bool:
         return False
     for call, given in backends.items():
         if given is None:
-            edits.look(call, 'give it the backend "kolovod"')
+            edits.need(call, 'give it the backend "kolovod"')
         elif _text(given) not in ("gloo", "mpi"):
-            edits.look(given, "which backend this is cannot be seen, or it is for GPUs only: make "
+            edits.need(given, "which backend this is cannot be seen, or it is for GPUs only: make "
                        'it "kolovod" for CPU tensors')  # fmt: skip
         else:
             quote = script.code(given.value)[0]
@@ -82,7 +82,7 @@ def _on_gpus(script: Script) -> cst.CSTNode | None:
             given = keyword(call, "device_ids")
             if given is None or script.code(given.value) != "None":
                 return call
-    for each in nodes(script.module, cst.SimpleString):
+    for each in script.nodes(script.module, cst.SimpleString):
         if each.value.strip("'\"") in ("cuda", "cuda:0", "nccl"):
             return each
     return None

@@ -32,8 +32,10 @@ class Edits:
     script: Script
     reasons: list[Remark] = field(default_factory=list)
     """One for each thing that is changed."""
+    needs: list[Remark] = field(default_factory=list)
+    """Without what the ranks do not train one model together, and what was not changed here."""
     looks: list[Remark] = field(default_factory=list)
-    """What a person must look at."""
+    """What a person should look at."""
     kv: str = "kv"
     """How the script will call Kolovod."""
     _changes: dict[cst.CSTNode, list[Change]] = field(default_factory=dict)
@@ -53,9 +55,19 @@ class Edits:
         """Give the reason for a change at ``node``."""
         self._remark(self.reasons, node, text)
 
+    def need(self, node: cst.CSTNode | None, text: str) -> None:
+        """Say what the user must change; None: it has no one place."""
+        self._remark(self.needs, node, text)
+
     def look(self, node: cst.CSTNode | None, text: str) -> None:
         """Leave something to the user; None: it has no one place."""
         self._remark(self.looks, node, text)
+
+    def give_up(self, text: str) -> None:
+        """Change nothing, and say why."""
+        for each in (self._changes, self._before, self._after, self.reasons):
+            each.clear()
+        self.need(None, f"{text}. Nothing is changed")
 
     def _remark(self, remarks: list[Remark], node: cst.CSTNode | None, text: str) -> None:
         remark = Remark(self.script.line(node) if node is not None else 0, text)

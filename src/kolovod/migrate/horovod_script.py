@@ -5,7 +5,6 @@ from __future__ import annotations
 import libcst as cst
 
 from kolovod.migrate.edits import Edits
-from kolovod.migrate.script import nodes
 
 __all__ = ["MODULES", "SAME", "rename"]
 
@@ -81,7 +80,7 @@ SAME: dict[str, dict[str, tuple[int, frozenset[str]]]] = {
 def rename(edits: Edits) -> None:
     """Import Kolovod's modules in the place of Horovod's, each if all that is used is the same."""
     script = edits.script
-    for node in nodes(script.module, cst.Import):
+    for node in script.nodes(script.module, cst.Import):
         for alias in node.names:
             name = script.code(alias.name)
             if name.split(".")[0] != "horovod":
@@ -96,7 +95,7 @@ def rename(edits: Edits) -> None:
             if _all_the_same(edits, name, script.code(alias.asname.name)):
                 edits.replace(alias.name, MODULES[name])
                 edits.why(node, "what the script uses of Horovod means the same there")
-    for each in nodes(script.module, cst.ImportFrom):
+    for each in script.nodes(script.module, cst.ImportFrom):
         if each.module is not None and script.code(each.module).split(".")[0] == "horovod":
             edits.look(each, "this import keeps its name; it works with the others")
 
@@ -105,7 +104,7 @@ def _all_the_same(edits: Edits, module: str, alias: str) -> bool:
     script = edits.script
     known = SAME[MODULES[module]]
     good = True
-    for each in nodes(script.module, cst.Name):
+    for each in script.nodes(script.module, cst.Name):
         if each.value != alias or script.name(each) != module:
             continue
         whole: cst.CSTNode = each

@@ -13,7 +13,7 @@ from kolovod.migrate.common import (
 )
 from kolovod.migrate.edits import Edits, wrapped
 from kolovod.migrate.loops import chains, functions_of
-from kolovod.migrate.script import Script, argument, attribute_call, keyword, nodes
+from kolovod.migrate.script import Script, argument, attribute_call, keyword
 from kolovod.migrate.tf_data import share_datasets
 from kolovod.migrate.torch_data import LOADER, share_loaders
 
@@ -38,7 +38,7 @@ def distribute(edits: Edits) -> None:
     """Plan the changes, or say what keeps the script from being changed."""
     script = edits.script
     if several := script.calls_of(*_SEVERAL_DEVICES):
-        edits.look(
+        edits.need(
             several[0],
             "the script is for several devices of a process already; Kolovod "
             "has one device for each. Nothing is changed",
@@ -51,7 +51,7 @@ def distribute(edits: Edits) -> None:
             if isinstance(origin, cst.Call) and script.name(origin).startswith("optax."):
                 optimizers[origin] = None
     if not optimizers:
-        edits.look(
+        edits.need(
             None,
             "no optimizer of optax is in this script that its init() or update() "
             "could be seen of: see docs/jax.md for what averages gradients",
@@ -77,12 +77,7 @@ def distribute(edits: Edits) -> None:
         only_on_rank_0(edits, prints_in(script, functions_of(script, steps)), files)
     for call in script.calls_of("pickle.dump"):
         edits.look(call, f"let only {edits.kv}.rank() == 0 open and write this file")
-    if not place_import_and_init(edits, ["jax", "optax"], "kolovod.jax", *imports):
-        edits.look(
-            None,
-            "JAX is not imported at the top of the script: import kolovod.jax as "
-            f"{edits.kv} there, and call {edits.kv}.init() before anything else",
-        )
+    place_import_and_init(edits, ["jax", "optax"], "kolovod.jax", *imports)
 
 
 def _receivers(script: Script) -> list[cst.BaseExpression]:
@@ -119,15 +114,15 @@ def _start_equal(edits: Edits) -> list[tuple[cst.FunctionDef | None, str]]:
             wrapped(edits, given, f"{kv}.broadcast_pytree")
             kept.append((function, target))
         else:
-            edits.look(
+            edits.need(
                 call,
                 "all ranks must start with the same parameters: params = "
                 f"{kv}.broadcast_pytree(params) before this",
             )
             continue
         edits.why(call, "all ranks start with rank 0's parameters")
-    if not kept and not edits.looks:
-        edits.look(
+    if not kept and not edits.needs:
+        edits.need(
             None,
             "all ranks must start with the same parameters: params = "
             f"{kv}.broadcast_pytree(params)",
@@ -152,7 +147,7 @@ def _share_data(edits: Edits, steps: list[cst.Call]) -> list[str]:
         loops = [place.loop for place in way if isinstance(place.loop, cst.For)]
         shared = [share_datasets(edits, loop.iter) for loop in loops]
         if loops and not any(shared):
-            edits.look(
+            edits.need(
                 loops[0],
                 f"give each rank its own part of this data (x[{kv}.rank() :: "
                 f"{kv}.size()], cut to equally many rows), and all equally many steps",
@@ -175,7 +170,7 @@ def _end_together(
     for way in [way for step in steps for way in chains(script, step) if way]:
         loop = way[-1].loop
         for function, name in kept:
-            assigned = {code for each in nodes(loop, cst.Assign) for target in each.targets
+            assigned = {code for each in script.nodes(loop, cst.Assign) for target in each.targets
                         for code in _names(script, target.target)}  # fmt: skip
             if jax and name in assigned and script.function_of(loop) is function:
                 edits.after(loop, f"{jax}.block_until_ready({name})")
@@ -185,7 +180,7 @@ def _end_together(
                     "by the others in it",
                 )
                 return True
-    edits.look(
+    edits.need(
         None,
         "read a result of the last step on every rank, by jax.block_until_ready "
         "say: a rank that ends before that step is done is missed by the others",

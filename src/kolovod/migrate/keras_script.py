@@ -13,7 +13,7 @@ from kolovod.migrate.common import (
 )
 from kolovod.migrate.edits import Edits, with_argument, wrapped
 from kolovod.migrate.loops import functions_of
-from kolovod.migrate.script import Script, argument, attribute_call, keyword, nodes
+from kolovod.migrate.script import Script, argument, attribute_call, keyword
 from kolovod.migrate.tf_data import share_arrays, share_datasets
 
 __all__ = ["ROOTS", "distribute", "fits", "is_optimizer", "saves_of"]
@@ -52,15 +52,14 @@ def distribute(edits: Edits) -> None:
         if attribute_call(call, "compile") is not None and not script.name(call)
     ]  # fmt: skip
     if not training or not compiling:
-        edits.look(
+        edits.need(
             None,
             "no model.compile and model.fit are in this script: what trains must be "
             "changed where it is",
         )
         return
     edits.kv = script.unused("kv", "kolovod_keras")
-    seen = [_distribute_optimizer(edits, call) for call in compiling]
-    if not all(seen):
+    if not all(_distribute_optimizer(edits, call) for call in compiling):
         return
     for call in training:
         _distribute_fit(edits, call)
@@ -72,12 +71,7 @@ def distribute(edits: Edits) -> None:
         edits, prints_in(script, functions_of(script, training)), saves_of(edits, models)
     )
     _callbacks_that_write(edits)
-    if not place_import_and_init(edits, ROOTS, "kolovod.keras"):
-        edits.look(
-            None,
-            "Keras is not imported at the top of the script: import kolovod.keras as "
-            f"{edits.kv} there, and call {edits.kv}.init() before anything else",
-        )
+    place_import_and_init(edits, ROOTS, "kolovod.keras")
 
 
 def _distribute_optimizer(edits: Edits, call: cst.Call) -> bool:
@@ -93,10 +87,9 @@ def _distribute_optimizer(edits: Edits, call: cst.Call) -> bool:
         origins = script.origins(given.value) if given is not None else []
         made = [each for each in origins if is_optimizer(script, each)]
         if given is None or not made or len(made) < len(origins):
-            edits.look(
-                call,
-                "which optimizer this compile gets cannot be seen: make it "
-                "kv.DistributedOptimizer(optimizer). Nothing is changed without that",
+            edits.give_up(
+                f"which optimizer the compile in line {script.line(call)} gets cannot be seen: "
+                f"make it {kv}.DistributedOptimizer(optimizer)"
             )
             return False
         wrapped(edits, given.value, f"{kv}.DistributedOptimizer")
@@ -143,7 +136,7 @@ def _share_data(edits: Edits, call: cst.Call) -> None:
         or script.statement_of(call) is None
         or not all(isinstance(each, cst.Name | cst.Attribute) for each in given)
     ):
-        edits.look(
+        edits.need(
             call,
             "give each rank its own part of this data, and all equally many steps: "
             f"every {kv}.size()-th sample from {kv}.rank() on, say",
@@ -199,7 +192,7 @@ def _callbacks_that_write(edits: Edits) -> None:
         return cst.StarredElement(chosen, comma=old.comma)
 
     listed: set[cst.BaseExpression] = set()
-    for each in nodes(script.module, cst.List):
+    for each in script.nodes(script.module, cst.List):
         for element in each.elements:
             writers = [
                 origin for origin in script.origins(element.value)

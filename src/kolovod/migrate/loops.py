@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from kolovod.migrate.script import Loop, Script, nodes
+from kolovod.migrate.script import Loop, Script
 
 __all__ = ["Place", "chains", "functions_of", "seen_from"]
 
@@ -54,7 +54,10 @@ def seen_from(script: Script, value: cst.BaseExpression, place: Place) -> str:
                 continue
             if root is not value:
                 return ""
-            value = script.given(call, function, root.value)
+            given = script.given(call, function, root.value)
+            if given is None:
+                return ""
+            value = given
         elif script.assignments(root.value, function):
             return ""
     return script.code(value) if isinstance(value, cst.Name | cst.Attribute) else ""
@@ -72,7 +75,7 @@ def functions_of(script: Script, found: Iterable[cst.CSTNode]) -> set[cst.Functi
         if function is not None:
             todo += [script.function_of(site) for site in script.call_sites(function)]
     for function in [each for each in functions if each is not None]:
-        for call in nodes(function, cst.Call):
+        for call in script.nodes(function, cst.Call):
             if (called := script.called(call)) is not None:
                 functions.add(called)
     return functions

@@ -49,6 +49,7 @@ class Proposal:
     new: bytes
     """The changed script; the same bytes if nothing changes."""
     reasons: list[Remark] = field(default_factory=list)
+    needs: list[Remark] = field(default_factory=list)
     looks: list[Remark] = field(default_factory=list)
     starts_itself: bool = False
     """Whether the script starts its ranks."""
@@ -109,14 +110,14 @@ def _from_one_process(edits: Edits, content: bytes) -> Proposal:
     for node, name in script.imports(*_TRAINERS):
         root = name.split(".")[0]
         if root not in ("ray", "transformers") or "Trainer" in script.identifiers:
-            edits.look(
+            edits.need(
                 node,
                 f"{_TRAINERS[root]} trains, and starts processes in its own way: see "
                 "docs/torch-distributed.md",
             )
             return _made(edits, _TRAINERS[root])
     for call in script.calls_of("tensorflow.distribute."):
-        edits.look(
+        edits.need(
             call,
             "tf.distribute makes the script distributed in its own way: take it out "
             "first (strategy, scope)",
@@ -156,7 +157,10 @@ def _made(edits: Edits, what: str, *, starts_itself: bool = False) -> Proposal:
         outcome = Outcome.UNKNOWN
     else:
         summary, outcome = "these changes make it distributed", Outcome.CHANGES
+        if edits.needs:
+            summary = "these changes, and what must be done by hand, make it distributed"
     return Proposal(
-        what, outcome, summary, new, sorted(edits.reasons), sorted(edits.looks),
+        what, outcome, summary, new, sorted(edits.reasons), sorted(edits.needs),
+        sorted(edits.looks),
         starts_itself=starts_itself,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from libcst import metadata
 
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["Function", "Loop", "Script", "argument", "attribute_call", "keyword", "nodes"]
+__all__ = ["Function", "Loop", "Script", "argument", "attribute_call", "keyword"]
 
 Function = cst.FunctionDef | None
 """None: the module itself."""
@@ -49,14 +49,27 @@ class Script:
             raise InvalidArgumentError(f"{path} is not a text of Python: {error}") from None
         self.module = wrapper.module
         self._positions = wrapper.resolve(metadata.PositionProvider)
-        self._qualified = {
-            node: frozenset(found() if callable(found) else found)  # some are found when asked
-            for node, found in wrapper.resolve(metadata.QualifiedNameProvider).items()
-        }
+        self._qualified = wrapper.resolve(metadata.QualifiedNameProvider)
+        self._names: dict[cst.CSTNode, str] = {}  # that were asked for
         self._parents = wrapper.resolve(metadata.ParentNodeProvider)
-        self.calls = nodes(self.module, cst.Call)
-        self.functions = nodes(self.module, cst.FunctionDef)
-        self.identifiers = {name.value for name in nodes(self.module, cst.Name)}
+        self._order = _Order()
+        self.module.visit(self._order)
+        self.calls = self.nodes(self.module, cst.Call)
+        self.functions = self.nodes(self.module, cst.FunctionDef)
+        self._by_name: dict[tuple[str, bool], list[cst.FunctionDef]] = {}
+        for function in self.functions:
+            key = function.name.value, self._parent_class(function) is not None
+            self._by_name.setdefault(key, []).append(function)
+        self._sites: dict[cst.FunctionDef, list[cst.Call]] = {}
+        for call in self.calls:
+            if (called := self.called(call)) is not None:
+                self._sites.setdefault(called, []).append(call)
+        self.identifiers = {name.value for name in self.nodes(self.module, cst.Name)}
+
+    def nodes(self, tree: cst.CSTNode, kind: type[N]) -> list[N]:
+        """All of a kind within ``tree``, which counts too, in the order of the text."""
+        begin, end = self._order.spans[tree]
+        return [each for each in self._order.nodes[begin:end] if isinstance(each, kind)]
 
     # What stands where ----------------------------------------------------------------------------
 
@@ -143,7 +156,13 @@ class Script:
 
         One name for what a framework has in several places.
         """
+        if node not in self._names:
+            self._names[node] = self._resolved(node)
+        return self._names[node]
+
+    def _resolved(self, node: cst.CSTNode) -> str:
         found = self._qualified.get(node, frozenset())
+        found = frozenset(found() if callable(found) else found)
         known = {
             _one_place(each.name) for each in found
             if each.source is not metadata.QualifiedNameSource.LOCAL
@@ -157,23 +176,23 @@ class Script:
     def imports(self, *roots: str) -> list[tuple[cst.Import | cst.ImportFrom, str]]:
         """Statements that import from one of these packages, and what: "torch.utils.data"."""
         found: list[tuple[cst.Import | cst.ImportFrom, str]] = []
-        for node in nodes(self.module, cst.Import):
+        for node in self.nodes(self.module, cst.Import):
             found += [(node, _dotted(alias.name)) for alias in node.names]
-        for each in nodes(self.module, cst.ImportFrom):
+        for each in self.nodes(self.module, cst.ImportFrom):
             if each.module is not None and not each.relative:
                 found.append((each, _dotted(each.module)))
         return [(node, name) for node, name in found if name.split(".")[0] in roots]
 
     def module_name(self, name: str) -> str:
         """By what expression this script has a module, "tf.keras" for "keras" say; "" if not."""
-        for node in nodes(self.module, cst.Import):
+        for node in self.nodes(self.module, cst.Import):
             for alias in node.names:
                 dotted = _dotted(alias.name)
                 if alias.asname is None and dotted.split(".")[0] == name:
                     return name
                 if alias.asname is not None and _one_place(dotted + ".")[:-1] == name:
                     return _dotted(alias.asname.name)
-        for each in nodes(self.module, cst.ImportFrom):
+        for each in self.nodes(self.module, cst.ImportFrom):
             if each.module is None or each.relative or isinstance(each.names, cst.ImportStar):
                 continue
             for alias in each.names:
@@ -204,13 +223,10 @@ class Script:
 
     def call_sites(self, function: cst.FunctionDef) -> list[cst.Call]:
         """Where this script calls it."""
-        return [call for call in self.calls if self.called(call) is function]
+        return self._sites.get(function, [])
 
     def _function_named(self, name: str, *, in_class: bool) -> cst.FunctionDef | None:
-        found = [
-            each for each in self.functions
-            if each.name.value == name and (self._parent_class(each) is not None) == in_class
-        ]  # fmt: skip
+        found = self._by_name.get((name, in_class), [])
         return found[0] if len(found) == 1 else None
 
     def _parent_class(self, function: cst.FunctionDef) -> cst.ClassDef | None:
@@ -218,18 +234,16 @@ class Script:
         above = None if parent is self.module else self.parent(parent)
         return above if isinstance(above, cst.ClassDef) else None
 
-    def given(self, call: cst.Call, function: cst.FunctionDef, name: str) -> cst.BaseExpression:
-        """What ``call`` passes for a parameter; an empty tuple if that cannot be seen."""
+    def given(
+        self, call: cst.Call, function: cst.FunctionDef, name: str
+    ) -> cst.BaseExpression | None:
+        """What ``call`` passes for a parameter; None if that cannot be seen."""
         names = [each.name.value for each in function.params.params]
         if self._parent_class(function) is not None:
             names = names[1:]
-        if (found := keyword(call, name)) is not None:
-            return found.value
         index = names.index(name) if name in names else len(call.args)
-        ahead = call.args[: index + 1]
-        if len(ahead) <= index or any(each.star or each.keyword for each in ahead):
-            return cst.Tuple([])
-        return call.args[index].value
+        found = argument(call, name, index)
+        return found.value if found is not None else None
 
     def assignments(self, target: str, function: Function) -> list[tuple[cst.Assign, int]]:
         """Where a name of ``function`` (or an attribute) gets a value, with its place in a tuple.
@@ -237,7 +251,7 @@ class Script:
         The place is -1 where the whole value is meant.
         """
         found = []
-        for node in nodes(function or self.module, cst.Assign):
+        for node in self.nodes(function or self.module, cst.Assign):
             if "." not in target and self.function_of(node) is not function:
                 continue
             for each in node.targets:
@@ -266,7 +280,8 @@ class Script:
             if function_here is not None and value.value in _parameters(function_here):
                 found: list[cst.BaseExpression] = []
                 for call in self.call_sites(function_here):
-                    found += self.origins(self.given(call, function_here, value.value), depth - 1)
+                    given = self.given(call, function_here, value.value)
+                    found += self.origins(given, depth - 1) if given is not None else []
                 return found
             if assigned := self._assigned(value.value, function_here, depth):
                 return assigned
@@ -289,7 +304,7 @@ class Script:
         self, function: cst.FunctionDef, index: int, depth: int
     ) -> list[cst.BaseExpression]:
         found: list[cst.BaseExpression] = []
-        for node in nodes(function, cst.Return):
+        for node in self.nodes(function, cst.Return):
             value = node.value
             if self.function_of(node) is not function or value is None:
                 continue
@@ -326,22 +341,21 @@ class Script:
 # Of trees ----------------------------------------------------------------------------------------
 
 
-class _Collector(cst.CSTVisitor):
-    def __init__(self, kind: type[cst.CSTNode]) -> None:
+class _Order(cst.CSTVisitor):
+    """All nodes in the order of the text, and where those within each begin and end."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.kind, self.found = kind, list[cst.CSTNode]()
+        self.nodes: list[cst.CSTNode] = []
+        self.spans: dict[cst.CSTNode, tuple[int, int]] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        if isinstance(node, self.kind):
-            self.found.append(node)
+        self.spans[node] = len(self.nodes), 0
+        self.nodes.append(node)
         return True
 
-
-def nodes(tree: cst.CSTNode, kind: type[N]) -> list[N]:
-    """All of a kind, in the order of the text."""
-    collector = _Collector(kind)
-    tree.visit(collector)
-    return collector.found  # type: ignore[return-value]
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        self.spans[original_node] = self.spans[original_node][0], len(self.nodes)
 
 
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:

@@ -14,7 +14,7 @@ from kolovod.migrate.common import (
 from kolovod.migrate.edits import Edits, wrapped
 from kolovod.migrate.keras_script import is_optimizer, saves_of
 from kolovod.migrate.loops import chains, functions_of
-from kolovod.migrate.script import Script, argument, attribute_call, keyword, nodes
+from kolovod.migrate.script import Script, argument, attribute_call, keyword
 from kolovod.migrate.tf_data import share_datasets
 
 __all__ = ["TAPE", "distribute"]
@@ -31,12 +31,12 @@ def distribute(edits: Edits) -> None:
     script = edits.script
     edits.kv = script.unused("kv", "kolovod_tensorflow")
     steps = [
-        step for item in nodes(script.module, cst.WithItem)
+        step for item in script.nodes(script.module, cst.WithItem)
         if script.name(item.item) == TAPE and (step := _distribute_tape(edits, item)) is not None
     ]  # fmt: skip
     if not edits:
-        if not edits.looks:
-            edits.look(None, "no `with tf.GradientTape() as tape` is in this script")
+        if not edits.needs:
+            edits.need(None, "no `with tf.GradientTape() as tape` is in this script")
         return
     models: set[str] = set()
     for step in steps:
@@ -54,12 +54,7 @@ def distribute(edits: Edits) -> None:
                         scale_rate(edits, rate, each, is_sgd=is_sgd)
     saves = [*saves_of(edits, models), *_checkpoints(edits)]
     only_on_rank_0(edits, prints_in(script, functions_of(script, steps)), saves)
-    if not place_import_and_init(edits, ["tensorflow"], "kolovod.tensorflow"):
-        edits.look(
-            None,
-            "TensorFlow is not imported at the top of the script: import "
-            f"kolovod.tensorflow as {edits.kv} there, and call {edits.kv}.init()",
-        )
+    place_import_and_init(edits, ["tensorflow"], "kolovod.tensorflow")
 
 
 def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
@@ -70,12 +65,12 @@ def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
     name = script.code(item.asname.name) if item.asname is not None else ""
     function = script.function_of(item)
     asked = [
-        each for each in nodes(function or script.module, cst.Call)
+        each for each in script.nodes(function or script.module, cst.Call)
         if (tape := attribute_call(each, "gradient", "jacobian")) is not None
         and script.code(tape) == name
     ]  # fmt: skip
     if len(asked) != 1 or keyword(call, "persistent") or attribute_call(asked[0], "jacobian"):
-        edits.look(
+        edits.need(
             call,
             "this tape is asked for several gradients, or for none: make that a "
             f"{kv}.DistributedGradientTape whose gradients an optimizer applies",
@@ -101,7 +96,7 @@ def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
             )
             edits.why(after, "all ranks start with rank 0's weights")
             return names
-        edits.look(
+        edits.need(
             sources,
             "all ranks must start with the same weights: call "
             f"{kv}.broadcast_variables({what}, root_rank=0) once they exist, before the "
@@ -120,7 +115,7 @@ def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
         edits.after(last, f"{kv}.broadcast_variables([{names_of}], root_rank=0)")
         edits.why(last, "all ranks start with rank 0's weights")
     else:
-        edits.look(
+        edits.need(
             sources,
             "all ranks must start with the same weights: call "
             f"{kv}.broadcast_variables(variables, root_rank=0) before the first step",
@@ -141,7 +136,7 @@ def _definitions(
             found = []
             for call in script.call_sites(function):
                 given = script.given(call, function, value.value)
-                found += _definitions(script, given, depth - 1)
+                found += _definitions(script, given, depth - 1) if given is not None else []
             return list(dict.fromkeys(found))
         if script.assignments(value.value, function):
             break
@@ -156,7 +151,7 @@ def _definitions(
 def _is_built(script: Script, value: cst.BaseExpression) -> bool:
     """Whether a model has its weights as soon as it is made."""
     for origin in script.origins(value):
-        for call in [origin, *nodes(origin, cst.Call)]:
+        for call in [origin, *script.nodes(origin, cst.Call)]:
             if not isinstance(call, cst.Call):
                 continue
             name = script.name(call)
@@ -176,7 +171,7 @@ def _last_load(script: Script, assign: cst.Assign, model: str) -> cst.BaseStatem
     found, seen = statement, False
     for each in script.block_of(statement):
         if seen and isinstance(each, cst.SimpleStatementLine | cst.If):
-            for call in nodes(each, cst.Call):
+            for call in script.nodes(each, cst.Call):
                 loaded = attribute_call(call, "load_weights", "build", "restore")
                 if loaded is not None and script.code(loaded) == model:
                     found = each
@@ -197,7 +192,7 @@ def _share_data(edits: Edits, steps: list[cst.Call]) -> None:
                 if done:
                     break
             if not done:
-                edits.look(
+                edits.need(
                     way[0].loop if way else step,
                     "give each rank its own part of this "
                     f"data: dataset.shard({edits.kv}.size(), {edits.kv}.rank()), and all "

@@ -75,7 +75,7 @@ def share_datasets(edits: Edits, value: cst.BaseExpression) -> bool:
 
         edits.change(source, shard)
         edits.why(source, "each rank reads its own part")
-        edits.look(
+        edits.need(
             source,
             "all ranks must take equally many steps in an epoch: say how many "
             "(steps_per_epoch, take), or see docs/uneven-data.md",

@@ -6,7 +6,7 @@ import libcst as cst
 
 from kolovod.migrate.edits import Edits, with_argument
 from kolovod.migrate.loops import Place, seen_from
-from kolovod.migrate.script import Script, argument, keyword, nodes
+from kolovod.migrate.script import Script, argument, keyword
 
 __all__ = ["LOADER", "share_loaders"]
 
@@ -23,7 +23,7 @@ def share_loaders(edits: Edits, ways: list[list[Place]]) -> list[str]:
     every = script.calls_of(LOADER)
     if not every:
         for way in ways:
-            edits.look(
+            edits.need(
                 way[0].loop if way else None,
                 "each rank must train on its own part of the data: give it "
                 f"data[{edits.kv}.rank() :: {edits.kv}.size()], equally much on all",
@@ -42,7 +42,7 @@ def share_loaders(edits: Edits, ways: list[list[Place]]) -> list[str]:
     if not found:
         found = {call: None for call in every if _shuffles(call)}
     if not found:
-        edits.look(
+        edits.need(
             every[0],
             "which loader is for training cannot be seen: give that one a "
             f"DistributedSampler(dataset, num_replicas={edits.kv}.size(), "
@@ -85,7 +85,7 @@ def _share(edits: Edits, call: cst.Call) -> str:
     """Give a loader a sampler, and return how it is called there; "" if that is not possible."""
     script, kv = edits.script, edits.kv
     if reason := _not_shared(script, call):
-        edits.look(call, f"this loader is left as it is, so all ranks read the same: {reason}")
+        edits.need(call, f"this loader is left as it is, so all ranks read the same: {reason}")
         return ""
     dataset, shuffle = argument(call, "dataset", 0), argument(call, "shuffle", 2)
     statement = script.statement_of(call)
@@ -164,7 +164,7 @@ def _not_shared(script: Script, call: cst.Call) -> str:
 
 def _is_iterable(script: Script, call: cst.Call) -> bool:
     """Whether it makes an object of an IterableDataset of this script."""
-    for each in nodes(script.module, cst.ClassDef):
+    for each in script.nodes(script.module, cst.ClassDef):
         if each.name.value == script.code(call.func):
             return any(
                 script.name(base.value) == "torch.utils.data.IterableDataset" for base in each.bases

@@ -15,7 +15,7 @@ from kolovod.migrate.common import (
 )
 from kolovod.migrate.edits import Edits, wrapped
 from kolovod.migrate.loops import Place, chains, functions_of
-from kolovod.migrate.script import Script, argument, attribute_call, keyword, nodes
+from kolovod.migrate.script import Script, argument, attribute_call, keyword
 from kolovod.migrate.torch_data import share_loaders
 
 __all__ = ["distribute"]
@@ -33,7 +33,7 @@ def distribute(edits: Edits) -> None:
     optimizers = _optimizers(script)
     if not steps or not optimizers:
         what = "call of backward()" if not steps else "optimizer of torch.optim"
-        edits.look(None, f"no {what} is in this script: what trains must be changed where it is")
+        edits.need(None, f"no {what} is in this script: what trains must be changed where it is")
         return
     edits.kv = script.unused("kv", "kolovod_torch")
     ways = [way for step in steps for way in chains(script, step)]
@@ -60,7 +60,7 @@ def _distribute_optimizer(edits: Edits, call: cst.Call) -> None:
     """Let it average gradients, and let the ranks start equal."""
     script, kv = edits.script, edits.kv
     if script.name(call) == _STEPS_WITH_CLOSURE:
-        edits.look(
+        edits.need(
             call,
             "LBFGS calls the model several times in a step: ranks must take each of "
             "its decisions together; use another optimizer",
@@ -95,7 +95,7 @@ def _distribute_optimizer(edits: Edits, call: cst.Call) -> None:
     if models and isinstance(parent, cst.Assign):
         edits.why(call, "all ranks start with rank 0's weights")
     else:
-        edits.look(
+        edits.need(
             call,
             "all ranks must start with the same weights: call "
             f"{kv}.broadcast_parameters(model.state_dict()) before training",
@@ -115,7 +115,7 @@ def _models(script: Script, call: cst.Call) -> list[str]:
         values += [node.value for node, _ in script.assignments(given.value.value, function)]
     found: dict[str, None] = {}
     for value in values:
-        for inner in [value, *nodes(value, cst.Call)]:
+        for inner in [value, *script.nodes(value, cst.Call)]:
             if not isinstance(inner, cst.Call):
                 continue
             model = attribute_call(inner, "parameters", "named_parameters")
@@ -141,7 +141,7 @@ def _loads_after(
         if seen and isinstance(each, cst.BaseStatement):
             if isinstance(each, cst.For | cst.While | cst.FunctionDef | cst.ClassDef):
                 continue
-            calls = nodes(each, cst.Call)
+            calls = script.nodes(each, cst.Call)
             if any(attribute_call(call, "load_state_dict") is not None for call in calls):
                 found = each
         seen = seen or each is statement
@@ -174,7 +174,7 @@ def _choose_gpu(edits: Edits, imports: list[str]) -> None:
     """Import Kolovod and form the world; with GPUs let each rank take one."""
     script, kv = edits.script, edits.kv
     torch = script.module_name("torch")
-    strings = nodes(script.module, cst.SimpleString)
+    strings = script.nodes(script.module, cst.SimpleString)
     devices = [each for each in strings if re.fullmatch(r".?.cuda(:\d+)?.", each.value)]
     with_gpus = bool(devices) or any(
         attribute_call(call, "cuda") is not None for call in script.calls
@@ -201,12 +201,7 @@ def _choose_gpu(edits: Edits, imports: list[str]) -> None:
         )
     elif with_gpus:
         edits.look(None, f"let each rank use a GPU of its own: {kv}.local_rank() says which")
-    if not place_import_and_init(edits, ["torch"], "kolovod.torch", *imports, then=then):
-        edits.look(
-            None,
-            "torch is not imported at the top of the script: import kolovod.torch as "
-            f"{kv} there, and call {kv}.init() before anything else of it",
-        )
+    place_import_and_init(edits, ["torch"], "kolovod.torch", *imports, then=then)
 
 
 # What a person must decide -----------------------------------------------------------------------
@@ -272,7 +267,7 @@ def _is_seeded(script: Script, call: cst.Call) -> bool:
 
 def _warn_of_loop(edits: Edits, loop: cst.CSTNode) -> None:
     script, kv = edits.script, edits.kv
-    for call in nodes(loop, cst.Call):
+    for call in script.nodes(loop, cst.Call):
         if attribute_call(call, "step") is None:
             continue
         conditions = [
@@ -286,7 +281,7 @@ def _warn_of_loop(edits: Edits, loop: cst.CSTNode) -> None:
                 "backward_passes_per_step=N, or it sends gradients in each",
             )
     function = script.function_of(loop)
-    for call in nodes(function or script.module, cst.Call):
+    for call in script.nodes(function or script.module, cst.Call):
         if script.name(call) != "builtins.len" or not call.args:
             continue
         code = script.code(call.args[0].value)
@@ -300,7 +295,7 @@ def _warn_of_loop(edits: Edits, loop: cst.CSTNode) -> None:
 
 def _warn_of_breaks(edits: Edits, place: Place) -> None:
     script = edits.script
-    for each in nodes(place.loop, cst.Break):
+    for each in script.nodes(place.loop, cst.Break):
         around = script.loops_around(each)
         if around and around[0] is place.loop:
             edits.look(
