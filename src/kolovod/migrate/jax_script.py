@@ -102,8 +102,8 @@ def _start_equal(edits: Edits) -> list[tuple[cst.FunctionDef | None, str]]:
                 given = call.args[0].value
         elif keyword(call, "tx") is not None and (params := keyword(call, "params")) is not None:
             given = params.value
-            parent = script.parent(call)
-            target = script.code(parent.targets[0].target) if isinstance(parent, cst.Assign) else ""
+            assigned = script.target_of(call)
+            target = script.code(assigned) if assigned is not None else ""
         if given is None:
             continue
         statement, function = script.statement_of(call), script.function_of(call)

@@ -14,11 +14,12 @@ from libcst import metadata
 
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["Function", "Loop", "Script", "argument", "attribute_call", "keyword"]
+__all__ = ["Assignment", "Function", "Loop", "Script", "argument", "attribute_call", "keyword"]
 
 Function = cst.FunctionDef | None
 """None: the module itself."""
 Loop = cst.For | cst.While
+Assignment = cst.Assign | cst.AnnAssign
 N = TypeVar("N", bound=cst.CSTNode)
 
 _DEPTH = 6  # of calls through which a value is followed
@@ -245,21 +246,34 @@ class Script:
         found = argument(call, name, index)
         return found.value if found is not None else None
 
-    def assignments(self, target: str, function: Function) -> list[tuple[cst.Assign, int]]:
-        """Where a name of ``function`` (or an attribute) gets a value, with its place in a tuple.
+    def target_of(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
+        """The name or attribute to which just this value is assigned."""
+        assign = self.parent(value)
+        if isinstance(assign, cst.Assign | cst.AnnAssign):
+            targets = _targets(assign)
+            if len(targets) == 1 and isinstance(targets[0], cst.Name | cst.Attribute):
+                return targets[0]
+        return None
 
-        The place is -1 where the whole value is meant.
+    def assignments(
+        self, target: str, function: Function
+    ) -> list[tuple[Assignment, cst.BaseExpression, int]]:
+        """Where a name of ``function`` (or an attribute) gets which value, and its place in that.
+
+        The place is -1 where the whole value is meant, not a tuple's element.
         """
-        found = []
-        for node in self.nodes(function or self.module, cst.Assign):
-            if "." not in target and self.function_of(node) is not function:
+        found: list[tuple[Assignment, cst.BaseExpression, int]] = []
+        scope = function or self.module
+        for node in (*self.nodes(scope, cst.Assign), *self.nodes(scope, cst.AnnAssign)):
+            if node.value is None or ("." not in target and self.function_of(node) is not function):
                 continue
-            for each in node.targets:
-                if isinstance(each.target, cst.Tuple | cst.List):
-                    names = [self.code(element.value) for element in each.target.elements]
-                    found += [(node, index) for index, name in enumerate(names) if name == target]
-                elif self.code(each.target) == target:
-                    found.append((node, -1))
+            for each in _targets(node):
+                if isinstance(each, cst.Tuple | cst.List):
+                    names = [self.code(element.value) for element in each.elements]
+                    places = [index for index, name in enumerate(names) if name == target]
+                    found += [(node, node.value, index) for index in places]
+                elif self.code(each) == target:
+                    found.append((node, node.value, -1))
         return found
 
     def origins(self, value: cst.BaseExpression, depth: int = _DEPTH) -> list[cst.BaseExpression]:
@@ -291,12 +305,12 @@ class Script:
 
     def _assigned(self, target: str, function: Function, depth: int) -> list[cst.BaseExpression]:
         found: list[cst.BaseExpression] = []
-        for node, index in self.assignments(target, function):
+        for _, value, index in self.assignments(target, function):
             if index < 0:
-                found += self.origins(node.value, depth - 1)
-            elif isinstance(node.value, cst.Tuple) and index < len(node.value.elements):
-                found += self.origins(node.value.elements[index].value, depth - 1)
-            elif isinstance(node.value, cst.Call) and (called := self.called(node.value)):
+                found += self.origins(value, depth - 1)
+            elif isinstance(value, cst.Tuple) and index < len(value.elements):
+                found += self.origins(value.elements[index].value, depth - 1)
+            elif isinstance(value, cst.Call) and (called := self.called(value)):
                 found += self._returned(called, index, depth)
         return found
 
@@ -332,9 +346,9 @@ class Script:
                 each for arg in self._iterated(value) for each in self.iterated(arg, depth - 1)
             ]  # fmt: skip
         if isinstance(value, cst.Name) and depth:
-            for node, index in self.assignments(value.value, self.function_of(value)):
-                if index < 0 and isinstance(node.value, cst.Call) and self._iterated(node.value):
-                    return self.iterated(node.value, depth - 1)
+            for _, given, index in self.assignments(value.value, self.function_of(value)):
+                if index < 0 and isinstance(given, cst.Call) and self._iterated(given):
+                    return self.iterated(given, depth - 1)
         return [value] if isinstance(value, cst.Name | cst.Attribute) else []
 
 
@@ -379,6 +393,12 @@ def attribute_call(call: cst.Call, *names: str) -> cst.BaseExpression | None:
     if isinstance(call.func, cst.Attribute) and call.func.attr.value in names:
         return call.func.value
     return None
+
+
+def _targets(assign: Assignment) -> list[cst.BaseExpression]:
+    if isinstance(assign, cst.AnnAssign):
+        return [assign.target]
+    return [each.target for each in assign.targets]
 
 
 def _parameters(function: cst.FunctionDef) -> set[str]:

@@ -14,12 +14,13 @@ from kolovod.migrate.common import (
 from kolovod.migrate.edits import Edits, wrapped
 from kolovod.migrate.keras_script import is_optimizer, saves_of
 from kolovod.migrate.loops import chains, functions_of
-from kolovod.migrate.script import Script, argument, attribute_call, keyword
+from kolovod.migrate.script import Assignment, Script, argument, attribute_call, keyword
 from kolovod.migrate.tf_data import share_datasets
 
 __all__ = ["TAPE", "distribute"]
 
 TAPE = "tensorflow.GradientTape"
+_VARIABLES = ("trainable_variables", "trainable_weights", "variables", "weights")
 _BUILT = (
     "keras.Input", "keras.layers.Input", "keras.layers.InputLayer", "keras.applications.",
     "keras.models.load_model",
@@ -84,35 +85,24 @@ def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
 def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
     """Broadcast what is trained; returns the names of models."""
     script, kv = edits.script, edits.kv
-    if isinstance(sources, cst.Attribute):
-        model, what = sources.value, f"{script.code(sources.value)}.variables"
-        places = _definitions(script, model)
-        names = {script.code(target) for _, target in places} | {script.code(model)}
-        if len(places) == 1 and _is_built(script, places[0][0].value):
-            assign, target = places[0]
-            after = _last_load(script, assign, script.code(target))
-            edits.after(
-                after, f"{kv}.broadcast_variables({script.code(target)}.variables, root_rank=0)"
-            )
-            edits.why(after, "all ranks start with rank 0's weights")
-            return names
-        edits.need(
-            sources,
-            "all ranks must start with the same weights: call "
-            f"{kv}.broadcast_variables({what}, root_rank=0) once they exist, before the "
-            "first step or after it",
-        )
-        return names
+    if isinstance(sources, cst.Name):  # variables = model.trainable_variables
+        for _, value, index in script.assignments(sources.value, script.function_of(sources)):
+            if index < 0 and _model_of(value) is not None:
+                sources = value
+    if (model := _model_of(sources)) is not None:
+        return _start_models_equal(edits, model)
     elements = sources.elements if isinstance(sources, cst.List | cst.Tuple) else [sources]
     values = [each.value if isinstance(each, cst.BaseElement) else each for each in elements]
     places = [place for value in values for place in _definitions(script, value)]
-    blocks = {script.parent(statement) for assign, _ in places
-              if (statement := script.statement_of(assign)) is not None}  # fmt: skip
-    if len(places) == len(values) and len(blocks) == 1:
-        last = script.statement_of(max((assign for assign, _ in places), key=script.line))
-        names_of = ", ".join(script.code(target) for _, target in places)
-        assert last is not None
-        edits.after(last, f"{kv}.broadcast_variables([{names_of}], root_rank=0)")
+    statements = [script.statement_of(assign) for assign, _, _ in places]
+    if (
+        len(places) == len(values)
+        and len({script.parent(each) for each in statements if each is not None}) == 1
+        and all(script.name(value) == "tensorflow.Variable" for _, _, value in places)
+    ):
+        last = max((each for each in statements if each is not None), key=script.line)
+        names = ", ".join(script.code(target) for _, target, _ in places)
+        edits.after(last, f"{kv}.broadcast_variables([{names}], root_rank=0)")
         edits.why(last, "all ranks start with rank 0's weights")
     else:
         edits.need(
@@ -123,10 +113,39 @@ def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
     return set()
 
 
+def _model_of(value: cst.BaseExpression) -> cst.BaseExpression | None:
+    """Model, if the value is model.trainable_variables."""
+    if isinstance(value, cst.Attribute) and value.attr.value in _VARIABLES:
+        return value.value
+    return None
+
+
+def _start_models_equal(edits: Edits, model: cst.BaseExpression) -> set[str]:
+    """Broadcast a model's weights where it has its first ones; returns its names."""
+    script, kv = edits.script, edits.kv
+    places = _definitions(script, model)
+    names = {script.code(target) for _, target, _ in places} | {script.code(model)}
+    if len(places) == 1:
+        assign, target, value = places[0]
+        name = script.code(target)
+        after, builds = _first_weights(script, assign, name)
+        if builds or _is_built(script, value):
+            edits.after(after, f"{kv}.broadcast_variables({name}.variables, root_rank=0)")
+            edits.why(after, "all ranks start with rank 0's weights")
+            return names
+    edits.need(
+        model,
+        "all ranks must start with the same weights: call "
+        f"{kv}.broadcast_variables({script.code(model)}.variables, root_rank=0) once they exist, "
+        "before the first step or after it",
+    )
+    return names
+
+
 def _definitions(
     script: Script, value: cst.BaseExpression, depth: int = 5
-) -> list[tuple[cst.Assign, cst.BaseExpression]]:
-    """Where the thing of a name is made, with its name there."""
+) -> list[tuple[Assignment, cst.BaseExpression, cst.BaseExpression]]:
+    """Where the thing of a name is made, its name there, and the expression that makes it."""
     if not isinstance(value, cst.Name | cst.Attribute) or depth == 0:
         return []
     function = script.function_of(value)
@@ -142,9 +161,11 @@ def _definitions(
             break
         function = script.function_of(function)
     return [
-        (assign, assign.targets[0].target)
-        for assign, index in script.assignments(script.code(value), function)
-        if index < 0 and script.statement_of(assign) is not None
+        (assign, target, made)
+        for assign, made, index in script.assignments(script.code(value), function)
+        if index < 0
+        and (target := script.target_of(made)) is not None
+        and script.statement_of(assign) is not None
     ]
 
 
@@ -164,19 +185,22 @@ def _is_built(script: Script, value: cst.BaseExpression) -> bool:
     return False
 
 
-def _last_load(script: Script, assign: cst.Assign, model: str) -> cst.BaseStatement:
-    """The statement after which the model has its first weights: its own, or a later load."""
+def _first_weights(
+    script: Script, assign: Assignment, model: str
+) -> tuple[cst.BaseStatement, bool]:
+    """After which statement the model has its first weights, and whether that builds it."""
     statement = script.statement_of(assign)
     assert statement is not None
-    found, seen = statement, False
+    found, seen, builds = statement, False, False
     for each in script.block_of(statement):
         if seen and isinstance(each, cst.SimpleStatementLine | cst.If):
             for call in script.nodes(each, cst.Call):
-                loaded = attribute_call(call, "load_weights", "build", "restore")
+                loaded = attribute_call(call, "load_weights", "build")
                 if loaded is not None and script.code(loaded) == model:
                     found = each
+                    builds = builds or attribute_call(call, "build") is not None
         seen = seen or each is statement
-    return found
+    return found, builds
 
 
 def _share_data(edits: Edits, steps: list[cst.Call]) -> None:

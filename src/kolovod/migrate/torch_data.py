@@ -174,12 +174,8 @@ def _is_iterable(script: Script, call: cst.Call) -> bool:
 
 def _target(script: Script, call: cst.Call) -> str:
     """The name to which the call's result is assigned, without what is before a dot."""
-    assign = script.parent(call)
-    if isinstance(assign, cst.Assign) and len(assign.targets) == 1:
-        target = assign.targets[0].target
-        if isinstance(target, cst.Name | cst.Attribute):
-            return script.code(target).split(".")[-1]
-    return "loader"
+    target = script.target_of(call)
+    return script.code(target).split(".")[-1] if target is not None else "loader"
 
 
 def _sampler_name(script: Script) -> str:

@@ -66,33 +66,25 @@ def _distribute_optimizer(edits: Edits, call: cst.Call) -> None:
             "its decisions together; use another optimizer",
         )
         return
-    statement, parent = script.statement_of(call), script.parent(call)
+    statement, assigned = script.statement_of(call), script.target_of(call)
     models = _models(script, call)
     named = f"named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
     more = [named] if named else []
-    if (
-        statement is None
-        or not isinstance(parent, cst.Assign)
-        or len(parent.targets) != 1
-        or not isinstance(parent.targets[0].target, cst.Name | cst.Attribute)
-    ):
+    if statement is None or assigned is None:
         wrapped(edits, call, f"{kv}.DistributedOptimizer", *more)
     else:
-        target = script.code(parent.targets[0].target)
+        target = script.code(assigned)
         block = script.block_of(statement)
         loads = _loads_after(script, block, statement)
         for model in models:
             edits.after(loads or statement, f"{kv}.broadcast_parameters({model}.state_dict())")
         if loads is not None:
             edits.after(loads, f"{kv}.broadcast_optimizer_state({target})")
-            edits.why(
-                loads,
-                "all ranks go on with what rank 0 has read",
-            )
+            edits.why(loads, "all ranks go on with what rank 0 has read")
         arguments = ", ".join([target, *more])
         edits.after(statement, f"{target} = {kv}.DistributedOptimizer({arguments})")
     edits.why(call, "each gradient is averaged over all ranks while backward goes on")
-    if models and isinstance(parent, cst.Assign):
+    if models and statement is not None and assigned is not None:
         edits.why(call, "all ranks start with rank 0's weights")
     else:
         edits.need(
@@ -112,7 +104,7 @@ def _models(script: Script, call: cst.Call) -> list[str]:
     values = [given.value]
     if isinstance(given.value, cst.Name):
         function = script.function_of(call)
-        values += [node.value for node, _ in script.assignments(given.value.value, function)]
+        values += [value for _, value, _ in script.assignments(given.value.value, function)]
     found: dict[str, None] = {}
     for value in values:
         for inner in [value, *script.nodes(value, cst.Call)]:

@@ -1,20 +1,19 @@
-import os, torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel as DDP
+import os
+
+import torch
+from torch import distributed, multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+RANKS = 2
 
 
-def setup(rank, world_size):
-    os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = "12355"
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-
-
-def demo(rank, world_size):
-    setup(rank, world_size)
-    model = DDP(torch.nn.Linear(10, 10))
-    dist.destroy_process_group()
+def work(rank):
+    distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+    net = DistributedDataParallel(torch.nn.Linear(4, 1))
+    net(torch.ones(2, 4) * rank).sum().backward()
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(demo, args=(2,), nprocs=2, join=True)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29411"}
+    multiprocessing.spawn(work, nprocs=RANKS)

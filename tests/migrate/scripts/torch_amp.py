@@ -1,25 +1,24 @@
 import torch
 from torch.utils.data import DataLoader
-from torchvision.datasets import MNIST as Data
+from torchvision.datasets import FakeData, MNIST
 
-model = torch.nn.Linear(8, 1).cuda()
-opt: torch.optim.Optimizer = torch.optim.AdamW(
-    [p for p in model.parameters() if p.requires_grad], lr=1e-3
-)
+net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)).cuda()
+thawed = [p for p in net.parameters() if p.requires_grad]
+optimizer: torch.optim.Optimizer = torch.optim.AdamW(thawed, lr=1e-3)
 scaler = torch.amp.GradScaler()
-loader = DataLoader(Data("data", download=True), batch_size=8, shuffle=True, num_workers=4)
-best = 1e9
-epoch = 0
-while epoch < 10:
-    for i, batch in enumerate(loader):
+loader = DataLoader(MNIST("data", download=True), batch_size=64, shuffle=True, num_workers=4)
+held_out = DataLoader(FakeData(), batch_size=64)
+
+passes = 0
+while passes < 4:
+    for images, labels in loader:
         with torch.autocast("cuda"):
-            loss = model(batch).mean()
+            loss = torch.nn.functional.cross_entropy(net(images.cuda()), labels.cuda())
         scaler.scale(loss).backward()
-        scaler.unscale_(opt)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(opt)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
         scaler.update()
-        opt.zero_grad()
-    if loss < best:
-        torch.save(model.state_dict(), "best.pt")
-    epoch += 1
+        optimizer.zero_grad()
+    if loss < 0.1: torch.save(net.state_dict(), "good.pt")  # fmt: skip
+    passes += 1
