@@ -110,11 +110,7 @@ def statement_line(script: Script, call: cst.Call) -> cst.SimpleStatementLine | 
     """The line that is nothing but this call."""
     expression = script.parent(call)
     line = script.statement_of(call)
-    if (
-        isinstance(expression, cst.Expr)
-        and isinstance(line, cst.SimpleStatementLine)
-        and len(line.body) == 1
-    ):
+    if isinstance(expression, cst.Expr) and isinstance(line, cst.SimpleStatementLine):
         return line
     return None
 
@@ -190,7 +186,7 @@ def scale_rate(edits: Edits, given: cst.Arg | None, call: cst.Call, *, is_sgd: b
     value = given.value
     plain = isinstance(value, cst.Name | cst.Attribute | cst.Integer | cst.Float | cst.Subscript)
     if not plain:
-        edits.look(value, f"the learning rate: multiply it by {kv}.size() if it is SGD's")
+        edits.look(value, f"this is SGD's learning rate: multiply it by {kv}.size()")
         return
     edits.replace(value, f"{script.code(value)} * {kv}.size()")
     edits.why(value, f"a batch {kv}.size() times as large bears a rate as many times as high")

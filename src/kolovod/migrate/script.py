@@ -264,7 +264,9 @@ class Script:
         """
         found: list[tuple[Assignment, cst.BaseExpression, int]] = []
         scope = function or self.module
-        for node in (*self.nodes(scope, cst.Assign), *self.nodes(scope, cst.AnnAssign)):
+        made: list[Assignment] = [*self.nodes(scope, cst.Assign)]
+        made += self.nodes(scope, cst.AnnAssign)
+        for node in made:
             if node.value is None or ("." not in target and self.function_of(node) is not function):
                 continue
             for each in _targets(node):
