@@ -113,7 +113,7 @@ def _from_one_process(edits: Edits, content: bytes) -> Proposal:
             edits.need(
                 node,
                 f"{_TRAINERS[root]} trains, and starts processes in its own way: see "
-                "docs/torch-distributed.md",
+                "docs/integrations.md",
             )
             return _made(edits, _TRAINERS[root])
     for call in script.calls_of("tensorflow.distribute."):
