@@ -22,14 +22,17 @@
         └── StartTimeoutError                     a rank did not come in time
 
 Catch ``CollectiveAbortedError`` to form a new world after a failure, and ``KolovodError`` for all.
+``kolovod explain CODE`` prints cause and cure of an error by its ``code``, which tracebacks show.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from functools import lru_cache
 
 from kolovod import blame
+from kolovod.explanations import code_of
 
 __all__ = [
     "AuthenticationError",
@@ -51,12 +54,26 @@ __all__ = [
     "StartTimeoutError",
     "WaitTimeoutError",
     "from_engine",
+    "text_with_code",
     "unreached_rank",
 ]
 
 
 class KolovodError(RuntimeError):
     """Base of all errors of Kolovod."""
+
+    code = ""
+    """For ``kolovod explain``, for example "K201"; a note in a traceback names it."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        frame = sys._getframe(1)  # of who raises it, behind the constructors of subclasses
+        while frame.f_code.co_name == "__init__" and frame.f_back is not None:
+            frame = frame.f_back
+        kinds = tuple(kind.__name__ for kind in type(self).__mro__)
+        self.code = code_of(kinds, frame.f_globals.get("__name__", ""))
+        if self.code:  # not in the text, which others match, and put into theirs
+            self.__notes__ = [f"[{self.code}] cause and cure: kolovod explain {self.code}"]
 
 
 class CollectiveError(KolovodError):
@@ -90,9 +107,11 @@ class CollectiveAbortedError(CollectiveError):
         super().__init__(message)
         self.rank = rank if rank is not None else _leading_rank(message)
 
-    def __reduce__(self) -> tuple[type[CollectiveAbortedError], tuple[str, int | None]]:
-        """Keep ``rank`` when the error is sent to another process."""
-        return type(self), (str(self), self.rank)
+    def __reduce__(
+        self,
+    ) -> tuple[type[CollectiveAbortedError], tuple[str, int | None], dict[str, object]]:
+        """Keep ``rank`` and ``code`` when the error is sent to another process."""
+        return type(self), (str(self), self.rank), self.__dict__
 
 
 class RankLostError(CollectiveAbortedError):
@@ -168,6 +187,12 @@ def unreached_rank(error: BaseException) -> int | None:
     if isinstance(error, (RankLostError, LateRankError)):
         return error.rank
     return _leading_rank(str(error)) if isinstance(error, BootstrapError) else None
+
+
+def text_with_code(error: BaseException) -> str:
+    """What ``error`` says, and how to learn more, for where no traceback is shown."""
+    code = error.code if isinstance(error, KolovodError) else ""
+    return f"{error} (kolovod explain {code})" if code else str(error)
 
 
 def _leading_rank(message: str) -> int | None:

@@ -178,7 +178,7 @@ def test_the_launchers_word_comes_first(server: RendezvousServer, pool: ThreadPo
     [
         (OSError("no room"), BootstrapError, r"rank 1 on .* could not form .*: OSError: no room"),
         (BootstrapError("no way"), BootstrapError, r"rank 1 on .* could not form .*: no way"),
-        (RankLostError("rank 7 is gone", 7), RankLostError, "^rank 7 is gone$"),
+        (RankLostError("rank 7 is gone", 7), RankLostError, "(?m)^rank 7 is gone$"),
     ],
 )
 def test_why_one_gives_up_is_told_to_all(

@@ -27,20 +27,24 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def launch_command(size: int, code: str, *flags: str) -> list[str]:
+    """Starts ``code`` as each of ``size`` ranks; ``rank`` is its number there."""
+    code = f"import os, sys, time, signal; rank = int(os.environ['KOLOVOD_RANK'])\n{code}"
+    return [*KOLOVOD, "run", "-np", str(size), *flags, "--", sys.executable, "-c", code]
+
+
 def run_code(
     size: int, code: str, *flags: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """``code`` as each of ``size`` ranks; ``rank`` is its number there."""
-    code = f"import os, sys, time, signal; rank = int(os.environ['KOLOVOD_RANK'])\n{code}"
-    return run("run", "-np", str(size), *flags, "--", sys.executable, "-c", code, **variables)
+    """The same, to its end."""
+    return run(*launch_command(size, code, *flags)[len(KOLOVOD) :], **variables)
 
 
 @contextlib.contextmanager
 def launcher(size: int, code: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """A running launcher; killed at the end if it is still there."""
-    code = f"import os, sys, time, signal; rank = int(os.environ['KOLOVOD_RANK'])\n{code}"
     process = subprocess.Popen(
-        [*KOLOVOD, "run", "-np", str(size), *flags, "--", sys.executable, "-c", code],
+        launch_command(size, code, *flags),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

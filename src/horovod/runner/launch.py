@@ -78,7 +78,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     if options.use_mpi or settings.backend == "mpi":
         options.use_mpi = True
         return [*_for_mpi(options, count, hosts), *_setting(variables_of(options)), "--", *command]
-    arguments = ["run", "-np", str(count)]
+    arguments = ["run", "-np", str(count), "--progress", "off"]  # as Horovod
     if options.prefix_output_with_timestamp:
         arguments.append("--timestamps")
     if options.output_filename:

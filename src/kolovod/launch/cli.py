@@ -16,10 +16,11 @@ from typing import Any
 from kolovod.backends import check_elastic
 from kolovod.config import KNOBS, Knob, load
 from kolovod.core.affinity import check_affinity
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import BootstrapError, InvalidArgumentError, text_with_code
 from kolovod.launch import (
     check_command,
     elastic_flags,
+    explain_command,
     init_command,
     manifest_command,
     plan_command,
@@ -35,11 +36,12 @@ from kolovod.launch.elastic_flags import rank_count
 from kolovod.launch.foreground import forwarding, show_all_characters
 from kolovod.launch.hosts import HostSlots, assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome
-from kolovod.launch.keeper import attach
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.other_python import advice
+from kolovod.launch.status import status_of
+from kolovod.launch.viewer import attach
 from kolovod.net.encryption import require_libcrypto
-from kolovod.notices import report_to_stderr
+from kolovod.notices import report_to, report_to_stderr
 from kolovod.observe import summary
 from kolovod.rendezvous.external.meeting import read_hosts
 from kolovod.version import __version__
@@ -106,6 +108,25 @@ def _parser() -> argparse.ArgumentParser:
         help="also write each rank's output to DIR/rank.N/stdout and stderr",
     )
     run.add_argument(
+        "--merge-output",
+        action="store_true",
+        help="show a line once that several ranks write within half a second: [0-3]<stdout>:line",
+    )
+    said = run.add_mutually_exclusive_group()
+    said.add_argument(
+        "--progress",
+        default="auto",
+        metavar="HOW",
+        help="how the job gets on: auto (a line at the foot of a terminal, nothing elsewhere), "
+        "plain (a line a minute), plain=SECONDS, off [auto]",
+    )
+    said.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="say nothing but errors; what ranks write is passed on all the same",
+    )
+    run.add_argument(
         "--keep-going",
         action="store_true",
         help="let the other ranks go on when one ends: they can form a smaller world",
@@ -156,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_command.add(actions)
     _add_doctor(actions)
     manifest_command.add(actions)
+    explain_command.add(actions)
     return parser
 
 
@@ -270,6 +292,8 @@ def _run(options: argparse.Namespace) -> int:
         _refuse_beside_mpi(options)
         return run_by_mpi(len(hosts), command, variables, options.mpi_args)
     show_all_characters()
+    how = "off" if options.quiet else options.progress
+    status = status_of(how, sys.stdout, sys.stderr, os.environ)
     job_options = JobOptions(
         environment=variables,
         timestamps=options.timestamps,
@@ -277,20 +301,23 @@ def _run(options: argparse.Namespace) -> int:
         keep_going=options.keep_going,
         hosts=hosts,
         ssh=ssh,
-        stdout=sys.stdout,
-        stderr=sys.stderr,
-        report=report_to_stderr,
+        merge_output=options.merge_output,
+        stdout=status.stdout,
+        stderr=status.stderr,
+        report=lambda text: report_to(status.stderr, text),
+        quiet=options.quiet,
     )
     if elastic_flags.is_elastic(options):
-        return elastic_flags.run(options, command, places, job_options)
-    with Job(len(hosts), job_options) as job, forwarding(job):
+        return elastic_flags.run(options, command, places, job_options, status)
+    with status, Job(len(hosts), job_options) as job, forwarding(job):
         try:
             if settings.encrypt:  # the rendezvous server is here
                 require_libcrypto(socket.gethostname())
             job.start(lambda rank: command)
         except BootstrapError as error:
-            report_to_stderr(str(error))
+            job_options.report(text_with_code(error))
             return 1
+        status.start(job.status)
         outcome = job.wait()
     _say_last(job, outcome, options.keep_going, command)
     return outcome.exit_code(options.keep_going)
@@ -356,8 +383,9 @@ def _say_last(job: Job, outcome: Outcome, keep_going: bool, command: Sequence[st
 
 
 def _refuse_beside_mpi(options: argparse.Namespace) -> None:
-    for name in ("timestamps", "output_dir", "keep_going", "label_hosts", "hosts", "hostfile"):
-        if getattr(options, name):
+    refused = ("timestamps", "output_dir", "merge_output", "progress", "keep_going", "label_hosts")
+    for name in (*refused, "hosts", "hostfile"):
+        if getattr(options, name) not in (None, "", False, "auto"):
             raise InvalidArgumentError(
                 f"--{name.replace('_', '-')} with backend mpi: mpirun starts the ranks and passes "
                 "on their output; give it arguments of its own with --mpi-args"

@@ -13,6 +13,7 @@ from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.hosts import HostSlots
 from kolovod.launch.job import JobOptions
 from kolovod.launch.keeper import keep_again, run_kept_job
+from kolovod.launch.status import Status
 
 __all__ = ["MAX_RANKS", "add", "check_discovery", "is_elastic", "rank_count", "run"]
 
@@ -101,10 +102,11 @@ def run(
     command: list[str],
     places: Sequence[HostSlots],
     job_options: JobOptions,
+    status: Status,
 ) -> int:
     """Run ``command`` at ``places``, or go on with a job; returns the exit code.
 
-    Raises InvalidArgumentError.
+    ``status`` shows meanwhile how the job gets on. Raises InvalidArgumentError.
     """
     if options.keep_going:
         raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
@@ -137,4 +139,4 @@ def run(
     if options.goes_on is not None:
         return keep_again(options.goes_on, elastic, command, job_options)
     again = [sys.executable, "-m", "kolovod.launch.going_on", *options.given]
-    return run_kept_job(elastic, command, job_options, again)
+    return run_kept_job(elastic, command, job_options, again, status)

@@ -31,6 +31,8 @@ from kolovod.launch.local import GRACE_S, Ended, signal_name
 from kolovod.launch.lost_hosts import LostHosts
 from kolovod.launch.outcome import How, Outcome
 from kolovod.launch.output import Output
+from kolovod.launch.pace import Pace
+from kolovod.launch.status_facts import StatusFacts
 
 __all__ = ["ElasticJob"]
 
@@ -56,7 +58,9 @@ class ElasticJob:
         if elastic.discover is not None:
             self._discovery = Discovery(elastic.discover, self._discovered, options.report)
         folder, most = options.output_dir, elastic.max_np
-        self._output = Output(0, consoles, stamp, folder, options.report, most)
+        self._output = Output(
+            0, consoles, stamp, folder, options.report, most, merges=options.merge_output
+        )
         self._fleet = options.make_fleet(self._write, keeping)
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
@@ -75,6 +79,8 @@ class ElasticJob:
         self._kill_at: float | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()  # of what the steward's thread tells
+        self._started_s = time.monotonic()
+        self._pace = Pace(self._fleet.pids_here)
 
     def __enter__(self) -> ElasticJob:
         return self
@@ -208,7 +214,7 @@ class ElasticJob:
             return usable == places
         self._places = usable
         listed = ", ".join(f"{host}:{count}" for host, count in usable.items())
-        self._options.report(f"the hosts are now {listed or 'none'}")
+        self._options.note(f"the hosts are now {listed or 'none'}")
         self._ring()
         return usable == places
 
@@ -249,6 +255,13 @@ class ElasticJob:
         return next(i for i in range(len(taken) + 1) if i not in taken)
 
     # --- while it runs ---
+
+    def status(self) -> StatusFacts:
+        """How the job gets on; on one thread, any."""
+        members = 0 if self._services is None else len(self._steward.world.members)
+        elapsed_s = time.monotonic() - self._started_s
+        size = members or self._elastic.np
+        return StatusFacts(elapsed_s, len(self._fleet.running), size, self._pace.now())
 
     def signal(self, signum: int) -> None:
         """From a signal handler: end the job. Twice: kill it."""
@@ -299,7 +312,7 @@ class ElasticJob:
         """Of hosts that had been lost: what runs there has not ended."""
         for host in self._lost_hosts.reached():
             back = self._fleet.group(host).running
-            self._options.report(
+            self._options.note(
                 f"host {host} is reached again, with {len(back)} processes of this job"
             )
             members = map(self._number_of, back)
@@ -346,6 +359,7 @@ class ElasticJob:
         self._lost_hosts.close()
         if self._discovery is not None:
             self._discovery.close()
+        self._pace.close()
         self._fleet.close()
         self._output.close()
         if self._services is not None:
@@ -395,7 +409,7 @@ class ElasticJob:
         self._steward.leave([number for number in members if number is not None])
         if plan.starts and self._fleet.running:
             for start in plan.starts:
-                self._options.report(start.reason)
+                self._options.note(start.reason)
             self._start(plan.starts, False, places)
         if not twice:
             return plan.until_s
@@ -417,7 +431,7 @@ class ElasticJob:
             if not process.is_told and member is not None and self._steward.is_in_the_way(member):
                 process.is_told = True
                 name = f"slot {process.slot} lives elsewhere: its process on host {process.host}"
-                self._options.report(f"{name} (number {number}) ends")
+                self._options.note(f"{name} (number {number}) ends")
                 self._fleet.group(process.host).send(signal.SIGTERM, {number})
 
     def _sleep(self, until_s: float | None) -> None:
@@ -472,7 +486,7 @@ class ElasticJob:
                 continue
             process.is_told = True
             if mate in self._fleet.running:
-                self._options.report(
+                self._options.note(
                     f"slot {process.slot} on host {process.host} ends with its replica"
                 )
                 self._fleet.group(process.host).send(signal.SIGKILL, {mate})
@@ -508,7 +522,7 @@ class ElasticJob:
 
     def _formed(self, world: World, reason: str) -> None:
         """On the steward's thread."""
-        self._options.report(world.announcement(reason))
+        self._options.note(world.announcement(reason))
 
     def _stopped(self, reason: str) -> None:
         """On the steward's thread."""
@@ -522,12 +536,12 @@ class ElasticJob:
             count = len(self._fleet.running)
             if self._stopped_by is None:
                 self._stopped_by = signum
-                self._options.report(
+                self._options.note(
                     f"{signal_name(signum)}: ending {count} ranks (again: kill them)"
                 )
                 self._stop(signum)
             else:
-                self._options.report(f"{signal_name(signum)} again: killing {count} ranks")
+                self._options.note(f"{signal_name(signum)} again: killing {count} ranks")
                 self._stop(signal.SIGKILL)
 
     def _stop(self, signum: int) -> None:

@@ -241,6 +241,10 @@ class Fleet:
         here: list[Group] = [] if self.here is None else [self.here]
         return [*here, *self.remote.values(), *self._replaced]
 
+    def pids_here(self) -> list[int]:
+        """Of the processes that were started on this host."""
+        return [] if self.here is None else list(self.here.pids().values())
+
     @property
     def running(self) -> set[int]:
         """The processes that were not seen to end."""

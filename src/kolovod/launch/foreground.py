@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from kolovod.errors import BootstrapError
+from kolovod.errors import BootstrapError, text_with_code
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.job import Job, JobOptions
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.other_python import advice
+from kolovod.launch.status_facts import StatusFacts
 
 __all__ = ["forwarding", "run_elastic_job", "show_all_characters"]
 
@@ -46,12 +47,14 @@ def run_elastic_job(
     options: JobOptions,
     stopped: Callable[[str], None] = lambda reason: None,
     keeping: Keeping | None = None,
+    watched: Callable[[Callable[[], StatusFacts]], None] = lambda progress: None,
 ) -> int:
     """Run ``command`` as an elastic job to its end; returns the exit code.
 
     ``stopped(reason)`` is called if the job was ended since it could not go on. ``keeping``: see
-    ElasticJob. Raises InvalidArgumentError for what discovery says, as ``ElasticJob.start``, and
-    BootstrapError if it cannot go on with an earlier launcher's job, which it leaves alone then.
+    ElasticJob. ``watched`` is given what tells how the job gets on, when it has started. Raises
+    InvalidArgumentError for what discovery says, as ``ElasticJob.start``, and BootstrapError if it
+    cannot go on with an earlier launcher's job, which it leaves alone then.
     """
     job = ElasticJob(elastic, options, keeping)
     with forwarding(job), job:  # signals are heard until nothing is left of it
@@ -61,8 +64,9 @@ def run_elastic_job(
             if keeping is not None and keeping.goes_on:
                 job.leave_alone()
                 raise
-            options.report(str(error))
+            options.report(text_with_code(error))
             return 1
+        watched(job.status)
         code = job.wait()
         said = job.tail(job.failed[-1], "stderr") if code != 0 and job.failed else ""
         if what_to_do := advice(command, said):

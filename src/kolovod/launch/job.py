@@ -26,6 +26,8 @@ from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order, signal_name
 from kolovod.launch.output import Output
 from kolovod.launch.progress import Progress
+from kolovod.launch.pace import Pace
+from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.standstill import LOOK_S, Standstill
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
@@ -57,14 +59,23 @@ class JobOptions:
     stdout: TextIO | None = None
     stderr: TextIO | None = None
     """Where the ranks' output goes; None: nowhere."""
+    merge_output: bool = False
+    """Show lines once that several ranks write within a moment."""
     report: Callable[[str], None] = lambda text: None
     """Called with each thing that the launcher itself has to say."""
     on_progress: Callable[[Progress], None] | None = None
     """Called in ``Job.wait`` twice a second, and when the job is closed. What it raises ends it."""
+    quiet: bool = False
+    """Say failures only."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     """Starts the ranks of this host (``HostRanks``)."""
     fleet: Callable[[Sink], Fleet] | None = None
     """Makes the hosts where others than ssh hand out processes (``kolovod.clusters``)."""
+
+    def note(self, text: str) -> None:
+        """``report`` what is no failure."""
+        if not self.quiet:
+            self.report(text)
 
     def make_fleet(self, sink: Sink, keeping: Keeping | None = None) -> Fleet:
         """The hosts of the job; see Fleet."""
@@ -107,7 +118,14 @@ class Job:
         self._secret = new_secret()
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None
-        self._output = Output(size, consoles, stamp, options.output_dir, options.report)
+        self._output = Output(
+            size,
+            consoles,
+            stamp,
+            options.output_dir,
+            options.report,
+            merges=options.merge_output,
+        )
         self._fleet = options.make_fleet(self._write)
         self._store: RendezvousServer | None = None
         self._signals: list[int] = []
@@ -121,6 +139,8 @@ class Job:
         self._standstill = Standstill(limits.late_report_s, limits.late_failure_s)
         self._looked_at = 0.0
         self._given_up: set[int] = set()
+        self._started_s = time.monotonic()
+        self._pace = Pace(self._fleet.pids_here)
         self.outcome = Outcome()
 
     def __enter__(self) -> Job:
@@ -189,6 +209,11 @@ class Job:
         """The process id of a rank, on its host."""
         return self._group_of(rank).pids().get(rank, 0)
 
+    def status(self) -> StatusFacts:
+        """How the job gets on; on one thread, any."""
+        elapsed_s = time.monotonic() - self._started_s
+        return StatusFacts(elapsed_s, len(self._running()), self.size, self._pace.now())
+
     def signal(self, signum: int) -> None:
         """From a signal handler: pass ``signum`` on to the job and end it. Twice: kill it."""
         self._signals.append(signum)
@@ -255,6 +280,7 @@ class Job:
         """End whatever is left of the job, and release everything. Idempotent."""
         if self._bell < 0:
             return
+        self._pace.close()
         self._fleet.close()
         self._output.close()
         if self._store is not None:
@@ -342,10 +368,10 @@ class Job:
             count = len(self._running())
             if self.outcome.stopped_by is None:
                 self.outcome.stopped_by = signum
-                self.options.report(f"{name}: ending {count} ranks (again: kill them)")
+                self.options.note(f"{name}: ending {count} ranks (again: kill them)")
                 self._stop(signum)
             else:
-                self.options.report(f"{name} again: killing {count} ranks")
+                self.options.note(f"{name} again: killing {count} ranks")
                 self._stop(signal.SIGKILL)
 
     def _stop(self, signum: int) -> None:

@@ -6,10 +6,12 @@ ends, however that comes, the job goes on, and ``kolovod attach`` is another vie
 frames (``agent_messages``) over a socket of this host::
 
     keeper -> viewer   {"folder": path} first;  "O", where the rank is 0;  {"exit": code}
+                       {"progress": text}, as it changes, if the viewer wants that
     viewer -> keeper   {"shown": frames so far}, {"told": true} of the exit code, {"signal": number}
+                       {"progress": true}: it wants that
 
-The keeper hangs up where another viewer has come. If it ends the ranks go on, too: the agent of
-this host starts another keeper, to which viewers come by themselves.
+The keeper hangs up where another viewer has come (``viewer``). If it ends the ranks go on, too: the
+agent of this host starts another keeper, to which viewers come by themselves.
 """
 
 from __future__ import annotations
@@ -18,51 +20,47 @@ import contextlib
 import io
 import json
 import os
-import select
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import BootstrapError, InvalidArgumentError, text_with_code
 from kolovod.launch import job_folders
-from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output
-from kolovod.launch.background import start_in_background
+from kolovod.launch.agent_messages import FrameReader, FrameWriter
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job
 from kolovod.launch.job import JobOptions
 from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.keeping import Keeping
+from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.spool import Frame, Spool
+from kolovod.launch.status import PERIOD_S, Status
+from kolovod.launch.viewer import PASSED_ON, READ_BYTES, show
 from kolovod.notices import report_to_stderr
 
-__all__ = ["attach", "keep_again", "run_kept_job"]
+__all__ = ["keep_again", "run_kept_job"]
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM)
-_READ_BYTES = 1 << 16
 _EXIT_WRONG_USE = 2
-_EXIT_REPLACED = 128 + signal.SIGHUP
-"""Of a viewer that another one has replaced: nobody knows yet how the job ends."""
-_DEATH_S = 1.0
-"""From the end of a process's connections to its own, at most."""
-_AGAIN_S = 30.0
-"""For the next keeper to come."""
 
 
 def run_kept_job(
-    elastic: ElasticOptions, command: Sequence[str], options: JobOptions, again: Sequence[str]
+    elastic: ElasticOptions,
+    command: Sequence[str],
+    options: JobOptions,
+    again: Sequence[str],
+    status: Status,
 ) -> int:
     """``run_elastic_job`` that goes on if this process ends; returns the exit code.
 
     ``again``: the command line that calls ``keep_again`` with the same, and with the job's folder,
-    which is its last argument.
+    which is its last argument. ``status``: shows meanwhile how the job gets on.
     """
     here, there = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
@@ -81,7 +79,8 @@ def run_kept_job(
         finally:
             os._exit(code)
     there.close()
-    code = _show(here, None, pid)
+    with status:
+        code = show(here, None, status, pid)
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
     return code
@@ -94,178 +93,8 @@ def keep_again(
     try:
         return _Keeper(None).go_on(job_folders.take_over(path), elastic, command, options)
     except BootstrapError as error:
-        report_to_stderr(str(error))
+        report_to_stderr(text_with_code(error))
         return 1
-
-
-def attach(name: str | None) -> int:
-    """Show a job's output from where it was shown last, to its end; returns its exit code.
-
-    ``name``: None for the only job of this user on this host. Raises InvalidArgumentError for one
-    that is not there.
-    """
-    folder = job_folders.find(name)
-    if folder.exit_code() is None and not folder.is_kept():
-        start_in_background(folder.again)
-    kept = _wait_for_keeper(folder)
-    return _end_of(folder) if kept is None else _show(*kept)
-
-
-def _show(connection: socket.socket, folder: JobFolder | None, pid: int = 0) -> int:
-    """What a keeper says, and the one after it; returns the exit code.
-
-    ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``.
-    """
-    while True:
-        view = _View(connection)
-        try:
-            return view.show()
-        except EOFError:
-            folder = folder or view.folder
-        if folder is None:
-            text = f"the process that kept the job (pid {pid}) was killed, and so the job"
-            report_to_stderr(text)
-            return 128 + signal.SIGKILL
-        if _lives(folder):
-            report_to_stderr(
-                f"job {folder.name} is shown by another kolovod attach now; it goes on"
-            )
-            return _EXIT_REPLACED
-        kept = _wait_for_keeper(folder)
-        if kept is None:
-            return _end_of(folder)
-        report_to_stderr(
-            f"the process that kept the job (pid {folder.pid}) was killed; another one goes on"
-        )
-        connection, folder = kept
-
-
-def _lives(folder: JobFolder) -> bool:
-    """Whether the keeper is still there a moment after it has hung up."""
-    deadline = time.monotonic() + _DEATH_S
-    while time.monotonic() < deadline:
-        now = job_folders.read(folder.path)
-        if now is None or now.pid != folder.pid or not folder.is_kept():
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def _wait_for_keeper(folder: JobFolder) -> tuple[socket.socket, JobFolder] | None:
-    """A connection to the job's keeper, and what it has written of the job.
-
-    None: there is none, or the job has ended.
-    """
-    deadline = time.monotonic() + _AGAIN_S
-    while time.monotonic() < deadline and folder.exit_code() is None:
-        now = job_folders.read(folder.path)
-        if now is not None:
-            with contextlib.suppress(OSError):
-                return now.connect(), now
-        if not folder.is_kept() and not folder.has_agent():
-            break
-        time.sleep(0.02)
-    return None
-
-
-def _end_of(folder: JobFolder) -> int:
-    """Of a job that has no keeper to say it; returns the exit code."""
-    code = folder.exit_code()
-    if code is None:
-        text = f"the processes that kept job {folder.name} were killed, and so the job"
-        if folder.has_agent():
-            text = (
-                f"job {folder.name} goes on without a launcher, and none could be started: "
-                f"kolovod attach {folder.name} tries again"
-            )
-        report_to_stderr(text)
-        return 128 + signal.SIGKILL
-    for stream in ("stdout", "stderr"):
-        try:
-            _print(stream, folder.left(stream))
-        except OSError:
-            report_to_stderr(f"the rest of job {folder.name} was shown elsewhere")
-    folder.remove()
-    return code
-
-
-def _print(stream: str, text: str) -> None:
-    console: TextIO | None = sys.stdout if stream == "stdout" else sys.stderr
-    if console is None:
-        return
-    with contextlib.suppress(OSError, ValueError):  # who reads it is gone
-        console.write(text)
-        console.flush()
-
-
-class _View:
-    """What a viewer does."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.folder: JobFolder | None = None
-        """Where the job is found if the keeper ends."""
-        self._connection = connection
-        self._writer = FrameWriter(connection.fileno())
-        self._signals: list[int] = []
-
-    def show(self) -> int:
-        """To the job's end; returns its exit code. Raises EOFError if the keeper hangs up."""
-        reader = FrameReader(prelude=False)
-        shown = 0
-        with self._connection, self._hearing_signals() as bell:
-            poll = select.poll()
-            for fd in (self._connection.fileno(), bell):
-                poll.register(fd, select.POLLIN)
-            while True:
-                ready = [fd for fd, _ in poll.poll()]
-                if bell in ready:
-                    os.eventfd_read(bell)
-                    while self._signals:
-                        self._say({"signal": self._signals.pop(0)})
-                if self._connection.fileno() not in ready:
-                    continue
-                for kind, body in reader.feed(self._receive()):
-                    if kind == b"O":
-                        _, stream, data = split_output(body)
-                        _print(stream, data.decode())
-                        shown += 1
-                        continue
-                    said = json.loads(body)
-                    if "folder" in said:
-                        self.folder = job_folders.read(Path(said["folder"]))
-                    if "exit" in said:
-                        self._say({"told": True})
-                        return int(said["exit"])
-                self._say({"shown": shown})
-
-    def _receive(self) -> bytes:
-        try:
-            data = self._connection.recv(_READ_BYTES)
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError
-        return data
-
-    def _say(self, value: Any) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which is read
-            self._writer.json(value)
-
-    @contextlib.contextmanager
-    def _hearing_signals(self) -> Iterator[int]:
-        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-        def hear(signum: int, _: object) -> None:
-            self._signals.append(signum)
-            os.eventfd_write(bell, 1)
-
-        before = {signum: signal.signal(signum, hear) for signum in _PASSED_ON}
-        try:
-            yield bell
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            os.close(bell)
 
 
 class _Console(io.TextIOBase):
@@ -294,6 +123,7 @@ class _Keeper:
         self._viewer: socket.socket | None = None
         self._folder: JobFolder | None = None
         self._is_told = False
+        self._progress: Callable[[], StatusFacts] | None = None
         names = ("stdout", "stderr")
         self._consoles = {
             name: _Console(self._spool, name, _is_terminal(getattr(sys, name))) for name in names
@@ -313,7 +143,7 @@ class _Keeper:
         os.close(sink)
 
         def take() -> None:  # what libraries print
-            while data := os.read(source, _READ_BYTES):
+            while data := os.read(source, READ_BYTES):
                 self._spool.write("stderr", data.decode(errors="replace"))
 
         threading.Thread(target=take, name="kolovod stderr", daemon=True).start()
@@ -365,9 +195,10 @@ class _Keeper:
             options,
             stdout=cast("TextIO", self._consoles["stdout"]),
             stderr=cast("TextIO", self._consoles["stderr"]),
+            report=report_to_stderr,  # which is that console here
         )
         try:
-            return run_elastic_job(elastic, command, shown, keeping=keeping)
+            return run_elastic_job(elastic, command, shown, keeping=keeping, watched=self._watch)
         except InvalidArgumentError as error:
             report_to_stderr(str(error))
             return _EXIT_WRONG_USE
@@ -379,8 +210,11 @@ class _Keeper:
             traceback.print_exc()
             return 1
 
+    def _watch(self, progress: Callable[[], StatusFacts]) -> None:
+        self._progress = progress
+
     def _end(self, code: int) -> int:
-        for signum in _PASSED_ON:  # nothing is left to be ended
+        for signum in PASSED_ON:  # nothing is left to be ended
             signal.signal(signum, lambda *_: None)
         self._spool.end(code)
         self._spool.wait_for_view()
@@ -415,14 +249,22 @@ class _Keeper:
         writer = FrameWriter(connection.fileno())
         sender = threading.Thread(target=self._send, args=(writer, view, first), daemon=True)
         sender.start()
+        is_over = threading.Event()
+        telling: threading.Thread | None = None
         with contextlib.suppress(OSError):
             reader = FrameReader(prelude=False)
-            while data := connection.recv(_READ_BYTES):
+            while data := connection.recv(READ_BYTES):
                 for _, body in reader.feed(data):
-                    self._obey(json.loads(body), view, first)
+                    said = json.loads(body)
+                    self._obey(said, view, first)
+                    if said.get("progress") and telling is None:
+                        telling = self._tell_progress(writer, is_over)
         _hang_up(connection)
         self._spool.end_view(view)
         sender.join()
+        is_over.set()
+        if telling is not None:
+            telling.join()
         connection.close()
         with self._lock:
             is_last = self._viewer is connection
@@ -434,8 +276,24 @@ class _Keeper:
             self._spool.shown(view, first + int(said["shown"]))
         elif "told" in said:
             self._is_told = True
-        elif int(said.get("signal", 0)) in _PASSED_ON:
+        elif int(said.get("signal", 0)) in PASSED_ON:
             os.kill(os.getpid(), int(said["signal"]))
+
+    def _tell_progress(self, writer: FrameWriter, is_over: threading.Event) -> threading.Thread:
+        """Tell a viewer how the job gets on, on a thread of its own, until ``is_over``."""
+
+        def tell() -> None:
+            told = ""
+            with contextlib.suppress(OSError):  # it is gone, which is read
+                while not is_over.wait(PERIOD_S):
+                    text = "" if self._progress is None else str(self._progress())
+                    if text != told:
+                        writer.json({"progress": text})
+                        told = text
+
+        thread = threading.Thread(target=tell, name="kolovod progress", daemon=True)
+        thread.start()
+        return thread
 
     def _send(self, writer: FrameWriter, view: int, number: int) -> None:
         with contextlib.suppress(OSError):  # it is gone, which is read

@@ -199,7 +199,8 @@ class HostRanks:
 
     def pids(self) -> dict[int, int]:
         """The process id of each rank."""
-        return {rank: process.pid for rank, process in self._processes.items()}
+        processes = self._processes.copy()  # others than the job's thread ask, too
+        return {rank: process.pid for rank, process in processes.items()}
 
     def fds(self) -> list[int]:
         """Readable when ``collect`` has something to tell; of ranks that run."""

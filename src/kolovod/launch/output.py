@@ -10,10 +10,12 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TextIO, cast
+
+from kolovod.launch.line_merger import LineMerger, MergedLine, rank_ranges
 
 __all__ = ["LineSplitter", "Output", "OutputPump"]
 
@@ -22,6 +24,7 @@ _MAX_LINE_CHARS = 1 << 16
 _TAIL_LINES = 40
 _COLORS = (36, 33, 32, 35, 34, 31)  # SGR: cyan, yellow, green, magenta, blue, red
 _LINE_END = re.compile(r"\r\n|\r|\n")
+_LINE_GOES_ON = ""  # in the place of a line: the second half of the line end before it
 
 
 class LineSplitter:
@@ -77,7 +80,8 @@ class Output:
     ``size``: ranks that the job begins with; ``most``: there may be so many later, if that is more.
     ``consoles``: of "stdout" and "stderr", None for nowhere; ``now`` makes the time before each
     line, None for none; ``folder``: each rank's bytes go to rank.N/stdout and stderr below it, too.
-    A file that cannot be written is given up, and ``report`` is told of it.
+    A file that cannot be written is given up, and ``report`` is told of it. ``merges``: lines that
+    several ranks write within a moment go to the console once (``line_merger``).
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class Output:
         folder: Path | None = None,
         report: Callable[[str], None] = lambda text: None,
         most: int = 0,
+        *,
+        merges: bool = False,
     ) -> None:
         self._now = now
         self._report = report
@@ -95,6 +101,15 @@ class Output:
         self._width = len(str(max(size, most) - 1))
         self._lock = threading.Lock()
         self._streams: dict[tuple[int, str], _Stream] = {}
+        self._mergers = {name: LineMerger() for name in consoles if merges}
+        self._waiting = threading.Condition(self._lock)  # of lines that the mergers have
+        self._is_closed = False
+        self._merging: threading.Thread | None = None
+        if merges:
+            self._merging = threading.Thread(
+                target=self._show_due, name="kolovod merged output", daemon=True
+            )
+            self._merging.start()
         for rank in range(size):
             for name in consoles:
                 self._streams[rank, name] = self._stream(rank, name, self._file(rank, name))
@@ -120,6 +135,9 @@ class Output:
 
     def _stream(self, rank: int, name: str, file: IO[bytes] | None) -> _Stream:
         console = self._consoles[name]
+        if name in self._mergers:
+            with self._lock:
+                self._mergers[name].open(rank)
         return _Stream(_colored(f"[{rank}]<{name}>:", rank, console), console, file)
 
     def write(self, rank: int, stream_name: str, data: bytes) -> None:
@@ -129,14 +147,54 @@ class Output:
             lines = stream.splitter.feed(data, final=not data)
             stream.tail.extend(lines)
             self._write_file(stream, data)
-            if stream.console is None or not lines:
+            if stream.console is None:
                 return
-            start = stream.prefix if self._now is None else f"{self._now()} {stream.prefix}"
-            text = ("" if stream.splitter.continues else start) + start.join(lines)
-            # A console that is gone must not stop the ranks from writing.
-            with contextlib.suppress(OSError, ValueError):
-                stream.console.write(text)
-                stream.console.flush()
+            if stream_name in self._mergers:
+                self._merge(rank, stream_name, lines, continues=stream.splitter.continues)
+                if not data:
+                    self._show(stream_name, self._mergers[stream_name].end(rank))
+            elif lines:
+                start = self._stamp() + stream.prefix
+                text = ("" if stream.splitter.continues else start) + start.join(lines)
+                _print(stream.console, text)
+
+    def _stamp(self) -> str:
+        return "" if self._now is None else f"{self._now()} "
+
+    def _merge(self, rank: int, name: str, lines: list[str], *, continues: bool) -> None:
+        """With the lock held."""
+        if not lines:
+            return
+        merger, stamp, now_s = self._mergers[name], self._stamp(), time.monotonic()
+        if continues:
+            lines = [_LINE_GOES_ON, *lines[1:]]
+        self._show(name, [each for line in lines for each in merger.add(rank, line, now_s, stamp)])
+        self._waiting.notify()
+
+    def _show(self, name: str, merged: Sequence[MergedLine]) -> None:
+        """With the lock held."""
+        parts = []
+        for each in merged:
+            if each.line == _LINE_GOES_ON:
+                parts.append("\n")
+                continue
+            prefix = f"[{rank_ranges(each.ranks)}]<{name}>:"
+            if len(each.ranks) == 1:
+                prefix = self._streams[each.ranks[0], name].prefix
+            parts += [each.stamp, prefix, each.line]
+        console = self._consoles[name]
+        if console is not None and parts:
+            _print(console, "".join(parts))
+
+    def _show_due(self) -> None:
+        """On a thread of its own: lines that have waited for the same of other ranks."""
+        with self._lock:
+            while not self._is_closed:
+                now_s = time.monotonic()
+                for name, merger in self._mergers.items():
+                    self._show(name, merger.due(now_s))
+                times = [due_s for m in self._mergers.values() if (due_s := m.due_s()) is not None]
+                self._waiting.wait(max(0.0, min(times) - now_s) if times else None)
 
     def tail(self, rank: int, stream_name: str) -> str:
         """The last lines of a stream, as they came."""
@@ -159,6 +217,13 @@ class Output:
             self.write(rank, name, b"")
             with self._lock:
                 self._give_up(stream)
+        with self._lock:
+            for name, merger in self._mergers.items():
+                self._show(name, merger.rest())
+            self._is_closed = True
+            self._waiting.notify()
+        if self._merging is not None:
+            self._merging.join()
 
     def _write_file(self, stream: _Stream, data: bytes) -> None:
         """With the lock held. A full disk must not stop the ranks from writing."""
@@ -182,6 +247,13 @@ class Output:
         if error is not None:
             with contextlib.suppress(Exception):  # the caller's, which must not stop them either
                 self._report(f"{file.name} is incomplete: {error}; the job goes on without it")
+
+
+def _print(console: TextIO, text: str) -> None:
+    """A console that is gone must not stop the ranks from writing."""
+    with contextlib.suppress(OSError, ValueError):
+        console.write(text)
+        console.flush()
 
 
 def _colored(prefix: str, rank: int, console: TextIO | None) -> str:

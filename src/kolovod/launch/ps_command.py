@@ -11,6 +11,7 @@ from typing import Any
 
 from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.running_jobs import RunningJob, running_jobs
+from kolovod.observe.units import duration_text
 
 __all__ = ["add", "table"]
 
@@ -53,7 +54,9 @@ def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
         cpu = f"{100 * job.cpu_s / oldest_s:.0f} %" if oldest_s > 0 else "-"
         memory = f"{job.memory_bytes / (1 << 30):.1f} GiB"
         here, command = str(len(job.ranks)), shlex.join(job.ranks[0].command)
-        rows.append((job.name, size, here, str(job.hosts), _age(oldest_s), cpu, memory, command))
+        rows.append(
+            (job.name, size, here, str(job.hosts), duration_text(oldest_s), cpu, memory, command)
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
     lines = []
     for number, row in enumerate(rows):
@@ -67,14 +70,9 @@ def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
 def _ranks(job: RunningJob) -> list[str]:
     lines = []
     for each in job.ranks:
-        line = f"  {job.kind} {each.rank}  pid {each.pid}  {_age(each.age_s)}"
+        line = f"  {job.kind} {each.rank}  pid {each.pid}  {duration_text(each.age_s)}"
         lines.append(f"{line}  {_STATES.get(each.state, '')}".rstrip())
     return lines
-
-
-def _age(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def _one_line(text: str) -> str:

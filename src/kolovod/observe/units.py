@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "rate_text", "time_text"]
+__all__ = ["bytes_text", "duration_text", "rate_text", "time_text"]
 
 
 def time_text(micros: float) -> str:
@@ -10,6 +10,12 @@ def time_text(micros: float) -> str:
     if micros < 1e3:
         return f"{micros:.0f} us"
     return f"{micros / 1e3:.1f} ms" if micros < 1e6 else f"{micros / 1e6:.2f} s"
+
+
+def duration_text(seconds: float) -> str:
+    """``1:02:03``: hours, minutes, seconds."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def bytes_text(count: float) -> str:

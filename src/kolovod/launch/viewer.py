@@ -1,0 +1,212 @@
+"""Shows an elastic job that a keeper has: what it writes, to its end, and how it gets on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kolovod.launch import job_folders
+from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output
+from kolovod.launch.background import start_in_background
+from kolovod.launch.job_folders import JobFolder
+from kolovod.launch.status import Status, status_of
+from kolovod.notices import report_to
+
+__all__ = ["PASSED_ON", "READ_BYTES", "attach", "show"]
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+READ_BYTES = 1 << 16
+_EXIT_REPLACED = 128 + signal.SIGHUP
+"""Of a viewer that another one has replaced: nobody knows yet how the job ends."""
+_DEATH_S = 1.0
+"""From the end of a process's connections to its own, at most."""
+_AGAIN_S = 30.0
+"""For the next keeper to come."""
+
+
+def attach(name: str | None) -> int:
+    """Show a job's output from where it was shown last, to its end; returns its exit code.
+
+    ``name``: None for the only job of this user on this host. Raises InvalidArgumentError for one
+    that is not there.
+    """
+    folder = job_folders.find(name)
+    if folder.exit_code() is None and not folder.is_kept():
+        start_in_background(folder.again)
+    kept = _wait_for_keeper(folder)
+    with status_of("auto", sys.stdout, sys.stderr, os.environ) as status:
+        return _end_of(folder, status) if kept is None else show(*kept, status)
+
+
+def show(connection: socket.socket, folder: JobFolder | None, status: Status, pid: int = 0) -> int:
+    """What a keeper says, and the one after it; returns the exit code.
+
+    ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``.
+    """
+    while True:
+        view = _View(connection, status)
+        try:
+            return view.show()
+        except EOFError:
+            folder = folder or view.folder
+        if folder is None:
+            text = f"the process that kept the job (pid {pid}) was killed, and so the job"
+            report_to(status.stderr, text)
+            return 128 + signal.SIGKILL
+        if _lives(folder):
+            report_to(
+                status.stderr,
+                f"job {folder.name} is shown by another kolovod attach now; it goes on",
+            )
+            return _EXIT_REPLACED
+        kept = _wait_for_keeper(folder)
+        if kept is None:
+            return _end_of(folder, status)
+        report_to(
+            status.stderr,
+            f"the process that kept the job (pid {folder.pid}) was killed; another one goes on",
+        )
+        connection, folder = kept
+
+
+def _lives(folder: JobFolder) -> bool:
+    """Whether the keeper is still there a moment after it has hung up."""
+    deadline = time.monotonic() + _DEATH_S
+    while time.monotonic() < deadline:
+        now = job_folders.read(folder.path)
+        if now is None or now.pid != folder.pid or not folder.is_kept():
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _wait_for_keeper(folder: JobFolder) -> tuple[socket.socket, JobFolder] | None:
+    """A connection to the job's keeper, and what it has written of the job.
+
+    None: there is none, or the job has ended.
+    """
+    deadline = time.monotonic() + _AGAIN_S
+    while time.monotonic() < deadline and folder.exit_code() is None:
+        now = job_folders.read(folder.path)
+        if now is not None:
+            with contextlib.suppress(OSError):
+                return now.connect(), now
+        if not folder.is_kept() and not folder.has_agent():
+            break
+        time.sleep(0.02)
+    return None
+
+
+def _end_of(folder: JobFolder, status: Status) -> int:
+    """Of a job that has no keeper to say it; returns the exit code."""
+    code = folder.exit_code()
+    if code is None:
+        text = f"the processes that kept job {folder.name} were killed, and so the job"
+        if folder.has_agent():
+            text = (
+                f"job {folder.name} goes on without a launcher, and none could be started: "
+                f"kolovod attach {folder.name} tries again"
+            )
+        report_to(status.stderr, text)
+        return 128 + signal.SIGKILL
+    for stream in ("stdout", "stderr"):
+        try:
+            _print(status, stream, folder.left(stream))
+        except OSError:
+            report_to(status.stderr, f"the rest of job {folder.name} was shown elsewhere")
+    folder.remove()
+    return code
+
+
+def _print(status: Status, stream: str, text: str) -> None:
+    console = status.stdout if stream == "stdout" else status.stderr
+    if console is None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # who reads it is gone
+        console.write(text)
+        console.flush()
+
+
+class _View:
+    """What a viewer does."""
+
+    def __init__(self, connection: socket.socket, status: Status) -> None:
+        self.folder: JobFolder | None = None
+        """Where the job is found if the keeper ends."""
+        self._connection = connection
+        self._writer = FrameWriter(connection.fileno())
+        self._signals: list[int] = []
+        self._status = status
+        self._progress = ""
+
+    def show(self) -> int:
+        """To the job's end; returns its exit code. Raises EOFError if the keeper hangs up."""
+        reader = FrameReader(prelude=False)
+        shown = 0
+        if self._status.is_on:
+            self._say({"progress": True})
+            self._status.start(lambda: self._progress)
+        with self._connection, self._hearing_signals() as bell:
+            poll = select.poll()
+            for fd in (self._connection.fileno(), bell):
+                poll.register(fd, select.POLLIN)
+            while True:
+                ready = [fd for fd, _ in poll.poll()]
+                if bell in ready:
+                    os.eventfd_read(bell)
+                    while self._signals:
+                        self._say({"signal": self._signals.pop(0)})
+                if self._connection.fileno() not in ready:
+                    continue
+                for kind, body in reader.feed(self._receive()):
+                    if kind == b"O":
+                        _, stream, data = split_output(body)
+                        _print(self._status, stream, data.decode())
+                        shown += 1
+                        continue
+                    said = json.loads(body)
+                    if "folder" in said:
+                        self.folder = job_folders.read(Path(said["folder"]))
+                    self._progress = said.get("progress", self._progress)
+                    if "exit" in said:
+                        self._say({"told": True})
+                        return int(said["exit"])
+                self._say({"shown": shown})
+
+    def _receive(self) -> bytes:
+        try:
+            data = self._connection.recv(READ_BYTES)
+        except ConnectionError:
+            data = b""
+        if not data:
+            raise EOFError
+        return data
+
+    def _say(self, value: Any) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which is read
+            self._writer.json(value)
+
+    @contextlib.contextmanager
+    def _hearing_signals(self) -> Iterator[int]:
+        bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+        def hear(signum: int, _: object) -> None:
+            self._signals.append(signum)
+            os.eventfd_write(bell, 1)
+
+        before = {signum: signal.signal(signum, hear) for signum in PASSED_ON}
+        try:
+            yield bell
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            os.close(bell)

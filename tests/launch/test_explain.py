@@ -1,0 +1,122 @@
+"""Codes of errors: in tracebacks, by ``kolovod explain``, and in docs/errors.md."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import error_messages
+import pytest
+from launched import run, run_code
+
+from kolovod import errors
+from kolovod.config import load
+from kolovod.errors import MismatchError, RankLostError, text_with_code
+from kolovod.explanations import EXPLANATIONS, code_of, find
+
+ROOT = Path(__file__).parents[2]
+NOTE = "[K201] cause and cure: kolovod explain K201"
+
+
+def test_a_code_follows_from_class_and_module() -> None:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        load({"KOLOVOD_FUSION_BYTES": "x"})
+    assert caught.value.code == "K101"
+    assert errors.from_engine(Exception(1, "text")).code == "K103"
+    assert errors.from_engine(Exception(4, "text")).code == "K301"
+    assert code_of(("InvalidArgumentError",), "kolovod.torch.optimizer") == "K104"
+    assert code_of(("SparseOpError", "InvalidArgumentError"), "kolovod.tensorflow.x") == "K104"
+    assert code_of(("InvalidArgumentError",), "kolovod.torchvision") == ""
+    assert code_of(("WithoutCode",), "kolovod.torch") == ""
+
+
+def test_a_users_own_errors_have_none() -> None:
+    error = MismatchError("of a test")
+    assert error.code == ""
+    assert not hasattr(error, "__notes__")
+    assert text_with_code(error) == "of a test"
+    assert text_with_code(ValueError("x")) == "x"
+
+
+def test_the_text_stays_as_it_was_and_the_code_is_a_note() -> None:
+    for status, rank, code in ((3, None, "K201"), (4, 3, "K301")):
+        error = errors.from_engine(Exception(status, "rank 3 did it"))
+        for each in (error, pickle.loads(pickle.dumps(error))):
+            assert str(each) == "rank 3 did it"
+            assert each.code == code
+            assert each.__notes__ == [f"[{code}] cause and cure: kolovod explain {code}"]
+            assert getattr(each, "rank", None) == rank
+        assert text_with_code(error) == f"rank 3 did it (kolovod explain {code})"
+    assert isinstance(error, RankLostError)
+
+
+SCRIPT = """
+import numpy
+import kolovod
+
+kolovod.init()
+try:
+    kolovod.allreduce(numpy.ones(2 + kolovod.rank(), dtype=numpy.float32), name="x")
+except kolovod.errors.MismatchError as error:
+    raise RuntimeError(f"outer: {error}") from error
+"""
+
+
+def test_a_ranks_traceback_names_it_once() -> None:
+    ended = run_code(2, SCRIPT)
+    assert ended.returncode == 1
+    shown = [line for line in ended.stderr.splitlines() if line.startswith("[0]<stderr>:")]
+    assert sum("kolovod explain K201" in line for line in shown) == (
+        1 if sys.version_info >= (3, 11) else 0  # older ones show no notes
+    )
+    assert "outer: allreduce 'x': shape differs" in ended.stderr
+    assert "kolovod: rank" in ended.stderr
+
+
+def test_what_explain_prints() -> None:
+    by_code, by_class = run("explain", "k201"), run("explain", "MismatchError")
+    assert by_code.stdout == by_class.stdout
+    assert by_code.stdout.startswith("K201: the ranks disagree (MismatchError)\nCause: Under")
+    assert "\nCure: " in by_code.stdout
+    assert max(map(len, by_code.stdout.splitlines())) <= 80
+    assert run("explain", "kolovod.errors.BootstrapError").stdout.count("Cause: ") == 5
+    listed = run("explain").stdout.splitlines()
+    assert [line[:4] for line in listed] == [each.code for each in EXPLANATIONS]
+    refused = run("explain", "K000")
+    assert refused.returncode == 2
+    assert "'K000' is no code of an error" in refused.stderr
+
+
+def test_every_code_is_one_and_every_public_error_has_one() -> None:
+    assert len({each.code for each in EXPLANATIONS}) == len(EXPLANATIONS)
+    for each in EXPLANATIONS:
+        assert (ROOT / "docs" / each.page).exists() or each.page == "reference/command-line.md"
+    for name in errors.__all__:
+        if isinstance(getattr(errors, name), type) and name != "KolovodError":
+            assert find(name), name
+
+
+def test_the_page_is_current() -> None:
+    """As ``scripts/knobs.py --check``."""
+    script = ROOT / "scripts" / "error_messages.py"
+    checked = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True, timeout=110
+    )
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_messages_are_found_in_the_sources() -> None:
+    found = {(each.kind, each.template) for each in error_messages.messages()}
+    engine = "{...} differs: rank {...} has {...}, rank {...} has {...}"
+    assert ("MismatchError", engine) in found
+    said = "there is no world in this process: call init() first"
+    assert ("NotInitializedError", said) in found
+    assert len(found) > 600
+
+
+def test_a_message_without_a_code_is_refused() -> None:
+    message = error_messages.Message("BootstrapError", "kolovod.keras", "keras/x.py", "a text")
+    with pytest.raises(SystemExit, match=r"keras/x.py: BootstrapError\('a text'\) has no code"):
+        error_messages.by_code([message])
