@@ -14,8 +14,8 @@ from terminal import Screen, Terminal, terminal
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.pace import Seen
-from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.status import status_of
+from kolovod.launch.status_facts import StatusFacts
 
 WAIT = "import time; print('begun', flush=True); time.sleep(60)"
 
@@ -40,7 +40,9 @@ def test_in_words() -> None:
     assert str(StatusFacts(3725.0, 3, 4, Seen(12.345, 2, 0.314))) == (
         "1:02:05  3 of 4 ranks up, 12.3 steps/s, slowest: rank 2 (others wait 31% of the time)"
     )
-    assert ", slowest on this host: rank 2 (" in str(StatusFacts(0.0, 4, 4, Seen(1.0, 2, 0.1, False)))
+    assert ", slowest on this host: rank 2 (" in str(
+        StatusFacts(0.0, 4, 4, Seen(1.0, 2, 0.1, False))
+    )
     assert str(StatusFacts(0.0, 3, 1)) == "0:00:00  1 rank up, 2 to join"
 
 

@@ -25,10 +25,10 @@ from kolovod.launch.fleet import Fleet, Group, Meeting, Sink
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order, signal_name
 from kolovod.launch.output import Output
-from kolovod.launch.progress import Progress
 from kolovod.launch.pace import Pace
-from kolovod.launch.status_facts import StatusFacts
+from kolovod.launch.progress import Progress
 from kolovod.launch.standstill import LOOK_S, Standstill
+from kolovod.launch.status_facts import StatusFacts
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from kolovod.rendezvous.server import RendezvousServer

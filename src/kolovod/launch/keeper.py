@@ -39,9 +39,9 @@ from kolovod.launch.foreground import run_elastic_job
 from kolovod.launch.job import JobOptions
 from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.keeping import Keeping
-from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.spool import Frame, Spool
 from kolovod.launch.status import PERIOD_S, Status
+from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.viewer import PASSED_ON, READ_BYTES, show
 from kolovod.notices import report_to_stderr
 
