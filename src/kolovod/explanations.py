@@ -73,6 +73,7 @@ EXPLANATIONS: Sequence[Explanation] = (
             "kolovod.spark",
             "kolovod.planning",
             "kolovod.observe",
+            "kolovod.migrate",
         ),
     ),
     Explanation(
