@@ -32,8 +32,8 @@ def test_the_script_of_one_process_ends_with_other_weights_on_each_rank(tmp_path
     ("name", "steps", "rename"),
     [
         ("torch_module_level", 3 * 4, False),  # half as many, of twice as many samples
-        ("torch_main", 2 * 4, False),
-        ("ddp", 2 * 4, False),
+        pytest.param("torch_main", 2 * 4, False, marks=pytest.mark.slow),
+        pytest.param("ddp", 2 * 4, False, marks=pytest.mark.slow),
         pytest.param("torch_gan", 3 * 2 * 4, False, marks=pytest.mark.slow),
         pytest.param("horovod_torch", 2 * 4, False, marks=pytest.mark.slow),
         pytest.param("horovod_torch", 2 * 4, True, marks=pytest.mark.slow),

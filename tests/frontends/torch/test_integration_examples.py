@@ -154,6 +154,7 @@ def checkpoint_in_one_process(steps):
     return sum(parameter.double().sum().item() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_number_of_ranks(tmp_path):
     folder = tmp_path / "checkpoint"
     for np, first in ((2, 0), (3, 6)):
