@@ -65,6 +65,8 @@ class _Reader:
         self._newest = self._below = max(numbers, default=0)
         self._read: set[int] = set()  # and still among the records
         self._pending: set[int] = set()
+        self.pending: list[dict[str, Any]] = []
+        """The records of what was not complete at the last call of ``read``."""
 
     def read(self) -> tuple[list[dict[str, Any]], int]:
         """What has completed since, and how many others have that were overwritten."""
@@ -74,8 +76,8 @@ class _Reader:
         fresh = sum(number > self._newest for number in numbers)
         lost = max(0, newest - self._newest - fresh) + len(self._pending - numbers)
         self._newest = max(newest, self._newest)
-        pending = {r["number"] for r in records if r["state"] in ("submitted", "started")}
-        self._pending = pending
+        self.pending = [r for r in records if r["state"] in ("submitted", "started")]
+        pending = self._pending = {record["number"] for record in self.pending}
         done = [
             record
             for record in records
@@ -119,11 +121,29 @@ class Recorder:
                     self._spans.close()
             self.on = on
 
-    def pull(self) -> None:
-        """Read what is new; at least every PULL_S, and before an engine goes away."""
+    def pull(self) -> int:
+        """Read what is new; at least every PULL_S, and before an engine goes away.
+
+        Returns how many operations that was: less than a thousand of an engine are never too many.
+        """
         with self._lock:
-            if self.on:
-                self._pull()
+            if not self.on:
+                return 0
+            before = len(self._operations) + self._lost
+            self._pull()
+            return len(self._operations) + self._lost - before
+
+    def pending(self) -> list[tuple[str, str, str, int]]:
+        """What was not complete when it was read last.
+
+        What carries it, name, verb and when it was submitted (ns).
+        """
+        with self._lock:
+            return [
+                (where, record["name"], record["verb"], record["submitted_ns"])
+                for where, reader in self._readers.items()
+                for record in reader.pending
+            ]
 
     def take(self, most: int) -> Batch:
         """The oldest of what was collected, ``most`` of a kind. Call it until it is empty."""

@@ -34,6 +34,7 @@ REPORT_S = 0.5
 _KEPT_S = 3.0  # so who reads once a second misses nothing
 _MOST = 2_000  # operations of a report, and spans: writing more of them down would take its time
 _MOST_EVENTS = 20
+_FEW = 250  # operations between two looks at the engine's notes
 
 
 class _Showing:
@@ -48,6 +49,7 @@ class _Showing:
         self._recorder = Recorder(self._engines, spans.log)
         self._reports: deque[tuple[float, str]] = deque()  # and when
         self._number = 0
+        self._where = whereabouts()
         self._thread = threading.Thread(target=self._serve, name="kolovod-live", daemon=True)
         self._write({})
         self._thread.start()
@@ -67,9 +69,10 @@ class _Showing:
         with self._lock:
             self._pull()
 
-    def _pull(self) -> None:
+    def _pull(self) -> int:
         with contextlib.suppress(_native.EngineError):  # the world has failed
-            self._recorder.pull()
+            return self._recorder.pull()
+        return 0
 
     def forget(self) -> None:
         """In a forked child."""
@@ -92,17 +95,20 @@ class _Showing:
     def _record(self) -> None:
         """As long as somebody rings."""
         until_s = time.monotonic() + LEASE_S
-        due_s = 0.0
+        due_s, pulled_s, pause_s = 0.0, time.monotonic(), PULL_S
         while (now_s := time.monotonic()) < until_s:
             with self._lock:  # in which a world does not end
                 if self._world is None:
                     return
                 self._recorder.switch(True)
-                self._pull()
+                count = self._pull()
+                # As seldom as the engine's notes allow, of which there are a thousand.
+                pause_s = _FEW * (now_s - pulled_s) / count if count else REPORT_S
+                pulled_s = now_s
                 if now_s >= due_s:
                     due_s = now_s + REPORT_S
                     self._report(now_s)
-            if self._page.is_watched(PULL_S):
+            if self._page.is_watched(min(max(pause_s, PULL_S), REPORT_S)):
                 until_s = time.monotonic() + LEASE_S
 
     def _report(self, now_s: float) -> None:
@@ -120,10 +126,10 @@ class _Showing:
         try:
             more = {
                 "at_ns": time.monotonic_ns(),
-                "pending": _pending(engines_of(world)),
+                "pending": self._recorder.pending()[:_MOST],
                 "stats": world.engine.stats(),
                 "sent_bytes": world.engine.sent_bytes(),
-                "whereabouts": whereabouts(),
+                "whereabouts": self._where,
             }
         except _native.EngineError:  # the world has failed; another one may follow
             more = {}
@@ -153,16 +159,6 @@ def _job_of(world: World) -> str:
     """A name for the job, the same on all its ranks; the secret cannot be guessed from it."""
     secret = world.environment.secret or str(os.getpid())
     return hashlib.sha256(f"kolovod live {secret}".encode()).hexdigest()[:8]
-
-
-def _pending(engines: Mapping[str, _native.Engine]) -> list[list[Any]]:
-    """What carries it, name, verb and when it was submitted (ns)."""
-    return [
-        [where, record["name"], record["verb"], record["submitted_ns"]]
-        for where, engine in engines.items()
-        for record in engine.last_operations()
-        if record["state"] in ("submitted", "started")
-    ][:_MOST]
 
 
 _showing: _Showing | None = None
