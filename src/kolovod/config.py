@@ -275,6 +275,7 @@ class Settings:
         0,
         "Each rank serves metrics in OpenMetrics form (for Prometheus) at this port plus its local "
         "rank (docs/metrics.md). 0: none.",
+        unit="port",
         minimum=0,
         maximum=65535,
         engine=False,

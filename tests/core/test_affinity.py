@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -33,10 +34,13 @@ def test_core_of_a_rank() -> None:
 
 def threads() -> dict[str, list[int]]:
     """The cores that each thread of this process may use."""
-    found = {}
-    for thread in os.listdir("/proc/self/task"):
-        found[thread] = sorted(os.sched_getaffinity(int(thread)))
-    return found
+    # Who only answers those who watch (observe/live) is where it likes.
+    apart = {str(each.native_id) for each in threading.enumerate() if each.name == "kolovod-live"}
+    return {
+        thread: sorted(os.sched_getaffinity(int(thread)))
+        for thread in os.listdir("/proc/self/task")
+        if thread not in apart
+    }
 
 
 def place_of_threads(rank):
@@ -60,7 +64,6 @@ def test_only_the_engine_is_bound(variable):
 
 def place_of_carriers(rank, backend):
     """The carrier's thread is bound, too, and nothing else: PyTorch computes with all cores."""
-    import threading
 
     from kolovod import _native
 

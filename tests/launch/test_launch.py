@@ -259,7 +259,8 @@ time.sleep(60)
 
 
 def test_a_signal_to_some_ranks_reaches_what_they_have_started_and_nobody_else() -> None:
-    code = "import subprocess; subprocess.run(['sleep', '60'])"
+    # It goes on when the signal has ended its child first.
+    code = "import subprocess, time; subprocess.run(['sleep', '60']); time.sleep(60)"
     ranks = HostRanks(lambda *_: None)
     try:
         ranks.start([Order(number, [sys.executable, "-c", code], {}) for number in range(3)])
