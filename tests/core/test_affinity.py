@@ -64,7 +64,6 @@ def test_only_the_engine_is_bound(variable):
 
 def place_of_carriers(rank, backend):
     """The carrier's thread is bound, too, and nothing else: PyTorch computes with all cores."""
-
     from kolovod import _native
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
