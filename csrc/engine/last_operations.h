@@ -21,7 +21,9 @@ class LastOperations {
   LastOperations(const Membership& membership, Waiter& waiter, std::string path_prefix);
 
   // The time for a record of an operation of `bytes`.
-  int64_t Now(size_t bytes) const { return RecordNs(bytes, exact_times_.load(std::memory_order_relaxed) > 0); }
+  int64_t Now(size_t bytes) const {
+    return RecordNs(bytes, exact_times_.load(std::memory_order_relaxed) > 0);
+  }
   void Submitted(Operation& op, int64_t submitted_ns) REQUIRES(kOperations);
   void Started(const std::vector<OperationPtr>& ops, uint64_t bucket) REQUIRES(kLease);
   // Of those whose status is final.
