@@ -21,7 +21,7 @@ from kolovod.observe.live import showing
 from kolovod.observe.live.page import Page, PageReader, PageUnavailableError
 from kolovod.observe.live.picture import Picture, Watched, picture
 from kolovod.observe.live.watching import RankWatch, Seen
-from kolovod.observe.live.window import Pending, Window, late_ranks, steps_of, worlds_said
+from kolovod.observe.live.window import Look, Pending, Window, late_ranks, steps_of, worlds_said
 from kolovod.observe.recorder import Operation
 
 MS = 1_000_000
@@ -215,15 +215,21 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
 
 def test_who_is_late() -> None:
     waits = [Pending("", "gradient", "allreduce", 0)]
-    at_ns = {0: 3000 * MS, 1: 2900 * MS, 2: 2900 * MS}
-    found = late_ranks({0: waits, 1: waits, 2: []}, at_ns)
+
+    def looks(*rows: tuple[int, list[Pending]]) -> dict[int, Look]:
+        return {rank: Look(at_ms * MS, pending) for rank, (at_ms, pending) in enumerate(rows)}
+
+    found = late_ranks(looks((3000, waits), (2900, waits), (2900, [])), {})
     assert found == {2: ("allreduce.gradient", 3.0)}
-    # Who was looked at later may have come to it by then.
-    assert late_ranks({0: waits, 1: waits, 2: []}, {**at_ns, 2: 3100 * MS}) == {}
-    assert late_ranks({0: waits, 1: waits, 2: waits}, at_ns) == {}
-    assert late_ranks({0: waits, 1: []}, {0: 900 * MS, 1: 900 * MS}) == {}
+    # Who was looked at later may have come to it by then, and so the look before that counts.
+    later = looks((3000, waits), (2900, waits), (3100, []))
+    assert late_ranks(later, {}) == {}
+    assert late_ranks(later, {2: Look(2500 * MS, [])}) == found
+    assert late_ranks(later, {2: Look(2500 * MS, waits)}) == {}
+    assert late_ranks(looks((3000, waits), (2900, waits), (2900, waits)), {}) == {}
+    assert late_ranks(looks((900, waits), (900, [])), {}) == {}
     in_a_set = [Pending(" in set 1", "x", "allreduce", 0)]
-    assert late_ranks({0: in_a_set, 1: []}, {0: 9000 * MS, 1: 9000 * MS}) == {}
+    assert late_ranks(looks((9000, in_a_set), (9000, [])), {}) == {}
 
 
 def test_worlds_are_told_as_events() -> None:
@@ -247,7 +253,7 @@ def trained(*waits_ms: float, host: str = "a", mask: str = "3", written: float =
         "backend": "native", "at_ns": 200 * MS, "whereabouts": ["m", 2, mask],
         "stats": {"link_bytes_per_us": 1000},
     }  # fmt: skip
-    seen = Seen(facts, [], {1 - rank: 5e8} if size == 2 else {})
+    seen = Seen(facts, sent_bytes_per_s={1 - rank: 5e8} if size == 2 else {})
     return Watched(rank, 100 + rank, "S", 1.0, 1 << 30, written, window, seen, "")
 
 

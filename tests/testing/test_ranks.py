@@ -203,6 +203,8 @@ INTERRUPTED_TWICE = """
 import os, signal, sys, time
 import kolovod
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+
 def work():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("pid", os.getpid(), flush=True)

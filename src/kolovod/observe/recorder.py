@@ -21,6 +21,7 @@ AS = " as "  # between a dtype and a codec
 ON_GPU = " on GPU"  # ends the name of what carries it
 PULL_S = 0.05  # a thousand operations in that time
 _MOST = 100_000
+_UNDER_WAY = ("submitted", "started")
 
 Operation = tuple[str, str, str, str, int, int, int, bool, int, int, int]
 """What carried it ("": the world's engine, else " in set 2", " on GPU"), name, verb, dtype
@@ -61,9 +62,12 @@ class _Reader:
         """``is_new``: what it has done so far counts, too."""
         self.engine = engine
         engine.keep_exact_times(True)
-        numbers = [] if is_new else [record["number"] for record in engine.last_operations()]
-        self._newest = self._below = max(numbers, default=0)
-        self._read: set[int] = set()  # and still among the records
+        records = [] if is_new else engine.last_operations()
+        under_way = [r["number"] for r in records if r["state"] in _UNDER_WAY]
+        self._newest = max((record["number"] for record in records), default=0)
+        self._below = min(under_way, default=self._newest + 1) - 1
+        # Read, and still among the records.
+        self._read = {r["number"] for r in records if r["number"] > self._below} - {*under_way}
         self._pending: set[int] = set()
         self.pending: list[dict[str, Any]] = []
         """The records of what was not complete at the last call of ``read``."""
@@ -76,7 +80,7 @@ class _Reader:
         fresh = sum(number > self._newest for number in numbers)
         lost = max(0, newest - self._newest - fresh) + len(self._pending - numbers)
         self._newest = max(newest, self._newest)
-        self.pending = [r for r in records if r["state"] in ("submitted", "started")]
+        self.pending = [r for r in records if r["state"] in _UNDER_WAY]
         pending = self._pending = {record["number"] for record in self.pending}
         done = [
             record

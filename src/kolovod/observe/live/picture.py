@@ -141,12 +141,12 @@ def picture(watched: Sequence[Watched], memory_left: float = 1.0) -> Picture:
 
 
 def _late(by_rank: Mapping[int, Watched]) -> dict[int, tuple[str, float]]:
-    at_ns = {
-        rank: int(each.seen.facts["at_ns"])
-        for rank, each in by_rank.items()
-        if each.seen.facts.get("at_ns") is not None
-    }
-    return late_ranks({rank: by_rank[rank].seen.pending for rank in at_ns}, at_ns)
+    looks = {rank: each.seen.look for rank, each in by_rank.items()}
+    before = {rank: each.seen.look_before for rank, each in by_rank.items()}
+    return late_ranks(
+        {rank: look for rank, look in looks.items() if look is not None},
+        {rank: look for rank, look in before.items() if look is not None},
+    )
 
 
 def _of_rank(

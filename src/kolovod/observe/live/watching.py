@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kolovod.observe.live.page import PageReader, PageUnavailableError
-from kolovod.observe.live.window import WINDOW_S, Pending, Window
+from kolovod.observe.live.window import WINDOW_S, Look, Pending, Window
 
 __all__ = ["RankWatch", "Seen"]
 
@@ -23,7 +23,9 @@ class Seen:
 
     facts: dict[str, Any] = field(default_factory=dict)
     """The newest page; see ``showing``."""
-    pending: list[Pending] = field(default_factory=list)
+    look: Look | None = None
+    """None: it does not show what it does."""
+    look_before: Look | None = None
     sent_bytes_per_s: dict[int, float] = field(default_factory=dict)
     """To each rank that it has a connection to, since the last look."""
 
@@ -46,6 +48,8 @@ class RankWatch:
         self._reader: PageReader | None = None
         self._newest = 0
         self._sent: tuple[int, list[int]] | None = None
+        self._last: Look | None = None
+        self._before: Look | None = None
         self.window = Window()
         self.seen = Seen()
         self.problem = "not looked at yet"
@@ -79,6 +83,7 @@ class RankWatch:
         self.seen = Seen(facts)
         if facts.get("epoch") != before.get("epoch"):
             self.window, self._sent = Window(), None
+            self._last = self._before = None
         for report in facts["reports"]:
             if report["number"] > self._newest:
                 self._newest = report["number"]
@@ -96,7 +101,11 @@ class RankWatch:
         else:
             silent_s = (now_ns - at_ns) / 1e9
             self.problem = f"no news for {silent_s:.0f} s" if silent_s > _STALE_S else ""
-            self.seen.pending = [Pending(*each) for each in facts["pending"]]
+            self.seen.look = Look(at_ns, [Pending(*each) for each in facts["pending"]])
+            if self._last is not None and self._last.at_ns < at_ns:
+                self._before = self._last
+            self._last = self.seen.look
+            self.seen.look_before = self._before
             self._measure(at_ns, facts["sent_bytes"])
 
     def _measure(self, at_ns: int, sent: list[int]) -> None:

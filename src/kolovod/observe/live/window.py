@@ -14,7 +14,7 @@ from kolovod.observe.reading import Key, Operation, RankEvents
 from kolovod.observe.recorder import Operation as Recorded
 from kolovod.observe.trace import label
 
-__all__ = ["WINDOW_S", "Pending", "Steps", "Window", "late_ranks", "steps_of"]
+__all__ = ["WINDOW_S", "Look", "Pending", "Steps", "Window", "late_ranks", "steps_of"]
 
 WINDOW_S = 5.0
 _LATE_S = 1.0
@@ -153,27 +153,38 @@ def _repeated(rank: RankEvents) -> list[float]:
     return sorted(next(found for found in times.values() if len(found) == often))
 
 
+@dataclass(frozen=True)
+class Look:
+    """What a rank had pending when it was looked at."""
+
+    at_ns: int
+    pending: Sequence[Pending]
+
+
 def late_ranks(
-    pending: Mapping[int, Sequence[Pending]], at_ns: Mapping[int, int]
+    looks: Mapping[int, Look], before: Mapping[int, Look]
 ) -> dict[int, tuple[str, float]]:
     """By rank that has not submitted what others wait for: the operation, and for how many seconds.
 
-    ``pending``, ``at_ns``: by rank that is seen, and when it was.
+    ``looks``: by rank that is seen; ``before``: the look before that.
     """
     by_key: dict[tuple[str, str, str], dict[int, int]] = defaultdict(dict)
-    for rank, operations in pending.items():
-        for each in operations:
+    for rank, look in looks.items():
+        for each in look.pending:
             by_key[each.where, each.name, each.verb].setdefault(rank, each.submitted_ns)
     late: dict[int, tuple[str, float]] = {}
     for (where, name, verb), since in by_key.items():
         if where:  # what a process set carries not all ranks submit
             continue
-        seen_ns = max(at_ns[rank] for rank in since)
+        seen_ns = max(looks[rank].at_ns for rank in since)
         waited_s = (seen_ns - min(since.values())) / 1e9
-        for rank in pending.keys() - since.keys():
-            # Who was seen later may have come to it, and completed it.
-            is_later = at_ns[rank] > seen_ns
-            if waited_s >= _LATE_S and not is_later and waited_s > late.get(rank, ("", 0.0))[1]:
+        for rank in looks.keys() - since.keys():
+            # Who was looked at later may have come to it, and be through.
+            then = looks[rank] if looks[rank].at_ns <= seen_ns else before.get(rank)
+            has_come = then is None or any(
+                (each.where, each.name, each.verb) == (where, name, verb) for each in then.pending
+            )
+            if waited_s >= _LATE_S and not has_come and waited_s > late.get(rank, ("", 0.0))[1]:
                 late[rank] = label(where, name, verb), waited_s
     return late
 
