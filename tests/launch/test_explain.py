@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -120,3 +121,15 @@ def test_a_message_without_a_code_is_refused() -> None:
     message = error_messages.Message("BootstrapError", "kolovod.keras", "keras/x.py", "a text")
     with pytest.raises(SystemExit, match=r"keras/x.py: BootstrapError\('a text'\) has no code"):
         error_messages.by_code([message])
+
+
+def test_a_reader_that_stops_is_no_error() -> None:
+    """As ``kolovod explain | head -1`` does."""
+    command = [sys.executable, "-m", "kolovod", "explain"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        assert process.wait(60) == 128 + signal.SIGPIPE, said
+    assert said == ""

@@ -65,7 +65,13 @@ def test_nobody_is_looked_at_before_somebody_asks() -> None:
     pace.close()
 
 
-@pytest.mark.parametrize("flags", [(), ("--elastic",)], ids=["plain", "elastic"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("--elastic",), id="elastic", marks=pytest.mark.slow),
+    ],
+)
 def test_in_a_terminal(flags: tuple[str, ...]) -> None:
     with terminal(launch_command(2, SCRIPT, *flags), columns=150) as shown:
         found = re.compile(r"2 ranks up, \d\S* steps/s, slowest: rank 1 \(others wait \d\d% of")

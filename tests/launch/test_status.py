@@ -171,7 +171,13 @@ def test_where_nobody_wants_it(flags: tuple[str, ...], variables: dict[str, str]
     assert shown.text == "[0]<stdout>:done\r\n"
 
 
-@pytest.mark.parametrize("flags", [(), ("--elastic",)], ids=["plain", "elastic"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("--elastic",), id="elastic", marks=pytest.mark.slow),
+    ],
+)
 def test_plain_lines_elsewhere_if_they_are_asked_for(flags: tuple[str, ...]) -> None:
     code = "time.sleep(3)"
     assert run_code(1, code, *flags).stderr == ""

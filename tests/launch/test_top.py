@@ -17,7 +17,7 @@ import pytest
 from launched import run
 
 from kolovod.launch.running_jobs import running_jobs
-from kolovod.launch.stacks_text import line_of
+from kolovod.launch.stacks_text import line_of, main_first
 
 SCRIPT = """
 import os, sys, time
@@ -150,6 +150,10 @@ Current thread 0x02 (most recent call first):
   File "/work/train.py", line 30 in <module>
 """
     assert line_of(stacks) == "/work/train.py:12 in load (in wait)"
+    first, other = main_first(stacks).split("\n\n")
+    assert first.startswith("Current thread 0x02")
+    assert other.endswith("in prefetch")
+    assert main_first("") == ""
     only = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/x.py", line 2 in y\n'
     assert line_of(only) == "/usr/lib/python3.11/x.py:2 in y"
     assert line_of("") == ""

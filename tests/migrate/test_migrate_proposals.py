@@ -256,3 +256,22 @@ def test_tabs_stay_tabs() -> None:
     code = changed(HEAD + LOADER + OPTIMIZER + loop)
     assert "\tloader.sampler.set_epoch(epoch)\n" in code
     assert "\tif kv.rank() == 0:\n\t\tprint(epoch)\n" in code
+
+
+def test_what_is_read_from_a_checkpoint_is_to_be_equal_on_all_ranks() -> None:
+    script = """\
+import tensorflow as tf
+
+model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+optimizer = tf.keras.optimizers.SGD(0.1)
+checkpoint = tf.train.Checkpoint(model=model)
+checkpoint.restore(tf.train.latest_checkpoint("."))
+for x in tf.data.Dataset.from_tensor_slices(tf.ones((8, 4))).batch(2):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+"""
+    assert any(line == 6 and "broadcast_variables" in text for line, text in looks(script)), looks(
+        script
+    )

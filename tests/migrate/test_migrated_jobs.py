@@ -18,6 +18,7 @@ def changed(name: str, folder: Path, *, rename: bool = False) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_script_of_one_process_ends_with_other_weights_on_each_rank(tmp_path: Path) -> None:
     """So equal weights below are a result of the changes."""
     path = tmp_path / "train.py"

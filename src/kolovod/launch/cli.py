@@ -72,6 +72,11 @@ def main(arguments: Sequence[str] | None = None, goes_on: Path | None = None) ->
     except InvalidArgumentError as error:
         options.parser.error(str(error))
         raise  # not reached: error() exits
+    except BrokenPipeError:  # kolovod explain | head
+        if options.action in ("run", "attach"):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed yet
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # before there was a job to pass it on to
         return 128 + signal.SIGINT
 

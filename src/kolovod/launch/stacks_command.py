@@ -11,6 +11,7 @@ from kolovod.core.stacks import StacksUnavailableError, of_process
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
+from kolovod.launch.stacks_text import main_first
 
 __all__ = ["add", "chosen"]
 
@@ -48,7 +49,7 @@ def _print(options: argparse.Namespace) -> int:
     for each in ranks:
         print(f"{job.kind} {each.rank}, pid {each.pid}:")
         try:
-            print(textwrap.indent(_of_rank(each).rstrip(), "  "))
+            print(textwrap.indent(main_first(_of_rank(each)), "  "))
         except StacksUnavailableError as error:
             print(f"  no stacks: {error}")
             code = 1

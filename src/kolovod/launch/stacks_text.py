@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["line_of"]
+__all__ = ["line_of", "main_first"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<function>.*)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
+
+
+_THREADS = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")
+
+
+def main_first(stacks: str) -> str:
+    """The same with the main thread, which faulthandler writes last, before the others."""
+    before, *threads = _THREADS.split(stacks.rstrip())
+    return before + "\n\n".join(each.rstrip() for each in [*threads[-1:], *threads[:-1]])
 
 
 def line_of(stacks: str) -> str:
@@ -15,7 +24,7 @@ def line_of(stacks: str) -> str:
 
     faulthandler writes the newest frame of a thread first, and the main thread last.
     """
-    threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", stacks)
+    threads = _THREADS.split(stacks)
     frames = [found for line in threads[-1].splitlines() if (found := _FRAME.match(line))]
     if not frames:
         return ""

@@ -21,7 +21,7 @@ from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.job_watch import JobWatch
 from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.launch.stacks_command import chosen
-from kolovod.launch.stacks_text import line_of
+from kolovod.launch.stacks_text import line_of, main_first
 from kolovod.observe.live.picture import Picture
 from kolovod.optional_dependencies import missing
 
@@ -181,7 +181,7 @@ def _stack(picture: Picture, selected: int) -> str:
     if not picture.ranks:
         return ""
     try:
-        return of_process(picture.ranks[selected].pid).rstrip()
+        return main_first(of_process(picture.ranks[selected].pid))
     except StacksUnavailableError as error:
         return f"no stacks: {error}"
 

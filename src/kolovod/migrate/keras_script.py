@@ -71,7 +71,25 @@ def distribute(edits: Edits) -> None:
         edits, prints_in(script, functions_of(script, training)), saves_of(edits, models)
     )
     _callbacks_that_write(edits)
+    _load_with_optimizers(edits)
     place_import_and_init(edits, ROOTS, "kolovod.keras")
+
+
+def _load_with_optimizers(edits: Edits) -> None:
+    """A model that is read has an optimizer of its own, which averages nothing."""
+    script, kv = edits.script, edits.kv
+    for call in script.calls:
+        if not script.name(call).endswith(".load_model"):
+            continue
+        if len(call.args) == 1 and call.args[0].keyword is None and not call.args[0].star:
+            edits.replace(call.func, f"{kv}.load_model")
+            edits.why(call, "the optimizer of a model that is read averages gradients, too")
+        else:
+            edits.need(
+                call,
+                "a model that is read has an optimizer that averages nothing: read it by "
+                f"{kv}.load_model(path)",
+            )
 
 
 def _distribute_optimizer(edits: Edits, call: cst.Call) -> bool:

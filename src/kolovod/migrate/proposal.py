@@ -71,7 +71,8 @@ def propose(content: bytes, path: str, *, rename: bool = False) -> Proposal:
         line = script.line(found[0][0])
         return Proposal(
             "Kolovod", Outcome.NOTHING_LEFT,
-            f"it imports {found[0][1]} in line {line}: nothing is left to do", content,
+            f"it imports {found[0][1]} in line {line}: nothing is left to do "
+            "that this command can see (`kolovod check` runs the script, and sees more)", content,
         )  # fmt: skip
     if ddp.is_distributed(script):
         return _from_ddp(edits, content)

@@ -44,6 +44,7 @@ def distribute(edits: Edits) -> None:
         if (sources := argument(step, "sources", 1)) is not None:
             models |= _start_equal(edits, sources.value)
     _share_data(edits, steps)
+    _equal_after_reading(edits)
     for call in script.calls:
         if (optimizer := attribute_call(call, "apply_gradients")) is not None:
             for each in script.origins(optimizer):
@@ -56,6 +57,18 @@ def distribute(edits: Edits) -> None:
     saves = [*saves_of(edits, models), *_checkpoints(edits)]
     only_on_rank_0(edits, prints_in(script, functions_of(script, steps)), saves)
     place_import_and_init(edits, ["tensorflow"], "kolovod.tensorflow")
+
+
+def _equal_after_reading(edits: Edits) -> None:
+    """What one rank reads from a checkpoint others may not have."""
+    for call in edits.script.calls:
+        if attribute_call(call, "restore", "load_weights") is not None:
+            edits.need(
+                call,
+                "after this ranks must be equal again, since not every rank may find the file: "
+                f"{edits.kv}.broadcast_variables([*model.variables, *optimizer.variables], "
+                "root_rank=0)",
+            )
 
 
 def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
