@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from generated import bring_up_to_date
 
 from kolovod.errors import _BY_STATUS
 from kolovod.explanations import EXPLANATIONS, Explanation, code_of
@@ -314,14 +315,7 @@ def _code(text: str) -> str:
 
 def main() -> int:
     """Returns 1 if --check finds a difference."""
-    wanted = page()
-    if PAGE.exists() and PAGE.read_text("utf-8") == wanted:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE} is out of date: run python scripts/error_messages.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    return bring_up_to_date(PAGE, page(), "error_messages.py")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+
+from generated import bring_up_to_date
 
 from kolovod.config import KNOBS, Knob
 
@@ -40,15 +41,7 @@ def page_with_table(page: str) -> str:
 
 def main() -> int:
     """Returns 1 if --check finds a difference."""
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = page_with_table(page)
-    if page == wanted:
-        return 0
-    if "--check" in sys.argv[1:]:
-        print(f"{PAGE} is out of date: run python scripts/knobs.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    return bring_up_to_date(PAGE, page_with_table(PAGE.read_text(encoding="utf-8")), "knobs.py")
 
 
 if __name__ == "__main__":

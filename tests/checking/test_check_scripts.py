@@ -119,7 +119,7 @@ BACKENDS = ("tensorflow", "torch", "jax")
 @pytest.mark.frameworks
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keras(tmp_path: Path, backend: str) -> None:
-    pytest.importorskip("keras")
+    pytest.importorskip("keras", reason="Keras is not installed")
     good = check(tmp_path, KERAS, "--steps", "100", KERAS_BACKEND=backend)
     judge(good, Case((), {}))
     assert good.verdicts("hint") == good.verdicts("cannot tell") == {}, good.report
@@ -129,7 +129,7 @@ def test_keras(tmp_path: Path, backend: str) -> None:
 @pytest.mark.frameworks
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keras_with_mistakes(tmp_path: Path, backend: str) -> None:
-    pytest.importorskip("keras")
+    pytest.importorskip("keras", reason="Keras is not installed")
     script = KERAS
     for old, new in KERAS_CHANGES:
         assert script.count(old) == 1
@@ -161,7 +161,7 @@ for step in range(3):
 @pytest.mark.slow
 @pytest.mark.frameworks
 def test_what_the_engine_knows(tmp_path: Path) -> None:
-    pytest.importorskip("jax")
+    pytest.importorskip("jax", reason="JAX is not installed")
     good = check(tmp_path, JAX)
     judge(good, Case((), {}))
     expected = "gradients were combined in 3 operations at least"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import run
+from launched import ready_job, run
 
 from kolovod.launch.guard import MARK_NAME
 from kolovod.launch.ps_command import table
@@ -34,19 +34,8 @@ DEADLINE_S = 60.0
 @contextmanager
 def job(*flags: str) -> Iterator[None]:
     """One of two ranks that sleep, each with a child."""
-    command = [sys.executable, "-m", "kolovod", "run", "-np", "2", *flags]
-    with subprocess.Popen(
-        [*command, "--", sys.executable, "-c", SCRIPT],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    ) as launcher:  # fmt: skip
-        try:
-            assert launcher.stdout is not None
-            for _ in range(2):
-                assert "ready" in launcher.stdout.readline()
-            yield
-        finally:
-            launcher.send_signal(signal.SIGTERM)
-            launcher.wait(DEADLINE_S)
+    with ready_job(*flags, "--", sys.executable, "-c", SCRIPT):
+        yield
 
 
 def mine(found: list[dict[str, Any]]) -> dict[str, Any]:

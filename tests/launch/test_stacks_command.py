@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launched import run
+from launched import ready_job, run
 
 from kolovod.core import stacks
 from kolovod.errors import InvalidArgumentError
@@ -46,30 +46,9 @@ DEADLINE_S = 60.0
 @contextmanager
 def job() -> Iterator[RunningJob]:
     """Rank 0 waits in an operation, rank 1 is late."""
-    command = [
-        sys.executable,
-        "-m",
-        "kolovod",
-        "run",
-        "-np",
-        "2",
-        "--",
-        sys.executable,
-        "-c",
-        SCRIPT,
-    ]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as launcher:
-        try:
-            assert launcher.stdout is not None
-            for _ in range(2):
-                assert "ready" in launcher.stdout.readline()
-            (found,) = [each for each in running_jobs() if SCRIPT in each.ranks[0].command]
-            yield found
-        finally:
-            launcher.send_signal(signal.SIGTERM)
-            launcher.wait(DEADLINE_S)
+    with ready_job("--", sys.executable, "-c", SCRIPT):
+        (found,) = [each for each in running_jobs() if SCRIPT in each.ranks[0].command]
+        yield found
 
 
 def test_all_ranks_and_threads() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launched import run
+from launched import ready_job, run
 
 from kolovod.launch.running_jobs import running_jobs
 from kolovod.launch.stacks_text import line_of, main_first
@@ -45,19 +44,9 @@ def job(late: str, *, by_shell: bool = False) -> Iterator[str]:
     script = [sys.executable, "-c", SCRIPT, late]
     if by_shell:
         script = ["sh", "-c", '"$@"; true', "sh", *script]
-    command = [sys.executable, "-m", "kolovod", "run", "-np", "2", "--", *script]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as launcher:
-        try:
-            assert launcher.stdout is not None
-            for _ in range(2):
-                assert "ready" in launcher.stdout.readline()
-            (name,) = [each.name for each in running_jobs() if late in each.ranks[0].command]
-            yield name
-        finally:
-            launcher.send_signal(signal.SIGTERM)
-            launcher.wait(DEADLINE_S)
+    with ready_job("--", *script):
+        (name,) = [each.name for each in running_jobs() if late in each.ranks[0].command]
+        yield name
 
 
 @pytest.mark.parametrize("by_shell", [False, True], ids=["python", "shell"])
@@ -142,14 +131,14 @@ def test_bad_arguments() -> None:
 
 def test_the_line_that_a_thread_is_at() -> None:
     stacks = """Thread 0x01 (most recent call first):
-  File "/work/train.py", line 3 in prefetch
+  File "/home/me/train.py", line 3 in prefetch
 
 Current thread 0x02 (most recent call first):
   File "/usr/lib/python3.11/site-packages/numpy/core.py", line 7 in wait
-  File "/work/train.py", line 12 in load
-  File "/work/train.py", line 30 in <module>
+  File "/home/me/train.py", line 12 in load
+  File "/home/me/train.py", line 30 in <module>
 """
-    assert line_of(stacks) == "/work/train.py:12 in load (in wait)"
+    assert line_of(stacks) == "/home/me/train.py:12 in load (in wait)"
     first, other = main_first(stacks).split("\n\n")
     assert first.startswith("Current thread 0x02")
     assert other.endswith("in prefetch")

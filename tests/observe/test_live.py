@@ -161,7 +161,7 @@ def test_ranks_show_what_they_do_while_somebody_watches() -> None:
     assert [each.rank for each in seen.ranks] == [0, 1]
     for each in seen.ranks:
         assert each.problem == ""
-        assert 0 < each.steps.median_us < DEADLINE_S * 1e6
+        assert 0 < each.steps.fast_us <= each.steps.median_us <= each.steps.slow_us
         assert 0 <= each.waiting <= 1
         assert each.compute == pytest.approx(1 - each.waiting)
     assert seen.bytes_per_s > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,25 @@ def launcher(size: int, code: str, *flags: str) -> Iterator[subprocess.Popen[str
     finally:
         process.kill()
         process.communicate(timeout=DEADLINE_S)
+
+
+@contextlib.contextmanager
+def ready_job(*arguments: str) -> Iterator[None]:
+    """``kolovod run -np 2`` with these, from when both ranks have written "ready"; then ended."""
+    with subprocess.Popen(
+        [*KOLOVOD, "run", "-np", "2", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for _ in range(2):
+                assert "ready" in process.stdout.readline()
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(2 * DEADLINE_S)
 
 
 def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:

@@ -57,8 +57,9 @@ class SpanLog:
     def add(self, name: str, start_ns: int, end_ns: int, cpu: Cpu = ()) -> None:
         """Keep a span of this thread."""
         thread = threading.current_thread().name[:_THREAD_CHARACTERS]
+        span = (name[:_NAME_CHARACTERS], thread, start_ns, end_ns, cpu)
         for reader in self._readers:
-            reader._spans.append((name[:_NAME_CHARACTERS], thread, start_ns, end_ns, cpu))
+            reader._spans.append(span)
 
     def open(self) -> SpanReader:
         """Somebody who gets all spans from now on."""

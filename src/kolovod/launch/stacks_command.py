@@ -13,7 +13,7 @@ from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 from kolovod.launch.stacks_text import main_first
 
-__all__ = ["add", "chosen"]
+__all__ = ["add", "add_job", "chosen"]
 
 
 def add(actions: Any) -> None:
@@ -27,13 +27,18 @@ def add(actions: Any) -> None:
         allow_abbrev=False,
     )
     asking.set_defaults(parser=asking, act=_print)
-    asking.add_argument(
-        "job", nargs="?", default="", metavar="JOB", help="as `kolovod ps` names it, or its "
-        "beginning; needed where there are several",
-    )  # fmt: skip
+    add_job(asking)
     asking.add_argument(
         "--rank", type=int, metavar="N", help="only this rank; in an elastic job this slot"
     )
+
+
+def add_job(action: argparse.ArgumentParser) -> None:
+    """The argument that ``chosen`` gets."""
+    action.add_argument(
+        "job", nargs="?", default="", metavar="JOB", help="as `kolovod ps` names it, or its "
+        "beginning; needed where there are several",
+    )  # fmt: skip
 
 
 def _print(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ Nothing of the terminal's state is changed, so nothing is to be put back, howeve
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import io
 import os
@@ -55,7 +56,7 @@ class Status:
         self.close()
 
 
-class _Shown(Status):
+class _Shown(Status, abc.ABC):
     """Shows it again each ``period_s``."""
 
     is_on = True
@@ -85,8 +86,8 @@ class _Shown(Status):
                 due_s = time.monotonic() + self._period_s
                 self._show(text)
 
-    def _show(self, text: str) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _show(self, text: str) -> None: ...
 
 
 class _Plain(_Shown):

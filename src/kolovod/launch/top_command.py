@@ -20,7 +20,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.job_watch import JobWatch
 from kolovod.launch.running_jobs import RunningJob, running_jobs
-from kolovod.launch.stacks_command import chosen
+from kolovod.launch.stacks_command import add_job, chosen
 from kolovod.launch.stacks_text import line_of, main_first
 from kolovod.observe.live.picture import Picture
 from kolovod.optional_dependencies import missing
@@ -54,10 +54,7 @@ def add(actions: Any) -> None:
         allow_abbrev=False,
     )
     watching.set_defaults(parser=watching, act=_watch)
-    watching.add_argument(
-        "job", nargs="?", default="", metavar="JOB", help="as `kolovod ps` names it, or its "
-        "beginning; needed where there are several",
-    )  # fmt: skip
+    add_job(watching)
     watching.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="seconds between pictures [1]"
     )
