@@ -29,11 +29,12 @@ def die(rank: int, place: str) -> str:
 
 
 def survivors(done: list[tuple[int, str, str]], dead: int) -> list[str]:
-    """The last line that each of the others has said, before the note with the error's code."""
+    """The last line that each of the others has said, but for the note with the error's code."""
     assert done[dead][0] == 9, done
     said = [one for number, one in enumerate(done) if number != dead]
     assert all(code == 1 for code, _, _ in said), done
-    return [error.partition("\n[K")[0].strip().splitlines()[-1] for _, _, error in said]
+    lines = [error.strip().splitlines() for _, _, error in said]
+    return [[line for line in of_one if not line.startswith("[K")][-1] for of_one in lines]
 
 
 def test_before_all_have_come() -> None:
