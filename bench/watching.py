@@ -1,16 +1,16 @@
 """What it costs a job to be watched: ``bench/watching.py``.
 
 Two ranks on this machine train a model of bench/models.py, one compute thread each. By turns, some
-hundred steps each, in another order in each round:
+seconds each, in another order in each round and with seconds of nobody watching between them:
 
-- ``off``: nobody watches; twice, so the difference between the two tells how much is noise
+- ``off``: nobody watches, once more, which tells how much is noise
 - ``top``: ``kolovod top --json`` looks once a second
 - ``timeline``: a timeline is recorded
 - ``metrics``: a metrics server counts, and is read once a second
 
-A step is forward, backward and ``step()``, from when the first rank begins it until the last ends
-it. A round's figure is the median of its steps; told are the medians over the rounds of the ratios
-to the ``off`` steps of the same round.
+A turn's figure is its time divided by its steps (forward, backward and ``step()``), so what holds
+up one step of many counts too. It is compared with the mean of the two turns around it, in which
+nobody watches. Told are the median of these ratios over the rounds, and the middle half of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from report import number, table
 
 import kolovod
 
-WAYS = ("off", "off again", "top", "timeline", "metrics")
+WAYS = ("off", "top", "timeline", "metrics")
 GOAL = 0.005
 SETTLE_S = 2.5
 OVER_S = 6.0  # a little more than a look lasts (observe/live/showing.py)
@@ -91,24 +91,30 @@ def watched(way: str, folder: str) -> Iterator[None]:
     kolovod.barrier()
 
 
-def work(model: str, ways: list[str], rounds: int, steps: int, folder: str) -> Any:
-    """One rank: by round and way, when each step began and ended (ns)."""
+def work(model: str, ways: list[str], rounds: int, turn_s: float, folder: str) -> Any:
+    """One rank: seconds per step of the turns, by way; the ratios to the turns around each."""
     kolovod.init()
     training = Training(model, distributed=True)
-    for _ in range(20):
-        training.step()
-    found: list[dict[str, Any]] = []
+
+    def took_s(steps: int) -> float:
+        kolovod.barrier()
+        started = time.monotonic()
+        for _ in range(steps):
+            training.step()
+        kolovod.barrier()
+        return (time.monotonic() - started) / steps
+
+    took_s(20)
+    steps = max(1, round(turn_s / kolovod.broadcast_object(took_s(20), 0)))
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    alone_s = took_s(steps)
     for turn in range(rounds):
-        found.append({})
         for position in range(len(ways)):
             way = ways[(position + turn) % len(ways)]
-            times = np.zeros((steps, 2), np.int64)
             with watched(way, folder):
-                for step in range(steps):
-                    times[step, 0] = time.monotonic_ns()
-                    training.step()
-                    times[step, 1] = time.monotonic_ns()
-            found[-1][way] = times
+                step_s = took_s(steps)
+            before_s, alone_s = alone_s, took_s(steps)
+            found[way].append((step_s, step_s / ((before_s + alone_s) / 2)))
     digest = kolovod.allgather_object(
         [float(p.detach().double().sum()) for p in training.model.parameters()]
     )
@@ -119,32 +125,29 @@ def work(model: str, ways: list[str], rounds: int, steps: int, folder: str) -> A
 def ratios(model: str, options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Medians of a run. Raises RuntimeError if the ranks' weights differ at the end."""
     answers = kolovod.run(
-        work, (model, options.ways, options.rounds, options.steps, folder), np=2
+        work, (model, options.ways, options.rounds, options.turn_s, folder), np=2
     )  # fmt: skip
     if not all(equal for _, equal in answers):
         raise RuntimeError("the ranks' weights differ")
-    medians: dict[str, list[float]] = {way: [] for way in options.ways}
-    for turn in range(options.rounds):
-        for way in options.ways:
-            both = np.stack([found[turn][way] for found, _ in answers])
-            took = both[:, :, 1].max(axis=0) - both[:, :, 0].min(axis=0)
-            medians[way].append(float(np.median(took)) / 1e6)
-    base = medians["off"]
-    return {
-        way: {
-            "step_ms": statistics.median(values),
-            "rounds_ms": values,
-            "more": statistics.median(v / b for v, b in zip(values, base, strict=True)) - 1,
+    found: dict[str, Any] = {}
+    for way, turns in answers[0][0].items():
+        more = [ratio - 1 for _, ratio in turns]
+        quarter, median, three_quarters = np.quantile(more, (0.25, 0.5, 0.75))
+        found[way] = {
+            "step_ms": 1e3 * statistics.median(step_s for step_s, _ in turns),
+            "more": float(median),
+            "middle_half": [float(quarter), float(three_quarters)],
+            "rounds": more,
         }
-        for way, values in medians.items()
-    }
+    return found
 
 
 def make(found: dict[str, Any], facts: dict[str, Any]) -> str:
     """The Markdown of a run."""
     rows = [
         [model, way, number(one["step_ms"]), f"{one['more']:+.2%}",
-         "-" if way.startswith("off") else ("yes" if one["more"] <= GOAL else "no")]
+         "{:+.2%} to {:+.2%}".format(*one["middle_half"]),
+         "-" if way == "off" else ("yes" if one["more"] <= GOAL else "no")]
         for model, ways in found.items()
         for way, one in ways.items()
     ]  # fmt: skip
@@ -153,7 +156,17 @@ def make(found: dict[str, Any], facts: dict[str, Any]) -> str:
             "# What it costs a job to be watched\n",
             f"`{machine.command_line()}`: {report.machine_line(facts)}. Two ranks and whoever "
             "watches share two cores. How it was measured: the head of bench/watching.py.\n",
-            table(["model", "watched by", "step, ms", "more than off", "0.5 % at most"], rows),
+            table(
+                [
+                    "model",
+                    "watched by",
+                    "step, ms",
+                    "more than off",
+                    "middle half of rounds",
+                    "0.5 % at most",
+                ],
+                rows,
+            ),
         ]
     )
 
@@ -164,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=["mlp", "transformer"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=150, help="per round")
+    parser.add_argument("--turn-s", type=float, default=6.0, help="how long one way is watched")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
     facts = machine.facts()

@@ -41,8 +41,8 @@ _INTRODUCTION = """\
 
 <!-- made by scripts/error_messages.py from src/kolovod/explanations.py and the sources -->
 
-Every error of Kolovod has a code. A traceback ends with it (from Python 3.11 on), and `error.code`
-is it:
+Every error of Kolovod has a code. A traceback ends with it (from Python 3.11 on), in a release also
+with a link to this page, and `error.code` is it:
 
 ```
 kolovod.errors.MismatchError: allreduce 'loss': rank 1 has dtype float64, and rank 0 has float32

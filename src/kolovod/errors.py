@@ -32,6 +32,7 @@ import sys
 from functools import lru_cache
 
 from kolovod import blame
+from kolovod.documentation import link
 from kolovod.explanations import code_of
 
 __all__ = [
@@ -73,7 +74,9 @@ class KolovodError(RuntimeError):
         kinds = tuple(kind.__name__ for kind in type(self).__mro__)
         self.code = code_of(kinds, frame.f_globals.get("__name__", ""))
         if self.code:  # not in the text, which others match, and put into theirs
-            self.__notes__ = [f"[{self.code}] cause and cure: kolovod explain {self.code}"]
+            address = link(f"errors.md#{self.code.lower()}")
+            how = f"kolovod explain {self.code}" + (f", or {address}" if address else "")
+            self.__notes__ = [f"[{self.code}] cause and cure: {how}"]
 
 
 class CollectiveError(KolovodError):

@@ -52,6 +52,7 @@ def check(lines: list[dict[str, Any]], ranks: int) -> list[list[int]]:
     return members
 
 
+@pytest.mark.slow
 def test_a_replica_is_lost_and_comes_again() -> None:
     lose("forward", 3)
 
@@ -82,6 +83,7 @@ def lose(how: str, victim: int) -> None:
     assert f"epoch 2: 2 ranks go on, since rank {victim} on host localhost was lost" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_replica_leaves_as_a_whole() -> None:
     lines, done = job("asked", 2)
     members = check(lines, SIZE)

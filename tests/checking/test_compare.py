@@ -160,6 +160,10 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
         _set(steps=0, operations=[], reductions={"gradients.0": 3, "loss": 2}), BOTH,
         "metrics", OK, "ranks combine more than gradients: 'loss'",
     ),
+    "metrics averaged": (
+        _set(averages="MetricAverageCallback", operations=[]), BOTH,
+        "metrics", OK, "MetricAverageCallback averages those of an epoch over ranks",
+    ),
     "the script combines": (
         _all_of(_optimizer(wrapped=False), _set(operations=[Operation("allreduce", "", "t:5", 4)])),
         BOTH, "optimizer", OK, "the script itself combines, by t:5",

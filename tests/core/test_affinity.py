@@ -94,9 +94,8 @@ def place_of_carriers(rank, backend):
 
 @pytest.mark.skipif(len(CORES) < 2, reason="bound and not bound are the same on one core")
 @pytest.mark.skipif(not is_installed("torch"), reason="PyTorch is not installed")
-@pytest.mark.parametrize(
-    ("backend", "counts"), [pytest.param("gloo", [1, 1], marks=pytest.mark.slow), ("nccl", [1, 2])]
-)
+@pytest.mark.parametrize(("backend", "counts"), [("gloo", [1, 1]), ("nccl", [1, 2])])
+@pytest.mark.slow
 def test_a_carrier_is_bound_and_pytorch_is_not(backend, counts):
     """With nccl a process set has a carrier of its own."""
     env = {"KOLOVOD_THREAD_AFFINITY": f"{CORES[0]},{CORES[-1]}"}

@@ -13,6 +13,7 @@ import seldom_members
 import seldom_replay
 from jobs_with_deaths import SCRIPT, run
 from seldom_elastic import Replay
+from slow import thorough_but
 from test_elastic_frameworks import DEADLINE_S, QUIET
 
 SELDOM = Path(SCRIPT).with_name("seldom_script.py")
@@ -50,15 +51,13 @@ def replay_of(case: str, results: list[dict[str, Any]]) -> None:
     assert final[0] == final[1] == final[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        "fragments",
-        *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in ("local sgd", "diloco", "warmed up", "late")
-        ),
-    ],
+    thorough_but(
+        ("fragments", "local sgd", "late"),
+        ("fragments", "local sgd", "diloco", "warmed up", "late"),
+    ),
 )
 def test_deaths_between_exchanges_and_in_one(case: str, tmp_path: Path) -> None:
     done = run("-np", str(FULL), script=(str(SELDOM), case, str(tmp_path)))

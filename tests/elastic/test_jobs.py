@@ -87,6 +87,7 @@ def test_an_optimizer_of_torch(case: tuple[str, int], tmp_path: Path) -> None:
     train(kind, full, plan, tmp_path, "-np", str(full))
 
 
+@pytest.mark.slow
 def test_the_state_comes_while_all_compute(tmp_path: Path) -> None:
     """The mean of a step is that of those who had the state, bit for bit."""
     ends = train("late", 3, [1, 0], tmp_path, "-np", "3", "--label-hosts", "a:2,b:1")
@@ -272,7 +273,11 @@ def test_a_rank_that_raises_is_left_out_at_once(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "how"), [("2", "os.kill(os.getpid(), 9)"), ("0", "return")], ids=["killed", "returns"]
+    ("slot", "how"),
+    [
+        pytest.param("2", "os.kill(os.getpid(), 9)", id="killed"),
+        pytest.param("0", "return", id="returns", marks=pytest.mark.slow),
+    ],
 )
 def test_the_code_of_a_job_that_loses_a_rank_and_fails_later_is_that_of_the_end(
     slot: str, how: str

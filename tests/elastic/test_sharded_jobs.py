@@ -69,6 +69,7 @@ log.save(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_leave_hand_their_parts_over(tmp_path: Path) -> None:
     path = str(tmp_path / "log.json")
     done = run("-np", "3", script=("-c", LEAVING, path))

@@ -66,6 +66,47 @@ def test_a_command_that_does_not_exist() -> None:
     assert done.stderr == "kolovod: command not found: no-such-command\n"
 
 
+def test_a_script_that_is_no_program(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('never')")
+    for action in (["run", "-np", "2"], ["check"]):
+        done = run(*action, "--", str(script), "--lr", "0 1")
+        assert done.returncode == 127
+        assert done.stderr == (
+            f"kolovod: {script} is no program: give python {script} --lr '0 1'\n"
+        )
+
+
+def test_ranks_that_never_meet_are_noticed(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')")
+    done = run("run", "-np", "2", "--", sys.executable, str(script))
+    assert done.returncode == 0
+    assert f"no rank has called init(): each of the 2 has run {script} for itself" in done.stderr
+    assert f"'kolovod init {script}' shows" in done.stderr
+    assert run("run", "-np", "2", "--quiet", "--", sys.executable, str(script)).stderr == ""
+    assert run("run", "-np", "1", "--", sys.executable, str(script)).stderr == ""
+    script.write_text("import kolovod; kolovod.init()")
+    assert run("run", "-np", "2", "--", sys.executable, str(script)).stderr == ""
+
+
+def test_who_leaves_before_the_others_is_named() -> None:
+    code = """
+import kolovod, numpy
+kolovod.init()
+for step in range(3 - rank):
+    kolovod.allreduce(numpy.ones(3), name="gradient")
+"""
+    done = run_code(2, code)
+    assert done.returncode == 1
+    assert re.search(r"the first to fail was rank 0 \(pid \d+\)", done.stderr)
+    assert re.search(
+        r"before that rank 1 \(pid \d+\) had ended with exit code 0, while rank 0 \(pid \d+\) "
+        "still needed it: does one rank have fewer steps",
+        done.stderr,
+    )
+
+
 def test_a_command_that_cannot_run(tmp_path: Path) -> None:
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
@@ -13,6 +14,7 @@ from launched import launch_command, run_code
 from terminal import Screen, Terminal, terminal
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.launch import status as module
 from kolovod.launch.pace import Seen
 from kolovod.launch.status import status_of
 from kolovod.launch.status_facts import StatusFacts
@@ -202,13 +204,41 @@ def test_a_wrong_way_is_refused(how: str) -> None:
     assert f"--progress {how}: expected auto, plain" in ended.stderr
 
 
-def test_streams_that_are_none_and_files() -> None:
-    environ = {"TERM": "xterm"}
-    for stream in (None, io.StringIO()):
-        with status_of("auto", stream, stream, environ) as status:
-            status.start(lambda: "never")
-            assert status.stderr is stream
-            assert not status.is_on
+def test_a_plain_line_elsewhere_soon_and_seldom_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PLAIN_S", 0.3)
+    monkeypatch.setattr(module, "_SELDOM_S", 1.5)
+    stream = io.StringIO()
+    with status_of("auto", stream, stream, {"TERM": "xterm"}) as status:
+        assert status.stderr is stream
+        status.start(lambda: "2 ranks up")
+        began_s = time.monotonic()
+        while stream.getvalue().count("\n") < 2 and time.monotonic() < began_s + 60:
+            time.sleep(0.05)
+    assert time.monotonic() - began_s >= 1.8
+    assert stream.getvalue() == "kolovod: 2 ranks up\n" * 2
+
+
+def test_progress_is_asked_for_shortly_before_it_is_shown() -> None:
+    """Since ranks that are looked at note what they do."""
+    asked: list[float] = []
+
+    def ask() -> str:
+        asked.append(time.monotonic() - began_s)
+        return ""
+
+    with status_of("plain=11.5", None, io.StringIO(), {}) as status:
+        began_s = time.monotonic()
+        status.start(ask)
+        while not asked and time.monotonic() < began_s + 60:
+            time.sleep(0.05)
+    assert asked[0] >= 1.5
+
+
+def test_a_stream_that_is_none() -> None:
+    with status_of("auto", None, None, {"TERM": "xterm"}) as status:
+        status.start(lambda: "never")
+        assert status.stderr is None
+        assert not status.is_on
 
 
 def test_the_screen_of_these_tests() -> None:

@@ -218,6 +218,7 @@ def test_the_file_is_valid_at_every_moment(tmp_path: Path) -> None:
     assert len(read(path)) >= max(sizes)  # which leaves half an event out
 
 
+@pytest.mark.slow
 def test_a_later_world_does_not_overwrite_the_first(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
 

@@ -11,8 +11,8 @@ import pytest
 from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, Span
 from kolovod.observe.reading import of_ranks
 from kolovod.observe.recorder import Batch
-from kolovod.observe.summary import share, summarize
-from kolovod.observe.trace import Trace
+from kolovod.observe.summary import share, summarize, text
+from kolovod.observe.trace import NEGOTIATE, Trace
 from kolovod.planning.asked import asked
 from kolovod.report.anatomy import slices
 from kolovod.report.figures import Figures, figures
@@ -91,8 +91,23 @@ def test_steps_add_up_to_the_summary(most: int) -> None:
     assert found[0].held_up[2] > 0.05 > found[0].held_up[0]
 
 
+def test_steps_that_nobody_tells_are_counted_by_an_operation() -> None:
+    told = planned.events(slower_ms=(0.0, 5.0))
+    events = [e for e in told if e["name"] != OPTIMIZER_STEP]
+    seen, summary = of(events), summarize(events)
+    assert seen.are_steps
+    assert seen.summary.counted_by == summary.counted_by == "allreduce.g0"
+    for rank, as_told in zip(summary.ranks, summarize(told).ranks, strict=True):
+        assert rank.steps in (as_told.steps, as_told.steps - 1)
+        assert rank.step_us == pytest.approx(as_told.step_us)
+    assert "where steps end: they are counted by allreduce.g0." in text(summary)
+    assert "counted by" not in text(summarize(told))
+    assert "0 optimizer steps" in seen.no_plan  # whose steps have to begin where they do
+
+
 def test_without_steps_the_time_is_cut_in_equal_parts() -> None:
-    events = [e for e in planned.events() if e["name"] != OPTIMIZER_STEP]
+    without = (OPTIMIZER_STEP, NEGOTIATE)
+    events = [e for e in planned.events() if not e["name"].startswith(without)]
     seen = of(events)
     assert not seen.are_steps
     assert len(seen.slices) == 100

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import email.message
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import project_urls
 import pytest
 import wheels
 import yaml
 from environments import ROOT
 
 import kolovod
+from kolovod import documentation, errors
 
 
 def version_of(pyproject: str) -> str:
@@ -51,6 +54,41 @@ def test_workflows_call_targets_of_the_makefile() -> None:
     assert {"lint", "docs", "test", "wheels"} <= called
     for target in called:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_a_release_says_where_the_project_is() -> None:
+    before = (ROOT / "pyproject.toml").read_text()
+    text = project_urls.with_urls(before, "https://a.example/o/kolovod", "https://d.example/k")
+    added = text[text.index("[project.urls]") : text.index("[project.scripts]")]
+    assert text.replace(added, "") == before
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+    found = tomllib.loads(text)["project"]["urls"]
+    assert found["Documentation"] == "https://d.example/k"
+    assert found["Issues"] == "https://a.example/o/kolovod/issues"
+    for wrong in ("http://a.example", 'https://a"b', ""):
+        with pytest.raises(ValueError, match="expected an address"):
+            project_urls.with_urls(before, wrong, "https://d.example")
+    with pytest.raises(ValueError, match="already"):
+        project_urls.with_urls(text, "https://a.example", "https://d.example")
+
+
+def test_errors_of_a_release_end_with_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert documentation.link("errors.md") == ""  # built from a clone
+    assert documentation.linked("see docs/check.md") == "see docs/check.md"
+    message = email.message.Message()
+    for value in ("Issues, https://i", "Documentation, https://d.example/k/"):
+        message["Project-URL"] = value
+    monkeypatch.setattr(documentation, "metadata", lambda name: message)
+    address = documentation._address.__wrapped__()
+    assert address == "https://d.example/k"
+    monkeypatch.setattr(documentation, "_address", lambda: address)
+    assert documentation.link("errors.md#k201") == "https://d.example/k/errors.html#k201"
+    assert documentation.linked("see docs/check.md#data, or docs/x.py") == (
+        "see https://d.example/k/check.html#data, or docs/x.py"
+    )
+    assert errors.from_engine(Exception(3, "text")).__notes__ == [
+        "[K201] cause and cure: kolovod explain K201, or https://d.example/k/errors.html#k201"
+    ]
 
 
 def python(*version: int) -> wheels.Interpreter:

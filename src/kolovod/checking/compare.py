@@ -145,7 +145,8 @@ def _without_optimizer(known: dict[int, Facts]) -> Finding:
         text = "from the beginning to the end of the script nothing was averaged over ranks"
         advice = (
             "use the DistributedOptimizer of kolovod.jax or kolovod.keras, the "
-            "DistributedGradientTape of kolovod.tensorflow, or allreduce gradients"
+            "DistributedGradientTape of kolovod.tensorflow, or allreduce gradients (a script that "
+            "resumes a run that had come to its end has made no step: check it from the beginning)"
         )
         return Finding(check, text, PROBLEM, advice=advice)
     return Finding(check, "no step of an optimizer of PyTorch or Keras was seen", UNKNOWN)

@@ -78,6 +78,8 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
     check = "metrics"
     facts = next(each.facts for each in ranks if each.facts is not None)
     printing = [each.rank for each in ranks if any(map(_NUMBER.search, each.stdout))]
+    if facts.averages:
+        return Finding(check, f"{facts.averages} averages those of an epoch over ranks")
     if facts.operations:
         places = [f"{each.verb} at {each.line}" for each in facts.operations]
         return Finding(check, f"the script combines values of ranks: {few(places)}")

@@ -106,6 +106,8 @@ class Facts:
     """What else combines gradients: "torch.distributed (gloo)"."""
     apart: str = ""
     """What lets ranks train apart on purpose: "DiLoCo"."""
+    averages: str = ""
+    """What averages the numbers that are shown: "MetricAverageCallback"."""
     sharded: bool = False
     """Ranks have different parts of the parameters."""
     steps: int = 0

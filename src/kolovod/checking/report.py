@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding
+from kolovod.documentation import linked
 
 __all__ = ["as_json", "summary", "text"]
 
@@ -27,7 +28,7 @@ def text(findings: Sequence[Finding]) -> str:
             lines += _wrapped(" " * (_MARGIN + 2), each)
         is_open = finding.verdict in (PROBLEM, HINT, UNKNOWN)
         if is_open and finding.advice:
-            advice = f"{finding.advice} [docs/check.md#{finding.check}]"
+            advice = linked(f"{finding.advice} [docs/check.md#{finding.check}]")
             lines += _wrapped(f"{'':{_MARGIN}}-> ", advice)
     return "\n".join(lines)
 
@@ -54,5 +55,5 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding], ranks: int, exit_code: int) -> dict[str, Any]:
     """What ``--json`` writes."""
-    listed = [{**asdict(each), "page": f"docs/check.md#{each.check}"} for each in findings]
+    listed = [{**asdict(each), "page": linked(f"docs/check.md#{each.check}")} for each in findings]
     return {"ranks": ranks, "exit_code": exit_code, "findings": listed}

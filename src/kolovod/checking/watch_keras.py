@@ -17,6 +17,7 @@ from kolovod.checking.recorder import Recorder
 __all__ = ["imported"]
 
 _APART = ("DiLoCo", "LocalSGD")
+_AVERAGES = "MetricAverageCallback"
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
@@ -76,6 +77,8 @@ class _Training:
         apart = [kind for kind in kinds if kind in _APART]
         if apart:
             self._facts.apart = apart[0]
+        if _AVERAGES in kinds:
+            self._facts.averages = _AVERAGES
 
     def note_data(self, x: Any, named: dict[str, Any]) -> None:
         """What ``fit`` is given: arrays, or something that has batches."""

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.launch.elastic_flags import rank_count
 from kolovod.launch.foreground import forwarding, show_all_characters
 from kolovod.launch.job import Job, JobOptions, Outcome
+from kolovod.launch.other_python import not_found
 from kolovod.notices import report_to_stderr
 
 __all__ = ["add"]
@@ -109,8 +109,8 @@ def _check(options: argparse.Namespace) -> int:
         raise InvalidArgumentError("-np 1: ranks are compared with each other, so start 2 or more")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise InvalidArgumentError(f"--json {str(options.json)!r}: there is no such folder")
-    if shutil.which(command[0]) is None:
-        report_to_stderr(f"command not found: {command[0]}")
+    if problem := not_found(command):
+        report_to_stderr(problem)
         return _NOT_FOUND
     show_all_characters()
     run = _watch(command, options)

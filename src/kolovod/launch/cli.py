@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import signal
 import socket
 import sys
@@ -37,7 +36,7 @@ from kolovod.launch.foreground import forwarding, show_all_characters
 from kolovod.launch.hosts import HostSlots, assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.mpirun import run_by_mpi
-from kolovod.launch.other_python import advice
+from kolovod.launch.other_python import advice, not_found
 from kolovod.launch.status import status_of
 from kolovod.launch.viewer import attach
 from kolovod.net.encryption import require_libcrypto
@@ -122,8 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         "--progress",
         default="auto",
         metavar="HOW",
-        help="how the job gets on: auto (a line at the foot of a terminal, nothing elsewhere), "
-        "plain (a line a minute), plain=SECONDS, off [auto]",
+        help="how the job gets on: auto (a line at the foot of a terminal; elsewhere one after a "
+        "minute, then each ten minutes), plain (a line a minute), plain=SECONDS, off [auto]",
     )
     said.add_argument(
         "-q",
@@ -290,8 +289,8 @@ def _run(options: argparse.Namespace) -> int:
     settings = load({**os.environ, **variables})
     check_affinity(settings.thread_affinity, hosts)
     here = ssh is None or any(is_this_host(host) for host in dict.fromkeys(hosts))
-    if here and shutil.which(command[0]) is None:
-        report_to_stderr(f"command not found: {command[0]}")
+    if here and (problem := not_found(command)):
+        report_to_stderr(problem)
         return _EXIT_NOT_FOUND
     if settings.backend == "mpi":
         _refuse_beside_mpi(options)
@@ -377,12 +376,24 @@ def _say_last(job: Job, outcome: Outcome, keep_going: bool, command: Sequence[st
     """Which rank failed first, and what it said: what comes after it hides that."""
     first = outcome.first_failure
     if first is None or outcome.exit_code(keep_going) == 0:
+        scripts = [word for word in command if word.endswith(".py")]
+        if scripts and first is None and job.size > 1 and not outcome.have_met:
+            job.options.note(
+                f"no rank has called init(): each of the {job.size} has run {scripts[0]} for "
+                "itself, unless they have met by other means than Kolovod's. "
+                f"'kolovod init {scripts[0]}' shows what to add to it"
+            )
         return
     lines = job.tail(first.rank, "stderr").splitlines()[-_LAST_LINES:]
     if job.size > 1:
         said = "".join(f"\n  {line}" for line in lines)
         end = f". The last lines of its stderr:{said}" if said else "; it wrote nothing to stderr"
         report_to_stderr(f"the first to fail was {first.name}: it {first.cause}{end}")
+        if (left := outcome.left_before) is not None:
+            report_to_stderr(
+                f"before that {left.name} had ended with exit code 0, while {first.name} still "
+                "needed it: does one rank have fewer steps than another?"
+            )
     if what_to_do := advice(command, "\n".join(lines)):
         report_to_stderr(what_to_do)
 

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from kolovod.documentation import link
 from kolovod.errors import InvalidArgumentError
 from kolovod.explanations import EXPLANATIONS, Explanation, find
 
@@ -53,11 +54,12 @@ def _classes(each: Explanation) -> str:
 
 def text_of(each: Explanation) -> str:
     """For a terminal."""
+    page, messages = each.page, f"errors.md#{each.code.lower()}"
     parts = [
         f"{each.code}: {each.title} ({_classes(each)})",
         f"Cause: {each.cause}",
         f"Cure: {each.cure}",
-        f"In the documentation: {each.page}; its messages: errors.md#{each.code.lower()}",
+        f"In the documentation: {link(page) or page}; its messages: {link(messages) or messages}",
     ]
     return "\n".join(
         textwrap.fill(part, _COLUMNS, break_long_words=False, break_on_hyphens=False)

@@ -96,6 +96,10 @@ class Outcome:
     """The signal that the launcher was sent."""
     late: tuple[int, ...] = ()
     """Ranks that were still at work at the job's deadline."""
+    have_met: bool = False
+    """Whether any rank has called ``init``."""
+    left_before: Ended | None = None
+    """A rank that ended well, which ``first_failure`` still needed."""
 
     def exit_code(self, keep_going: bool) -> int:
         """What the launcher should exit with."""
@@ -243,6 +247,7 @@ class Job:
             if self._kill_at is not None and now >= self._kill_at and self._running():
                 self._kill_at = now + 1.0
                 self._send(signal.SIGKILL)
+        self.outcome.have_met = self._store is not None and self._store.has_been_asked
         return self.outcome
 
     def _sleep(self, deadline: float | None) -> None:
@@ -335,6 +340,8 @@ class Job:
             return
         self._name_at, self._stop_at = None, now + _LAST_WORDS_S
         self.outcome.first_failure = ends[first]
+        blamed = blames[first]
+        self.outcome.left_before = ends[blamed] if blamed is not None and blamed in well else None
         left = f"; ending the other {len(running)}" if running else ""
         self.options.report(f"{ends[first].name} {ends[first].cause}{left}")
 

@@ -6,9 +6,9 @@ ends, however that comes, the job goes on, and ``kolovod attach`` is another vie
 frames (``agent_messages``) over a socket of this host::
 
     keeper -> viewer   {"folder": path} first;  "O", where the rank is 0;  {"exit": code}
-                       {"progress": text}, as it changes, if the viewer wants that
+                       {"progress": text}: the answer to the same
     viewer -> keeper   {"shown": frames so far}, {"told": true} of the exit code, {"signal": number}
-                       {"progress": true}: it wants that
+                       {"progress": true}: how does the job get on?
 
 The keeper hangs up where another viewer has come (``viewer``). If it ends the ranks go on, too: the
 agent of this host starts another keeper, to which viewers come by themselves.
@@ -40,7 +40,7 @@ from kolovod.launch.job import JobOptions
 from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.spool import Frame, Spool
-from kolovod.launch.status import PERIOD_S, Status
+from kolovod.launch.status import Status
 from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.viewer import PASSED_ON, READ_BYTES, show
 from kolovod.notices import report_to_stderr
@@ -249,22 +249,18 @@ class _Keeper:
         writer = FrameWriter(connection.fileno())
         sender = threading.Thread(target=self._send, args=(writer, view, first), daemon=True)
         sender.start()
-        is_over = threading.Event()
-        telling: threading.Thread | None = None
         with contextlib.suppress(OSError):
             reader = FrameReader(prelude=False)
             while data := connection.recv(READ_BYTES):
                 for _, body in reader.feed(data):
                     said = json.loads(body)
-                    self._obey(said, view, first)
-                    if said.get("progress") and telling is None:
-                        telling = self._tell_progress(writer, is_over)
+                    if "progress" in said:
+                        writer.json({"progress": self._progress_text()})
+                    else:
+                        self._obey(said, view, first)
         _hang_up(connection)
         self._spool.end_view(view)
         sender.join()
-        is_over.set()
-        if telling is not None:
-            telling.join()
         connection.close()
         with self._lock:
             is_last = self._viewer is connection
@@ -279,21 +275,9 @@ class _Keeper:
         elif int(said.get("signal", 0)) in PASSED_ON:
             os.kill(os.getpid(), int(said["signal"]))
 
-    def _tell_progress(self, writer: FrameWriter, is_over: threading.Event) -> threading.Thread:
-        """Tell a viewer how the job gets on, on a thread of its own, until ``is_over``."""
-
-        def tell() -> None:
-            told = ""
-            with contextlib.suppress(OSError):  # it is gone, which is read
-                while not is_over.wait(PERIOD_S):
-                    text = "" if self._progress is None else str(self._progress())
-                    if text != told:
-                        writer.json({"progress": text})
-                        told = text
-
-        thread = threading.Thread(target=tell, name="kolovod progress", daemon=True)
-        thread.start()
-        return thread
+    def _progress_text(self) -> str:
+        with self._lock:
+            return "" if self._progress is None else str(self._progress())
 
     def _send(self, writer: FrameWriter, view: int, number: int) -> None:
         with contextlib.suppress(OSError):  # it is gone, which is read

@@ -1,13 +1,24 @@
-"""What to do where a script's Python is another than the launcher's, and lacks the package."""
+"""Commands that cannot run: there is no such one, or its Python lacks the package."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["advice"]
+__all__ = ["advice", "not_found"]
+
+
+def not_found(command: Sequence[str]) -> str:
+    """What is wrong, and what to do, if there is no program of that name here; else ""."""
+    if shutil.which(command[0]) is not None:
+        return ""
+    if Path(command[0]).suffix == ".py" and Path(command[0]).is_file():
+        return f"{command[0]} is no program: give python {shlex.join(command)}"
+    return f"command not found: {command[0]}"
 
 
 def advice(command: Sequence[str], said: str) -> str:

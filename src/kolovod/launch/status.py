@@ -20,11 +20,12 @@ from typing import TextIO, cast
 from kolovod.errors import InvalidArgumentError
 from kolovod.notices import report_to
 
-__all__ = ["PERIOD_S", "Status", "status_of"]
+__all__ = ["Status", "status_of"]
 
-PERIOD_S = 0.25
-"""Between two looks at the job."""
+_PERIOD_S = 0.25  # between two looks at the job
 _PLAIN_S = 60.0
+_SELDOM_S = 600.0  # where nobody has asked for it
+_AHEAD_S = 10.0  # progress is asked for before it is shown: ranks are looked at only then (Pace)
 _ERASE = "\r\x1b[K"
 _UP = "\x1b[A"
 _LOCK_S = 0.5
@@ -57,13 +58,15 @@ class Status:
 
 
 class _Shown(Status, abc.ABC):
-    """Shows it again each ``period_s``."""
+    """Shows it again each ``period_s``, for the first time after ``first_s``."""
 
     is_on = True
 
-    def __init__(self, stdout: TextIO | None, stderr: TextIO | None, period_s: float) -> None:
+    def __init__(
+        self, stdout: TextIO | None, stderr: TextIO | None, first_s: float, period_s: float
+    ) -> None:
         super().__init__(stdout, stderr)
-        self._period_s = period_s
+        self._first_s, self._period_s = first_s, period_s
         self._progress: Callable[[], object] = str
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kolovod status", daemon=True)
@@ -79,8 +82,10 @@ class _Shown(Status, abc.ABC):
             self._thread.join(10)  # it may be writing to a terminal that is held (Ctrl-S)
 
     def _run(self) -> None:
-        due_s = time.monotonic() + self._period_s
-        while not self._is_over.wait(PERIOD_S):
+        due_s = time.monotonic() + self._first_s
+        while not self._is_over.wait(_PERIOD_S):
+            if time.monotonic() < due_s - _AHEAD_S:
+                continue
             text = str(self._progress())
             if text and time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._period_s
@@ -91,7 +96,7 @@ class _Shown(Status, abc.ABC):
 
 
 class _Plain(_Shown):
-    """A line each minute, or as seldom as is wished."""
+    """Whole lines."""
 
     def _show(self, text: str) -> None:
         report_to(self.stderr, text)
@@ -110,7 +115,7 @@ class _Line(_Shown):
         self._signal_before: object = None
         if stdout is not None and _is_same_terminal(stdout, stderr):
             stdout = cast("TextIO", _Console(self, stdout))
-        super().__init__(stdout, cast("TextIO", _Console(self, stderr)), 0.0)
+        super().__init__(stdout, cast("TextIO", _Console(self, stderr)), 0.0, 0.0)
 
     def start(self, progress: Callable[[], object]) -> None:
         super().start(progress)
@@ -213,15 +218,18 @@ def status_of(
 ) -> Status:
     """What shows a job's progress. Raises InvalidArgumentError.
 
-    ``mode``: "auto" for a line where ``stderr`` is a terminal that a person may watch, and nothing
-    elsewhere; "plain" for a line a minute, "plain=SECONDS" for another period; "off".
+    ``mode``: "auto" for a line where ``stderr`` is a terminal that a person may watch, and
+    elsewhere a line after a minute and each ten minutes from then on; "plain" for a line a minute,
+    "plain=SECONDS" for another period; "off".
     """
     period_s = _plain_period_s(mode)
     if period_s is not None:
-        return _Plain(stdout, stderr, period_s)
-    if mode == "auto" and stderr is not None and _can_be_drawn_on(stderr, environ):
+        return _Plain(stdout, stderr, period_s, period_s)
+    if mode == "off" or stderr is None:
+        return Status(stdout, stderr)
+    if _can_be_drawn_on(stderr, environ):
         return _Line(stdout, stderr)
-    return Status(stdout, stderr)
+    return _Plain(stdout, stderr, _PLAIN_S, _SELDOM_S)
 
 
 def _plain_period_s(mode: str) -> float | None:

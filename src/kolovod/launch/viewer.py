@@ -153,9 +153,9 @@ class _View:
         reader = FrameReader(prelude=False)
         shown = 0
         if self._status.is_on:
-            self._say({"progress": True})
-            self._status.start(lambda: self._progress)
-        with self._connection, self._hearing_signals() as bell:
+            self._status.start(self._ask_progress)
+        closing = contextlib.closing(self._writer)  # first: progress is asked for on a thread
+        with self._connection, closing, self._hearing_signals() as bell:
             poll = select.poll()
             for fd in (self._connection.fileno(), bell):
                 poll.register(fd, select.POLLIN)
@@ -181,6 +181,14 @@ class _View:
                         self._say({"told": True})
                         return int(said["exit"])
                 self._say({"shown": shown})
+
+    def _ask_progress(self) -> str:
+        """What the keeper has said to that; the next answer will have come when it is asked again.
+
+        On the thread that shows it.
+        """
+        self._say({"progress": True})
+        return self._progress
 
     def _receive(self) -> bytes:
         try:

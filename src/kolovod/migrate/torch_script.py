@@ -41,6 +41,7 @@ def distribute(edits: Edits) -> None:
         _distribute_optimizer(edits, call)
     if not edits:
         return
+    _agree_on_what_was_read(edits)
     imports = share_loaders(edits, ways)
     functions = functions_of(script, [*steps, *optimizers])
     only_on_rank_0(edits, prints_in(script, functions), _saves(edits))
@@ -138,6 +139,64 @@ def _loads_after(
                 found = each
         seen = seen or each is statement
     return found
+
+
+def _agree_on_what_was_read(edits: Edits) -> None:
+    """Of a checkpoint, besides states: the epoch to go on with, say."""
+    script, kv = edits.script, edits.kv
+    for call in script.calls_of("torch.load"):
+        read, function = script.target_of(call), script.function_of(call)
+        if read is None:
+            continue
+        for assign in script.nodes(function or script.module, cst.Assign):
+            name = script.code(assign.targets[0].target)
+            if script.function_of(assign) is not function or not _takes_from(
+                script, assign, script.code(read)
+            ):
+                continue
+            around = _condition_around(script, assign)
+            if around is None or _is_state(script, name, function):
+                continue
+            is_sure = around is script.statement_of(assign)
+            if is_sure or len(script.assignments(name, function)) > 1:
+                edits.after(around, f"{name} = {kv}.broadcast_object({name}, root_rank=0)")
+                edits.why(around, f"{name} is what rank 0 has read: the others may have no file")
+
+
+def _takes_from(script: Script, assign: cst.Assign, read: str) -> bool:
+    """Whether a name gets a part of what is named ``read``."""
+    if not isinstance(assign.targets[0].target, cst.Name):
+        return False
+    parts = [each.value for each in script.nodes(assign.value, cst.Subscript)]
+    gets = [attribute_call(each, "get") for each in script.nodes(assign.value, cst.Call)]
+    return any(script.code(each) == read for each in [*parts, *gets] if each is not None)
+
+
+def _is_state(script: Script, name: str, function: cst.FunctionDef | None) -> bool:
+    """Whether it is given to load_state_dict."""
+    return any(
+        attribute_call(call, "load_state_dict") is not None
+        and any(script.code(each.value) == name for each in call.args)
+        for call in script.nodes(function or script.module, cst.Call)
+    )
+
+
+def _condition_around(script: Script, node: cst.CSTNode) -> cst.BaseStatement | None:
+    """The outermost statement around it that may leave it out and has no loop; else its own.
+
+    None: it is in a loop itself.
+    """
+    outermost = script.statement_of(node)
+    for each in script.ancestors(node):
+        if isinstance(each, cst.For | cst.While):
+            return None
+        if isinstance(each, cst.If | cst.Try | cst.With):
+            if script.nodes(each, cst.For) or "__name__" in script.code(each).splitlines()[0]:
+                break
+            outermost = each
+        elif isinstance(each, cst.FunctionDef):
+            break
+    return outermost
 
 
 # Files and GPUs -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import textwrap
 import tokenize
 from collections.abc import Sequence
 
+from kolovod.documentation import linked
 from kolovod.migrate.edits import Remark
 from kolovod.migrate.proposal import Proposal
 
@@ -45,10 +46,11 @@ def remarks(title: str, found: Sequence[Remark]) -> str:
         return ""
     lines = [
         textwrap.fill(
-            each.text,
+            linked(each.text),
             _WIDTH,
             initial_indent=f"  {f'line {each.line}' if each.line else '':<9} ",
             subsequent_indent=" " * 12,
+            break_long_words=False,
             break_on_hyphens=False,
         )
         for each in found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from kolovod.observe.trace import BUCKETS, LINKS, LOST, NEGOTIATE, Event
 
 __all__ = [
     "Events", "Interval", "Operation", "RankEvents", "StepEnd", "WaitCpu",
-    "clipped", "intersection", "length", "of_ranks", "read", "union",
+    "clipped", "count_steps", "intersection", "length", "of_ranks", "read", "repeated", "union",
 ]  # fmt: skip
 
 Interval = tuple[float, float]
@@ -96,6 +96,8 @@ class Events:
     ranks: dict[int, RankEvents]
     lost: int = 0
     """Operations that the timeline does not show."""
+    counted_by: str = ""
+    """The operation whose submissions are taken for the steps' ends; "": the script tells them."""
     link: tuple[float, float] | None = None
     """Bytes per second and seconds of latency that the ranks took a link to have at the end."""
 
@@ -141,6 +143,36 @@ def of_ranks(events: Iterable[Event]) -> Events:
             "this timeline shows no rank: was it written by Kolovod, and did anything happen?"
         )
     return found
+
+
+def repeated(rank: RankEvents) -> tuple[str, list[float]]:
+    """A named operation, of those most of which come equally often, and when it was submitted.
+
+    ("", []) if none comes again.
+    """
+    times: dict[str, list[float]] = defaultdict(list)
+    for (_, _, row, _), at_us in rank.submitted.items():
+        if ".noname" not in row:
+            times[row].append(at_us)
+    counts = Counter(len(found) for found in times.values() if len(found) > 1)
+    if not counts:
+        return "", []
+    often = max(counts, key=lambda count: (counts[count], count))
+    row = next(row for row, found in times.items() if len(found) == often)
+    return row, sorted(times[row])
+
+
+def count_steps(found: Events) -> None:
+    """Where no optimizer tells its steps, take an operation for one that comes once in each."""
+    if any(rank.steps for rank in found.ranks.values()):
+        return
+    row, _ = repeated(found.ranks[min(found.ranks)])
+    if not row:
+        return
+    found.counted_by = row
+    for rank in found.ranks.values():
+        times = [at for key, at in rank.submitted.items() if key[2] == row]
+        rank.steps = [(at, at) for at in sorted(times)]
 
 
 def _sort_in(event: Event, found: Events, rows: dict[tuple[int, int], str]) -> None:

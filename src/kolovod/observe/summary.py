@@ -23,6 +23,7 @@ from kolovod.observe.reading import (
     Interval,
     RankEvents,
     clipped,
+    count_steps,
     intersection,
     length,
     of_ranks,
@@ -74,13 +75,17 @@ class Summary:
     """Of those, on one rank."""
     lost: int
     """Operations that the timeline does not show."""
+    counted_by: str
+    """See ``Events``."""
     choices: list[tuple[float, str]]
     """What was chosen (bucket sizes), and why; seconds since the timeline begins."""
 
 
 def summarize(events: Iterable[Event]) -> Summary:
     """Add up the events of a trace. Raises InvalidArgumentError if they are not Kolovod's."""
-    return of(of_ranks(events))
+    found = of_ranks(events)
+    count_steps(found)
+    return of(found)
 
 
 def of(found: Events) -> Summary:
@@ -93,6 +98,7 @@ def of(found: Events) -> Summary:
         len(common),
         sum(op.bytes for key, op in ranks[min(ranks)].operations.items() if key in common),
         found.lost,
+        found.counted_by,
         _choices(ranks),
     )
 
@@ -191,6 +197,7 @@ def text(summary: Summary) -> str:
         "held up: the time in which others did nothing but wait for that.",
         "",
         f"{summary.operations} operations of all ranks, {bytes_text(summary.bytes)} on each.",
+        *_counted(summary),
         *straggler(summary.ranks),
         *batches(summary.ranks),
         *(f"Chosen after {at_s:.1f} s: {what}." for at_s, what in summary.choices),
@@ -200,6 +207,15 @@ def text(summary: Summary) -> str:
             f"{summary.lost} operations are not shown: they came faster than they were read."
         )
     return "\n".join(lines)
+
+
+def _counted(summary: Summary) -> list[str]:
+    if not summary.counted_by:
+        return []
+    return [
+        "No optimizer of Kolovod's tells where steps end: they are counted by "
+        f"{summary.counted_by}."
+    ]
 
 
 # Verdicts ---------------------------------------------------------------------------------------

@@ -126,6 +126,8 @@ class RendezvousServer:
         self.address = ",".join(map(address_of, listeners))
         self.host_of: Sequence[str] = ()
         """The host of each rank, for messages, if the launcher knows."""
+        self.has_been_asked = False
+        """Whether a rank has come, for a world of any kind."""
         self._lock = threading.Lock()
         self._has_formed = threading.Condition(self._lock)
         self._formed_scope = 0  # the highest of those whose worlds have formed
@@ -207,6 +209,7 @@ class RendezvousServer:
 
     def _serve(self, channel: Channel) -> None:
         message = channel.receive(time.monotonic() + _SEND_TIMEOUT_S)
+        self.has_been_asked = True
         if (other := versions.find_other(message)) is not None:
             self._refuse_release(message, other, channel)
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.observe import summary as summaries
-from kolovod.observe.reading import Events, Interval, of_ranks
+from kolovod.observe.reading import Events, Interval, count_steps, of_ranks
 from kolovod.observe.summary import Summary
 from kolovod.observe.trace import Event
 from kolovod.planning import plan as planning
@@ -71,11 +71,12 @@ def figures(file: str, events: Sequence[Event], asked: Asked) -> Figures:
     ``asked``: what is to be estimated.
     """
     found = of_ranks(events)
+    seen, plan, here, reason = _plans(file, found, asked)  # of steps that are told only
+    count_steps(found)
     ranks = found.ranks
     summary = summaries.of(found)
     rows = lanes(events, ranks)
     parts = anatomies(ranks, rows)
-    seen, plan, here, reason = _plans(file, found, asked)
     by_slice, are_steps = slices(ranks, _MOST_SLICES)
     step = usual_step(ranks)
     begin = min(rank.first for rank in ranks.values())

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from kolovod.observe.summary import batches, share, straggler
+from kolovod.observe.summary import Summary, batches, share, straggler
 from kolovod.observe.units import bytes_text, rate_text, time_text
 from kolovod.planning import drawing, words
 from kolovod.planning.plan import Plan
@@ -48,6 +48,11 @@ def _first(figures: Figures) -> str:
     return section("first", "What to do first", [listed, paragraph(note, "quiet")])
 
 
+def _steps_said(summary: Summary) -> str:
+    by = f", counted by {summary.counted_by}" if summary.counted_by else ""
+    return f"{max(rank.steps for rank in summary.ranks)}{by}"
+
+
 def _facts(figures: Figures) -> str:
     summary, ranks = figures.summary, figures.summary.ranks
     times = [rank.step_us for rank in ranks if rank.steps]
@@ -61,7 +66,7 @@ def _facts(figures: Figures) -> str:
         "Hosts (ranks)": where,
         "Machines": "unknown" if "" in machines else f"{len(machines)}",
         "Cores for a rank": f"{max(cores):g}" if all(cores) else "unknown",
-        "Measured steps": f"{max(rank.steps for rank in ranks)}" if times else "none are marked",
+        "Measured steps": _steps_said(summary) if times else "none are marked",
         "Median step": time_text(statistics.median(times)) if times else "unknown",
         "Recorded": time_text(figures.duration_us),
         "Began": _when(figures.recorded_s),

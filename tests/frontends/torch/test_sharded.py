@@ -7,98 +7,23 @@ import copy
 import pytest
 import torch
 from optimizing import Net, inputs, wrapped
+from sharding import (
+    OPTIMIZERS,
+    STEPS,
+    Model,
+    assert_close,
+    assert_equal,
+    assert_states_equal,
+    batch,
+    train,
+    values,
+)
 from test_growing import growing
 from torch_loopback import run
 
 import kolovod.torch as kv
-from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.errors import InvalidArgumentError
 from kolovod.torch.shards import cut
-
-STEPS = 4
-
-
-class Model(torch.nn.Module):
-    """Large and small parameters, one that is laid out otherwise, and one that is rarely used."""
-
-    def __init__(self):
-        super().__init__()
-        self.wide = torch.nn.Linear(40, 260)
-        self.conv = torch.nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
-        self.small = torch.nn.Linear(260, 7)
-        self.rare = torch.nn.Parameter(torch.zeros(5))
-        self.never = torch.nn.Parameter(torch.zeros(3, 2))
-        self.long = torch.nn.Parameter(torch.zeros(11, dtype=torch.float64))
-        self.scale = torch.nn.Parameter(torch.zeros(()))
-        drawn = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                values = torch.randn(parameter.shape, generator=drawn, dtype=torch.float64)
-                parameter.copy_(values.to(parameter.dtype) * 0.3)
-
-    def forward(self, x, with_rare):
-        y = self.small(torch.tanh(self.wide(x[:, :40])))
-        image = self.conv(x[:, 40:].view(-1, 4, 5, 5)).square().mean()
-        extra = self.rare.square().sum() if with_rare else 0.0
-        y = y * self.scale
-        return y.square().mean() + image + extra + (self.long.cos() * x[0, :11]).sum()
-
-
-def batch(step, rank):
-    return torch.randn(8, 140, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def train(model, optimizer, rank, steps=range(STEPS), passes=1, before_step=None):
-    for step in steps:
-        optimizer.zero_grad()
-        for each in range(passes):
-            model(batch(step + 50 * each, rank), step % 2 == 1 and rank == 0).backward()
-        if before_step is not None:
-            before_step(model)
-        optimizer.step()
-
-
-def values(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_equal(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-
-
-def assert_close(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-
-def assert_states_equal(ours, theirs, equal=torch.equal):
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert ours["state"].keys() == theirs["state"].keys()
-    for place, wanted in theirs["state"].items():
-        found = ours["state"][place]
-        assert found.keys() == wanted.keys()
-        for key, value in wanted.items():
-            if isinstance(value, torch.Tensor):
-                assert equal(found[key], value), (place, key)
-                assert found[key].dtype == value.dtype
-            else:
-                assert found[key] == value
-
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
-}
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -197,51 +122,6 @@ def test_a_state_goes_on_with_other_numbers_of_ranks():
     found = train_on(2, True, state, range(5, 6))
     assert_states_equal(found[1], wanted[1])
     assert_equal(found[0].values(), wanted[0].values())
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_clipping_uses_the_norm_of_all(norm_type):
-    def work(verbs, rank):
-        found = []
-        for shard_state in (False, True):
-            norms = []
-
-            def clip(model, norms=norms):
-                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type))
-                torch.nn.utils.clip_grad_value_(model.wide.parameters(), 0.01)
-
-            model = Model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            wrapped(model, verbs, optimizer=optimizer, shard_state=shard_state)
-            train(model, optimizer, rank, before_step=clip)
-            found.append((norms, values(model)))
-        (plain, wanted), (ours, weights) = found
-        for one, other in zip([*ours, *weights], [*plain, *wanted], strict=True):
-            torch.testing.assert_close(one, other.to(one.dtype), rtol=1e-5, atol=1e-5)
-        assert max(ours) > 0.1  # something was clipped
-        return ours, weights
-
-    (first_norms, first), *others = run(3, work)
-    for norms, weights in others:
-        assert_equal(norms, first_norms)
-        assert_equal(weights, first)
-
-
-def test_clipping_what_is_not_finite():
-    def work(verbs, rank):
-        model = Model()
-        optimizer = wrapped(
-            model, verbs, optimizer=torch.optim.AdamW(model.parameters()), shard_state=True
-        )
-        loss = model(batch(0, rank), True)
-        (loss * (float("inf") if rank else 1.0)).backward()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-        with pytest.raises(InvalidArgumentError, match="norm_type is 0"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, 0.0)
-        assert optimizer.state_dict()["state"] == {}
-
-    run(2, work)
 
 
 def test_gradients_thrown_away_held_back_and_computed_by_a_closure():
@@ -472,112 +352,6 @@ def test_what_reads_parameters_between_steps_waits_for_them():
         assert net.state_dict()["a"].tolist() == [-5.0] * 3
         with pytest.raises(InvalidArgumentError, match="model is a list"):
             wrapped(Net(), verbs, shard_state=True).gather_in_forward([])
-
-    run(2, work)
-
-
-class Lamb(torch.optim.SGD):
-    """Scales each step by the norm of its parameter."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    scale = parameter.detach().norm() / parameter.grad.norm()
-                    parameter.data.sub_(group["lr"] * scale * parameter.grad)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda p: torch.optim.LBFGS(p), "LBFGS .* step fails"),
-        (lambda p: torch.optim.Adafactor(p), "Adafactor"),
-        (lambda p: Lamb(p, lr=0.1), "Lamb .* another than that of the matrix's pieces"),
-    ],
-)
-def test_optimizers_that_are_not_element_by_element(make, text):
-    def work(verbs, rank):
-        net = Net()
-        with pytest.raises(InvalidArgumentError, match=text):
-            wrapped(net, verbs, optimizer=make(list(net.parameters())), shard_state=True)
-
-    run(2, work)
-
-
-def test_what_shards_are_refused_for():
-    def work(verbs, rank):
-        for options, text in [
-            ({"compression": kv.Compression.fp16}, "Compression.none"),
-            ({"op": kv.Adasum}, "Adasum"),
-        ]:
-            with pytest.raises(InvalidArgumentError, match=text):
-                wrapped(Net(), verbs, shard_state=True, **options)
-        net = Net()
-        optimizer = wrapped(
-            net, verbs, optimizer=torch.optim.AdamW(net.parameters()), shard_state=True
-        )
-        with pytest.raises(InvalidArgumentError, match="register_comm_hook"):
-            optimizer.register_comm_hook(None, lambda state, bucket: None)
-        with (
-            pytest.raises(InvalidArgumentError, match="skip_synchronize"),
-            optimizer.skip_synchronize(),
-        ):
-            pass
-        copy.deepcopy(optimizer)
-        net(inputs(rank)).backward()
-        optimizer.step()
-        with pytest.raises(InvalidArgumentError, match="copied or pickled"):
-            copy.deepcopy(optimizer)
-        layer = torch.nn.Embedding(4, 4, sparse=True)
-        optimizer = wrapped(layer, verbs, shard_state=True)
-        layer(torch.tensor([rank])).sum().backward()
-        with pytest.raises(InvalidArgumentError, match="sparse_as_dense"):
-            optimizer.step()
-        gaps = torch.nn.Parameter(torch.zeros(4, 6)[:, ::2])
-        optimizer = kv.DistributedOptimizer(
-            torch.optim.SGD([gaps], lr=0.1), collectives=verbs, shard_state=True
-        )
-        gaps.sum().backward()
-        with pytest.raises(InvalidArgumentError, match="one block of memory"):
-            optimizer.step()
-
-    run(2, work)
-
-
-def test_sparse_gradients_as_dense_ones():
-    def work(verbs, rank):
-        layer = torch.nn.Embedding(4, 4, sparse=True)
-        torch.nn.init.zeros_(layer.weight)
-        optimizer = wrapped(layer, verbs, shard_state=True, sparse_as_dense=True)
-        for _ in range(2):
-            optimizer.zero_grad()
-            layer(torch.tensor([rank])).sum().backward()
-            optimizer.step()
-        assert layer.weight[:, 0].tolist() == [-1, -1, 0, 0]
-
-    run(2, work)
-
-
-def test_ranks_whose_parameters_lie_in_another_order():
-    def work(verbs, rank):
-        layer = torch.nn.Conv2d(4, 6, 3)
-        if rank:
-            layer = layer.to(memory_format=torch.channels_last)
-        optimizer = wrapped(layer, verbs, shard_state=True)
-        layer(torch.ones(1, 4, 5, 5)).sum().backward()
-        with pytest.raises(MismatchError, match="strides of weight"):
-            optimizer.step()
-
-    run(2, work)
-
-
-def test_one_rank_with_shards_and_one_without():
-    def work(verbs, rank):
-        net = Net()
-        optimizer = wrapped(net, verbs, shard_state=rank == 0)
-        net(inputs(rank)).backward()
-        with pytest.raises(MismatchError):
-            optimizer.step()
 
     run(2, work)
 

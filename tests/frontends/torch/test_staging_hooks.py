@@ -17,11 +17,11 @@ from test_gradient_hooks import (  # noqa: E402, F401
 )
 from test_sharded import (  # noqa: E402, F401
     test_a_state_goes_on_with_other_numbers_of_ranks,
-    test_clipping_uses_the_norm_of_all,
     test_more_ranks,
     test_parameters_that_are_gathered_in_forward,
     test_parameters_that_move_thaw_and_come_later,
 )
+from test_sharded_clipping import test_clipping_uses_the_norm_of_all  # noqa: E402, F401
 
 
 @pytest.fixture(autouse=True)

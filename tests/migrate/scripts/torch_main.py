@@ -65,15 +65,17 @@ def main():
     model = Net(16).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    first_epoch = 1
     if os.path.exists(args.resume):
         state = torch.load(args.resume)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    for epoch in range(1, args.epochs + 1):
+        first_epoch = state["epoch"] + 1
+    for epoch in range(first_epoch, args.epochs + 1):
         train(model, device, train_loader, optimizer, epoch, 4)
         test(model, device, test_loader)
         scheduler.step()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
         torch.save(state, f"checkpoint-{epoch}.pt")
 
 

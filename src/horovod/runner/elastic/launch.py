@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job, show_all_characters
 from kolovod.launch.function import RankFailed, console, packed_call
 from kolovod.launch.job import JobOptions
+from kolovod.launch.other_python import not_found
 
 __all__ = [
     "call_elastic",
@@ -126,8 +126,8 @@ def with_horovods_mark(variables: Mapping[str, str]) -> dict[str, str]:
 
 def run_elastic(elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
     """Run a command line to its end; the exit code of the rank that failed, if one did."""
-    if shutil.which(command[0]) is None:
-        options.report(f"command not found: {command[0]}")
+    if problem := not_found(command):
+        options.report(problem)
         return 1
     show_all_characters()
     return run_elastic_job(elastic, command, options)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kolovod.core.spans import OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS, Span
-from kolovod.observe.reading import Key, Operation, RankEvents
+from kolovod.observe.reading import Key, Operation, RankEvents, repeated
 from kolovod.observe.recorder import Operation as Recorded
 from kolovod.observe.trace import label
 
@@ -126,7 +126,7 @@ def steps_of(rank: RankEvents) -> Steps | None:
     ends = sorted(end for _, end in rank.steps)
     is_told = len(ends) > 1
     if not is_told:
-        ends = _repeated(rank)
+        _, ends = repeated(rank)
     durations = sorted(after - before for before, after in pairwise(ends))
     if not durations or ends[-1] <= ends[0]:
         return None
@@ -138,19 +138,6 @@ def steps_of(rank: RankEvents) -> Steps | None:
         slow_us=durations[-1 - tenth],
         is_told=is_told,
     )
-
-
-def _repeated(rank: RankEvents) -> list[float]:
-    """When one of the named operations was submitted of which most come equally often."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for (_, _, row, _), at_us in rank.submitted.items():
-        if ".noname" not in row:
-            times[row].append(at_us)
-    counts = Counter(len(found) for found in times.values() if len(found) > 1)
-    if not counts:
-        return []
-    often = max(counts, key=lambda count: (counts[count], count))
-    return sorted(next(found for found in times.values() if len(found) == often))
 
 
 @dataclass(frozen=True)

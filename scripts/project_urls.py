@@ -1,0 +1,48 @@
+"""Writes into pyproject.toml where the project is, for the package of a release.
+
+    python scripts/project_urls.py REPOSITORY DOCUMENTATION
+
+Who releases it knows these addresses (.github/workflows/release.yml); the repository does not name
+them, since a fork has others. They are in the metadata of the package then, and errors end with a
+link into the documentation (src/kolovod/documentation.py).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_ADDRESS = re.compile(r"https://[\w.-]+(/[\w.~-]+)*/?")
+_NEXT = "\n[project.scripts]\n"
+
+
+def with_urls(pyproject: str, repository: str, documentation: str) -> str:
+    """The text of pyproject.toml with them. Raises ValueError for what is no address."""
+    for address in (repository, documentation):
+        if not _ADDRESS.fullmatch(address):
+            raise ValueError(f"{address!r}: expected an address, https://HOST/PATH")
+    if "\n[project.urls]\n" in pyproject or pyproject.count(_NEXT) != 1:
+        raise ValueError("pyproject.toml has [project.urls] already, or no [project.scripts]")
+    urls = {
+        "Documentation": documentation,
+        "Repository": repository,
+        "Issues": f"{repository.rstrip('/')}/issues",
+        "Changelog": f"{repository.rstrip('/')}/blob/main/CHANGELOG.md",
+    }
+    lines = "".join(f'{label} = "{address}"\n' for label, address in urls.items())
+    return pyproject.replace(_NEXT, f"\n[project.urls]\n{lines}{_NEXT}")
+
+
+def main(arguments: list[str]) -> int:
+    """Write them."""
+    if len(arguments) != 2:
+        sys.exit(__doc__)
+    path = ROOT / "pyproject.toml"
+    path.write_text(with_urls(path.read_text(), *arguments))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
