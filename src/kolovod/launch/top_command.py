@@ -56,7 +56,7 @@ def add(actions: Any) -> None:
     watching.set_defaults(parser=watching, act=_watch)
     add_job(watching)
     watching.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between pictures [1]"
+        "--interval", type=float, default=2.0, metavar="S", help="seconds between pictures [2]"
     )
     watching.add_argument("--once", action="store_true", help="one picture, after two seconds")
     watching.add_argument(

@@ -29,7 +29,7 @@ from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel, connect
 from kolovod.net.server import Server
-from kolovod.observe.recorder import PULL_S, Batch, Recorder
+from kolovod.observe.recorder import PULL_S, REPORT_S, Batch, PullPace, Recorder
 from kolovod.observe.whereabouts import (
     Whereabouts,
     clock_identity,
@@ -45,6 +45,7 @@ _NAME_CHARACTERS = 256
 _INT64 = 1 << 63
 _RETRY_S = 0.2
 _IDLE_S = 0.25
+_HURRY_S = 0.01
 _CONNECT_S = 5.0
 _FINISH_S = 5.0
 _STOP_S = 1.0
@@ -213,13 +214,14 @@ class Reporter:
         self._secret = secret
         self._rank = rank
         self._recorder = recorder
-        self._interval_s = max(PULL_S, size / _REPORTS_PER_S)
+        self._interval_s = max(REPORT_S, size / _REPORTS_PER_S)
         self._address, self._unix_address = address, _unix_address(secret, epoch)
         self._begun = 0
         self._expected = (0, 0.0)  # how many rank 0 will have begun, and until when to believe it
         self._last_on_s = -_FOREVER_S
         self._channel: Channel | None = None
         self._stopping = threading.Event()
+        self._hurry = threading.Event()  # also while rank 0's timeline ends, which waits for us
         self._thread = threading.Thread(target=self._serve, name="kolovod-timeline", daemon=True)
         self._thread.start()
 
@@ -232,9 +234,12 @@ class Reporter:
     def await_end(self) -> None:
         """Return once rank 0 has ended its timeline, or soon if it does not."""
         self._expected = (0, 0.0)
+        self._hurry.set()
         deadline = time.monotonic() + _STOP_S
         while self._recorder.on and time.monotonic() < deadline:
             time.sleep(0.002)
+        if not self._stopping.is_set():
+            self._hurry.clear()
 
     def _is_expecting(self) -> bool:
         """Whether rank 0 has yet to begin the timeline that this rank records for."""
@@ -244,6 +249,7 @@ class Reporter:
     def close(self) -> None:
         """Report the rest and hang up."""
         self._stopping.set()
+        self._hurry.set()
         self._thread.join(_IDLE_S + 2)
         channel = self._channel
         if self._thread.is_alive() and channel is not None:
@@ -287,12 +293,12 @@ class Reporter:
         clock = Clock(is_same=whose == clock_identity() != "")
         for _ in range(_FIRST_LOOKS):
             self._exchange(channel, Batch(), clock)
-        last_ns = 0
+        last_ns, pace = 0, PullPace(REPORT_S)
         while True:
             is_over = self._stopping.is_set()
             if is_over:
                 self._recorder.switch(False)
-            self._recorder.pull()
+            pause_s = pace.pause_s(self._recorder.pull())
             # What rank 0 has yet to begin is kept until it has.
             is_early = self._is_expecting() and not is_over
             batch = Batch() if is_early else self._recorder.take(_MOST_PER_REPORT)
@@ -301,30 +307,33 @@ class Reporter:
             except BaseException:
                 self._recorder.put_back(batch)
                 raise
-            if batch:
-                continue
-            if is_over:
+            if batch.holds(_MOST_PER_REPORT):
+                continue  # there may be more
+            if is_over and not batch and begun == self._begun:
                 return
             was_on = self._recorder.on
             # Rank 0 takes who knows of a timeline, and does not record, for one that has told all.
             self._begun = begun
-            self._recorder.switch(wanted or self._is_expecting())
-            if was_on and not self._recorder.on:
+            self._recorder.switch(not is_over and (wanted or self._is_expecting()))
+            if is_over or (was_on and not self._recorder.on):
                 continue
-            self._pause(last_ns)
+            self._pause(last_ns, pace, pause_s)
             last_ns = time.monotonic_ns()
 
-    def _pause(self, last_ns: int) -> None:
+    def _pause(self, last_ns: int, pace: PullPace, pause_s: float) -> None:
         """Until the next report is due, while the recorder must not miss anything."""
         if self._recorder.on:
             self._last_on_s = time.monotonic()
         else:  # the next timeline may begin soon after one
             soon = time.monotonic() - self._last_on_s < _SOON_S
             self._stopping.wait(PULL_S if soon else _IDLE_S)
-        while self._recorder.on and time.monotonic_ns() - last_ns < self._interval_s * 1e9:
-            if self._stopping.wait(PULL_S):
+        # Rank 0 is about to say that its timeline has begun, and waits for who has not heard of it.
+        interval_s = PULL_S if self._is_expecting() else self._interval_s
+        while self._recorder.on and time.monotonic_ns() - last_ns < interval_s * 1e9:
+            if self._hurry.wait(pause_s):
+                self._stopping.wait(_HURRY_S)
                 return
-            self._recorder.pull()
+            pause_s = pace.pause_s(self._recorder.pull())
 
     def _exchange(self, channel: Channel, batch: Batch, clock: Clock) -> tuple[bool, int]:
         """Report ``batch``; returns whether to record, and how many timelines have begun."""

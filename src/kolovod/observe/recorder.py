@@ -7,6 +7,7 @@ recorder that reads them often enough misses none; what was overwritten in betwe
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +16,24 @@ from kolovod import _native
 from kolovod.core.spans import Span, SpanLog, SpanReader
 from kolovod.core.world import World
 
-__all__ = ["AS", "ON_GPU", "PULL_S", "Batch", "Operation", "Recorder", "engines_of"]
+__all__ = [
+    "AS",
+    "ON_GPU",
+    "PULL_S",
+    "REPORT_S",
+    "Batch",
+    "Operation",
+    "PullPace",
+    "Recorder",
+    "engines_of",
+]
 
 AS = " as "  # between a dtype and a codec
 ON_GPU = " on GPU"  # ends the name of what carries it
 PULL_S = 0.05  # a thousand operations in that time
+REPORT_S = 0.25
+"""Between two times that what was read is passed on: each costs more than the reading."""
+_FEW = 300  # operations between two pulls
 _MOST = 100_000
 _UNDER_WAY = ("submitted", "started")
 
@@ -41,6 +55,10 @@ class Batch:
     def __bool__(self) -> bool:
         """Whether anything happened."""
         return bool(self.operations or self.spans or self.lost)
+
+    def holds(self, most: int) -> bool:
+        """Whether it has ``most`` of a kind, so that there may be more than was taken."""
+        return len(self.operations) >= most or len(self.spans) >= most
 
     def shifted(self, by_ns: int) -> Batch:
         """The same by another clock."""
@@ -91,6 +109,22 @@ class _Reader:
         self._read |= {record["number"] for record in done}
         self._read = {number for number in self._read & numbers if number > self._below}
         return done, lost
+
+
+class PullPace:
+    """When to pull again: as seldom as the engine's notes allow, of which there are a thousand."""
+
+    def __init__(self, most_s: float) -> None:
+        """``most_s``: wait no longer, since more may happen than did before."""
+        self._most_s = most_s
+        self._pulled_s = time.monotonic()
+
+    def pause_s(self, count: int) -> float:
+        """How long to wait after a pull that has read ``count`` operations."""
+        now_s = time.monotonic()
+        passed_s, self._pulled_s = now_s - self._pulled_s, now_s
+        pause_s = _FEW * passed_s / count if count else self._most_s
+        return min(max(pause_s, PULL_S), self._most_s)
 
 
 class Recorder:

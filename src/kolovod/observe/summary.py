@@ -281,6 +281,8 @@ def batches(ranks: Sequence[RankSummary]) -> list[str]:
     gains = batch_gains(ranks)
     if not gains:
         return ["No optimizer steps: nothing can be said of batches."]
+    if not any(rank.exposed_us for rank in ranks):
+        return ["When the script waits is not seen here: nothing can be said of batches."]
     if 1 - gains[1] <= _LITTLE:
         return [f"Batches are large enough: the fastest ranks wait {1 - gains[1]:.0%} of the time."]
     larger = ", ".join(f"{times} times as large, {gains[times]:.0%}" for times in (2, 4))

@@ -22,7 +22,7 @@ from kolovod import _native
 from kolovod.core import spans
 from kolovod.core.world import World, when_engine_ends
 from kolovod.observe.live.page import Page
-from kolovod.observe.recorder import PULL_S, Recorder, engines_of
+from kolovod.observe.recorder import PullPace, Recorder, engines_of
 from kolovod.observe.whereabouts import whereabouts
 from kolovod.version import __version__
 
@@ -34,7 +34,6 @@ REPORT_S = 0.5
 _KEPT_S = 3.0  # so who reads once a second misses nothing
 _MOST = 2_000  # operations of a report, and spans: writing more of them down would take its time
 _MOST_EVENTS = 20
-_FEW = 250  # operations between two looks at the engine's notes
 
 
 class _Showing:
@@ -95,20 +94,17 @@ class _Showing:
     def _record(self) -> None:
         """As long as somebody rings."""
         until_s = time.monotonic() + LEASE_S
-        due_s, pulled_s, pause_s = 0.0, time.monotonic(), PULL_S
+        due_s, pace = 0.0, PullPace(REPORT_S)
         while (now_s := time.monotonic()) < until_s:
             with self._lock:  # in which a world does not end
                 if self._world is None:
                     return
                 self._recorder.switch(True)
-                count = self._pull()
-                # As seldom as the engine's notes allow, of which there are a thousand.
-                pause_s = _FEW * (now_s - pulled_s) / count if count else REPORT_S
-                pulled_s = now_s
+                pause_s = pace.pause_s(self._pull())
                 if now_s >= due_s:
                     due_s = now_s + REPORT_S
                     self._report(now_s)
-            if self._page.is_watched(min(max(pause_s, PULL_S), REPORT_S)):
+            if self._page.is_watched(pause_s):
                 until_s = time.monotonic() + LEASE_S
 
     def _report(self, now_s: float) -> None:
