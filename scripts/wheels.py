@@ -10,9 +10,10 @@ of each kind must be at hand, on the PATH, in pyenv's folder or by --python.
 
 Tried is: what it needs of glibc (auditwheel) and of Python (abi3audit), the time to install it
 where NumPy is, `kolovod --version` and a sum of two ranks in a new environment of each Python at
-hand; for aarch64 the C++ tests and the sum, under qemu-user with Debian's Python for arm64, if
-qemu-aarch64-static and apt-get are here. The source distribution is built once more with
---no-index, from build requirements that are there.
+hand; with the newest TensorFlow, Keras and JAX a program of two ranks, in whose graphs the module
+is called by libraries of another compiler; for aarch64 the C++ tests and the sum, under qemu-user
+with Debian's Python for arm64, if qemu-aarch64-static and apt-get are here. The source distribution
+is built once more with --no-index, from build requirements that are there.
 """
 
 from __future__ import annotations
@@ -54,6 +55,36 @@ kolovod.init()
 total = kolovod.allreduce(np.arange(100_000, dtype=np.float32) + kolovod.rank(), op=kolovod.Sum)
 assert total[-1] == 2 * 99_999 + 1, total
 print(kolovod.rank(), platform.machine(), sys.version.split()[0], "ok")
+"""
+FRAMEWORKS = ("tensorflow-cpu", "keras>=3", "jax", "optax")
+GRAPHS = """
+import jax, keras, numpy as np, tensorflow as tf
+import kolovod.jax, kolovod.keras, kolovod.tensorflow
+kolovod.init()
+rank = kolovod.rank()
+
+@tf.function
+def of_tensorflow(x):
+    sums = [kolovod.tensorflow.allreduce(x + i, op=kolovod.Sum) for i in range(50)]
+    return tf.stack(sums), kolovod.tensorflow.allgather(x[: rank + 1])
+
+@jax.jit
+def of_jax(x):
+    return kolovod.jax.allreduce(x, op=kolovod.Sum)
+
+for step in range(20):
+    sums, rows = of_tensorflow(tf.fill([7], float(rank + step)))
+    np.testing.assert_array_equal(sums[49], np.full(7, 2 * step + 99, np.float32))
+    assert rows.shape == (3,), rows
+    np.testing.assert_array_equal(of_jax(jax.numpy.full(5, rank + step)), np.full(5, 2 * step + 1))
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(kolovod.keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+x = np.random.default_rng(rank).normal(size=(40, 4))
+start = kolovod.keras.callbacks.BroadcastGlobalVariablesCallback(0)
+model.fit(x, x.sum(axis=1), batch_size=10, verbose=0, callbacks=[start])
+weights = kolovod.allgather_object([float(each.sum()) for each in model.get_weights()])
+assert weights[0] == weights[1], weights
+print(keras.backend.backend(), tf.__version__, jax.__version__, "ok")
 """
 
 
@@ -233,6 +264,22 @@ def cpp_tests(arch: str) -> str:
     return emulated.cpp_tests(arch, ROOT, FOLDER, toolchain(arch), emulated.system(arch, FOLDER))
 
 
+def with_frameworks(wheel: Path, python: Interpreter) -> str:
+    """Used in graphs of TensorFlow, Keras and JAX; says with which."""
+    place = FOLDER / "frameworks"
+    inside = environment(python.path, place, FRAMEWORKS)
+    output_of(inside, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)
+    output_of(inside, "-m", "pip", "install", "--quiet", wheel)  # what it depends on
+    script = FOLDER / "graphs.py"
+    script.write_text(GRAPHS)
+    run = (inside, "-m", "kolovod", "run", "-np", "2", "--", inside, script)
+    out = output_of(*run, cwd=FOLDER)
+    said = [line.split(":", 1)[1] for line in out.splitlines() if line.endswith(" ok")]
+    if len(said) != 2:
+        raise Failed(f"two ranks wrote\n{out}")
+    return said[0].strip()
+
+
 def two_ranks(launcher: Path, python: Sequence[str | Path]) -> str:
     """A sum of two ranks, each started by ``python``, with ``launcher``'s kolovod."""
     script = FOLDER / "sum.py"
@@ -291,6 +338,8 @@ def main() -> int:
                     for each in found:
                         if each.tag == tag:
                             print(f"  {each.path}: {tried(wheel, each)}", flush=True)
+                        if each.tag == tag and each.version == sys.version_info[:2]:
+                            print(f"  frameworks: {with_frameworks(wheel, each)}", flush=True)
                 else:
                     print(f"  {tried_elsewhere(arch, wheel, tag, found)}", flush=True)
             if arch != platform.machine() and not options.no_cpp_tests:

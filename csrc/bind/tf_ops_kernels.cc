@@ -11,7 +11,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "bind/patience.h"
+#include "bind/tf_done.h"
 #include "bind/threads.h"
 #include "include/kolovod.h"
 
@@ -112,11 +112,6 @@ void* CreateKernel(TF_OpKernelConstruction* construction) {
 }
 
 void DeleteKernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
-
-// What a TF_AsyncOpKernelDoneCallback is: a variable on TensorFlow's stack, gone when Compute returns. To
-// keep it, it is moved from. That is the one place that leans on more than the C API, namely on TensorFlow's
-// type for it and on libstdc++'s layout of that (docs/decisions/0010).
-using Done = std::function<void()>;
 
 // One execution of an op, from Compute to the engine's callback.
 struct Call {
@@ -332,7 +327,7 @@ void Compute(void* kernel_pointer, TF_OpKernelContext* context, TF_AsyncOpKernel
   const Kernel& kernel = *static_cast<Kernel*>(kernel_pointer);
   auto* call = new Call{.kernel = &kernel,
                         .context = context,
-                        .done = std::move(*reinterpret_cast<Done*>(done)),
+                        .done = Done::From(done),
                         .engine = kolovod_current(kernel.process_set)};
   if (call->engine == nullptr) return Refuse(call, KOLOVOD_SHUT_DOWN, kolovod_error_message());
   const StatusPtr status = NewStatus();
