@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import email.message
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import yaml
 from environments import ROOT
 
 import kolovod
-from kolovod import documentation, errors
+from kolovod import _native, documentation, errors
 
 
 def version_of(pyproject: str) -> str:
@@ -131,3 +133,12 @@ def test_what_needs_a_newer_system(
     else:
         with pytest.raises(wheels.Failed, match=r"a\.whl needs more than glibc 2\.28"):
             wheels.needs_at_most(Path("a.whl"), "x86_64")
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="binutils are not installed")
+def test_the_module_shows_its_c_api_only() -> None:
+    """Frameworks load their libraries for all to see: of a name that both have, theirs is taken."""
+    command = ["nm", "--dynamic", "--defined-only", "--format=just-symbols", _native.__file__]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert "kolovod_submit" in names
+    assert [name for name in names if not name.startswith(("kolovod_", "PyInit__native"))] == []
