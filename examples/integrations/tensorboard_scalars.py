@@ -21,7 +21,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 optimizer = kv.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 kv.broadcast_parameters(model.state_dict())
 torch.manual_seed(kv.rank())  # ... and other data
-writer = SummaryWriter(sys.argv[1]) if kv.rank() == 0 else None
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs"
+writer = SummaryWriter(folder) if kv.rank() == 0 else None
 
 for step in range(20):
     inputs = torch.randn(16, 8)

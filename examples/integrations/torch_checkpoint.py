@@ -19,7 +19,7 @@ from torch.nn import functional
 
 STEPS = 6  # in each job
 
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoint")
 dist.init_process_group("kolovod")
 rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(1)
