@@ -13,6 +13,7 @@ __all__ = ["TraceFile"]
 
 _PAGE = 4096
 _END = b"\n]\n"
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one for each event
 
 
 class TraceFile:
@@ -87,4 +88,4 @@ class TraceFile:
 
 
 def _line(event: dict[str, Any]) -> bytes:
-    return json.dumps(event, separators=(",", ":")).encode()
+    return _encode(event).encode()
