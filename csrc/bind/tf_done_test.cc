@@ -2,15 +2,42 @@
 
 #include <doctest/doctest.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <utility>
 
-// Only where std::function is the one that TensorFlow has.
-#ifdef __GLIBCXX__
-
 namespace kolovod::tensorflow {
 namespace {
+
+int destroyed = 0;
+
+// As libstdc++ has it, whatever the library here.
+struct Given {
+  alignas(void*) std::byte functor[2 * sizeof(void*)] = {};
+  bool (*manager)(std::byte*, const std::byte*, int) = [](std::byte*, const std::byte*, int operation) {
+    destroyed += operation == 3;
+    return false;
+  };
+  void (*invoker)(const std::byte*) = [](const std::byte*) {};
+};
+
+TEST_CASE("a callback is moved byte by byte, and destroyed once") {
+  static_assert(sizeof(Done) == sizeof(Given));
+  static_assert(alignof(Done) == alignof(Given));
+  destroyed = 0;
+  {
+    Given given;
+    Done taken = Done::From(&given);
+    CHECK_FALSE(static_cast<bool>(given.manager));
+    CHECK_FALSE(static_cast<bool>(given.invoker));
+    const Done last = std::move(taken);
+    CHECK(destroyed == 0);
+  }
+  CHECK(destroyed == 1);
+}
+
+#ifdef __GLIBCXX__  // std::function is the one that TensorFlow has
 
 using Function = std::function<void()>;
 
@@ -50,7 +77,7 @@ TEST_CASE("an empty one is destroyed, too") {
   CHECK(none == nullptr);
 }
 
+#endif
+
 }  // namespace
 }  // namespace kolovod::tensorflow
-
-#endif
