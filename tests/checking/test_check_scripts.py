@@ -11,8 +11,22 @@ from typing import Any, NamedTuple
 
 import pytest
 from checked_scripts import CASES, Case
+from slow import THOROUGH, thorough_but
 
 QUICK = ("good",)  # of all others the facts are compared in test_compare.py, too
+OFTEN = (
+    "no broadcast",
+    "not wrapped",
+    "never initialized",
+    "no sampler",
+    "no set_epoch",
+    "unequal batches",
+    "the same seed",
+    "all write",
+    "batch norm",
+    "one rank waits",
+)
+SLOW = [pytest.mark.slow]
 DEADLINE_S = 110
 
 
@@ -61,7 +75,10 @@ def judge(checked: Checked, case: Case) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+    [
+        pytest.param(name, marks=[] if name in QUICK else SLOW if name in OFTEN else THOROUGH)
+        for name in CASES
+    ],
 )
 def test_one_mistake(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -117,7 +134,7 @@ BACKENDS = ("tensorflow", "torch", "jax")
 
 @pytest.mark.slow
 @pytest.mark.frameworks
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", thorough_but(["tensorflow"], BACKENDS))
 def test_keras(tmp_path: Path, backend: str) -> None:
     pytest.importorskip("keras", reason="Keras is not installed")
     good = check(tmp_path, KERAS, "--steps", "100", KERAS_BACKEND=backend)
@@ -127,7 +144,7 @@ def test_keras(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.frameworks
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", thorough_but(["torch"], BACKENDS))
 def test_keras_with_mistakes(tmp_path: Path, backend: str) -> None:
     pytest.importorskip("keras", reason="Keras is not installed")
     script = KERAS

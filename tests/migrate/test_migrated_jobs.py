@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from frameworks import is_installed
 from migrated import SCRIPTS, proposed, run_on_two_ranks
+from slow import THOROUGH
 
 pytest.importorskip("libcst", reason="kolovod[init] is not installed")
 
@@ -35,9 +36,9 @@ def test_the_script_of_one_process_ends_with_other_weights_on_each_rank(tmp_path
         ("torch_module_level", 3 * 4, False),  # half as many, of twice as many samples
         pytest.param("torch_main", 2 * 4, False, marks=pytest.mark.slow),
         pytest.param("ddp", 2 * 4, False, marks=pytest.mark.slow),
-        pytest.param("torch_gan", 3 * 2 * 4, False, marks=pytest.mark.slow),
+        pytest.param("torch_gan", 3 * 2 * 4, False, marks=THOROUGH),
         pytest.param("horovod_torch", 2 * 4, False, marks=pytest.mark.slow),
-        pytest.param("horovod_torch", 2 * 4, True, marks=pytest.mark.slow),
+        pytest.param("horovod_torch", 2 * 4, True, marks=THOROUGH),
     ],
 )
 def test_pytorch(name: str, steps: int, rename: bool, tmp_path: Path) -> None:
@@ -57,10 +58,10 @@ def test_pytorch(name: str, steps: int, rename: bool, tmp_path: Path) -> None:
     ("name", "needs", "steps"),
     [
         ("jax_optax", ("jax", "optax"), 0),
-        pytest.param("jax_flax", ("jax", "optax", "flax"), 0, marks=pytest.mark.slow),
+        pytest.param("jax_flax", ("jax", "optax", "flax"), 0, marks=THOROUGH),
         # 128 of 257 samples on a rank, of which 115 are trained on.
         pytest.param("keras_fit", ("keras", "tensorflow"), 2 * 4, marks=pytest.mark.slow),
-        pytest.param("keras_dataset", ("keras", "tensorflow"), 2 * 4, marks=pytest.mark.slow),
+        pytest.param("keras_dataset", ("keras", "tensorflow"), 2 * 4, marks=THOROUGH),
         pytest.param("tensorflow_tape", ("tensorflow",), 2 * 4, marks=pytest.mark.slow),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 import soak
 from drawn import NON_BLOCKING, VERBS, Draw
 from paths import SUPPORT
+from slow import THOROUGH
 
 import kolovod
 from kolovod.testing import loopback
@@ -36,7 +37,7 @@ def run_soak(*arguments, **variables):
     )
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(2, 6), pytest.param(3, 25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("size", "seconds"), [(2, 6), pytest.param(3, 25, marks=THOROUGH)])
 def test_everything_is_right_and_memory_does_not_grow(size, seconds, tmp_path):
     done = run_soak(
         *("--np", str(size), "--seconds", str(seconds), "--folder", str(tmp_path)), **AT_ONCE

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forked import QUICKLY_COMPILED, ranks_after
 from frameworks import is_installed
+from slow import thorough_but
 
 from kolovod.errors import InvalidArgumentError, MismatchError
 
@@ -158,7 +159,7 @@ def test_as_without_shards(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", thorough_but([2], [2, 3]))
 @pytest.mark.parametrize(
     "kinds",
     [
