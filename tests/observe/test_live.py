@@ -169,6 +169,26 @@ def test_ranks_show_what_they_do_while_somebody_watches() -> None:
     assert problems[0].startswith(GONE)
 
 
+def leave_while_watched(rank: int) -> bool:
+    kv.init()
+    reader = PageReader(os.getpid())
+    reader.ring()
+    deadline = time.monotonic() + DEADLINE_S
+    while not spans.log.on and time.monotonic() < deadline:
+        time.sleep(0.01)
+    reader.close()
+    time.sleep(0.1)  # it waits for the next ring then, which is that of the end
+    leaving = threading.Thread(target=kv.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(DEADLINE_S)
+    return not leaving.is_alive()
+
+
+def test_a_world_ends_while_somebody_watches() -> None:
+    """Nobody rings again: who watched has gone."""
+    assert run_ranks(2, leave_while_watched) == [True, True]
+
+
 # What is made of it -------------------------------------------------------------------------------
 
 

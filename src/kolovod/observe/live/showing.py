@@ -82,7 +82,8 @@ class _Showing:
         return {} if world is None else engines_of(world)
 
     def _serve(self) -> None:
-        while self._page.is_watched(None) and self._world is not None:
+        # Asked first: the ring of ``leave`` may have been heard while it recorded.
+        while self._world is not None and self._page.is_watched(None):
             try:
                 self._record()
             finally:
