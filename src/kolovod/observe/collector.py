@@ -29,7 +29,7 @@ from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel, connect
 from kolovod.net.server import Server
-from kolovod.observe.recorder import PULL_S, REPORT_S, Batch, PullPace, Recorder
+from kolovod.observe.recorder import PULL_MOST_S, PULL_S, REPORT_S, Batch, PullPace, Recorder
 from kolovod.observe.whereabouts import (
     Whereabouts,
     clock_identity,
@@ -293,7 +293,7 @@ class Reporter:
         clock = Clock(is_same=whose == clock_identity() != "")
         for _ in range(_FIRST_LOOKS):
             self._exchange(channel, Batch(), clock)
-        last_ns, pace = 0, PullPace(REPORT_S)
+        last_ns, pace = 0, PullPace(PULL_MOST_S)
         while True:
             is_over = self._stopping.is_set()
             if is_over:

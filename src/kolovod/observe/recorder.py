@@ -19,6 +19,7 @@ from kolovod.core.world import World
 __all__ = [
     "AS",
     "ON_GPU",
+    "PULL_MOST_S",
     "PULL_S",
     "REPORT_S",
     "Batch",
@@ -31,7 +32,8 @@ __all__ = [
 AS = " as "  # between a dtype and a codec
 ON_GPU = " on GPU"  # ends the name of what carries it
 PULL_S = 0.05  # a thousand operations in that time
-REPORT_S = 0.25
+PULL_MOST_S = 0.25  # when little happens
+REPORT_S = 0.5
 """Between two times that what was read is passed on: each costs more than the reading."""
 _FEW = 300  # operations between two pulls
 _MOST = 100_000

@@ -22,7 +22,15 @@ from kolovod.core import spans
 from kolovod.core.world import World, current, when_engine_ends
 from kolovod.net.addresses import address_of, interface_to, listen
 from kolovod.observe.collector import Collector, Reporter
-from kolovod.observe.recorder import PULL_S, REPORT_S, Batch, PullPace, Recorder, engines_of
+from kolovod.observe.recorder import (
+    PULL_MOST_S,
+    PULL_S,
+    REPORT_S,
+    Batch,
+    PullPace,
+    Recorder,
+    engines_of,
+)
 from kolovod.observe.trace import Event, Trace
 from kolovod.observe.trace_file import TraceFile
 from kolovod.observe.whereabouts import whereabouts
@@ -152,7 +160,7 @@ class Writer(Timeline):
 
     def _serve(self) -> None:
         try:
-            written_s, pace, pause_s = 0.0, PullPace(REPORT_S), PULL_S
+            written_s, pace, pause_s = 0.0, PullPace(PULL_MOST_S), PULL_S
             while not self._stopping.wait(pause_s):
                 pause_s = pace.pause_s(self.recorder.pull())
                 if (now_s := time.monotonic()) >= written_s + REPORT_S:

@@ -22,16 +22,15 @@ from kolovod import _native
 from kolovod.core import spans
 from kolovod.core.world import World, when_engine_ends
 from kolovod.observe.live.page import Page
-from kolovod.observe.recorder import PullPace, Recorder, engines_of
+from kolovod.observe.recorder import REPORT_S, PullPace, Recorder, engines_of
 from kolovod.observe.whereabouts import whereabouts
 from kolovod.version import __version__
 
-__all__ = ["LEASE_S", "REPORT_S", "enter", "leave"]
+__all__ = ["LEASE_S", "enter", "leave"]
 
 LEASE_S = 5.0
 """How long a ring lasts."""
-REPORT_S = 0.5
-_KEPT_S = 3.0  # so who reads once a second misses nothing
+_KEPT_S = 3.0  # so who reads every two seconds misses nothing
 _MOST = 2_000  # operations of a report, and spans: writing more of them down would take its time
 _MOST_EVENTS = 20
 
