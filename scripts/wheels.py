@@ -25,6 +25,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from collections.abc import Sequence
@@ -295,6 +296,10 @@ def source(output: Path, python: Interpreter) -> Path:
     """The source distribution, built once more without an index."""
     output_of(sys.executable, "-m", "build", "--quiet", "--sdist", "--outdir", output, ROOT)
     (made,) = output.glob("kolovod-*.tar.gz")
+    with tarfile.open(made) as archive:
+        built = [name for name in archive.getnames() if "/build/" in name]
+    if built:
+        raise Failed(f"{made.name} holds what was built here: {built[0]} and {len(built) - 1} more")
     inside = environment(python.path, FOLDER / f"build-{python.tag}", BUILD_REQUIREMENTS)
     place = FOLDER / "from-source"
     shutil.rmtree(place, ignore_errors=True)
