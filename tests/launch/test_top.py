@@ -126,7 +126,8 @@ def test_bad_arguments() -> None:
     assert "JOB 'nosuchjob'" in shown.stderr or "no job has a rank" in shown.stderr
     shown = run("top", "--interval", "0")
     assert shown.returncode == 2
-    assert "--interval 0: expected 0.5 seconds or more" in shown.stderr
+    assert "--interval 0: expected 0.5 to 3 seconds" in shown.stderr
+    assert run("top", "--interval", "5").returncode == 2
 
 
 def test_the_line_that_a_thread_is_at() -> None:

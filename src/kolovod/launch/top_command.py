@@ -28,7 +28,7 @@ from kolovod.optional_dependencies import missing
 __all__ = ["add"]
 
 _FIRST_LOOKS_S = 2.0  # until there is something to show
-_LEAST_S = 0.5
+_LEAST_S, _MOST_S = 0.5, 3.0
 _NICE = 19
 _STACK_AFTER_S = 1.0  # of being late
 _KEY = re.compile(r"\x1b[\[O][A-D]|.", re.DOTALL)
@@ -65,10 +65,10 @@ def add(actions: Any) -> None:
 
 
 def _watch(options: argparse.Namespace) -> int:
-    if not options.interval >= _LEAST_S:
+    if not _LEAST_S <= options.interval <= _MOST_S:
         raise InvalidArgumentError(
-            f"--interval {options.interval:g}: expected {_LEAST_S:g} seconds or more, since ranks "
-            "show news that often"
+            f"--interval {options.interval:g}: expected {_LEAST_S:g} to {_MOST_S:g} seconds, since "
+            "ranks show news that often, and keep it so long"
         )
     if not options.json and (problem := missing("top")) is not None:
         raise InvalidArgumentError(str(problem))
