@@ -32,6 +32,7 @@ C10D_ARGS ?=
 BENCH_ARGS ?=
 LAUNCHERS_ARGS ?=
 SOAK_ARGS ?=
+FLAKY_ARGS ?=
 FUZZ_SECONDS ?= 20
 SCENARIO_RUNS ?= 1
 WHEELS_ARGS ?=
@@ -47,18 +48,22 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f \( -name '*.cc
 PACKAGE := $(NATIVE) README.md LICENSE $(shell find src -type f \( -name '*.py' -o -name '*.pyi' -o -name py.typed \))
 CXX_FILES := $(shell find csrc bench scripts -name '*.cc' -o -name '*.h' -o -name '*.c')
 
+USERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # A shell that sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-elastic test test-all test-frameworks test-slow test-mxnet thorough scenarios native-tests test-native test-slow-native soak soak-short lint lint-locks sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links wheels bench clean
+.PHONY: help demo demo-elastic test test-all test-ci test-environments test-frameworks test-slow test-mxnet thorough ci flaky install-ci scenarios native-tests test-native test-slow-native soak soak-short lint lint-locks lint-style lint-types lint-types-of-tools lint-layers sanitized-thread sanitized-address sanitize sanitize-thread sanitize-address fuzz matrix clients c10d launchers docs docs-links wheels bench clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
 # --- installing ---------------------------------------------------------------------------------------
+
+# What is never imported need not be compiled to bytecode: a third of the time that the frameworks take to install.
+export PIP_NO_COMPILE := 1
 
 $(STAMPS)/venv:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed, this is " + sys.version)'
@@ -70,31 +75,49 @@ $(STAMPS)/tools: $(STAMPS)/venv pyproject.toml
 	$(PIP) install --quiet $(BUILD_TOOLS)
 	touch $@
 
-$(STAMPS)/torch: $(STAMPS)/venv
+# After the package, so that no two of pip's runs meet when make runs several things at a time.
+$(STAMPS)/torch: $(STAMPS)/venv | $(STAMPS)/package
 	$(PIP) install --quiet '$(TORCH)'
 	touch $@
 
-# Without build isolation the build folder is used again: after a change only that is compiled.
-$(STAMPS)/package: $(STAMPS)/tools $(PACKAGE)
-	$(PIP) install --quiet --no-build-isolation .
+# The package is compiled once, here: every environment installs this wheel. Without build isolation the build folder is
+# used again: after a change only that is compiled. CI takes the compiler's warnings for errors, with its own compiler.
+$(STAMPS)/wheel: $(STAMPS)/tools $(PACKAGE)
+	rm -rf build/wheel
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel \
+	    $(if $(CI),--config-settings=cmake.define.KOLOVOD_WERROR=ON) .
 	touch $@
 
-# What extras bring, once; the package itself is brought up to date by the stamp above.
+# Twice: what it depends on, if that is missing; then the package itself, which has the version that is installed.
+$(STAMPS)/package: $(STAMPS)/wheel
+	$(PIP) install --quiet build/wheel/kolovod-*.whl
+	$(PIP) install --quiet --force-reinstall --no-deps build/wheel/kolovod-*.whl
+	touch $@
+
+# $(call extras,NAMES): what extras bring. The package itself is brought up to date by the stamp above.
+extras = $(PIP) install --quiet "$$(echo build/wheel/kolovod-*.whl)[$(1)]"
+FRAMEWORKS := test-frameworks,test-browser,mpi,integrations,tensorflow,keras,jax,ray,spark
+
 $(STAMPS)/examples: pyproject.toml $(STAMPS)/torch | $(STAMPS)/package
-	$(PIP) install --quiet --no-build-isolation '.[examples]'
+	$(call extras,examples)
 	touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/examples
-	$(PIP) install --quiet --no-build-isolation '.[test]'
+	$(call extras,test)
 	touch $@
 
 $(STAMPS)/frameworks: pyproject.toml $(STAMPS)/test
-	$(PIP) install --quiet --no-build-isolation '.[test-frameworks,test-browser,mpi,integrations,tensorflow,keras,jax,ray,spark]'
+	$(call extras,$(FRAMEWORKS))
 	touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
-	$(PIP) install --quiet --no-build-isolation '.[lint]'
+	$(call extras,lint)
 	touch $@
+
+# All that CI needs, at once: pip decides about everything a single time.
+install-ci: $(STAMPS)/package $(STAMPS)/torch
+	$(call extras,examples,test,$(FRAMEWORKS),lint,docs)
+	for stamp in examples test frameworks lint docs; do touch $(STAMPS)/$$stamp; done
 
 # The header of the C++ tests: the system's, or else Debian's package, unpacked here because that needs no root. Without
 # either CMake says what to install.
@@ -114,7 +137,7 @@ demo-elastic: $(STAMPS)/package $(STAMPS)/examples
 test-all: test test-native test-frameworks test-slow test-mxnet
 
 # Two files of tests at a time: their ranks wait for each other half the time. TEST_ARGS="-n 0 --pdb" takes one.
-pytest = $(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 --durations-min=1 -m '$(1)' $(TEST_ARGS)
+pytest = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=1 -m '$(1)' $(TEST_ARGS)
 
 test: $(STAMPS)/package $(STAMPS)/test
 	$(call pytest,not slow and not frameworks)
@@ -125,8 +148,24 @@ test-frameworks: $(STAMPS)/package $(STAMPS)/frameworks
 test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,slow and not thorough)
 
-thorough: $(STAMPS)/package $(STAMPS)/frameworks
+# What CI runs, in one go: all that is not slow, and of what is a sixth in turn (tests/support/rotation.py).
+SLOW_PARTS ?= 6
+test-ci: $(STAMPS)/package $(STAMPS)/frameworks
+	$(call pytest,not thorough) --slow-parts $(SLOW_PARTS)
+
+thorough: test-slow $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,thorough)
+
+# What every change must pass, run on HEAD in a clone of its own; the commit that passed is in build/ci-passed.
+ci:
+	rm -rf build/ci
+	git clone --quiet . build/ci
+	cd build/ci && env -i HOME="$$HOME" PATH="$(USERS_PATH)" bash .ci/run
+	git -C build/ci rev-parse HEAD >build/ci-passed
+
+# The tests that a change meets, 20 times on a busy machine: what fails in any run is a race. Hours; FLAKY_ARGS="--runs 3".
+flaky: $(STAMPS)/package $(STAMPS)/test native-tests sanitized-address sanitized-thread
+	$(BIN)/python scripts/flaky.py $(FLAKY_ARGS)
 
 scenarios: $(STAMPS)/package $(STAMPS)/frameworks
 	for run in $$(seq $(SCENARIO_RUNS)); do \
@@ -144,15 +183,15 @@ soak-short: $(STAMPS)/package $(STAMPS)/frameworks
 
 # $(call native,FOLDER,OPTIONS): configure and build the core and its C++ tests.
 comma := ,
-native = @$(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_PREFIX_PATH=$(CURDIR)/$(VENV)/usr \
+native = @mkdir -p build; \
+	$(BIN)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_PREFIX_PATH=$(CURDIR)/$(VENV)/usr \
 	-DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=OFF $(2) >build/$(1).log || { cat build/$(1).log; exit 1; }; \
 	$(BIN)/cmake --build build/$(1) -- --quiet
-ctest = $(BIN)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error --timeout 300
+# Three at a time: most wait for threads and clocks.
+ctest = $(BIN)/ctest --test-dir build/$(1) -j 3 --output-on-failure --no-tests=error --timeout 300
 
-# In the folder that lint has filled, if it ran before: then nothing is compiled twice.
 native-tests: $(STAMPS)/tools $(STAMPS)/doctest
-	@mkdir -p build
-	$(call native,native-tests,)
+	$(call native,native-tests,-DKOLOVOD_WERROR=ON)
 
 test-native: native-tests
 	$(call ctest,native-tests) -LE slow
@@ -163,46 +202,55 @@ test-slow-native: native-tests
 # The newest Clang that is here; without one the locks are not checked.
 CLANG_FOUND := $(firstword $(foreach name,$(CLANG) $(addprefix clang++-,22 21 20 19 18 17 16 15),$(shell command -v $(name))))
 LOCKED_FILES := $(shell find csrc -name '*.cc' -not -name '*_test.cc' -not -path 'csrc/fuzz/*' -not -path 'csrc/testing/*' -not -name module.cc)
+LOCK_OPTIONS := -std=c++20 -Icsrc -DKOLOVOD_RELEASE='""' -Wthread-safety -Werror
 
 # Which lock guards what (csrc/base/thread_annotations.h).
 lint-locks:
 ifeq ($(CLANG_FOUND),)
 	@echo "no clang++ is here (CLANG=...): that locks are held where they must be is not checked"
 else
-	@printf '%s\n' $(LOCKED_FILES) | xargs -P $$(nproc) -n 8 $(CLANG_FOUND) -std=c++20 -Icsrc -DKOLOVOD_RELEASE='""' -fsyntax-only -Wthread-safety -Werror
+	@mkdir -p build
+	@$(CLANG_FOUND) $(LOCK_OPTIONS) -x c++-header csrc/base/standard_headers.h -o build/standard_headers.pch
+	@printf '%s\n' $(LOCKED_FILES) | xargs -P $$(nproc) -n 8 $(CLANG_FOUND) $(LOCK_OPTIONS) -fsyntax-only -include-pch build/standard_headers.pch
 endif
 
-lint: $(STAMPS)/lint $(STAMPS)/doctest lint-locks
+lint-style: $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/mypy bench scripts
-	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
-	$(BIN)/cmake -S . -B build/native-tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	    -DCMAKE_PREFIX_PATH=$(CURDIR)/$(VENV)/usr \
-	    -DKOLOVOD_WERROR=ON -DKOLOVOD_TESTS=ON -DKOLOVOD_PYTHON=ON \
-	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-	    -Dnanobind_DIR="$$($(BIN)/python -m nanobind --cmake_dir)" >/dev/null
-	$(BIN)/cmake --build build/native-tests -- --quiet
+
+lint-types: $(STAMPS)/lint
+	$(BIN)/mypy
+
+# With a cache of its own, so that both can run at a time.
+lint-types-of-tools: $(STAMPS)/lint
+	$(BIN)/mypy --cache-dir .mypy_cache/tools bench scripts
+
+lint-layers: $(STAMPS)/lint
+	PYTHONPATH=src $(BIN)/lint-imports --no-cache
+
+lint: lint-locks lint-style lint-types lint-types-of-tools lint-layers native-tests
 
 sanitize: sanitize-thread sanitize-address
 
 # Without the longest ones, of which the same code has shorter ones; test-slow runs all of them as they are.
 SANITIZED := -E '^engine_(names_test|(names|hosts)_test_shuffled_.*)$$'
 
-sanitize-thread: $(STAMPS)/tools $(STAMPS)/doctest
-	@mkdir -p build
+sanitized-thread: $(STAMPS)/tools $(STAMPS)/doctest
 	$(call native,tsan,-DKOLOVOD_SANITIZE=thread)
+
+sanitize-thread: sanitized-thread
 	TSAN_OPTIONS=halt_on_error=1 $(call ctest,tsan) $(SANITIZED)
 
-sanitize-address: $(STAMPS)/tools $(STAMPS)/doctest
-	@mkdir -p build
-	$(call native,asan,-DKOLOVOD_SANITIZE=address$(comma)undefined)
+# With warnings as errors: CI builds these tests in no other way.
+sanitized-address: $(STAMPS)/tools $(STAMPS)/doctest
+	$(call native,asan,-DKOLOVOD_WERROR=ON -DKOLOVOD_SANITIZE=address$(comma)undefined)
+
+sanitize-address: sanitized-address
 	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 $(call ctest,asan) $(SANITIZED)
 
 $(STAMPS)/fuzz: pyproject.toml $(STAMPS)/test
-	$(PIP) install --quiet --no-build-isolation '.[fuzz]'
+	$(call extras,fuzz)
 	touch $@
 
 # With optimization, since a fuzzer is as good as it is fast.
@@ -213,11 +261,6 @@ fuzz: $(STAMPS)/package $(STAMPS)/fuzz
 	$(BIN)/cmake --build build/fuzz -- --quiet
 	$(BIN)/python scripts/fuzz.py build/fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
 
-$(STAMPS)/wheel: $(STAMPS)/tools $(PACKAGE)
-	rm -rf build/wheel
-	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	touch $@
-
 # Each row of scripts/matrix.py has an environment of its own; --only NAME in MATRIX_ARGS.
 matrix: $(STAMPS)/wheel
 	$(BIN)/python scripts/matrix.py build/wheel/kolovod-*.whl $(MATRIX_ARGS)
@@ -227,7 +270,7 @@ clients: $(STAMPS)/wheel $(STAMPS)/package
 	$(BIN)/python scripts/clients.py build/wheel/kolovod-*.whl $(CLIENTS_ARGS)
 
 $(STAMPS)/c10d: pyproject.toml $(STAMPS)/examples
-	$(PIP) install --quiet --no-build-isolation '.[c10d]'
+	$(call extras,c10d)
 	touch $@
 
 # --only PATTERN, --sizes 2,3 and --backends kolovod in C10D_ARGS.
@@ -239,7 +282,7 @@ launchers: $(STAMPS)/package $(STAMPS)/frameworks
 	$(BIN)/python scripts/launchers_check.py $(LAUNCHERS_ARGS)
 
 $(STAMPS)/docs: pyproject.toml $(STAMPS)/venv | $(STAMPS)/package
-	$(PIP) install --quiet --no-build-isolation '.[docs]'
+	$(call extras,docs)
 	touch $@
 
 # The package, for the commands' help; everything else is read from the sources. --quiet would not count warnings.
@@ -251,7 +294,7 @@ docs-links: docs
 	$(BIN)/python scripts/docs_links.py build/site --external
 
 $(STAMPS)/release: pyproject.toml $(STAMPS)/venv | $(STAMPS)/package
-	$(PIP) install --quiet --no-build-isolation '.[release]'
+	$(call extras,release)
 	touch $@
 
 wheels: $(STAMPS)/release $(STAMPS)/doctest

@@ -7,12 +7,14 @@ import os
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import forked
 import psutil
 import pytest
+import rotation
 
 from kolovod.launch import guard
 
@@ -75,11 +77,50 @@ def _everything() -> set[str]:
     return _children() | _threads() | _memory_files()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is of another framework than PyTorch needs that; other files say so themselves."""
-    for item in items:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The part of the slow tests that is run."""
+    parser.addoption(
+        "--slow-parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the tests marked slow run an N-th part, another after each commit, and as many "
+        "again of those that the last commits concern [1: all]",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # so that -m sees the marks
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Mark what needs other frameworks, leave out slow tests that are not drawn, sort the rest."""
+    for item in items:  # what is of another framework than PyTorch needs that; others say so
         if _OTHER_FRAMEWORKS & set(item.path.parts):
             item.add_marker(pytest.mark.frameworks)
+    _leave_out_slow(items, config)
+    if hasattr(config, "workerinput"):  # files are given out in this order
+        _longest_first(items)
+
+
+def _leave_out_slow(items: list[pytest.Item], config: pytest.Config) -> None:
+    rows = [
+        item.nodeid
+        for item in items
+        if item.get_closest_marker("slow") and not item.get_closest_marker("thorough")
+    ]
+    change = rotation.last_change(config.rootpath)
+    left_out = set(rows) - rotation.chosen(rows, change, config.getoption("slow_parts"))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _longest_first(items: list[pytest.Item]) -> None:
+    """Sort files of tests by about how long they take, so that workers end at the same time."""
+    seconds: dict[Path, float] = defaultdict(float)
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        frameworks = item.get_closest_marker("frameworks")
+        seconds[item.path] += 5.0 if slow else 1.5 if frameworks else 0.15
+    items.sort(key=lambda item: (-seconds[item.path], str(item.path)))
 
 
 @pytest.fixture(autouse=True, scope="session")
