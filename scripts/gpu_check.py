@@ -47,6 +47,7 @@ import gpu_rows
 from environments import ROOT
 from generated import bring_up_to_date
 from gpu_parts import PARTS, SURROUNDINGS, Part, limit_s
+from gpu_ranks import patience
 from gpu_rows import REHEARSAL, BadRows, Row
 
 BUDGET_S = 560.0
@@ -57,9 +58,9 @@ PATHS = (ROOT / "scripts", ROOT / "bench")
 KEPT_TEXT = 3000  # characters of what a part has printed, from its end
 PRINTED_TEXT = 2500
 PR_SET_CHILD_SUBREAPER = 36
-BUDGET_HELP = "seconds in all: no part begins whose limit does not fit (%(default)g)"
+BUDGET_HELP = f"seconds in all: no part begins whose limit does not fit ({BUDGET_S:g})"
 DONE_HELP = "rows of earlier calls: parts that were in order are left out"
-DEVICE_HELP = "cpu: rehearse what needs no GPU, with four times the limits"
+DEVICE_HELP = "cpu: rehearse what needs no GPU, with four times the limits and budget"
 PAGE_HELP = "run nothing: put these rows into bench/results/gpu.jsonl, and make the page"
 END_LIMIT_S = 10.0
 
@@ -84,7 +85,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--budget", type=float, default=BUDGET_S, metavar="S", help=BUDGET_HELP)
+    add("--budget", type=float, metavar="S", help=BUDGET_HELP)
     add("--only", type=names, metavar="A,B", help=f"some of {','.join(PARTS)}")
     add("--done", type=Path, action="append", default=[], metavar="FILE", help=DONE_HELP)
     add("--device", choices=("cuda", "cpu"), default="cuda", help=DEVICE_HELP)
@@ -102,6 +103,8 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--only {','.join(vain)}: needs a GPU, which '--device cpu' does not use")
         wanted = [name for name in wanted if not PARTS[name].needs_gpu]
     options.parts = wanted
+    if options.budget is None:
+        options.budget = BUDGET_S * patience(options.device)
     return options
 
 

@@ -12,11 +12,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gpu_check
 import gpu_parts
 import gpu_rows
+import gpu_training
+import gpu_verbs
 import pytest
+from gpu_ranks import Findings, patience
 from gpu_rows import Row
 from launched import wait_until_gone
 from paths import ROOT
@@ -116,7 +120,7 @@ def test_what_parts_come_to(tmp_path: Path) -> None:
     assert rows["wrong"].error.startswith("a try: ZeroDivisionError")
     assert "exit code -6" in rows["crashes"].error
     assert "the last words" in rows["crashes"].error
-    limit_s = 1 * gpu_parts.patience("cpu")
+    limit_s = 1 * patience("cpu")
     assert f"no end after {limit_s} s" in rows["hangs"].error
     assert rows["hangs"].seconds >= limit_s
     pids = rows["hangs"].error.split("pids ")[1].split()[:2]
@@ -185,8 +189,64 @@ def test_all_parts_fit_in_a_call() -> None:
         assert callable(getattr(__import__(module), name)), part.work
 
 
+class OfTwo:
+    """As much of ``kolovod.torch`` as a comparison of one rank of two needs."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+HALF = "float16"
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "is_exact", "wrong"),
+    [
+        ([1.5, 2], [1.5, 2], True, 0),
+        ([1.5, 2.001], [1.5, 2], True, 1),
+        ([1.5, 2.0000002], [1.5, 2], False, 1),  # of two ranks NCCL's sums are exact, too
+        (([1.5, 2.001], HALF), ([1.5, 2], HALF), True, 1),
+        (([1.5, 2.001], HALF), ([1.5, 2], HALF), False, 0),
+        (([1.5, 2.2], HALF), ([1.5, 2], HALF), False, 1),
+        ([1.5, 2], ([1.5, 2], "float64"), False, 1),
+        ([1.5, 2], [[1.5, 2]], False, 1),
+    ],
+)
+def test_what_counts_as_wrong(found: Any, wanted: Any, is_exact: bool, wrong: int) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    def made(values: Any) -> Any:
+        values, dtype = values if isinstance(values, tuple) else (values, "float32")
+        return torch.tensor(values, dtype=getattr(torch, dtype))
+
+    comparison = gpu_verbs.Comparison(OfTwo(), "cpu", is_exact)
+    comparison.same("a verb", [made(found), [2]], [made(wanted), [2]])
+    assert (comparison.cases, len(comparison.wrong)) == (2, wrong)
+    comparison.same("another", [made(found), [3]], [made(found), [2]])
+    assert comparison.wrong[wrong:] == ["another: 3, not 2"]
+
+
+def test_weights_that_are_not_one_ranks() -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    way = gpu_training.WAYS["sgd"]
+    alone = gpu_training.train(way, "cpu", slice(None), lambda optimizer, net: optimizer)
+    half = gpu_training.train(way, "cpu", slice(0, None, 2), lambda optimizer, net: optimizer)
+    for results, texts in (
+        ([alone, alone], []),
+        ([half, half], ["sgd: weights differ from one rank's"]),
+        ([alone, half], ["sgd: the ranks' weights differ"]),
+    ):
+        found = Findings()
+        gpu_training.judge(found, "sgd", way, results, "cpu")
+        assert len(found.problems) == len(texts)
+        assert all(map(str.startswith, found.problems, texts))
+
+
 def rehearsed(folder: Path, parts: Sequence[str]) -> None:
-    done, rows = checked(folder, "--only", ",".join(parts), "--budget", "1000")
+    done, rows = checked(folder, "--only", ",".join(parts))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row.part for row in rows] == list(parts)
     assert all(row.ok and row.device == "cpu" and row.figures for row in rows)
