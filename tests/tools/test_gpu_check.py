@@ -257,11 +257,13 @@ def test_a_rehearsal(tmp_path: Path) -> None:
 
 
 SLOW = [name for name, part in gpu_parts.PARTS.items() if not part.needs_gpu and name != "facts"]
+OF_JAX = [pytest.mark.frameworks]
 
 
 @pytest.mark.slow
-@pytest.mark.frameworks
-@pytest.mark.parametrize("part", SLOW)
+@pytest.mark.parametrize(
+    "part", [pytest.param(name, marks=OF_JAX if name == "front_ends" else []) for name in SLOW]
+)
 def test_rehearsals(tmp_path: Path, part: str) -> None:
     rehearsed(tmp_path, [part])
 
