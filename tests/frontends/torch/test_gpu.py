@@ -1,4 +1,4 @@
-"""On a real GPU, as ``bash scripts/gpu_check.sh`` runs it.
+"""On a real GPU; scripts/gpu_check.py looks at the same where there is no pytest.
 
 Elsewhere fakes stand in: test_staging_verbs.py, test_staging_optimizer.py, test_nccl.py.
 """
@@ -17,7 +17,7 @@ from kolovod.core.ops import Adasum, Sum  # noqa: E402
 from kolovod.testing import run_ranks  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="there is no GPU here (scripts/gpu_check.sh)"
+    not torch.cuda.is_available(), reason="there is no GPU here (docs/gpu.md)"
 )
 
 LONG = 1_000_000_000  # cycles: about half a second
