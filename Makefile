@@ -52,6 +52,8 @@ USERS_PATH := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # A shell that sits in another virtual environment must not leak into this one.
 unexport VIRTUAL_ENV PYTHONHOME PYTHONPATH
+# Nothing here is a make below this one, and ninja does not find the job server that it is told of.
+unexport MAKEFLAGS MFLAGS
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -97,6 +99,7 @@ $(STAMPS)/package: $(STAMPS)/wheel
 # $(call extras,NAMES): what extras bring. The package itself is brought up to date by the stamp above.
 extras = $(PIP) install --quiet "$$(echo build/wheel/kolovod-*.whl)[$(1)]"
 FRAMEWORKS := test-frameworks,test-browser,mpi,integrations,tensorflow,keras,jax,ray,spark
+ALL_EXTRAS := examples,test,$(FRAMEWORKS),lint,docs
 
 $(STAMPS)/examples: pyproject.toml $(STAMPS)/torch | $(STAMPS)/package
 	$(call extras,examples)
@@ -116,7 +119,7 @@ $(STAMPS)/lint: pyproject.toml $(STAMPS)/examples
 
 # All that CI needs, at once: pip decides about everything a single time.
 install-ci: $(STAMPS)/package $(STAMPS)/torch
-	$(call extras,examples,test,$(FRAMEWORKS),lint,docs)
+	$(call extras,$(ALL_EXTRAS))
 	for stamp in examples test frameworks lint docs; do touch $(STAMPS)/$$stamp; done
 
 # The header of the C++ tests: the system's, or else Debian's package, unpacked here because that needs no root. Without
@@ -152,6 +155,11 @@ test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/frameworks
 SLOW_PARTS ?= 6
 test-ci: $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,not thorough) --slow-parts $(SLOW_PARTS)
+
+# Tests of commands once more, with what machines may set, or lack: `.ci/run` clears all that otherwise.
+UNUSUAL := PATH="$$PATH" PYTHONUNBUFFERED=1 LANG=C LC_ALL=C TERM=xterm-256color
+test-environments: $(STAMPS)/package $(STAMPS)/test
+	trap '' PIPE; exec env -i $(UNUSUAL) $(call pytest,environments and not slow) <&-
 
 thorough: test-slow $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,thorough)

@@ -1,6 +1,6 @@
 """``python -m kolovod`` is the ``kolovod`` command."""
 
-from kolovod.launch.cli import main
+from kolovod.launch.cli import command
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())

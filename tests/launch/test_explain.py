@@ -17,6 +17,8 @@ from kolovod.config import load
 from kolovod.errors import MismatchError, RankLostError, text_with_code
 from kolovod.explanations import EXPLANATIONS, code_of, find
 
+pytestmark = pytest.mark.environments
+
 ROOT = Path(__file__).parents[2]
 NOTE = "[K201] cause and cure: kolovod explain K201"
 

@@ -26,6 +26,8 @@ from kolovod.launch import job as launch_job
 from kolovod.launch.job import Job, JobOptions
 from kolovod.launch.local import HostRanks, Order
 
+pytestmark = pytest.mark.environments
+
 # --- the command line ---
 
 

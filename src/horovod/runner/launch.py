@@ -27,6 +27,7 @@ from kolovod.errors import BootstrapError
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.cli import main as kolovod
 from kolovod.launch.job import JobOptions
+from kolovod.launch.streams import as_command
 from kolovod.notices import report_to_stderr
 
 __all__ = ["check_build", "parse_args", "run_commandline"]
@@ -63,7 +64,7 @@ def run_commandline(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """The console script."""
-    sys.exit(run_commandline())
+    sys.exit(as_command(run_commandline))
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:

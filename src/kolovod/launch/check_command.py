@@ -23,7 +23,7 @@ from kolovod.checking.report import as_json, summary, text
 from kolovod.config import load
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.elastic_flags import rank_count
-from kolovod.launch.foreground import forwarding, show_all_characters
+from kolovod.launch.foreground import forwarding
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.other_python import not_found
 from kolovod.notices import report_to_stderr
@@ -112,7 +112,6 @@ def _check(options: argparse.Namespace) -> int:
     if problem := not_found(command):
         report_to_stderr(problem)
         return _NOT_FOUND
-    show_all_characters()
     run = _watch(command, options)
     if run.stopped_by is not None:
         return 128 + run.stopped_by

@@ -32,12 +32,13 @@ from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.allocation import allocation
 from kolovod.launch.doctor import run_doctor
 from kolovod.launch.elastic_flags import rank_count
-from kolovod.launch.foreground import forwarding, show_all_characters
+from kolovod.launch.foreground import forwarding
 from kolovod.launch.hosts import HostSlots, assign, is_this_host, parse_host_file, parse_hosts
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.mpirun import run_by_mpi
 from kolovod.launch.other_python import advice, not_found
 from kolovod.launch.status import status_of
+from kolovod.launch.streams import as_command, go_on_without_reader
 from kolovod.launch.viewer import attach
 from kolovod.net.encryption import require_libcrypto
 from kolovod.notices import report_to, report_to_stderr
@@ -45,11 +46,16 @@ from kolovod.observe import summary
 from kolovod.rendezvous.external.meeting import read_hosts
 from kolovod.version import __version__
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 _EXIT_NOT_FOUND = 127
 _NEVER_HERE = ("KOLOVOD_SECRET", "_HOROVOD_SECRET_KEY")
 _LAST_LINES = 12  # of a failed rank's stderr
+
+
+def command() -> int:
+    """The console script: ``main`` with standard streams that may be missing, or fail."""
+    return as_command(main)
 
 
 def main(arguments: Sequence[str] | None = None, goes_on: Path | None = None) -> int:
@@ -71,11 +77,6 @@ def main(arguments: Sequence[str] | None = None, goes_on: Path | None = None) ->
     except InvalidArgumentError as error:
         options.parser.error(str(error))
         raise  # not reached: error() exits
-    except BrokenPipeError:  # kolovod explain | head
-        if options.action in ("run", "attach"):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed yet
-        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # before there was a job to pass it on to
         return 128 + signal.SIGINT
 
@@ -200,7 +201,7 @@ def _add_attach(actions: Any) -> None:
 
 
 def _attach(options: argparse.Namespace) -> int:
-    show_all_characters()
+    go_on_without_reader()
     return attach(options.job)
 
 
@@ -295,7 +296,7 @@ def _run(options: argparse.Namespace) -> int:
     if settings.backend == "mpi":
         _refuse_beside_mpi(options)
         return run_by_mpi(len(hosts), command, variables, options.mpi_args)
-    show_all_characters()
+    go_on_without_reader()
     how = "off" if options.quiet else options.progress
     status = status_of(how, sys.stdout, sys.stderr, os.environ)
     job_options = JobOptions(

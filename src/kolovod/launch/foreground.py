@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from kolovod.errors import BootstrapError, text_with_code
@@ -15,17 +14,9 @@ from kolovod.launch.keeping import Keeping
 from kolovod.launch.other_python import advice
 from kolovod.launch.status_facts import StatusFacts
 
-__all__ = ["forwarding", "run_elastic_job", "show_all_characters"]
+__all__ = ["forwarding", "run_elastic_job"]
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def show_all_characters() -> None:
-    """Ranks may print what this terminal's encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.foreground import show_all_characters
 
 __all__ = ["add"]
 
@@ -54,7 +53,6 @@ def _init(options: argparse.Namespace) -> int:
     path: Path = options.script
     old = files.read(path)
     made = proposal.propose(old, str(path), rename=options.rename)
-    show_all_characters()
     colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     parts = [f"{path}: {made.what}; {made.summary}."]
     if made.outcome is proposal.Outcome.CHANGES:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.foreground import show_all_characters
 from kolovod.observe.reading import read
 from kolovod.planning import drawing, words
 from kolovod.planning.asked import asked
@@ -56,7 +55,6 @@ def add_flags(parser: Any) -> None:
 def _plan(options: argparse.Namespace) -> int:
     wanted = asked(options.hosts, options.link, options.changes)
     made = wanted.plan(options.file, measured(read(options.file)))
-    show_all_characters()
     print(words.text(made))
     if options.chart:
         try:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.observe.units import duration_text
 
@@ -39,7 +38,6 @@ def _list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([asdict(job) for job in jobs], indent=2))
         return 0
-    show_all_characters()
     print(table(jobs, with_ranks=options.ranks) if jobs else "no job has a rank on this host")
     return 0
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.plan_command import add_flags
 from kolovod.observe.reading import read
 from kolovod.observe.units import bytes_text
@@ -51,7 +50,6 @@ def _report(options: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"-o {str(output)!r} cannot be written: {error.strerror}"
         ) from None
-    show_all_characters()
     print(found.verdict)
     print(f"First: {found.advice[0].title}.")
     print(f"{output}: {bytes_text(len(made))}, open it in a browser")

@@ -9,7 +9,6 @@ from typing import Any
 
 from kolovod.core.stacks import StacksUnavailableError, of_process
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 from kolovod.launch.stacks_text import main_first
 
@@ -42,7 +41,6 @@ def add_job(action: argparse.ArgumentParser) -> None:
 
 
 def _print(options: argparse.Namespace) -> int:
-    show_all_characters()
     job = chosen(running_jobs(), options.job)
     ranks = [each for each in job.ranks if options.rank in (None, each.rank)]
     if not ranks:

@@ -17,7 +17,6 @@ from typing import Any
 
 from kolovod.core.stacks import StacksUnavailableError, of_process
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch.foreground import show_all_characters
 from kolovod.launch.job_watch import JobWatch
 from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.launch.stacks_command import add_job, chosen
@@ -78,7 +77,6 @@ def _watch(options: argparse.Namespace) -> int:
     try:
         if options.json:
             return _print_json(watch, options)
-        show_all_characters()
         if options.once or not sys.stdout.isatty() or not sys.stdin.isatty():
             return _print_one(watch)
         return _show(watch, options.interval)
@@ -126,7 +124,10 @@ def _print_one(watch: JobWatch) -> int:
         return 0
     # Piped, there is no width: lines are as long as they have to be.
     width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False).print(screen(*found, late_at(found[1])))
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:  # it has an exit code of its own for a reader that is gone
+        console.print(screen(*found, late_at(found[1])))
+    print(captured.get(), end="")
     return 0
 
 

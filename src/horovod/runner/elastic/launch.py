@@ -14,10 +14,11 @@ from kolovod.elastic.hosts import RetryPolicy
 from kolovod.errors import JobOverError
 from kolovod.launch import function as launch_function
 from kolovod.launch.elastic_options import ElasticOptions
-from kolovod.launch.foreground import run_elastic_job, show_all_characters
+from kolovod.launch.foreground import run_elastic_job
 from kolovod.launch.function import RankFailed, console, packed_call
 from kolovod.launch.job import JobOptions
 from kolovod.launch.other_python import not_found
+from kolovod.launch.streams import go_on_without_reader
 
 __all__ = [
     "call_elastic",
@@ -129,7 +130,7 @@ def run_elastic(elastic: ElasticOptions, command: Sequence[str], options: JobOpt
     if problem := not_found(command):
         options.report(problem)
         return 1
-    show_all_characters()
+    go_on_without_reader()
     return run_elastic_job(elastic, command, options)
 
 
