@@ -1,5 +1,5 @@
-// The headers of the standard library that most files include, for CMake to parse once (KOLOVOD_PRECOMPILE). No file
-// includes this one: each names what it uses, and compiles without.
+// The headers of the standard library that most files include, for CMake to parse once (KOLOVOD_PRECOMPILE).
+// No file includes this one: each names what it uses, and compiles without.
 #pragma once
 
 #include <algorithm>
