@@ -6,12 +6,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 from forked import run_ranks
-from leaks import of_this_process
+from leaks import of_this_process, of_this_process_again
 
 WORLDS = 1000
 WARM_UP = 300  # until caches of the allocator are full
@@ -31,7 +30,7 @@ def form_and_leave(rank):
     worlds(WARM_UP)
     before = of_this_process()
     worlds(WORLDS - WARM_UP)
-    return before, of_this_process(), threading.active_count()
+    return before, of_this_process_again(before), threading.active_count()
 
 
 @pytest.mark.slow
@@ -98,9 +97,7 @@ def test_ranks_in_pid_namespaces_of_their_own():
 def test_ranks_of_different_users_are_told_so():
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    begin = time.monotonic()
     done = run_surrounded(BECOME="65534")
-    assert time.monotonic() - begin < 30
     assert done.returncode != 0
     assert "runs as user 65534, but rank 0" in done.stderr
     assert "start them all as the same user" in done.stderr
