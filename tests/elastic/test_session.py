@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from waiting import until
 
 from kolovod.elastic.ballots import NOTHING, Ballot, Proof, World
 from kolovod.elastic.membership import Policy
@@ -87,13 +88,6 @@ def made_job() -> Iterator[Job]:
     job.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
     first, second, third = job.sessions
     third.close()
@@ -154,7 +148,7 @@ def test_who_has_come_is_not_expected_any_more() -> None:
         job.steward.expect(3, comes=True)
         job.steward.expect(4, comes=True)
         joining = [job.session(3, "b")]
-        time.sleep(0.2)
+        until(lambda: bool(job.steward._table.entrants))
         assert not job.sessions[0].wants_change
         job.steward.expect(4, comes=False)  # its process has ended
         until(lambda: job.sessions[0].wants_change)

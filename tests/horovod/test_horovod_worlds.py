@@ -119,7 +119,8 @@ def test_100_worlds_with_verbs_and_steps_leave_nothing_behind():
     results = run_ranks(2, many_worlds, timeout_s=110)
     for before, after, new_files, threads, weights in results:
         assert after[0] - before[0] < 8 * 1024  # KiB, over 60 worlds; a segment alone has 1024
-        assert after[1:3] == before[1:3]
+        assert after[1] <= before[1]  # descriptors
+        assert after[2] <= before[2]  # threads
         assert after[3] <= before[3] + 4  # the allocator may map another arena
         assert new_files == []
         assert threads == 1

@@ -37,7 +37,8 @@ def form_and_leave(rank):
 def test_a_thousand_worlds_leave_nothing_behind():
     for before, after, threads in run_ranks(2, form_and_leave, timeout_s=100):
         assert after[0] - before[0] < 1024  # KiB; a segment alone has more
-        assert after[1:3] == before[1:3]
+        assert after[1] <= before[1]  # descriptors
+        assert after[2] <= before[2]  # threads
         assert after[3] <= before[3] + 2  # the allocator may map another arena
         assert threads == 1
 
