@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from waiting import until
 
 from kolovod.core.spans import SpanLog
 from kolovod.net.channel import Channel, connect
@@ -60,13 +61,6 @@ def ends() -> Iterator[Ends]:
     pair = Ends()
     yield pair
     pair.close()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert condition()
 
 
 def test_spans_of_any_characters_arrive(ends: Ends) -> None:
