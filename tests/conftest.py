@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import forked
+import left_behind
 import psutil
 import pytest
 import rotation
@@ -19,62 +19,7 @@ import rotation
 from kolovod.launch import guard
 
 _OTHER_FRAMEWORKS = {"tensorflow", "keras", "jax", "mxnet"}  # folders of tests
-_PATIENCE_S = 3.0  # for what is just about to end
-# Processes and threads that a library starts once and keeps on purpose.
-_KEPT_PROCESSES = ("resource_tracker", "forkserver", "ray::", "/site-packages/ray/", "pyspark")
-"""The last three: of a cluster that ends with its file of tests (ray_cluster, spark_session)."""
-_KEPT_THREADS = ("pytest_timeout", "tqdm", "pin_memory")
-
-
-def _below(pid: int) -> Iterator[int]:
-    """Children of a process, theirs, and so on: from files that say it without looking at all."""
-    with contextlib.suppress(OSError):  # it, or the thread, ended meanwhile
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
-                yield child
-                yield from _below(child)
-
-
-def _descendants() -> Iterator[int]:
-    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
-        return _below(os.getpid())
-    return (process.pid for process in psutil.Process().children(recursive=True))
-
-
-def _children() -> set[str]:
-    found, servers = set(), forked.servers()
-    for pid in _descendants():
-        if pid in servers:
-            continue
-        try:
-            process = psutil.Process(pid)
-            command = " ".join(process.cmdline())
-            if not any(word in command for word in _KEPT_PROCESSES):
-                found.add(f"process {pid}: {command or process.name()}")
-        except psutil.Error:
-            continue  # it ended meanwhile
-    return found
-
-
-def _threads() -> set[str]:
-    # A thread that a library's C++ has started may come by Python, in a line of its log say. Python
-    # has a dummy for it from then on, also when it has ended.
-    return {
-        f"thread {thread.name} ({thread.ident})"
-        for thread in threading.enumerate()
-        if not isinstance(thread, threading._DummyThread)
-        and not any(word in thread.name for word in _KEPT_THREADS)
-    }
-
-
-def _memory_files() -> set[str]:
-    # Other users of this machine have files of other names there.
-    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {f"/dev/shm/{name}" for name in names if "kolovod" in name or name.startswith("tmp")}
-
-
-def _everything() -> set[str]:
-    return _children() | _threads() | _memory_files()
+_PATIENCE_S = 30.0  # for what is just about to end
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -164,10 +109,13 @@ def no_job_outlives_its_tests() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a child process, a thread or a file in shared memory behind."""
-    before = _everything()
+    before = left_behind.everything()
     yield
-    deadline = time.monotonic() + _PATIENCE_S
-    while (left := _everything() - before) and time.monotonic() < deadline:
+    deadline, of_others = time.monotonic() + _PATIENCE_S, set[str]()
+    while left := left_behind.everything() - before - of_others:
+        of_others |= left_behind.held_elsewhere(left)
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.02)
-    if left:
+    if left := left - of_others:
         pytest.fail("left behind: " + "; ".join(sorted(left)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import partial
 
 import numpy as np
@@ -12,6 +11,7 @@ import psutil
 import pytest
 from growing_job import check_results, growing, said, works_with
 from spark_session import NEEDS_SPARK, spark_session
+from waiting import until
 
 pytestmark = NEEDS_SPARK
 
@@ -25,10 +25,8 @@ def session():
 @pytest.fixture(autouse=True)
 def nothing_is_left(session):
     yield
-    deadline = time.monotonic() + 20
-    while session.sparkContext.statusTracker().getActiveStageIds():
-        assert time.monotonic() < deadline, "a stage goes on"
-        time.sleep(0.1)
+    tracker = session.sparkContext.statusTracker()
+    until(lambda: not tracker.getActiveStageIds(), "the end of all stages")
 
 
 def run(*arguments, **keywords):

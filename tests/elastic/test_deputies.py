@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from kolovod.elastic.ballots import Proof
 from kolovod.elastic.membership import Policy
@@ -60,6 +61,11 @@ class Member:
         while text not in (line := self.process.stderr.readline()):
             assert line, text
 
+    def asked(self, what: str) -> Any:
+        """What it answers to the order ``what``."""
+        self.tell(what)
+        return self.hear()[what]
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -102,18 +108,12 @@ class Job:
     def wait_for_news(self) -> None:
         """Until members know each other."""
         for member in self.members:
-            member.tell("contacts")
-            while len(member.hear()["contacts"]) < len(self.members):
-                time.sleep(0.02)
-                member.tell("contacts")
+            until(lambda one=member: len(one.asked("contacts")) == len(self.members))  # type: ignore[misc]
 
     def wait_for_change(self) -> None:
         """Until all members know that another world waits for them to stop."""
         for member in self.members:
-            member.tell("change")
-            while not member.hear()["change"]:
-                time.sleep(0.02)
-                member.tell("change")
+            until(lambda one=member: one.asked("change"))  # type: ignore[misc]
 
     def close(self) -> None:
         self.steward.close()
@@ -201,10 +201,7 @@ def test_the_launcher_that_comes_back_is_steward_again(job: Job) -> None:
     assert next_worlds(job.members[:3])[0]["numbers"] == [0, 1, 2]
     host, port = job.address.rsplit(":", 1)
     job.steward = job.launcher(FIRST_LAUNCHER - 1, listen([host], 16, int(port))[0])
-    deadline = time.monotonic() + LIMIT_S
-    while job.steward.misses() or len(job.steward.world.members) != 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not job.steward.misses() and len(job.steward.world.members) == 3)
     job.members[2].kill()
     job.steward.prove(Proof(2, "was killed", parse(read(job.files[2][0]))))
     told = next_worlds(job.members[:2])
@@ -215,12 +212,12 @@ def test_the_launcher_that_comes_back_is_steward_again(job: Job) -> None:
 def test_one_that_has_ended_well_is_not_lost_at_once(job: Job) -> None:
     job.steward.close()
     job.members[3].tell("finished")
-    time.sleep(0.5)
+    until(lambda: job.members[0].asked("ending") == [3])  # who is steward now
+    ends_s = time.monotonic()
     job.members[3].tell("end")
     job.members[3].process.wait(LIMIT_S)
-    ended_s = time.monotonic()
     next_worlds(job.members[:3])
-    assert time.monotonic() - ended_s > 0.5
+    assert time.monotonic() - ends_s > 0.5
     job.members[0].await_error("3 ranks go on, since rank 3 on host a has ended")
 
 

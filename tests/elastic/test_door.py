@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from elastic_steps import until
+from ports import reserve_port
 
 from kolovod.elastic.door import Door, Facts, Place
 from kolovod.errors import AuthenticationError, StartTimeoutError
@@ -37,7 +38,7 @@ class Ranks:
 @pytest.fixture(name="ranks", params=["one host", "hosts"])
 def made_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     name = f"kolovod-test-{os.getpid()}" if request.param == "one host" else ""
-    port = 0 if name else 20_000 + os.getpid() % 9_000
+    port = 0 if name else reserve_port()
     ranks = Ranks(Place(name, "127.0.0.1", port, "" if name else new_secret(), 4))
     yield ranks
     ranks.close()
@@ -139,7 +140,7 @@ def test_who_has_no_place_in_the_job_is_told_so(ranks: Ranks, door: Door) -> Non
 
 def test_strangers_are_refused() -> None:
     """Between hosts, where it is the secret that counts."""
-    port = 20_000 + (os.getpid() + 1) % 9_000
+    port = reserve_port()
     door = Place("", "127.0.0.1", port, new_secret(), 4).take(["127.0.0.1"])
     assert door is not None
     stranger = Ranks(Place("", "127.0.0.1", port, new_secret(), 4))

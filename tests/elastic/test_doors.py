@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from ports import reserve_port
+from waiting import until
 
+from kolovod.elastic import doors as doors_module
 from kolovod.elastic.door import Door, Facts, Place
 from kolovod.elastic.doors import Doors
 from kolovod.net.channel import new_secret
@@ -25,7 +27,7 @@ def host_of(rank: int) -> str:
 
 @pytest.fixture(name="place")
 def made_place() -> Place:
-    return Place("", host_of(0), 20_000 + os.getpid() % 9_000, new_secret(), MOST)
+    return Place("", host_of(0), reserve_port(), new_secret(), MOST)
 
 
 @pytest.fixture(name="open_doors")
@@ -41,16 +43,32 @@ def made_open_doors(place: Place) -> Iterator[dict[int, Door]]:
         yield doors
 
 
+@pytest.fixture(name="patience")
+def made_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there is heard, though this machine has much to do."""
+    monkeypatch.setattr(doors_module, "_ANSWER_S", LIMIT_S)
+    monkeypatch.setattr(doors_module, "_ROUND_S", LIMIT_S)
+
+
+@pytest.fixture(name="impatience")
+def made_impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody answers, however long it is waited."""
+    monkeypatch.setattr(doors_module, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(doors_module, "_ROUND_S", 0.5)
+
+
 def facts(rank: int) -> Facts:
     return Facts(f"{host_of(rank)}:4000", job="job")
 
 
+@pytest.mark.usefixtures("patience")
 def test_one_member_anywhere_is_enough(place: Place, open_doors: dict[int, Door]) -> None:
     open_doors[37].tell(facts(37))
     open_doors[0].close()
     assert Doors(place, host_of, 0, "a").look_at_all() == facts(37)
 
 
+@pytest.mark.usefixtures("impatience")
 def test_nobody_belongs_to_the_job(place: Place, open_doors: dict[int, Door]) -> None:
     """There is a door, where a rank 0 waits for others; and names that stand for nothing."""
     assert Doors(place, host_of, 5, "a").look_at_some(first=True) is None
@@ -64,10 +82,7 @@ def test_a_few_are_asked_again_and_again_until_one_of_them_knows(
 ) -> None:
     open_doors[37].tell(facts(37))
     looking = Doors(place, host_of, 5, "a")
-    until = time.monotonic() + LIMIT_S
-    while (found := looking.look_at_some(first=False)) is None:
-        assert time.monotonic() < until
-    assert found == facts(37)
+    assert until(lambda: looking.look_at_some(first=False)) == facts(37)
 
 
 def test_another_jobs_secret_is_nobody_and_a_rank_too_many_is_refused(
@@ -81,6 +96,7 @@ def test_another_jobs_secret_is_nobody_and_a_rank_too_many_is_refused(
         Doors(more, host_of, MOST, "a").look_at_all()
 
 
+@pytest.mark.usefixtures("patience")
 def test_who_waits_for_all_ranks_finds_the_job_by_looking(
     place: Place, open_doors: dict[int, Door]
 ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from ports import reserve_port
 
 from kolovod.config import load
 from kolovod.elastic.external import External
@@ -17,13 +18,19 @@ SECRET = "0123456789abcdef0123456789abcdef"
 LIMIT_S = 30.0
 
 
+@functools.cache
+def door_port() -> str:
+    """One for all: a test closes the door behind it."""
+    return str(reserve_port())
+
+
 def external(rank: int, **variables: str) -> External:
     environ = {
         "KOLOVOD_RANK": str(rank),
         "KOLOVOD_SIZE": "2",
         "KOLOVOD_MIN_NP": "1",
         "KOLOVOD_STORE_HOST": "127.0.0.1",
-        "KOLOVOD_STORE_PORT": str(20_000 + os.getpid() % 9_000),
+        "KOLOVOD_STORE_PORT": door_port(),
         "KOLOVOD_START_TIMEOUT_S": "20",
         **variables,
     }

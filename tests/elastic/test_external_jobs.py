@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from elastic_steps import DEADLINE_S, STEPS, until
+from ports import reserve_port
 
 SIZE = 3
 TOLD = ("KOLOVOD_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_")
@@ -24,7 +25,7 @@ class Supervised:
         self.folder = folder
         self._variables = {
             "KOLOVOD_STORE_HOST": "localhost",
-            "KOLOVOD_STORE_PORT": str(20_000 + os.getpid() % 9_000),
+            "KOLOVOD_STORE_PORT": str(reserve_port()),
             "KOLOVOD_SIZE": str(SIZE),
             "KOLOVOD_LOCAL_SIZE": str(SIZE),
             "KOLOVOD_MIN_NP": "1",

@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from launched import KOLOVOD
+from waiting import until
 
 from kolovod.errors import BootstrapError
 from kolovod.forming import Ahead, Formation
@@ -145,9 +145,7 @@ def test_one_that_cannot_form_says_so(error: Exception) -> None:
 
     ahead = Ahead("key", form, done.append)
     assert ahead.take() is None
-    deadline_s = time.monotonic() + 10
-    while not done and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    until(lambda: done)
     assert done == [False]
 
 
@@ -165,7 +163,7 @@ state = elastic.State(step=0)
 def slowly(environment, members, settings, place, plain=lifecycle._form_world):
     formation = plain(environment, members, settings, place)
     ahead.append(place)
-    time.sleep(0 if place.rank == 2 else 60)
+    time.sleep(0 if place.rank == 2 else 3600)
     return formation
 
 lifecycle._form_world = slowly
@@ -187,9 +185,8 @@ print("ended in a world of", kv.size())
     (tmp_path / "hosts").write_text("localhost:2\n")
     command = [*KOLOVOD, "run", "-np", "2", "--max-np", "3"]
     command += ["--host-discovery-script", f"cat {tmp_path}/hosts", "--", sys.executable, "-c"]
-    begin_s = time.monotonic()
-    done = subprocess.run([*command, code], capture_output=True, text=True, timeout=50)
+    # Nobody waits for the world that is on its way.
+    done = subprocess.run([*command, code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ended in a world of 2") == 2, done.stderr
     assert "Error" not in done.stderr, done.stderr
-    assert time.monotonic() - begin_s < 45

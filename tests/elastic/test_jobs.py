@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -246,26 +245,32 @@ from kolovod import elastic
 kv.init()
 state = elastic.State(step=0)
 
+def wait_for_the_others_end():
+    deadline = time.monotonic() + 3600
+    while not os.path.exists(sys.argv[2]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
 @elastic.run
 def train(state):
     while state.step < 40:
         elastic.exactly(lambda: kv.allreduce(1.0, "one"))
         if state.step == 20 and os.environ["KOLOVOD_SLOT"] == "1":
             if sys.argv[1] == "stays":
-                threading.Thread(target=time.sleep, args=(8,)).start()
+                threading.Thread(target=wait_for_the_others_end).start()
             raise ValueError("loss is nan")
         state.step += 1
         state.commit()
 
 train(state)
 print("done", kv.size(), flush=True)
+open(sys.argv[2], "w").close()
 """
 
 
 @pytest.mark.parametrize("how", ["ends", "stays"])
-def test_a_rank_that_raises_is_left_out_at_once(how: str) -> None:
-    """Also where its process goes on for a while, since a thread of it runs."""
-    done = run("-np", "3", script=("-c", ONE_RAISES, how))
+def test_a_rank_that_raises_is_left_out_at_once(how: str, tmp_path: Path) -> None:
+    """Also where its process goes on until after the others' end, since a thread of it runs."""
+    done = run("-np", "3", script=("-c", ONE_RAISES, how, str(tmp_path / "done")))
     assert re.findall(r"done \d", done.stdout) == ["done 2"] * 2, done.stderr
     assert "rank 1 on host localhost was lost (ValueError: loss is nan)" in done.stderr
     assert done.stderr.count("ranks go on") == 1
@@ -420,12 +425,11 @@ def test_sigterm_lets_a_rank_leave_after_its_step() -> None:
 
 def test_a_signal_to_the_launcher_ends_the_job() -> None:
     command = [*KOLOVOD, "run", "--elastic", "-np", "2", "--", sys.executable, "-c"]
-    command += ["import time; print('up', flush=True); time.sleep(100)"]
+    command += ["import time; print('up', flush=True); time.sleep(3600)"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         process.stdout.readline()
-        begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=DEADLINE_S)
     finally:
@@ -433,7 +437,6 @@ def test_a_signal_to_the_launcher_ends_the_job() -> None:
         process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
     assert "SIGTERM: ending 2 ranks" in err
-    assert time.monotonic() - begin < 25
 
 
 DATA_SCRIPT = SCRIPT.with_name("elastic_data_script.py")

@@ -33,14 +33,15 @@ class Running:
         self.bed, self.folder, self.login = bed, folder, login
         variables = environment(TMPDIR=str(folder))
         command = [*RUN, "--elastic", "-H", "a:1,b:1,c:1", *flags, "--"]
-        self.process = bed.popen(
-            login,
-            [*command, sys.executable, "-c", STEPS, str(folder), "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=variables,
-        )
+        with open(folder / "errors", "w") as errors:
+            self.process = bed.popen(
+                login,
+                [*command, sys.executable, "-c", STEPS, str(folder), "0"],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=variables,
+            )
         until(lambda: all(self.step(host)[1:2] == [3] for host in "abc"))
 
     def step(self, host: str) -> list[int]:
@@ -67,9 +68,19 @@ class Running:
         """``pid``: as it is there."""
         self.bed.run(host, ["kill", "-9", str(pid)], timeout_s=DEADLINE_S)
 
+    def errors(self) -> str:
+        """What the launcher has said so far."""
+        return (self.folder / "errors").read_text()
+
+    def reaching(self) -> set[int]:
+        """Processes of ssh by which the launcher has agents, or tries to."""
+        found = self.bed.processes(self.login)
+        return {p.pid for p in found if "ssh" in p.command and "reach" in p.command}
+
     def end(self) -> tuple[str, str]:
         (self.folder / "end").touch()
-        return self.process.communicate(timeout=DEADLINE_S)
+        out = self.process.communicate(timeout=DEADLINE_S)[0]
+        return out, self.errors()
 
     def close(self) -> None:
         self.process.kill()
@@ -80,8 +91,7 @@ class Running:
                 ):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
-        out, errors = self.process.communicate()
-        print(out, errors, sep="\n")
+        print(self.process.communicate()[0], self.errors(), sep="\n")
 
 
 @pytest.fixture(name="bed", scope="module")
@@ -111,7 +121,7 @@ def test_a_killed_launcher_finds_its_hosts_again(start: Callable[..., Running]) 
     job = start("login")
     job.kill("login", job.keeper())
     job.goes_on("a", "b", "c", size=3)
-    until(lambda: _has_agents(job))
+    until(lambda: len(job.reaching()) >= 3)  # the next launcher has come as far as to serve
     job.kill("b", job.step("b")[2])
     job.goes_on("a", "c", size=3)  # it is replaced
     out, errors = job.end()
@@ -126,9 +136,12 @@ def test_a_launcher_that_follows_while_hosts_are_cut_off_starts_nobody_in_their_
     """It finds them later; else it would take them for names of its own host."""
     job = start("a")
     job.bed.partition(["a"], ["b", "c"])
+    before = job.reaching()
     job.kill("a", job.keeper())
     job.goes_on("b", "c", size=2)
-    time.sleep(12)  # the next launcher has given up ssh to them by then
+    until(lambda: len(job.reaching() - before) >= 2)
+    first = job.reaching() - before
+    until(lambda: not first & job.reaching())  # the next launcher has given up ssh to them
     job.bed.heal()
     job.goes_on("a", "b", "c", size=3)
     _, errors = job.end()
@@ -137,19 +150,14 @@ def test_a_launcher_that_follows_while_hosts_are_cut_off_starts_nobody_in_their_
     assert re.search("host [bc] is reached again, with 1 processes", errors)
 
 
-def _has_agents(job: Running) -> bool:
-    """Whether the launcher's next one has come as far as to serve again."""
-    commands = [process.command for process in job.bed.processes("login")]
-    return sum("ssh" in command and "reach" in command for command in commands) >= 3
-
-
 def test_the_launchers_host_may_be_cut_off_and_come_back(start: Callable[..., Running]) -> None:
     job = start("login")
+    before = job.reaching()
     job.bed.set_link("login", up=False)
     job.goes_on("a", "b", "c", size=3)
     job.kill("c", job.step("c")[2])  # who can prove it is gone, but two of three are a majority
     job.goes_on("a", "b", size=2)
-    time.sleep(12)  # the launcher counts all hosts as lost
+    until(lambda: not before & job.reaching())  # the launcher counts all hosts as lost
     job.bed.set_link("login", up=True)
     job.goes_on("a", "b", size=3)  # it starts another one
     _, errors = job.end()
@@ -193,7 +201,7 @@ def test_the_end_of_a_process_is_not_taken_for_that_of_another_in_its_slot(
     job.bed.run("b", ["kill", "-STOP", pid], timeout_s=DEADLINE_S)  # it ends after b is reached
     until(lambda: job.step("c")[1] == 3)
     job.bed.set_link("b", up=True)
-    time.sleep(12)  # the launcher looks for lost hosts every 5 seconds
+    until(lambda: "host b is reached again, with 1 processes" in job.errors())
     job.bed.run("b", ["kill", "-CONT", pid], timeout_s=DEADLINE_S)
     place = str(job.folder)
     until(lambda: not any(place in process.command for process in job.bed.processes("b")))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from waiting import until
 
+from kolovod.elastic import session as session_module
 from kolovod.elastic.ballots import NOTHING, Ballot, Proof, World
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.protocol import encode_record
 from kolovod.elastic.session import Session
-from kolovod.elastic.steward import LABEL, Steward
+from kolovod.elastic.steward import BEAT_S, LABEL, Steward
 from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.errors import AuthenticationError, JobOverError
 from kolovod.net.addresses import address_of, connect_any, listen
@@ -87,13 +89,6 @@ def made_job() -> Iterator[Job]:
     job.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
     first, second, third = job.sessions
     third.close()
@@ -154,7 +149,7 @@ def test_who_has_come_is_not_expected_any_more() -> None:
         job.steward.expect(3, comes=True)
         job.steward.expect(4, comes=True)
         joining = [job.session(3, "b")]
-        time.sleep(0.2)
+        until(lambda: bool(job.steward._table.entrants))
         assert not job.sessions[0].wants_change
         job.steward.expect(4, comes=False)  # its process has ended
         until(lambda: job.sessions[0].wants_change)
@@ -302,6 +297,26 @@ def test_a_failure_while_a_rank_waits_to_join_is_mended_without_it(job: Job) -> 
     assert [len(place.numbers) for place in job.next_worlds(*job.sessions)] == [4] * 3
     assert waiting.result(LIMIT_S).rank == 3
     joining.close()
+
+
+def test_all_who_leave_end_their_step_however_late_one_of_them_is(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the state of a rank that is late would be older than that of the others."""
+    monkeypatch.setattr(session_module, "_WANTED_S", 0.05)
+    job.steward.leave(range(3))  # all at once, so no world without some of them is on its way
+    for session in job.sessions:
+        session.leave()
+    for session in job.sessions[:2]:
+        session.stop_for_next()
+    until(lambda: len(job.steward._table.stopped) == 2)
+    time.sleep(3 * BEAT_S + 2 * 0.2)  # for them to complain, and the steward to believe it
+    assert job.stopped == []
+    job.sessions[2].stop_for_next()
+    for session in job.sessions:
+        with pytest.raises(JobOverError, match="all members leave") as told:
+            session.next_world()
+        assert told.value.has_left
 
 
 def test_who_gives_up_is_left_out_though_it_lives(job: Job) -> None:

@@ -189,22 +189,41 @@ def start_on_two_hosts(code: str, **options: Any) -> ElasticJob:
 
 
 DEAF = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf = pathlib.Path({path!r})
+
+def until(condition):
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+def has_ended():
+    try:
+        return ") Z" in pathlib.Path("/proc", deaf.read_text(), "stat").read_text()
+    except OSError:
+        return True
+
 if os.environ["HOROVOD_HOSTNAME"] == "localhost":
-    time.sleep(1)
+    until(deaf.exists)
+    until(has_ended)
     sys.exit(0)
 if os.environ["HOROVOD_LOCAL_RANK"] == "0":
-    time.sleep(0.5)
+    until(deaf.exists)
     sys.exit(5)
-time.sleep(100)
+deaf.with_suffix(".new").write_text(str(os.getpid()))
+deaf.with_suffix(".new").rename(deaf)
+time.sleep(3600)
 """
 
 
-def test_who_does_not_end_with_its_host_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_end_with_its_host_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(avoided_hosts, "GRACE_S", 0.1)
     said: list[str] = []
-    with start_on_two_hosts(DEAF, report=said.append) as job:
+    code = DEAF.format(path=str(tmp_path / "deaf"))
+    with start_on_two_hosts(code, report=said.append) as job:
         assert job.wait() == 5
     assert [(end.rank, end.code) for end in job.failed] == [(2, 5)]
     assert any("host 127.0.0.1 is avoided" in text for text in said)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from pathlib import Path
 
 import pytest
 from launched import launch_command, run_code
 from terminal import terminal
+from waiting import until
 
 from kolovod.launch.output import Output
 
@@ -19,7 +19,9 @@ print("rank", rank, flush=True)
 if rank != 1:
     print("not 1", file=sys.stderr, flush=True)
 print("done", flush=True)
-time.sleep(2)
+go = os.environ.get("GO")
+while go is not None and not os.path.exists(go):
+    time.sleep(0.01)
 """
 
 
@@ -51,9 +53,12 @@ def _ranks(shown: list[str]) -> list[int]:
     return sorted(found)
 
 
-def test_in_a_terminal() -> None:
-    with terminal(launch_command(4, SAME, "--merge-output")) as shown:
+def test_in_a_terminal(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    command = launch_command(4, SAME, "--merge-output")
+    with terminal(command, variables={"GO": str(go)}) as shown:
         shown.read_until(lambda: shown.screen.lines[-1:] != [] and "4 ranks" in shown.text)
+        go.touch()
         assert shown.read_to_end() == 0
     _check(
         [each for each in shown.screen.lines if "<stdout>" in each], [f"rank {r}" for r in range(4)]
@@ -80,9 +85,7 @@ def test_what_waits_comes_by_itself() -> None:
     for rank in (7, 1, 2, 0, 3):
         output.write(rank, "stdout", b"x\n")
     assert stdout.getvalue() == ""
-    deadline = time.monotonic() + 30
-    while not stdout.getvalue() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(stdout.getvalue)
     assert stdout.getvalue() == "[0-3,7]<stdout>:x\n"
     output.close()
 

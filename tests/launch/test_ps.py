@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from launched import ready_job, run
+from waiting import until
 
+from kolovod.launch import guard
 from kolovod.launch.guard import MARK_NAME
 from kolovod.launch.ps_command import table
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
@@ -28,6 +30,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print("ready", flush=True)
 time.sleep(60)
 """
+SCRIPT += f"# {secrets.token_hex(8)}\n"  # so that it is not another one's, who runs this test, too
 DEADLINE_S = 60.0
 
 
@@ -58,7 +61,7 @@ def test_a_job_and_its_ranks(flags: tuple[str, ...]) -> None:
         stopped = found["ranks"][1]["pid"]
         os.kill(stopped, signal.SIGSTOP)
         try:
-            time.sleep(0.2)
+            until(lambda: guard.is_stopped(stopped))
             text = run("ps", "--ranks").stdout
         finally:
             os.kill(stopped, signal.SIGCONT)

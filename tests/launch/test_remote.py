@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from reached_by_ssh import (  # noqa: F401
     run,
     written_script,
 )
+from waiting import until
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
@@ -70,11 +70,11 @@ class Running:
         return [p for p in self.bed.processes(host) if text in p.command]
 
 
-def nothing_left(bed, timeout_s=20.0):
-    deadline = time.monotonic() + timeout_s
-    while left := [(h, p) for h in bed.names for p in bed.processes(h) if "sshd" not in p.command]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.05)
+def nothing_left(bed):
+    def left():
+        return [(h, p) for h in bed.names for p in bed.processes(h) if "sshd" not in p.command]
+
+    until(lambda: not left(), "nothing is left on the hosts")
 
 
 def test_ranks_fill_the_hosts_in_order(bed, script):

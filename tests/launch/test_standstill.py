@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 
 from launched import DEADLINE_S, launcher, read_pids, run_code, wait_until_gone
+from waiting import until
 
 from kolovod.launch import guard
 from kolovod.launch.standstill import LOOK_S, Standstill
@@ -91,10 +91,7 @@ time.sleep(60)
 """
     with launcher(2, code, "--late-report-s", "0") as process:
         pids = read_pids(process, 2)
-        deadline = time.monotonic() + DEADLINE_S
-        while not any(guard.is_stopped(pid) for pid in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: any(guard.is_stopped(pid) for pid in pids))
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 143

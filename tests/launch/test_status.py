@@ -8,10 +8,12 @@ import shlex
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 from launched import launch_command, run_code
 from terminal import Screen, Terminal, terminal
+from waiting import until
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch import status as module
@@ -32,6 +34,11 @@ def job(
     return terminal(launch_command(np, code, *flags), columns, variables)
 
 
+def until_told(path: Path) -> str:
+    """Of a rank's code: wait until the test has seen what it is to see, and touches ``path``."""
+    return f"while not os.path.exists({str(path)!r}): time.sleep(0.01)"
+
+
 def shows(shown: Terminal, text: str) -> bool:
     """On the last line."""
     return bool(shown.screen.lines) and text in shown.screen.lines[-1]
@@ -48,10 +55,11 @@ def test_in_words() -> None:
     assert str(StatusFacts(0.0, 3, 1)) == "0:00:00  1 rank up, 2 to join"
 
 
-def test_a_line_at_the_foot_of_a_terminal_that_is_gone_at_the_end() -> None:
-    code = """
+def test_a_line_at_the_foot_of_a_terminal_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    code = f"""
 print("first", flush=True)
-time.sleep(2)
+{until_told(go)}
 for number in range(200):
     print(rank, number, flush=number % 10 == 0)
     print(rank, number, file=sys.stderr)
@@ -59,8 +67,9 @@ time.sleep(1)
 """
     with job(code) as shown:
         before = shown.settings()
-        shown.read_until(lambda: shows(shown, "2 ranks up"))
+        shown.read_until(lambda: shown.text.count("first") == 2 and shows(shown, "2 ranks up"))
         assert sorted(shown.screen.lines[:-1]) == [f"[{rank}]<stdout>:first" for rank in (0, 1)]
+        go.touch()
         assert shown.read_to_end() == 0
         assert shown.settings() == before
     lines = shown.screen.lines
@@ -72,26 +81,37 @@ time.sleep(1)
             assert own == [f"{start}{number}" for number in range(200)]
 
 
-def test_a_narrow_terminal_cuts_the_line() -> None:
-    with job("time.sleep(2); print('x')", columns=20) as shown:
+def test_a_narrow_terminal_cuts_the_line(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with job(f"{until_told(go)}\nprint('x')", columns=20) as shown:
         shown.read_until(lambda: shows(shown, "kolovod:"))
-        assert re.fullmatch(r"kolovod: 0:00:0\d  2", shown.screen.lines[0])
+        assert re.fullmatch(r"kolovod: 0:00:\d\d  2", shown.screen.lines[0])
         assert len(shown.screen.lines) == 1
+        go.touch()
         assert shown.read_to_end() == 0
     assert sorted(shown.screen.lines) == [f"[{rank}]<stdout>:x" for rank in (0, 1)]
 
 
-def test_progress_bars_stay_above_it() -> None:
-    code = r"""
+def test_progress_bars_stay_above_it(tmp_path: Path) -> None:
+    half, whole = tmp_path / "half", tmp_path / "whole"
+    code = rf"""
 for percent in range(0, 101, 10):
-    sys.stderr.write(f"{percent:3} %\r" if percent < 100 else "100 %\n"); sys.stderr.flush()
-    time.sleep(0.2)
-time.sleep(1)
+    sys.stderr.write(f"{{percent:3}} %\r" if percent < 100 else "100 %\n"); sys.stderr.flush()
+    if percent == 50:
+        {until_told(half)}
+    time.sleep(0.05)
+    if percent == 90:
+        {until_told(whole)}
 """
     with job(code, np=1) as shown:
         shown.read_until(lambda: shown.screen.lines[:1] == ["[0]<stderr>: 50 %"])
         shown.read_until(lambda: shows(shown, "1 rank up"))
         assert len(shown.screen.lines) == 2
+        half.touch()
+        bar = ["[0]<stderr>: 90 %"]
+        shown.read_until(lambda: shown.screen.lines[:1] == bar and shows(shown, "1 rank up"))
+        assert len(shown.screen.lines) == 2
+        whole.touch()
         assert shown.read_to_end() == 0
     assert shown.screen.lines == ["[0]<stderr>:100 %"]
 
@@ -108,16 +128,18 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(flags: tuple[str, ...]) -> None:
     assert any("SIGINT: ending 2 ranks" in line for line in shown.screen.lines)
 
 
-def test_a_rank_that_is_killed_is_named_below_the_output() -> None:
-    code = """
+def test_a_rank_that_is_killed_is_named_below_the_output(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    code = f"""
 print("begun", flush=True)
-time.sleep(2)
+{until_told(go)}
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
     with job(code, columns=250) as shown:
-        shown.read_until(lambda: shows(shown, "2 ranks up"))
+        shown.read_until(lambda: shown.text.count("begun") == 2 and shows(shown, "2 ranks up"))
+        go.touch()
         assert shown.read_to_end() == 137
     lines = shown.screen.lines
     assert "ranks up" not in "\n".join(lines)
@@ -125,9 +147,10 @@ time.sleep(60)
     assert lines[-1].startswith("kolovod: the first to fail was rank 1")
 
 
-def test_it_is_gone_while_the_launcher_is_stopped() -> None:
+def test_it_is_gone_while_the_launcher_is_stopped(tmp_path: Path) -> None:
     """By Ctrl-Z, in a shell with job control; and there again after ``fg``."""
-    launcher = shlex.join(launch_command(1, "time.sleep(4); print('done')"))
+    go = tmp_path / "go"
+    launcher = shlex.join(launch_command(1, f"{until_told(go)}\nprint('done')"))
     script = f"set -m; {launcher}; echo stopped; read; fg >/dev/null; echo $?"
     with terminal(["bash", "-c", script]) as shown:
         shown.read_until(lambda: shows(shown, "1 rank up"))
@@ -136,6 +159,7 @@ def test_it_is_gone_while_the_launcher_is_stopped() -> None:
         assert "rank up" not in "\n".join(shown.screen.lines)
         shown.type("\n")
         shown.read_until(lambda: shows(shown, "1 rank up"))
+        go.touch()
         assert shown.read_to_end() == 0
     lines = shown.screen.lines
     assert lines[-2:] == ["[0]<stdout>:done", "0"]
@@ -150,9 +174,12 @@ def test_nothing_is_drawn_by_a_job_in_the_background() -> None:
     assert "rank up" not in shown.text
 
 
-def test_an_elastic_job_has_it_too() -> None:
-    with job("print('begun', flush=True); time.sleep(2.5)", "--elastic", np=3) as shown:
-        shown.read_until(lambda: shows(shown, "3 ranks up"))
+def test_an_elastic_job_has_it_too(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    code = f"print('begun', flush=True)\n{until_told(go)}"
+    with job(code, "--elastic", np=3) as shown:
+        shown.read_until(lambda: shown.text.count("begun") == 3 and shows(shown, "3 ranks up"))
+        go.touch()
         assert shown.read_to_end() == 0
     assert sorted(shown.screen.lines) == [f"[{rank}]<stdout>:begun" for rank in range(3)]
 
@@ -184,8 +211,10 @@ def test_plain_lines_elsewhere_if_they_are_asked_for(flags: tuple[str, ...]) -> 
     code = "time.sleep(3)"
     assert run_code(1, code, *flags).stderr == ""
     lines = run_code(1, code, "--progress", "plain=0.4", *flags).stderr.splitlines()
-    assert lines
-    assert all(re.fullmatch(r"kolovod: 0:00:0\d  1 rank up", line) for line in lines), lines
+    # One more may come between the rank's end and the job's.
+    up = re.compile(r"kolovod: 0:00:\d\d  (1 rank|0 of 1 ranks) up")
+    assert all(up.fullmatch(line) for line in lines), lines
+    assert lines[0].endswith("  1 rank up"), lines
 
 
 def test_quiet_says_errors_only() -> None:
@@ -210,10 +239,9 @@ def test_a_plain_line_elsewhere_soon_and_seldom_after_that(monkeypatch: pytest.M
     stream = io.StringIO()
     with status_of("auto", stream, stream, {"TERM": "xterm"}) as status:
         assert status.stderr is stream
-        status.start(lambda: "2 ranks up")
         began_s = time.monotonic()
-        while stream.getvalue().count("\n") < 2 and time.monotonic() < began_s + 60:
-            time.sleep(0.05)
+        status.start(lambda: "2 ranks up")
+        until(lambda: stream.getvalue().count("\n") == 2)
     assert time.monotonic() - began_s >= 1.8
     assert stream.getvalue() == "kolovod: 2 ranks up\n" * 2
 
@@ -229,8 +257,7 @@ def test_progress_is_asked_for_shortly_before_it_is_shown() -> None:
     with status_of("plain=11.5", None, io.StringIO(), {}) as status:
         began_s = time.monotonic()
         status.start(ask)
-        while not asked and time.monotonic() < began_s + 60:
-            time.sleep(0.05)
+        until(lambda: asked)
     assert asked[0] >= 1.5
 
 

@@ -6,17 +6,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+from waiting import until
 
 from kolovod.core.spans import SpanLog
-from kolovod.net.channel import connect
+from kolovod.net.channel import Channel, connect
 from kolovod.observe import collector
-from kolovod.observe.collector import Collector, Reporter
+from kolovod.observe.collector import Clock, Collector, Reporter
 from kolovod.observe.recorder import Batch, Recorder
 
 SECRET = "s" * 32
+OTHERS_TURN_S = 0.3  # for another thread to come between, which it cannot
 HELLO = {"rank": 1, "whereabouts": ["m", 2, "3"]}
 EPOCHS = iter(range(1 << 20, 1 << 21))
 
@@ -34,7 +37,16 @@ class Ends:
         )
         if is_begun:
             self.collector.start()
+        self.asked: list[bool] = []
+        """Of each exchange of the reporter, when it is over: whether it is to record."""
         self.reporter = Reporter(SECRET, self.epoch, 1, 2, self.recorder, "")
+        self._exchange = self.reporter._exchange
+        self.reporter._exchange = self._noted  # type: ignore[method-assign]
+
+    def _noted(self, channel: Channel, batch: Batch, clock: Clock) -> tuple[bool, int]:
+        answer = self._exchange(channel, batch, clock)
+        self.asked.append(answer[0])
+        return answer
 
     def names(self) -> list[str]:
         return [name for batch in list(self.batches) for name, *_ in batch.spans]
@@ -49,13 +61,6 @@ def ends() -> Iterator[Ends]:
     pair = Ends()
     yield pair
     pair.close()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert condition()
 
 
 def test_spans_of_any_characters_arrive(ends: Ends) -> None:
@@ -102,7 +107,127 @@ def test_stop_and_start_at_once_lose_nothing(ends: Ends) -> None:
     ends.reporter.expect()
     assert ends.recorder.on
     ends.log.add("second", 1, 2)
-    time.sleep(0.5)  # rank 0 takes its time, and gets nothing that it has no timeline for
+    already = len(ends.asked)
+    until(lambda: len(ends.asked) > already + 3)  # rank 0 has yet to begin that timeline
+    assert ends.names() == ["first"]
+    ends.collector.start()
+    assert ends.collector.finish() == []
+    assert ends.names() == ["first", "second"]
+
+
+@pytest.mark.parametrize("step", ["switch", "take"])
+def test_who_begins_while_an_answer_is_weighed_records(step: str, ends: Ends) -> None:
+    """Rank 0 has said that there is nothing to record, and this rank begins a timeline just then.
+
+    What the reporter does about that answer must not be done to the timeline that has begun.
+    """
+    came, begun = threading.Event(), threading.Event()
+    switched: list[bool] = []
+    steps: dict[str, Callable[[Any], Any]] = {
+        "switch": ends.recorder.switch,
+        "take": ends.recorder.take,
+    }
+
+    def begin() -> None:
+        ends.reporter.expect()
+        ends.log.add("first", 1, 2)
+        begun.set()
+
+    thread = threading.Thread(target=begin)
+
+    def do(name: str, argument: Any) -> Any:
+        if (
+            name == step
+            and threading.current_thread() is ends.reporter._thread
+            and not came.is_set()
+        ):
+            came.set()
+            thread.start()
+            begun.wait(OTHERS_TURN_S)
+        result = steps[name](argument)
+        if name == "switch":
+            switched.append(argument)
+        return result
+
+    ends.recorder.switch = partial(do, "switch")  # type: ignore[method-assign]
+    ends.recorder.take = partial(do, "take")  # type: ignore[method-assign]
+    until(begun.is_set)
+    thread.join()
+    already = len(ends.asked)
+    until(lambda: len(ends.asked) > already + 1)
+    assert ends.names() == []
+    assert all(switched[switched.index(True) :])
+    ends.collector.start()
+    assert ends.collector.finish() == []
+    assert ends.names() == ["first"]
+
+
+def test_a_stop_waits_for_a_timeline_that_rank_0_has_just_begun(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that rank 0 gave before it began comes late: it is no answer to this stop."""
+    monkeypatch.setattr(collector, "_STOP_S", 60.0)
+    arrived, release, stopped = threading.Event(), threading.Event(), threading.Event()
+    until(lambda: len(ends.asked) > collector._FIRST_LOOKS)  # whose answers tell the time only
+    noted = ends.reporter._exchange
+
+    def late(channel: Channel, batch: Batch, clock: Clock) -> tuple[bool, int]:
+        if release.is_set():
+            stopped.wait(OTHERS_TURN_S)
+        answer = noted(channel, batch, clock)
+        if not arrived.is_set():
+            arrived.set()
+            release.wait(30)
+        return answer
+
+    ends.reporter._exchange = late  # type: ignore[method-assign]
+    assert arrived.wait(30)
+    ends.reporter.expect()
+    ends.log.add("first", 1, 2)
+    ends.collector.start()
+
+    def stop() -> None:
+        ends.reporter.await_end()
+        stopped.set()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    until(ends.reporter._hurry.is_set)
+    release.set()
+    until(lambda: True in ends.asked)
+    assert not stopped.is_set()
+    assert ends.collector.finish() == []
+    thread.join()
+    assert ends.names() == ["first"]
+
+
+def test_a_rank_that_begins_again_at_once_has_told_all_before(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else rank 0 would wait for the end of a timeline that it has yet to begin."""
+    monkeypatch.setattr(collector, "_STOP_S", 60.0)
+    again = threading.Event()
+    take = ends.recorder.take
+
+    def slow(most: int) -> Batch:
+        if not ends.recorder.on and ends.collector._begun and not again.is_set():
+            again.wait(OTHERS_TURN_S)
+        return take(most)
+
+    ends.recorder.take = slow  # type: ignore[method-assign]
+    ends.collector.start()
+    until(lambda: ends.recorder.on)
+    ends.log.add("first", 1, 2)
+    missing: list[list[int]] = []
+    thread = threading.Thread(target=lambda: missing.append(ends.collector.finish()))
+    thread.start()
+    ends.reporter.await_end()
+    ends.reporter.expect()
+    again.set()
+    ends.log.add("second", 1, 2)
+    thread.join()
+    assert missing == [[]]
+    assert ends.recorder.on
     assert ends.names() == ["first"]
     ends.collector.start()
     assert ends.collector.finish() == []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -18,12 +17,24 @@ from reached_by_ssh import environment
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 LIMIT_S = 30.0
 JOIN = """
-import socket, sys
+import socket, sys, time
 from kolovod.errors import KolovodError
+from kolovod.net import lost_hosts
+from kolovod.net.channel import Channel
 from kolovod.net.addresses import split_addresses
 from kolovod.rendezvous.client import join
 from kolovod.rendezvous.protocol import Member
 server, rank = sys.argv[1], int(sys.argv[2])
+plain = Channel.send
+
+def send(channel, message, deadline):
+    plain(channel, message, deadline)
+    Channel.send = plain
+    while lost_hosts._has_unacknowledged(channel.fileno()):
+        time.sleep(0.005)
+    print("has joined", flush=True)
+
+Channel.send = send
 for place in split_addresses(server):
     socket.create_connection(place).close()  # so this host knows where the other one is
 secret = sys.stdin.readline().strip()
@@ -54,9 +65,12 @@ class Rank:
 
     def say(self, line: str, answer: str = "joins") -> None:
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
+        self.hear(answer)
+
+    def hear(self, answer: str) -> None:
+        assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"{answer}\n"
 
     def close(self) -> None:
@@ -93,7 +107,7 @@ def test_the_servers_host_before_a_rank_comes(bed: Bed, ranks: list[Rank]) -> No
 
 def test_the_servers_host_while_a_rank_waits(bed: Bed, ranks: list[Rank]) -> None:
     ranks[0].say("go")
-    time.sleep(1)  # it is connected by then; if not, this is the test above
+    ranks[0].hear("has joined")
     bed.set_link("s", up=False)
     assert "rank 0 cannot reach the launcher's store at" in said(ranks[0])
 
@@ -101,6 +115,7 @@ def test_the_servers_host_while_a_rank_waits(bed: Bed, ranks: list[Rank]) -> Non
 def test_another_ranks_host(bed: Bed, ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.say("go")
-    time.sleep(1)  # both are connected
+    for rank in ranks:
+        rank.hear("has joined")
     bed.set_link("b", up=False)
     assert "rank 1 on host h1 (pid 1) ended while the world was forming" in said(ranks[0])

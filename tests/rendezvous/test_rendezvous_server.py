@@ -24,6 +24,7 @@ from meeting import (  # noqa: F401
     member,
     wait_until_joined,
 )
+from waiting import DEADLINE_S, until
 
 from kolovod.errors import (
     AuthenticationError,
@@ -45,7 +46,7 @@ def test_everybody_hears_about_everybody(
     members = list(range(size))
     formations = [joining(pool, server, rank, members) for rank in reversed(members)]
     expected = Formation(1, tuple(member(rank) for rank in members))
-    assert [formation.result(10) for formation in formations] == [expected] * size
+    assert [formation.result(DEADLINE_S) for formation in formations] == [expected] * size
 
 
 def test_the_first_members_config_is_told_to_all(
@@ -57,8 +58,8 @@ def test_the_first_members_config_is_told_to_all(
         for rank in reversed(members)
     ]
     for formation in formations:
-        assert formation.result(10).config == {"a": 1, "b": -1}
-        assert [m.rank for m in formation.result(10).members] == members
+        assert formation.result(DEADLINE_S).config == {"a": 1, "b": -1}
+        assert [m.rank for m in formation.result(DEADLINE_S).members] == members
 
 
 def test_ranks_that_wait_have_no_threads(
@@ -68,15 +69,11 @@ def test_ranks_that_wait_have_no_threads(
     members = list(range(16))
     waiting = [joining(pool, server, rank, members) for rank in members[1:]]
     wait_until_joined(server, 15)
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before + 15 and time.monotonic() < deadline:
-        time.sleep(0.005)  # the last handshake's thread ends
-    assert threading.active_count() <= before + 15  # those of the pool
+    # Those of the pool; the last handshake's thread ends.
+    until(lambda: threading.active_count() <= before + 15)
     waiting.append(joining(pool, server, 0, members))
-    assert {formation.result(10).epoch for formation in waiting} == {1}
-    while server._waiting and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert not server._waiting
+    assert {formation.result(DEADLINE_S).epoch for formation in waiting} == {1}
+    until(lambda: not server._waiting)
 
 
 def test_who_joins_again_is_counted_once(
@@ -85,14 +82,12 @@ def test_who_joins_again_is_counted_once(
     first = joining(pool, server, 0, [0, 1])
     wait_until_joined(server, 1)
     again = joining(pool, server, 0, [0, 1])
-    deadline = time.monotonic() + 5
-    while len(server._waiting) < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
-    joining(pool, server, 1, [0, 1]).result(10)
-    assert again.result(10).epoch == 1
+    until(lambda: len(server._waiting) == 2)
+    joining(pool, server, 1, [0, 1]).result(DEADLINE_S)
+    assert again.result(DEADLINE_S).epoch == 1
     server.close()
     with pytest.raises(BootstrapError):
-        first.result(10)
+        first.result(DEADLINE_S)
 
 
 @pytest.mark.slow
@@ -128,7 +123,7 @@ def test_an_answer_of_several_messages(pool: ThreadPoolExecutor) -> None:
                 facts = dataclasses.replace(me, rank=rank, host=f"host-{rank // 8}")
                 group.joined[rank] = (facts, nobody)
             made._complete(group)
-        members = waiting.result(10).members
+        members = waiting.result(DEADLINE_S).members
     assert [m.rank for m in members] == list(range(size))
     assert members[-1] == me
     assert members[17].host == "host-2"
@@ -138,7 +133,7 @@ def test_every_world_has_a_new_epoch(server: RendezvousServer, pool: ThreadPoolE
     epochs = []
     for members in ([0, 1, 2], [0, 1, 2], [0, 2]):
         formations = [joining(pool, server, rank, members) for rank in members]
-        epochs.append({formation.result(10).epoch for formation in formations})
+        epochs.append({formation.result(DEADLINE_S).epoch for formation in formations})
     assert epochs == [{1}, {2}, {3}]
 
 
@@ -147,9 +142,9 @@ def test_disjoint_worlds_form_side_by_side(
 ) -> None:
     first = [joining(pool, server, rank, [0, 1]) for rank in (0,)]
     second = [joining(pool, server, rank, [2, 3]) for rank in (2, 3)]
-    assert [[m.rank for m in f.result(10).members] for f in second] == [[2, 3]] * 2
+    assert [[m.rank for m in f.result(DEADLINE_S).members] for f in second] == [[2, 3]] * 2
     first.append(joining(pool, server, 1, [0, 1]))
-    assert len({f.result(10).epoch for f in first}) == 1
+    assert len({f.result(DEADLINE_S).epoch for f in first}) == 1
 
 
 def test_different_worlds_that_wait_for_each_other_are_refused(
@@ -160,7 +155,7 @@ def test_different_worlds_that_wait_for_each_other_are_refused(
     second = joining(pool, server, 2, [1, 2])
     for future in (first, second):
         with pytest.raises(InvalidArgumentError, match=r"\[1, 2\], but rank 1 for \[0, 1, 2\]"):
-            future.result(10)
+            future.result(DEADLINE_S)
 
 
 def test_two_processes_of_one_rank_are_told_apart(
@@ -170,8 +165,8 @@ def test_two_processes_of_one_rank_are_told_apart(
     wait_until_joined(server, 1)
     with pytest.raises(InvalidArgumentError, match=r"pid 1000\) has joined already.*pid 77 now"):
         join(server.address, SECRET, [0, 1], member(0, pid=77), TIMEOUT_S)
-    joining(pool, server, 1, [0, 1]).result(10)
-    assert first.result(10).epoch == 1
+    joining(pool, server, 1, [0, 1]).result(DEADLINE_S)
+    assert first.result(DEADLINE_S).epoch == 1
 
 
 def test_another_jobs_secret_is_refused(server: RendezvousServer) -> None:
@@ -188,7 +183,7 @@ def test_garbage_and_silence_do_not_disturb(
         stranger.sendall(os.urandom(1000))
     strangers[4].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     formations = [joining(pool, server, rank, [0, 1]) for rank in (0, 1)]
-    assert [formation.result(10).epoch for formation in formations] == [1, 1]
+    assert [formation.result(DEADLINE_S).epoch for formation in formations] == [1, 1]
     for stranger in strangers:
         stranger.close()
 
@@ -211,7 +206,7 @@ def test_garbage_and_silence_do_not_disturb(
 )
 def test_a_malformed_request_is_answered(server: RendezvousServer, message: object) -> None:
     address = ("127.0.0.1", int(server.address.split(":")[1]))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + DEADLINE_S
     with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
         channel.send(message, deadline)
         assert channel.receive(deadline)["error"] == "malformed"

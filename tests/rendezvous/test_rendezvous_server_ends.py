@@ -20,6 +20,7 @@ from meeting import (  # noqa: F401
     member,
     wait_until_joined,
 )
+from waiting import DEADLINE_S
 
 import kolovod.rendezvous.server as store_module
 from kolovod.errors import (
@@ -38,10 +39,10 @@ def test_a_rank_known_to_be_dead_is_named_at_once(
     server.mark_dead(2, "was killed by signal 9 (SIGKILL)")
     server.mark_dead(1, "ended with exit code 1")
     with pytest.raises(RankLostError, match=r"rank 2 was killed by signal 9") as caught:
-        joining(pool, server, 0, [0, 1, 2]).result(10)
+        joining(pool, server, 0, [0, 1, 2]).result(DEADLINE_S)
     assert caught.value.rank == 2
     survivors = [joining(pool, server, rank, [0, 3]) for rank in (0, 3)]
-    assert [f.result(10).epoch for f in survivors] == [1, 1]
+    assert [f.result(DEADLINE_S).epoch for f in survivors] == [1, 1]
 
 
 def test_a_death_ends_the_wait_of_the_others(
@@ -52,7 +53,7 @@ def test_a_death_ends_the_wait_of_the_others(
     server.mark_dead(2, "ended with exit code 0")
     for future in waiting:
         with pytest.raises(RankLostError, match="rank 2 ended with exit code 0"):
-            future.result(10)
+            future.result(DEADLINE_S)
 
 
 def test_a_world_is_not_waited_for_when_a_later_one_has_followed(
@@ -65,17 +66,17 @@ def test_a_world_is_not_waited_for_when_a_later_one_has_followed(
     server.end_scopes(5)
     for future in waiting:
         with pytest.raises(BootstrapError, match="in epoch 5: the world of epoch 4 is over"):
-            future.result(10)
+            future.result(DEADLINE_S)
     with pytest.raises(BootstrapError, match="the world of epoch 4 is over"):
-        joining(pool, server, 1, [0, 1, 2], scope=4).result(10)  # it comes late
+        joining(pool, server, 1, [0, 1, 2], scope=4).result(DEADLINE_S)  # it comes late
     server.end_scopes(3)  # of which it is told late
     with pytest.raises(BootstrapError, match="in epoch 5: the world of epoch 4 is over"):
-        joining(pool, server, 1, [0, 1, 2], scope=4).result(10)
+        joining(pool, server, 1, [0, 1, 2], scope=4).result(DEADLINE_S)
     now = [joining(pool, server, rank, [0, 1], scope=5) for rank in (0, 1)]
-    assert len({future.result(10).epoch for future in now}) == 1
+    assert len({future.result(DEADLINE_S).epoch for future in now}) == 1
     assert not later.done()
-    joining(pool, server, 1, [0, 1], scope=6).result(10)
-    later.result(10)
+    joining(pool, server, 1, [0, 1], scope=6).result(DEADLINE_S)
+    later.result(DEADLINE_S)
 
 
 def test_missing_ranks_are_named_at_the_deadline(
@@ -84,7 +85,7 @@ def test_missing_ranks_are_named_at_the_deadline(
     waiting = [joining(pool, server, rank, [0, 1, 2, 3], timeout_s=0.3) for rank in (0, 2)]
     for future in waiting:
         with pytest.raises(StartTimeoutError, match=r"rank 1, 3 did not .* 0.3 s .*there: 0, 2"):
-            future.result(10)
+            future.result(DEADLINE_S)
 
 
 def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
@@ -95,19 +96,19 @@ def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
         ("127.0.0.1", int(server.address.split(":")[1])),
         SECRET,
         LABEL,
-        time.monotonic() + 5,
+        time.monotonic() + DEADLINE_S,
     )
     facts = [1, "h", 5, "", "", 0, "", False]
     request = {**JOIN, "timeout_s": TIMEOUT_S, "member": facts}
-    channel.send(request, time.monotonic() + 5)
+    channel.send(request, time.monotonic() + DEADLINE_S)
     wait_until_joined(server, 1)
     channel.close()
     wait_until_joined(server, 0)
     waiting = joining(pool, server, 0, [0, 1])
     wait_until_joined(server, 1)
     assert not waiting.done()
-    joining(pool, server, 1, [0, 1]).result(10)
-    assert waiting.result(10).epoch == 1
+    joining(pool, server, 1, [0, 1]).result(DEADLINE_S)
+    assert waiting.result(DEADLINE_S).epoch == 1
 
 
 def test_who_ends_before_all_have_come_is_named(
@@ -119,22 +120,24 @@ def test_who_ends_before_all_have_come_is_named(
     come_and_go(server, waiting=2)
     text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
     with pytest.raises(RankLostError, match=text) as caught:
-        waiting.result(10)
+        waiting.result(DEADLINE_S)
     assert caught.value.rank == 1
 
 
 def test_who_ends_before_the_others_come_is_named(
-    server: RendezvousServer, pool: ThreadPoolExecutor
+    server: RendezvousServer, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(store_module, "GONE_GRACE_S", 0.1)
     come_and_go(server, waiting=1)
-    time.sleep(1.5 * GONE_GRACE_S)
+    wait_until_joined(server, 0)  # from then on it counts
+    time.sleep(1.5 * store_module.GONE_GRACE_S)
     text = r"rank 1 on host h \(pid 1\) ended while the world was forming"
     with pytest.raises(RankLostError, match=text):
-        joining(pool, server, 0, [0, 1, 2]).result(10)
+        joining(pool, server, 0, [0, 1, 2]).result(DEADLINE_S)
     waiting = [joining(pool, server, 1, [0, 1, 2])]  # there again: nothing is against it any more
     wait_until_joined(server, 1)
     waiting += [joining(pool, server, rank, [0, 1, 2]) for rank in (0, 2)]
-    assert {future.result(10).epoch for future in waiting} == {1}
+    assert {future.result(DEADLINE_S).epoch for future in waiting} == {1}
 
 
 def test_all_have_formed_the_world_or_none(
@@ -146,7 +149,7 @@ def test_all_have_formed_the_world_or_none(
     assert not any(future.done() for future in waiting)
     joined[0].formed(time.monotonic() + TIMEOUT_S)
     for future in waiting:
-        future.result(10)
+        future.result(DEADLINE_S)
     joined[2].close()  # what becomes of it now is the engine's business
     joined[1].check(GONE_GRACE_S + 0.5)
     server.close()
@@ -159,7 +162,7 @@ def test_who_ends_after_the_answer_is_named(
     joined = all_join(pool, server, [0, 1, 2])
     waiting = pool.submit(joined[0].formed, time.monotonic() + TIMEOUT_S)
     joined[2].close()
-    for hear in (lambda: waiting.result(10), lambda: joined[1].check(10)):
+    for hear in (lambda: waiting.result(DEADLINE_S), lambda: joined[1].check(DEADLINE_S)):
         with pytest.raises(RankLostError, match=r"rank 2 on host .* ended while the world") as told:
             hear()
         assert told.value.rank == 2
@@ -205,7 +208,7 @@ def test_who_does_not_form_the_world_is_named(
             pool.submit(join, made.address, SECRET, [0, 1, 2], member(rank), 0.5)
             for rank in range(3)
         ]
-        joined = [future.result(10) for future in waiting]
+        joined = [future.result(DEADLINE_S) for future in waiting]
         with pytest.raises(StartTimeoutError, match="rank 1, 2 joined, but did not form the world"):
             joined[0].formed(time.monotonic() + TIMEOUT_S)
 
@@ -217,7 +220,7 @@ def test_closing_the_store_ends_the_wait(pool: ThreadPoolExecutor) -> None:
     wait_until_joined(made, 1)
     made.close()
     with pytest.raises(BootstrapError, match="launcher is going away"):
-        waiting.result(10)
+        waiting.result(DEADLINE_S)
     with pytest.raises(BootstrapError, match="has the launcher ended"):
         join(made.address, SECRET, [0, 1], member(0), TIMEOUT_S)
     made.close()

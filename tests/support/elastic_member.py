@@ -1,7 +1,7 @@
 """A process with a session, as its test tells it: a JSON value in each line of standard input.
 
-First its place; then "failed", "stop", "finished", "contacts", "change", "end". It says each world
-that it comes into, as soon as it is there.
+First its place; then "failed", "stop", "finished", "contacts", "change", "ending", "end". It says
+each world that it comes into, as soon as it is there.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def main() -> None:
             say({"contacts": sorted(session._deputy._contacts)})
         elif order == "change":
             say({"change": session.wants_change})
+        elif order == "ending":  # who has finished, as far as it knows as a steward
+            office = session._deputy._office
+            say({"ending": [] if office is None else sorted(office.steward._ending)})
         elif order == "end":
             return
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from waiting import DEADLINE_S, until
 
-DEADLINE_S = 60
+__all__ = ["DEADLINE_S", "STEPS", "until"]
 
 STEPS = """
 import os, sys, time
@@ -46,11 +45,3 @@ raise SystemExit(int(sys.argv[2]))
 """Its arguments: a folder, and the exit code. It ends when the folder has a file "end". Rank 0
 notes each twentieth step in "step", each rank each step in "on HOST": the step, the number of
 ranks, and its pid."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Fails if it does not come true."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

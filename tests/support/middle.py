@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from waiting import DEADLINE_S
+
 from kolovod.net import channel
 from kolovod.rendezvous.protocol import Member
 
 
-def soon(seconds: float = 10.0) -> float:
+def soon(seconds: float = DEADLINE_S) -> float:
     return time.monotonic() + seconds
 
 

@@ -228,13 +228,12 @@ def test_a_job_that_ends_between_two_keepers_has_ended_well(folder: Path) -> Non
 
 def next_keeper(before: JobFolder) -> JobFolder:
     """The one that takes the job over, once it answers."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+
+    def found() -> JobFolder | None:
         now = job_folders.read(before.path)
-        if now is not None and now.pid != before.pid and now.is_kept():
-            return now
+        return now if now is not None and now.pid != before.pid and now.is_kept() else None
+
+    return until(found)
 
 
 @pytest.mark.slow

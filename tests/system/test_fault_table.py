@@ -37,9 +37,9 @@ HOSTS = {
 LIMITS = ("--late-report-s", "1", "--late-failure-s", "2", "--start-timeout-s", "4")
 LIMIT_S = {"import": 4.0, "init": 4.0}  # for a stopped rank; else 2
 LONG_LIMITS = ("--late-failure-s", "60", "--start-timeout-s", "60")  # for those that end
-# Five times what it may take, and more on a machine that is busy. It counts since the others ignore
-# SIGTERM, which they get half a second after the fault; SIGKILL comes five seconds after that.
-HEARD_S, ENDED_S = 5.0, 30.0
+# No speed, but that nobody waits for one of the LONG_LIMITS. That others hear of it before the
+# launcher ends them counts besides: they ignore SIGTERM, and SIGKILL comes five seconds after that.
+HEARD_S, ENDED_S = 25.0, 50.0
 AT_ONCE = 3
 WORD = "kolovod: "  # of the launcher's
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked import run_ranks
+from waiting import until
 
 import kolovod
 from kolovod.core.ops import Sum
@@ -29,10 +31,8 @@ def note(folder, what, rank):
 
 def until_noted(folder, what, ranks):
     """Wait for these ranks to note it."""
-    deadline = time.monotonic() + 30
-    while not all(Path(folder, f"{what}{rank}").exists() for rank in ranks):
-        assert time.monotonic() < deadline, f"not all of {ranks} have noted {what!r}"
-        time.sleep(0.005)
+    marks = [Path(folder, f"{what}{rank}") for rank in ranks]
+    until(lambda: all(mark.exists() for mark in marks), f"all of {ranks} note {what!r}")
 
 
 def victim(rank, which, how, folder):
@@ -49,13 +49,12 @@ def victim(rank, which, how, folder):
         kolovod.shutdown()
         until_noted(folder, "error", others)  # so that the others' end is not what they hear of
         return None
-    begin = time.monotonic()
     try:
         while True:
             kolovod.allreduce(np.ones(10_000), "t")
     except kolovod.errors.CollectiveAbortedError as error:
         note(folder, "error", rank)
-        return type(error), error.rank, time.monotonic() - begin
+        return type(error), error.rank
     finally:
         until_noted(folder, "error", others)
 
@@ -72,9 +71,7 @@ def test_a_lost_rank_is_named_on_every_host(which, how, error, tmp_path):
         if rank == which:
             assert how == "leave" or isinstance(result, RankFailed)
             continue
-        kind, culprit, elapsed_s = result
-        assert (kind, culprit) == (error, which)
-        assert elapsed_s < 10
+        assert result == (error, which)
 
 
 @pytest.mark.parametrize(("how", "error"), [("kill", RankLostError), ("leave", RankLeftError)])
@@ -82,32 +79,34 @@ def test_a_lost_leader_between_others_is_named_on_every_host(how, error, tmp_pat
     """Hosts 5 and 6 hear from the others by way of host 1 only."""
     hosts = [f"host{rank}" for rank in range(7)]
     results = run_ranks(7, victim, 1, how, str(tmp_path), hosts=hosts, keep_going=True)
-    for kind, culprit, elapsed_s in results[:1] + results[2:]:
-        assert (kind, culprit) == (error, 1)
-        assert elapsed_s < 10
+    assert results[:1] + results[2:] == [(error, 1)] * 6
 
 
-def forking(rank):
+def forking(rank, folder):
     """A child of a dead rank holds its sockets open; the death is noticed all the same."""
     kolovod.init()
     kolovod.allreduce(np.ones(10), "t")
     if rank == 1:
         if os.fork() == 0:
-            time.sleep(20)
-            os._exit(0)
-        time.sleep(0.2)
+            try:
+                note(folder, "child", 1)
+                until_noted(folder, "error", [0])
+            finally:
+                note(folder, "end", 1)
+                os._exit(0)
+        until_noted(folder, "child", [1])
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
     with pytest.raises(RankLostError) as raised:
         kolovod.allreduce(np.ones(10), "t")
-    return raised.value.rank, time.monotonic() - begin
+    child_has_ended = Path(folder, "end1").exists()
+    note(folder, "error", 0)
+    return raised.value.rank, child_has_ended
 
 
-def test_a_forked_child_does_not_keep_a_dead_rank_alive():
-    results = run_ranks(2, forking, hosts=["a", "b"], keep_going=True)
-    culprit, elapsed_s = results[0]
-    assert culprit == 1
-    assert elapsed_s < 10
+def test_a_forked_child_does_not_keep_a_dead_rank_alive(tmp_path):
+    results = run_ranks(2, forking, str(tmp_path), hosts=["a", "b"], keep_going=True)
+    assert results[0] == (1, False)
+    until_noted(tmp_path, "end", [1])
 
 
 def again(rank):
@@ -116,23 +115,27 @@ def again(rank):
     def resources():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+    def settled():
+        """When what has ended is not listed any more: a thread that was joined is, for a moment."""
+        counts = resources()
+        time.sleep(0.1)
+        return counts if resources() == counts else None
+
     kolovod.allreduce(np.ones(3))
     kolovod.shutdown()
-    time.sleep(0.3)  # as below
-    before = resources()
+    before = until(settled)
     for turn in range(10):
         kolovod.init()
         assert kolovod.allreduce(np.full(1000, turn))[0] == turn
         kolovod.shutdown()
-    deadline = time.monotonic() + 5
-    while resources() != before and time.monotonic() < deadline:
-        time.sleep(0.01)  # the system may list a thread that was joined for a moment
+    with contextlib.suppress(AssertionError):  # which would not say what has grown
+        until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
     return before, resources()
 
 
 def test_init_and_shutdown_leave_nothing_behind():
     for before, after in run_ranks(3, again, hosts=["a", "a", "b"]):
-        assert before == after
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
 def smaller_world(rank, folder):

@@ -8,13 +8,13 @@ import resource
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 from middle import Middle, echo, member, port_of, soon
+from waiting import DEADLINE_S, until
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import channel
@@ -69,7 +69,7 @@ def leader_of_a_host() -> Iterator[tuple[str, str]]:
         yield f"\0{leader.name}", segment_handover.leader_label(leader.name)
 
 
-def call(address: tuple[str, int], timeout_s: float = 10) -> object:
+def call(address: tuple[str, int], timeout_s: float = DEADLINE_S) -> object:
     deadline = soon(timeout_s)
     with contextlib.closing(connect(socket.AF_INET, address, SECRET, "test", deadline)) as channel:
         channel.send("hello", deadline)
@@ -171,9 +171,7 @@ def test_a_handshake_may_end_anywhere() -> None:
         for length in lengths:
             with socket.create_connection(address) as stranger:
                 stranger.sendall(sent[:length])
-        deadline = soon()
-        while server.refused < len(lengths) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: server.refused >= len(lengths))
         assert server.refused == len(lengths)
         assert call(address) == "hello"
 
@@ -248,10 +246,7 @@ def test_nonsense_at_the_leader_is_said_and_leaves_nothing(
             channel.send(hello, soon())
             with pytest.raises((EOFError, OSError)):
                 channel.receive(soon())
-        deadline = soon()
-        while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(os.listdir("/proc/self/fd")) == before
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before, "its descriptors are closed")
     said = capfd.readouterr().err
     assert said.startswith("kolovod: leader: a malformed message: ")
     assert said.count("\n") == 1
@@ -305,15 +300,12 @@ def test_a_thousand_connections_that_say_nothing(many_files: None) -> None:
         server.start()
         before = psutil.Process().memory_info().rss
         for number in range(1, 1001):
-            stranger = socket.create_connection(port_of(server.address), timeout=10)
+            stranger = socket.create_connection(port_of(server.address), timeout=DEADLINE_S)
             strangers.enter_context(stranger)
             if number % 50 == 0:  # else TCP waits for seconds until it knocks at a full queue again
                 with contextlib.suppress(ConnectionResetError):
                     stranger.recv(1)
-        deadline = soon()
-        while len(server._servers[0]._open) > 66 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(server._servers[0]._open) <= 66
+        until(lambda: len(server._servers[0]._open) <= 66)
         assert threading.active_count() < 66 + 20
         assert psutil.Process().memory_info().rss - before < 64 << 20
         with ThreadPoolExecutor(2) as pool:
@@ -355,15 +347,15 @@ def test_who_is_driven_out_comes_again() -> None:
 
         def drive_out(from_client: bool, offset: int, data: bytes) -> bytes:
             if from_client and offset == 0:  # the first proof, before it arrives
-                stranger = strangers.enter_context(socket.create_connection(address, timeout=10))
+                stranger = strangers.enter_context(
+                    socket.create_connection(address, timeout=DEADLINE_S)
+                )
                 assert len(stranger.recv(100)) == 40
             return data
 
         with Middle(address, drive_out) as middle:
             assert call(middle.address) == "hello"
-        deadline = time.monotonic() + 10
-        while server.refused < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)  # it counts one that it drives out when it has seen that one go
+        until(lambda: server.refused >= 2)  # it counts who is driven out when it has seen that go
         assert server.refused == 2  # the call's first try, and the stranger in its turn
 
 
@@ -383,7 +375,7 @@ def test_who_is_dropped_comes_again_but_not_for_ever(monkeypatch: pytest.MonkeyP
     thread = threading.Thread(target=close_all, daemon=True)
     thread.start()
     with pytest.raises(AuthenticationError, match="again and again"):
-        connect(socket.AF_INET, listener.getsockname(), SECRET, "test", soon(30))
+        connect(socket.AF_INET, listener.getsockname(), SECRET, "test", soon())
     assert len(accepted) == channel._TRIES
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from netbed import Bed, namespaces, network, unavailable
+from waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 needs_delay = pytest.mark.skipif(
@@ -34,7 +34,7 @@ def bed():
         yield bed
 
 
-def reach(bed, host, other, timeout_s=5.0):
+def reach(bed, host, other, timeout_s=DEADLINE_S / 2):
     """What sshd of ``other`` says first to ``host``, or the error's name."""
     ended = bed.run(host, [sys.executable, "-c", REACH, other, str(timeout_s)])
     return ended.stdout.strip()
@@ -69,15 +69,8 @@ def test_a_command_ends_as_it_would_here(bed):
         sleeper = bed.popen("a", ["sleep", "100"])
         until(lambda: [p.command for p in bed.processes("a")] == ["sleep 100"])
         sleeper.send_signal(number)
-        assert sleeper.wait(10) == -number
+        assert sleeper.wait(DEADLINE_S) == -number
         until(lambda: not bed.processes("a"))
-
-
-def until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_a_cable_is_pulled_and_put_in_again(bed):
@@ -103,26 +96,28 @@ import socket, sys, time
 with socket.create_server(("0.0.0.0", 7000)) as server:
     print("there", flush=True)
     with server.accept()[0] as connection:
-        begin, count = time.monotonic(), 0
+        count = 0
         while data := connection.recv(1 << 16):
             count += len(data)
-        print(count, time.monotonic() - begin)
+        print(count, time.monotonic())
 """
 SEND = """
-import socket, sys
+import socket, sys, time
 with socket.create_connection((sys.argv[1], 7000)) as connection:
+    print(time.monotonic())
     connection.sendall(bytes(int(sys.argv[2])))
 """
 
 
 def transfer_s(bed, host, other, count):
+    """From before the first byte to after the last one, by the clock that all hosts have."""
     receiver = bed.popen(other, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
     with receiver:
         assert receiver.stdout.readline() == "there\n"
-        bed.run(host, [sys.executable, "-c", SEND, other, str(count)])
-        received, elapsed_s = receiver.communicate(timeout=60)[0].split()
+        begun_s = bed.run(host, [sys.executable, "-c", SEND, other, str(count)]).stdout
+        received, ended_s = receiver.communicate(timeout=DEADLINE_S)[0].split()
     assert int(received) == count
-    return float(elapsed_s)
+    return float(ended_s) - float(begun_s)
 
 
 @pytest.mark.parametrize(("host", "other"), [("a", "b"), ("b", "a")])
@@ -141,27 +136,46 @@ import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
     receiver.bind(("0.0.0.0", 7001))
     print("there", flush=True)
-    receiver.settimeout(10)
+    receiver.settimeout(60)
     count = 0
-    while receiver.recv(10) != b"end":
-        count += 1
-    print(count)
+    while True:
+        text, sender = receiver.recvfrom(10)
+        if text == b"x":
+            count += 1
+        else:
+            receiver.sendto(text, sender)
+        if text == b"end":
+            print(count, flush=True)
 """
+    # The receiver answers after each few, since what its socket has no room for is lost, too.
     send = """
 import socket, time
+
+def ask(text):
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        sender.sendto(text, ("b", 7001))
+        try:
+            while sender.recv(10) != text:
+                pass
+            return
+        except TimeoutError:
+            pass  # the question is lost, or the answer
+
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+    sender.settimeout(0.1)
     for number in range(2000):
         sender.sendto(b"x", ("b", 7001))
-        if number % 50 == 0:
-            time.sleep(0.001)
-    for _ in range(50):
-        sender.sendto(b"end", ("b", 7001))
+        if number % 50 == 49:
+            ask(str(number).encode())
+    ask(b"end")
 """
     receiver = bed.popen("b", [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     with receiver:
         assert receiver.stdout.readline() == "there\n"
-        bed.run("a", [sys.executable, "-c", send])
-        arrived = int(receiver.communicate(timeout=30)[0])
+        bed.run("a", [sys.executable, "-c", send], timeout_s=3 * DEADLINE_S)
+        arrived = int(receiver.stdout.readline())
+        receiver.kill()
     assert 1200 < arrived < 1900
     bed.lose(0.02)
     transfer_s(bed, "a", "c", 1 << 18)
@@ -181,8 +195,12 @@ print(time.monotonic() - begin)
 @needs_delay
 def test_delay_counts_once_on_every_link_and_direction():
     with Bed(["a", "b"], delay_s=0.02, bits_per_s=100e6) as bed:
-        elapsed_s = float(bed.run("a", [sys.executable, "-c", CONNECT_TIME]).stdout)
-        assert 0.08 <= elapsed_s < 1
+
+        def connect_s():
+            return float(bed.run("a", [sys.executable, "-c", CONNECT_TIME]).stdout)
+
+        assert connect_s() >= 0.08
+        until(lambda: connect_s() < 2 * 0.08, "a connection that is delayed once each way")
         assert transfer_s(bed, "a", "b", 1 << 20) > 0.8 * 8 * (1 << 20) / 100e6
         bed.set_link("b", up=False)
         assert reach(bed, "a", "b", 0.5) == "TimeoutError"
@@ -194,7 +212,7 @@ with socket.create_connection(("b", 22)) as connection:
     print(connection.recv(4).decode(), flush=True)
     connection.recv(1000)
     sys.stdin.readline()
-    connection.settimeout(1)
+    connection.settimeout(float(sys.argv[1]))
     try:
         print("end" if not connection.recv(100) else "data")
     except TimeoutError:
@@ -207,7 +225,8 @@ def test_of_a_killed_host_the_others_hear_nothing(how):
     with Bed(["a", "b"]) as bed:
         watch = bed.popen(
             "a",
-            [sys.executable, "-c", WATCH],
+            # How long it looks for nothing; what comes is waited for.
+            [sys.executable, "-c", WATCH, "1" if how == "host" else str(DEADLINE_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -218,14 +237,14 @@ def test_of_a_killed_host_the_others_hear_nothing(how):
             until(lambda: "sleep 100" in [p.command for p in bed.processes("b")])
             if how == "host":
                 bed.kill_host("b")
-                assert sleeper.wait(10) == -signal.SIGKILL
+                assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
                 assert not bed.processes("b")
             else:
                 bed.kill_sshd("b")
                 assert [p.command for p in bed.processes("b")] == ["sleep 100"]
                 sleeper.kill()
                 sleeper.wait()
-            heard = watch.communicate("\n", timeout=30)[0]
+            heard = watch.communicate("\n", timeout=2 * DEADLINE_S)[0]
         assert heard.strip() == ("nothing" if how == "host" else "end")
 
 
@@ -257,11 +276,13 @@ with Bed(["a", "b"], delay_s=0.001) as bed:
 """
 
 
-def is_there(pid):
+def running(pid):
+    """When that process began, since a later one may have its number; "" if it has ended."""
     try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return ""
+    return "" if state == "Z" else others[18]
 
 
 @needs_delay
@@ -276,10 +297,11 @@ def test_nothing_is_left_however_the_process_ends(number):
     )
     with holder:
         folder, pids = json.loads(holder.stdout.readline())
-        assert all(is_there(pid) for pid in pids)
+        begun = {pid: running(pid) for pid in pids}
+        assert all(begun.values())
         holder.send_signal(number)
-        assert holder.wait(20) in (-number, 1)
-    until(lambda: not any(is_there(pid) for pid in pids))
+        assert holder.wait(DEADLINE_S) in (-number, 1)
+    until(lambda: not any(running(pid) == since for pid, since in begun.items()))
     until(lambda: not os.path.exists(folder))
 
 

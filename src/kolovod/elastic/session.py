@@ -463,7 +463,10 @@ class Session:
     def _sign_of_life(self) -> dict[str, Any]:
         with self._lock:
             epoch = 0 if self._current is None else self._current.epoch
-            if self._stops and not self._is_offered() and time.monotonic() > self._wanted_until_s:
+            # Who leaves lets those who stay say so. If all leave no other world follows, and the
+            # job ends when the last one has come to the end of its step, however late.
+            is_off = not self._is_offered() and time.monotonic() > self._wanted_until_s
+            if self._stops and is_off and not self._leaves:
                 self._broken = self._broken or "its ranks have stopped for a world that is off"
             return {
                 "alive": encode_record(self._record),

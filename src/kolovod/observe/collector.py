@@ -107,6 +107,7 @@ class Collector:
         # By rank that has ever connected: does it record, and of how many timelines has it heard?
         self._recording: dict[int, bool] = {}
         self._heard: dict[int, int] = {}
+        self._unfinished: set[int] = set()  # who has more to report of a timeline that ends
         here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         here.bind(_unix_address(secret, epoch))
         here.listen(64 + size)
@@ -139,7 +140,9 @@ class Collector:
             soon_s = self._began_s + _CONNECT_S - time.monotonic()
             self._changed.wait_for(all_know, max(0.0, soon_s))
             self._on, self._last_s = False, time.monotonic()
-            while any(self._recording.values()):
+            # Who has told all may record for the next timeline before this thread sees it.
+            self._unfinished = {rank for rank, records in self._recording.items() if records}
+            while self._unfinished:
                 remaining_s = self._last_s + _FINISH_S - time.monotonic()
                 if remaining_s <= 0:
                     break
@@ -147,7 +150,7 @@ class Collector:
             return [
                 rank
                 for rank in range(1, self._size)
-                if self._recording.get(rank) or self._heard.get(rank, 0) < self._begun
+                if rank in self._unfinished or self._heard.get(rank, 0) < self._begun
             ]
 
     def close(self) -> None:
@@ -177,8 +180,7 @@ class Collector:
                 print(text, file=sys.stderr)
         finally:
             with self._changed:
-                self._recording[rank] = False
-                self._changed.notify_all()
+                self._record(rank, False)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         """One report. Raises what malformed ones make Python raise."""
@@ -186,10 +188,16 @@ class Collector:
         if batch:
             self._receive(rank, batch)
         with self._changed:
-            self._recording[rank] = bool(message["on"])
             self._heard[rank] = int(message["begun"])
             self._last_s = time.monotonic()
-            self._changed.notify_all()
+            self._record(rank, bool(message["on"]))
+
+    def _record(self, rank: int, is_on: bool) -> None:
+        """Note whether it records; ``_changed`` is held."""
+        self._recording[rank] = is_on
+        if not is_on:
+            self._unfinished.discard(rank)
+        self._changed.notify_all()
 
 
 class Reporter:
@@ -216,8 +224,12 @@ class Reporter:
         self._recorder = recorder
         self._interval_s = max(REPORT_S, size / _REPORTS_PER_S)
         self._address, self._unix_address = address, _unix_address(secret, epoch)
+        # Of what follows, and of turning the recorder on or off because of it: by two threads.
+        self._changed = threading.Condition()
         self._begun = 0
         self._expected = (0, 0.0)  # how many rank 0 will have begun, and until when to believe it
+        self._has_told_all = True  # it does not record, and rank 0 has got what it recorded
+        self._ends = 0  # how often that came true
         self._last_on_s = -_FOREVER_S
         self._channel: Channel | None = None
         self._stopping = threading.Event()
@@ -227,19 +239,38 @@ class Reporter:
 
     def expect(self) -> None:
         """Record at once: rank 0 is about to begin a timeline, or has."""
-        if not self._recorder.on:
-            self._expected = (self._begun + 1, time.monotonic() + _EXPECT_S)
-            self._recorder.switch(True)
+        with self._changed:
+            if not self._recorder.on:
+                self._expected = (self._begun + 1, time.monotonic() + _EXPECT_S)
+                self._switch(True)
 
     def await_end(self) -> None:
-        """Return once rank 0 has ended its timeline, or soon if it does not."""
-        self._expected = (0, 0.0)
+        """Return once rank 0 has ended its timeline and has the rest of it, or soon if it does not.
+
+        The next timeline may begin then: nothing of this one is left that it could get instead.
+        """
         self._hurry.set()
-        deadline = time.monotonic() + _STOP_S
-        while self._recorder.on and time.monotonic() < deadline:
-            time.sleep(0.002)
+        with self._changed:
+            ends = self._ends
+            self._changed.wait_for(lambda: self._has_told_all or self._ends > ends, _STOP_S)
+            if self._is_expecting():  # rank 0 has not begun it
+                self._expected = (0, 0.0)
+                self._recorder.switch(False)
         if not self._stopping.is_set():
             self._hurry.clear()
+
+    def _switch(self, on: bool) -> None:
+        """Record or do not; ``_changed`` is held, so that what it follows from is still so."""
+        self._recorder.switch(on)
+        if on:
+            self._has_told_all = False
+
+    def _tells_all(self) -> None:
+        """There is nothing left of what was recorded; ``_changed`` is held."""
+        if not self._has_told_all:
+            self._has_told_all = True
+            self._ends += 1
+            self._changed.notify_all()
 
     def _is_expecting(self) -> bool:
         """Whether rank 0 has yet to begin the timeline that this rank records for."""
@@ -274,8 +305,10 @@ class Reporter:
                     self._report(channel)
             except _CONNECTION_ERRORS as error:
                 cause = error
-            if is_over or not self._is_expecting():
-                self._recorder.switch(False)  # nobody listens
+            with self._changed:
+                if is_over or not self._is_expecting():
+                    self._switch(False)  # nobody listens
+                    self._tells_all()
             if is_over:
                 break
             self._stopping.wait(_RETRY_S)
@@ -299,9 +332,11 @@ class Reporter:
             if is_over:
                 self._recorder.switch(False)
             pause_s = pace.pause_s(self._recorder.pull())
-            # What rank 0 has yet to begin is kept until it has.
-            is_early = self._is_expecting() and not is_over
-            batch = Batch() if is_early else self._recorder.take(_MOST_PER_REPORT)
+            with self._changed:
+                # What rank 0 has yet to begin is kept until it has.
+                is_early = self._is_expecting() and not is_over
+                batch = Batch() if is_early else self._recorder.take(_MOST_PER_REPORT)
+                is_last = not self._recorder.on and not batch
             try:
                 wanted, begun = self._exchange(channel, batch, clock)
             except BaseException:
@@ -311,11 +346,15 @@ class Reporter:
                 continue  # there may be more
             if is_over and not batch and begun == self._begun:
                 return
-            was_on = self._recorder.on
-            # Rank 0 takes who knows of a timeline, and does not record, for one that has told all.
-            self._begun = begun
-            self._recorder.switch(not is_over and (wanted or self._is_expecting()))
-            if is_over or (was_on and not self._recorder.on):
+            with self._changed:
+                was_on = self._recorder.on
+                # Who knows of a timeline and does not record has told all, as rank 0 sees it.
+                self._begun = begun
+                if is_last and not was_on:
+                    self._tells_all()
+                self._switch(not is_over and (wanted or self._is_expecting()))
+                has_stopped = was_on and not self._recorder.on
+            if is_over or has_stopped:
                 continue
             self._pause(last_ns, pace, pause_s)
             last_ns = time.monotonic_ns()

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 import pytest
 import test_launchers as recorded
+from ports import reserve_port
 
 from kolovod.errors import BootstrapError
 from kolovod.rendezvous.external import meeting
@@ -147,7 +148,7 @@ def test_two_jobs_of_one_user_at_one_port():
     place = {
         "KOLOVOD_SECRET": SECRET,
         "KOLOVOD_STORE_HOST": "localhost",
-        "KOLOVOD_STORE_PORT": "19871",
+        "KOLOVOD_STORE_PORT": str(reserve_port()),
     }
     # Of the other job, whose rank 0 could not open the port.
     stranger = slurm(1, 2, SLURM_JOB_ID="5", KOLOVOD_START_TIMEOUT_S="5", **place)
@@ -155,7 +156,7 @@ def test_two_jobs_of_one_user_at_one_port():
     wait = {"KOLOVOD_START_TIMEOUT_S": "5"}
     done = run([{**ours[0], **wait}, stranger])
     assert "rank 1 did not call init() within 5 s" in done[0][2]
-    assert "rank 1 cannot meet rank 0 at localhost:19871" in done[1][2]
+    assert f"rank 1 cannot meet rank 0 at localhost:{place['KOLOVOD_STORE_PORT']}" in done[1][2]
     assert "not that of the job" in done[1][2]
 
 
