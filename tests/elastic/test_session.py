@@ -278,6 +278,54 @@ def test_ranks_that_stop_for_a_world_that_is_off_go_on(job: Job) -> None:
     assert "its ranks have stopped for a world that is off" in job.first_reason()
 
 
+def test_who_leaves_with_all_waits_for_a_slow_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes for its last step, which the others have ended: it is to end it."""
+    monkeypatch.setattr("kolovod.elastic.session._WANTED_S", 0.0)
+    signs: list[dict[str, Any]] = []
+    original = Steward._take
+
+    def note(self: Steward, number: int, message: dict[str, Any]) -> None:
+        original(self, number, message)
+        if number == 2 and message.get("stops"):
+            signs.append(message)
+
+    monkeypatch.setattr(Steward, "_take", note)
+    job.steward.leave((0, 1, 2))  # at a time: else those who stay offer a world to each other
+    for session in job.sessions:
+        session.leave()
+    slow, *others = job.sessions
+    for session in others:
+        session.stop_for_next()
+    until(lambda: len(signs) >= 4 or bool(job.stopped))  # and it has decided after each
+    assert [sign["broken"] for sign in signs] == [""] * len(signs)
+    assert (job.aborted, job.stopped) == ([], [])
+    slow.stop_for_next()
+    for session in job.sessions:
+        with pytest.raises(JobOverError, match="all members leave"):
+            job.next_worlds(session)
+
+
+def test_nobody_hears_of_the_end_before_the_session_has_left_the_engine(job: Job) -> None:
+    """Else the process may end meanwhile, and the thread that is in native code with it."""
+    entered: list[str] = []
+    goes_on: list[bool] = []
+
+    def abort(reason: str) -> None:
+        entered.append(reason)
+        until(lambda: bool(goes_on))
+
+    session = job.sessions[0]
+    session._abort = abort
+    job.steward._tell({"stop": "it is over"}, "it is over")
+    until(lambda: bool(entered))
+    assert not session.has_failed
+    goes_on.append(True)
+    with pytest.raises(JobOverError, match="it is over"):
+        job.next_worlds(session)
+
+
 def test_a_member_that_talks_nonsense_is_told_so(job: Job) -> None:
     session = job.sessions[0]
     session._sign_of_life = lambda: {"alive": "nonsense"}  # type: ignore[method-assign]
