@@ -25,7 +25,7 @@ def session():
 @pytest.fixture(autouse=True)
 def nothing_is_left(session):
     yield
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while session.sparkContext.statusTracker().getActiveStageIds():
         assert time.monotonic() < deadline, "a stage goes on"
         time.sleep(0.1)
