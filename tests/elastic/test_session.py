@@ -273,6 +273,25 @@ def test_ranks_that_stop_for_a_world_that_is_off_go_on(job: Job) -> None:
     assert "its ranks have stopped for a world that is off" in job.first_reason()
 
 
+def test_nobody_hears_of_the_end_before_the_session_has_left_the_engine(job: Job) -> None:
+    """Else the process may end meanwhile, and the thread that is in native code with it."""
+    entered: list[str] = []
+    goes_on: list[bool] = []
+
+    def abort(reason: str) -> None:
+        entered.append(reason)
+        until(lambda: bool(goes_on))
+
+    session = job.sessions[0]
+    session._abort = abort
+    job.steward._tell({"stop": "it is over"}, "it is over")
+    until(lambda: bool(entered))
+    assert not session.has_failed
+    goes_on.append(True)
+    with pytest.raises(JobOverError, match="it is over"):
+        job.next_worlds(session)
+
+
 def test_a_member_that_talks_nonsense_is_told_so(job: Job) -> None:
     session = job.sessions[0]
     session._sign_of_life = lambda: {"alive": "nonsense"}  # type: ignore[method-assign]

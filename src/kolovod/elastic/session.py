@@ -612,10 +612,17 @@ class Session:
 
     def _end(self, reason: str, *, is_lost: bool = False) -> None:
         """``is_lost``: the job may go on, but this process cannot find it."""
+        # First: who hears that it is over may end the process, and a thread that Python ends while
+        # it is in the engine, or frees it, ends all by std::terminate.
+        try:
+            self._abort(reason)
+        finally:
+            self._note_end(reason, is_lost=is_lost)
+
+    def _note_end(self, reason: str, *, is_lost: bool) -> None:
         with self._lock:
             has_left = self._leaves or (self._current is None and not is_lost)
             if self._current is None and not is_lost:
                 reason = f"the job has ended before this process was in it ({reason})"
             self._over = self._over or JobOverError(reason, has_left)
             self._lock.notify_all()
-        self._abort(reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from forked import run_tensorflow_ranks
 from frameworks import is_installed
@@ -75,10 +73,8 @@ def check_different_verbs(tf, kv, rank):
     for i, name in enumerate(names):
         other = (i + 1) % len(verbs)
         asked = (name, names[other])
-        start = time.monotonic()
         with pytest.raises(tf.errors.FailedPreconditionError) as caught:
             tf.function(verbs[i] if rank == 0 else verbs[other])(x)
-        assert time.monotonic() - start < 20
         for r in range(2):
             assert f"rank {r} has {asked[r]}" in str(caught.value)
     with pytest.raises(tf.errors.FailedPreconditionError, match="rank 1 has barrier"):
