@@ -1,0 +1,80 @@
+"""The exchange: what optimizers step with is, bit for bit, what NumPy makes of all ranks' inputs.
+
+One table for all front ends: rows are drawn in ``tests/support/exchange_rows.py``, replayed in
+``exchanges.py``. A row that fails is printed as Python: put it into ``ONCE_FAILED`` to repeat it.
+"""
+
+from __future__ import annotations
+
+import exchange_numpy
+import pytest
+from exchange_rows import NUMPY, TORCH, TORCH_PROCESSES, deterministic, drawn, rows
+from exchanges import Parameter, Row, Step, run_processes
+from forked import run_torch_ranks
+from hypothesis import given
+
+ONCE_FAILED = [
+    # A rank without a piece of any parameter clips values.
+    Row(steps=(Step(), Step("clip")), parameters=(Parameter(()),), sharded=True),
+    # Clipping, and throwing away, are the first thing that an optimizer of a world of one sees in
+    # a larger one.
+    Row(((0,), (0, 0)), steps=(Step("clip"), Step())),
+    Row(((0,), (0, 0)), steps=(Step("clip"), Step()), op="Sum", passes=2),
+    Row(((0,), (0, 0)), steps=(Step("set to none"), Step())),
+    # Several tensors that are encoded.
+    Row(
+        ((0, 1),), (Parameter((30, 70)), Parameter((1, 1100)), Parameter((3,))), compression="int4"
+    ),
+    # An optimizer and a compressor that go on from their states.
+    Row(((0, 0, 0),), (Parameter((5, 7)), Parameter((2,))), compression="signs", resumed=True),
+    Row(((0, 0, 0), (0, 0)), (Parameter((5, 7)), Parameter((2,))), sharded=True, resumed=True),
+]
+
+
+@pytest.mark.parametrize("row", ONCE_FAILED, ids=range(len(ONCE_FAILED)))
+def test_rows_of_pytorch_that_have_failed(row: Row) -> None:
+    _run_torch(row)
+
+
+@given(rows(TORCH))
+@deterministic(120)
+def test_pytorch(row: Row) -> None:
+    _run_torch(row)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@given(rows(TORCH))
+@deterministic(400)
+def test_more_of_pytorch(row: Row) -> None:
+    _run_torch(row)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(1500)
+@given(rows(TORCH))
+@deterministic(4000)
+def test_many_of_pytorch(row: Row) -> None:
+    _run_torch(row)
+
+
+def test_pytorch_on_processes() -> None:
+    """Which the module's own verbs serve; worlds grow and shrink by ``init`` and ``shutdown``."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    import exchange_torch
+
+    run_processes(run_torch_ranks, exchange_torch.on_processes, drawn(TORCH_PROCESSES, 30))
+
+
+@given(rows(NUMPY))
+@deterministic(80)
+def test_numpy(row: Row) -> None:
+    exchange_numpy.run(row)
+
+
+def _run_torch(row: Row) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    import exchange_torch
+
+    exchange_torch.run(row)
