@@ -7,12 +7,36 @@ One table for all front ends: rows are drawn in ``tests/support/exchange_rows.py
 from __future__ import annotations
 
 import exchange_numpy
+import exchange_programs
 import pytest
-from exchange_rows import NUMPY, TORCH, TORCH_PROCESSES, deterministic, drawn, rows
+from exchange_rows import (
+    JAX,
+    JAX_SHARDED,
+    KERAS,
+    NUMPY,
+    TENSORFLOW,
+    TORCH,
+    TORCH_PROCESSES,
+    deterministic,
+    drawn,
+    rows,
+)
 from exchanges import Parameter, Row, Step, run_processes
-from forked import run_torch_ranks
+from forked import (
+    KERAS_2,
+    KERAS_RUNNERS,
+    QUICKLY_COMPILED,
+    ranks_after,
+    run_tensorflow_ranks,
+    run_torch_ranks,
+)
+from frameworks import is_installed
 from hypothesis import given
+from slow import slow_but
 
+run_jax_ranks = ranks_after(
+    "optax", "kolovod.jax", JAX_PLATFORMS="cpu", JAX_ENABLE_X64="1", **QUICKLY_COMPILED
+)
 ONCE_FAILED = [
     # A rank without a piece of any parameter clips values.
     Row(steps=(Step(), Step("clip")), parameters=(Parameter(()),), sharded=True),
@@ -71,6 +95,48 @@ def test_pytorch_on_processes() -> None:
 @deterministic(80)
 def test_numpy(row: Row) -> None:
     exchange_numpy.run(row)
+
+
+@pytest.mark.frameworks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", slow_but([12], [12, 60]))
+def test_tensorflow(count: int) -> None:
+    _needs("tensorflow")
+    rows = drawn(TENSORFLOW, count)
+    run_processes(run_tensorflow_ranks, exchange_programs.InTensorflow.of_rows, rows)
+
+
+@pytest.mark.frameworks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", slow_but([12], [12, 60]))
+def test_jax(count: int) -> None:
+    _needs("jax", "optax")
+    run_processes(run_jax_ranks, exchange_programs.InJax.of_rows, drawn(JAX, count))
+
+
+@pytest.mark.frameworks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", slow_but([8], [8, 40]))
+def test_jax_with_shards(count: int) -> None:
+    """Programs with shards are for one world: what is traced before is traced anew."""
+    _needs("jax", "optax")
+    run_processes(run_jax_ranks, exchange_programs.InJax.of_rows, drawn(JAX_SHARDED, count))
+
+
+@pytest.mark.frameworks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", slow_but(["torch"], KERAS_RUNNERS))
+def test_keras(which: str) -> None:
+    _needs(*{"tf_keras": (KERAS_2,), "jax": ("keras", "jax")}.get(which, ("keras", which)))
+    work = exchange_programs.KERAS[which].of_rows
+    # Programs that are traced in a world of one send gradients in a larger one.
+    run_processes(KERAS_RUNNERS[which], work, drawn(KERAS, 16), KOLOVOD_ELASTIC="1")
+
+
+def _needs(*modules: str) -> None:
+    for module in modules:
+        if not is_installed(module):
+            pytest.skip(f"{module} is not installed")
 
 
 def _run_torch(row: Row) -> None:

@@ -38,6 +38,7 @@ class Has(NamedTuple):
     resumed: bool = False
     predivide: bool = True
     passes: int = 3
+    programs: tuple[str, ...] = ("",)
     worlds: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """Of which one is drawn; none: one of any shape, or several one after the other."""
 
@@ -50,6 +51,18 @@ TORCH = Has(
 # In processes a rank stays on its host.
 GROWING = (((0,), (0, 0), (0,), (0, 0, 0)), ((0, 0, 0), (0, 0)), ((0, 0, 1),), ((0, 1), (0,)))
 TORCH_PROCESSES = TORCH._replace(worlds=GROWING, staged=False)
+_TRACED = ("none", "fp16", "bf16", "int8", "int4")
+_ON_PROCESSES = (*GROWING, ((0, 0),), ((0, 0),))
+TENSORFLOW = Has(
+    _TRACED, ("float32", "float64"), tables=True, groups=True, worlds=_ON_PROCESSES,
+    programs=("tape in a graph", "optimizer in a graph", "tape", "optimizer"),
+)  # fmt: skip
+JAX = Has(_TRACED, ("float32", "float64"), worlds=_ON_PROCESSES, programs=("jitted", "eager"))
+JAX_SHARDED = JAX._replace(compressions=("none",), sharded=True, worlds=(((0, 0, 0),), ((0, 1),)))
+KERAS = Has(
+    _TRACED, ("float32",), groups=True, worlds=_ON_PROCESSES, passes=2,
+    programs=("compiled", "applied"),
+)  # fmt: skip
 NUMPY = Has(
     ("none", "fp16", "int8", "int4", "signs", "by turns"), ("float32", "float64", "float16"),
     worlds=tuple((world,) for world in ONE_HOST + TWO_HOSTS + MORE_HOSTS),
@@ -71,7 +84,10 @@ def rows(draw: Any, has: Has) -> Row:
     of = st.sampled_from
     hosts = draw(of(has.worlds)) if has.worlds else draw(worlds())
     compression = draw(of(has.compressions))
+    program = draw(of(has.programs))
     sharded = has.sharded and compression == "none" and draw(st.integers(0, 3)) == 0
+    if sharded and any(has.programs):  # there a state is of one world
+        hosts = (max(hosts, key=len),)
     keeps_state, is_coded = compression in ("signs", "by turns"), compression[:3] == "int"
     if is_coded:  # whether halves are rounded up or down is nobody's business: no exact numbers
         hosts = tuple(tuple(min(host, 1) for host in world) for world in hosts)
@@ -87,7 +103,8 @@ def rows(draw: Any, has: Has) -> Row:
     as_dense = with_table and draw(st.booleans())
     if with_table:
         parameters.append(Parameter((draw(of((1, 4, 30))), 3), "float32", True))
-    passes = draw(st.integers(1, has.passes))
+    passes = 1 if program.startswith("tape") else draw(st.integers(1, has.passes))
+    as_dense = as_dense or (with_table and bool(program) and passes > 1)
     ways = [
         way
         for way in has.ways
@@ -106,13 +123,17 @@ def rows(draw: Any, has: Has) -> Row:
             # Of a rank that has no gradient nobody knows that it was thrown away, nor, where those
             # of several passes are summed, that all passes are over when it clips.
             if way == "set to none" or (way == "clip" and passes > 1):
-                absent = [where for where in absent if where[2]]
+                absent = [where for where in absent if where[2] and (passes == 1 or way == "clip")]
+        if has.absent and way != "set to none" and draw(st.integers(0, 5)) == 5:
+            nobodys = draw(st.integers(1, 5))  # a parameter that no rank uses
+            ranks, all_passes = range(size), range(passes + 1)
+            absent = [*absent, *((r, p, nobodys) for r in ranks for p in all_passes)]
         steps.append(Step(way, tuple(absent)))
     groups = None
     if has.groups and draw(st.booleans()):
         indices = list(range(len(parameters)))
         by_hand = ((0,), (indices[-1],)) if len(indices) > 1 else ((0,),)
-        groups = draw(of((1, 2, 99, by_hand)))
+        groups = draw(of((1, 2, 99) if program in ("compiled", "applied") else (1, 2, 99, by_hand)))
     narrow = any(p.dtype in NARROW for p in parameters) or compression in ("fp16", "bf16")
     across = any(len(set(world)) > 1 for world in hosts)
     many = any(len(set(world)) > 2 for world in hosts)
@@ -128,7 +149,7 @@ def rows(draw: Any, has: Has) -> Row:
     return Row(
         hosts, tuple(parameters), tuple(steps), op, compression, predivide, groups, passes,
         as_dense, sharded, has.staged and draw(st.booleans()),
-        has.resumed and draw(st.booleans()), exact, draw(st.integers(0, 1000)),
+        has.resumed and draw(st.booleans()), exact, draw(st.integers(0, 1000)), program,
     )  # fmt: skip
 
 

@@ -76,6 +76,8 @@ class Row(NamedTuple):
     exact: bool = False
     """Gradients are small multiples of 1/8, whose sums are the same in any order."""
     seed: int = 0
+    program: str = ""
+    """How the front end's step is made, where there are several ways."""
 
     @property
     def size(self) -> int:
@@ -280,7 +282,9 @@ def entering(row: Row, rank: int) -> Callable[[int], None]:
     return enter
 
 
-def run_processes(start: Callable[..., Any], work: Callable[..., Any], rows: list[Row]) -> None:
+def run_processes(
+    start: Callable[..., Any], work: Callable[..., Any], rows: list[Row], **env: str
+) -> None:
     """``work(rank, rows)`` on processes that ``start`` has forked: many rows in each job.
 
     Rows of the same number of ranks on the same hosts share a job.
@@ -290,7 +294,7 @@ def run_processes(start: Callable[..., Any], work: Callable[..., Any], rows: lis
         jobs.setdefault(max(row.worlds, key=len), []).append(row)
     for hosts, some in jobs.items():
         names = [f"host{host}" for host in hosts]
-        results = start(len(hosts), work, some, hosts=names, timeout_s=240.0)
+        results = start(len(hosts), work, some, hosts=names, timeout_s=240.0, env=env)
         for number, row in enumerate(some):
             wanted = Replay(row).all()
             for rank, found in enumerate(results):
