@@ -228,7 +228,7 @@ class InJax(Program):
 
 
 class InKeras(Program):
-    """``compiled`` (as ``fit`` has it) or ``applied``, of gradients that are at hand."""
+    """``compiled`` or ``eager``, as ``fit`` has it, or ``applied``, of gradients at hand."""
 
     which = "tensorflow"
 
@@ -251,7 +251,8 @@ class InKeras(Program):
             groups=row.groups,
         )  # fmt: skip
         self.model = _model_of(keras, self, row)
-        self.model.compile(self.optimizer, lambda true, out: out)
+        eagerly = {"run_eagerly": True} if row.program == "eager" else {}
+        self.model.compile(self.optimizer, lambda true, out: out, **eagerly)
 
     def begin_equal(self) -> None:
         """See Program."""
@@ -259,7 +260,7 @@ class InKeras(Program):
 
     def run(self, grads: list[Any]) -> list[Any] | None:
         """See Program."""
-        if self.row.program == "compiled":
+        if self.row.program != "applied":
             factors = np.concatenate([np.ravel(grad) for grad in grads])[None]
             self.model.train_on_batch(factors, np.zeros((1, 1), factors.dtype))
             return None

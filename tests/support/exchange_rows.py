@@ -15,8 +15,17 @@ TWO_HOSTS = ((0, 1), (0, 1, 1), (0, 0, 1, 1))
 MORE_HOSTS = ((0, 1, 2), (0, 0, 1, 1, 2))
 
 
+SHRINKS = False
+"""Whether a row that fails is made as small as can be: for whoever looks for the reason."""
+
+
 def deterministic(count: int, **options: Any) -> settings:
-    """``count`` examples, in each run the same ones; nothing is kept between runs."""
+    """``count`` examples, in each run the same ones; nothing is kept between runs.
+
+    What fails is printed as it was drawn: making it smaller takes minutes (``SHRINKS``).
+    """
+    shrink = [Phase.shrink] if SHRINKS else []
+    options.setdefault("phases", [Phase.explicit, Phase.generate, *shrink])
     return settings(
         max_examples=count, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(HealthCheck), **options,
@@ -61,12 +70,14 @@ JAX = Has(_TRACED, ("float32", "float64"), worlds=_ON_PROCESSES, programs=("jitt
 JAX_SHARDED = JAX._replace(compressions=("none",), sharded=True, worlds=(((0, 0, 0),), ((0, 1),)))
 KERAS = Has(
     _TRACED, ("float32",), groups=True, worlds=_ON_PROCESSES, passes=2,
-    programs=("compiled", "applied"),
+    programs=("compiled", "eager", "applied"),
 )  # fmt: skip
 NUMPY = Has(
     ("none", "fp16", "int8", "int4", "signs", "by turns"), ("float32", "float64", "float16"),
     worlds=tuple((world,) for world in ONE_HOST + TWO_HOSTS + MORE_HOSTS),
 )  # fmt: skip
+
+NUMPY_PROCESSES = NUMPY._replace(compressions=("none",), worlds=GROWING)
 
 
 @st.composite
@@ -112,6 +123,8 @@ def rows(draw: Any, has: Has) -> Row:
         and not (keeps_state and way in ("zeroed", "set to none", "closure", "held back", "early"))
         and not (sharded and way in ("synchronize", "set to none"))
         and not (with_table and way == "clip")
+        # Whose gradients do not tell whether they are new ones.
+        and not (way == "set to none" and any(0 in p.shape for p in parameters))
     ]
     size = max(map(len, hosts))
     steps = []
@@ -125,15 +138,17 @@ def rows(draw: Any, has: Has) -> Row:
             if way == "set to none" or (way == "clip" and passes > 1):
                 absent = [where for where in absent if where[2] and (passes == 1 or way == "clip")]
         if has.absent and way != "set to none" and draw(st.integers(0, 5)) == 5:
-            nobodys = draw(st.integers(1, 5))  # a parameter that no rank uses
+            nobodys = draw(st.integers(1, 5))  # a parameter that no rank uses, if there is one
             ranks, all_passes = range(size), range(passes + 1)
             absent = [*absent, *((r, p, nobodys) for r in ranks for p in all_passes)]
+        if with_table:  # the first step shows what is sparse, on one rank at least
+            absent = [where for where in absent if where[2] < len(parameters) - 1]
         steps.append(Step(way, tuple(absent)))
     groups = None
     if has.groups and draw(st.booleans()):
         indices = list(range(len(parameters)))
         by_hand = ((0,), (indices[-1],)) if len(indices) > 1 else ((0,),)
-        groups = draw(of((1, 2, 99) if program in ("compiled", "applied") else (1, 2, 99, by_hand)))
+        groups = draw(of((1, 2, 99) if has is KERAS else (1, 2, 99, by_hand)))
     narrow = any(p.dtype in NARROW for p in parameters) or compression in ("fp16", "bf16")
     across = any(len(set(world)) > 1 for world in hosts)
     many = any(len(set(world)) > 2 for world in hosts)

@@ -187,15 +187,16 @@ class Replay:
         taken: list[Array | None] = []
         for index in range(len(row.parameters)):
             own = [sums[rank][index] for rank in range(len(hosts))]
-            combined = None
-            if any(grad is not None for grad in own):
+            combined, is_used = None, any(grad is not None for grad in own)
+            if is_used or row.compression in ("signs", "by turns"):  # which are asked all the same
                 combined = self._combined(hosts, index, own)
+            if combined is not None and is_used:
                 if step.way == "clip":
                     combined = np.clip(combined, *_as(row.parameters[index].dtype, [-CLIP, CLIP]))
                 if step.way == "synchronize":
                     combined = combined * _as(row.parameters[index].dtype, 2)
                 self._move(index, combined)
-            taken.append(combined)
+            taken.append(combined if is_used else None)
         return Taken(taken, [weight.copy() for weight in self.weights])
 
     def _summed(self, world: int, number: int, step: Step, rank: int) -> list[Array | None]:
