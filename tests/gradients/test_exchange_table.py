@@ -47,6 +47,12 @@ ONCE_FAILED = [
     Row(((0,), (0, 0)), steps=(Step("clip"), Step())),
     Row(((0,), (0, 0)), steps=(Step("clip"), Step()), op="Sum", passes=2),
     Row(((0,), (0, 0)), steps=(Step("set to none"), Step())),
+    # What is thrown away was sent by the one rank, and not by the other.
+    Row(
+        parameters=(Parameter((3,)), Parameter((3,))),
+        steps=(Step(), Step("set to none", ((0, 0, 1),)), Step("set to none", ((1, 0, 1),))),
+        op="Sum",
+    ),
     # Several tensors that are encoded.
     Row(
         ((0, 1),), (Parameter((30, 70)), Parameter((1, 1100)), Parameter((3,))), compression="int4"

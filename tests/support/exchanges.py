@@ -180,13 +180,18 @@ class Replay:
             for world in range(len(self.row.worlds))
         ]
 
-    def step(self, world: int, number: int, step: Step) -> Taken:
-        """One of all ranks of a world."""
-        row, hosts = self.row, self.row.worlds[world]
-        sums = [self._summed(world, number, step, rank) for rank in range(len(hosts))]
+    def step(
+        self, world: int, number: int, step: Step, members: tuple[int, ...] | None = None
+    ) -> Taken:
+        """One of all ranks of a world, or of ``members`` of it alone."""
+        row = self.row
+        if members is None:
+            members = tuple(range(len(row.worlds[world])))
+        hosts = tuple(row.worlds[world][member] for member in members)
+        sums = [self._summed(world, number, step, member) for member in members]
         taken: list[Array | None] = []
         for index in range(len(row.parameters)):
-            own = [sums[rank][index] for rank in range(len(hosts))]
+            own = [each[index] for each in sums]
             combined, is_used = None, any(grad is not None for grad in own)
             if is_used or row.compression in ("signs", "by turns"):  # which are asked all the same
                 combined = self._combined(hosts, index, own)
@@ -314,17 +319,18 @@ def check(row: Row, rank: int, found: list[list[Taken]], wanted: list[list[Taken
         for number, (mine, right) in enumerate(zip(found[world], wanted[world], strict=True)):
             where = f"rank {rank} in step {number} of world {world}, parameter"
             for index, weight in enumerate(right.weights):
-                _compare(row, mine.weights[index], weight, f"the weights of {where} {index}")
+                compare(row, mine.weights[index], weight, f"the weights of {where} {index}")
             assert right.gradients is not None
             for index, grad in enumerate(right.gradients if mine.gradients is not None else ()):
                 assert mine.gradients is not None
                 own = mine.gradients[index]
                 assert (own is None) == (grad is None), f"the gradient of {where} {index}: {own}"
                 if grad is not None:
-                    _compare(row, own, grad, f"the gradient of {where} {index}")
+                    compare(row, own, grad, f"the gradient of {where} {index}")
 
 
-def _compare(row: Row, found: Any, wanted: Array, what: str) -> None:
+def compare(row: Row, found: Any, wanted: Array, what: str) -> None:
+    """AssertionError, which begins with ``what``, where values differ by more than they may."""
     assert found.dtype == wanted.dtype, what
     assert found.shape == wanted.shape, what
     if row.tolerance:
