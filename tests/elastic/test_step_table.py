@@ -20,7 +20,7 @@ from seldom_rows import SeldomRow
 
 
 @given(elastic_rows.elastic_rows())
-@deterministic(60)
+@deterministic(40)
 def test_optimizers(case: ElasticRow) -> None:
     elastic_rows.run(case)
 
@@ -34,7 +34,7 @@ def test_more_optimizers(case: ElasticRow) -> None:
 
 
 @given(seldom_rows.seldom_rows())
-@deterministic(25)
+@deterministic(20)
 def test_local_sgd_and_diloco(row: SeldomRow) -> None:
     seldom_rows.run(row)
 

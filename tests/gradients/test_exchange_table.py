@@ -96,7 +96,7 @@ def test_pytorch_on_processes() -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     import exchange_torch
 
-    run_processes(run_torch_ranks, exchange_torch.on_processes, drawn(TORCH_PROCESSES, 30))
+    run_processes(run_torch_ranks, exchange_torch.on_processes, drawn(TORCH_PROCESSES, 20))
 
 
 @given(rows(NUMPY))
@@ -106,7 +106,7 @@ def test_numpy(row: Row) -> None:
 
 
 def test_numpy_on_processes() -> None:
-    run_processes(run_ranks, exchange_numpy.on_processes, drawn(NUMPY_PROCESSES, 20))
+    run_processes(run_ranks, exchange_numpy.on_processes, drawn(NUMPY_PROCESSES, 12))
 
 
 @pytest.mark.frameworks

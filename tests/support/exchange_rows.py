@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from exchanges import NARROW, Parameter, Row, Step
@@ -169,13 +170,34 @@ def rows(draw: Any, has: Has) -> Row:
 
 
 def drawn(has: Has, count: int) -> list[Row]:
-    """So many rows, the same in each run: for ranks that are processes, which share a start."""
-    found: list[Row] = []
+    """So many rows, the same in each run: for ranks that are processes, which share a start.
+
+    Of many more those that have the most pairs of options together that no row before them has.
+    """
+    pool: list[Row] = []
 
     @given(rows(has))
-    @deterministic(count, phases=[Phase.generate])
+    @deterministic(15 * count, phases=[Phase.generate])
     def collect(row: Row) -> None:
-        found.append(row)
+        pool.append(row)
 
     collect()
-    return found
+    chosen: list[Row] = []
+    covered: set[tuple[Any, Any]] = set()
+    pairs = {row: set(itertools.combinations(_options(row), 2)) for row in pool}
+    while len(chosen) < count and pairs:
+        best = max(pairs, key=lambda row: len(pairs[row] - covered))  # the first of several
+        covered |= pairs.pop(best)
+        chosen.append(best)
+    return chosen
+
+
+def _options(row: Row) -> list[tuple[str, Any]]:
+    """What a row has of the table, in one order for all."""
+    plain = ("worlds", "op", "compression", "predivide", "passes", "program", "sharded", "resumed")
+    found = [(name, getattr(row, name)) for name in plain]
+    found += [("groups", type(row.groups).__name__), ("several", len(row.parameters) > 1)]
+    found += [("dtypes", dtype) for dtype in sorted({p.dtype for p in row.parameters})]
+    found += [("way", way) for way in sorted({step.way for step in row.steps})]
+    table = any(p.is_table for p in row.parameters)
+    return [*found, ("table", (table, row.as_dense)), ("absent", any(s.absent for s in row.steps))]

@@ -171,7 +171,7 @@ class Replay:
         self.weights = start(row)
         self.velocities: list[Array | None] = [None] * len(row.parameters)
         self._signs = [SignsWithFeedback(np.asarray) for _ in range(row.size)]
-        self._turns = ByTurns()
+        self._turns = [ByTurns() for _ in range(row.size)]
 
     def all(self) -> list[list[Taken]]:
         """By world and step."""
@@ -194,7 +194,7 @@ class Replay:
             own = [each[index] for each in sums]
             combined, is_used = None, any(grad is not None for grad in own)
             if is_used or row.compression in ("signs", "by turns"):  # which are asked all the same
-                combined = self._combined(hosts, index, own)
+                combined = self._combined(members, hosts, index, own)
             if combined is not None and is_used:
                 if step.way == "clip":
                     combined = np.clip(combined, *_as(row.parameters[index].dtype, [-CLIP, CLIP]))
@@ -219,7 +219,9 @@ class Replay:
                 found[index] = whole if before is None else _as(parameter.dtype, before + whole)
         return found
 
-    def _combined(self, hosts: tuple[int, ...], index: int, own: list[Array | None]) -> Array:
+    def _combined(
+        self, members: tuple[int, ...], hosts: tuple[int, ...], index: int, own: list[Array | None]
+    ) -> Array:
         row, parameter = self.row, self.row.parameters[index]
         dtype, size, is_sparse = parameter.dtype, len(hosts), row.is_sparse(index)
         each = [np.zeros(parameter.shape, _numpys(dtype)) if grad is None else grad for grad in own]
@@ -227,10 +229,13 @@ class Replay:
         if size == 1:
             return np.asarray(each[0])
         if row.compression == "signs" and not is_sparse:
-            return self._by_signs(index, each, divisor)
+            return self._by_signs(members, index, each, divisor)
         if row.compression == "by turns" and not is_sparse:
-            (payload,) = {float(self._turns.compress(str(index), np.float64(1)).tensors[0])}
-            each = [grad * _as(dtype, payload) for grad in each]
+            factors = [
+                self._turns[member].compress(str(index), np.float64(1)).tensors[0]
+                for member in members
+            ]
+            each = [grad * _as(dtype, by) for grad, by in zip(each, factors, strict=True)]
         travels = dtype
         if row.compression in ("fp16", "bf16") and not is_sparse and dtype not in NARROW:
             travels = {"fp16": "float16", "bf16": "bfloat16"}[row.compression]
@@ -253,7 +258,9 @@ class Replay:
             total = coded(total, row.compression)
         return _as(dtype, _as(travels, total))
 
-    def _by_signs(self, index: int, each: list[Array], divisor: int) -> Array:
+    def _by_signs(
+        self, members: tuple[int, ...], index: int, each: list[Array], divisor: int
+    ) -> Array:
         one = self._signs[0]
         sent = [
             signs.compress(str(index), grad) for signs, grad in zip(self._signs, each, strict=False)
