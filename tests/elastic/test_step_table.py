@@ -8,40 +8,23 @@ threads. That processes which are killed at any time do the same is in the front
 from __future__ import annotations
 
 import pytest
-from exchange_rows import deterministic
-from hypothesis import given
+from exchange_rows import chosen, each
+from slow import slow_but
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import elastic_rows
 import seldom_rows
-from elastic_rows import ElasticRow
-from seldom_rows import SeldomRow
 
 
-@given(elastic_rows.elastic_rows())
-@deterministic(40)
-def test_optimizers(case: ElasticRow) -> None:
-    elastic_rows.run(case)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@given(elastic_rows.elastic_rows())
-@deterministic(300)
-def test_more_optimizers(case: ElasticRow) -> None:
-    elastic_rows.run(case)
+@pytest.mark.parametrize("count", slow_but([40], [40, 300]))
+def test_optimizers(count: int) -> None:
+    rows = chosen(elastic_rows.elastic_rows(), elastic_rows.options, count)
+    each(elastic_rows.run, rows)
 
 
-@given(seldom_rows.seldom_rows())
-@deterministic(20)
-def test_local_sgd_and_diloco(row: SeldomRow) -> None:
-    seldom_rows.run(row)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@given(seldom_rows.seldom_rows())
-@deterministic(100)
-def test_more_of_local_sgd_and_diloco(row: SeldomRow) -> None:
-    seldom_rows.run(row)
+@pytest.mark.parametrize("count", slow_but([20], [20, 100]))
+def test_local_sgd_and_diloco(count: int) -> None:
+    each(seldom_rows.run, chosen(seldom_rows.seldom_rows(), seldom_rows.options, count))

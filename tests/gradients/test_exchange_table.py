@@ -20,6 +20,7 @@ from exchange_rows import (
     TORCH_PROCESSES,
     deterministic,
     drawn,
+    each,
     rows,
 )
 from exchanges import Parameter, Row, Step, run_processes
@@ -68,18 +69,10 @@ def test_rows_of_pytorch_that_have_failed(row: Row) -> None:
     _run_torch(row)
 
 
-@given(rows(TORCH))
-@deterministic(120)
-def test_pytorch(row: Row) -> None:
-    _run_torch(row)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@given(rows(TORCH))
-@deterministic(400)
-def test_more_of_pytorch(row: Row) -> None:
-    _run_torch(row)
+@pytest.mark.parametrize("count", slow_but([60], [60, 400]))
+def test_pytorch(count: int) -> None:
+    each(_run_torch, drawn(TORCH, count))
 
 
 @pytest.mark.slow
@@ -99,10 +92,8 @@ def test_pytorch_on_processes() -> None:
     run_processes(run_torch_ranks, exchange_torch.on_processes, drawn(TORCH_PROCESSES, 20))
 
 
-@given(rows(NUMPY))
-@deterministic(80)
-def test_numpy(row: Row) -> None:
-    exchange_numpy.run(row)
+def test_numpy() -> None:
+    each(exchange_numpy.run, drawn(NUMPY, 60))
 
 
 def test_numpy_on_processes() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from elastic_threads import TICKETS, Job, Life, arrange, own_steps
-from exchange_rows import LARGE, ONE_HOST, SHAPES
+from exchange_rows import LARGE, ONE_HOST, SHAPES, options_of
 from exchange_torch import Trained
 from exchanges import Parameter, Replay, Row, Step, Taken, compare
 from hypothesis import strategies as st
@@ -85,6 +85,15 @@ def elastic_rows(draw: Any) -> ElasticRow:
         if death.place == "sent" and taken[death.step].way == "closure":
             taken[death.step] = Step()  # there is nothing between its backward and its step
     return ElasticRow(row._replace(steps=tuple(taken)), tuple(deaths))
+
+
+def options(case: ElasticRow) -> list[tuple[str, Any]]:
+    """For ``exchange_rows.chosen``."""
+    row, (first, *more) = case.row, case.deaths
+    found = [("place", first.place), ("its way", row.steps[first.step].way)]
+    found += [("victims", len(first.victims)), ("ticket", first.ticket)]
+    then = more[0].place if more else ""
+    return [*found, ("then", then), *(o for o in options_of(row) if o[0] != "way")]
 
 
 def run(case: ElasticRow) -> None:

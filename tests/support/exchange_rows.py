@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from exchanges import NARROW, Parameter, Row, Step
@@ -169,30 +171,50 @@ def rows(draw: Any, has: Has) -> Row:
     )  # fmt: skip
 
 
-def drawn(has: Has, count: int) -> list[Row]:
-    """So many rows, the same in each run: for ranks that are processes, which share a start.
+def chosen(strategy: Any, options: Callable[[Any], list[tuple[str, Any]]], count: int) -> list[Any]:
+    """So many rows, the same in each run.
 
     Of many more those that have the most pairs of options together that no row before them has.
     """
-    pool: list[Row] = []
+    pool: list[Any] = []
 
-    @given(rows(has))
-    @deterministic(15 * count, phases=[Phase.generate])
-    def collect(row: Row) -> None:
+    @given(strategy)
+    @deterministic(3 * count + 200, phases=[Phase.generate])
+    def collect(row: Any) -> None:
         pool.append(row)
 
     collect()
-    chosen: list[Row] = []
+    found: list[Any] = []
     covered: set[tuple[Any, Any]] = set()
-    pairs = {row: set(itertools.combinations(_options(row), 2)) for row in pool}
-    while len(chosen) < count and pairs:
-        best = max(pairs, key=lambda row: len(pairs[row] - covered))  # the first of several
-        covered |= pairs.pop(best)
-        chosen.append(best)
-    return chosen
+    pairs = {row: set(itertools.combinations(options(row), 2)) for row in pool}
+    waiting = [(-len(own), place, row) for place, (row, own) in enumerate(pairs.items())]
+    heapq.heapify(waiting)
+    while len(found) < count and waiting:
+        _, place, row = heapq.heappop(waiting)
+        new = pairs[row] - covered  # what a row adds only becomes less
+        if waiting and -len(new) > waiting[0][0]:
+            heapq.heappush(waiting, (-len(new), place, row))
+            continue
+        covered |= new
+        found.append(row)
+    return found
 
 
-def _options(row: Row) -> list[tuple[str, Any]]:
+def drawn(has: Has, count: int) -> list[Row]:
+    """So many rows of a front end; see ``chosen``."""
+    return chosen(rows(has), options_of, count)
+
+
+def each(run: Callable[[Any], None], rows: Iterable[Any]) -> None:
+    """``run`` of each row; what fails says of which."""
+    for row in rows:
+        try:
+            run(row)
+        except Exception as error:
+            raise AssertionError(f"{row!r}: {error}") from error
+
+
+def options_of(row: Row) -> list[tuple[str, Any]]:
     """What a row has of the table, in one order for all."""
     plain = ("worlds", "op", "compression", "predivide", "passes", "program", "sharded", "resumed")
     found = [(name, getattr(row, name)) for name in plain]

@@ -37,6 +37,11 @@ def seldom_rows(draw: Any) -> SeldomRow:
     return SeldomRow(case, place, number, draw(st.integers(0, RANKS - 1)))
 
 
+def options(row: SeldomRow) -> list[tuple[str, Any]]:
+    """For ``exchange_rows.chosen``."""
+    return [*row._asdict().items()]
+
+
 def run(row: SeldomRow) -> None:
     """Train, and compare each step of each survivor."""
     results = Job([0] * RANKS, TorchFrontend).run(lambda life: _train(row, life), [[row.victim]])
