@@ -54,11 +54,11 @@ def compute(model: Any, member: int, step: int) -> None:
     model(torch.randn(8, 6, generator=drawn)).square().mean().backward()
 
 
-def begin(case: str, seed: int) -> tuple[Any, Any, Any]:
-    """The model, the inner optimizer and the way, as a script has them."""
+def begin(case: str, seed: int, verbs: Any = None) -> tuple[Any, Any, Any]:
+    """The model, the inner optimizer and the way, as a script has them; ``verbs``: of tests."""
     model = model_of(seed)
     inner, outer = optimizers_of(model)
-    options = dict(CASES[case])
+    options = CASES[case] | ({} if verbs is None else {"verbs": verbs})
     if "compression" in options:
         options["compression"] = options["compression"]()
     if case == "local sgd":

@@ -168,9 +168,10 @@ def when_engine_ends(hook: Callable[[], None]) -> None:
     _ending_hooks.append(hook)
 
 
-def when_entered(hook: Callable[[World], None]) -> None:
-    """Call ``hook(world)`` whenever this process has entered a world."""
+def when_entered(hook: Callable[[World], None]) -> Callable[[World], None]:
+    """Call ``hook(world)`` whenever this process has entered a world. Returns ``hook``."""
     _entering_hooks.append(hook)
+    return hook
 
 
 def when_place_is_asked(hook: Callable[[], None]) -> None:

@@ -3,7 +3,8 @@
 A script clips between backward and step, when gradients are on their way to the other ranks: what
 it would measure and scale is this rank's own. PyTorch offers no place to step in, so its two
 functions are made to wait for the gradients of the parameters that they are given; that they do
-from the first DistributedOptimizer of more than one rank on, and nothing else about them changes.
+as soon as there is a DistributedOptimizer in a world of several ranks, also one that was made in a
+world of one, and nothing else about them changes.
 
 Other changes in place are still found out and refused (``GradientReducer``): nobody can know of
 them in time. So are those by ``torch.nn.utils.clip_grads_with_norm_``, whose norm was made from
@@ -26,6 +27,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from kolovod.core.ops import Max, Sum
+from kolovod.core.world import World, when_entered
 from kolovod.errors import InvalidArgumentError
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
@@ -36,6 +38,10 @@ class Averaging(Protocol):
 
     def owns(self, ids: set[int]) -> bool:
         """Whether one of its parameters has one of these values of ``id``."""
+        ...
+
+    def enter_world(self) -> None:
+        """There are other ranks now, maybe."""
         ...
 
     def settle(self) -> None:
@@ -82,14 +88,31 @@ _is_installed = False
 
 
 def watch(averaging: Averaging) -> None:
-    """From now on, gradients of ``averaging`` are settled before they are clipped."""
-    global _is_installed
+    """From now on, gradients of ``averaging`` are settled before they are clipped.
+
+    In a world of one they need not be, and PyTorch's functions stay as they are until ``install``.
+    """
     with _lock:
         _all[next(_numbers)] = averaging
+
+
+def install() -> None:
+    """There is a world of several ranks."""
+    global _is_installed
+    with _lock:
         if not _is_installed:
             for name in _NAMES:
                 _install(name)
             _is_installed = True
+
+
+@when_entered
+def _enter(world: World) -> None:
+    """Backward, or clipping, may be the first thing that happens in a world."""
+    with _lock:
+        everyone = sorted(_all.items()) if world.size > 1 else []
+    for _, averaging in everyone:
+        averaging.enter_world()
 
 
 def _install(name: str) -> None:
@@ -148,7 +171,10 @@ def _clip_shards(
     whole = [p for p in given if not any(shard.is_of(p) for shard in shards)]
     everything = [*whole, *(piece for some in pieces for piece in some)]
     if function.__name__ != "clip_grad_norm_":
-        return function(everything, *args, **kwargs)
+        # PyTorch's function fails where there is no gradient: with more ranks than elements this
+        # rank may have no piece.
+        has_any = any(tensor.grad is not None for tensor in everything)
+        return function(everything, *args, **kwargs) if has_any else None
     given_by_name = inspect.signature(function).bind(given, *args, **kwargs)
     given_by_name.apply_defaults()
     options = given_by_name.arguments

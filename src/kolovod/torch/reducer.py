@@ -78,10 +78,10 @@ class GradientReducer:
             self.parameters, self.buckets, spec, verbs, self.agreement, sender.use
         )
         self._used = False  # there was a step, and no zero_grad since
-        self._is_watched = False
         if spec.is_member and not spec.comes_later:
             verbs.world()  # raises where there is none
         self.add(named)
+        clipping.watch(self)
         self.follow_world()
         steps.forgets(self)
 
@@ -108,10 +108,13 @@ class GradientReducer:
             return False
         if not hooks.are_on:
             hooks.put_on(range(len(self.parameters)), self._complete)
-            if not self._is_watched:
-                clipping.watch(self)
-                self._is_watched = True
+            clipping.install()
         return True
+
+    def enter_world(self) -> None:
+        """See clipping.Averaging. Whether a process set has come along, the next step finds out."""
+        if self.spec.process_set is None:
+            self.follow_world()
 
     @property
     def passes(self) -> int:

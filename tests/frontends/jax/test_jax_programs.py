@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forked import run_jax_ranks
 from frameworks import is_installed
+from growing import WORLDS, worlds_of
 
 import kolovod
 from kolovod.core.ops import Sum
@@ -248,3 +249,32 @@ def test_several_devices_are_refused():
 
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run_jax_ranks(2, work, timeout_s=LIMIT_S, env=flags)
+
+
+def test_programs_that_ask_where_they_are_are_traced_anew():
+    def work(launched_as):
+        import jax
+        import jax.numpy as jnp
+
+        import kolovod
+        import kolovod.jax as kv
+
+        @jax.jit
+        def by_hand(x):
+            return kv.allreduce(x, op=kv.Sum) / kv.size() + kv.rank()
+
+        @jax.jit
+        def loop(x):
+            return jax.lax.scan(lambda total, row: (total + row / kolovod.size(), None), 0.0, x)[0]
+
+        rows = jax.jit(kv.allgather)
+        slope = jax.jit(jax.grad(lambda x: jnp.sum(kv.broadcast(x, 0)[0])))
+
+        for phase in worlds_of(kv, launched_as):
+            size, rank, x = kv.size(), kv.rank(), jnp.full(2, launched_as + 1.0)
+            assert by_hand(x).tolist() == [(size + 1) / 2 + rank] * 2
+            assert loop(jnp.ones(6)) == pytest.approx(6 / size)
+            assert rows(x[:1]).tolist() == [rank + 1 for rank in WORLDS[phase]]
+            assert slope(x).tolist() == ([0, 0] if rank else [size, 0])
+
+    run_jax_ranks(3, work, timeout_s=150)

@@ -153,7 +153,7 @@ def as_without(rank, size, kinds):
     kv.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", thorough_but([2], [2, 3]))
 def test_as_without_shards(size):
     run_ranks(size, as_without, size, ("all at once",), timeout_s=LIMIT_S)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import numpy as np
 import pytest
 from forked import KERAS_2, KERAS_RUNNERS
 from frameworks import is_installed
-from growing import MOMENTUM, RATE, STEPS, batch, check, replayed, start, worlds_of
-from slow import slow_but
 
 pytestmark = pytest.mark.timeout(200)
 ELASTIC = {"KOLOVOD_ELASTIC": "1"}
@@ -21,41 +18,6 @@ def runner(which, ranks=3):
         if not is_installed(module):
             pytest.skip(f"{module} is not installed")
     return functools.partial(KERAS_RUNNERS[which], ranks, timeout_s=150)
-
-
-def train(launched_as, which, ways):
-    """The weights after each world, by way."""
-    keras = importlib.import_module(KERAS_2 if which == "tf_keras" else "keras")
-    keras.backend.set_floatx("float64")
-    kv = importlib.import_module("kolovod.keras")
-    kv.init(comm=[launched_as])  # all are made in a world of one
-    trained = {}
-    for name, (passes, compiled) in ways.items():
-        model = keras.Sequential([
-            keras.layers.Input((3,)), keras.layers.EinsumDense("ab,bc->ac", 2, bias_axes="c"),
-        ])  # fmt: skip
-        model.set_weights([value + launched_as for value in start()])
-        sgd = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
-        optimizer = kv.DistributedOptimizer(sgd, backward_passes_per_step=passes)
-        model.compile(optimizer, "mse", **compiled)
-        trained[name] = model, passes, []
-    kv.shutdown()
-    for phase in worlds_of(kv, launched_as):
-        for model, passes, found in trained.values():
-            if phase:
-                kv.broadcast_model(model)
-            for row in range(STEPS * passes):
-                model.train_on_batch(*batch(phase, row, launched_as))
-            found += [None] * (phase - len(found)) + [model.get_weights()]
-    return {name: found for name, (*_, found) in trained.items()}
-
-
-@pytest.mark.parametrize("which", slow_but(["tensorflow", "torch"], KERAS_RUNNERS))
-def test_models_in_worlds_that_grow_and_shrink(which):
-    ways = {"compiled": (1, {}), "passes": (2, {}), "eager": (1, {"run_eagerly": True})}
-    results = runner(which)(train, which, ways, env=ELASTIC)
-    for name, (passes, _) in ways.items():
-        check([each[name] for each in results], replayed(passes=passes), rtol=1e-6)
 
 
 def grow_without_the_setting(launched_as):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from forked import run_tensorflow_ranks
 from frameworks import is_installed
+from growing import WORLDS, worlds_of
 
 from kolovod.errors import InvalidArgumentError, MismatchError
 
@@ -146,3 +147,36 @@ def test_a_world_of_another_size():
             assert gradient.numpy().tolist() == [3]
 
     run_tensorflow_ranks(2, work, timeout_s=120)
+
+
+def test_adasum_in_worlds_of_one_two_and_three():
+    """Steps of two are combined, those of three refused before anything has changed."""
+
+    def work(launched_as):
+        import tensorflow as tf
+
+        import kolovod.tensorflow as kv
+
+        kv.init(comm=[launched_as])
+        gradients = tf.compat.v1.train.GradientDescentOptimizer
+        owned = [tf.Variable([0.0]), tf.Variable([0.0])]
+        optimizers = [kv.DistributedOptimizer(gradients(1.0), op=kv.Adasum) for _ in owned]
+        kv.shutdown()
+
+        def step(i, slope):
+            optimizers[i].minimize(lambda: tf.reduce_sum(slope * owned[i]), var_list=[owned[i]])
+
+        traced = tf.function(lambda slope: step(0, slope))
+        for phase in worlds_of(kv, launched_as):
+            for variable, run in zip(owned, (traced, lambda slope: step(1, slope)), strict=True):
+                variable.assign([0.0])
+                slope = tf.constant([launched_as + 1.0])
+                if len(WORLDS[phase]) == 3:
+                    with pytest.raises(tf.errors.InvalidArgumentError, match="not a power of two"):
+                        run(slope)
+                    assert variable.numpy() == 0
+                else:
+                    run(slope)
+                    assert variable.numpy() == (-1.0, -1.5)[phase % 2]
+
+    run_tensorflow_ranks(3, work, timeout_s=120)

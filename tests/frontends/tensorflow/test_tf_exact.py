@@ -9,7 +9,7 @@ import pytest
 from exact_steps import SIZES, begin, check, killed, share
 from forked import run_tensorflow_ranks
 from frameworks import is_installed
-from slow import slow_but
+from slow import slow_but, thorough_but
 from survivors import NoLoss
 
 pytestmark = [
@@ -83,7 +83,7 @@ def test_survivors_go_on_with_the_same_step(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", thorough_but(range(4), range(12)))
 def test_whenever_the_kill_comes(seed: int) -> None:
     results = run_tensorflow_ranks(3, train, "graph", seed % 3, seed, keep_going=True)
     check(results, seed % 3)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from growing import RATE, STEPS, batch, check, replayed, start, worlds_of
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from forked import run_torch_ranks  # noqa: E402
 from optimizing import Net, inputs, wrapped  # noqa: E402
 
 from kolovod.core.ops import Adasum  # noqa: E402
-from kolovod.errors import NotInitializedError  # noqa: E402
+from kolovod.errors import InvalidArgumentError, NotInitializedError  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import Compression, TorchCollectives, TorchFrontend  # noqa: E402
 
@@ -127,3 +130,57 @@ def test_a_world_of_one_goes_on_after_its_end():
             wrapped(net, kv)
 
     growing(work)
+
+
+def linear(seed=0):
+    """The model of ``growing``; other weights on ranks that have yet to be told."""
+    net = torch.nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        net.weight.copy_(torch.from_numpy(start()[0].T + seed))
+        net.bias.copy_(torch.from_numpy(start()[1] - seed))
+    return net
+
+
+def weights(net):
+    return [net.weight.detach().numpy().T.copy(), net.bias.detach().numpy().copy()]
+
+
+def backward(net, phase, row, launched_as):
+    inputs, targets = map(torch.from_numpy, batch(phase, row, launched_as))
+    torch.nn.functional.mse_loss(net(inputs), targets).backward()
+
+
+def test_adasum_in_worlds_of_one_two_and_four():
+    """Equal steps count once: so it is SGD by one process. Those of three ranks are refused."""
+    worlds = ([0], [0, 1], [0], [0, 1, 2], [0, 1, 2, 3])
+
+    def work(launched_as):
+        import kolovod.torch as kv
+
+        kv.init(comm=[launched_as])
+        net = linear(launched_as)
+        sgd = torch.optim.SGD(net.parameters(), RATE)
+        optimizer = kv.DistributedOptimizer(sgd, net.named_parameters(), op=kv.Adasum)
+        kv.shutdown()
+        found = [None] * len(worlds)
+        for phase in worlds_of(kv, launched_as, worlds):
+            kv.broadcast_parameters(net.state_dict())
+            if len(worlds[phase]) == 3:
+                before = weights(net)
+                backward(net, phase, 0, 0)
+                with pytest.raises(InvalidArgumentError, match="3 ranks are not a power of two"):
+                    optimizer.step()
+                for mine, earlier in zip(weights(net), before, strict=True):
+                    np.testing.assert_array_equal(mine, earlier)
+                optimizer.zero_grad()
+            else:
+                for step in range(STEPS):
+                    backward(net, phase, step, 0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found[phase] = weights(net)
+        return found
+
+    results = run_torch_ranks(4, work, timeout_s=100)
+    ones = [[] if len(members) == 3 else [0] for members in worlds]  # one process, and its pause
+    check(results, replayed(ones, momentum=0.0), worlds)

@@ -9,7 +9,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
-import kolovod.torch as kvt  # noqa: E402
 from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from kolovod.torch import Compression, DistributedOptimizer  # noqa: E402
@@ -153,51 +152,6 @@ def test_reading_parameter_groups_averages_nothing():
 # gradients that are thrown away -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
-def test_a_backward_thrown_away_by_the_model(compression, passes):
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(
-            net, kv, op=Sum, compression=compression, backward_passes_per_step=passes
-        )
-        for use_b in (True, False, True):
-            for factor in (100, 7, 1):  # of which the last counts
-                net.zero_grad()
-                for _ in range(passes):
-                    (net(inputs(rank), use_b or factor > 1) * factor).backward()
-            optimizer.step()
-            assert net.a.grad.tolist() == [passes * 3.0] * 3
-            assert use_b == (net.b.grad is not None)
-        before = net.a.tolist()
-        net.zero_grad()
-        for _ in range(passes):
-            net(inputs(rank)).backward()
-        net.zero_grad()
-        optimizer.step()  # nothing left to step with
-        assert net.a.grad is None
-        assert net.a.tolist() == before
-
-    run(2, work)
-
-
-def test_a_backward_thrown_away_that_used_other_parameters_on_each_rank():
-    """So that some ranks have sent what was thrown away, and others have not."""
-
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv, op=Sum)
-        for use_b in (True, False):
-            for factor in (100, 1):
-                net.zero_grad()
-                (net(inputs(rank), use_b=(rank == 0) == use_b) * factor).backward()
-            optimizer.step()
-            assert net.a.grad.tolist() == [3.0] * 3
-            assert net.b.grad.tolist() == ([1.0] if use_b else [2.0]) * 3
-
-    run(2, work)
-
-
 def test_only_some_gradients_thrown_away():
     def body(net, optimizer, rank):
         net.zero_grad()
@@ -272,44 +226,5 @@ def test_a_gradient_that_becomes_sparse_is_refused_by_name_and_can_be_zeroed(com
             optimizer.step()
             assert net.weight.grad.tolist() == [[1.5] * 2] * 5
             optimizer.zero_grad()
-
-    run(2, work)
-
-
-@pytest.mark.parametrize("sparse_as_dense", [False, True])
-def test_sparse_gradients(sparse_as_dense):
-    """Sparse on rank 0 first; then on both, dense on one, on one only, and thrown away."""
-
-    def work(kv, rank):
-        net = torch.nn.Embedding(4, 2, sparse=True)
-        torch.nn.init.ones_(net.weight)
-        extra = torch.nn.Parameter(torch.ones(3))
-        optimizer = kvt.DistributedOptimizer(
-            torch.optim.SGD([net.weight, extra], lr=1.0),
-            [("table", net.weight), ("extra", extra)],
-            sparse_as_dense=sparse_as_dense,
-            collectives=kv,
-        )
-        rows = ([0, 0], [0, 1], None, [2, rank], [3, 3])
-        wanted = torch.ones(4, 2)
-        for step, own in enumerate(rows):
-            optimizer.zero_grad()
-            used = own is not None and (rank == 0 or step not in (0, 3))
-            if step == 4:
-                net(torch.tensor([0])).sum().backward()
-                optimizer.zero_grad()
-            if used:
-                loss = net(torch.tensor(own)).sum()
-                if step == 1 and rank == 1:
-                    loss = (net.weight * torch.tensor([[1.0], [1], [0], [0]])).sum()
-                loss.backward()
-            extra.sum().backward()
-            optimizer.step()
-            assert net.weight.grad is None or net.weight.grad.is_sparse or sparse_as_dense
-            if own is not None:
-                for row in [0, 0] if step == 0 else [2, 0] if step == 3 else own:
-                    wanted[row] -= 0.5 if step in (0, 3) else 1.0
-            torch.testing.assert_close(net.weight.detach(), wanted)
-        assert extra.tolist() == [-4.0] * 3
 
     run(2, work)

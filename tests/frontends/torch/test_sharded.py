@@ -70,33 +70,6 @@ def test_as_without_shards(kind):
     assert_equal(first, second)
 
 
-@pytest.mark.parametrize("size", [3, 5])
-@pytest.mark.parametrize("groups", [None, 2])
-def test_more_ranks(size, groups):
-    def work(verbs, rank):
-        found = []
-        for shard_state in (False, True):
-            model = Model()
-            optimizer = wrapped(
-                model,
-                verbs,
-                optimizer=torch.optim.AdamW(model.parameters(), lr=0.01),
-                shard_state=shard_state,
-                backward_passes_per_step=2,
-                op=kv.Sum,
-                groups=groups,
-            )
-            train(model, optimizer, rank, passes=2)
-            found.append(values(model))
-        for ours, plain in zip(found[1], found[0], strict=True):
-            torch.testing.assert_close(ours, plain)
-        return found[1]
-
-    first, *others = run(size, work)
-    for other in others:
-        assert_equal(first, other)
-
-
 def test_a_state_goes_on_with_other_numbers_of_ranks():
     def train_on(size, shard_state, state, steps):
         def work(verbs, rank):
@@ -122,39 +95,6 @@ def test_a_state_goes_on_with_other_numbers_of_ranks():
     found = train_on(2, True, state, range(5, 6))
     assert_states_equal(found[1], wanted[1])
     assert_equal(found[0].values(), wanted[0].values())
-
-
-def test_gradients_thrown_away_held_back_and_computed_by_a_closure():
-    def work(verbs, rank):
-        found = []
-        for shard_state in (False, True):
-            model = Model()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            wrapped(model, verbs, optimizer=optimizer, shard_state=shard_state)
-            train(model, optimizer, rank, range(2))
-            model(batch(7, rank), False).backward()
-            optimizer.zero_grad()  # on their way
-            with optimizer.no_sync():
-                model(batch(8, rank), False).backward()
-            model(batch(9, rank), False).backward()
-            optimizer.synchronize()
-            optimizer.step()
-
-            def closure(model=model, optimizer=optimizer):
-                optimizer.zero_grad()
-                loss = model(batch(10, rank), False)
-                loss.backward()
-                return loss
-
-            loss = optimizer.step(closure)
-            found.append((loss, values(model)))
-        (plain, wanted), (ours, weights) = found
-        assert torch.equal(ours, plain)
-        assert_equal(weights, wanted)
-        optimizer.step()  # the gradients are gone
-        assert_equal(values(model), weights)
-
-    run(2, work)
 
 
 def test_passes_that_are_settled_are_averaged_with_later_ones():

@@ -48,23 +48,10 @@ def die(*_: Any) -> None:
 
 def die_at(place: str, work: Any) -> None:
     """Be killed there in the step that comes."""
-    sender = work.optimizer._kolovod_sender
-    gather = sender.gather
-
-    def die_when_sent() -> None:
-        gather()
-        die()
-
-    if place == "backward":
-        work.model[0].weight.register_hook(die)
-    elif place == "copies":
-        sender._copy_gradients = die
-    elif place == "update":  # all have the step's results, and each steps with its part
+    if place == "update":  # all have the step's results, and each steps with its part
         work.optimizer.register_step_pre_hook(die)
-    elif place == "gather":
-        sender.gather = die_when_sent
     elif place == "moving":  # in the world that follows a loss
-        sender.move_state = die
+        work.optimizer._kolovod_sender.move_state = die
     else:  # at any time
         kill_soon(random.Random(int(place)).uniform(0, 0.03))
 
@@ -119,12 +106,7 @@ def replay(log: list[tuple[int, dict[str, int]]]) -> int:
     return sum(v.numel() for e in work.state().values() for v in e.values() if v.numel() > 1)
 
 
-CASES = [
-    (2, [("backward", [1])], []),
-    (2, [("gather", [0])], []),
-    (3, [("copies", [0])], []),
-    (3, [("update", [1])], []),
-    (3, [("gather", [2])], []),
+CASES = [  # each place, of one victim: tests/elastic/test_step_table.py
     (5, [("update", [1, 3])], []),
     (4, [("update", [1]), ("moving", [3])], []),
     (4, [("update", [2, 3])], ["a", "a", "b", "b"]),
@@ -145,9 +127,7 @@ def test_survivors_have_what_one_process_has(
     assert log[-1][0] == everybody - sum(1 << rank for rank in victims)
     counts = [bits.bit_count() for bits, _ in log]
     assert counts == sorted(counts, reverse=True)
-    place, _ = deaths[0]
-    counted = place in ("update", "gather")  # a step that the dead have taken part in
-    assert (counts[DEATH] == size) == counted
+    assert counts[DEATH] == size  # a step that the dead have taken part in
     whole = replay(log)
     shares = 1 if len(survivors) == 1 else 2  # of each part two ranks have the state
     assert sum(kept for _, kept, _ in survivors) == shares * whole

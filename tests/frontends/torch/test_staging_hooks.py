@@ -17,7 +17,6 @@ from test_gradient_hooks import (  # noqa: E402, F401
 )
 from test_sharded import (  # noqa: E402, F401
     test_a_state_goes_on_with_other_numbers_of_ranks,
-    test_more_ranks,
     test_parameters_that_are_gathered_in_forward,
     test_parameters_that_move_thaw_and_come_later,
 )

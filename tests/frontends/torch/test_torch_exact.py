@@ -1,4 +1,8 @@
-"""An optimizer in an elastic job: a step that a death interrupts is repeated, and nothing else."""
+"""An optimizer in an elastic job: a step that a death interrupts is repeated, and nothing else.
+
+Here ranks are processes that are killed at any time; at each point of a step, with all options:
+tests/elastic/test_step_table.py.
+"""
 
 from __future__ import annotations
 
@@ -108,15 +112,14 @@ def check(kind: str, victim: int, seed: int) -> None:
     torch.testing.assert_close(losses, replay(log, kind), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_survivors_go_on_with_the_same_step(kind: str) -> None:
-    check(kind, 0 if kind == "plain" else 1, len(kind))
+def test_survivors_go_on_with_the_same_step() -> None:
+    check("plain", 0, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_whenever_the_kill_comes(seed: int) -> None:
-    check("plain", seed % RANKS, seed)
+    check(list(KINDS)[seed % len(KINDS)], seed % RANKS, seed)
 
 
 def adasum(rank: int) -> Any:

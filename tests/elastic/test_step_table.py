@@ -1,0 +1,30 @@
+"""The elastic step: after a death at any point of it all have what a replay without it computes.
+
+One table: rows are drawn in ``tests/support/elastic_rows.py`` and ``seldom_rows.py``; ranks are
+threads. That processes which are killed at any time do the same is in the front ends' files
+(``test_whenever_the_kill_comes``).
+"""
+
+from __future__ import annotations
+
+import pytest
+from exchange_rows import chosen, each
+from slow import slow_but
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+
+import elastic_rows
+import seldom_rows
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", slow_but([40], [40, 300]))
+def test_optimizers(count: int) -> None:
+    rows = chosen(elastic_rows.elastic_rows(), elastic_rows.options, count)
+    each(elastic_rows.run, rows)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", slow_but([20], [20, 100]))
+def test_local_sgd_and_diloco(count: int) -> None:
+    each(seldom_rows.run, chosen(seldom_rows.seldom_rows(), seldom_rows.options, count))
