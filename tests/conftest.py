@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forked
+import memory_files
 import psutil
 import pytest
 import rotation
@@ -19,7 +20,7 @@ import rotation
 from kolovod.launch import guard
 
 _OTHER_FRAMEWORKS = {"tensorflow", "keras", "jax", "mxnet"}  # folders of tests
-_PATIENCE_S = 3.0  # for what is just about to end
+_PATIENCE_S = 15.0  # for what is just about to end, on a machine with other work
 # Processes and threads that a library starts once and keeps on purpose.
 _KEPT_PROCESSES = ("resource_tracker", "forkserver", "ray::", "/site-packages/ray/", "pyspark")
 """The last three: of a cluster that ends with its file of tests (ray_cluster, spark_session)."""
@@ -67,14 +68,8 @@ def _threads() -> set[str]:
     }
 
 
-def _memory_files() -> set[str]:
-    # Other users of this machine have files of other names there.
-    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {f"/dev/shm/{name}" for name in names if "kolovod" in name or name.startswith("tmp")}
-
-
-def _everything() -> set[str]:
-    return _children() | _threads() | _memory_files()
+def _everything(mark: str) -> set[str]:
+    return _children() | _threads() | memory_files.of_worker(mark, forked.servers())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -144,12 +139,15 @@ def forked_ranks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_job_outlives_its_tests() -> Iterator[None]:
-    """Elastic jobs go on when a test that fails kills their launcher: they end with the tests."""
+def worker_mark() -> Iterator[str]:
+    """A mark in the environment of all that this worker starts, and thereby in that of jobs.
+
+    Elastic jobs go on when a test that fails kills their launcher: they end with the tests.
+    """
     mark = secrets.token_hex(16)
     before = os.environ.get(guard.MARK_NAME)
     os.environ[guard.MARK_NAME] = mark if before is None else f"{before},{mark}"
-    yield
+    yield mark
     for pid in guard.job_processes(mark):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
@@ -162,12 +160,12 @@ def no_job_outlives_its_tests() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(worker_mark: str) -> Iterator[None]:
     """Fail a test that leaves a child process, a thread or a file in shared memory behind."""
-    before = _everything()
+    before = _everything(worker_mark)
     yield
     deadline = time.monotonic() + _PATIENCE_S
-    while (left := _everything() - before) and time.monotonic() < deadline:
+    while (left := _everything(worker_mark) - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
         pytest.fail("left behind: " + "; ".join(sorted(left)))
