@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import psutil
 
 KOLOVOD = [sys.executable, "-m", "kolovod"]
-DEADLINE_S = 30
+DEADLINE_S = 90
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -96,7 +96,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_S
     while alive := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, f"still alive: {alive}"
         time.sleep(0.02)
