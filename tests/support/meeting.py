@@ -57,7 +57,7 @@ def all_join(pool: ThreadPoolExecutor, server: RendezvousServer, ranks: list[int
     waiting = [
         pool.submit(join, server.address, SECRET, ranks, member(rank), TIMEOUT_S) for rank in ranks
     ]
-    return [future.result(10) for future in waiting]
+    return [future.result(TIMEOUT_S) for future in waiting]
 
 
 def joining(
@@ -76,7 +76,7 @@ def joining(
 def come_and_go(server: RendezvousServer, waiting: int) -> None:
     """Rank 1 of three joins, as the one that makes ``waiting``, and its connection breaks."""
     address = ("127.0.0.1", int(server.address.split(":")[1]))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT_S
     with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
         facts = {"members": [[0, 2]], "member": [1, *JOIN["member"][1:]], "timeout_s": TIMEOUT_S}
         channel.send({**JOIN, **facts}, deadline)
@@ -84,7 +84,7 @@ def come_and_go(server: RendezvousServer, waiting: int) -> None:
 
 
 def wait_until_joined(server: RendezvousServer, count: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT_S
     while sum(len(group.joined) for group in server._groups.values()) != count:
         assert time.monotonic() < deadline, "the ranks did not join"
         time.sleep(0.005)
