@@ -157,5 +157,5 @@ def backward_and_step(named, optimizer):
 
 def test_through_horovod_in_real_processes():
     told, failed = run_ranks(2, through_horovod, keep_going=True)
-    assert told < 10
+    assert told < 30  # not the limits of a world
     assert "gradient of 'bad': torch.complex64 is not supported" in str(failed)
