@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from waiting import until
 
 from kolovod.core.spans import SpanLog
 from kolovod.net.channel import connect
@@ -50,6 +49,13 @@ def ends() -> Iterator[Ends]:
     pair = Ends()
     yield pair
     pair.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
 
 
 def test_spans_of_any_characters_arrive(ends: Ends) -> None:

@@ -8,10 +8,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import psutil
+from waiting import until
 
 KOLOVOD = [sys.executable, "-m", "kolovod"]
 DEADLINE_S = 90
@@ -96,7 +96,13 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while alive := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.02)
+    processes: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+
+    def alive() -> list[psutil.Process]:
+        # Another process that has got the number is not meant: is_running() knows the difference.
+        return [one for one in processes if one.is_running() and is_running(one.pid)]
+
+    until(lambda: not alive(), f"the end of {processes}")

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from waiting import DEADLINE_S, until
 
 from kolovod.net.channel import connect, new_secret
 from kolovod.rendezvous import versions
@@ -57,7 +58,7 @@ def all_join(pool: ThreadPoolExecutor, server: RendezvousServer, ranks: list[int
     waiting = [
         pool.submit(join, server.address, SECRET, ranks, member(rank), TIMEOUT_S) for rank in ranks
     ]
-    return [future.result(TIMEOUT_S) for future in waiting]
+    return [future.result(DEADLINE_S) for future in waiting]
 
 
 def joining(
@@ -76,7 +77,7 @@ def joining(
 def come_and_go(server: RendezvousServer, waiting: int) -> None:
     """Rank 1 of three joins, as the one that makes ``waiting``, and its connection breaks."""
     address = ("127.0.0.1", int(server.address.split(":")[1]))
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + DEADLINE_S
     with contextlib.closing(connect(socket.AF_INET, address, SECRET, LABEL, deadline)) as channel:
         facts = {"members": [[0, 2]], "member": [1, *JOIN["member"][1:]], "timeout_s": TIMEOUT_S}
         channel.send({**JOIN, **facts}, deadline)
@@ -84,7 +85,7 @@ def come_and_go(server: RendezvousServer, waiting: int) -> None:
 
 
 def wait_until_joined(server: RendezvousServer, count: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while sum(len(group.joined) for group in server._groups.values()) != count:
-        assert time.monotonic() < deadline, "the ranks did not join"
-        time.sleep(0.005)
+    def joined() -> int:
+        return sum(len(group.joined) for group in list(server._groups.values()))
+
+    until(lambda: joined() == count, f"{count} ranks join")
