@@ -109,7 +109,7 @@ def test_no_thread_is_left(how):
         iterator.close()
     else:
         del iterator, loader
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -129,7 +129,7 @@ def test_a_loop_whose_loader_is_closed_under_it_ends(how):
 
     consumer = threading.Thread(target=consume, daemon=True)
     consumer.start()
-    consumer.join(30)
+    consumer.join(60)
     assert not consumer.is_alive()
     assert 3 <= len(seen) < 10
     assert seen == list(range(0, 10 * len(seen), 10))
@@ -142,7 +142,7 @@ def test_two_loops_over_one_loader_end():
         target=lambda: pairs.extend(zip(loader, loader, strict=False)), daemon=True
     )
     consumer.start()
-    consumer.join(30)
+    consumer.join(60)
     assert not consumer.is_alive()
     assert len(pairs) < 10
 

@@ -378,7 +378,7 @@ TEST_CASE("a lost host fails the others") {
     CHECK(status == Code::kRankLost);
     CHECK(status.message() == StartsWith("rank 2 on test closed its connection"));
   });
-  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(60));
 }
 
 TEST_CASE("agents and runs") {

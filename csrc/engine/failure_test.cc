@@ -42,9 +42,13 @@ TEST_CASE("a rank that dies inside a bucket") {
   RunRanks(3, [](Rank& rank) {
     std::vector<float> data(200000, 1.0f);
     if (rank.rank() == 1) {
-      rank.world().faults->delay_us[1] = 2000;  // 196 chunks: the bucket takes a while
+      rank.world().faults->delay_us[1] = 20'000;  // 196 chunks: the bucket takes a while
       std::thread killer([&] {
-        std::this_thread::sleep_for(milliseconds(100));
+        const auto is_inside = [&] {
+          const std::vector<OperationRecord> records = rank.engine().ReadLastOperations();
+          return !records.empty() && records.back().state == OperationState::kStarted;
+        };
+        while (!is_inside()) std::this_thread::sleep_for(milliseconds(1));
         rank.world().Kill(1);
       });
       CHECK(!rank.Allreduce("t", data).ok());
@@ -72,7 +76,7 @@ TEST_CASE("an asynchronous operation learns of the death too") {
       return;
     }
     bool done = false;
-    for (int i = 0; i < 500 && !done; ++i) {
+    for (int i = 0; i < 6000 && !done; ++i) {
       CHECK_OK(rank.engine().Poll(handle, &done));
       std::this_thread::sleep_for(milliseconds(10));
     }

@@ -266,7 +266,7 @@ void CheckOthersFail(const std::vector<int>& hosts, int victim, Code code,
     const Status status = rank.Allreduce("t", data);
     CHECK(status == code);
     CHECK(status.message() == Contains("rank " + std::to_string(victim)));
-    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(5));
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(60));
     // Whoever goes now leaves, which is not what the others are to see.
     through.arrive_and_wait();
   });
@@ -307,7 +307,7 @@ TEST_CASE("links are measured for no longer than a start may take") {
     std::unique_ptr<Engine> engine;
     const auto begin = std::chrono::steady_clock::now();
     const Status status = Engine::Create(std::move(options), &engine);
-    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(10));
+    CHECK(std::chrono::steady_clock::now() - begin < std::chrono::seconds(60));
     if (rank > 0) {  // hears of it
       CHECK(!status.ok());
       continue;

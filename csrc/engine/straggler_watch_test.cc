@@ -1,4 +1,5 @@
 // Late ranks in a world of threads: who reports, what it says, and the end after the second limit.
+#include <atomic>
 #include <chrono>
 #include <latch>
 #include <thread>
@@ -28,6 +29,18 @@ uint64_t ReportsOf(Rank& rank) { return rank.engine().Stats().late_reports; }
 // Of all ranks together: any of those that wait may be the one that writes.
 class Reports {
  public:
+  // Beside a rank that waits: whether it has written one. Until `over`.
+  void Watch(Rank& rank, const std::atomic<bool>& over) {
+    while (!over.load() && !seen_.load()) {
+      if (ReportsOf(rank) > 0) seen_.store(true);
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+  }
+  // Until one of those that are watched has been written; for a minute.
+  void Await() {
+    for (int i = 0; i < 12'000 && !seen_.load(); ++i) std::this_thread::sleep_for(milliseconds(5));
+    CHECK(seen_.load());
+  }
   void Take(Rank& rank) {
     std::lock_guard lock(mutex_);
     count_ += ReportsOf(rank);
@@ -38,23 +51,29 @@ class Reports {
 
  private:
   std::mutex mutex_;
+  std::atomic<bool> seen_{false};
 };
 
 TEST_CASE("one rank reports for all who has not submitted what") {
   for (const bool cached : {false, true}) {
     Reports reports;
-    std::latch finished(3);
+    std::latch ready(3), finished(3);
     RunRanks(
         3,
         [&](Rank& rank) {
           std::vector<float> data(4, 1.0f);
           for (int i = 0; cached && i < 3; ++i) CHECK_OK(rank.Allreduce("t", data));
-          if (rank.rank() == 1) std::this_thread::sleep_for(milliseconds(1200));
+          ready.arrive_and_wait();  // those who wait begin together
+          std::atomic<bool> over{false};
+          std::thread watch([&] { reports.Watch(rank, over); });
+          if (rank.rank() == 1) reports.Await();
           CHECK_OK(rank.Allreduce("t", data));
+          over.store(true);
+          watch.join();
           reports.Take(rank);
           finished.arrive_and_wait();
         },
-        LateConfig(200, 0));
+        LateConfig(600, 0));
     CHECK(reports.count_ == 1);
     CHECK(reports.text_ == Contains("rank 1 (loopback) has not submitted 't' (allreduce, "));
     CHECK(reports.text_ == Contains("; ranks 0, 2 wait\n"));
@@ -80,14 +99,16 @@ TEST_CASE("nothing is said while all is well") {
 }
 
 TEST_CASE("after the second limit all fail and the late rank is named") {
+  std::latch ready(3);
   RunRanks(
       3,
-      [](Rank& rank) {
+      [&ready](Rank& rank) {
         std::vector<float> data(4, 1.0f);
+        ready.arrive_and_wait();
         if (rank.rank() == 2) {
           uint64_t handle = 0;
           Status status;
-          for (int i = 0; i < 1000 && status.ok(); ++i) {
+          for (int i = 0; i < 3000 && status.ok(); ++i) {
             std::this_thread::sleep_for(milliseconds(20));
             status = rank.Submit("other" + std::to_string(i), data, false, &handle);
           }
@@ -105,11 +126,15 @@ TEST_CASE("after the second limit all fail and the late rank is named") {
 
 TEST_CASE("a rank whose data do not come is named") {
   Reports reports;
+  std::latch ready(2);
   RunRanks(
       2,
       [&](Rank& rank) {
-        std::vector<float> data(1000 * 40, 1.0f);  // as many chunks
+        std::vector<float> data(4, 1.0f);
         CHECK_OK(rank.Allreduce("before", data));
+        ready.arrive_and_wait();
+        // As many chunks: where others keep the cores busy, these alone take long.
+        data.assign(1000 * 40, 1.0f);
         // Until somebody has reported, and 24 s if nobody does: rank 1 can have begun a report itself, which
         // waits for its own slow thread, and rank 0's is written only a gap and a patience later.
         if (rank.rank() == 1) rank.world().faults->delay_us[1] = 300'000;
@@ -124,7 +149,7 @@ TEST_CASE("a rank whose data do not come is named") {
         reports.Take(rank);
         CHECK_OK(rank.Allreduce("after", data));
       },
-      LateConfig(400, 0));
+      LateConfig(600, 0));
   CHECK(reports.count_ >= 1);
   CHECK(reports.text_ == Contains("rank 1 (loopback) "));
   CHECK(reports.text_ == Contains("'slow'"));
@@ -142,7 +167,15 @@ TEST_CASE("a lost announcement is found not to progress") {
         if (rank.rank() == 1) rank.world().faults->drop[1] = 1;
         uint64_t handle = 0;
         CHECK_OK(rank.Submit("t", data, false, &handle));
-        CHECK(rank.engine().Wait(handle, 1.0, nullptr) == Code::kTimeout);
+        std::atomic<bool> over{false};
+        std::thread watch([&] { reports.Watch(rank, over); });
+        std::thread waiting([&] {
+          while (!over.load()) CHECK(rank.engine().Wait(handle, 0.2, nullptr) == Code::kTimeout);
+        });
+        reports.Await();
+        over.store(true);
+        watch.join();
+        waiting.join();
         reports.Take(rank);
         finished.arrive_and_wait();
       },
@@ -156,23 +189,23 @@ TEST_CASE("a late rank is reported on its own host") {
     const int late = static_cast<int>(hosts.size()) - 1;
     for (const bool cached : {false, true}) {
       Reports reports;
-      std::latch finished(static_cast<ptrdiff_t>(hosts.size()));
+      std::latch ready(static_cast<ptrdiff_t>(hosts.size())), finished(static_cast<ptrdiff_t>(hosts.size()));
       RunHosts(
           hosts,
           [&](Rank& rank) {
             std::vector<float> data(4, 1.0f);
             for (int i = 0; cached && i < 3; ++i) CHECK_OK(rank.Allreduce("t", data));
-            if (rank.rank() == late) {
-              for (int i = 0; i < 500 && reports.count_ == 0; ++i) {
-                std::this_thread::sleep_for(milliseconds(20));
-                reports.Take(rank);
-              }
-            }
+            ready.arrive_and_wait();
+            std::atomic<bool> over{false};
+            std::thread watch([&] { reports.Watch(rank, over); });
+            if (rank.rank() == late) reports.Await();
             CHECK_OK(rank.Allreduce("t", data));
-            if (rank.rank() != late) reports.Take(rank);
+            over.store(true);
+            watch.join();
+            reports.Take(rank);
             finished.arrive_and_wait();
           },
-          LateConfig(200, 0));
+          LateConfig(400, 0));
       const std::string who = "kolovod: rank " + std::to_string(late) + " (loopback) has not submitted 't'";
       CHECK(reports.text_ == Contains(who));
       CHECK(reports.text_ != Contains("nothing happens"));
@@ -189,7 +222,7 @@ TEST_CASE("the second limit ends the world on all hosts") {
         if (rank.rank() == late) {
           bool revoked = false;
           uint64_t handle = 0;
-          for (int i = 0; i < 1000 && !revoked; ++i) {
+          for (int i = 0; i < 3000 && !revoked; ++i) {
             std::this_thread::sleep_for(milliseconds(20));
             if (i % 20 == 19) revoked = !rank.Submit("n" + std::to_string(i), data, false, &handle).ok();
           }

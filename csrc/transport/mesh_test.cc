@@ -175,7 +175,7 @@ TEST_CASE("a peer that closes is named at once") {
       const SendPart part{1, data.data(), data.size()};
       const Status status = sends ? raw.mesh->Transfer({&part, 1}, {}) : raw.Receive(data.data(), 8);
       closer.join();
-      CHECK(SecondsSince(start) < 5);
+      CHECK(SecondsSince(start) < 30);
       CHECK(status == Code::kRankLost);
       CHECK(status.message() == StartsWith("rank 1 on raw closed its connection"));
     }
@@ -194,7 +194,7 @@ TEST_CASE("a check ends a wait") {
     char byte = 0;
     const Status status = raw.Receive(&byte, 1);
     CHECK(status == Code::kInterrupted);
-    CHECK(SecondsSince(start) < 5);
+    CHECK(SecondsSince(start) < 30);
     CHECK(raw.mesh->broken());
     raw.Write(0, 0, 1, "x");
     CHECK(!raw.Receive(&byte, 1).ok());

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -106,14 +106,13 @@ def one_raises_inside(rank):
         GlooBackend.allreduce = broken
     with pytest.raises(Exception, match="MemoryError: no pages left"):
         kolovod.allreduce(np.ones(1000))
-    started = time.monotonic()
-    kolovod.shutdown()
-    return time.monotonic() - started
+    (carrier,) = (each for each in threading.enumerate() if each.name == "kolovod-backend")
+    kolovod.shutdown()  # which does not wait for it for ever
+    return carrier.is_alive()
 
 
 def test_an_error_in_one_rank_is_the_error_of_all_and_nobody_stays_in_the_call():
-    for left_s in run_ranks(2, one_raises_inside, env=GLOO):
-        assert left_s < 4.5  # the carrier would be waited for 5 s
+    assert run_ranks(2, one_raises_inside, env=GLOO) == [False, False]
 
 
 def one_has_no_gloo(rank):

@@ -198,7 +198,7 @@ def test_a_death_is_a_better_reason_than_the_foreign_engines():
             self.engine = engine
 
         def allreduce(self, values, op):
-            threading.Timer(0.2, self.engine.abort, ["killed"]).start()
+            threading.Timer(0.05, self.engine.abort, ["killed"]).start()
             raise OSError("connection closed by peer")
 
     config = _native.config_defaults()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from forked import run_torch_ranks as run_ranks  # noqa: E402
+from waiting import Marks  # noqa: E402
 
 from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import (  # noqa: E402
@@ -21,7 +21,7 @@ from kolovod.errors import (  # noqa: E402
 from kolovod.testing import RankFailed  # noqa: E402
 
 
-def one_is_killed(rank):
+def one_is_killed(rank, marks):
     from gloo_for_nccl import instead_of_nccl
 
     import kolovod
@@ -29,8 +29,9 @@ def one_is_killed(rank):
     kv = instead_of_nccl()
     kolovod.init()
     kv.allreduce(torch.ones(3))
+    marks.make(rank)
     if rank == 1:
-        time.sleep(0.5)  # or the other may not have its result yet
+        marks.wait_for(0)  # which has its result
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankLostError) as caught:
         kv.allreduce(torch.ones(3))
@@ -40,8 +41,8 @@ def one_is_killed(rank):
     return caught.value.rank
 
 
-def test_a_killed_rank_is_named():
-    first, second = run_ranks(2, one_is_killed, keep_going=True)
+def test_a_killed_rank_is_named(tmp_path):
+    first, second = run_ranks(2, one_is_killed, Marks(tmp_path), keep_going=True)
     assert isinstance(second, RankFailed)
     assert first == 1
 

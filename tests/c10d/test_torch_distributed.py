@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch.distributed import checkpoint  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+from waiting import until  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch  # noqa: E402 - registers the backend
@@ -301,16 +301,13 @@ def works_and_futures(rank):
     futures = [dist.all_reduce(each, async_op=True).get_future() for each in tensors]
     torch.futures.wait_all(futures)
     assert [each.tolist() for each in tensors] == [[2.0] * n for n in range(1, 6)]
-    deadline = time.monotonic() + 10
-    while not seen and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: seen, "the callback")
     assert seen[0][0] is tensors[-1]
     raising = dist.barrier(async_op=True).get_future().then(lambda future: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         raising.wait()
     polled = dist.all_reduce(tensor, async_op=True)
-    while not polled.is_completed():
-        time.sleep(0.001)
+    until(polled.is_completed)
     assert tensor.tolist() == [2.0] * 10
 
 

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
+from waiting import Marks, until  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch  # noqa: E402 - registers the backend
@@ -148,52 +149,48 @@ def cannot_copy_back(rank):
         work.get_future().wait()
 
     watched = dist.all_reduce(torch.ones(4, 4)[:, 0], async_op=True).get_future()
-    wait_until(watched.done)
+    until(watched.done)
     with pytest.raises(ValueError, match="no way back"):
         watched.value()
     Flat.copy_back = copy_back
     strided = torch.ones(4, 4)[:, 0]
-    wait_until(dist.all_reduce(strided, async_op=True).get_future().done)
+    until(dist.all_reduce(strided, async_op=True).get_future().done)
     assert strided.tolist() == [2.0] * 4
     dist.destroy_process_group()
     return True
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_whatever_fails_a_work_is_its_error_and_the_watcher_goes_on():
     assert run_ranks(2, cannot_copy_back) == [True, True]
 
 
-def late(rank):
-    dist.init_process_group("kolovod", timeout=datetime.timedelta(seconds=0.5))
+def late(rank, marks):
+    marks.meet("begin", rank, 2)  # the limit is that of making the groups, too
+    dist.init_process_group("kolovod", timeout=datetime.timedelta(seconds=1))
     pair = dist.new_group([0, 1])
     if rank == 1:
-        time.sleep(2.0)
+        marks.wait_for("given up")
         dist.barrier()
         dist.barrier(pair)
+        marks.make("passed")
         return True
     explicit = dist.barrier(async_op=True)
     with pytest.raises(WaitTimeoutError, match=r"barrier .* not complete after 0.1"):
         explicit.wait(datetime.timedelta(seconds=0.1))
     for _ in range(2):
         # Scripts look for "Timed out", which gloo says.
-        with pytest.raises(WaitTimeoutError, match=r"after 0.5.* Timed out waiting 500ms.*cannot"):
+        with pytest.raises(WaitTimeoutError, match=r"after 1.* Timed out waiting 1000ms.*cannot"):
             explicit.wait()
     with pytest.raises(WaitTimeoutError, match=r" Timed out waiting 100ms"):
         dist.barrier(pair, timeout=datetime.timedelta(seconds=0.1))
     assert not explicit.is_success()
-    time.sleep(2.5)
+    marks.make("given up")
+    marks.wait_for("passed")
     return True
 
 
-def test_timeouts():
-    assert all(run_ranks(2, late))
+def test_timeouts(tmp_path):
+    assert all(run_ranks(2, late, Marks(tmp_path)))
 
 
 def test_long_limits_are_told_in_milliseconds_as_gloo_does():

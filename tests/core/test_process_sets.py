@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 from forked import run_ranks
+from waiting import Marks
 
 import kolovod
 from kolovod.core.ops import Adasum, Average, Max, Sum
@@ -26,7 +27,9 @@ from kolovod.testing.loopback import loopback
 
 
 def again_and_again(call):
-    for _ in range(10_000):
+    """Until it raises, which it is about to do."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         call()
         time.sleep(0.001)
 
@@ -290,18 +293,19 @@ def test_adding_and_removing_leaves_nothing_behind():
         assert before == after
 
 
-def killed_member(rank):
+def killed_member(rank, marks):
     (group,) = of_ranks(rank, [0, 1])
+    marks.make(rank)
     if rank == 2:
-        time.sleep(0.5)  # until the others have the set, too
+        marks.wait_for(0, 1)  # who have the set, too
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankLostError) as raised:
         again_and_again(lambda: kolovod.allreduce(np.ones(4), process_set=group))
     return raised.value.rank
 
 
-def test_the_death_of_any_rank_ends_every_set():
-    results = run_ranks(3, killed_member, keep_going=True)
+def test_the_death_of_any_rank_ends_every_set(tmp_path):
+    results = run_ranks(3, killed_member, Marks(tmp_path), keep_going=True)
     assert results[:2] == [2, 2]
 
 

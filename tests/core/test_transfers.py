@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+from pathlib import Path
 
 import pytest
+from forked import run_ranks, run_torch_ranks
 from launched import run_code
+from paths import SUPPORT
 from slow import slow_but
 
 BEGIN = """
@@ -19,11 +24,19 @@ PLACES = ["a:2", "a:3", "a:1,b:1", "a:2,b:1", "a:2,b:2"]
 ENCRYPTED = [("a:1,b:1", "1"), ("a:2,b:1", "1")]
 
 
-def run(place, code, **variables):
-    size = sum(int(part.split(":")[1]) for part in place.split(","))
-    done = run_code(size, BEGIN + code, "--label-hosts", place, **variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def execute(rank, code):
+    """What the code prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(f"import os, time\n{code}", {"rank": rank})
+    return said.getvalue()
+
+
+def run(place, code, start=run_ranks, **variables):
+    """The code on ranks that are forked: what all of them print."""
+    parts = [part.split(":") for part in place.split(",")]
+    hosts = [host for host, ranks in parts for _ in range(int(ranks))]
+    return "".join(start(len(hosts), execute, BEGIN + code, env=variables, hosts=hosts))
 
 
 @pytest.mark.parametrize(("place", "encrypt"), [*((place, "0") for place in PLACES), *ENCRYPTED])
@@ -202,16 +215,24 @@ else:
 
 
 @pytest.mark.slow
-def test_who_has_not_sent_is_reported():
+def test_who_has_not_sent_is_reported(tmp_path: Path):
     code = """
+from kolovod.core.world import current
+from waiting import Marks, until
+marks = Marks(Path(os.environ["FOLDER"]))
 kv.barrier()
 if rank == 0:
-    kv.recv(np.zeros(1), 1, tag=5)
+    waiting = threading.Thread(target=kv.recv, args=(np.zeros(1), 1, 5))
+    waiting.start()
+    until(lambda: current().engine.stats()["late_reports"])
+    marks.make("reported")
+    waiting.join()
 else:
-    time.sleep(4)
+    marks.wait_for("reported")
     kv.send(np.zeros(1), 0, tag=5)
 """
-    done = run_code(2, BEGIN + code, KOLOVOD_LATE_REPORT_S="1")
+    begin = f"import threading\nfrom pathlib import Path\nsys.path.append({str(SUPPORT)!r})\n"
+    done = run_code(2, begin + BEGIN + code, KOLOVOD_LATE_REPORT_S="1", FOLDER=str(tmp_path))
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     what = r"rank 1 on host \S+ \(pid \d+\) has not sent or received what is waited for by "
@@ -258,4 +279,4 @@ for count in (1, 1000, 100_000, 3_000_000):
     np.testing.assert_array_equal(total, sum(range(size)))
 kv.barrier()
 """
-    run(place, code, KOLOVOD_BACKEND="gloo")
+    run(place, code, run_torch_ranks, KOLOVOD_BACKEND="gloo")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 
 import numpy as np
 import pytest
 from forked import run_jax_ranks, run_tensorflow_ranks
 from frameworks import is_installed
 from slow import slow_but
+from waiting import Marks, until
 
 import kolovod
+from kolovod.core.world import current
 from kolovod.testing import RankFailed
 
 pytestmark = pytest.mark.frameworks
@@ -25,16 +27,19 @@ def hear(where, wait, fail, folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, which then wants all to end
     kolovod.init()
     pids = kolovod.allgather_object(os.getpid())
+    inside = Marks(folder / "inside")
     if kolovod.rank() == 1:
-        deadline = time.monotonic() + 60
-        while len(list(folder.iterdir())) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(0.2)  # so that they are in the operation, most likely
+        inside.wait_for(0, 2)
         if where == IN_PYTHON:
             raise ValueError("loss is nan")
         fail()
-    (folder / str(kolovod.rank())).touch()
+    rank, engine = kolovod.rank(), current().engine
+
+    def note() -> None:
+        until(lambda: engine.pending() > 0, "the function submits its operation")
+        inside.make(rank)
+
+    threading.Thread(target=note, daemon=True).start()
     try:
         wait()
     except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked import run_ranks
+from waiting import Marks
 
 import kolovod as kv
 from kolovod.errors import RankLostError
@@ -60,14 +61,17 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def test_the_file_after_a_kill_has_what_was_pending(tmp_path: Path) -> None:
+    through = Marks(tmp_path / "through")
+
     def work(rank: int) -> str:
         kv.init()
         for i in range(300):
             kv.allreduce(ones(), name=f"step{i % 3}")
         if rank == 1:
             kv.allreduce_async(ones(), name="only on rank 1")
-            time.sleep(0.5)  # the others are through with step2
+            through.wait_for(0, 2)
             os.kill(os.getpid(), signal.SIGKILL)
+        through.make(rank)
         with pytest.raises(RankLostError) as caught:
             kv.allreduce(ones(), name="the last \u00e9")
         return str(caught.value)
@@ -99,14 +103,18 @@ def test_the_file_after_a_kill_has_what_was_pending(tmp_path: Path) -> None:
 
 
 def test_the_pending_operation_is_in_the_file_of_the_rank_that_waits(tmp_path: Path) -> None:
+    marks = Marks(tmp_path / "marks")
+
     def work(rank: int) -> None:
         kv.init()
         kv.allreduce(ones(), name="before")
         if rank == 1:
-            time.sleep(1.0)  # meanwhile the other waits
+            marks.wait_for("submitted")
             os.kill(os.getpid(), signal.SIGKILL)
+        handle = kv.allreduce_async(ones(), name="waiting")
+        marks.make("submitted")
         with pytest.raises(RankLostError):
-            kv.allreduce(ones(), name="waiting")
+            handle.wait()
 
     env = {"KOLOVOD_LAST_OPERATIONS_DIR": "", "TMPDIR": str(tmp_path)}
     run_ranks(2, work, env=env, keep_going=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from forked import run_ranks
 from slow import slow_but
+from waiting import Marks
 
 import kolovod as kv
 from kolovod.core import stacks
@@ -75,6 +77,7 @@ def be_late(
     rank: int, post: Signpost, how: Callable[[int], None], uses: int, late: int
 ) -> float | None:
     kv.init()
+    kv.barrier()  # those who wait begin together
     for _ in range(uses):
         kv.allreduce(ones(), name="layer1.weight")
     if rank == late:
@@ -104,7 +107,8 @@ def test_a_late_rank_is_named_with_its_stack(
     text = report_of(capsys.readouterr().err)
     first, *stack = text.splitlines()
     assert first.startswith("kolovod: rank 1 on host localhost (pid ")
-    assert " has not submitted 'layer1.weight' (allreduce, 1." in first
+    (waited_s,) = re.findall(r" has not submitted 'layer1.weight' \(allreduce, ([\d.]+) s", first)
+    assert float(waited_s) >= 1
     assert first.endswith("; ranks 0, 2 wait")
     assert stack[0] == "  rank 1, its main thread:"
     inside = [line for line in stack if __file__ in line]
@@ -116,7 +120,12 @@ def test_a_late_rank_is_named_with_its_stack(
 def test_a_stopped_rank_does_not_answer_and_goes_on_when_continued(
     late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    post = Signpost(tmp_path)
+    post, marks = Signpost(tmp_path), Marks(tmp_path)
+
+    def let_go_on(fd: int, pid: int) -> None:
+        sleep_in_python(fd)
+        marks.make("continued")
+        os.kill(pid, signal.SIGCONT)
 
     def work(rank: int) -> float:
         kv.init()
@@ -124,17 +133,14 @@ def test_a_stopped_rank_does_not_answer_and_goes_on_when_continued(
         for _ in range(4):
             kv.allreduce(ones(), name="t")
         if rank == late:
-            time.sleep(0.2)
+            marks.wait_for("continued")
         elif rank == 2:
             os.kill(pids[late], signal.SIGSTOP)
+            marks.make("stopped")
+            threading.Thread(target=let_go_on, args=(post.open(), pids[late]), daemon=True).start()
         if rank != late:
+            marks.wait_for("stopped")
             post.when_reported()
-        if rank == 2:
-            fd = post.open()
-            threading.Thread(
-                target=lambda: (sleep_in_python(fd), os.kill(pids[late], signal.SIGCONT)),
-                daemon=True,
-            ).start()
         return float(kv.allreduce(ones(), name="t", op=kv.Sum)[0])
 
     assert run_ranks(3, work, env=REPORT) == [3.0] * 3
@@ -152,6 +158,7 @@ def test_a_rank_that_is_stopped_in_a_bucket_is_named(
         kv.init()
         pids = kv.allgather_object(os.getpid())
         data = np.ones(1 << 22, np.float32)
+        over = threading.Event()
         if rank == 0:
             fd = post.open()
 
@@ -161,12 +168,15 @@ def test_a_rank_that_is_stopped_in_a_bucket_is_named(
                 os.kill(pids[1], signal.SIGSTOP)
                 sleep_in_python(fd)
                 os.kill(pids[1], signal.SIGCONT)
+                over.set()
 
             threading.Thread(target=stop_and_continue, daemon=True).start()
             post.when_reported()
-        for _ in range(20):
-            total = float(kv.allreduce(data, name="big", op=kv.Sum)[-1])
-        return total
+        while data[0]:
+            data[0] = not over.is_set() if rank == 0 else 0
+            result = kv.allreduce(data, name="big", op=kv.Sum)
+            data[0] = result[0]
+        return float(result[-1])
 
     assert run_ranks(2, work, env=REPORT) == [2.0] * 2
     text = report_of(capsys.readouterr().err)
@@ -180,6 +190,7 @@ def test_different_tensors_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFi
 
     def work(rank: int) -> None:
         kv.init()
+        kv.barrier()  # one report is of both
         names = {0: ["x"], 1: ["y"], 2: ["x", "y"]}[rank]
         handles = {name: kv.allreduce_async(ones(), name=name) for name in names}
         post.when_reported()
@@ -326,28 +337,22 @@ def test_a_rank_that_is_late_alone_on_its_host(
 def test_a_host_whose_leader_is_stopped(
     stopped: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    post = Signpost(tmp_path)
-
-    def wait_until(*names: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not all((tmp_path / name).exists() for name in names):
-            assert time.monotonic() < deadline, names
-            time.sleep(0.01)
+    post, marks = Signpost(tmp_path), Marks(tmp_path)
 
     def let_go_on(fd: int, pid: int) -> None:
         sleep_in_python(fd)
-        (tmp_path / "go on").touch()
+        marks.make("go on")
         os.kill(pid, signal.SIGCONT)
 
     def work(rank: int) -> float:
         kv.init()
         pids = kv.allgather_object(os.getpid())
-        (tmp_path / f"through {rank}").touch()
+        marks.make(f"through {rank}")
         if rank == stopped:
-            wait_until("go on")
+            marks.wait_for("go on")
         else:
             if rank == 1:
-                wait_until("through 0", "through 1", "through 2")
+                marks.wait_for("through 0", "through 1", "through 2")
                 os.kill(pids[stopped], signal.SIGSTOP)
                 threading.Thread(
                     target=let_go_on, args=(post.open(), pids[stopped]), daemon=True

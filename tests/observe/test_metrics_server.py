@@ -13,7 +13,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 import pytest
 from forked import run_ranks
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from waiting import until
 
 import kolovod as kv
 from kolovod.core import spans
@@ -102,20 +102,29 @@ def test_what_is_counted_goes_on_in_the_next_world() -> None:
         assert "backend=native" in info
 
 
+def reserved(port: int) -> socket.socket:
+    """Nobody gets this port by chance, but a server that asks for it and sets SO_REUSEADDR may."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", port))
+    return holder
+
+
 def two_ports() -> list[socket.socket]:
     """Of which the second is one more than the first."""
     while True:
-        first = socket.create_server(("127.0.0.1", 0))
+        first = reserved(0)
         with contextlib.suppress(OSError, OverflowError):
-            return [first, socket.create_server(("127.0.0.1", first.getsockname()[1] + 1))]
+            return [first, reserved(first.getsockname()[1] + 1)]
         first.close()
 
 
 def serve_by_setting(rank: int) -> Any:
-    taken = two_ports() if rank == 0 else []
+    holders = two_ports() if rank == 0 else []
+    ports = [holder.getsockname()[1] for holder in holders]
+    taken = [socket.create_server(("127.0.0.1", port)) for port in ports]
     kv.init()  # without a port: nothing is served
-    port = taken[0].getsockname()[1] if taken else 0
-    port = int(kv.broadcast(np.array([port]), 0)[0])
+    port = int(kv.broadcast(np.array(ports[:1] or [0]), 0)[0])
     with pytest.raises(InvalidArgumentError, match="no metrics at"):
         kv.start_metrics_server(port)
     kv.barrier()
@@ -213,11 +222,11 @@ def keep_stepping(rank: int, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus on this machine")
 def test_a_real_prometheus_answers_what_the_board_asks(tmp_path: Path) -> None:
-    free = socket.create_server(("127.0.0.1", 0))
+    free = reserved(0)
     listen = free.getsockname()[1]
-    free.close()
-    with ThreadPoolExecutor(1) as pool:
-        ranks = pool.submit(run_ranks, 2, partial(keep_stepping, folder=str(tmp_path)))
+    stepping = partial(keep_stepping, folder=str(tmp_path))
+    with free, ThreadPoolExecutor(1) as pool:
+        ranks = pool.submit(run_ranks, 2, stepping, timeout_s=150)
         try:
             until(lambda: len(list(tmp_path.glob("port.*"))) == 2)
             targets = [f"127.0.0.1:{path.read_text()}" for path in tmp_path.glob("port.*")]
@@ -254,10 +263,3 @@ def ask(port: int, expression: str) -> list[dict[str, Any]]:
         raise AssertionError(f"{expression}: {error.read().decode()}") from None
     except OSError:
         return []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked import run_ranks
+from waiting import until
 
 import kolovod as kv
 from kolovod.errors import InvalidArgumentError, NotInitializedError
@@ -161,9 +162,7 @@ def test_dynamic_needs_rank_0_only(hosts: tuple[str, ...], tmp_path: Path) -> No
     def start() -> None:
         if kv.rank() == 0:
             kv.start_timeline(path)
-        deadline = time.monotonic() + 30
-        while not is_recording() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(is_recording)
         kv.barrier()
 
     run_ranks(2, work_in_world, start, env={"KOLOVOD_TIMELINE": "Dynamic"}, hosts=hosts)
@@ -205,7 +204,7 @@ def test_the_file_is_valid_at_every_moment(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.readline()
         sizes = set()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while len(sizes) < 20 and time.monotonic() < deadline:
             process.send_signal(signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
@@ -303,14 +302,19 @@ def test_a_folder_that_is_missing_fails_init(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     script = (
-        "import time, numpy as np, kolovod as kv\n"
+        "import os, sys, time, numpy as np, kolovod as kv\n"
         "kv.init()\n"
         "for i in range(8):\n"
-        "    time.sleep(0.02 * kv.rank())\n"
-        "    kv.allreduce(np.ones(4, np.float32), name='loss')\n"
+        "    mark = f'{sys.argv[1]}/{i}'\n"
+        "    while kv.rank() == 1 and not os.path.exists(mark): time.sleep(0.001)\n"
+        "    time.sleep(0.02 * kv.rank())\n"  # after rank 0, and by so much
+        "    handle = kv.allreduce_async(np.ones(4, np.float32), name='loss')\n"
+        "    if kv.rank() == 0: open(mark, 'w').close()\n"
+        "    handle.wait()\n"
     )
     command = [sys.executable, "-m", "kolovod"]
     run = [*command, "run", "-np", "2", "--timeline", str(path), sys.executable, "-c", script]
+    run.append(str(tmp_path))
     subprocess.run(run, check=True, timeout=60)
     shown = subprocess.run(
         [*command, "timeline", str(path)], check=True, timeout=60, capture_output=True, text=True

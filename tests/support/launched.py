@@ -14,7 +14,7 @@ import psutil
 from waiting import until
 
 KOLOVOD = [sys.executable, "-m", "kolovod"]
-DEADLINE_S = 30
+DEADLINE_S = 90
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

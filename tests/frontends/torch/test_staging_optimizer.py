@@ -215,6 +215,6 @@ def test_garbage_that_is_collected_while_the_thread_notes_the_number(monkeypatch
     queued._over = Over()
     thread = threading.Thread(target=queued.run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert kept == [(engine, 7, "buffers")]
