@@ -1,12 +1,14 @@
 # make demo      train on real data with two processes, from nothing
 # make demo-elastic  the same while three processes are killed, one after the other, and come back; draws the loss
 # make test      the Python tests that need PyTorch and NumPy only, but the slow ones (7 minutes, installation included)
+# make ci        what every change must pass, on a clone of HEAD in a clean environment; half an hour
+# make flaky     the quick tests, the C++ tests and the sanitizers' 20 times on a busy machine: lists what fails by chance (a night); FLAKY_ARGS="--runs 3"
 # make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)
-# make thorough  what test-all leaves out because it takes long: more schedules, more frameworks (an hour and a half)
+# make thorough  all slow tests, and what takes longer still: more schedules, more frameworks (two hours)
 # make scenarios Horovod's elastic jobs by horovodrun: every scenario with NumPy, PyTorch, TensorFlow and Keras, SCENARIO_RUNS=1 times (15 minutes each)
 # make soak      elastic jobs on hosts that are namespaces, under 2,500 faults drawn at random (as root; up to two hours); SOAK_ARGS="--faults 100 --seed 1"
 # make soak-short random operations for five minutes, verified, and what memory they take; SOAK_ARGS="--seconds 60 --np 4"
-# make lint      style, types, warnings as errors; which lock guards what, if there is a Clang
+# make lint      style, types, warnings of C++ as errors; which lock guards what, if there is a Clang
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
 # make matrix    the tests of each front end with old and new versions, over one wheel (8 GB, an hour)
@@ -156,13 +158,14 @@ SLOW_PARTS ?= 6
 test-ci: $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,not thorough) --slow-parts $(SLOW_PARTS)
 
-# Tests of commands once more, with what machines may set, or lack: `.ci/run` clears all that otherwise.
+# Tests of commands once more, with what machines may set, or lack: `.ci/run` clears all that otherwise. In one process:
+# pytest-xdist's workers would have a standard input of their own.
 UNUSUAL := PATH="$$PATH" PYTHONUNBUFFERED=1 LANG=C LC_ALL=C TERM=xterm-256color
 test-environments: $(STAMPS)/package $(STAMPS)/test
-	trap '' PIPE; exec env -i $(UNUSUAL) $(call pytest,environments and not slow) <&-
+	trap '' PIPE; exec env -i $(UNUSUAL) $(BIN)/python -m pytest -n 0 -m 'environments and not slow' <&-
 
-thorough: test-slow $(STAMPS)/package $(STAMPS)/frameworks
-	$(call pytest,thorough)
+thorough: test-slow-native $(STAMPS)/package $(STAMPS)/frameworks
+	$(call pytest,slow or thorough)
 
 # What every change must pass, run on HEAD in a clone of its own; the commit that passed is in build/ci-passed.
 ci:

@@ -138,8 +138,8 @@ def check(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     known = in_order(options.done, options.device)
     outcomes: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="kolovod-gpu-") as temporary, reaping():
-        runner = Runner(Path(temporary), options)
+    with tempfile.TemporaryDirectory(prefix="kolovod-gpu-") as temporary, reaping() as others:
+        runner = Runner(Path(temporary), options, others)
         for name in options.parts:
             left_s = options.budget - (time.monotonic() - began)
             if name in known:
@@ -170,8 +170,12 @@ def in_order(files: Iterable[Path], device: str) -> set[str]:
 class Runner:
     """Runs parts with one package on one device, and writes their rows."""
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        """Install the wheel into ``folder``, and look where this is. Raises Failed."""
+    def __init__(self, folder: Path, options: argparse.Namespace, others: frozenset[int]) -> None:
+        """Install the wheel into ``folder``, and look where this is. Raises Failed.
+
+        ``others``: processes below this one that are not to be ended.
+        """
+        self._others = others
         self._folder, self._out, self._device = folder, options.out, options.device
         site = folder / "site"
         self._wheel = "none" if options.no_wheel else installed(options.wheel, site)
@@ -219,7 +223,7 @@ class Runner:
             timeout_s=limit,
             variables=self._variables,
         )
-        end_descendants()
+        end_descendants(self._others)
         seconds = time.monotonic() - start
         text = log.read_text(errors="replace")
         with (self._out / "gpu.log").open("a") as file:
@@ -263,27 +267,31 @@ def installed(folder: Path | None, site: Path) -> str:
 
 
 @contextlib.contextmanager
-def reaping() -> Iterator[None]:
-    """Have every process below this one, whose parent ends, become a child of this one."""
+def reaping() -> Iterator[frozenset[int]]:
+    """Have every process below this one, whose parent ends, become a child of this one.
+
+    Yields those that were there before, which are not this check's to end.
+    """
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    before = frozenset(descendants())
     try:
-        yield
+        yield before
     finally:
-        end_descendants()
+        end_descendants(before)
         prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def end_descendants() -> None:
-    """Kill all processes below this one, also those with a session of their own."""
+def end_descendants(others: frozenset[int]) -> None:
+    """Kill all processes below this one but ``others``, also those with a session of their own."""
     deadline = time.monotonic() + END_LIMIT_S
-    while (left := descendants()) and time.monotonic() < deadline:
+    while (left := set(descendants()) - others) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):  # its own parent has to hear of it
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.02)
 
 

@@ -16,6 +16,7 @@
 
 #include "bind/bucket.h"
 #include "bind/capi.h"
+#include "bind/gil.h"
 #include "engine/engine.h"
 
 namespace kolovod {
@@ -58,7 +59,7 @@ inline Config ToConfig(const ConfigMap& values) {
 
 // True once a signal handler raised: the exception stays set for the caller.
 inline bool SignalPending() {
-  nb::gil_scoped_acquire gil;
+  GilHeld gil;
   return PyErr_CheckSignals() != 0;
 }
 
@@ -118,7 +119,7 @@ class PyEngine {
     Status status;
     std::unique_ptr<Engine> engine;
     {
-      nb::gil_scoped_release release;
+      GilReleased release;
       status = Engine::Create(std::move(options), &engine, SignalPending);
     }
     ThrowWaitError(status);
@@ -136,7 +137,7 @@ class PyEngine {
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("links of an engine");  // the interpreter ends, and modules are gone
     }
-    nb::gil_scoped_release release;
+    GilReleased release;
     Detach(handle_);
     engine_.reset();
   }
@@ -161,7 +162,7 @@ class PyEngine {
     uint64_t handle = 0;
     Status status;
     {
-      nb::gil_scoped_release release;
+      GilReleased release;
       status = engine_->Submit(std::move(request), std::move(converted), blocking, &handle);
     }
     ThrowIfError(status);
@@ -172,7 +173,7 @@ class PyEngine {
     Check();
     Status status;
     {
-      nb::gil_scoped_release release;
+      GilReleased release;
       status = drives && timeout_s >= 0 ? engine_->WaitDriving(handle, timeout_s, SignalPending)
                                         : engine_->Wait(handle, timeout_s, SignalPending);
     }
@@ -184,7 +185,7 @@ class PyEngine {
     bool done = false;
     Status status;
     {
-      nb::gil_scoped_release release;
+      GilReleased release;
       status = engine_->Poll(handle, &done);
     }
     ThrowIfError(status);
@@ -236,7 +237,7 @@ class PyEngine {
     ExternalJob job;
     Status status;
     {
-      nb::gil_scoped_release release;
+      GilReleased release;
       status = External().NextJob(timeout_s, &job);
     }
     if (status.code() == Code::kTimeout) return nb::none();
@@ -246,12 +247,12 @@ class PyEngine {
 
   void OpenBucket(uint64_t token) {
     Check();
-    nb::gil_scoped_release release;
+    GilReleased release;
     ThrowIfError(External().OpenMemory(token));
   }
 
   void CloseBucket() {
-    nb::gil_scoped_release release;
+    GilReleased release;
     External().CloseMemory();
   }
 
@@ -260,13 +261,13 @@ class PyEngine {
 
   void BucketDone(uint64_t token, const std::string& error) {
     Check();
-    nb::gil_scoped_release release;
+    GilReleased release;
     ThrowIfError(External().JobDone(token, error));
   }
 
   void Abort(const std::string& message) {
     Check();
-    nb::gil_scoped_release release;
+    GilReleased release;
     engine_->Abort(message);
   }
 
@@ -282,7 +283,7 @@ class PyEngine {
   void Shutdown() {
     if (forgotten_) return;
     {
-      nb::gil_scoped_release release;
+      GilReleased release;
       engine_->Shutdown();
     }
     const nb::object links = std::exchange(links_, nb::none());
