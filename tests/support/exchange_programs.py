@@ -6,6 +6,7 @@ must be traced once in all worlds of the row.
 
 from __future__ import annotations
 
+import abc
 import functools
 import importlib
 import math
@@ -22,7 +23,7 @@ from kolovod.core import ops
 Found = list[list[list[Taken]]]
 
 
-class Program:
+class Program(abc.ABC):
     """One rank's training, in a framework; a subclass has what is particular to it."""
 
     def __init__(self, row: Row, rank: int, kv: Any) -> None:
@@ -36,9 +37,9 @@ class Program:
         return [cls.made(row, rank).all() for row in rows]
 
     @classmethod
+    @abc.abstractmethod
     def made(cls, row: Row, rank: int) -> Program:
         """For one row; nothing is made before this process has been in a world."""
-        raise NotImplementedError
 
     def all(self) -> list[list[Taken]]:
         """By world and step; nothing in worlds that this rank is not in."""
@@ -72,21 +73,21 @@ class Program:
         name = self.row.compression
         return stateful[name]() if name in stateful else getattr(self.kv.Compression, name)
 
+    @abc.abstractmethod
     def make(self) -> None:
         """Variables and the optimizer, in the first world."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def begin_equal(self) -> None:
         """As scripts do where ranks are new."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run(self, grads: list[Any]) -> list[Any] | None:
         """One pass with these gradients; the combined ones, where they are shown."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def weights(self) -> list[Any]:
         """As arrays."""
-        raise NotImplementedError
 
 
 class InTensorflow(Program):
