@@ -129,7 +129,7 @@ def make_segment(on_host: int, size: int, config: Mapping[str, int]) -> int:
     try:
         fd = os.memfd_create("kolovod-segment")
     except OSError:  # refused by a sandbox: a file without a name, in memory as well
-        with tempfile.TemporaryFile(dir="/dev/shm", prefix=_name_at_first()) as file:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
             fd = os.dup(file.fileno())
     try:
         os.posix_fallocate(fd, 0, bytes_needed)
@@ -142,15 +142,6 @@ def make_segment(on_host: int, size: int, config: Mapping[str, int]) -> int:
             "give the container more memory, or lower KOLOVOD_CHUNK_BYTES or KOLOVOD_CHUNK_SLOTS"
         ) from error
     return fd
-
-
-def _name_at_first() -> str:
-    """How the file is called until it has no name, where a file system makes none without.
-
-    It says whose it is, should the process be killed just then: a job's marks, shortened.
-    """
-    marks = os.environ.get("KOLOVOD_JOB", "").split(",")
-    return "-".join(["kolovod-segment", *(mark[:8] for mark in marks if mark), ""])
 
 
 class _Watch:
