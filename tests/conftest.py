@@ -29,8 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of the tests marked slow run an N-th part, another after each commit, and as many "
-        "again of those that the last commits concern [1: all]",
+        help="of the tests marked slow run an N-th part, another after each commit, and half "
+        "as many of those that the last commits concern [1: all]",
     )
 
 

@@ -70,7 +70,7 @@ def test_rows_of_pytorch_that_have_failed(row: Row) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", slow_but([60], [60, 400]))
+@pytest.mark.parametrize("count", slow_but([60], [60, 160]))
 def test_pytorch(count: int) -> None:
     each(_run_torch, drawn(TORCH, count))
 
@@ -136,7 +136,7 @@ def test_keras(which: str) -> None:
     run_processes(
         KERAS_RUNNERS[which],
         work,
-        drawn(KERAS, 20 if which == "torch" else 10),
+        drawn(KERAS, 20 if which == "torch" else 6),
         KOLOVOD_ELASTIC="1",
     )
 

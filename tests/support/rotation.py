@@ -70,8 +70,8 @@ def concerned(files: Iterable[str]) -> frozenset[str]:
 def chosen(rows: Sequence[str], change: Change, parts: int) -> frozenset[str]:
     """Of these rows (pytest's node ids) those that this run takes, one of ``parts`` times as many.
 
-    Beside the drawn ones it takes rows that the change concerns, but no more than were drawn: a
-    change of everything must not make the run longer than it may be.
+    Beside the drawn ones it takes rows that the change concerns, but half as many at most: a change
+    of everything must not make the run longer than it may be.
     """
     if parts <= 1:
         return frozenset(rows)
@@ -79,7 +79,7 @@ def chosen(rows: Sequence[str], change: Change, parts: int) -> frozenset[str]:
     rooms = concerned(change.files)
     more = [row for row in rows if row not in drawn and _is_in(row, rooms)]
     more.sort(key=lambda row: zlib.crc32(f"{change.commits} {row}".encode()))
-    return frozenset(drawn | set(more[: len(rows) // parts]))
+    return frozenset(drawn | set(more[: len(rows) // (2 * parts)]))
 
 
 def _is_in(row: str, rooms: frozenset[str]) -> bool:

@@ -31,13 +31,13 @@ def test_rows_that_a_change_concerns_are_taken_too() -> None:
     assert drawn < elastic
     more = elastic - drawn
     assert all("tests/elastic/" in row for row in more)
-    assert len(more) == min(len(ROWS) // 6, 60 - sum("elastic" in row for row in drawn))
+    assert len(more) == min(len(ROWS) // 12, 60 - sum("elastic" in row for row in drawn))
 
 
-def test_a_change_of_everything_takes_twice_the_drawn_part_at_most() -> None:
+def test_a_change_of_everything_takes_half_as_many_more_at_most() -> None:
     files = frozenset({"csrc/engine/engine.cc", "src/kolovod/elastic/steps.py"})
     drawn = chosen(ROWS, Change(100, NOTHING), 6)
-    assert len(chosen(ROWS, Change(100, files), 6)) == len(drawn) + len(ROWS) // 6
+    assert len(chosen(ROWS, Change(100, files), 6)) == len(drawn) + len(ROWS) // 12
 
 
 def test_one_part_is_all() -> None:
