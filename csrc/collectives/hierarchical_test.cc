@@ -145,7 +145,7 @@ const std::vector<std::vector<int>> kPlacements = {
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 // Some elements of several blocks of every host are as good as many to a sanitizer, which takes minutes.
-constexpr size_t kLarge = 20'000, kLargest = 45'678;
+constexpr size_t kLarge = 10'000, kLargest = 23'456;
 #else
 constexpr size_t kLarge = 40'000, kLargest = 123'456;
 #endif

@@ -354,6 +354,7 @@ TEST_CASE("several connections between two ranks give the same bits") {
 
 // What was measured when the world formed may be wrong by any factor; all ranks get to know better, alike.
 TEST_CASE("a wrong belief about links is revised on all ranks") {
+  constexpr size_t kCount = 1 << 18;
   for (const double believed : {0.05, 50'000.0}) {
     for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1}, {0, 1, 2}}) {
       std::shared_ptr<LoopbackWorld> world;
@@ -366,9 +367,9 @@ TEST_CASE("a wrong belief about links is revised on all ranks") {
         threads.emplace_back([&, r] {
           Rank rank(r, world);
           for (int i = 0; i < 24; ++i) {
-            std::vector<float> data(1 << 20, 1.0f);
+            std::vector<float> data(kCount, 1.0f);
             CHECK_OK(rank.Allreduce("t", data));
-            CHECK(FirstDifference(data, std::vector<float>(1 << 20, static_cast<float>(size))) == "");
+            CHECK(FirstDifference(data, std::vector<float>(kCount, static_cast<float>(size))) == "");
           }
           std::vector<float> last(1);  // by then all have read what was told
           CHECK_OK(rank.Allreduce("last", last));
