@@ -27,7 +27,8 @@ import subprocess, sys, time
 import kolovod
 kolovod.init()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-print("ready", flush=True)
+# At once: torchrun runs it unbuffered, by several ranks into one pipe.
+print("ready\\n", end="", flush=True)
 time.sleep(60)
 """
 SCRIPT += f"# {secrets.token_hex(8)}\n"  # so that it is not another one's, who runs this test, too
