@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import signal
 import time
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
+from dying import die  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 from waiting import Marks, until  # noqa: E402
 
@@ -92,12 +92,14 @@ def test_worlds(tmp_path):
     assert all(run_ranks(2, worlds, env={"MEETING": f"file://{tmp_path}/meeting"}))
 
 
+def all_reduce():
+    return dist.all_reduce(torch.ones(1), async_op=True)
+
+
 def killed(rank):
     dist.init_process_group("kolovod")
     tensor = torch.ones(10)
-    dist.all_reduce(tensor)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die(rank, 1, all_reduce)
     begin = time.monotonic()
     with pytest.raises(RankLostError, match="rank 1"):
         dist.all_reduce(tensor)
@@ -116,8 +118,7 @@ def killed_in_backward(rank):
     dist.init_process_group("kolovod")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     loss = model(torch.ones(1, 4)).sum()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    die(rank, 1, all_reduce)
     with pytest.raises(RankLostError, match="rank 1"):
         loss.backward()
     return True

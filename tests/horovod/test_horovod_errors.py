@@ -5,14 +5,13 @@ what each rank said of one. After each row the same world is used again.
 """
 
 import functools
-import os
 import re
-import signal
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from dying import die  # noqa: E402
 from errors_to_provoke import FACTS, MISMATCH, ROWS, VERBS, f, waited  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 
@@ -111,15 +110,11 @@ def test_after_a_shutdown_of_one_rank(label):
         check(found["pending: allreduce"], MISMATCH, "rank [012] .*(left|shut down)")
 
 
-def die(rank):
+def dies(rank):
     torch.set_num_threads(1)
     hvd.init()
-    hvd.allreduce(f(1))
-    if rank == 1:
-        hvd.barrier()
-        os.kill(os.getpid(), signal.SIGKILL)
-    handle = hvd.allreduce_async(f(1), name="pending")
-    hvd.barrier()
+    handle = None if rank == 1 else hvd.allreduce_async(f(1), name="pending")
+    die(rank, 1)
     found = {"pending": outcome(lambda: waited(handle))}
     for label, call in VERBS.items():
         found[label] = outcome(call)
@@ -128,6 +123,6 @@ def die(rank):
 
 @pytest.mark.parametrize("label", ["pending", *VERBS])
 def test_after_the_death_of_one_rank(label):
-    zero, _, two = job(3, die, keep_going=True)
+    zero, _, two = job(3, dies, keep_going=True)
     for found in (zero, two):
         check(found[label], MISMATCH, "rank 1")

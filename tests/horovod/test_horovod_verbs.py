@@ -4,6 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from dying import die  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 
 import horovod.torch as hvd  # noqa: E402
@@ -222,13 +223,8 @@ def test_everything(size):
 
 def test_a_lost_rank_is_a_horovod_internal_error():
     def work(rank):
-        import os
-        import signal
-
         hvd.init()
-        hvd.allreduce(torch.ones(1))
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die(rank, 1)
         with pytest.raises(HorovodInternalError, match="rank 1"):
             hvd.allreduce(torch.ones(1))
         return True

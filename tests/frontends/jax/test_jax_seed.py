@@ -295,19 +295,16 @@ def test_errors_name_the_ranks():
 
 def test_a_lost_rank_ends_what_is_on_its_way():
     def work(rank):
-        import os
-        import signal
-
         import jax
         import jax.numpy as jnp
+        from dying import die
 
         import kolovod.jax as kv
 
         kv.init()
         many = jax.jit(lambda xs: [kv.allreduce(x, f"t{i}", Sum) for i, x in enumerate(xs)])
         jax.block_until_ready(many([jnp.ones(1000)] * 12))
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die(rank, 1)
         with pytest.raises(Exception, match=r"ABORTED: rank 1 .*died"):
             jax.block_until_ready(many([jnp.ones(1000)] * 12))
         return "noticed"

@@ -191,18 +191,14 @@ def test_what_cannot_be_sent():
 
 def test_a_lost_rank_ends_what_waits_for_it():
     def work(rank):
-        import os
-        import signal
-
         import mxnet as mx
+        from dying import die
 
         import kolovod.mxnet as kv
         from kolovod.errors import RankLostError
 
         kv.init()
-        kv.barrier()
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die(rank, 1)
         with pytest.raises(RankLostError, match="rank 1"):
             kv.allreduce(mx.nd.ones(3))
         return "noticed"

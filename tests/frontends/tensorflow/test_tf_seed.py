@@ -260,10 +260,8 @@ def test_several_are_on_their_way_at_once():
 
 def test_errors():
     def work(rank):
-        import os
-        import signal
-
         import tensorflow as tf
+        from dying import die
 
         import kolovod.tensorflow as kv
 
@@ -271,8 +269,7 @@ def test_errors():
         check_errors(tf, kv, rank)
         many = tf.function(lambda xs: [kv.allreduce(x, op=Sum) for x in xs])
         many([tf.ones([1000])] * 5)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        die(rank, 1)
         with pytest.raises(tf.errors.AbortedError, match=r"rank 1 .*died"):
             many([tf.ones([1000])] * 5)
         return "noticed"
