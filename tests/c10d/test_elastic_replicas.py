@@ -118,6 +118,7 @@ train(elastic.State(model=model))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -244,6 +244,7 @@ def test_random_schedules_keep_to_the_rules():
         assert had[what] > 50, had
 
 
+@pytest.mark.slow
 def test_random_schedules_of_replicas_keep_to_the_rules():
     had = explore(range(300), replica_size=2)
     for what in ("settled", "partitions", "joined", "prepared", "ended with their replica"):

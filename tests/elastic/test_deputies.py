@@ -221,6 +221,7 @@ def test_one_that_has_ended_well_is_not_lost_at_once(job: Job) -> None:
     job.members[0].await_error("3 ranks go on, since rank 3 on host a has ended")
 
 
+@pytest.mark.slow
 def test_a_stopped_steward_is_replaced_by_those_who_can_prove_it(job: Job) -> None:
     """Not by silence: on one host all that live must agree. So it is killed in the end."""
     job.steward.close()

@@ -68,6 +68,7 @@ def test_one_member_anywhere_is_enough(place: Place, open_doors: dict[int, Door]
     assert Doors(place, host_of, 0, "a").look_at_all() == facts(37)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatience")
 def test_nobody_belongs_to_the_job(place: Place, open_doors: dict[int, Door]) -> None:
     """There is a door, where a rank 0 waits for others; and names that stand for nothing."""

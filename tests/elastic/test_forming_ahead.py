@@ -85,6 +85,7 @@ def test_ranks_enter_what_has_formed_ahead(tmp_path: Path) -> None:
     assert second[3][-3:] == [[2, True], [3, True], [2, True]]
 
 
+@pytest.mark.slow
 def test_what_one_rank_cannot_form_ahead_all_form_when_they_have_stopped(tmp_path: Path) -> None:
     first, second = grown(tmp_path, "0")
     assert first[3] == [[1, False], [2, False], [3, False], [2, False]]
@@ -149,6 +150,7 @@ def test_one_that_cannot_form_says_so(error: Exception) -> None:
     assert done == [False]
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_while_a_world_forms_ends_well(tmp_path: Path) -> None:
     """The last step comes when a third process is there, and before its world is wanted."""
     code = f"""

@@ -85,6 +85,7 @@ def made_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[S
         cluster.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_an_evicted_index_comes_back_with_another_address(start: Start) -> None:
     job = start({"n": 3}, 9, "-np", "3")
     job.goes_on(0, 1, 2)

@@ -211,6 +211,7 @@ def test_fewer_than_min_np_end_their_step_and_wait(tmp_path: Path) -> None:
     assert len(alone) <= 2  # the step that a death interrupted, if it had begun
 
 
+@pytest.mark.slow
 def test_too_few_for_too_long_end_the_job() -> None:
     code = (
         "import os, sys, time, kolovod.numpy as kv; from kolovod import elastic\n"
@@ -231,6 +232,7 @@ def test_too_few_for_too_long_end_the_job() -> None:
     assert "nobody came in 2 s" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_whose_ranks_all_fail_ends_with_their_code() -> None:
     code = "from kolovod import elastic; elastic.run(lambda state: 1 / 0)(elastic.State())"
     done = run("-np", "2", script=("-c", code))
@@ -461,6 +463,7 @@ def test_every_sample_counts_once_in_an_epoch(flags: list[str], samples: int, en
     assert done.stderr.count("was killed by signal 9") == 2 * len(ends.split(","))
 
 
+@pytest.mark.slow
 def test_a_commit_without_a_step_that_counts_samples_is_named() -> None:
     code = (
         "import kolovod.numpy as kv; from kolovod import elastic; kv.init()\n"

@@ -207,6 +207,7 @@ def test_a_job_that_is_not_elastic_has_the_sets_as_well() -> None:
     assert sorted(re.findall(r"got (.*)", done.stdout)) == ["3.0 3.0", "False False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "code", "message"),
     [

@@ -18,6 +18,7 @@ from jobs_with_deaths import SCRIPT, replay_of, run, train
 from kolovod import elastic
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_replaced_and_gets_its_part(tmp_path: Path) -> None:
     train("shards", 3, [1], tmp_path, "-np", "3")
 

@@ -59,6 +59,7 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
     assert finding["line"] == "<string>:3"
 
 
+@pytest.mark.slow
 def test_too_little_time() -> None:
     script = f"{WORLD}import time; time.sleep(60)"
     code, report, _ = check("--timeout", "3", "--", sys.executable, "-c", script)

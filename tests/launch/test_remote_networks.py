@@ -16,6 +16,7 @@ from reached_by_ssh import (  # noqa: F401
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
 
+@pytest.mark.slow
 def test_the_store_where_the_user_says_that_others_reach_it(bed, script):
     """As behind NAT: at an address that the launcher's host does not know as its own."""
     code = HELLO + "print('met at', os.environ['KOLOVOD_STORE'], flush=True)"

@@ -62,6 +62,7 @@ def test_one_picture(tmp_path, by_shell: bool) -> None:
         assert stacks.returncode == 0
 
 
+@pytest.mark.slow
 def test_who_is_late_and_where_for_programs(tmp_path) -> None:
     late = tmp_path / "late"
     with job(str(late)) as name:

@@ -333,6 +333,7 @@ def test_a_rank_that_is_late_alone_on_its_host(
     assert any("in sleep_in_python" in line for line in stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", slow_but((0,), (0, 2)))
 def test_a_host_whose_leader_is_stopped(
     stopped: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

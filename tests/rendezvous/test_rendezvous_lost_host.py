@@ -99,6 +99,7 @@ def said(rank: Rank) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_the_servers_host_before_a_rank_comes(bed: Bed, ranks: list[Rank]) -> None:
     bed.set_link("s", up=False)
     ranks[0].say("go")
@@ -112,6 +113,7 @@ def test_the_servers_host_while_a_rank_waits(bed: Bed, ranks: list[Rank]) -> Non
     assert "rank 0 cannot reach the launcher's store at" in said(ranks[0])
 
 
+@pytest.mark.slow
 def test_another_ranks_host(bed: Bed, ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.say("go")

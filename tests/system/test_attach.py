@@ -146,6 +146,7 @@ def test_another_attach_takes_the_job_over(folder: Path) -> None:
     assert sorted(set(numbers)) == list(range(20, max(numbers) + 1, 20))
 
 
+@pytest.mark.slow
 def test_a_killed_keeper_is_survived_and_followed_by_another(folder: Path) -> None:
     """Whoever looks on sees all of it; a rank that is lost then is replaced."""
     with job(folder, np=3, code=7) as launcher:
@@ -188,6 +189,7 @@ def test_keepers_that_are_killed_again_and_again_have_followers(folder: Path) ->
     assert launcher.returncode == 0, errors
 
 
+@pytest.mark.slow
 def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
     """Nobody takes the place of a rank that wanted to leave, whoever keeps the job then."""
     with job(folder, np=3) as launcher:
@@ -210,6 +212,7 @@ def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
     assert "has a place" not in errors
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_between_two_keepers_has_ended_well(folder: Path) -> None:
     """Though none of its ranks is known to the second; those that the job began with are gone."""
     with job(folder, np=2) as launcher:

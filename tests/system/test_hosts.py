@@ -374,6 +374,7 @@ def submits_and_computes(rank):
 ENOUGH = 56
 
 
+@pytest.mark.slow
 def test_what_nobody_waits_for_is_not_left_lying():
     """A fifth of it was, until the thread looked after itself again, 100 ms later."""
     assert run_ranks(2, submits_and_computes, hosts=["a", "b"], timeout_s=120)[0] >= ENOUGH

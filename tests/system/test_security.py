@@ -316,6 +316,7 @@ def test_a_thousand_connections_that_say_nothing(many_files: None) -> None:
             assert [future.result(30).formation.epoch for future in waiting] == [1, 1]
 
 
+@pytest.mark.slow
 def test_ranks_get_in_while_others_knock_all_the_time(many_files: None) -> None:
     """Strangers drive each other out, and now and then a rank; which then comes again."""
     stop = threading.Event()

@@ -124,6 +124,7 @@ def test_a_killed_rank_is_named() -> None:
     assert caught.value.exit_code == 137
 
 
+@pytest.mark.slow
 def test_late_ranks_are_named_with_where_they_are() -> None:
     def work(rank: int) -> None:
         if rank == 1:

@@ -107,6 +107,7 @@ def made_up(
     return done, {row.part: row for row in rows}
 
 
+@pytest.mark.slow
 def test_what_parts_come_to(tmp_path: Path) -> None:
     done, rows = made_up(tmp_path, "--budget", "100", "--commit", "abc")
     assert done.returncode == 1, done.stderr

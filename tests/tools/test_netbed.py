@@ -128,6 +128,7 @@ def test_a_limit_holds_in_both_directions(bed, host, other):
     bed.limit("a", 0)
 
 
+@pytest.mark.slow
 def test_lost_packets(bed):
     """Of datagrams about the share that was asked for; a stream arrives whole."""
     bed.lose(0.2)

@@ -37,6 +37,7 @@ def run_soak(*arguments, **variables):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "seconds"), [(2, 6), pytest.param(3, 25, marks=THOROUGH)])
 def test_everything_is_right_and_memory_does_not_grow(size, seconds, tmp_path):
     done = run_soak(

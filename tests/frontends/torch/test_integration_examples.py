@@ -173,6 +173,7 @@ def check_workers(folder, method):
     assert losses[2] < losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader(tmp_path):
     check_workers(tmp_path, "fork")
 
@@ -203,6 +204,7 @@ for batch in loader:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_ends_the_job(tmp_path: Path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
