@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -358,6 +359,23 @@ def test_who_is_driven_out_comes_again() -> None:
             assert call(middle.address) == "hello"
         until(lambda: server.refused >= 2)  # it counts who is driven out when it has seen that go
         assert server.refused == 2  # the call's first try, and the stranger in its turn
+
+
+def test_who_has_got_in_is_not_driven_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that knows so does not come again: it would take the server for gone."""
+    accept = channel.accept
+    with contextlib.ExitStack() as strangers:
+
+        def accept_and_be_slow(*arguments: Any) -> channel.Channel:
+            accepted = accept(*arguments)  # the client has its proof
+            stranger = socket.create_connection(address, timeout=DEADLINE_S)
+            assert len(strangers.enter_context(stranger).recv(100)) == 40
+            return accepted
+
+        monkeypatch.setattr("kolovod.net.server.accept", accept_and_be_slow)
+        with tcp_server(max_strangers=1) as (server, address):
+            assert call(address) == "hello"
+            assert server.refused == 0
 
 
 def test_who_is_dropped_comes_again_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

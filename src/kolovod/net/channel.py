@@ -319,10 +319,17 @@ def greet(
     return Channel(sock, session, is_server=False, agreement=agreement)
 
 
-def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Channel:
+def accept(
+    sock: socket.socket,
+    secret: str,
+    label: str,
+    deadline: float,
+    admit: Callable[[], None] = lambda: None,
+) -> Channel:
     """The server's half of the handshake on an accepted connection.
 
-    Raises AuthenticationError, EOFError or OSError; the caller closes ``sock`` then.
+    ``admit()``: is called when the client has proved itself, and before it hears so. Raises
+    AuthenticationError, EOFError, OSError, or what ``admit`` does; the caller closes ``sock`` then.
     """
     key = secret.encode()
     server_nonce = secrets.token_bytes(NONCE_BYTES)
@@ -338,6 +345,7 @@ def accept(sock: socket.socket, secret: str, label: str, deadline: float) -> Cha
     if magic not in (MAGIC, ENCRYPTED_MAGIC) or not hmac.compare_digest(proof, expected):
         _refuse(sock, _REFUSAL)
         raise AuthenticationError("a client does not know this job's secret")
+    admit()
     exchange, answer = None, b""
     if encrypted:
         try:

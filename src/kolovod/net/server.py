@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, accept
@@ -98,13 +99,12 @@ class Server:
         try:
             deadline = time.monotonic() + self._handshake_timeout_s
             try:
-                channel = accept(sock, self._secret, self._label, deadline)
+                admit = partial(self._admit, sock)
+                channel = accept(sock, self._secret, self._label, deadline, admit)
             except (AuthenticationError, EOFError, OSError):
                 with self._lock:
                     self.refused += 1
                 return
-            with self._lock:
-                self._strangers.pop(sock, None)
             self._handler(channel)
         except (AuthenticationError, EOFError, OSError):
             return  # the peer went away, and whoever waits for it will notice by other means
@@ -118,6 +118,16 @@ class Server:
             with self._lock:
                 self._open.pop(sock, None)
                 self._strangers.pop(sock, None)
+
+    def _admit(self, sock: socket.socket) -> None:
+        """It is no stranger any more: nobody drives out a client that knows it has got in.
+
+        Raises EOFError where that has happened already; then the client comes again.
+        """
+        with self._lock:
+            if sock not in self._strangers:
+                raise EOFError("driven out by other connections")
+            del self._strangers[sock]
 
 
 def same_user(sock: socket.socket) -> bool:
