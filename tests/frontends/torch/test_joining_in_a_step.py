@@ -84,9 +84,8 @@ def train(rank: int, victim: int, delay_s: float, is_late: bool, is_torn: bool =
         handing_over._portions[0].checksum = lambda piece: 0
     elif rank == victim:  # where the others wait for what it sends, or for it in the exchange
         handing_over.deliver = partial(os.kill, os.getpid(), signal.SIGKILL)
-    while (
-        state.step < STEPS or victim in state.log[-1]
-    ):  # all take the same steps, until it is killed
+    # All take the same steps, until it is killed.
+    while state.step < STEPS or victim in state.log[-1]:
         step_of(state, rank)
         assert session.has_state
         if state.step == BEFORE + 1:
