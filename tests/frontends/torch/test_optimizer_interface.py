@@ -7,6 +7,8 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
+from functools import partial
 
 import pytest
 
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
+from waiting import until  # noqa: E402
 
 from kolovod.core.ops import Max  # noqa: E402
 from kolovod.errors import (  # noqa: E402
@@ -146,6 +149,12 @@ def test_a_new_parameter_group_is_averaged_too():
     run(2, work)
 
 
+def is_freed(reference):
+    """Collects garbage first, but nothing is collected while another rank's thread does so."""
+    gc.collect()
+    return reference() is None
+
+
 def test_dropping_the_optimizer_frees_the_model_of_its_hooks():
     def work(kv, rank):
         net = Net()
@@ -154,8 +163,9 @@ def test_dropping_the_optimizer_frees_the_model_of_its_hooks():
             optimizer.zero_grad()
             net(inputs(rank)).backward()
             optimizer.step()
+            dropped = weakref.ref(optimizer)
             del optimizer
-            gc.collect()
+            until(partial(is_freed, dropped), "the optimizer is freed")
         assert net.a.tolist() == [1 - 3.0] * 3
         net.zero_grad()
         net(inputs(rank)).backward()
