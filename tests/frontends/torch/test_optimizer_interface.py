@@ -171,6 +171,8 @@ def test_dropping_the_optimizer_frees_the_model_of_its_hooks():
         net(inputs(rank)).backward()
         assert net.a.grad.tolist() == inputs(rank).tolist()
 
+    # A process's first optimizer imports modules of PyTorch that keep it in a traceback.
+    torch.optim.SGD(Net().parameters(), lr=1.0)
     run(2, work)
 
 
