@@ -244,7 +244,7 @@ NB_MODULE(_native, m) {
       .def("close", &ConnectionBroker::Close)
       .def("forget", &ConnectionBroker::Forget)
       .def_prop_ro("closed", &ConnectionBroker::closed);
-  nb::class_<PyEngine>(m, "Engine")
+  nb::class_<PyEngine>(m, "Engine", nb::is_weak_referenceable())
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,

@@ -20,10 +20,10 @@ from kolovod.elastic import steps
 from kolovod.torch import TorchCollectives, TorchFrontend
 
 STEPS = 7
-PLACES = ("backward", "sent", *TICKETS, "update", "between")
+PLACES = ("backward", "averaged", *TICKETS, "update", "between")
 OF_SHARDS = ("copies", "gather", "moving")
 """Where a part's copy is made, where parts are gathered, and where a state goes to who is left."""
-NOT_COUNTED = ("backward", "sent", "results", "copies")
+NOT_COUNTED = ("backward", "results", "copies")
 """Places before a rank has passed the ticket: the step is one of the others alone."""
 
 
@@ -82,7 +82,7 @@ def elastic_rows(draw: Any) -> ElasticRow:
         alive = [member for member in alive if member not in victims]
         step += 2
     for death in deaths:
-        if death.place == "sent" and taken[death.step].way == "closure":
+        if death.place == "averaged" and taken[death.step].way == "closure":
             taken[death.step] = Step()  # there is nothing between its backward and its step
     return ElasticRow(row._replace(steps=tuple(taken)), tuple(deaths))
 
@@ -196,7 +196,7 @@ class _Mortal(Trained):
 
     def before_step(self, *arguments: Any) -> None:
         super().before_step(*arguments)
-        if self.place == "sent":
+        if self.place == "averaged":
             self.life.die()
 
     def after(self, number: int) -> None:

@@ -164,6 +164,7 @@ class DataParallel:
         if self._has_new:  # else it was torch.autograd.grad
             self._has_new = False
             self._reducer.synchronize()
+            self._reducer.reset(used=False)  # each backward that is sent is a step
             self._share_buffers()
 
     def _share_buffers(self) -> None:

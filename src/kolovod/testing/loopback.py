@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kolovod import _native
@@ -42,9 +43,12 @@ class LoopbackSet:
         self.ranks = ranks
         self._members = members
 
-    def membership(self) -> LoopbackRank:
-        """The engine of the rank that this thread is."""
-        rank: int = getattr(_thread, "rank", -1)
+    @property
+    def membership(self) -> Callable[[], LoopbackRank]:
+        """Gives the engine of the rank that this thread is, in other threads as well."""
+        return partial(self._member, getattr(_thread, "rank", -1))
+
+    def _member(self, rank: int) -> LoopbackRank:
         if rank not in self._members:
             raise InvalidArgumentError(f"rank {rank} is not in the process set {self.ranks}")
         return self._members[rank]

@@ -75,7 +75,7 @@ class Bucket:
         self.name = ""
         self.is_sent = False
         self.streams: set[Any] = set()  # of GPUs, on which backward has made its gradients
-        self.items: list[Item] = []  # as they were when backward had finished them
+        self.items: list[Item] = []  # as they were when they were sent
         self.unused: list[int] = []
         self.sparse_dim = 0  # how many dimensions the gradient has indices for; 0: it is dense
 
@@ -155,6 +155,8 @@ class Buckets:
         """Ranks have agreed upon an order of the gradients."""
         self.bucket_bytes = plan.BUCKET_BYTES
         """See ``plan.cut``; for what is cut from now on."""
+        self.in_parts: set[int] = set()
+        """Gradients that backward has computed several times in a pass: they wait for its end."""
         self.are_of_one_kind = False
         """No bucket has gradients of two dtypes or devices."""
 
@@ -169,19 +171,14 @@ class Buckets:
         """Backward has finished ``bucket``, which cannot be sent yet."""
         for index in bucket.indices:
             self.order.setdefault(index)
-            grad = self._parameters.tensors[index].grad
-            if grad is not None:
-                bucket.items.append((index, grad, grad._version, grad, None))
 
     def rearrange(self, order: Sequence[int]) -> None:
         """Cut all anew, for gradients that backward makes in ``order``."""
-        items = {item[0]: item for bucket in self.all for item in bucket.items}
         streams = {stream for bucket in self.all for stream in bucket.streams}
         self.all.clear()
         self.is_planned = True
         for indices in self._cut(order):
             bucket = Bucket(indices)
-            bucket.items = [items[index] for index in indices if index in items]
             bucket.streams |= streams
             self._add(bucket)
             self._count(bucket)
@@ -193,9 +190,7 @@ class Buckets:
                 alone = bucket
                 if len(bucket.indices) > 1:
                     alone = Bucket([index])
-                    alone.items = [item for item in bucket.items if item[0] == index]
                     bucket.indices.remove(index)
-                    bucket.items = [item for item in bucket.items if item[0] != index]
                     self._add(alone)
                 alone.sparse_dim = sparse_dims[index]
                 self._count(bucket)
@@ -223,8 +218,6 @@ class Buckets:
         """Wait for all gradients anew."""
         for bucket in self.all:
             bucket.missing = len(bucket.indices)
-            if not bucket.is_sent:
-                bucket.items = []
 
     def _cut(self, order: Sequence[int]) -> list[list[int]]:
         tensors = self._parameters.tensors

@@ -1,14 +1,11 @@
 """Clipping gradients: averaged first, then clipped, with nothing to call in between.
 
-A script clips between backward and step, when gradients are on their way to the other ranks: what
-it would measure and scale is this rank's own. PyTorch offers no place to step in, so its two
-functions are made to wait for the gradients of the parameters that they are given; that they do
-as soon as there is a DistributedOptimizer in a world of several ranks, also one that was made in a
-world of one, and nothing else about them changes.
-
-Other changes in place are still found out and refused (``GradientReducer``): nobody can know of
-them in time. So are those by ``torch.nn.utils.clip_grads_with_norm_``, whose norm was made from
-gradients alone, which do not say whose they are.
+A rank whose backward has come to all parameters has the averages. One without a batch, say, gets
+them in ``step`` only, and would clip nothing where the others do; and with ``shard_state`` a rank
+has a part of them. PyTorch offers no place to step in, so its two functions are made to average the
+gradients of the parameters that they are given first; that they do as soon as there is a
+DistributedOptimizer in a world of several ranks, also one that was made in a world of one, and
+nothing else about them changes.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class HookSender:
         tensors = self._parameters.tensors
         for index in bucket.indices:
             parameter = tensors[index]
-            own = None if blank else parameter.grad
+            own = None if blank or index in self._parameters.lent else parameter.grad
             if own is not None and own.is_sparse:
                 problem = InvalidArgumentError(
                     f"gradient of '{self._parameters.names[index]}' is sparse, which communication "

@@ -56,8 +56,8 @@ class Distributed(torch.optim.Optimizer):
         if reducer.skips:
             if reducer.sending:
                 raise InvalidArgumentError(
-                    "gradients are on their way to the other ranks: call optimizer.synchronize() "
-                    "before you step within optimizer.skip_synchronize()"
+                    "gradients of a backward that has failed are on their way to the other ranks: "
+                    "call optimizer.zero_grad(), on all ranks, and backward() again"
                 )
         elif not reducer.settled:
             reducer.synchronize()
@@ -69,10 +69,11 @@ class Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every gradient is the same on all ranks; ``step`` does so by itself.
 
-        Call it to look at the averaged gradients, or to change them (PyTorch's clipping functions
-        do so by themselves); the next ``step`` then does not repeat it. A parameter without a
-        gradient here counts as zeros, if it has one on another rank. Raises MismatchError on every
-        rank when the ranks' parameters differ, RankLostError and its siblings when a rank is gone.
+        After ``backward()`` there is nothing left to do: it returns when they are. Gradients that
+        came by no backward are averaged here; the next ``step`` does not repeat it. A parameter
+        without a gradient here counts as zeros, if it has one on another rank. Raises MismatchError
+        on every rank when the ranks' parameters differ, RankLostError and its siblings when a rank
+        is gone.
         """
         if not self._kolovod_reducer.settled:
             self._kolovod_reducer.synchronize()

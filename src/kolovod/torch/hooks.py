@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -12,8 +13,22 @@ from kolovod.torch.buckets import Bucket, Buckets
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.device import Cuda
 from kolovod.torch.parameters import Parameters
+from kolovod.torch.passes import Passes
 
 Complete = Callable[[Bucket], None]
+
+
+_by_id: dict[int, list[tuple[weakref.ref[Hooks], int]]] = {}
+"""By the ``id`` of a parameter: who has it, the newest last, and its index there."""
+
+
+def _deal(parameter: int) -> None:
+    """Let the newest of those that have it combine its gradient, and the others none."""
+    alive = [(hooks, index) for each, index in _by_id[parameter] if (hooks := each()) is not None]
+    for hooks, index in alive[:-1]:
+        hooks._lend(index, alive[-1][0])
+    for hooks, index in alive[-1:]:
+        hooks._keep(index)
 
 
 class _Removable(Protocol):
@@ -21,50 +36,84 @@ class _Removable(Protocol):
 
 
 class TooManyPassesError(InvalidArgumentError, AssertionError):
-    """A backward pass more than ``backward_passes_per_step``; Horovod's is an AssertionError."""
+    """A gradient is computed again while it is on its way; Horovod's is an AssertionError."""
 
 
 class Hooks:
     """One hook [1] on each parameter: it counts, and says which bucket is complete."""
 
     def __init__(
-        self, parameters: Parameters, countdown: Countdown, buckets: Buckets, device: Cuda
+        self,
+        parameters: Parameters,
+        countdown: Countdown,
+        buckets: Buckets,
+        device: Cuda,
+        passes: Passes,
     ) -> None:
-        """None are there before ``put_on``."""
+        """None are there before ``put_on``. ``passes`` hear of those that complete a gradient."""
         self.are_on = False
         self._parameters = parameters
         self._countdown = countdown
         self._buckets = buckets
         self._device = device
-        self._handles: list[_Removable] = []
-        self._is_over = False
+        self.passes = passes
+        self._handles: dict[int, _Removable] = {}  # by the parameter's index
+        self._complete: Complete | None = None
+        self.is_over = False
+        """For good."""
 
     def put_on(self, indices: Iterable[int], complete: Complete) -> None:
-        """Have ``complete(bucket)`` called when backward has finished the last of a bucket."""
-        if self._is_over:
+        """Have ``complete(bucket)`` called when backward has finished the last of a bucket.
+
+        A gradient is combined once: where several optimizers have a parameter, by the one that was
+        made last.
+        """
+        if self.is_over:
             return
-        self.are_on = True
+        self.are_on, self._complete = True, complete
         for index in indices:
-            register = self._parameters.tensors[index].register_post_accumulate_grad_hook
-            self._handles.append(register(self._hook(index, complete)))  # type: ignore[no-untyped-call]
+            parameter = id(self._parameters.tensors[index])
+            _by_id.setdefault(parameter, []).append((weakref.ref(self), index))
+            _deal(parameter)
 
     def take_off(self, *, for_good: bool = False) -> None:
         """Leave the parameters alone; ``for_good``: whatever ``put_on`` says later."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.is_over = self.is_over or for_good
+        for index in [*self._handles, *self._parameters.lent]:
+            parameter = id(self._parameters.tensors[index])
+            left = [each for each in _by_id[parameter] if each[0]() not in (None, self)]
+            self._lend(index, self)
+            _by_id[parameter] = left
+            _deal(parameter)
+            if not left:
+                del _by_id[parameter]
+        self._parameters.lent.clear()
         self.are_on = False
-        self._is_over = self._is_over or for_good
+
+    def _keep(self, index: int) -> None:
+        """Count this gradient."""
+        self._parameters.lent.pop(index, None)
+        if index not in self._handles:
+            assert self._complete is not None
+            register = self._parameters.tensors[index].register_post_accumulate_grad_hook
+            self._handles[index] = register(self._hook(index, self._complete))  # type: ignore[no-untyped-call]
+
+    def _lend(self, index: int, to: Hooks) -> None:
+        """Do not count it: ``to`` does."""
+        if index in self._handles:
+            self._handles.pop(index).remove()
+        self._parameters.lent[index] = to.passes.reducer
 
     def _hook(self, index: int, complete: Complete) -> Callable[[torch.Tensor], None]:
         """Everything is at hand as a local: this runs once per gradient."""
-        left, bucket_of = self._countdown.left, self._buckets.of
+        left, bucket_of, watch = self._countdown.left, self._buckets.of, self.passes.watch
         is_on_device, stream_of = self._device.is_on_device, self._device.stream_of
 
         def hook(parameter: torch.Tensor) -> None:
             remaining = left[index] = left[index] - 1
             if remaining > 0:
                 return
+            watch()
             bucket = bucket_of[index]
             if remaining < 0:
                 self._one_more(index, bucket)
@@ -78,18 +127,13 @@ class Hooks:
         return hook
 
     def _one_more(self, index: int, bucket: Bucket) -> None:
-        """One backward more than ``passes``: well if the earlier gradient was thrown away."""
-        grad = self._parameters.tensors[index].grad
-        if bucket.items:
-            is_new = all(own is not grad for i, own, *_ in bucket.items if i == index)
-        else:
-            is_new = grad is None or grad._version == 0  # accumulating in place would count
-        if not is_new:
-            passes = self._countdown.passes
+        """Once more in a pass, or after one that has failed: well, unless it has left already."""
+        if bucket.is_sent:
             raise TooManyPassesError(
-                f"the gradient of '{self._parameters.names[index]}' was computed {passes + 1} "
-                f"times since the last step(), but backward_passes_per_step is {passes}: call "
-                f"step() after {passes}, or pass backward_passes_per_step={passes + 1}, or let all "
-                "but the last run within optimizer.no_sync(); optimizer.zero_grad() throws a "
-                "gradient away; for layers shared under torch.utils.checkpoint, use_reentrant=False"
+                f"the gradient of '{self._parameters.names[index]}' was computed again while it is "
+                "on its way to the other ranks. Within one backward: for layers shared under "
+                "torch.utils.checkpoint, use_reentrant=False. After a backward that has failed: "
+                "optimizer.zero_grad() on all ranks throws its gradients away"
             )
+        self._buckets.in_parts.add(index)
+        self._countdown.left[index] = 0

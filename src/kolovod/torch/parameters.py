@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ class Parameters:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.frozen: list[Named] = []
+        self.lent: dict[int, Any] = {}
+        """By index: the reducer of a newer optimizer, which combines this gradient."""
         self.bytes = 0
         """Of those that want a gradient."""
 
@@ -55,6 +58,11 @@ class Parameters:
             for _, parameter in self.frozen
             if parameter.requires_grad
         ]
+
+    def digest(self) -> bytes:
+        """Of their names and shapes, frozen ones apart."""
+        details = sorted(self.details(range(len(self))))
+        return hashlib.blake2b(repr(details).encode(), digest_size=8).digest()
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         """What must be the same on all ranks."""

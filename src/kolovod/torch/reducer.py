@@ -2,12 +2,12 @@
 
 The trip of one gradient: autograd accumulates it and calls our hook [1] (``hooks.py``); the hook
 that completes a bucket submits all of it to the engine as one group [2] (``sender.py``) and
-returns; ``synchronize`` submits what no hook has submitted [3], waits for everything [4]
-(``gradients/in_flight.py``), and puts the results where the optimizer looks for them [5]
-(``results.py``).
+returns; when backward ends (``passes.py``), the ranks' **round** submits what no hook has submitted
+[3], waits for everything [4] (``gradients/in_flight.py``), and puts the results where the optimizer
+looks for them [5] (``results.py``). So gradients are final when ``backward()`` returns.
 
 Nothing is sent for parameters that the ranks have not agreed upon: a name that is missing elsewhere
-would be waited for forever. So the first ``synchronize`` in a world sends everything by itself.
+would be waited for forever. So the first round in a world sends everything by itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from kolovod.core import spans
-from kolovod.core.ops import Max, Sum
+from kolovod.core.ops import Sum
 from kolovod.elastic import steps
-from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
+from kolovod.errors import CollectiveAbortedError, InvalidArgumentError
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
-from kolovod.torch import clipping, results, sparse
+from kolovod.torch import clipping, results, rounds, sparse
 from kolovod.torch.arrangement import Arrangement
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, Sends, over
@@ -36,12 +35,21 @@ from kolovod.torch.countdown import Countdown
 from kolovod.torch.hooks import Hooks
 from kolovod.torch.parameters import Named, Parameters
 from kolovod.torch.parts import whole_of
+from kolovod.torch.passes import Passes
+from kolovod.torch.rounds import Part
 from kolovod.torch.sender import Sender
 from kolovod.torch.shards import ShardSender
-
-# What a rank says of itself in every trip; each rank sees what all ranks together have said.
-_STEPS, _DROPS, _FAILED, _AGAIN, _ANEW = range(5)
-_MARKS = 5
+from kolovod.torch.step_state import (
+    AGAIN,
+    ALL,
+    ANEW,
+    DROPS,
+    FAILED,
+    MARKS,
+    PASSES,
+    STEPS,
+    StepState,
+)
 
 
 class GradientReducer:
@@ -60,8 +68,6 @@ class GradientReducer:
         ``verbs``: among the members of ``spec.process_set``; other ranks' gradients stay as they
         are. ``groups``: the number of a parameter's group, by its ``id``; groups travel whole.
         """
-        self.synchronized = False
-        """Gradients were equal everywhere since the last step."""
         self.skips = False
         """Gradients are used as they are."""
         self.verbs = verbs
@@ -69,10 +75,19 @@ class GradientReducer:
         self.parameters = Parameters()
         self.countdown = Countdown(passes)
         self.buckets = Buckets(self.parameters, self.countdown, groups)
+        self.state = StepState(self.parameters, self.countdown, spec.op)
+        self.place = rounds.enlist(self)
+        """In the order in which reducers were made in this process."""
         self.in_flight = InFlight(over)
         sender = Sender(self.parameters, spec, verbs, self.in_flight)
         self.sender: Sends = sender
-        self.hooks = Hooks(self.parameters, self.countdown, self.buckets, self.sender.device)
+        self.hooks = Hooks(
+            self.parameters,
+            self.countdown,
+            self.buckets,
+            self.sender.device,
+            Passes(self),
+        )
         self.agreement = Agreement(verbs.world, spec.process_set)
         self.arrangement = Arrangement(
             self.parameters, self.buckets, spec, verbs, self.agreement, sender.use
@@ -151,12 +166,12 @@ class GradientReducer:
     @property
     def settled(self) -> bool:
         """Whether all gradients are averaged: since then there was no backward, and no step."""
-        return self.synchronized and not self.countdown.begun
+        return not self._open()
 
     @property
     def sending(self) -> bool:
-        """Whether gradients may be on their way, so that their values are not to be used."""
-        return any(bucket.missing == 0 for bucket in self.buckets.all)
+        """Whether gradients are on their way, so that their values are not to be used."""
+        return any(bucket.is_sent for bucket in self.buckets.all)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -165,7 +180,7 @@ class GradientReducer:
             with self.countdown.hold():
                 yield
         finally:
-            self.synchronized = self._used = False
+            self._used, self.state.has_held = False, True
 
     def owns(self, ids: set[int]) -> bool:
         """See clipping.Averaging."""
@@ -200,55 +215,99 @@ class GradientReducer:
             return False
         return any(parameter.grad is not None for parameter in self.parameters.tensors)
 
-    @spans.shown(spans.WAIT_FOR_GRADIENTS)
     def synchronize(self) -> None:
         """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
         if not self.follow_world():
             if self.spec.steps_apart:
                 steps.exactly(lambda: None, counts=True)
-                self.synchronized = True
+                self.state.close()
             return
         if not (self.parameters or self.parameters.frozen):
             return
-        problems = self._thaw()
-        if self.arrangement.choice is not None:
+        while not self.settled and self.hooks.are_on:
+            rounds.combine(dict.fromkeys(self._open(), STEPS))
+
+    def _open(self) -> list[GradientReducer]:
+        """Of this one, and those that combine gradients in its place, who has not done so."""
+        found = [] if self.state.are_over else [self]
+        others = dict.fromkeys(self.parameters.lent.values())
+        return [*found, *(o for o in others if not (o.state.are_over or o._is_spent()))]
+
+    def passes_ended(self) -> None:
+        """A backward pass is over that has completed gradients."""
+        self.hooks.passes.ended()
+
+    def is_to_be_combined(self) -> bool:
+        """Whether that is done at the end of a backward pass, and not in ``step``."""
+        is_done = self.spec.steps_apart or not self.countdown.begun
+        return not is_done and self.hooks.are_on and self.follow_world()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody uses it any more."""
+        return self.hooks.is_over
+
+    def is_in(self, engine: object) -> bool:
+        """Whether it combines gradients among the ranks of ``engine``."""
+        world = self.verbs.world
+        return self.spec.has_others(world, without_world=False) and world().engine is engine
+
+    def begin_round(self, purpose: int | None) -> Part:
+        """What this rank has for a round. ``purpose``: see ``Round``."""
+        problems = [] if purpose == DROPS else self._thaw()
+        if purpose is not None and self.arrangement.choice is not None:
             self.arrangement.choice.backward_ends()
-        try:
-            stores = steps.exactly(
-                lambda: self._attempt(list(problems)),
-                counts=True,
-                is_repeatable=steps.keeps_gradients(),
-            )
-            for store in stores:
-                store()
-        finally:
-            self._reset()
-        self.synchronized = True
+        state, aside = self.state, {}
+        if purpose != DROPS and not isinstance(self.sender, ShardSender):
+            aside = state.set_sums_aside(problems)
+        return Part(self, state.round(purpose, self.buckets.all), problems, aside)
 
-    def _attempt(self, problems: list[InvalidArgumentError]) -> list[Callable[[], None]]:
-        """Send all, and wait for it; what is returned puts the results in their places.
-
-        In an elastic job gradients are as they were when a rank is lost meanwhile.
-        """
-        if not self.follow_world():  # no other rank is left
-            return []
-        try:
-            self._meet()
-            stores = self._trip(self.buckets.agreed(), problems)
-            return [*self.sender.complete(), *stores]
-        except CollectiveAbortedError:
-            self.in_flight.discard()
+    def end_round(self, part: Part) -> None:
+        """It is over, or has failed."""
+        if part.is_combined or part.round.purpose is not None:
             self._reset()
-            raise
+        self.state.put_back(part.aside)
+
+    def give_up(self) -> None:
+        """Wait for nothing that is on its way: the world has failed."""
+        self.in_flight.discard()
+        self._reset()
+
+    def depart(self, part: Part, buckets: Sequence[Bucket]) -> bytearray:
+        """Send what no hook has sent [3]; returns this rank's marks, see ``StepState.marks``."""
+        drops = part.round.purpose == DROPS
+        if not drops:
+            problem = results.changed(self.parameters, self.buckets)
+            part.problems += [] if problem is None else [problem]
+        new = [bucket for bucket in buckets if bucket.is_sent or part.round.has_new(bucket)]
+        # What has a state by bucket has it of all.
+        sends_all = part.round.sends_all or (self.sender.keeps_buckets and bool(new))
+        for bucket in buckets if sends_all else new:
+            if not bucket.is_sent:
+                self._submit(bucket, part.problems, blank=drops)
+        count = sum(len(bucket.indices) for bucket in self.buckets.agreed())
+        marks = self.state.marks(part.round, buckets, count)
+        marks[ALL], marks[FAILED] = sends_all, bool(part.problems)
+        if part.round.purpose in (PASSES, STEPS):
+            marks[AGAIN] = bool(self.buckets.fresh())
+            marks[ANEW] = not self.sender.keeps_buckets and self.arrangement.is_to_be_made_anew()
+        return marks
+
+    def follow(self, part: Part, buckets: Sequence[Bucket], marks: bytearray) -> None:
+        """Send what this rank has nothing of, to others who have. ``marks``: all ranks'."""
+        for bucket in buckets:
+            is_wanted = marks[ALL] or any(marks[MARKS + index] for index in bucket.indices)
+            if is_wanted and not bucket.is_sent:
+                self._submit(bucket, part.problems, blank=part.round.purpose == DROPS)
 
     def drop(self) -> None:
         """Forget the gradients. What was sent comes back first, on all ranks alike."""
         if not self.hooks.are_on:
             return
         try:
-            if self.pending and self.agreement.is_current():
-                self._travel(self.buckets.agreed(), _DROPS, [])
-            elif self.pending:
+            if self.sending and self.agreement.is_current():  # backward has failed
+                rounds.drop(self)
+            elif self.sending:
                 self.in_flight.discard()
         except CollectiveAbortedError:
             if not steps.keeps_gradients():
@@ -262,7 +321,8 @@ class GradientReducer:
         """The optimizer has used the gradients, or zeroed them: count passes anew."""
         if self.hooks.are_on:  # else nothing was counted
             self._reset()
-        self.synchronized, self._used = False, used and self.hooks.are_on
+        self.state.begin()
+        self._used = used and self.hooks.are_on
 
     def forget_step(self) -> None:
         """Of gradients that are computed again nothing is left, sent or not."""
@@ -294,7 +354,8 @@ class GradientReducer:
         """Backward has finished a bucket: send it, if all ranks have agreed upon it."""
         is_known = self.verbs.world().engine is self.agreement.engine
         if is_known and bucket.agreed:
-            self._send(bucket)
+            if self.buckets.in_parts.isdisjoint(bucket.indices):
+                self._send(bucket)
             return
         if not is_known:
             self.in_flight.discard()
@@ -328,20 +389,20 @@ class GradientReducer:
             if grad is not None:
                 grad.zero_()
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
         """Find out, once per world, whether all ranks have the same parameters.
 
         Then the buckets are cut in the order in which backward makes gradients on the first rank,
         in whatever order they were noted: a bucket leaves when the last of its gradients is there.
         """
-        if self.agreement.is_current():
-            return
-        self.in_flight.discard()
-        everyone = range(len(self.parameters))
-        details = [*self._details(everyone), *self.arrangement.details()]
-        dims = self.agreement.reach(details, self._sparse_dims())
+        dims = self.agreement.reach(self.details(), self._sparse_dims())
         self.arrangement.make([*self.buckets.order], dims)
+        self.state.begin_world()
         self.sender.begin_world()
+
+    def details(self) -> list[tuple[str, Any]]:
+        """What must be the same on all ranks."""
+        return [*self._details(range(len(self.parameters))), *self.arrangement.details()]
 
     def _details(self, indices: Sequence[int]) -> list[tuple[str, Any]]:
         return [*self.parameters.details(indices), *self.sender.details(indices)]
@@ -353,83 +414,36 @@ class GradientReducer:
             dims[index] = dim
         return dims
 
-    def _trip(
-        self, buckets: Sequence[Bucket], problems: list[InvalidArgumentError]
+    def landed(
+        self, done: Sequence[Item], later: Sequence[Callable[[], None]], marks: bytearray
     ) -> list[Callable[[], None]]:
-        """Average the gradients of ``buckets``, and then those that need a second trip.
-
-        What is returned puts the results in their places.
-        """
-        marks, done, stores, redo = self._travel(buckets, _STEPS, problems)
-        if problems:
-            raise problems[0]
-        if marks[_FAILED]:
-            raise InvalidArgumentError(
-                "another rank has a gradient that cannot be averaged; its own error says which"
-            )
-        if marks[_DROPS]:
-            raise MismatchError(
-                "another rank called optimizer.zero_grad() where this one averages its gradients: "
-                "every rank must step, or skip the step, alike"
-            )
-        if redo:
-            stores.clear()
-        else:
+        """All is back, on all ranks: what puts the results in their places."""
+        stores: list[Callable[[], None]] = []
+        if done:
+            stores += [*self.sender.complete(), *later]
             _, counting = steps.counting(self.verbs.world())
             scale = self.spec.scale_of_sum(1.0 / counting)
-            used = marks[_MARKS:]
-            stores.append(partial(self.sender.store, done, lambda i: used[i] != 0, scale))
-        if marks[_AGAIN]:
-            stores += self._trip(self._agree_further(redo), [])
-        elif marks[_ANEW]:
-            self.arrangement.make_anew()
+            stores.append(partial(self._store, done, marks[MARKS:], scale))
+        self.state.ended(marks)
         return stores
 
-    def _agree_further(self, redo: bool) -> Sequence[Bucket]:
+    def _store(self, done: Sequence[Item], used: bytearray, scale_of_sum: float) -> None:
+        self.sender.store(done, lambda index: used[index] != 0, scale_of_sum)
+        self.state.note(done, used)
+
+    def agree_further(self) -> Sequence[Bucket]:
         """Agree upon what is new on this rank; the buckets that need a trip of their own."""
         new = {index for bucket in self.buckets.fresh() for index in bucket.indices}
-        again: list[tuple[str, Any]] = [("gradients", "thrown away and computed again")] * redo
         dims = self.agreement.extend(
-            [*again, *self._details(sorted(new))],
-            "every rank must add, thaw and zero the same parameters",
+            self._details(sorted(new)),
+            "every rank must add and thaw the same parameters",
             self._sparse_dims(),
         )
         self.buckets.single_out([dim if index in new else 0 for index, dim in enumerate(dims)])
         fresh = self.buckets.fresh()
         self.buckets.accept(fresh, self.agreement.number)
         self._reset()
-        return self.buckets.all if redo else fresh
-
-    def _travel(
-        self, buckets: Sequence[Bucket], purpose: int, problems: list[InvalidArgumentError]
-    ) -> tuple[bytearray, list[Item], list[Callable[[], None]], bool]:
-        """Send what no hook has sent [3], and wait for all [4].
-
-        Returns all ranks' marks, the items, what is left to do for their results to be there, and
-        whether to do it again, since this rank threw away what it had sent. After the marks there
-        is a byte per parameter: is it used?
-        """
-        redo = False
-        if purpose == _STEPS:
-            redo, problem = results.looked_at(self.parameters, self.buckets, self.countdown)
-            problems += [] if problem is None else [problem]
-        for bucket in buckets:
-            if not bucket.is_sent:
-                self._submit(bucket, problems, blank=redo or purpose == _DROPS)
-        marks = bytearray(_MARKS) + b"\1" * sum(len(b.indices) for b in self.buckets.agreed())
-        for bucket in buckets:
-            for index in bucket.unused:  # here, but maybe not elsewhere: zeros were sent
-                marks[_MARKS + index] = 0
-        marks[purpose] = 1
-        if purpose == _STEPS:
-            marks[_FAILED] = bool(problems)
-            marks[_AGAIN] = redo or bool(self.buckets.fresh())
-            marks[_ANEW] = not self.sender.keeps_buckets and self.arrangement.is_to_be_made_anew()
-        view = torch.frombuffer(marks, dtype=torch.uint8)
-        handle = self.verbs.allreduce_async_(view, f"used.{self.agreement.number}", Max)
-        done, later = self.arrived()
-        handle.wait()
-        return marks, done, later, redo
+        return fresh
 
     def arrived(self) -> tuple[list[Item], list[Callable[[], None]]]:
         """Wait for all that is on its way [4]; what is left to do for the results to be there."""

@@ -8,49 +8,28 @@ import torch
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch.buckets import Buckets, Item
-from kolovod.torch.countdown import Countdown
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.spare import Spare
 
 
-def looked_at(
-    parameters: Parameters, buckets: Buckets, countdown: Countdown
-) -> tuple[bool, InvalidArgumentError | None]:
-    """Were the gradients thrown away since they were sent? And what is wrong with changed ones.
+def changed(parameters: Parameters, buckets: Buckets) -> InvalidArgumentError | None:
+    """What is wrong where a gradient was changed, or replaced, since it was sent.
 
-    What was sent is not this rank's gradient any more, so a change to it cannot be made good.
+    Nobody but hooks within backward can do that. What was sent is not this rank's gradient any
+    more, so the change cannot be made good.
     """
-    left, tensors = countdown.numbers, parameters.tensors
-    redo = min(left, default=0) < 0  # a gradient is a second one: see Hooks
-    kept = changed = None
     for bucket in buckets.all:
+        if not bucket.is_sent:
+            continue
         for index, own, version, _, _ in bucket.items:
-            now = tensors[index].grad
-            if now is own:
-                if own is None or own._version == version:
-                    continue
-                changed = changed or f"'{parameters.names[index]}'"
-            elif now is not None and left[index] >= 0:
-                changed = changed or f"'{parameters.names[index]}'"
-            elif bucket.is_sent:
-                redo = True
-    if redo:
-        sent = (item for bucket in buckets.all if bucket.is_sent for item in bucket.items)
-        for index, own, *_ in sent:
-            if own is not None and own is tensors[index].grad:
-                kept = f"'{parameters.names[index]}'"
-    if changed:
-        return redo, InvalidArgumentError(
-            f"the gradient of {changed} was changed while it was on its way "
-            "to the other ranks: call optimizer.synchronize() after backward(), then change "
-            "it, then step within optimizer.skip_synchronize()"
-        )
-    if kept:
-        return redo, InvalidArgumentError(
-            f"gradients were thrown away, but not that of {kept}, which is "
-            "on its way to the other ranks: use optimizer.zero_grad()"
-        )
-    return redo, None
+            if parameters.tensors[index].grad is own and (own is None or own._version == version):
+                continue
+            return InvalidArgumentError(
+                f"the gradient of '{parameters.names[index]}' was changed within backward while it "
+                "was on its way to the other ranks: change it in a hook of the tensor "
+                "(Tensor.register_hook), or register the hook before DistributedOptimizer is made"
+            )
+    return None
 
 
 @torch.no_grad()

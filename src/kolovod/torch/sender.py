@@ -85,6 +85,7 @@ class Sender:
     ) -> None:
         """See ``Sends``."""
         is_plain, parameters = self._is_plain, self._parameters.tensors
+        lent = self._parameters.lent
         is_prepared = bucket.sparse_dim or self._spec.sparse_as_dense or not is_plain
         if bucket.streams and (is_prepared or self._frontend.is_direct()):
             self.device.follow(bucket.streams)  # what is made of gradients comes after them
@@ -99,7 +100,7 @@ class Sender:
         keeps = steps.keeps_gradients()  # to be sent once more if a rank is lost
         later: list[tuple[int, torch.Tensor]] = []
         for index in bucket.indices:
-            own = grad = None if blank else parameters[index].grad
+            own = grad = None if blank or index in lent else parameters[index].grad
             if grad is None:
                 unused.append(index)
                 grad = torch.zeros_like(parameters[index], requires_grad=False)
@@ -194,7 +195,7 @@ class Sender:
     def _submit_sparse(self, bucket: Bucket, blank: bool) -> None:
         (index,) = bucket.indices
         parameter = self._parameters.tensors[index]
-        own = None if blank else parameter.grad
+        own = None if blank or index in self._parameters.lent else parameter.grad
         grad = sparse.without_entries(parameter, bucket.sparse_dim) if own is None else own
         version = 0 if own is None else own._version
         key = self._parameters.names[index]

@@ -89,7 +89,7 @@ class ShardSender:
         flats: dict[int, torch.Tensor] = {}
         for index in bucket.indices:
             parameter = self.parameters.tensors[index]
-            own = None if blank else parameter.grad
+            own = None if blank or index in self.parameters.lent else parameter.grad
             try:
                 flat = None if own is None else self._flat_gradient(index, own)
             except InvalidArgumentError as error:
@@ -126,7 +126,8 @@ class ShardSender:
                 self.cut.own.get(index)
                 if is_used(index):
                     self.cut.own.add(index, received)
-            self.parameters.tensors[index].grad = None
+            if index not in self.parameters.lent:
+                self.parameters.tensors[index].grad = None
         self.in_parts = True
 
     def complete(self) -> list[Callable[[], None]]:

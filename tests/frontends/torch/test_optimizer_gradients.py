@@ -10,15 +10,8 @@ from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 from kolovod.core.ops import Sum  # noqa: E402
-from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
+from kolovod.errors import InvalidArgumentError  # noqa: E402
 from kolovod.torch import Compression, DistributedOptimizer  # noqa: E402
-
-CHANGES = {
-    "clip by hand": lambda net: net.a.grad.clamp_(max=0.1),
-    "multiply": lambda net: net.a.grad.mul_(2),
-    "replace": lambda net: setattr(net.a, "grad", net.a.grad * 2),
-    "zero": lambda net: net.zero_grad(set_to_none=False),
-}
 
 
 def one_step(net, optimizer, rank):
@@ -34,56 +27,6 @@ def put_right(recover, optimizer, text):
     else:
         with pytest.raises(InvalidArgumentError, match=text):
             recover()
-
-
-def misuse(body, size=2, steps_before=1, **kwargs):
-    """``body(net, optimizer, rank)`` on each rank: after it, steps are right again."""
-
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv, **kwargs)
-        for _ in range(steps_before):
-            one_step(net, optimizer, rank)
-        body(net, optimizer, rank)
-        kv.barrier()
-        one_step(net, optimizer, rank)
-        assert net.a.grad.tolist() == [(size + 1) / 2] * 3
-
-    run(size, work)
-
-
-@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
-@pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_gradient_changed_on_its_way_is_an_error_on_every_rank(change, steps_before, compression):
-    def body(net, optimizer, rank):
-        optimizer.zero_grad()
-        net(inputs(rank)).backward()
-        if rank == 1:
-            CHANGES[change](net)
-        text = "'[ab]' was changed while.*synchronize" if rank == 1 else "another rank has"
-        with pytest.raises(InvalidArgumentError, match=text):
-            optimizer.step()
-
-    misuse(body, 3, steps_before, lr=0.0, compression=compression)
-
-
-def test_a_local_step_while_gradients_are_on_their_way_is_an_error():
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv)
-        for _ in range(2):
-            net(inputs(rank)).backward()
-            with optimizer.skip_synchronize():
-                with pytest.raises(InvalidArgumentError, match="synchronize"):
-                    optimizer.step()
-                with pytest.raises(InvalidArgumentError, match="synchronize"):
-                    optimizer.step(lambda: 0.0)
-            optimizer.zero_grad()
-            one_step(net, optimizer, rank)
-            optimizer.zero_grad()
-
-    run(2, work)
 
 
 # torch.amp.GradScaler -----------------------------------------------------------------------------
@@ -147,65 +90,6 @@ def test_reading_parameter_groups_averages_nothing():
         assert kv.world().engine.stats()["operations"] == operations
 
     run(2, work)
-
-
-# gradients that are thrown away -------------------------------------------------------------------
-
-
-def test_only_some_gradients_thrown_away():
-    def body(net, optimizer, rank):
-        net.zero_grad()
-        net(inputs(rank)).backward()
-        net.b.grad = None
-        with pytest.raises(InvalidArgumentError, match=r"not that of 'a'.*optimizer.zero_grad"):
-            optimizer.step()
-
-    misuse(body)
-
-
-def test_a_backward_thrown_away_on_some_ranks_only():
-    def body(net, optimizer, rank):
-        net.zero_grad()
-        net(inputs(rank)).backward()
-        if rank == 1:
-            net.zero_grad()
-            net(inputs(rank)).backward()
-        with pytest.raises(MismatchError, match="rank 0 has none, rank 1 has 'gradients' thrown"):
-            optimizer.step()
-
-    misuse(body)
-
-
-def test_zeroing_in_place_is_told_of_the_optimizers_way_and_recovers():
-    def work(kv, rank):
-        net = Net()
-        optimizer = wrapped(net, kv)
-        for recover in (optimizer.zero_grad, optimizer.step):
-            one_step(net, optimizer, rank)
-            net.zero_grad(set_to_none=False)
-            net(inputs(rank)).backward()
-            net.zero_grad(set_to_none=False)
-            with pytest.raises(InvalidArgumentError, match=r"optimizer.zero_grad\(\)"):
-                net(inputs(rank)).backward()
-            put_right(recover, optimizer, "was changed")
-            net.zero_grad(set_to_none=False)
-            net(inputs(rank)).backward()
-            optimizer.step()
-            assert net.a.grad.tolist() == [1.5] * 3
-
-    run(2, work)
-
-
-def test_zero_grad_here_and_step_there_is_an_error_there():
-    def body(net, optimizer, rank):
-        net(inputs(rank)).backward()
-        if rank == 0:
-            optimizer.zero_grad()
-        else:
-            with pytest.raises(MismatchError, match=r"another rank called optimizer.zero_grad"):
-                optimizer.step()
-
-    misuse(body)
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])

@@ -62,18 +62,39 @@ def on_ranks(device, size, work):
         return world.run(on_rank)
 
 
-def test_backward_does_not_wait_for_the_copy():
+class Afterwards(torch.autograd.Function):
+    """Calls ``then()`` in backward, after the gradients of all that was multiplied by ``x``."""
+
+    @staticmethod
+    def forward(ctx, x, then):
+        ctx.then = then
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.then()
+        return grad, None
+
+
+def backward(net, rank, then):
+    net(Afterwards.apply(inputs(rank).requires_grad_(), then)).backward()
+
+
+def test_hooks_do_not_wait_for_the_copy():
     device, there = FakeDevice(), threading.Event()
 
     def work(world, kv, rank):
         net, optimizer = trained(kv, rank)
         kv.barrier()
         device.reached = there.wait
-        net(inputs(rank)).backward()
-        assert kv.world().engine.pending() == 0
-        kv.barrier()
-        there.set()
-        optimizer.step()
+
+        def then():
+            assert optimizer._kolovod_reducer.sending
+            assert kv.world().engine.pending() == 0
+            kv.barrier()
+            there.set()
+
+        backward(net, rank, then)
         assert net.a.grad.tolist() == [1.5] * 3
 
     before = device.packed_beside
@@ -81,19 +102,18 @@ def test_backward_does_not_wait_for_the_copy():
     assert device.packed_beside > before
 
 
-def test_what_goes_wrong_with_the_copy_is_raised_by_step():
+def test_what_goes_wrong_with_the_copy_is_raised_by_backward():
     device = FakeDevice()
 
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def work(world, kv, rank):
-        net, optimizer = trained(kv, rank)
+        net, _ = trained(kv, rank)
         kv.barrier()
         device.reached = broken
-        net(inputs(rank)).backward()
         with pytest.raises(RuntimeError, match="illegal memory access"):
-            optimizer.step()
+            net(inputs(rank)).backward()
 
     on_ranks(device, 2, work)
 
@@ -103,19 +123,21 @@ def test_a_rank_that_is_lost_while_gradients_are_being_copied():
     met = threading.Barrier(2, timeout=60)  # a killed rank may end a barrier of ours
 
     def work(world, kv, rank):
-        net, optimizer = trained(kv, rank)
+        net, _ = trained(kv, rank)
         kv.barrier()
         met.wait()
         device.reached = there.wait
         if rank == 1:
             world.kill(1)
             return
-        net(inputs(rank)).backward()
-        with pytest.raises(CollectiveAbortedError):
-            kv.barrier("of which rank 1 knows nothing")
-        there.set()
+
+        def then():
+            with pytest.raises(CollectiveAbortedError):
+                kv.barrier("of which rank 1 knows nothing")
+            there.set()
+
         with pytest.raises(RankLostError) as caught:
-            optimizer.step()
+            backward(net, rank, then)
         assert caught.value.rank == 1
 
     on_ranks(device, 2, work)
@@ -128,31 +150,34 @@ def test_an_optimizer_that_is_dropped_meanwhile_is_submitted_all_the_same():
         net, optimizer = trained(kv, rank)
         kv.barrier()
         device.reached = there.wait
-        net(inputs(rank)).backward()
-        kv.barrier()
-        if rank == 1:
-            reducer = optimizer._kolovod_reducer
-            (flight,) = reducer.in_flight.flights
-            del optimizer
-            reducer.close()
-            reducer.in_flight.discard()
-            assert not flight.cargo.bucket.is_sent
-        there.set()
-        if rank == 0:
-            reducer = optimizer._kolovod_reducer
-            assert len(reducer.arrived()) == 2
-            assert net.a.grad.tolist() == [1.5] * 3
+        reducer = optimizer._kolovod_reducer
+
+        def then():
+            kv.barrier()
+            if rank == 1:
+                (flight,) = reducer.in_flight.flights
+                reducer.close()
+                reducer.in_flight.discard()
+                assert not flight.cargo.bucket.is_sent
+            there.set()
+            if rank == 0:
+                assert len(reducer.arrived()) == 2
+                assert net.a.grad.tolist() == [1.5] * 3
+                reducer.close()
+
+        backward(net, rank, then)
         kv.barrier()
 
     on_ranks(device, 2, work)
 
 
 def late_gradients(kv, rank, is_sparse=False, **kwargs):
-    """A reducer whose gradients' values another stream has not made yet, and their bucket."""
+    """An optimizer whose gradients' values another stream has not made yet, and their bucket."""
     layer = torch.nn.Embedding(2, 2, sparse=is_sparse)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     optimizer = DistributedOptimizer(optimizer, layer.named_parameters(), collectives=kv, **kwargs)
-    layer(torch.tensor([0, 1])).sum().backward()
+    with optimizer.no_sync():
+        layer(torch.tensor([0, 1])).sum().backward()
     grad = layer.weight.grad
     if not is_sparse:
         grad.data = grad.t()  # not dense row by row
@@ -160,10 +185,9 @@ def late_gradients(kv, rank, is_sparse=False, **kwargs):
     values.data.fill_(float("nan"))
     late = FakeStream()
     late.enqueue(partial(values.data.fill_, rank + 1.0))
-    reducer = optimizer._kolovod_reducer
-    (bucket,) = reducer.buckets.all
+    (bucket,) = optimizer._kolovod_reducer.buckets.all
     bucket.streams.add(late)
-    return reducer, bucket
+    return optimizer, bucket
 
 
 @pytest.mark.parametrize(
@@ -177,16 +201,17 @@ def late_gradients(kv, rank, is_sparse=False, **kwargs):
 )
 def test_what_is_made_of_gradients_comes_after_the_streams_that_make_them(is_sparse, kwargs):
     def work(world, kv, rank):
-        reducer, _ = late_gradients(kv, rank, is_sparse, **kwargs)
-        reducer.synchronize()
-        return reducer.parameters.tensors[0].grad.to_dense().tolist()
+        optimizer, _ = late_gradients(kv, rank, is_sparse, **kwargs)
+        optimizer.synchronize()
+        return optimizer._kolovod_reducer.parameters.tensors[0].grad.to_dense().tolist()
 
     assert on_ranks(FakeDevice(), 2, work) == [[[1.5, 1.5], [1.5, 1.5]]] * 2
 
 
 def test_so_do_copies_of_gradients_that_are_not_staged():
     def work(world, kv, rank):
-        reducer, bucket = late_gradients(kv, rank)
+        optimizer, bucket = late_gradients(kv, rank)
+        reducer = optimizer._kolovod_reducer
         kv.frontend.is_direct = lambda: True
         reducer.sender._launch = lambda bucket, entries, items, later: copies.extend(items)
         copies = []

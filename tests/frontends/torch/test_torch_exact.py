@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from compressors import ByTurns
+from dying import die
 from forked import run_torch_ranks as run_ranks
 from survivors import Survivors, kill_soon
 
@@ -145,7 +146,7 @@ def test_steps_that_are_combined_by_adasum() -> None:
     assert first in ([-3.0, -6.0, -6.0, -3.0], [-2.0, -6.0, -6.0, -2.0])
 
 
-def alone(rank: int) -> list[int]:
+def alone(rank: int, after_backward: bool) -> list[float]:
     """The other rank is lost, and nobody is left to send gradients to."""
     kv.init()
     steps.enter(steps.Steps(Survivors([0]), current))
@@ -154,16 +155,22 @@ def alone(rank: int) -> list[int]:
     values = []
     for step in range(6):
         optimizer.zero_grad()
-        (weight.sum() * (rank + 1)).backward()
-        if rank == 1 and step == 2:
+        if rank == 1 and step == 2 and not after_backward:
             os.kill(os.getpid(), signal.SIGKILL)
+        (weight.sum() * (rank + 1)).backward()
+        if step == 2 and after_backward:
+            die(rank, 1)
         optimizer.step()
-        values.append(int(weight[0]) if weight[0] == weight[0].round() else -100)
+        values.append(float(weight[0]))
     assert kv.size() == 1
     return values
 
 
-def test_the_last_rank_goes_on_alone() -> None:
-    (values, _) = run_ranks(2, alone, keep_going=True)
-    # Two steps by 1.5 = (1 + 2) / 2, then four by its own gradient.
-    assert values == [-100, -3, -4, -5, -6, -7]
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_the_last_rank_goes_on_alone(after_backward: bool) -> None:
+    """By its own gradient; that of a backward which both have come through counts, too."""
+    (values, _) = run_ranks(2, alone, after_backward, keep_going=True)
+    both = 3 if after_backward else 2
+    wanted = [-1.5 * (step + 1) for step in range(both)]
+    wanted += [wanted[-1] - 1.0 - more for more in range(6 - both)]
+    assert values == wanted

@@ -71,4 +71,5 @@ def test_steps_use_two_places_by_turns_and_leave_those_that_a_script_holds() -> 
     for rank, (found, places, held) in enumerate(run_ranks(2, train)):
         assert found == [[1.5 + step] * 2 for step in range(6)]
         assert places in (2, 3)  # the third after the one that is held
-        assert held == 1000 * (rank + 3)  # this rank's own gradient of that step
+        # It was this step's average; zero_grad and the next backward of the script wrote there.
+        assert held == 1000 * (rank + 4)

@@ -1,0 +1,307 @@
+"""Rounds, in which ranks combine what they have of all optimizers' gradients.
+
+All ranks take part in every round: at the end of a backward pass, or in ``step``. Ranks need not
+come with the same optimizers: a backward pass may reach other parts of a model on each rank, or one
+rank has no batch. So they first tell each other, in one small reduction, which optimizers they have
+come with, and each takes part in what any of them has come with. Hence no rank waits for one that
+waits for another optimizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+
+from kolovod import _native
+from kolovod.core import spans
+from kolovod.core.objects import Objects
+from kolovod.core.ops import Max
+from kolovod.elastic import steps
+from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
+from kolovod.gradients.agreement import Agreement
+from kolovod.torch.buckets import Bucket
+from kolovod.torch.step_state import (
+    AGAIN,
+    ANEW,
+    DROPS,
+    HAS,
+    LACKS,
+    LOST,
+    MARKS,
+    PASSES,
+    STEPS,
+    Round,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from kolovod.torch.reducer import GradientReducer
+
+_HEAD = 2  # bytes: has a rank something to say, is one at the end of a backward pass
+
+Stores = list[Callable[[], None]]
+"""What puts results in their places, when all ranks have them."""
+
+
+@dataclass(eq=False)
+class Part:
+    """One optimizer in a round, on this rank."""
+
+    reducer: GradientReducer
+    round: Round
+    problems: list[InvalidArgumentError]
+    aside: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Gradients that are sums over all ranks already; see ``StepState.set_sums_aside``."""
+    is_combined: bool = False
+    """Some rank had come with it."""
+
+
+@dataclass(eq=False)
+class _Member:
+    """An optimizer that ranks have agreed upon, in the world of one engine."""
+
+    reducer: weakref.ref[GradientReducer]
+    count: int
+    """Of its parameters."""
+
+    def of_lost(self) -> bytearray:
+        """What a rank says that has given it up."""
+        marks = bytearray(MARKS + self.count)
+        marks[LOST] = 1
+        return marks
+
+
+class _Entry(NamedTuple):
+    """One of a round."""
+
+    member: _Member
+    part: Part | None
+    """None: this rank has given the optimizer up."""
+    buckets: Sequence[Bucket]
+
+    @property
+    def mine(self) -> Part:
+        """Where this rank has it."""
+        assert self.part is not None
+        return self.part
+
+
+_live: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_order = itertools.count()
+_members: weakref.WeakKeyDictionary[_native.Engine, list[_Member]] = weakref.WeakKeyDictionary()
+"""In the order of their agreement, which is the same on all ranks."""
+
+
+def enlist(reducer: GradientReducer) -> int:
+    """Let ``reducer`` take part; its place in the order in which they were made here."""
+    _live.add(reducer)
+    return next(_order)
+
+
+def combine(purposes: Mapping[GradientReducer, int]) -> None:
+    """Combine gradients, of these optimizers and of those that other ranks come with.
+
+    All are among the same ranks. Raises on every rank what is wrong on any.
+    """
+    is_first = all(reducer.state.count == 0 for reducer in purposes)
+    parts: dict[GradientReducer, Part] = {}
+    with spans.span(spans.WAIT_FOR_GRADIENTS):
+        try:
+            stores = steps.exactly(
+                lambda: _attempt(purposes, parts),
+                counts=is_first,
+                is_repeatable=steps.keeps_gradients(),
+            )
+            for store in stores:
+                store()
+        finally:
+            for part in parts.values():
+                part.reducer.end_round(part)
+    for part in parts.values():
+        if part.is_combined:
+            part.reducer.state.close()
+
+
+def drop(reducer: GradientReducer) -> None:
+    """Bring back what backward has sent before it failed, and use nothing of it."""
+    parts: dict[GradientReducer, Part] = {}
+    try:
+        _attempt({reducer: DROPS}, parts)
+    finally:
+        for part in parts.values():
+            part.reducer.end_round(part)
+
+
+def _attempt(purposes: Mapping[GradientReducer, int], parts: dict[GradientReducer, Part]) -> Stores:
+    """Send all, and wait for it; in an elastic job once more if a rank is lost meanwhile."""
+    for reducer, purpose in purposes.items():
+        if reducer not in parts:
+            parts[reducer] = reducer.begin_round(purpose)
+    here = [parts[reducer] for reducer in purposes if reducer.follow_world()]
+    if not here:  # no other rank is left
+        for part in parts.values():
+            part.is_combined = True
+        return []
+    try:
+        return _Round(here[0].reducer, parts).stores(here)
+    except CollectiveAbortedError:
+        for part in parts.values():
+            part.reducer.give_up()
+        raise
+
+
+class _Round:
+    """A round of all optimizers, in one world."""
+
+    def __init__(self, one: GradientReducer, parts: dict[GradientReducer, Part]) -> None:
+        """``one``: of them. ``parts`` gets what this rank has of those that it is not here with."""
+        self._world, self._verbs = one.verbs.world, one.verbs
+        self._process_set = one.spec.process_set
+        self._engine = one.verbs.world().engine
+        self._members = _members.setdefault(self._engine, [])
+        self._parts = parts
+
+    def stores(self, here: Sequence[Part]) -> Stores:
+        """Run it; see ``Stores``. ``here``: what this rank has come with."""
+        met = {member.reducer() for member in self._members}
+        fresh = [part for part in here if part.reducer not in met]
+        for part in fresh:
+            part.reducer.in_flight.discard()  # of an earlier world
+        some_fresh, stores = self._combine(self._entries(self._members), "known", bool(fresh))
+        if some_fresh:
+            stores += self._combine(self._entries(self._meet(fresh)), "new")[1]
+        return stores
+
+    def _entries(self, members: Iterable[_Member]) -> list[_Entry]:
+        parts = ((member, self._part_of(member)) for member in members)
+        return [_Entry(m, part, part.reducer.buckets.agreed() if part else ()) for m, part in parts]
+
+    def _combine(
+        self, entries: Sequence[_Entry], name: str, says: bool = False
+    ) -> tuple[bool, Stores]:
+        """Combine the gradients of ``entries``. Returns whether any rank ``says`` something."""
+        head, active = self._tell(entries, name, says)
+        for entry, marks in active:
+            entry.mine.is_combined = True
+            if not marks[LOST]:
+                entry.mine.reducer.follow(entry.mine, entry.buckets, marks)
+        landed = [None if m[LOST] else entry.mine.reducer.arrived() for entry, m in active]
+        for entry, _ in active:
+            if entry.mine.problems:
+                raise entry.mine.problems[0]
+        stores: Stores = []
+        again: list[_Member] = []
+        for (entry, marks), results in zip(active, landed, strict=True):
+            reducer = entry.mine.reducer
+            if entry.mine.round.purpose == DROPS:
+                continue
+            reducer.state.check(marks)
+            assert results is not None
+            if not head[1]:  # all are in step(), of other optimizers maybe: nobody has more before
+                marks[LACKS] = 0
+            stores += reducer.landed(*results, marks)
+            if marks[AGAIN]:
+                again.append(entry.member)
+            elif marks[ANEW]:
+                reducer.arrangement.make_anew()
+        if again:
+            more = [self._further(member) for member in again]
+            stores += self._combine(more, "further parameters")[1]
+        return bool(head[0]), stores
+
+    def _tell(
+        self, entries: Sequence[_Entry], name: str, says: bool
+    ) -> tuple[bytearray, list[tuple[_Entry, bytearray]]]:
+        """Send what this rank has, and tell the others of what. Returns what all say.
+
+        Of ``entries`` only those that some rank has come with.
+        """
+        # A rank that is not in step() may run backward before it comes to the next round.
+        is_in_pass = any(part.round.purpose == PASSES for part in self._parts.values())
+        said = bytearray([says, is_in_pass])
+        for member, part, buckets in entries:
+            said += part.reducer.depart(part, buckets) if part else member.of_lost()
+        view = torch.frombuffer(said, dtype=torch.uint8)
+        self._verbs.allreduce_async_(view, f"gradients.of {name} optimizers", Max).wait()
+        active: list[tuple[_Entry, bytearray]] = []
+        begin = _HEAD
+        for entry in entries:
+            marks = said[begin : begin + MARKS + entry.member.count]
+            begin += len(marks)
+            if not marks[HAS]:
+                self._members.remove(entry.member)
+            elif marks[PASSES] or marks[STEPS] or marks[DROPS]:
+                if entry.part is None:
+                    raise MismatchError(
+                        "another rank averages gradients of an optimizer that this one has given "
+                        "up: all ranks must use the same optimizers, and drop them at the same "
+                        "place"
+                    )
+                active.append((entry, marks))
+        return said[:_HEAD], active
+
+    def _further(self, member: _Member) -> _Entry:
+        """Agree upon what is new of it; it needs a second trip."""
+        part = self._part_of(member)
+        assert part is not None
+        buckets = part.reducer.agree_further()
+        member.count = len(part.reducer.parameters)
+        return _Entry(member, replace(part, round=Round(STEPS, sends_all=True)), buckets)
+
+    def _part_of(self, member: _Member) -> Part | None:
+        """What this rank has of it; None: it has given the optimizer up."""
+        reducer = member.reducer()
+        if reducer is None or reducer.is_closed:
+            return None
+        if reducer not in self._parts:
+            self._parts[reducer] = reducer.begin_round(None)
+        return self._parts[reducer]
+
+    def _meet(self, fresh: Sequence[Part]) -> list[_Member]:
+        """Agree upon the optimizers that some rank has come with for the first time.
+
+        Where several have equal parameters (two heads, say) it counts in which order they were
+        made; and where ranks have made differently many, which of them ranks have come with.
+        """
+        unmet = self._unmet()
+        here = [part.reducer for part in fresh]
+        mine = [(digest, reducer in here) for digest, reducer in unmet]
+        said = Objects(self._world).allgather_object(mine, "gradients.new optimizers")
+        met: list[_Member] = []
+        wanted = (digest for theirs in said for digest, is_here in theirs if is_here)
+        for digest in dict.fromkeys(wanted):
+            marks = [[is_here for d, is_here in theirs if d == digest] for theirs in said]
+            equal = [reducer for d, reducer in unmet if d == digest]
+            if len({len(theirs) for theirs in marks}) == 1:
+                chosen = [r for r, *each in zip(equal, *marks, strict=True) if any(each)]
+            elif len({sum(theirs) for theirs in marks}) == 1:
+                chosen = [reducer for reducer in equal if reducer in here]
+            else:
+                self._refuse([r for r in here if all(m.reducer() is not r for m in met)])
+            for reducer in chosen:
+                reducer.meet()
+                met.append(_Member(weakref.ref(reducer), len(reducer.parameters)))
+        self._members += met
+        return met
+
+    def _refuse(self, here: Sequence[GradientReducer]) -> NoReturn:
+        """Raise how the parameters differ of optimizers that ranks have not alike."""
+        agreement = Agreement(self._world, self._process_set)
+        agreement.reach(here[0].details() if here else [])
+        raise MismatchError(
+            "ranks have made differently many optimizers of parameters with the same names and "
+            "shapes, and come with some of them only: give each named_parameters of its own"
+        )
+
+    def _unmet(self) -> list[tuple[bytes, GradientReducer]]:
+        """Those that ranks have not agreed upon in this world, and what they are equal in."""
+        met = {member.reducer() for member in self._members}
+        return [
+            (reducer.parameters.digest(), reducer)
+            for reducer in sorted(_live, key=lambda each: each.place)
+            if reducer.hooks.are_on and reducer not in met and reducer.is_in(self._engine)
+        ]

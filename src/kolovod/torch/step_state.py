@@ -1,0 +1,216 @@
+"""What the rounds of the present step have combined of one optimizer's gradients.
+
+A step has one round, if every rank's backward comes to all parameters that are in use: ranks tell
+each other whether that is so. If not, more may follow, of other losses for example. Then what ranks
+have so far is combined, ``step`` has a round as well, and no rank steps before all are there. What
+was combined before is sent once more as it is, the same on all ranks, so that the mean stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from kolovod.core.ops import Sum
+from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.torch.buckets import Bucket, Item
+from kolovod.torch.countdown import Countdown
+from kolovod.torch.parameters import Parameters
+
+# What a rank says of an optimizer in a round; each rank sees what all ranks together have said: it
+# is at the end of a backward pass, in step(), throws gradients away, has one that cannot be sent,
+# has new parameters, wants other buckets, sends all buckets, may have more of this step, has the
+# first round of a step or a later one, has the optimizer, or has given it up.
+PASSES, STEPS, DROPS, FAILED, AGAIN, ANEW, ALL, LACKS, FIRST, LATER, HAS, LOST = range(12)
+MARKS = 12
+
+
+class Round(NamedTuple):
+    """What this rank has in a round, whatever becomes of the world meanwhile."""
+
+    purpose: int | None = None
+    """PASSES, STEPS, DROPS, or None: nothing, but others may have."""
+    new: bytes = b""
+    """By parameter: does it have a gradient that no round of this step has combined?"""
+    lacks: bool = False
+    """Whether there may be more."""
+    sends_all: bool = False
+    """Buckets, whatever they have."""
+
+    def has_new(self, bucket: Bucket) -> bool:
+        """Whether it has to be sent."""
+        return any(self.new[index : index + 1] == b"\1" for index in bucket.indices)
+
+
+class StepState:
+    """The rounds of the present step, on this rank."""
+
+    def __init__(self, parameters: Parameters, countdown: Countdown, op: int) -> None:
+        """``op``: that of the optimizer."""
+        self.count = 0
+        """Of this step."""
+        self.has_held = False
+        """Since the last one backward has added up gradients here only (``no_sync``)."""
+        self.in_use = bytearray()
+        """By parameter: has any rank used it in this step?"""
+        self._parameters, self._countdown = parameters, countdown
+        self._sums_up = op == Sum
+        self._is_open = False  # after the last one a rank may have had more
+        self._seen = bytearray()  # by parameter: has backward come to it in this step?
+        self._used_last = bytearray()  # ``in_use`` of the last step
+        self._sums: dict[int, torch.Tensor] = {}  # with op Sum: results of this step
+
+    @property
+    def are_over(self) -> bool:
+        """Whether all gradients are combined: since then there was no backward, and no step."""
+        if self.count == 0 or self._is_open or self.has_held or self._countdown.begun:
+            return False
+        return 1 not in self.new_gradients()
+
+    def round(self, purpose: int | None, buckets: Iterable[Bucket]) -> Round:
+        """What this rank has for the next one."""
+        if purpose == DROPS:
+            return Round(DROPS, sends_all=True)
+        lacks = purpose != STEPS and self._lacks(buckets)
+        if purpose is None:
+            return Round(None, lacks=lacks)
+        is_whole = self.count == 0 if purpose == STEPS else not lacks
+        return Round(purpose, bytes(self.new_gradients()), lacks, is_whole or self.has_held)
+
+    def new_gradients(self) -> bytearray:
+        """See ``Round.new``."""
+        self._extend()
+        numbers, passes, in_use = self._countdown.numbers, self._countdown.passes, self.in_use
+        new = bytearray(
+            left < passes or (parameter.grad is not None and not in_use[index])
+            for index, (left, parameter) in enumerate(
+                zip(numbers, self._parameters.tensors, strict=True)
+            )
+        )
+        for index in self._parameters.lent:
+            new[index] = 0
+        return new
+
+    def marks(self, mine: Round, buckets: Iterable[Bucket], count: int) -> bytearray:
+        """What this rank says; then, for each of ``count`` parameters, whether it is used here.
+
+        ``buckets``: those that may be on their way.
+        """
+        marks = bytearray(MARKS + count)
+        if mine.purpose is not None:
+            marks[mine.purpose] = 1
+        marks[FIRST if self.count == 0 else LATER] = 1
+        marks[ALL], marks[LACKS], marks[HAS] = mine.sends_all, mine.lacks, 1
+        for bucket in buckets:
+            for index in bucket.indices if bucket.is_sent else ():
+                marks[MARKS + index] = 1
+            for index in bucket.unused:  # here, but maybe not elsewhere: zeros were sent
+                marks[MARKS + index] = 0
+        return marks
+
+    def check(self, marks: bytearray) -> None:
+        """Raise what follows from what all ranks have said, on all ranks."""
+        if marks[FAILED]:
+            raise InvalidArgumentError(
+                "another rank has a gradient that cannot be averaged; its own error says which"
+            )
+        if marks[DROPS]:
+            raise MismatchError(
+                "another rank called optimizer.zero_grad() where this one averages its gradients: "
+                "every rank must step, or skip the step, alike"
+            )
+        if marks[LOST]:
+            raise MismatchError(
+                "another rank has given up the optimizer whose gradients this one averages: all "
+                "ranks must use the same optimizers, and drop them at the same place"
+            )
+        if marks[FIRST] and marks[LATER]:
+            here = "begins a step" if self.count == 0 else "has more gradients of a step"
+            there = "has more of the one before" if self.count == 0 else "begins the next one"
+            raise MismatchError(
+                f"this rank {here}, where another one {there}: every rank must call backward() "
+                "equally often between two steps, or call it once for the sum of the losses, or "
+                "let all but the last run within optimizer.no_sync()"
+            )
+
+    def note(self, done: Iterable[Item], used: bytearray) -> None:
+        """These are combined; ``used``: by parameter, by any rank in this round."""
+        self._extend()
+        for index, *_ in done:
+            self.in_use[index] |= used[index]
+
+    def ended(self, marks: bytearray) -> None:
+        """All ranks have said so in the last one."""
+        self._is_open = bool(marks[LACKS])
+
+    def close(self) -> None:
+        """One more is over."""
+        self.count += 1
+        self.has_held = False
+        if self._sums_up:
+            self._extend()
+            grads = ((i, tensor.grad) for i, tensor in enumerate(self._parameters.tensors))
+            self._sums = {i: grad for i, grad in grads if grad is not None and self.in_use[i]}
+
+    def set_sums_aside(self, problems: list[InvalidArgumentError]) -> dict[int, torch.Tensor]:
+        """Take away gradients that are sums over all ranks, and must not be summed again.
+
+        ``problems`` gets the errors of those to which backward has added meanwhile.
+        """
+        aside: dict[int, torch.Tensor] = {}
+        numbers, tensors = self._countdown.numbers, self._parameters.tensors
+        for index, sum_ in self._sums.items():
+            if tensors[index].grad is not sum_:
+                continue  # thrown away, and maybe made anew
+            if numbers[index] < self._countdown.passes or self.has_held:
+                problems.append(
+                    InvalidArgumentError(
+                        f"with op Sum the gradient of '{self._parameters.names[index]}' was "
+                        "computed again after it had been summed over all ranks, which would count "
+                        "it twice: call backward once for the sum of all losses, or let all but "
+                        "the last run within optimizer.no_sync(), or use op Average"
+                    )
+                )
+            else:
+                aside[index], tensors[index].grad = sum_, None
+        return aside
+
+    @torch.no_grad()
+    def put_back(self, aside: dict[int, torch.Tensor]) -> None:
+        """Give parameters what was set aside, with what they have got meanwhile."""
+        for index, grad in aside.items():
+            parameter = self._parameters.tensors[index]
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+
+    def begin_world(self) -> None:
+        """Its ranks are all before the first round of a step."""
+        self.count, self._is_open = 0, False
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        if self.count and self.in_use:
+            self._used_last = self.in_use
+        self.count, self._is_open, self.has_held = 0, False, False
+        self._seen, self.in_use = bytearray(), bytearray()
+        self._sums.clear()
+
+    def _lacks(self, buckets: Iterable[Bucket]) -> bool:
+        """Whether backward has not come to all parameters that are in use, in this step so far."""
+        if all(bucket.missing == 0 for bucket in buckets):
+            return False
+        self._extend()
+        passes, lacks = self._countdown.passes, False
+        for index, left in enumerate(self._countdown.numbers):
+            if left < passes:
+                self._seen[index] = 1
+            elif self._used_last[index] and not self._seen[index]:
+                lacks = lacks or index not in self._parameters.lent
+        return lacks
+
+    def _extend(self) -> None:
+        """Some parameters may be new."""
+        count = len(self._parameters)
+        for noted, fill in ((self.in_use, b"\0"), (self._seen, b"\0"), (self._used_last, b"\1")):
+            noted.extend(fill * (count - len(noted)))
