@@ -360,7 +360,7 @@ TEST_CASE("a wrong belief about links is revised on all ranks") {
   constexpr size_t kCount = 1 << 20;
 #endif
   Config config = testing::SmallConfig();
-  config.chunk_bytes = 256 << 10;  // on a busy machine each chunk costs a turn of the scheduler, as no link does
+  config.chunk_bytes = 256 << 10;  // each costs a turn of a busy machine's scheduler, as no link does
   for (const double believed : {0.05, 50'000.0}) {
     for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1}, {0, 1, 2}}) {
       std::shared_ptr<LoopbackWorld> world;
