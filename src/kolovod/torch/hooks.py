@@ -81,12 +81,11 @@ class Hooks:
         self.is_over = self.is_over or for_good
         for index in [*self._handles, *self._parameters.lent]:
             parameter = id(self._parameters.tensors[index])
-            left = [each for each in _by_id[parameter] if each[0]() not in (None, self)]
             self._lend(index, self)
-            _by_id[parameter] = left
-            _deal(parameter)
-            if not left:
-                del _by_id[parameter]
+            left = [each for each in _by_id.pop(parameter, []) if each[0]() not in (None, self)]
+            if left:
+                _by_id[parameter] = left
+                _deal(parameter)
         self._parameters.lent.clear()
         self.are_on = False
 

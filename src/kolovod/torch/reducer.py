@@ -225,7 +225,7 @@ class GradientReducer:
         if not (self.parameters or self.parameters.frozen):
             return
         while not self.settled and self.hooks.are_on:
-            rounds.combine(dict.fromkeys(self._open(), STEPS))
+            rounds.combine({self._open()[0]: STEPS})
 
     def _open(self) -> list[GradientReducer]:
         """Of this one, and those that combine gradients in its place, who has not done so."""
@@ -253,18 +253,18 @@ class GradientReducer:
         return self.spec.has_others(world, without_world=False) and world().engine is engine
 
     def begin_round(self, purpose: int | None) -> Part:
-        """What this rank has for a round. ``purpose``: see ``Round``."""
+        """What this rank has for a round. ``purpose``: see ``Offer``."""
         problems = [] if purpose == DROPS else self._thaw()
         if purpose is not None and self.arrangement.choice is not None:
             self.arrangement.choice.backward_ends()
         state, aside = self.state, {}
         if purpose != DROPS and not isinstance(self.sender, ShardSender):
             aside = state.set_sums_aside(problems)
-        return Part(self, state.round(purpose, self.buckets.all), problems, aside)
+        return Part(self, state.offer(purpose, self.buckets.all), problems, aside)
 
     def end_round(self, part: Part) -> None:
         """It is over, or has failed."""
-        if part.is_combined or part.round.purpose is not None:
+        if part.is_combined or part.offer.purpose is not None:
             self._reset()
         self.state.put_back(part.aside)
 
@@ -275,20 +275,20 @@ class GradientReducer:
 
     def depart(self, part: Part, buckets: Sequence[Bucket]) -> bytearray:
         """Send what no hook has sent [3]; returns this rank's marks, see ``StepState.marks``."""
-        drops = part.round.purpose == DROPS
+        drops = part.offer.purpose == DROPS
         if not drops:
             problem = results.changed(self.parameters, self.buckets)
             part.problems += [] if problem is None else [problem]
-        new = [bucket for bucket in buckets if bucket.is_sent or part.round.has_new(bucket)]
+        new = [bucket for bucket in buckets if bucket.is_sent or part.offer.has_new(bucket)]
         # What has a state by bucket has it of all.
-        sends_all = part.round.sends_all or (self.sender.keeps_buckets and bool(new))
+        sends_all = part.offer.sends_all or (self.sender.keeps_buckets and bool(new))
         for bucket in buckets if sends_all else new:
             if not bucket.is_sent:
                 self._submit(bucket, part.problems, blank=drops)
         count = sum(len(bucket.indices) for bucket in self.buckets.agreed())
-        marks = self.state.marks(part.round, buckets, count)
+        marks = self.state.marks(part.offer, buckets, count)
         marks[ALL], marks[FAILED] = sends_all, bool(part.problems)
-        if part.round.purpose in (PASSES, STEPS):
+        if part.offer.purpose in (PASSES, STEPS):
             marks[AGAIN] = bool(self.buckets.fresh())
             marks[ANEW] = not self.sender.keeps_buckets and self.arrangement.is_to_be_made_anew()
         return marks
@@ -298,7 +298,7 @@ class GradientReducer:
         for bucket in buckets:
             is_wanted = marks[ALL] or any(marks[MARKS + index] for index in bucket.indices)
             if is_wanted and not bucket.is_sent:
-                self._submit(bucket, part.problems, blank=part.round.purpose == DROPS)
+                self._submit(bucket, part.problems, blank=part.offer.purpose == DROPS)
 
     def drop(self) -> None:
         """Forget the gradients. What was sent comes back first, on all ranks alike."""

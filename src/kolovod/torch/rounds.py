@@ -35,7 +35,7 @@ from kolovod.torch.step_state import (
     MARKS,
     PASSES,
     STEPS,
-    Round,
+    Offer,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Part:
     """One optimizer in a round, on this rank."""
 
     reducer: GradientReducer
-    round: Round
+    offer: Offer
     problems: list[InvalidArgumentError]
     aside: dict[int, torch.Tensor] = field(default_factory=dict)
     """Gradients that are sums over all ranks already; see ``StepState.set_sums_aside``."""
@@ -197,7 +197,7 @@ class _Round:
         again: list[_Member] = []
         for (entry, marks), results in zip(active, landed, strict=True):
             reducer = entry.mine.reducer
-            if entry.mine.round.purpose == DROPS:
+            if entry.mine.offer.purpose == DROPS:
                 continue
             reducer.state.check(marks)
             assert results is not None
@@ -221,7 +221,7 @@ class _Round:
         Of ``entries`` only those that some rank has come with.
         """
         # A rank that is not in step() may run backward before it comes to the next round.
-        is_in_pass = any(part.round.purpose == PASSES for part in self._parts.values())
+        is_in_pass = any(part.offer.purpose == PASSES for part in self._parts.values())
         said = bytearray([says, is_in_pass])
         for member, part, buckets in entries:
             said += part.reducer.depart(part, buckets) if part else member.of_lost()
@@ -250,7 +250,7 @@ class _Round:
         assert part is not None
         buckets = part.reducer.agree_further()
         member.count = len(part.reducer.parameters)
-        return _Entry(member, replace(part, round=Round(STEPS, sends_all=True)), buckets)
+        return _Entry(member, replace(part, offer=Offer(STEPS, sends_all=True)), buckets)
 
     def _part_of(self, member: _Member) -> Part | None:
         """What this rank has of it; None: it has given the optimizer up."""

@@ -27,8 +27,8 @@ PASSES, STEPS, DROPS, FAILED, AGAIN, ANEW, ALL, LACKS, FIRST, LATER, HAS, LOST =
 MARKS = 12
 
 
-class Round(NamedTuple):
-    """What this rank has in a round, whatever becomes of the world meanwhile."""
+class Offer(NamedTuple):
+    """What this rank brings to a round, whatever becomes of the world meanwhile."""
 
     purpose: int | None = None
     """PASSES, STEPS, DROPS, or None: nothing, but others may have."""
@@ -69,18 +69,18 @@ class StepState:
             return False
         return 1 not in self.new_gradients()
 
-    def round(self, purpose: int | None, buckets: Iterable[Bucket]) -> Round:
+    def offer(self, purpose: int | None, buckets: Iterable[Bucket]) -> Offer:
         """What this rank has for the next one."""
         if purpose == DROPS:
-            return Round(DROPS, sends_all=True)
+            return Offer(DROPS, sends_all=True)
         lacks = purpose != STEPS and self._lacks(buckets)
         if purpose is None:
-            return Round(None, lacks=lacks)
+            return Offer(None, lacks=lacks)
         is_whole = self.count == 0 if purpose == STEPS else not lacks
-        return Round(purpose, bytes(self.new_gradients()), lacks, is_whole or self.has_held)
+        return Offer(purpose, bytes(self.new_gradients()), lacks, is_whole or self.has_held)
 
     def new_gradients(self) -> bytearray:
-        """See ``Round.new``."""
+        """See ``Offer.new``."""
         self._extend()
         numbers, passes, in_use = self._countdown.numbers, self._countdown.passes, self.in_use
         new = bytearray(
@@ -93,7 +93,7 @@ class StepState:
             new[index] = 0
         return new
 
-    def marks(self, mine: Round, buckets: Iterable[Bucket], count: int) -> bytearray:
+    def marks(self, mine: Offer, buckets: Iterable[Bucket], count: int) -> bytearray:
         """What this rank says; then, for each of ``count`` parameters, whether it is used here.
 
         ``buckets``: those that may be on their way.

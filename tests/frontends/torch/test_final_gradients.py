@@ -438,3 +438,23 @@ def test_equal_ones_of_which_ranks_have_differently_many():
         del optimizers
 
     run(2, work)
+
+
+def test_a_parameter_that_is_given_twice():
+    """PyTorch warns of it, and steps twice."""
+
+    def work(kv, rank):
+        net = Net()
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            plain = torch.optim.SGD([net.a, net.b, net.a], lr=1.0)
+        optimizer = DistributedOptimizer(plain, collectives=kv)
+        for _ in range(3):
+            optimizer.zero_grad()
+            before = net.a.detach().clone()
+            net(inputs(rank)).backward()
+            assert net.a.grad.tolist() == net.b.grad.tolist() == MEAN
+            optimizer.step()
+            assert (before - net.a).tolist() == [3.0] * 3
+        optimizer._kolovod_reducer.close()
+
+    run(2, work)
