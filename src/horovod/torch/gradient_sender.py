@@ -57,10 +57,8 @@ def _send(
     """
     optimizer = own()
     assert optimizer is not None  # whoever calls this has it
-    groups = range(len(optimizer.param_groups))
-    named = (
-        pair for g in groups for pair in names_of_group(optimizer, g, optimizer._kolovod_names)
-    )
+    groups, names = optimizer.param_groups, optimizer._kolovod_names
+    named = (pair for g in range(len(groups)) for pair in names_of_group(groups, g, names))
     name = next((name for name, known in named if known is parameter), None)
     if name is None:
         raise InvalidArgumentError(

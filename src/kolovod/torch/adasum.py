@@ -21,6 +21,7 @@ from kolovod.gradients import exchange
 from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal
+from kolovod.torch.parameters import Named, Roll
 from kolovod.torch.wrapping import unwrapped, wrap
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -31,6 +32,7 @@ class ByAdasum(torch.optim.Optimizer):
 
     _kolovod_base: type[torch.optim.Optimizer]
     _kolovod_named: list[tuple[str, torch.Tensor]]
+    _kolovod_roll: Roll
     _kolovod_verbs: TorchCollectives
     _kolovod_spec: ReduceSpec
     _kolovod_passes: int
@@ -79,6 +81,8 @@ class ByAdasum(torch.optim.Optimizer):
             raise InvalidArgumentError(
                 f"op Adasum: {size} ranks are not a power of two; use Average"
             )
+        taken = [name for name, _ in self._kolovod_named]
+        self._kolovod_named += _with_names(self._kolovod_roll.new(self.param_groups, {}, taken))
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
         for name, parameter in named:
             if parameter.dtype not in DTYPES:
@@ -111,17 +115,6 @@ class ByAdasum(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]  # see optimizer.py
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As usual; the steps of the new parameters are combined, too."""
-        super().add_param_group(param_group)
-        group = len(self.param_groups) - 1
-        known = {id(parameter) for _, parameter in self._kolovod_named}
-        self._kolovod_named += [
-            (f"{group}.{i}", parameter)
-            for i, parameter in enumerate(self.param_groups[group]["params"])
-            if id(parameter) not in known
-        ]
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""
         return unwrapped(self, self._kolovod_base)
@@ -133,7 +126,7 @@ class SkippedAdasumError(InvalidArgumentError, AssertionError):
 
 def by_adasum(
     optimizer: O,
-    named: list[tuple[str | None, torch.Tensor]],
+    named: list[Named],
     spec: ReduceSpec,
     verbs: TorchCollectives,
     passes: int,
@@ -142,8 +135,13 @@ def by_adasum(
     verbs.world()
     wrap(optimizer, ByAdasum)
     assert isinstance(optimizer, ByAdasum)
-    optimizer._kolovod_named = [(name, p) for name, p in named if name is not None]
+    optimizer._kolovod_named = _with_names(named)
+    optimizer._kolovod_roll = Roll(optimizer)
     optimizer._kolovod_verbs = verbs
     optimizer._kolovod_spec = spec
     optimizer._kolovod_passes = passes
     return optimizer
+
+
+def _with_names(named: list[Named]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter) for name, parameter in named if name is not None]

@@ -14,7 +14,7 @@ from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.spec import checked_passes
 from kolovod.torch.comm_hooks import Hook
-from kolovod.torch.parameters import names_of_group
+from kolovod.torch.parameters import Roll
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.wrapping import unwrapped
 
@@ -27,6 +27,7 @@ class Distributed(torch.optim.Optimizer):
     _kolovod_base: type[torch.optim.Optimizer]
     _kolovod_reducer: GradientReducer
     _kolovod_names: dict[int, str]
+    _kolovod_roll: Roll
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -48,6 +49,7 @@ class Distributed(torch.optim.Optimizer):
 
     def _kolovod_prepare(self) -> None:
         """Average the gradients unless that is done, or not wanted."""
+        self._kolovod_take_up()
         reducer = self._kolovod_reducer
         if not reducer.follow_world():
             if not (reducer.skips or reducer.settled):
@@ -165,8 +167,14 @@ class Distributed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As usual; the new parameters' gradients are averaged too."""
         super().add_param_group(param_group)
-        group = len(self.param_groups) - 1
-        self._kolovod_reducer.add(names_of_group(self, group, self._kolovod_names))
+        self._kolovod_take_up()
+
+    def _kolovod_take_up(self) -> None:
+        """Average the gradients of new parameters too, also of those put into ``param_groups``."""
+        reducer, groups = self._kolovod_reducer, self.__dict__["param_groups"]
+        new = self._kolovod_roll.new(groups, self._kolovod_names, reducer.parameters.names)
+        if new:
+            reducer.add(new)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""

@@ -19,7 +19,7 @@ from kolovod.torch import verbs
 from kolovod.torch.adasum import ByAdasum, by_adasum
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.distributed import Distributed
-from kolovod.torch.parameters import checked_names, names_of_group
+from kolovod.torch.parameters import Roll, checked_names, names_of_group
 from kolovod.torch.parts import is_sharded
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.sharded import Sharded, check_shardable, shard
@@ -104,7 +104,7 @@ def DistributedOptimizer(
     named = [
         pair
         for group in range(len(optimizer.param_groups))
-        for pair in names_of_group(optimizer, group, names)
+        for pair in names_of_group(optimizer.param_groups, group, names)
     ]
     # By name, so that the order of parameter groups may differ between ranks.
     named.sort(key=lambda pair: pair[0] or "")
@@ -163,6 +163,8 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
     optimizer._kolovod_names = names
+    optimizer._kolovod_roll = Roll(optimizer)
+    reducer.take_up = weakref.WeakMethod(optimizer._kolovod_take_up)
     if isinstance(optimizer, Sharded):
         optimizer._kolovod_sender = shard(optimizer, reducer)
         optimizer._kolovod_gathering = None

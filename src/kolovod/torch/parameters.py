@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -109,14 +109,51 @@ def checked_names(
     return names
 
 
+class Roll:
+    """Which parameters an optimizer has, whoever puts one into its ``param_groups``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Those that it has now."""
+        self._ids = self._now(optimizer.param_groups)
+        self._known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+
+    def new(
+        self, groups: list[dict[str, Any]], names: Mapping[int, str], taken: Collection[str]
+    ) -> list[Named]:
+        """Those that it has got since. It costs little to ask in each step.
+
+        ``names``: see ``names_of_group``. ``taken``: names that others have.
+        """
+        ids = self._now(groups)
+        if ids == self._ids:
+            return []
+        self._ids = ids
+        found: list[Named] = []
+        for place, group in enumerate(groups):
+            for parameter, (name, part) in zip(
+                group["params"], names_of_group(groups, place, names), strict=True
+            ):
+                if id(parameter) in self._known:
+                    continue
+                self._known[id(parameter)] = parameter
+                while name in taken:  # that of the parameter which it has replaced
+                    name = f"{name}, replaced"
+                found.append((name, part))
+        return found
+
+    @staticmethod
+    def _now(groups: list[dict[str, Any]]) -> list[int]:
+        return [id(parameter) for group in groups for parameter in group["params"]]
+
+
 def names_of_group(
-    optimizer: torch.optim.Optimizer, group: int, names: Mapping[int, str]
+    groups: list[dict[str, Any]], group: int, names: Mapping[int, str]
 ) -> list[Named]:
     """None is the name of a frozen parameter that ``named_parameters`` left out.
 
     In the place of sharded ones stand the parts that this rank has.
     """
-    parameters = optimizer.param_groups[group]["params"]
+    parameters = groups[group]["params"]
     places = [
         None if names and not parameter.requires_grad else f"{group}.{i}"
         for i, parameter in enumerate(parameters)

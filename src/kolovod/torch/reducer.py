@@ -92,6 +92,8 @@ class GradientReducer:
         self.arrangement = Arrangement(
             self.parameters, self.buckets, spec, verbs, self.agreement, sender.use
         )
+        self.take_up: Callable[[], Callable[[], None] | None] = lambda: None
+        """Gives what adds parameters that the optimizer has got since."""
         self._used = False  # there was a step, and no zero_grad since
         if spec.is_member and not spec.comes_later:
             verbs.world()  # raises where there is none
@@ -254,6 +256,9 @@ class GradientReducer:
 
     def begin_round(self, purpose: int | None) -> Part:
         """What this rank has for a round. ``purpose``: see ``Offer``."""
+        take_up = self.take_up()
+        if take_up is not None and purpose != DROPS:
+            take_up()
         problems = [] if purpose == DROPS else self._thaw()
         if purpose is not None and self.arrangement.choice is not None:
             self.arrangement.choice.backward_ends()

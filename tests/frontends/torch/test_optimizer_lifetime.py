@@ -206,3 +206,48 @@ def test_a_thawed_parameter_without_a_name():
         kv.barrier()
 
     run(2, work)
+
+
+OPTIONS = [{}, {"op": kvt.Sum}, {"op": kvt.Adasum}, {"shard_state": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("names", [True, False])
+def test_a_parameter_that_is_put_in_the_place_of_another(names, options):
+    """As a densification does, or a script that makes a layer anew."""
+
+    def work(kv, rank):
+        net = Net()
+        plain = torch.optim.SGD(net.parameters(), lr=1.0)
+        named = net.named_parameters() if names else None
+        optimizer = DistributedOptimizer(plain, named, collectives=kv, **options)
+        for step in range(6):
+            if step in (2, 4):
+                net.a = torch.nn.Parameter(torch.ones(3))
+                optimizer.param_groups[0]["params"][0] = net.a
+            optimizer.zero_grad()
+            before = net.a.detach().clone()
+            net(torch.full((3,), 2.0 ** (2 * rank + step))).backward()
+            optimizer.step()
+            change = (before - net.a).tolist()
+            assert change == kv.broadcast(torch.tensor(change), 0).tolist()
+            mean = 2.0**step * 2.5
+            if options.get("op") != kvt.Adasum:
+                assert change == [mean * (2 if "op" in options else 1)] * 3
+
+    run(2, work)
+
+
+def test_one_that_only_one_rank_puts_in_is_an_error():
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        optimizer.step()
+        if rank:
+            net.a = torch.nn.Parameter(torch.ones(3))
+            optimizer.param_groups[0]["params"][0] = net.a
+        optimizer.zero_grad()
+        with pytest.raises(MismatchError, match=r"rank 0 has none, rank 1 has '0.0' \(3,\)"):
+            net(inputs(rank)).backward()
+
+    run(2, work)
