@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from typing import Any
 
 import torch
+
+from kolovod.core.world import current
+from kolovod.errors import NotInitializedError
 
 Base = type[torch.optim.Optimizer]
 
@@ -23,7 +27,34 @@ def wrap(optimizer: torch.optim.Optimizer, addition: Base) -> None:
 
 def unwrapped(optimizer: torch.optim.Optimizer, base: Base) -> tuple[Any, ...]:
     """For ``__reduce__``: copies and pickles are plain optimizers, since a copy has no world."""
-    return plain_copy, (base, optimizer.__getstate__())
+    return told_copy, (base, optimizer.__getstate__())
+
+
+def told_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
+    """A ``plain_copy`` that says so when it first steps among several ranks."""
+    copy = plain_copy(base, state)
+
+    def tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        is_wrapped = hasattr(optimizer, "_kolovod_base")
+        if is_wrapped or _has_others():
+            handle.remove()
+        if not is_wrapped and _has_others():
+            warnings.warn(
+                f"this {base.__name__} is a copy of a DistributedOptimizer, and steps with this "
+                "rank's own gradients, so that ranks train different models: give it to "
+                "DistributedOptimizer, unless that is what it is for",
+                stacklevel=4,
+            )
+
+    handle = copy.register_step_pre_hook(tell)
+    return copy
+
+
+def _has_others() -> bool:
+    try:
+        return current().size > 1
+    except NotInitializedError:
+        return False
 
 
 def plain_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:

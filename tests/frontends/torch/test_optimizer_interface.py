@@ -9,6 +9,7 @@ import pickle
 import warnings
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
 from waiting import until  # noqa: E402
 
-from kolovod.core.ops import Max  # noqa: E402
+from kolovod.core.ops import Adasum, Max  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     InvalidArgumentError,
     MismatchError,
@@ -29,6 +30,7 @@ from kolovod.torch import (  # noqa: E402
     DistributedOptimizer,
     TorchCollectives,
     TorchFrontend,
+    wrapping,
 )
 
 
@@ -131,6 +133,29 @@ def test_copies_and_pickles_are_plain():
             assert other.param_groups[0]["params"][0].tolist() == [0.75] * 3
 
     run(2, work)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize("options", [{}, {"op": Adasum}], ids=str)
+def test_a_copy_says_once_that_it_is_one(copied, options, monkeypatch):
+    """But not in a world of one, nor where it is made distributed again."""
+    world = SimpleNamespace(size=1)
+    monkeypatch.setattr(wrapping, "current", lambda: world)
+
+    def work(kv, rank):
+        alone, again = (copied(wrapped(Net(), kv, **options)) for _ in range(2))
+        return alone, DistributedOptimizer(again, collectives=kv)
+
+    alone, again = run(2, work)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone.step()
+        world.size = 2
+        with pytest.warns(UserWarning, match="this SGD is a copy of a DistributedOptimizer"):
+            alone.step()
+        alone.step()
+        with again.skip_synchronize():
+            again.step()
 
 
 def test_a_new_parameter_group_is_averaged_too():
