@@ -8,6 +8,7 @@ are the same on all ranks since the sources are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from kolovod.gradients import exchange, plan
 from kolovod.gradients.compression import AnyCompressor, Compression, Key
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec
-from kolovod.tensorflow import repeated
+from kolovod.tensorflow import kinds, repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.gradients import scaled
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
@@ -91,20 +92,25 @@ class GradientExchange:
     def __call__(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
         """The combined gradients, in the order given.
 
-        ``gradients``: of ``sources``, each of its source's shape. All ranks give the same sources,
-        and None for the same ones. In an elastic job all of them are one step.
+        ``gradients``: of ``sources``, each of its source's shape. All ranks give the same sources.
+        None counts as zeros where another rank has a gradient; in a graph, which cannot know,
+        that is an error. In an elastic job all of them are one step.
         """
+        is_graph = not tf.executing_eagerly()
         if steps.ongoing() is None:
-            return self._combined(gradients, sources)
+            return self._combined(gradients, sources, is_graph)
         own = list(gradients)
         if self.spec.sparse_as_dense:
             own = [_densified(gradient) for gradient in own]
         combined: list[Gradient] = repeated.exactly(
-            lambda each: self._combined(each, sources), own, counts=True
+            lambda each: self._combined(each, sources, is_graph), own, counts=True
         )
         return combined
 
-    def _combined(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
+    def _combined(
+        self, gradients: Sequence[Gradient], sources: Sequence[Any], is_graph: bool
+    ) -> list[Gradient]:
+        """``is_graph``: None stays None; in an elastic job this runs outside of it."""
         results = list(gradients)
         if not self.is_member:
             return results
@@ -113,11 +119,13 @@ class GradientExchange:
         if not tf.executing_eagerly():
             exchange.refuse_state(self.spec.compressor, "a graph of TensorFlow")
         local = {id(variable_of(source)) for source in self._all_local()}
+        is_local = [id(variable_of(source)) in local for source in sources]
+        results = self._agreed(results, sources, is_local, is_graph)
         dense, sparse = [], []
-        for i, (gradient, source) in enumerate(zip(gradients, sources, strict=True)):
+        for i, gradient in enumerate(results):
             if gradient is None:
                 continue
-            if id(variable_of(source)) in local:
+            if is_local[i]:
                 results[i] = divided(gradient, self._members()) if self._scale_local else gradient
             elif not isinstance(gradient, tf.IndexedSlices):
                 dense.append(i)
@@ -131,6 +139,33 @@ class GradientExchange:
         if sparse:
             self._combine_sparse(sparse, results)
         return results
+
+    def _agreed(
+        self,
+        gradients: list[Gradient],
+        sources: Sequence[Any],
+        is_local: Sequence[bool],
+        is_graph: bool,
+    ) -> list[Gradient]:
+        """``gradients`` of the kinds that all ranks have."""
+        as_dense = self.spec.sparse_as_dense
+        known = [
+            kinds.kind_of(gradient, is_local=here, as_dense=as_dense)
+            for gradient, here in zip(gradients, is_local, strict=True)
+        ]
+        names = [_own_name_of(source) for source in sources]
+        told = kinds.Kinds(self.verbs, self.spec.process_set, known, sources, names)
+        if not tf.executing_eagerly():
+            with tf.control_dependencies([told.check_in_graph()]):
+                return [None if g is None else _same(g) for g in gradients]
+        told.tell()
+        wanted = [told.of(i) for i in range(len(sources))]
+        if is_graph:
+            told.refuse_missing()
+        return [
+            kinds.empty(kind, source) if g is None and kind not in (kinds.NONE, kinds.LOCAL) else g
+            for g, kind, source in zip(gradients, wanted, sources, strict=True)
+        ]
 
     def _all_local(self) -> Iterator[Any]:
         for source in self._local:  # a layer has its weights only once it is built
@@ -174,6 +209,13 @@ class GradientExchange:
         return plan.cut({i: _bytes(gradients[i], sources[i]) for i in reversed(dense)}, groups)
 
 
+def _same(gradient: Gradient) -> Gradient:
+    """In a graph: the same, after what it depends on there."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.identity(gradient)
+    return tf.IndexedSlices(tf.identity(gradient.values), gradient.indices, gradient.dense_shape)
+
+
 def _densified(gradient: Gradient) -> Gradient:
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     return tf.convert_to_tensor(gradient) if is_sparse else gradient
@@ -197,6 +239,11 @@ def _name_of(source: Any) -> str:
     """Of a variable, or a tensor."""
     name = getattr(source, "path", None) or getattr(variable_of(source), "name", "")
     return str(name).removesuffix(":0")
+
+
+def _own_name_of(source: Any) -> str:
+    """Without what a process adds: its layers' names, and the number of those called the same."""
+    return re.sub(r"_\d+$", "", _name_of(source).split("/")[-1])
 
 
 def _key(source: Any) -> int | None:

@@ -31,8 +31,12 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
     ) -> Any:
         """As of tf.GradientTape, then combined over the ranks.
 
-        All ranks call it with the same sources. Raises MismatchError (in a ``tf.function``
-        tf.errors.FailedPreconditionError) on every rank where they do not.
+        All ranks call it with the same sources. Where the target does not depend on a source the
+        gradient is None; it counts as zeros where another rank has one. A ``tf.function``, which
+        is traced without knowing of other ranks, cannot do that: there all ranks must have None
+        for the same sources. Raises MismatchError on every rank where sources differ, or one has a
+        dense gradient and another tf.IndexedSlices; a ``tf.function`` fails with
+        tf.errors.InvalidArgumentError then, or FailedPreconditionError for other shapes.
         """
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)
         return self.combine(own, sources)

@@ -109,7 +109,7 @@ def check_options(tf, kv, rank):
         for to_step in both(tf):
             found, count = trained(tf, kv, rank, to_step, **options)
             same(kv, found, wanted, tolerance)
-            assert count == operations_of_step, options
+            assert count == 1 + operations_of_step, options  # one of the kinds of gradients
 
 
 def check_buckets(tf, kv, rank):
@@ -121,10 +121,10 @@ def check_buckets(tf, kv, rank):
             loss = tf.add_n([tf.reduce_sum(v * (rank + 1.0)) for v in variables])
         return tape.gradient(loss, variables)
 
-    for to_step, count in zip(both(tf), (1, 2), strict=True):
+    for to_step, count in zip(both(tf), (2, 3), strict=True):
         before = operations()
         assert [set(g.numpy()) for g in to_step(step)()] == [{1.5}] * 4
-        assert operations() - before == count
+        assert operations() - before == count  # with that of the kinds of gradients
 
 
 def check_structures(tf, kv, rank):
