@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,29 +24,9 @@ from torch.nn.utils import clip_grad
 from kolovod.core.ops import Max, Sum
 from kolovod.core.world import World, when_entered
 from kolovod.errors import InvalidArgumentError
+from kolovod.torch import rounds
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
-
-
-class Averaging(Protocol):
-    """What keeps the gradients of some parameters equal on all ranks."""
-
-    def owns(self, ids: set[int]) -> bool:
-        """Whether one of its parameters has one of these values of ``id``."""
-        ...
-
-    def enter_world(self) -> None:
-        """There are other ranks now, maybe."""
-        ...
-
-    def settle(self) -> None:
-        """Average the gradients, unless that is done or not wanted."""
-        ...
-
-    @property
-    def shards(self) -> Shards | None:
-        """What ranks have parts of the gradients by; None where each has all."""
-        ...
 
 
 class Shards(Protocol):
@@ -79,18 +57,7 @@ _EXACT = torch.float32
 """What norms are computed in at least."""
 
 _lock = threading.Lock()
-_numbers = itertools.count()
-_all: weakref.WeakValueDictionary[int, Averaging] = weakref.WeakValueDictionary()
 _is_installed = False
-
-
-def watch(averaging: Averaging) -> None:
-    """From now on, gradients of ``averaging`` are settled before they are clipped.
-
-    In a world of one they need not be, and PyTorch's functions stay as they are until ``install``.
-    """
-    with _lock:
-        _all[next(_numbers)] = averaging
 
 
 def install() -> None:
@@ -106,10 +73,8 @@ def install() -> None:
 @when_entered
 def _enter(world: World) -> None:
     """Backward, or clipping, may be the first thing that happens in a world."""
-    with _lock:
-        everyone = sorted(_all.items()) if world.size > 1 else []
-    for _, averaging in everyone:
-        averaging.enter_world()
+    for reducer in rounds.everyone() if world.size > 1 else []:
+        reducer.enter_world()
 
 
 def _install(name: str) -> None:
@@ -144,14 +109,12 @@ def _settling(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _settle(ids: set[int]) -> list[Shards]:
     """In order of creation, so that all ranks go alike. Returns those of which ranks have parts."""
-    with _lock:
-        everyone = sorted(_all.items())
-    found = []
-    for _, averaging in everyone:
-        if averaging.owns(ids):
-            averaging.settle()
-            if averaging.shards is not None:
-                found.append(averaging.shards)
+    found: list[Shards] = []
+    for reducer in rounds.everyone():
+        if reducer.owns(ids):
+            reducer.settle()
+            if reducer.shards is not None:
+                found.append(reducer.shards)
     return found
 
 

@@ -76,8 +76,6 @@ class GradientReducer:
         self.countdown = Countdown(passes)
         self.buckets = Buckets(self.parameters, self.countdown, groups)
         self.state = StepState(self.parameters, self.countdown, spec.op)
-        self.place = rounds.enlist(self)
-        """In the order in which reducers were made in this process."""
         self.in_flight = InFlight(over)
         sender = Sender(self.parameters, spec, verbs, self.in_flight)
         self.sender: Sends = sender
@@ -98,7 +96,7 @@ class GradientReducer:
         if spec.is_member and not spec.comes_later:
             verbs.world()  # raises where there is none
         self.add(named)
-        clipping.watch(self)
+        rounds.enlist(self)
         self.follow_world()
         steps.forgets(self)
 
@@ -129,7 +127,7 @@ class GradientReducer:
         return True
 
     def enter_world(self) -> None:
-        """See clipping.Averaging. Whether a process set has come along, the next step finds out."""
+        """There are other ranks now, maybe; of a process set the next step finds that out."""
         if self.spec.process_set is None:
             self.follow_world()
 
@@ -185,11 +183,11 @@ class GradientReducer:
             self._used, self.state.has_held = False, True
 
     def owns(self, ids: set[int]) -> bool:
-        """See clipping.Averaging."""
+        """Whether one of its parameters has one of these values of ``id``."""
         return any(id(whole_of(parameter)) in ids for parameter in self.parameters.tensors)
 
     def settle(self) -> None:
-        """See clipping.Averaging.
+        """Average the gradients before they are clipped, unless that is done or not wanted.
 
         Whatever was accumulated is averaged, also when passes are missing, since it may be all that
         this rank has. More passes may follow, and are averaged with it; but not when the ranks'
@@ -202,7 +200,7 @@ class GradientReducer:
 
     @property
     def shards(self) -> ShardSender | None:
-        """See clipping.Averaging."""
+        """What ranks have parts of the gradients by; None where each has all."""
         sender = self.sender
         if isinstance(sender, ShardSender) and (self.hooks.are_on or sender.in_parts):
             return sender

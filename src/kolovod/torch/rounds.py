@@ -10,6 +10,7 @@ waits for another optimizer.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from kolovod.torch.step_state import (
     PASSES,
     STEPS,
     Offer,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from kolovod.torch.reducer import GradientReducer
@@ -90,16 +91,23 @@ class _Entry(NamedTuple):
         return self.part
 
 
-_live: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-_order = itertools.count()
+_lock = threading.Lock()
+_numbers = itertools.count()
+_all: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
 _members: weakref.WeakKeyDictionary[_native.Engine, list[_Member]] = weakref.WeakKeyDictionary()
 """In the order of their agreement, which is the same on all ranks."""
 
 
-def enlist(reducer: GradientReducer) -> int:
-    """Let ``reducer`` take part; its place in the order in which they were made here."""
-    _live.add(reducer)
-    return next(_order)
+def enlist(reducer: GradientReducer) -> None:
+    """Let ``reducer`` take part, as long as it lives."""
+    with _lock:
+        _all[next(_numbers)] = reducer
+
+
+def everyone() -> list[GradientReducer]:
+    """All reducers of this process, in the order in which they were made."""
+    with _lock:
+        return [reducer for _, reducer in sorted(_all.items())]
 
 
 def combine(purposes: Mapping[GradientReducer, int]) -> None:
@@ -302,6 +310,6 @@ class _Round:
         met = {member.reducer() for member in self._members}
         return [
             (reducer.parameters.digest(), reducer)
-            for reducer in sorted(_live, key=lambda each: each.place)
+            for reducer in everyone()
             if reducer.hooks.are_on and reducer not in met and reducer.is_in(self._engine)
         ]
