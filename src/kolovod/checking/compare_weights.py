@@ -103,8 +103,8 @@ def gradients(known: Mapping[int, Facts]) -> list[Finding]:
                     f"where {optimizer.name} uses them, after they were averaged"
                 )
                 advice = (
-                    "change gradients on all ranks alike, between optimizer.synchronize() and "
-                    "step(); of skip_synchronize() see docs/gradients.md#change-gradients-yourself"
+                    "change gradients on all ranks alike, between backward() and step(); see "
+                    "docs/gradients.md#change-gradients-yourself"
                 )
                 found.append(Finding(check, text, PROBLEM, [], optimizer.line, advice))
                 break

@@ -45,9 +45,10 @@ def DistributedOptimizer(
 ) -> O:
     """Make ``optimizer`` step with the gradients averaged over all ranks, and return it.
 
-    Each gradient is sent as soon as backward has computed it; ``step`` waits for the last. The
-    object stays what it was, an instance of its own class too, so learning-rate schedulers made
-    before or after go on working. In a world of one nothing is added to backward.
+    Each gradient is sent as soon as backward has computed it, and all are averages when
+    ``backward()`` returns; what came by no backward is averaged in ``step``. The object stays what
+    it was, an instance of its own class too, so learning-rate schedulers made before or after go on
+    working. In a world of one nothing is added to backward.
 
     ``named_parameters``: ``model.named_parameters()``; it must name every parameter of the
     optimizer that wants a gradient, now or when it is thawed later, and may name more. Names must
