@@ -324,7 +324,7 @@ class GradientReducer:
         """The optimizer has used the gradients, or zeroed them: count passes anew."""
         if self.hooks.are_on:  # else nothing was counted
             self._reset()
-        self.state.begin()
+        self.state.begin(used=used)
         self._used = used and self.hooks.are_on
 
     def forget_step(self) -> None:

@@ -22,9 +22,11 @@ from kolovod.torch.parameters import Parameters
 # What a rank says of an optimizer in a round; each rank sees what all ranks together have said: it
 # is at the end of a backward pass, in step(), throws gradients away, has one that cannot be sent,
 # has new parameters, wants other buckets, sends all buckets, may have more of this step, has the
-# first round of a step or a later one, has the optimizer, or has given it up.
-PASSES, STEPS, DROPS, FAILED, AGAIN, ANEW, ALL, LACKS, FIRST, LATER, HAS, LOST = range(12)
-MARKS = 12
+# first round of a step or a later one, has stepped with the gradients of the step before or thrown
+# them away, has the optimizer, or has given it up.
+PASSES, STEPS, DROPS, FAILED, AGAIN, ANEW, ALL, LACKS = range(8)
+FIRST, LATER, USED, THROWN, HAS, LOST = range(8, 14)
+MARKS = 14
 
 
 class Offer(NamedTuple):
@@ -57,6 +59,7 @@ class StepState:
         """By parameter: has any rank used it in this step?"""
         self._parameters, self._countdown = parameters, countdown
         self._sums_up = op == Sum
+        self._last_end: int | None = None  # USED, or THROWN; None: no step before, in this world
         self._is_open = False  # after the last one a rank may have had more
         self._seen = bytearray()  # by parameter: has backward come to it in this step?
         self._used_last = bytearray()  # ``in_use`` of the last step
@@ -102,6 +105,8 @@ class StepState:
         if mine.purpose is not None:
             marks[mine.purpose] = 1
         marks[FIRST if self.count == 0 else LATER] = 1
+        if self._last_end is not None:
+            marks[self._last_end] = 1
         marks[ALL], marks[LACKS], marks[HAS] = mine.sends_all, mine.lacks, 1
         for bucket in buckets:
             for index in bucket.indices if bucket.is_sent else ():
@@ -125,6 +130,15 @@ class StepState:
             raise MismatchError(
                 "another rank has given up the optimizer whose gradients this one averages: all "
                 "ranks must use the same optimizers, and drop them at the same place"
+            )
+        if marks[USED] and marks[THROWN]:
+            here, there = "has stepped with", "threw away"
+            if self._last_end == THROWN:
+                here, there = there, here
+            raise MismatchError(
+                f"this rank {here} the gradients of the step before, which another one {there} by "
+                "optimizer.zero_grad(), so that their models differ: every rank must step, or skip "
+                "the step, alike"
             )
         if marks[FIRST] and marks[LATER]:
             here = "begins a step" if self.count == 0 else "has more gradients of a step"
@@ -186,10 +200,12 @@ class StepState:
 
     def begin_world(self) -> None:
         """Its ranks are all before the first round of a step."""
-        self.count, self._is_open = 0, False
+        self.count, self._is_open, self._last_end = 0, False, None
 
-    def begin(self) -> None:
-        """Forget the last step."""
+    def begin(self, *, used: bool) -> None:
+        """Forget the last step; ``used``: the optimizer has stepped with its gradients."""
+        if self.count:
+            self._last_end = USED if used else THROWN
         if self.count and self.in_use:
             self._used_last = self.in_use
         self.count, self._is_open, self.has_held = 0, False, False

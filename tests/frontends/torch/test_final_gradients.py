@@ -158,6 +158,43 @@ def test_more_passes_on_one_rank_are_an_error_on_all():
     run(2, work)
 
 
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_step_that_only_one_rank_makes_is_found_at_the_next_backward(steps_before):
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        for step in range(steps_before + 1):
+            optimizer.zero_grad()
+            net(inputs(rank)).backward()
+            if rank == 0 or step < steps_before:
+                optimizer.step()
+        optimizer.zero_grad()
+        here, there = "has stepped with", "threw away"
+        if rank == 1:
+            here, there = there, here
+        with pytest.raises(MismatchError, match=f"this rank {here}.*another one {there}"):
+            net(inputs(rank)).backward()
+
+    run(2, work)
+
+
+def test_gradients_that_all_throw_away():
+    """As where the norm is not finite; by turns with steps, and by the optimizer or the module."""
+
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        for step in range(8):
+            net(inputs(rank)).backward()
+            assert net.a.grad.tolist() == MEAN
+            if step % 3:
+                optimizer.step()
+            (net if step % 4 == 1 else optimizer).zero_grad()
+        assert net.a.tolist() == [1 - 5 * 1.5] * 3
+
+    run(2, work)
+
+
 def test_gradients_that_no_backward_made_are_averaged_in_step():
     """All of them, or some beside those of backward; also where backward comes afterwards."""
 
