@@ -267,7 +267,8 @@ NB_MODULE(_native, m) {
           "control_fds"_a = std::vector<int>{}, "control_keys"_a = nb::make_tuple(), "links"_a = nb::none(),
           "stacks"_a = nb::none(), "last_operations_prefix"_a = "")
       .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
-           "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{}, "out_bytes"_a = std::vector<size_t>{})
+           "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{}, "out_bytes"_a = std::vector<size_t>{},
+           "tells_lines"_a = false)
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a, "drives"_a = false)
       .def("poll", &PyEngine::Poll, "handle"_a)
       .def("release", &PyEngine::Release, "handle"_a)
@@ -280,6 +281,11 @@ NB_MODULE(_native, m) {
       .def("keep_output", &PyEngine::KeepOutput, "address"_a, "tensor"_a)
       .def("bucket_done", &PyEngine::BucketDone, "token"_a, "error"_a)
       .def("pending", &PyEngine::Pending)
+      .def("say_waits", &PyEngine::SayWaits, "text"_a)
+      .def("read_waits", &PyEngine::ReadWaits)
+      .def("standing", &PyEngine::Standing)
+      .def("describe", &PyEngine::Describe, "handle"_a)
+      .def("refuse", &PyEngine::Refuse, "reason"_a)
       .def("abort", &PyEngine::Abort, "message"_a)
       .def("shutdown", &PyEngine::Shutdown)
       .def("forget", &PyEngine::Forget)
@@ -311,6 +317,16 @@ NB_MODULE(_native, m) {
       "hosts"_a, "host"_a);
   m.def("allreduce_between_hosts", &AllreduceBetweenHosts, "bytes"_a, "hosts"_a, "dtype"_a, "latency_us"_a,
         "bytes_per_us"_a);
+  m.def(
+      "use_call_lines",
+      [](const nb::object& is_of_script) {
+        CallLines::Instance().Use(is_of_script.is_none() ? nullptr : is_of_script.ptr());
+      },
+      "is_of_script"_a.none());
+  m.def(
+      "watch_long_waits",
+      [](const nb::object& hook) { LongWait::SetHook(hook.is_none() ? nullptr : hook.ptr()); },
+      "hook"_a.none());
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "bind/bucket.h"
+#include "bind/call_lines.h"
 #include "bind/capi.h"
 #include "bind/gil.h"
 #include "engine/engine.h"
@@ -63,6 +64,66 @@ inline bool SignalPending() {
   return PyErr_CheckSignals() != 0;
 }
 
+// A thread's wait for an operation: it looks for signals every 100 ms, and once it is long it tells a hook of
+// Python each time, hook(engine, handle, true), and hook(engine, handle, false) before the thread does
+// anything else: when the wait ends, or when a signal handler waits in the middle of it. A handler's own
+// waits are not told: when they end depends on who gets the signal. With the GIL, but for Look.
+class LongWait {
+ public:
+  // `engine`: as Python sees it. Null: no hook.
+  static void SetHook(PyObject* hook) {
+    Py_XINCREF(hook);
+    Py_XDECREF(std::exchange(hook_, hook));
+  }
+
+  // `lasts`: the thread does nothing else for a minute at least.
+  LongWait(nb::handle engine, uint64_t handle, bool lasts)
+      : engine_(engine), handle_(handle), lasts_(lasts), outer_(std::exchange(innermost_, this)) {
+    if (outer_ != nullptr) outer_->Withdraw();
+  }
+  ~LongWait() { innermost_ = outer_; }
+  LongWait(const LongWait&) = delete;
+  LongWait& operator=(const LongWait&) = delete;
+
+  // True: give up, an exception is set.
+  bool Look() {
+    GilHeld gil;
+    if (PyErr_CheckSignals() != 0) return true;
+    if (++looks_ < kLooks || hook_ == nullptr || outer_ != nullptr || !lasts_) return false;
+    told_ = true;
+    return !Call(true);
+  }
+  // After the wait.
+  void End() { Withdraw(); }
+
+ private:
+  static constexpr int kLooks = 2;
+
+  // What is raised meanwhile is kept.
+  void Withdraw() {
+    if (!std::exchange(told_, false)) return;
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (!Call(false)) PyErr_WriteUnraisable(hook_);
+    PyErr_Restore(type, value, trace);
+  }
+  bool Call(bool waits) const {
+    PyObject* const answer = PyObject_CallFunction(
+        hook_, "OKO", engine_.ptr(), static_cast<unsigned long long>(handle_), waits ? Py_True : Py_False);
+    Py_XDECREF(answer);
+    return answer != nullptr;
+  }
+
+  static inline PyObject* hook_ = nullptr;
+  static inline thread_local LongWait* innermost_ = nullptr;
+  const nb::handle engine_;
+  const uint64_t handle_;
+  const bool lasts_;
+  LongWait* const outer_;
+  int looks_ = 0;
+  bool told_ = false;
+};
+
 inline void ThrowWaitError(const Status& status) {
   if (PyErr_Occurred() != nullptr) throw nb::python_error();
   ThrowIfError(status);
@@ -110,6 +171,8 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
   return tensors;
 }
 
+inline constexpr double kLasting = 60;  // seconds
+
 // Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
 class PyEngine {
  public:
@@ -146,7 +209,7 @@ class PyEngine {
 
   uint64_t Submit(int verb, std::string name, const nb::sequence& tensors, int op, double prescale,
                   double postscale, int root, bool blocking, std::vector<int64_t> splits,
-                  const std::vector<size_t>& out_bytes) {
+                  const std::vector<size_t>& out_bytes, bool tells_lines) {
     Check();
     if (verb < 0 || verb >= kVerbCount) throw nb::value_error("unknown verb number");
     if (op < 0 || op >= kOpCount) throw nb::value_error("unknown op number");
@@ -158,6 +221,9 @@ class PyEngine {
     request.postscale = postscale;
     request.root = root;
     request.splits = std::move(splits);
+    // Ranks come to a barrier from different lines on purpose: one after the others.
+    if (tells_lines && request.name.empty() && nb::len(tensors) > 0)
+      request.called_from = CallLines::Instance().Here();
     std::vector<SubmittedTensor> converted = ToTensors(tensors, out_bytes);
     uint64_t handle = 0;
     Status status;
@@ -171,12 +237,15 @@ class PyEngine {
 
   void Wait(uint64_t handle, double timeout_s, bool drives) {
     Check();
+    LongWait wait(nb::find(this), handle, timeout_s < 0 || (drives && timeout_s >= kLasting));
     Status status;
     {
       GilReleased release;
-      status = drives && timeout_s >= 0 ? engine_->WaitDriving(handle, timeout_s, SignalPending)
-                                        : engine_->Wait(handle, timeout_s, SignalPending);
+      const auto look = [&] { return wait.Look(); };
+      status = drives && timeout_s >= 0 ? engine_->WaitDriving(handle, timeout_s, look)
+                                        : engine_->Wait(handle, timeout_s, look);
     }
+    wait.End();
     ThrowWaitError(status);
   }
 
@@ -263,6 +332,41 @@ class PyEngine {
     Check();
     GilReleased release;
     ThrowIfError(External().JobDone(token, error));
+  }
+
+  // What a rank says while it waits, see WaitBoard.
+  bool SayWaits(const nb::bytes& text) {
+    Check();
+    return engine_->waits().Say(std::string_view(text.c_str(), text.size()));
+  }
+  nb::list ReadWaits() {
+    Check();
+    nb::list list;
+    for (const WaitBoard::Said& said : engine_->waits().Read()) {
+      list.append(nb::make_tuple(said.rank, said.version, nb::bytes(said.text.data(), said.text.size())));
+    }
+    return list;
+  }
+  // (buckets begun, whether all that is pending is known, (hash of the name, verb) of each).
+  nb::tuple Standing() {
+    Check();
+    nb::list pending;
+    for (const OperationRecord& record : engine_->ReadLastOperations()) {
+      if (record.pending()) pending.append(nb::make_tuple(record.name_hash, NameOf(record.verb)));
+    }
+    return nb::make_tuple(engine_->buckets(), !engine_->has_unrecorded(), pending);
+  }
+  // (name, verb).
+  nb::object Describe(uint64_t handle) {
+    Check();
+    const OperationPtr op = engine_->Find(handle);
+    if (op == nullptr) return nb::none();
+    return nb::make_tuple(ToText(op->request.name), NameOf(op->request.verb));
+  }
+  void Refuse(const std::string& reason) {
+    Check();
+    GilReleased release;
+    engine_->Refuse(reason);
   }
 
   void Abort(const std::string& message) {

@@ -97,6 +97,7 @@ std::string EncodeRequest(const Request& request) {
     w.Put(static_cast<uint8_t>(tensor.codec));
     PutInts(w, tensor.shape);
   }
+  w.PutString(request.called_from);
   return w.Take();
 }
 
@@ -120,7 +121,7 @@ std::optional<Request> DecodeRequest(std::string_view bytes) {
       return std::nullopt;
     }
   }
-  if (!r.AtEnd()) return std::nullopt;
+  if (!r.GetString(&request.called_from) || !r.AtEnd()) return std::nullopt;
   return request;
 }
 

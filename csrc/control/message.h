@@ -34,6 +34,8 @@ struct Request {
   int32_t root = 0;
   std::vector<int64_t> splits;      // alltoall: rows for each rank
   std::vector<TensorMeta> tensors;  // all on one device
+  // Without a name: the lines of the script that call it, innermost first, or empty where they do not matter.
+  std::string called_from;
 
   Device device() const { return tensors.empty() ? Device::kHost : tensors.front().device; }
 };
@@ -86,8 +88,9 @@ struct Note {
     kRevoked = 6,      // both: the world is over; number: the code, body: the text
     kOverdue = 7,      // both: body: for what the ranks of leader `rank`'s host wait too long
     kOverdueSeen = 8,  // both: that leader has read it; number: 1 if it knows a rank of its host to be late
+    kWaits = 9,        // both: body: what `rank` says of its waits, for the number-th time
   };
-  static constexpr int kKindCount = 9;
+  static constexpr int kKindCount = 10;
   Kind kind = Kind::kRequest;
   int32_t rank = 0;
   uint64_t number = 0;

@@ -20,6 +20,7 @@ Request SomeRequest() {
   request.splits = {1, 0, 4};
   request.tensors = {{DType::kBFloat16, {3, 4, 5}}, {DType::kInt64, {}}, {DType::kBool, {0}}};
   request.tensors[0].codec = Codec::kInt4;
+  request.called_from = "loss.py:3, from train.py:40";
   return request;
 }
 
@@ -47,6 +48,7 @@ TEST_CASE("a request survives") {
   CHECK(decoded->splits == request.splits);
   CHECK(decoded->prescale == 0.5);
   CHECK(decoded->postscale == 3.0);
+  CHECK(decoded->called_from == request.called_from);
   CHECK(EncodeRequest(*decoded) == EncodeRequest(request));
 }
 
@@ -133,9 +135,13 @@ TEST_CASE("a truncated or longer message is refused") {
 TEST_CASE("a count that cannot be there is refused before memory is taken") {
   Request request = SomeRequest();
   request.tensors.clear();
-  std::string bytes = EncodeRequest(request);
-  bytes.replace(bytes.size() - 4, 4, "\xff\xff\xff\x7f");
-  CHECK(!DecodeRequest(bytes));
+  request.called_from.clear();
+  const std::string bytes = EncodeRequest(request);  // the two counts are at its end
+  for (const size_t end : {size_t{4}, size_t{8}}) {
+    std::string changed = bytes;
+    changed.replace(bytes.size() - end, 4, "\xff\xff\xff\x7f");
+    CHECK(!DecodeRequest(changed));
+  }
 }
 
 TEST_CASE("more bytes than can be counted are refused") {

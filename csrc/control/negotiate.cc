@@ -82,7 +82,20 @@ std::string FindConflict(const Pair& pair) {
   if (first.root != other.root) {
     return pair.Says("root rank", std::to_string(first.root), std::to_string(other.root));
   }
+  const bool known = !first.called_from.empty() && !other.called_from.empty();
+  if (known && first.called_from != other.called_from) return "the calling line differs";
   return "";
+}
+
+// How the user finds operations that have no name of his.
+std::string CallingLines(const Pair& pair) {
+  const auto at = [](const Request& request, int rank) {
+    const std::string& lines = request.called_from;
+    return "rank " + std::to_string(rank) + " calls " + NameOf(request.verb) +
+           (lines.empty() ? "" : " at " + lines);
+  };
+  if (pair.first.called_from.empty() && pair.other.called_from.empty()) return "";
+  return ": " + at(pair.first, pair.first_rank) + "; " + at(pair.other, pair.other_rank);
 }
 
 // The first of the requests that are there.
@@ -98,8 +111,9 @@ std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank, con
   const size_t first = FirstOf(by_rank);
   for (size_t r = first + 1; r < by_rank.size(); ++r) {
     if (!by_rank[r].has_value()) continue;
-    const std::string text = FindConflict({*by_rank[first], *by_rank[r], ranks[first], ranks[r]});
-    if (!text.empty()) return text;
+    const Pair pair{*by_rank[first], *by_rank[r], ranks[first], ranks[r]};
+    const std::string text = FindConflict(pair);
+    if (!text.empty()) return text + CallingLines(pair);
   }
   return "";
 }
@@ -172,10 +186,14 @@ std::vector<Response> Negotiator::Join(int rank, const std::string& name) {
 
 // Why the operation cannot be executed, or empty.
 std::string Negotiator::FindReason(const Waiting& waiting) const {
-  if (std::string text = FindMismatch(waiting.by_rank, ranks_); !text.empty()) {
-    return text + ". Every rank must submit the same operation under one name.";
-  }
   const Request& first = *waiting.by_rank[FirstOf(waiting.by_rank)];
+  if (std::string text = FindMismatch(waiting.by_rank, ranks_); !text.empty()) {
+    if (first.called_from.empty())
+      return text + ". Every rank must submit the same operation under one name.";
+    return text +
+           ". Operations without a name are matched by their order: see whether a rank makes one more or one "
+           "less before. If other lines are meant, give both the same name, or set KOLOVOD_CALL_LINES=0.";
+  }
   if (joined_count_ == 0 || TraitsOf(first.verb).allows_joined) return "";
   std::string who;
   for (size_t r = 0; r < ranks_.size(); ++r) {

@@ -70,7 +70,8 @@ class Negotiator {
 };
 
 // The first disagreement between the requests of those ranks that have one, or empty. Checked in the order
-// verb, number of tensors, dtype, device, shape, op, scale, root. `ranks[i]`: what to call rank i.
+// verb, number of tensors, dtype, device, shape, op, scale, root, calling lines. `ranks[i]`: what to call
+// rank i.
 std::string FindMismatch(const std::vector<std::optional<Request>>& by_rank, const std::vector<int>& ranks);
 
 }  // namespace kolovod

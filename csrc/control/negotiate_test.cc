@@ -176,6 +176,27 @@ TEST_CASE("every mismatch names both values and ranks") {
   CheckMismatch(other, "1", "2");
 }
 
+TEST_CASE("the same from another line is a mismatch, if both are known") {
+  const auto told = [](const std::string& line, int64_t rows = 2) {
+    Request request = Make("t", {rows, 3});
+    request.called_from = line;
+    return request;
+  };
+  const auto answer = [](const Request& first, const Request& other) {
+    Negotiator n({0, 1}, 8);
+    n.Offer(0, first);
+    return n.Offer(1, other)[0];
+  };
+  const Response lines = answer(told("a.py:1"), told("a.py:2"));
+  CHECK(lines.kind == Kind::kError);
+  CHECK(lines.error == Contains("the calling line differs: rank 0 calls allreduce at a.py:1; rank 1 calls "
+                                "allreduce at a.py:2. Operations without a name are matched by their order"));
+  const Response shapes = answer(told("a.py:1"), told("b.py:2", 5));
+  CHECK(shapes.error == Contains("rank 1 has (5, 3): rank 0 calls allreduce at a.py:1; rank 1 calls "));
+  CHECK(answer(told("a.py:1"), told("a.py:1")).kind == Kind::kExecute);
+  CHECK(answer(told("a.py:1"), told("")).kind == Kind::kExecute);
+}
+
 TEST_CASE("allgather joins different first dimensions only") {
   Negotiator n({0, 1}, 8);
   Request a = Make("g", {2, 3});

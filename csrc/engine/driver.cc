@@ -56,7 +56,7 @@ bool Driver::TryTakeLease(bool background, std::function<bool()> interrupted) {
   // A yield gives the rest of the turn away: with gradients being computed on its core the thread came late,
   // and a link of 1 Gbit/s idled for a third of the time.
   if (links_ != nullptr) links_->mesh().set_budget(background ? WaitBudget{} : budget);
-  waiter_.Configure(budget, std::move(interrupted));
+  waiter_.Configure(budget, std::move(interrupted), /*pauses=*/true);
   waiter_.NoteCore();
   return true;
 }
@@ -126,7 +126,7 @@ Status Driver::Drive(const Operation* until, int64_t deadline_ns) {
       if (status.code() == Code::kInterrupted && !membership_.segment->revoked()) return status;
       return EndBy(status);
     }
-    if (lets_go() || is_late()) return Status();
+    if (lets_go() || is_late() || waiter_.TakePause()) return Status();
   }
   return Status();
 }
@@ -197,7 +197,7 @@ Status Driver::ExecuteBucket(bool* progressed) {
   BucketEnd end;
   KV_RETURN_IF_ERROR(AwaitBucketEnd(&end));
   const std::vector<OperationPtr> ops = TakeReady(end.position);
-  ++bucket_;
+  begun_.store(++bucket_, std::memory_order_relaxed);
   if (lane_ != nullptr && end.starts_device && !lane_->held().empty()) {
     last_operations_.Started(lane_->held(), bucket_);
     lane_->Begin();

@@ -45,8 +45,9 @@ class Driver {
   bool TryTakeLease(bool background, std::function<bool()> interrupted) TRY_ACQUIRE(true, kLease);
   void ReleaseLease() RELEASE(kLease);
 
-  // Progresses until `until` is done, `deadline_ns` (0: none) is over, or an error. Null: until there is
-  // nothing to do and no operation with a callback is pending.
+  // Progresses until `until` is done, `deadline_ns` (0: none) is over, the caller is to look for signals
+  // (Waiter::TakePause), or an error. Null: until there is nothing to do and no operation with a callback is
+  // pending.
   Status Drive(const Operation* until, int64_t deadline_ns = 0) REQUIRES(kLease);
   // Only moves messages between two ranks: never stays in a bucket until the others have done their part.
   void MoveTransfers() REQUIRES(kLease);
@@ -63,6 +64,9 @@ class Driver {
     ready_bytes_.store(0);
     return true;
   }
+
+  // Any thread: how many buckets have begun here.
+  uint64_t buckets() const { return begun_.load(std::memory_order_relaxed); }
 
   // Operations that were submitted here and are not complete.
   size_t CountPending() const REQUIRES(kOperations);
@@ -119,6 +123,7 @@ class Driver {
   std::deque<OperationPtr> ready_ GUARDED_BY(kLease);  // read from the log
   uint64_t executed_ GUARDED_BY(kLease) = 0;           // position in the log
   uint64_t bucket_ GUARDED_BY(kLease) = 0;
+  std::atomic<uint64_t> begun_{0};                  // the same, for all threads
   std::vector<bool> told_left_ GUARDED_BY(kLease);  // by local rank: the other hosts know
 };
 

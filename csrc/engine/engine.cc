@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "base/tree.h"
 #include "collectives/shm.h"
@@ -30,6 +31,23 @@ Status NotComplete(const Operation& op, double after_s) {
   return Status(Code::kTimeout, std::string(NameOf(op.request.verb)) + " '" + op.request.name +
                                     "' is not complete after " + std::to_string(after_s) +
                                     " s; it is still pending and may be waited for again");
+}
+
+Status Interrupted(const Membership& membership) {
+  return Status(Code::kInterrupted,
+                membership.Describe(membership.rank) + " was interrupted (by a signal or its time limit)");
+}
+
+// Whose lease this thread holds. It runs signal handlers meanwhile only in the middle of a bucket.
+thread_local const Engine* driving_here = nullptr;
+
+Status InHandler(Verb verb, const std::string& name) {
+  return Status(
+      Code::kInvalidArgument,
+      std::string(NameOf(verb)) + " '" + name +
+          "' was called in a signal handler while this thread is in the middle of another operation, "
+          "which has begun and cannot be left: note the signal in the handler, and act on it "
+          "after that operation");
 }
 
 Membership MembershipOf(EngineOptions& options) {
@@ -168,12 +186,17 @@ void Engine::MakeStragglerWatch(std::shared_ptr<StackSource> stacks) {
   stragglers_ =
       std::make_unique<StragglerWatch>(*membership_.segment, membership_.config, std::move(options));
   waiter_->SetWatch([this] { stragglers_->Tick(); });
+  waits_ = std::make_unique<WaitBoard>(*membership_.segment, membership_.topology, [this](const Note& note) {
+    control_->forwarder()->TellLeaders(note);
+  });
 }
 
 void Engine::StartControlLink() {
   ControlLink::Events events;
   Forwarder* const forwarder = control_->forwarder();
-  forwarder->set_on_straggler([this](const Note& note) { stragglers_->Hear(note); });
+  forwarder->set_on_news([this](const Note& note) {
+    note.kind == Note::Kind::kWaits ? waits_->Hear(note) : stragglers_->Hear(note);
+  });
   events.read = [forwarder](const ControlLink::Frame& frame) { return forwarder->Forward(frame); };
   events.arrived = [this] {
     membership_.WakeDriver();
@@ -217,6 +240,7 @@ void Engine::Name(Request& request, Operation& op) {
 Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
                       Callback on_done, int64_t drive_ns) {
   if (forgotten_.load()) return Status(Code::kShutDown, "this process was forked from a rank");
+  if (blocking && driving_here == this) return InHandler(request.verb, request.name);
   if (request.name.starts_with(kUnnamed)) {
     return Status(Code::kInvalidArgument, "the name '" + request.name +
                                               "' is not to be had: names that begin with '" +
@@ -342,6 +366,9 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
                                               "' inside a completion callback would never end: the thread "
                                               "that runs callbacks is the one that works");
   }
+  if (driving_here == this && !op->done.load(std::memory_order_acquire)) {
+    return InHandler(op->request.verb, op->request.name);
+  }
   if (timeout_s >= 0) {
     registry_.AddDriven();  // the engine thread drives as if the operation had a callback
     NudgeForAsync();
@@ -352,8 +379,13 @@ Status Engine::Wait(uint64_t handle, double timeout_s, const std::function<bool(
   while (!op->done.load(std::memory_order_acquire)) {
     Status status;
     if (driver_->TryTakeLease(/*background=*/false, interrupted)) {
+      const Engine* const outer = std::exchange(driving_here, this);
       status = driver_->Drive(op.get());
+      driving_here = outer;
       driver_->ReleaseLease();
+      // It came back to look for signals: their handlers may submit, and wait, themselves.
+      const bool looks = status.ok() && interrupted && !op->done.load(std::memory_order_acquire);
+      if (looks && interrupted()) status = Interrupted(membership_);
     } else {
       status = WaitForLease(op, interrupted);
     }
@@ -414,10 +446,7 @@ Status Engine::WaitAsleep(const OperationPtr& op, double timeout_s, bool wants_l
   while (!op->done.load(std::memory_order_acquire)) {
     registry_.Sleep(*op, std::min(deadline, Clock::now() + kSignalPeriod), lease_is_free);
     if (op->done.load(std::memory_order_acquire)) break;
-    if (interrupted && interrupted()) {
-      return Status(Code::kInterrupted, membership_.Describe(membership_.rank) +
-                                            " was interrupted (by a signal or its time limit)");
-    }
+    if (interrupted && interrupted()) return Interrupted(membership_);
     if (lease_is_free() || Clock::now() >= deadline) return NotComplete(*op, timeout_s);
   }
   return Status();
@@ -457,6 +486,7 @@ void Engine::EngineThread() {
     }
     SpreadRevocation();
     stragglers_->Tick();
+    waits_->Relay();
     if (stop_.load()) break;
     self.idle_sleeping.store(1, std::memory_order_seq_cst);
     FutexWait(&self.idle_bell, bell, idle_sleep_ns_);

@@ -35,6 +35,7 @@
 #include "engine/registry.h"
 #include "engine/stack.h"
 #include "engine/straggler_watch.h"
+#include "engine/wait_board.h"
 #include "p2p/point_to_point.h"
 #include "transport/connection_broker.h"
 #include "transport/control_link.h"
@@ -116,6 +117,8 @@ class Engine {
   size_t Pending();
   std::shared_ptr<Segment> segment() const { return membership_.segment; }
   void Abort(const std::string& message);
+  // Ends the world, as for what ranks did not submit alike: kMismatch on all.
+  void Refuse(const std::string& reason) { membership_.segment->Revoke(Code::kMismatch, reason); }
   void Shutdown();
   // In a forked child: this object is inert from now on and its destructor does nothing.
   void Forget();
@@ -128,6 +131,12 @@ class Engine {
   void KeepExactTimes(bool exact) { last_operations_->KeepExactTimes(exact); }
   // The last report on late ranks that this rank has written to standard error; empty: none.
   std::string LastLateReport() { return stragglers_->last_report(); }
+  // What the ranks say of what they wait for, and how this one does.
+  WaitBoard& waits() { return *waits_; }
+  // How many buckets have begun: as many on all ranks that have nothing to execute.
+  uint64_t buckets() const { return driver_->buckets(); }
+  // Whether it has more pending operations than ReadLastOperations can know.
+  bool has_unrecorded() const { return membership_.self().unrecorded.load(std::memory_order_relaxed) > 0; }
   // Null without EngineOptions::external.
   ExternalBackend* external() { return external_; }
   int rank() const { return membership_.rank; }
@@ -183,6 +192,7 @@ class Engine {
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<LastOperations> last_operations_;
   std::unique_ptr<StragglerWatch> stragglers_;
+  std::unique_ptr<WaitBoard> waits_;
   std::unique_ptr<Control> control_;
   std::unique_ptr<HostLinks> links_;  // of several hosts
   std::unique_ptr<PointToPoint> transfers_;

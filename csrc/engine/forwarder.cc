@@ -18,9 +18,10 @@ bool Forwarder::Forward(const ControlLink::Frame& frame) {
   const auto host = static_cast<size_t>(frame.host);
   if (note->kind == Note::Kind::kLeft && note->rank == membership_.topology.leaders[host])
     leaving_[host].store(true);
-  if (note->kind == Note::Kind::kOverdue || note->kind == Note::Kind::kOverdueSeen) {
+  if (note->kind == Note::Kind::kOverdue || note->kind == Note::Kind::kOverdueSeen ||
+      note->kind == Note::Kind::kWaits) {
     SendToOthers(frame.host, frame.payload);
-    on_straggler_(*note);
+    on_news_(*note);
     return true;
   }
   if (note->kind == Note::Kind::kRevoked) {

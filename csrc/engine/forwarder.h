@@ -10,8 +10,8 @@
 //
 // Up go requests as they are, and a bit once all of the subtree have announced it: one message for each
 // connection, however many hosts. Down goes what the root says, as it is; what is for one host alone, to the
-// child behind which that is. The end of the world, and what concerns stragglers, goes in all directions,
-// since the way by the root may be what is broken.
+// child behind which that is. The end of the world, and what concerns stragglers and waits, goes in all
+// directions, since the way by the root may be what is broken.
 #pragma once
 
 #include <atomic>
@@ -33,10 +33,8 @@ class Forwarder {
  public:
   Forwarder(const Membership& membership, HostLog& log, ControlLink& link);
 
-  // Called with what leaders tell each other about stragglers. Before the link is started.
-  void set_on_straggler(std::function<void(const Note&)> on_straggler) {
-    on_straggler_ = std::move(on_straggler);
-  }
+  // Called with what leaders tell each other about stragglers and waits. Before the link is started.
+  void set_on_news(std::function<void(const Note&)> on_news) { on_news_ = std::move(on_news); }
 
   // From whoever reads the link: passes the frame on in the tree. True: this host has no more to do with it.
   bool Forward(const ControlLink::Frame& frame);
@@ -48,8 +46,8 @@ class Forwarder {
   // From the root, by way of the parent.
   Status Obey(int host, const Note& note) REQUIRES(kLease);
 
-  // Tells the other hosts that a rank of this one has left; something about stragglers; or (the first time
-  // only) that the world is over. Any thread.
+  // Tells the other hosts that a rank of this one has left; something about stragglers or waits; or (the
+  // first time only) that the world is over. Any thread.
   void TellLeft(int rank);
   void TellLeaders(const Note& note);
   void TellRevoked(const Status& status);
@@ -67,7 +65,7 @@ class Forwarder {
   ControlLink& link_;
   const Tree tree_;
   Tally tally_;  // of bits: this host and each child's subtree
-  std::function<void(const Note&)> on_straggler_;
+  std::function<void(const Note&)> on_news_;
   std::vector<std::atomic<bool>> leaving_;  // by host: its leader has said that it leaves
   std::atomic<bool> told_revoked_{false};   // the other hosts know that the world is over
 };

@@ -111,7 +111,7 @@ void Append(std::string* to, T value) {
 
 const char* NameOf(Note::Kind kind) {
   static constexpr const char* kNames[Note::kKindCount] = {
-      "request", "id", "response", "reset", "seal", "left", "revoked", "late", "late_seen"};
+      "request", "id", "response", "reset", "seal", "left", "revoked", "late", "late_seen", "waits"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -198,6 +198,7 @@ struct Rank {
     Request request;
     request.name = name;
     request.verb = verb;
+    if (name.empty()) request.called_from = "loss.py:3, from train.py:40";
     request.op = op;
     request.splits = std::move(splits);
     std::vector<SubmittedTensor> tensors;
@@ -235,6 +236,9 @@ void Work(Rank& self) {
   Require(self.Do(Verb::kBroadcast, "state", {{7}}, {}, Op::kSum, DType::kInt64));
   Require(self.Do(Verb::kReducescatter, "part", {{6, 2}}));
   Require(self.Do(Verb::kBarrier, "barrier", {}));
+  Require(self.engine->waits().Say("[{},[],\"barrier 'epoch' at train.py:12\"]"));
+  Require(self.Do(Verb::kAllreduce, "", {{2}}));
+  Require(self.engine->waits().Say(""));
   if (self.rank == 3)
     std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // the others tell each other
   Require(self.Do(Verb::kAllreduce, "late", {{3}}));

@@ -4,6 +4,7 @@
 // trailing barrier is needed. Offsets and the protocol are in docs/wire.md.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -29,6 +30,8 @@ inline constexpr size_t kSlotRows = 16;                // numbers that an announ
 inline constexpr size_t kMailSlots = 64;               // of a rank
 inline constexpr size_t kMailBytes = 4 << 10;          // what each holds
 inline constexpr int64_t kMostChunkBytes = 256 << 10;  // where the number of cores decides
+
+inline constexpr size_t kNoticeBytes = 2032;  // what a rank says of its waits
 
 inline constexpr size_t kReleaseBytes = 36;
 
@@ -93,6 +96,14 @@ struct RankBlock {
   alignas(kLine) char control_ring[kControlRingBytes];
 };
 
+// See transport/wait_notices.h.
+struct alignas(kLine) WaitNotice {
+  std::atomic<uint32_t> version;
+  std::atomic<uint32_t> bytes;
+  std::array<std::atomic<uint64_t>, kNoticeBytes / 8> words;
+};
+static_assert(sizeof(WaitNotice) % 1024 == 0);
+
 // What its rank gives to one small operation (collectives/eager.h), and its announcement of one without a
 // name, of any size.
 struct alignas(kLine) EagerSlot {
@@ -154,7 +165,7 @@ struct SegmentLayout {
   size_t chunk_slots;
   size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
   size_t ranks_at, left_at, log_at, bucket_ends_at, counters_at, broadcast_at, records_at, eager_at, inbox_at,
-      staging_at;
+      notices_at, staging_at;
   size_t total_bytes;
 };
 
@@ -187,6 +198,8 @@ class Segment {
   EagerSlot* eager(int r) { return At<EagerSlot>(layout_.eager_at) + static_cast<size_t>(r) * kEagerSlots; }
   // kMailSlots of them; written by all others.
   InboxSlot* inbox(int r) { return At<InboxSlot>(layout_.inbox_at) + static_cast<size_t>(r) * kMailSlots; }
+  // One for each rank of the world, other hosts' included.
+  WaitNotice& notice(int rank) { return At<WaitNotice>(layout_.notices_at)[static_cast<size_t>(rank)]; }
   char* staging(int r, uint64_t chunk) {
     return base_ + layout_.staging_at +
            (static_cast<size_t>(r) * layout_.chunk_slots + chunk % layout_.chunk_slots) * layout_.slot_bytes;

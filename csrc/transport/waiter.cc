@@ -76,10 +76,13 @@ Status Waiter::Periodic(bool in_bucket) {
     next_liveness_check_ns_ = now_ns + kLivenessPeriodNs;
     if (CheckPeers()) return segment_.RevokedStatus();
   }
-  if (next_signal_check_ns_ == 0) next_signal_check_ns_ = now_ns + kSignalPeriodNs;
+  const int64_t period_ns = in_bucket ? kSignalPeriodInBucketNs : kSignalPeriodNs;
+  if (next_signal_check_ns_ == 0) next_signal_check_ns_ = now_ns + period_ns;
   if (interrupted_ && now_ns >= next_signal_check_ns_) {
-    next_signal_check_ns_ = now_ns + kSignalPeriodNs;
-    if (interrupted_()) {
+    next_signal_check_ns_ = now_ns + period_ns;
+    if (pauses_ && !in_bucket) {
+      pause_ = true;
+    } else if (interrupted_()) {
       if (in_bucket) {
         segment_.Revoke(Code::kInterrupted, liveness_.Describe(rank_) +
                                                 " was interrupted (by a signal or its time limit) in "

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <utility>
 
 #include "base/status.h"
 #include "base/topology.h"
@@ -123,10 +124,13 @@ class Waiter {
         stop_(stop),
         killed_(killed) {}
 
-  // Set by whoever takes the lease, before driving.
-  void Configure(WaitBudget budget, std::function<bool()> interrupted) {
+  // Set by whoever takes the lease, before driving. `pauses`: a wait that is not in a bucket returns when it
+  // is time to call `interrupted`, which the caller does when it has let the lease go.
+  void Configure(WaitBudget budget, std::function<bool()> interrupted, bool pauses = false) {
     budget_ = budget;
     interrupted_ = std::move(interrupted);
+    pauses_ = pauses;
+    pause_ = false;
     next_signal_check_ns_ = 0;  // set once a wait turns out to be long: reading the clock takes 40 ns
   }
 
@@ -193,10 +197,13 @@ class Waiter {
       if (SleepUnless(ready, deadline_ns)) return Status();
       if (MustStop()) return Stopped();
       KV_RETURN_IF_ERROR(Periodic(in_bucket));
-      if (ready()) return Status();
+      if (ready() || pause_) return Status();
       ring_lagging();
     }
   }
+
+  // True once after a wait that has returned for that.
+  bool TakePause() { return std::exchange(pause_, false); }
 
   // Publishes the core that the caller runs on.
   void NoteCore();
@@ -217,6 +224,8 @@ class Waiter {
 
  private:
   static constexpr int64_t kSignalPeriodNs = 100'000'000;
+  // A handler that runs in a bucket may call no verb, so most buckets are over before one does.
+  static constexpr int64_t kSignalPeriodInBucketNs = 500'000'000;
   static constexpr int64_t kLivenessPeriodNs = 10'000'000;
   static constexpr int64_t kBusySleepNs = 200'000;  // while there is something to do in the background
   static constexpr int64_t kSpreadPeriodNs = 2'000'000;
@@ -274,6 +283,8 @@ class Waiter {
   SpinGauge spin_gauge_;
   YieldGauge yield_gauge_;
   std::function<bool()> interrupted_;
+  bool pauses_ = false;
+  bool pause_ = false;
   std::function<bool()> background_;
   std::function<void()> watch_;
   std::function<void()> before_sleep_;

@@ -4,7 +4,7 @@ Pointers are integers (addresses of host memory). The caller keeps every buffer 
 until the operation has completed. All calls release the GIL while they wait.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, final
 
 class VerbTraits(TypedDict):
@@ -171,6 +171,7 @@ class Engine:
         blocking: bool,
         splits: Sequence[int] = (),
         out_bytes: Sequence[int] = (),
+        tells_lines: bool = False,
     ) -> int:
         """Queue one request and return its handle (> 0).
 
@@ -180,6 +181,7 @@ class Engine:
         size than the result's is an error of ``wait``. ``splits``: alltoall, rows for each rank.
         ``name == ""`` means unnamed (the engine numbers it). ``root`` matters to broadcast only.
         ``blocking``: the caller will wait at once, so no other thread is woken for it.
+        ``tells_lines``: an unnamed one carries the script's lines (``use_call_lines``).
         Raises EngineError at once for a duplicate name, a bad argument, a lost or left rank.
         """
 
@@ -242,6 +244,21 @@ class Engine:
 
     def pending(self) -> int:
         """Operations that were submitted here and are not complete."""
+
+    def say_waits(self, text: bytes) -> bool:
+        """Tell all ranks of the world what this one waits for; b"": it goes on. False: too long."""
+
+    def read_waits(self) -> list[tuple[int, int, bytes]]:
+        """(rank, a number that changes with the text, the text) of those that wait."""
+
+    def standing(self) -> tuple[int, bool, list[tuple[int, str]]]:
+        """Buckets begun; whether all that is pending is known; name's hash and verb of each."""
+
+    def describe(self, handle: int) -> tuple[str, str] | None:
+        """Name and verb of an operation; None for an unknown one."""
+
+    def refuse(self, reason: str) -> None:
+        """Every pending and later operation fails as a mismatch, on every rank."""
 
     def abort(self, message: str) -> None:
         """Fail every pending and later operation on every rank, naming this rank as the cause."""
@@ -318,6 +335,15 @@ def allreduce_between_hosts(
 
     The algorithm that the ranks choose, the messages that must follow each other, and the messages
     and bytes of the member that has most of them. ValueError for numbers out of range.
+    """
+
+def use_call_lines(is_of_script: Callable[[str], bool] | None) -> None:
+    """Unnamed operations carry the lines of the files of which this is true; None: none."""
+
+def watch_long_waits(hook: Callable[[Engine, int, bool], None] | None) -> None:
+    """Call ``hook(engine, handle, True)`` on a thread that waits, every 100 ms once it is long.
+
+    And ``hook(engine, handle, False)`` before it goes on. Not for waits in signal handlers.
     """
 
 def config_defaults() -> dict[str, int]:

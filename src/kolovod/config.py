@@ -231,6 +231,22 @@ class Settings:
         maximum=3600.0,
         engine=False,
     )
+    call_lines: bool = _knob(
+        True,
+        "Operations without a name, which are matched by their order, must be called from the same "
+        "lines of the script on all ranks: a rank that makes one more or less gets a MismatchError "
+        "with both lines. Off: they are matched by their order alone. The same for all ranks.",
+        engine=False,
+        flag=False,
+    )
+    deadlock_check: bool = _knob(
+        True,
+        "Ranks that wait for different operations, so that none can ever complete, get a "
+        "MismatchError that says where each waits, within a second. Off: they wait, and the report "
+        "on late ranks names them. The same for all ranks.",
+        engine=False,
+        flag=False,
+    )
     late_report_s: float = _knob(
         60.0,
         "An operation that waits longer for a rank is reported on standard error, with that rank's "

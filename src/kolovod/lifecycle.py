@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kolovod import _native, backends, blame
 from kolovod.config import Settings, load
-from kolovod.core import affinity, record_files, stacks, uncaught
+from kolovod.core import affinity, call_lines, deadlocks, record_files, stacks, uncaught
 from kolovod.core import world as worlds
 from kolovod.core.engine_factory import listed, make_engine, members_of
 from kolovod.core.process_sets import ProcessSet, add_first_sets
@@ -157,6 +157,8 @@ def init(
             raise NotInitializedError(_process.forked_from)
         stacks.answer_others()
         settings = load(os.environ)
+        call_lines.turn(settings.call_lines)
+        deadlocks.watch(settings.deadlock_check)
         own = read_rank_environment(os.environ)
         found = None if _find_guide is None else _find_guide(own, settings)
         if found is not None:

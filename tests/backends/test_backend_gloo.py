@@ -51,10 +51,10 @@ def one_is_killed(rank, verb):
 
     def work_on():
         while True:
-            getattr(kolovod, verb)(values)
+            getattr(kolovod, verb)(values, name="work")
 
     if rank == 1:
-        getattr(kolovod, verb)(values)
+        getattr(kolovod, verb)(values, name="work")
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankLostError) as caught:
         work_on()

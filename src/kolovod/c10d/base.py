@@ -46,7 +46,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         self._world: WorldLike | None = world  # None once it is destroyed
         self._leave: Leave | None = leave
         self._timeout_s = timeout_s
-        self._submitter = Submitter(self._open_world)
+        self._submitter = Submitter(self._open_world, tells_lines=False)
         self._watcher = Watcher()
         self._order = Order()
         self._group_name = self._group_desc = ""

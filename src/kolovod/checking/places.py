@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import sysconfig
 from types import FrameType, TracebackType
 
-__all__ = ["is_of_script", "line_of_error", "modules_above", "named_line", "script_line"]
+from kolovod.core.call_lines import is_of_script, script_frame
 
-_LIBRARIES = tuple(
-    os.path.realpath(path) + os.sep
-    for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    if (path := sysconfig.get_paths().get(name))
-)
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_PACKAGES = (_OURS + os.sep, os.path.join(os.path.dirname(_OURS), "horovod") + os.sep)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_of_script(file: str) -> bool:
-    """Whether the file belongs to no library: to the script, or to a module beside it."""
-    if file.startswith("<"):
-        return file == "<string>"  # python -c
-    path = os.path.realpath(file)
-    if path.startswith(_PACKAGES) or f"{os.sep}site-packages{os.sep}" in path:
-        return False
-    return not path.startswith(_LIBRARIES)
+__all__ = ["line_of_error", "modules_above", "named_line", "script_line"]
 
 
 def script_line(frame: FrameType | None = None) -> str:
     """For example "train.py:12"; "" where no frame is of the script."""
-    frame = sys._getframe(1) if frame is None else frame
-    while frame is not None:
-        if is_of_script(frame.f_code.co_filename):
-            return named_line(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return ""
+    found = script_frame(sys._getframe(1) if frame is None else frame)
+    return "" if found is None else named_line(found.f_code.co_filename, found.f_lineno)
 
 
 def line_of_error(trace: TracebackType | None) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from kolovod.checking.facts import Facts, File
-from kolovod.checking.places import is_of_script, line_of_error, named_line
+from kolovod.checking.places import line_of_error, named_line
+from kolovod.core.call_lines import is_of_script
 
 __all__ = ["VARIABLE", "Opened", "Recorder", "the_recorder"]
 

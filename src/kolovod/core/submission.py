@@ -81,10 +81,18 @@ class Submitter:
     """Hands requests to the engine of the world, or of a process set, and waits for them."""
 
     def __init__(
-        self, world: Callable[[], WorldLike], handle_type: type[Handle[Any]] = Handle
+        self,
+        world: Callable[[], WorldLike],
+        handle_type: type[Handle[Any]] = Handle,
+        *,
+        tells_lines: bool = True,
     ) -> None:
-        """``world`` is asked on every call, so that a new world needs no new Submitter."""
+        """``world`` is asked on every call, so that a new world needs no new Submitter.
+
+        ``tells_lines``: operations without a name carry the lines that call them.
+        """
         self.world = world
+        self._tells_lines = tells_lines
         self._handle_type = handle_type
 
     def membership(self, process_set: Group | None) -> WorldLike:
@@ -122,7 +130,17 @@ class Submitter:
         start_ns = monotonic_ns() if spans.log.on else 0
         try:
             number = engine.submit(
-                verb.number, name or "", entries, op + 0, prescale, postscale, root, True, splits
+                verb.number,
+                name or "",
+                entries,
+                op + 0,
+                prescale,
+                postscale,
+                root,
+                True,
+                splits,
+                (),
+                self._tells_lines,
             )
             engine.wait(number, -1.0)
             result = None if finish is None else finish(engine, number)
@@ -167,6 +185,7 @@ class Submitter:
                 blocking,
                 splits,
                 out_bytes,
+                self._tells_lines,
             )
             return self._handle_type(engine, number, buffers, result, finish)
         except BaseException as error:

@@ -16,6 +16,7 @@ from kolovod.optional_dependencies import missing as _missing
 if _error := _missing("keras"):
     raise _error
 
+from kolovod.core.world import when_entered as _when_entered
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.keras.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.keras.functions import (
@@ -27,6 +28,7 @@ from kolovod.keras.functions import (
     reducescatter,
 )
 from kolovod.keras.optimizer import DistributedOptimizer
+from kolovod.keras.optimizer import watch_copies as _watch_copies
 from kolovod.keras.saving import load_model
 from kolovod.metrics import average_metrics
 from kolovod.numpy import barrier, join
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from kolovod.keras import callbacks
 
 _share_in_elastic_jobs()
+_watch_copies()
+_when_entered(_watch_copies)
 
 __all__ = [
     "Compression",

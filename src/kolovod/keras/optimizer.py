@@ -17,6 +17,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec, checked_passes
+from kolovod.keras import copies
 from kolovod.keras.framework_detection import backend_of, is_keras_3, keras_of
 from kolovod.keras.reducer import GradientReducer
 
@@ -37,11 +38,32 @@ class Distributed:
 
     _kolovod_base: type
     _kolovod_reducer: GradientReducer
+    _kolovod_is_usual: bool = False
+    """Made by ``DistributedOptimizer`` without arguments."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A plain optimizer of the original class: what is made anew has no world."""
+        """A copy: see copies.py."""
         return cls._kolovod_base.from_config(config, *args, **kwargs)  # type: ignore[attr-defined]
+
+    def get_config(self) -> dict[str, Any]:
+        """As usual, with a name that says what it is a configuration of."""
+        config: dict[str, Any] = super().get_config()  # type: ignore[misc]
+        return copies.marked(config, self._kolovod_takes_no_arguments())
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For ``copy`` and ``pickle``: an optimizer of the original class, and what to make of it.
+
+        Its class cannot be imported, nor is the engine in it another process's.
+        """
+        base: Any = self._kolovod_base
+        plain = base.__new__(base)
+        own = ((name, value) for name, value in vars(self).items() if name[:9] != "_kolovod_")
+        vars(plain).update(own)
+        return _copied, (plain, self._kolovod_takes_no_arguments())
+
+    def _kolovod_takes_no_arguments(self) -> bool:
+        return self._kolovod_is_usual and not self._kolovod_reducer.local_sources
 
     def register_local_var(self, variable: Any) -> None:
         """Leave this variable's gradient to each rank; before the first step, on all ranks."""
@@ -65,6 +87,7 @@ class Distributed:
             if not getattr(self, "gradient_accumulation_steps", None):
                 self._kolovod_reducer = reducer.idle()
             _adopt(scaler, reducer, keras)
+            scaler._kolovod_is_usual = self._kolovod_is_usual
             if isinstance(self, InKeras2):
                 scaler._kolovod_passes, self._kolovod_passes = self._kolovod_passes, None
 
@@ -274,6 +297,7 @@ def DistributedOptimizer(
     ``init()``.
     """
     keras = keras_of(optimizer)
+    watch_copies()
     if isinstance(optimizer, Distributed):
         raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
     passes = checked_passes(backward_passes_per_step)
@@ -294,12 +318,28 @@ def DistributedOptimizer(
     backend = importlib.import_module(f"kolovod.keras.on_{backend_of(keras)}")
     reducer = GradientReducer(spec, grouped, backend, key, scale_local_gradients)
     reducer.local_sources += _checked_sources(local_sources)
-    adopted = _adopt(optimizer, reducer, keras)
+    adopted: Any = _adopt(optimizer, reducer, keras)
+    usual = ReduceSpec.checked(Compression.none, Average, 1.0, None, (Average, Sum))
+    adopted._kolovod_is_usual = (
+        spec == usual and passes == 1 and groups is None and scale_local_gradients
+    )
     if isinstance(adopted, ScalerInKeras3) and adopted._adds_up_first:
         _adopt(adopted.inner_optimizer, reducer, keras)
     if passes > 1 and isinstance(adopted, InKeras2):
         adopted._kolovod_passes = _summing_in_keras_2(passes, reducer, takes_mean)
-    return adopted
+    return optimizer
+
+
+def watch_copies(*_: Any) -> None:
+    """From now on, copies that a Keras of this process makes are distributed as well."""
+    for name in ("keras", "tf_keras"):
+        keras = sys.modules.get(name)
+        if keras is not None and hasattr(keras, "optimizers"):
+            copies.watch(keras, DistributedOptimizer)
+
+
+def _copied(plain: Any, is_usual: bool) -> Any:
+    return copies.as_before(plain, is_usual, DistributedOptimizer)
 
 
 def _adopt(optimizer: O, reducer: GradientReducer, keras: ModuleType) -> O:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kolovod.keras.copies import plainly
 from kolovod.keras.framework_detection import chosen
-from kolovod.keras.optimizer import DistributedOptimizer
+from kolovod.keras.optimizer import DistributedOptimizer, watch_copies
 
 
 def load_model(
@@ -23,7 +24,10 @@ def load_model(
     two functions raise.
     """
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | dict(custom_objects or {})
-    model = chosen().models.load_model(filepath, custom_objects=known or None)
+    keras = chosen()
+    watch_copies()
+    with plainly():
+        model = keras.models.load_model(filepath, custom_objects=known or None)
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, **options)
     return model

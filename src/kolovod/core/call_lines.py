@@ -1,0 +1,53 @@
+"""Which lines of the user's script call operations without a name.
+
+Such an operation is matched with the others' by its order alone, so a rank that makes one more or
+one less than the others would combine its loss with their accuracy, and nobody would know.
+Therefore it carries the lines that call it (csrc/bind/call_lines.h), and the engine refuses what
+ranks call from different ones. Frames of libraries are left out: it matters from where the script
+calls them, and ranks may reach the same line through more or fewer of them (a profiler).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from types import FrameType
+
+from kolovod import _native
+
+__all__ = ["is_of_script", "script_frame", "turn"]
+
+_LIBRARIES = tuple(
+    os.path.realpath(path) + os.sep
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    if (path := sysconfig.get_paths().get(name))
+)
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGES = (_OURS + os.sep, os.path.join(os.path.dirname(_OURS), "horovod") + os.sep)
+_WITHOUT_FILE = ("<string>", "<stdin>", "<dynamic-code>")
+"""What ``python -c``, ``python -`` and cloudpickle call the script."""
+_PACKAGE_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_of_script(file: str) -> bool:
+    """Whether the file belongs to no library: to the script, or to a module beside it."""
+    if file.startswith("<"):
+        return file in _WITHOUT_FILE
+    path = os.path.realpath(file)
+    if path.startswith(_PACKAGES) or any(folder in path for folder in _PACKAGE_FOLDERS):
+        return False
+    return not path.startswith(_LIBRARIES)
+
+
+def script_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the script, from ``frame`` outwards."""
+    while frame is not None and not is_of_script(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def turn(on: bool) -> None:
+    """Have operations carry their lines from now on, or not. The same on all ranks."""
+    _native.use_call_lines(is_of_script if on else None)

@@ -1,0 +1,252 @@
+"""Ranks that wait for each other for ever: one error on all of them, within a second.
+
+A rank that makes one operation more than the others waits for it while they wait for the next: none
+can ever complete. Once every thread of a process that runs the user's script waits for operations,
+nothing in it can submit any more. Then it says to the other ranks which operations are pending in
+it (csrc/engine/wait_board.h), and takes that back before it goes on. A rank can never go on if each
+of its pending operations lacks a rank that can never go on.
+
+What ranks have said may be old when it is read (a process was stopped, a network was slow), so it
+counts only between ranks that have begun the same number of buckets: had one gone on since, it or
+the other would have begun more. Messages between two ranks are not judged: they have no such
+number; the report on late ranks names who waits for one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from kolovod import _native
+from kolovod.core import world as worlds
+from kolovod.core.call_lines import script_frame
+from kolovod.core.world import World
+
+__all__ = ["Scope", "Standing", "find_deadlock", "text_of", "watch"]
+
+_STEADY_S = 0.3  # so long nothing that the ranks have said may change
+_MOST_NAME = 120
+_MOST_LINE = 100
+_MOST_TEXT = 700
+_MOST_MEMBERS = 64  # of a process set that is listed
+
+Operation = tuple[str, str]
+"""Its scope, and the hash of its name."""
+
+
+class Scope(NamedTuple):
+    """The world, or a process set, as one of its ranks sees it."""
+
+    members: tuple[int, ...] | None
+    """None: all ranks."""
+    buckets: int
+    """How many have begun."""
+    has_joined: bool
+    """The rank contributes zeros to whatever the others submit."""
+
+
+class Standing(NamedTuple):
+    """What a rank says while all that runs the script in it waits."""
+
+    scopes: Mapping[str, Scope]
+    pending: frozenset[Operation]
+    where: str
+    """The operation that it waits for, and the line: "allreduce 'loss' at train.py:12"."""
+
+
+def find_deadlock(said: Mapping[int, Standing], size: int) -> list[int]:
+    """The ranks that can never go on, by what the ranks of a world of ``size`` have said."""
+
+    def lacks(rank: int, operation: Operation) -> set[int]:
+        scope = said[rank].scopes[operation[0]]
+        found = set()
+        for other in range(size) if scope.members is None else scope.members:
+            standing = said.get(other)
+            theirs = standing and standing.scopes.get(operation[0])
+            if standing is None or not theirs or other == rank or operation in standing.pending:
+                continue
+            if theirs.buckets == scope.buckets and not theirs.has_joined:
+                found.add(other)
+        return found
+
+    lacking = {
+        rank: [lacks(rank, operation) for operation in standing.pending]
+        for rank, standing in said.items()
+    }
+    stuck = {rank for rank, others in lacking.items() if others}
+    while free := {r for r in stuck if any(not others & stuck for others in lacking[r])}:
+        stuck -= free
+    return sorted(stuck)
+
+
+def text_of(said: Mapping[int, Standing], stuck: list[int]) -> str:
+    """The error for ``stuck`` ranks."""
+    by_place: dict[str, list[str]] = {}
+    for rank in stuck:
+        by_place.setdefault(said[rank].where, []).append(str(rank))
+    waits = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} in {where}"
+        for where, ranks in by_place.items()
+    )
+    if len(waits) > _MOST_TEXT:
+        waits = f"{waits[:_MOST_TEXT]}..."
+    return (
+        f"ranks wait for different operations, so that none can ever complete: {waits}. See "
+        "whether a rank takes one step, or one operation, more than another"
+    )
+
+
+def watch(on: bool) -> None:
+    """Look for ranks that wait for each other from now on, or not. The same on all ranks."""
+    _native.watch_long_waits(_watch.note if on else None)
+
+
+class _Watch:
+    """Knows the waits of this process, and what it has said of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal handler may wait in the middle of `note`
+        self._waits: dict[int, tuple[_native.Engine, int, str]] = {}
+        self._said: tuple[_native.Engine, bytes] | None = None
+        self._seen: tuple[object, float] = None, 0.0
+
+    def note(self, engine: _native.Engine, handle: int, waits: bool) -> None:
+        """The calling thread waits for an operation of ``engine``, or goes on."""
+        with self._lock:
+            thread = threading.get_ident()
+            if not waits:
+                self._waits.pop(thread, None)
+                self._take_back()
+                return
+            frame = script_frame(sys._getframe(1))
+            file = "" if frame is None else frame.f_code.co_filename.rpartition("/")[2]
+            line = "" if frame is None else f" at {file[-_MOST_LINE:]}:{frame.f_lineno}"
+            self._waits[thread] = engine, handle, line
+            if (
+                worlds.is_initialized()
+                and self._all_wait()
+                and not _is_in_handler(sys._getframe(1))
+            ):
+                self._judge(worlds.current())
+            else:
+                self._take_back()
+
+    def _all_wait(self) -> bool:
+        """Whether no thread of this process is left that might submit something."""
+        main = threading.main_thread().ident
+        for thread, frame in sys._current_frames().items():
+            if thread in self._waits:
+                continue
+            if thread == main or script_frame(frame) is not None:
+                return False
+        return True
+
+    def _judge(self, world: World) -> None:
+        standing = self._standing(world)
+        text = standing and _encode(standing)
+        if not text or not self._say(world.engine, text):
+            self._take_back()
+            return
+        said, versions = {}, {}
+        for rank, version, other in world.engine.read_waits():
+            said[rank], versions[rank] = _decode(other), version
+        stuck = find_deadlock(said, world.size)
+        seen = [(rank, versions[rank]) for rank in stuck]
+        now_s = time.monotonic()
+        if seen != self._seen[0]:
+            self._seen = seen, now_s
+        elif world.rank in stuck and now_s - self._seen[1] >= _STEADY_S:
+            world.engine.refuse(text_of(said, stuck))
+
+    def _standing(self, world: World) -> Standing | None:
+        """What this rank can say; None: not all that is pending in it can be told."""
+        engines: dict[_native.Engine, tuple[int, ...] | None] = {world.engine: None}
+        for members in world.sets.by_id.values():
+            if members.engine is not None:
+                engines[members.engine] = tuple(members.ranks)
+        if any(engine not in engines for engine in world.sets.engines):
+            return None  # a group of torch.distributed's
+        scopes, pending, where = {}, set(), ""
+        for engine, members in engines.items():
+            name = "" if members is None else _key(repr(members))
+            buckets, is_complete, operations = engine.standing()
+            if not is_complete or (members is not None and len(members) > _MOST_MEMBERS):
+                return None
+            joined = any(verb == "join" for _, verb in operations)
+            scopes[name] = Scope(members, buckets, joined)
+            pending |= {(name, _key(str(key))) for key, verb in operations if verb not in _MESSAGES}
+        for engine, handle, line in self._waits.values():
+            described = engine.describe(handle) if engine in engines else None
+            if described is None or described[1] in _MESSAGES:
+                return None
+            if not where:
+                members = engines[engine]
+                among = "" if members is None else f" of process set {list(members)}"
+                where = f"{described[1]} '{described[0][:_MOST_NAME]}'{among}{line}"
+        return Standing(scopes, frozenset(pending), where)
+
+    def _say(self, engine: _native.Engine, text: bytes) -> bool:
+        if self._said == (engine, text):
+            return True
+        if not engine.say_waits(text):
+            return False
+        self._said = engine, text
+        return True
+
+    def _take_back(self) -> None:
+        if self._said is not None:
+            self._said[0].say_waits(b"")
+            self._said = None
+
+
+def _is_in_handler(frame: FrameType | None) -> bool:
+    """Whether a signal handler runs here: the others' ranks may get the signal much later."""
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while frame is not None and handlers:
+        if frame.f_code in handlers:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    if callable(handler) and not hasattr(handler, "__code__"):
+        handler = type(handler).__call__
+    return getattr(handler, "__code__", None)
+
+
+_MESSAGES = ("send", "recv")
+_watch = _Watch()
+
+
+def _key(text: str) -> str:
+    return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
+
+
+def _encode(standing: Standing) -> bytes:
+    fields = [standing.scopes, sorted(standing.pending), standing.where]
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _decode(text: bytes) -> Standing:
+    """Raises ValueError or TypeError for what ``_encode`` has not made."""
+    scopes, pending, where = json.loads(text)
+    return Standing(
+        {
+            name: Scope(members and tuple(members), buckets, has_joined)
+            for name, (members, buckets, has_joined) in scopes.items()
+        },
+        frozenset((scope, key) for scope, key in pending),
+        where,
+    )
