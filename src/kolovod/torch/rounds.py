@@ -9,10 +9,11 @@ waits for another optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -94,6 +95,7 @@ class _Entry(NamedTuple):
 _lock = threading.Lock()
 _numbers = itertools.count()
 _all: weakref.WeakValueDictionary[int, GradientReducer] = weakref.WeakValueDictionary()
+_in_round: weakref.WeakKeyDictionary[_native.Engine, threading.Thread] = weakref.WeakKeyDictionary()
 _members: weakref.WeakKeyDictionary[_native.Engine, list[_Member]] = weakref.WeakKeyDictionary()
 """In the order of their agreement, which is the same on all ranks."""
 
@@ -110,11 +112,42 @@ def everyone() -> list[GradientReducer]:
         return [reducer for _, reducer in sorted(_all.items())]
 
 
+@contextlib.contextmanager
+def _alone(engine: _native.Engine) -> Iterator[None]:
+    """Within this context no other thread has a round of ``engine``: that ends the world.
+
+    On another rank the two threads may come in the other order, so that one's gradients meet the
+    other's: an error on this rank alone would come too late there.
+    """
+    mine = threading.current_thread()
+    with _lock:
+        is_outermost = engine not in _in_round  # a hook may run backward of another model
+        other = _in_round.setdefault(engine, mine)
+    if other is not mine:
+        engine.refuse(
+            f"two threads of one process, {other.name} and {mine.name}, average gradients among "
+            "the same ranks at the same time, and ranks cannot tell one's from the other's: let "
+            "one thread at a time call backward() and step(), in the same order on all ranks, or "
+            "train each model in processes of its own"
+        )
+    try:
+        yield
+    finally:
+        with _lock:
+            if is_outermost:
+                _in_round.pop(engine, None)
+
+
 def combine(purposes: Mapping[GradientReducer, int]) -> None:
     """Combine gradients, of these optimizers and of those that other ranks come with.
 
     All are among the same ranks. Raises on every rank what is wrong on any.
     """
+    with _alone(next(iter(purposes)).verbs.world().engine):
+        _combine(purposes)
+
+
+def _combine(purposes: Mapping[GradientReducer, int]) -> None:
     is_first = all(reducer.state.count == 0 for reducer in purposes)
     parts: dict[GradientReducer, Part] = {}
     with spans.span(spans.WAIT_FOR_GRADIENTS):

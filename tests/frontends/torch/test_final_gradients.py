@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -495,3 +498,33 @@ def test_a_parameter_that_is_given_twice():
         optimizer._kolovod_reducer.close()
 
     run(2, work)
+
+
+def test_two_threads_at_once_are_an_error_on_all_ranks():
+    """Rank 1 has one of the two only: without the error it would wait for the other for ever."""
+
+    def work(kv, rank):
+        nets = [Net(), Net()]
+        optimizers = [wrapped(net, kv) for net in nets]
+        texts = []
+
+        def train(net):
+            with pytest.raises(MismatchError) as caught:
+                net(inputs(rank)).backward()
+            texts.append(str(caught.value))
+
+        thread = threading.Thread(target=train, args=(nets[0],), name="first", daemon=True)
+        thread.start()
+        if rank == 0:
+            while kv.world().engine not in rounds._in_round:
+                time.sleep(0.001)
+            train(nets[1])
+        thread.join()
+        assert len(optimizers) == 2
+        return texts
+
+    texts = run(2, work)
+    assert [len(each) for each in texts] == [2, 1]
+    for text in [*texts[0], *texts[1]]:
+        assert "two threads of one process, first and " in text
+        assert "one thread at a time call backward() and step()" in text
