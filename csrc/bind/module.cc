@@ -350,6 +350,19 @@ NB_MODULE(_native, m) {
   m.attr("PROTOCOL") = kProtocolVersion;
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
+  nb::dict further;
+  for (size_t i = 0; i < std::size(kFurtherDTypes); ++i) {
+    further[kFurtherDTypes[i].name] = kFirstFurther + static_cast<int>(i);
+  }
+  m.attr("FURTHER_DTYPES") = further;
+  m.def(
+      "why_not",
+      [](int dtype, int verb, int op, bool has_factors) {
+        const FurtherDType* const found = FindFurther(dtype);
+        const bool known = found != nullptr && verb >= 0 && verb < kVerbCount && op >= 0 && op < kOpCount;
+        return known ? WhyNot(*found, static_cast<Verb>(verb), static_cast<Op>(op), has_factors) : "";
+      },
+      "dtype"_a, "verb"_a, "op"_a, "has_factors"_a);
   m.attr("VERB_TRAITS") = VerbTable();
   m.attr("DTYPE_TRAITS") = DTypeTable();
   m.attr("OPS") = Names<Op>(kOpCount);

@@ -17,6 +17,7 @@
 #include "bind/bucket.h"
 #include "bind/call_lines.h"
 #include "bind/capi.h"
+#include "bind/further_dtypes.h"
 #include "bind/gil.h"
 #include "engine/engine.h"
 
@@ -135,8 +136,9 @@ inline constexpr int kOnDevice = 1 << 8;
 inline constexpr int kCodecShift = 12;
 inline constexpr int kDeviceShift = 16;
 
+// For `request`, of which the rest is known.
 inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
-                                              const std::vector<size_t>& out_bytes) {
+                                              const std::vector<size_t>& out_bytes, const Request& request) {
   std::vector<SubmittedTensor> tensors;
   tensors.reserve(nb::len(sequence));
   if (!out_bytes.empty() && out_bytes.size() != nb::len(sequence)) {
@@ -155,13 +157,27 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
       tensor.meta.device = Device::kGpu;
       tensor.gpu = code >> kDeviceShift;
     }
-    if (dtype < 0 || dtype >= kDTypeCount) throw nb::value_error("tensor: unknown dtype number");
-    tensor.meta.dtype = static_cast<DType>(dtype);
+    const FurtherDType* const further = FindFurther(dtype);
+    if (further != nullptr) {
+      const bool has_factors = request.prescale != 1.0 || request.postscale != 1.0;
+      const std::string reason = WhyNot(*further, request.verb, request.op, has_factors);
+      if (!reason.empty()) throw EngineError{static_cast<int>(Code::kInvalidArgument), reason};
+      tensor.meta.dtype = further->dtype;
+    } else if (dtype < 0 || dtype >= kDTypeCount) {
+      throw nb::value_error("tensor: unknown dtype number");
+    } else {
+      tensor.meta.dtype = static_cast<DType>(dtype);
+    }
     const nb::tuple shape = nb::borrow<nb::tuple>(fields[1]);
-    tensor.meta.shape.reserve(shape.size());
+    tensor.meta.shape.reserve(shape.size() + 1);
     for (nb::handle dim : shape) {
       tensor.meta.shape.push_back(nb::cast<int64_t>(dim));
       if (tensor.meta.shape.back() < 0) throw nb::value_error("tensor: negative dimension");
+    }
+    // A scalar of a verb that joins or splits rows stays one: the engine says what is wrong.
+    const bool has_rows = TraitsOf(request.verb).makes_outputs;
+    if (further != nullptr && further->kind == FurtherDType::Kind::kPair && (shape.size() > 0 || !has_rows)) {
+      tensor.meta.shape.push_back(2);
     }
     tensor.in = reinterpret_cast<const void*>(nb::cast<uintptr_t>(fields[2]));
     tensor.out = reinterpret_cast<void*>(nb::cast<uintptr_t>(fields[3]));
@@ -224,7 +240,7 @@ class PyEngine {
     // Ranks come to a barrier from different lines on purpose: one after the others.
     if (tells_lines && request.name.empty() && nb::len(tensors) > 0)
       request.called_from = CallLines::Instance().Here();
-    std::vector<SubmittedTensor> converted = ToTensors(tensors, out_bytes);
+    std::vector<SubmittedTensor> converted = ToTensors(tensors, out_bytes, request);
     uint64_t handle = 0;
     Status status;
     {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 namespace kolovod {
 
@@ -64,6 +65,25 @@ Status ValidateAdasum(const std::string& what, const Request& request,
     if (!dtype.adasum) {
       return Status(Code::kInvalidArgument, what + "op Adasum needs a floating dtype, not " + dtype.name);
     }
+  }
+  return Status();
+}
+
+// The sum of an Average is kept in 64 bits, where int64 may not fit: a wrong mean would be silent.
+Status ValidateMean(const std::string& what, const Request& request, const SubmittedTensor& tensor,
+                    int size) {
+  const bool is_risky = request.op == Op::kAverage && tensor.meta.dtype == DType::kInt64 &&
+                        tensor.meta.device == Device::kHost && size > 1;
+  if (!is_risky) return Status();
+  const auto* values = static_cast<const int64_t*>(tensor.in);
+  const int64_t most = INT64_MAX / size;
+  const size_t count = ElementsOf(tensor.meta);
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i] <= most && values[i] >= -most) continue;
+    return Status(Code::kInvalidArgument, what + "the value " + std::to_string(values[i]) +
+                                              " is too large for an Average of int64 over " +
+                                              std::to_string(size) +
+                                              " ranks, whose sum must fit 64 bits; convert to float64");
   }
   return Status();
 }
@@ -175,6 +195,7 @@ Status Validate(const Request& request, const std::vector<SubmittedTensor>& tens
   for (const SubmittedTensor& tensor : tensors) {
     const DTypeTraits& dtype = TraitsOf(tensor.meta.dtype);
     KV_RETURN_IF_ERROR(ValidateCodec(what, request, tensor.meta.codec));
+    if (verb.reduces) KV_RETURN_IF_ERROR(ValidateMean(what, request, tensor, size));
     if (tensor.meta.shape.size() > kMaxDims) {
       return Status(Code::kInvalidArgument, what + std::to_string(tensor.meta.shape.size()) +
                                                 " dimensions; at most " + std::to_string(kMaxDims));

@@ -337,6 +337,9 @@ def allreduce_between_hosts(
     and bytes of the member that has most of them. ValueError for numbers out of range.
     """
 
+def why_not(dtype: int, verb: int, op: int, has_factors: bool) -> str:
+    """Why an operation cannot be done with one of ``FURTHER_DTYPES``; "" if it can."""
+
 def use_call_lines(is_of_script: Callable[[str], bool] | None) -> None:
     """Unnamed operations carry the lines of the files of which this is true; None: none."""
 
@@ -365,6 +368,12 @@ CODEC_SHIFT: int
 """Ranks with another one do not understand each other (csrc/base/version.h)."""
 VERBS: dict[str, int]
 DTYPES: dict[str, int]
+FURTHER_DTYPES: dict[str, int]
+"""Dtypes of front ends that the engine sees as others: complex64 as pairs of float32, for example.
+
+They can be sent; complex ones also be combined by Sum and Average, unsigned ones by Sum and Product
+without factors.
+"""
 VERB_TRAITS: dict[str, VerbTraits]
 """By name: the table of verbs (csrc/base/verb_traits.h)."""
 DTYPE_TRAITS: dict[str, DTypeTraits]

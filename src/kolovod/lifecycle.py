@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from kolovod import _native, backends, blame
+from kolovod import _native, backends, blame, hiding
 from kolovod.config import Settings, load
 from kolovod.core import affinity, call_lines, deadlocks, record_files, stacks, uncaught
 from kolovod.core import world as worlds
@@ -27,13 +27,16 @@ from kolovod.errors import (
     CollectiveAbortedError,
     InvalidArgumentError,
     NotInitializedError,
+    StartTimeoutError,
     unreached_rank,
 )
 from kolovod.forming import Formation, Formings
+from kolovod.notices import report_to_stderr
 from kolovod.observe import counting, metrics_server, tensorboard, timeline
 from kolovod.observe.live import showing
 from kolovod.rendezvous.bootstrap import bootstrap
 from kolovod.rendezvous.external import mpi
+from kolovod.rendezvous.external.launchers import why_alone
 from kolovod.rendezvous.external.meeting import ExternalJob, find_launcher, meet
 from kolovod.rendezvous.protocol import Member
 from kolovod.rendezvous.rank_environment import (
@@ -149,7 +152,7 @@ def init(
     """
     if comm is not None and not mpi.is_communicator(comm):
         comm = listed(comm)
-    with _process.lock:
+    with hiding.explained(), _process.lock:
         if worlds.is_initialized():
             _check_same_members(comm, worlds.current())
             return
@@ -164,8 +167,9 @@ def init(
         if found is not None:
             _follow(*found, comm, settings)
         else:
-            environment, members = _environment(comm, settings.start_timeout_s)
-            _begin(environment, members, settings, None)
+            with _doubting_launcher():
+                environment, members = _environment(comm, settings.start_timeout_s)
+                _begin(environment, members, settings, None)
     if process_sets is not None:
         try:
             add_first_sets(process_sets)
@@ -184,6 +188,18 @@ def _begin(
     with _noting_culprit():
         formation = _form_world(environment, members, settings, place)
     _enter(formation)
+
+
+@contextlib.contextmanager
+def _doubting_launcher() -> Iterator[None]:
+    """Within this context, who waits in vain for ranks hears that there may never have been any."""
+    try:
+        yield
+    except StartTimeoutError as error:
+        found = find_launcher(os.environ) if read_rank_environment(os.environ) is None else None
+        if found is None:
+            raise
+        raise StartTimeoutError(f"{error}. {found.doubt}") from None
 
 
 @contextlib.contextmanager
@@ -363,6 +379,8 @@ def _environment(comm: Any, timeout_s: float) -> tuple[RankEnvironment, tuple[in
         return mpi.meet(by_mpi), tuple(ranks)
     found = find_launcher(os.environ) if environment is None else None
     if found is None or found.size == 1:
+        if environment is None and found is None and (text := why_alone(os.environ)):
+            report_to_stderr(text)
         environment = environment or RankEnvironment()
         return environment, members_of(ranks, environment.rank, environment.size)
     members = members_of(ranks, found.rank, found.size)

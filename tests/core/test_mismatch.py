@@ -222,7 +222,11 @@ BAD_CALLS = {
     "bool scattered": (lambda kv: kv.reducescatter(np.ones(2, bool)), "bool cannot be averaged"),
     "gathered group": (lambda kv: kv.grouped_allgather(np.ones(2)), "list or tuple.*ndarray"),
     "bool average": (lambda kv: kv.allreduce(np.ones(2, bool)), "bool cannot be averaged"),
-    "complex": (lambda kv: kv.allreduce(np.ones(2, complex)), "complex128 is not supported"),
+    "complex": (lambda kv: kv.allreduce(np.ones(2, complex), op=Max), "combined by Sum or Average"),
+    "mean beyond int64": (
+        lambda kv: kv.allreduce(np.array([1, 2**62 + 1])),
+        "4611686018427387905 is too large for an Average of int64 over 2 ranks",
+    ),
     "byte order": (lambda kv: kv.allreduce(np.ones(2, ">f4")), ">f4 is not supported"),
     "object": (lambda kv: kv.allreduce(np.array([None])), "object is not supported"),
     "list": (lambda kv: kv.allreduce([1, 2]), "not list"),

@@ -30,6 +30,7 @@ def as_text(hosts):
         ({**SLURM, "SLURM_NTASKS": ""}, "n1:8,n2:8,n3:8"),
         ({**SLURM, "SLURM_NTASKS": "", "SLURM_JOB_CPUS_PER_NODE": "2"}, "n1:2,n2:2,n3:2"),
         ({**SLURM, "SLURM_STEP_ID": "0"}, ""),  # of srun: a rank
+        ({**SLURM, "SLURM_STEP_ID": "4294967291"}, "n1:4,n2:4,n3:1"),  # of the batch script
         ({"LSB_MCPU_HOSTS": "a 4 b 2", "LSB_HOSTS": "a a a a b b"}, "a:4,b:2"),
         ({"PBS_NODEFILE": "nodes"}, "x:2,y:1"),
     ],

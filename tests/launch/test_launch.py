@@ -118,6 +118,18 @@ def test_a_command_that_cannot_run(tmp_path: Path) -> None:
     assert "[0]<stderr>:kolovod: command not found" in done.stderr
 
 
+@pytest.mark.parametrize("module", ["queue", "select"])
+def test_a_file_that_hides_a_module_of_pythons_own_is_named(module: str, tmp_path: Path) -> None:
+    """One that Kolovod needs when it is imported, and one that it needs later."""
+    (tmp_path / f"{module}.py").write_text("x = 1\n")
+    script = tmp_path / "train.py"
+    script.write_text("import kolovod\n\nkolovod.init()\n")
+    done = run("run", "-np", "2", "--", sys.executable, str(script))
+    assert done.returncode == 1
+    text = f"{tmp_path / module}.py hides Python's own module '{module}', which libraries import"
+    assert text in done.stderr
+
+
 @pytest.mark.parametrize(
     ("ranks", "module", "flags"),
     [(2, "kolovod", []), (1, "horovod", []), (2, "kolovod", ["--elastic"])],

@@ -184,6 +184,11 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         return f"<kolovod process group {self._group_name}, rank {self.rank()} of {self.size()}>"
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        """Of the tensors that it takes; ``torch.distributed.checkpoint`` looks for the CPU."""
+        return [torch.device("cpu")]
+
+    @property
     def group_name(self) -> str:
         """As torch.distributed numbers groups."""
         return self._group_name

@@ -90,7 +90,8 @@ class Collectives:
 
         ``tensor``: any shape, the same on all ranks, of any dtype that the engine knows (bool: no
         Average, no factors). Integers are truncated toward zero after each multiplication. Sums
-        and products wrap around; the sum of an Average is kept in 64 bits and does not.
+        and products wrap around; the sum of an Average is kept in 64 bits and does not: values of
+        int64 for which that is too little are refused. Complex tensors: Sum and Average.
         ``compression``: ``Compression.int8`` or ``.int4``, of floats between hosts, with Average or
         Sum (see ``Codec``); a list in a grouped verb: one for each tensor.
         """

@@ -16,12 +16,14 @@ Array: TypeAlias = npt.NDArray[Any]
 
 _addressof = ctypes.addressof
 _from_buffer = ctypes.c_char.from_buffer
-_NUMBERS = (np.generic, bool, int, float)
+_NUMBERS = (np.generic, bool, int, float, complex)
 
-# bfloat16 has no dtype in NumPy itself; ml_dtypes registers one, which is found when it is first
-# used.
+# Some have no dtype in NumPy itself; ml_dtypes registers those, which are found when first used.
+_ALL = _native.DTYPES | _native.FURTHER_DTYPES
 _DTYPES: dict[np.dtype[Any], int] = {
-    np.dtype(name): code for name, code in _native.DTYPES.items() if name != "bfloat16"
+    np.dtype(name): code
+    for name, code in _ALL.items()
+    if name != "bfloat16" and not name.startswith("float8")
 }
 
 
@@ -45,9 +47,9 @@ def _address(array: Array) -> int:
 
 
 def _code(dtype: np.dtype[Any]) -> int:
-    if dtype.name == "bfloat16" and dtype.isnative:
-        return _DTYPES.setdefault(dtype, _native.DTYPES["bfloat16"])
-    known = ", ".join(_native.DTYPES)
+    if dtype.name in _ALL and dtype.isnative:
+        return _DTYPES.setdefault(dtype, _ALL[dtype.name])
+    known = ", ".join(_ALL)
     raise InvalidArgumentError(
         f"dtype {dtype.str if not dtype.isnative else dtype.name} is not supported; "
         f"convert with .astype() to one of {known} (native byte order)"
@@ -55,14 +57,14 @@ def _code(dtype: np.dtype[Any]) -> int:
 
 
 class NumpyFrontend:
-    """Arrays, and as input also NumPy scalars and bool, int and float, which act as 0-d arrays."""
+    """Arrays, and as input also NumPy scalars and Python's numbers, which act as 0-d arrays."""
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is an array or a number."""
         return isinstance(value, (np.ndarray, *_NUMBERS))
 
     def view(self, tensor: Array) -> TensorView:
-        """See Frontend.view. Python's int becomes int64, float float64."""
+        """See Frontend.view. Python's int becomes int64, float float64, complex complex128."""
         if type(tensor) is not np.ndarray:
             if isinstance(tensor, _NUMBERS):
                 tensor = np.array(tensor)

@@ -242,6 +242,17 @@ def check_arguments(
     rank_number("root_rank", root)
 
 
+def check_further(dtype: int, request: Request) -> None:
+    """Raise InvalidArgumentError if ``request`` is nothing for one of ``FURTHER_DTYPES``.
+
+    For graphs and programs, which see it as another dtype; elsewhere the binding says so.
+    """
+    has_factors = (request.prescale, request.postscale) != (1.0, 1.0)
+    reason = _native.why_not(dtype, request.verb.number, request.op, has_factors)
+    if reason:
+        raise InvalidArgumentError(reason)
+
+
 def check_request(request: Request) -> None:
     """Raise InvalidArgumentError for the first of its fields that the binding cannot take."""
     check_arguments(request.name, request.op, request.prescale, request.postscale, request.root)

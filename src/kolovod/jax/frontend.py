@@ -13,7 +13,11 @@ from kolovod import _native
 from kolovod.core.frontend import TensorView
 from kolovod.errors import InvalidArgumentError
 
-DTYPES: dict[np.dtype[Any], int] = {jnp.dtype(name): code for name, code in _native.DTYPES.items()}
+DTYPES: dict[np.dtype[Any], int] = {
+    jnp.dtype(name): code
+    for name, code in (_native.DTYPES | _native.FURTHER_DTYPES).items()
+    if not name.startswith("float8") or hasattr(jnp, name)
+}
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 

@@ -167,7 +167,7 @@ def described(tree: Any) -> list[tuple[str, Any]]:
 def is_wholly_sent(tree: Any) -> bool:
     """Whether ``broadcast_pytree`` sends all leaves but functions, and refuses none."""
     return all(
-        is_key(leaf) or leaf.dtype in DTYPES or leaf.dtype in _SAME_BITS
+        is_key(leaf) or leaf.dtype in DTYPES
         if _is_array(leaf)
         else callable(leaf) or isinstance(leaf, _BY_VALUE)
         for leaf in jax.tree.leaves(tree)
@@ -196,10 +196,7 @@ def _broadcast(
 def _sendable(leaf: Any, key: str) -> Any:
     """An array of a dtype that the engine knows, with the bits of ``leaf``."""
     if is_key(leaf):
-        leaf = jax.random.key_data(leaf)
-    same_bits = _SAME_BITS.get(leaf.dtype)
-    if same_bits is not None:
-        return _with_dtype(leaf, same_bits)
+        return jax.random.key_data(leaf)
     if leaf.dtype not in DTYPES:
         raise InvalidArgumentError(
             f"leaf {key} has dtype {leaf.dtype.name}, which the engine does not know; convert it, "
@@ -211,21 +208,10 @@ def _sendable(leaf: Any, key: str) -> Any:
 def _received(array: Any, leaf: Any) -> Any:
     """What was sent, as what ``leaf`` is."""
     if is_key(leaf):
-        data = _with_dtype(array, jax.random.key_data(leaf).dtype)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return _with_dtype(array, leaf.dtype)
+        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+    return array
 
 
-def _with_dtype(array: Any, dtype: Any) -> Any:
-    if array.dtype == dtype:
-        return array
-    if isinstance(array, jax.Array):
-        return jax.lax.bitcast_convert_type(array, dtype)
-    return array.view(dtype)
-
-
-# Dtypes that the engine does not know; random keys are of the first one.
-_SAME_BITS = {np.dtype("uint32"): np.dtype("int32"), np.dtype("uint64"): np.dtype("int64")}
 _BY_VALUE = (bool, int, float, complex, str, bytes)
 
 

@@ -9,13 +9,40 @@ import jax
 import jax.numpy as jnp
 
 from kolovod.core.collectives import Collectives
-from kolovod.core.submission import Group, Request
+from kolovod.core.submission import Group, Request, check_further
 from kolovod.core.verbs import ALLTOALL, BARRIER
 from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax import repeated
-from kolovod.jax.frontend import JaxFrontend
+from kolovod.jax.frontend import DTYPES, JaxFrontend
 from kolovod.jax.primitive import TOGETHER, Call
+
+_SAME_BITS = {
+    **{jnp.dtype(f"uint{bits}"): jnp.dtype(f"int{bits}") for bits in (32, 64)},
+    **{dtype: jnp.dtype("uint8") for dtype in DTYPES if dtype.name.startswith("float8")},
+}
+"""What programs send instead of dtypes that the engine does not know."""
+
+
+def as_sent(array: Any, request: Request) -> Any:
+    """``array``, or what a program sends in its place."""
+    if not isinstance(array, jax.core.Tracer) or array.dtype not in DTYPES:
+        return array
+    check_further(DTYPES[array.dtype], request)
+    if array.dtype in _SAME_BITS:
+        return jax.lax.bitcast_convert_type(array, _SAME_BITS[array.dtype])
+    if not jnp.iscomplexobj(array) or (request.verb.makes_outputs and not array.shape):
+        return array
+    return jnp.stack([array.real, array.imag], -1)
+
+
+def as_kept(result: Any, array: Any) -> Any:
+    """The result for ``array``, of which ``as_sent`` was sent."""
+    if result.dtype == array.dtype:
+        return result
+    if jnp.iscomplexobj(array):
+        return jax.lax.complex(result[..., 0], result[..., 1])
+    return jax.lax.bitcast_convert_type(result, array.dtype)
 
 
 class JaxCollectives(Collectives):
@@ -52,7 +79,7 @@ class JaxCollectives(Collectives):
             return self._called(request, tensors), []
         (tensor,) = tensors
         if request.splits is None:
-            (result,) = Call(request, self).of([tensor])
+            (result,) = self._called(request, [tensor])
             size = self.membership(request.process_set).size
             return [result], [[result.shape[0] // size] * size]
         if isinstance(tensor, jax.core.Tracer):
@@ -64,9 +91,9 @@ class JaxCollectives(Collectives):
 
     def _called(self, request: Request, arrays: Sequence[Any]) -> list[Any]:
         call = Call(request, self)
-        if repeated.is_for(call, arrays):
-            return repeated.bind(call, call.checked(arrays))
-        return call.of(arrays)
+        sent = [as_sent(array, request) for array in call.checked(arrays)]
+        results = repeated.bind(call, sent) if repeated.is_for(call, sent) else call.bind(sent)
+        return [as_kept(result, array) for result, array in zip(results, arrays, strict=True)]
 
     def barrier(
         self, name: str | None = None, process_set: Group | None = None, *, after: Any = None

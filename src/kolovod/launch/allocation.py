@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.hosts import HostSlots
-from kolovod.rendezvous.external.launchers import expand_hosts
+from kolovod.rendezvous.external.launchers import expand_hosts, is_rank_of_slurm
 
 __all__ = ["allocation"]
 
@@ -28,7 +28,7 @@ def allocation(
     contradict each other.
     """
     if environ.get("SLURM_JOB_NODELIST"):
-        return [] if environ.get("SLURM_STEP_ID") else _slurm(environ)
+        return [] if is_rank_of_slurm(environ) else _slurm(environ)
     if environ.get("LSB_MCPU_HOSTS"):
         return _lsf(environ["LSB_MCPU_HOSTS"])
     if environ.get("PBS_NODEFILE"):

@@ -1,4 +1,4 @@
-"""Commands that cannot run: there is no such one, or its Python lacks the package."""
+"""Commands that cannot run: no such one, or its Python lacks the package or finds other modules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from kolovod import hiding
 
 __all__ = ["advice", "not_found"]
 
@@ -22,10 +24,14 @@ def not_found(command: Sequence[str]) -> str:
 
 
 def advice(command: Sequence[str], said: str) -> str:
-    """What to do if ``said``, the end of a rank's stderr, tells that it has no Kolovod; else "".
+    """What to do about ``said``, the end of a rank's stderr, if it tells a usual mistake; else "".
 
-    ``command``: what the rank was started by.
+    That a rank's Python has no Kolovod; or that a file of the script's folder has the name of a
+    module of Python's own. ``command``: what the rank was started by.
     """
+    hidden = re.search(r"(?:module|from(?: partially initialized module)?) '(\w+)'", said)
+    if hidden is not None and (file := _hiding_file(command, hidden[1])):
+        return hiding.text_of(file, hidden[1])
     found = re.search(r"No module named '(kolovod|horovod)'", said)
     if found is None:
         return ""
@@ -34,3 +40,11 @@ def advice(command: Sequence[str], said: str) -> str:
         f"{path} has no module {found[1]}; this launcher is that of {sys.executable}: start the "
         f"script by {sys.executable}, or install kolovod in the environment of {path}"
     )
+
+
+def _hiding_file(command: Sequence[str], name: str) -> str:
+    """The file beside the script that hides module ``name`` of Python's own; "" if none does."""
+    script = next((word for word in command[1:] if word.endswith(".py")), "")
+    beside = Path(script).absolute().parent / f"{name}.py"
+    is_hiding = bool(script) and name in sys.stdlib_module_names and beside.is_file()
+    return str(beside) if is_hiding else ""

@@ -12,7 +12,11 @@ from kolovod import _native
 from kolovod.core.frontend import TensorView
 from kolovod.errors import InvalidArgumentError
 
-DTYPES: dict[tf.DType, int] = {tf.as_dtype(name): code for name, code in _native.DTYPES.items()}
+DTYPES: dict[tf.DType, int] = {
+    tf.as_dtype(name): code
+    for name, code in (_native.DTYPES | _native.FURTHER_DTYPES).items()
+    if not name.startswith("float8")
+}
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 

@@ -21,14 +21,6 @@ from kolovod.tensorflow.verbs import collectives
 
 __all__ = ["broadcast_object_fn", "broadcast_variables"]
 
-_SAME_BITS = {
-    tf.uint32: tf.int32,
-    tf.uint64: tf.int64,
-    tf.complex64: tf.int64,
-    tf.complex128: tf.int64,
-}
-"""How dtypes travel that the engine does not know: Keras keeps random seeds in uint32."""
-
 
 @raising_tensorflows
 def broadcast_variables(
@@ -49,11 +41,11 @@ def broadcast_variables(
     described = [(str(i), (tuple(v.shape), v.dtype.name)) for i, v in enumerate(given)]
     agree(Objects(_on_arrays.world), described, "variable", "broadcast_variables", process_set)
     handles = [
-        collectives.broadcast_async(_as_sent(variable), root_rank, None, process_set)
+        collectives.broadcast_async(variable.read_value(), root_rank, None, process_set)
         for variable in given
     ]
     for variable, handle in zip(given, handles, strict=True):
-        variable.assign(_as_kept(handle.wait(), variable))
+        variable.assign(handle.wait())
     return None
 
 
@@ -69,19 +61,7 @@ def broadcast_object_fn(
 
 
 def _broadcast(variable: tf.Variable, root_rank: int, process_set: ProcessSet | None) -> tf.Tensor:
-    sent = _as_sent(variable)
-    return _as_kept(collectives.broadcast(sent, root_rank, None, process_set), variable)
-
-
-def _as_sent(variable: tf.Variable) -> tf.Tensor:
-    value = variable.read_value()
-    same = _SAME_BITS.get(value.dtype)
-    return value if same is None else tf.bitcast(value, same)
-
-
-def _as_kept(received: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
-    kept = variable.dtype.base_dtype
-    return received if received.dtype == kept else tf.bitcast(received, kept)
+    return collectives.broadcast(variable.read_value(), root_rank, None, process_set)
 
 
 def _checked(variable: Any, position: int) -> tf.Variable:
@@ -91,8 +71,8 @@ def _checked(variable: Any, position: int) -> tf.Variable:
             f"variables[{position}] is a {type(variable).__name__}, not a variable; send other "
             "values with broadcast_object"
         )
-    if found.dtype.base_dtype not in (*DTYPES, *_SAME_BITS):
-        known = ", ".join(dtype.name for dtype in (*DTYPES, *_SAME_BITS))
+    if found.dtype.base_dtype not in DTYPES:
+        known = ", ".join(dtype.name for dtype in DTYPES)
         raise InvalidArgumentError(
             f"variables[{position}] ('{found.name}') is {found.dtype.name}: only {known} can be "
             "broadcast; send others with broadcast_object"

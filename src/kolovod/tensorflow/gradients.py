@@ -92,7 +92,9 @@ def of_group(
 
     Which these are is the same on all ranks: an output that nothing depends on has zeros.
     """
-    places = [i for i, output in enumerate(outputs) if output.dtype.is_floating]
+    places = [
+        i for i, output in enumerate(outputs) if output.dtype.is_floating or output.dtype.is_complex
+    ]
     given = [
         tf.zeros_like(outputs[i]) if upstream[i] is None else tf.convert_to_tensor(upstream[i])
         for i in places

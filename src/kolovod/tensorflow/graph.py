@@ -22,7 +22,7 @@ import tensorflow as tf
 from kolovod import _native
 from kolovod.core.codecs import in_digits
 from kolovod.core.ops import Sum
-from kolovod.core.submission import Request, check_arguments
+from kolovod.core.submission import Request, check_arguments, check_further
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, VERBS
 from kolovod.errors import InvalidArgumentError
 from kolovod.tensorflow.frontend import code_of
@@ -48,9 +48,10 @@ def run(
     parts. Its process set is not looked at. Second, an int64 vector: of an allgather, for each
     tensor, the first row that is this rank's; of an alltoall, the rows received, by rank.
     """
-    inputs = _converted(tensors)
-    if not inputs:
+    given = _converted(tensors)
+    if not given:
         return [], None
+    inputs = [_as_sent(tensor, request) for tensor in given]
     verb, types = request.verb, [tensor.dtype for tensor in inputs]
     attribute = tf.compat.v1.AttrValue
     enums = [dtype.as_datatype_enum for dtype in types]
@@ -71,8 +72,12 @@ def run(
     node = _node(
         f"Kolovod{verb.name.capitalize()}", inputs, outputs, request.name, process_set, attributes
     )
-    results = list(node.outputs)
-    return (results[:-1], results[-1]) if has_rows else (results, None)
+    made = node.outputs[: len(given)]
+    results = [
+        made if made.dtype == tensor.dtype else tf.bitcast(made, tensor.dtype)
+        for made, tensor in zip(made, given, strict=True)
+    ]
+    return (results, node.outputs[-1]) if has_rows else (results, None)
 
 
 def request_of(node: tf.Operation) -> Request:
@@ -126,6 +131,28 @@ def _converted(tensors: Sequence[Any]) -> list[tf.Tensor]:
     for tensor in converted:
         code_of(tensor.dtype)  # TensorFlow's own error shows the op's definition
     return converted
+
+
+_SAME_BITS = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,  # a pair, which is one more dimension
+    tf.complex128: tf.float64,
+}
+"""What the ops take instead of dtypes that the engine does not know."""
+
+
+def _as_sent(tensor: tf.Tensor, request: Request) -> tf.Tensor:
+    same = _SAME_BITS.get(tensor.dtype)
+    if same is None:
+        return tensor
+    check_further(code_of(tensor.dtype), request)
+    if request.verb.makes_outputs and tensor.shape.rank == 0:
+        raise InvalidArgumentError(
+            f"{request.verb}: a scalar has no first dimension to join or split along; reshape it "
+            "to (1,)"
+        )
+    return tf.bitcast(tensor, same)
 
 
 def _reduction(op: int, scales: tuple[float, float]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.frontend import DTYPES, refusal
+from kolovod.torch.frontend import AVERAGED, refusal
 from kolovod.torch.parameters import Named, Roll
 from kolovod.torch.wrapping import unwrapped, wrap
 
@@ -85,7 +85,7 @@ class ByAdasum(torch.optim.Optimizer):
         self._kolovod_named += _with_names(self._kolovod_roll.new(self.param_groups, {}, taken))
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
         for name, parameter in named:
-            if parameter.dtype not in DTYPES:
+            if parameter.dtype not in AVERAGED or parameter.is_complex():
                 raise InvalidArgumentError(f"parameter '{name}': {refusal(parameter.dtype)}")
         before = [parameter.detach().clone() for _, parameter in named]
         with spans.span(spans.OPTIMIZER_STEP):

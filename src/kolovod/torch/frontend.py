@@ -5,7 +5,7 @@ Those on a GPU by a copy in host memory, except where the engine takes them as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,17 @@ from kolovod.torch.device import Cuda, cuda
 
 # torch.uint16 came with PyTorch 2.3.
 DTYPES: dict[torch.dtype, int] = {
-    getattr(torch, name): code for name, code in _native.DTYPES.items() if hasattr(torch, name)
+    getattr(torch, name): code
+    for name, code in (_native.DTYPES | _native.FURTHER_DTYPES).items()
+    if hasattr(torch, name)
 }
 BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+AVERAGED = {
+    dtype: code
+    for dtype, code in DTYPES.items()
+    if dtype.is_complex or code in _native.DTYPES.values()
+}
+"""Those of gradients and parameters."""
 _empty_like = torch.empty_like
 
 
@@ -44,7 +52,7 @@ class TorchFrontend:
         """See Frontend.view."""
         try:
             code = DTYPES[tensor.dtype]
-            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+            if tensor.is_cpu and is_plain_block(tensor):
                 address = tensor.data_ptr()
                 if address or not tensor.numel():
                     return code, tensor.shape, address, tensor
@@ -76,7 +84,17 @@ class TorchFrontend:
         if is_on_device(tensor) and not is_on_device(dense):
             self.device.unpack(dense.view(-1), [tensor])
             return
+        one_for_several = tuple(slice(None, 1 if step == 0 else None) for step in tensor.stride())
         with torch.no_grad():
+            if tensor.numel() and 0 in tensor.stride():
+                kept = dense[one_for_several]
+                if not torch.equal(kept.expand_as(dense), dense):
+                    raise InvalidArgumentError(
+                        f"the tensor of shape {tuple(tensor.shape)} was made by expand(), so that "
+                        "one element in memory stands for several, and cannot hold values that "
+                        "differ: pass tensor.contiguous()"
+                    )
+                tensor, dense = tensor[one_for_several], kept
             tensor.copy_(dense)
 
     def placed(self, dense: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -120,7 +138,7 @@ class TorchFrontend:
             )
         code = code_of(tensor)
         if is_on_device and (self.is_direct() if is_direct is None else is_direct):
-            if tensor.is_contiguous() and not tensor.is_neg():
+            if is_plain_block(tensor):
                 dense = tensor
             else:
                 with torch.no_grad():
@@ -136,16 +154,21 @@ class TorchFrontend:
         return code, dense.shape, dense.data_ptr(), dense
 
 
-def code_of(tensor: torch.Tensor) -> int:
-    """The engine's number of the dtype. Raises InvalidArgumentError if it has none."""
-    code = DTYPES.get(tensor.dtype)
+def is_plain_block(tensor: torch.Tensor) -> bool:
+    """Whether its values are what its memory holds, row after row."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def code_of(tensor: torch.Tensor, known: Mapping[torch.dtype, int] = DTYPES) -> int:
+    """The engine's number of the dtype. Raises InvalidArgumentError if it is none of ``known``."""
+    code = known.get(tensor.dtype)
     if code is None:
         raise InvalidArgumentError(refusal(tensor.dtype))
     return code
 
 
 def refusal(dtype: torch.dtype) -> str:
-    """What to say of a dtype that the engine does not know."""
+    """What to say of a dtype with which something cannot be done."""
     if dtype.is_complex:
         return f"{dtype} is not supported; give torch.view_as_real(tensor), which shares its memory"
     if dtype.is_floating_point:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from kolovod.core.objects import Objects
 from kolovod.errors import InvalidArgumentError
@@ -185,6 +186,11 @@ def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
             raise InvalidArgumentError(
                 f"params['{name}'] is a {type(tensor).__name__}, not a tensor; send other values "
                 "with broadcast_object"
+            )
+        if is_lazy(tensor):
+            raise InvalidArgumentError(
+                f"params['{name}'] has no values yet, since its module is a lazy one: give the "
+                "model a batch first, on all ranks"
             )
         pairs.append((name, tensor))
     return pairs

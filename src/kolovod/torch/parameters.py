@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch.parts import part_of
@@ -41,8 +42,8 @@ class Parameters:
         first = len(self.names)
         if self.frozen:
             named = self.frozen
-            self.frozen = [pair for pair in named if pair[0] is None or not pair[1].requires_grad]
-            wanted = [(name, p) for name, p in named if name is not None and p.requires_grad]
+            self.frozen = [pair for pair in named if pair[0] is None or not _wants(pair[1])]
+            wanted = [(name, p) for name, p in named if name is not None and _wants(p)]
             self.names += [name for name, _ in wanted]
             self.tensors += [parameter for _, parameter in wanted]
             self.bytes += sum(p.numel() * p.element_size() for _, p in wanted)
@@ -56,7 +57,7 @@ class Parameters:
                 "named_parameters did not name it: pass the frozen parameters' names too"
             )
             for _, parameter in self.frozen
-            if parameter.requires_grad
+            if _wants(parameter)
         ]
 
     def digest(self) -> bytes:
@@ -67,6 +68,11 @@ class Parameters:
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         """What must be the same on all ranks."""
         return [(self.names[index], tuple(self.tensors[index].shape)) for index in indices]
+
+
+def _wants(parameter: torch.Tensor) -> bool:
+    """Whether it wants a gradient. One of a lazy module has no shape before the first forward."""
+    return parameter.requires_grad and not is_lazy(parameter)
 
 
 def checked_names(

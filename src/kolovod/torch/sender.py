@@ -21,7 +21,7 @@ from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch import results, sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item, Parcel
-from kolovod.torch.frontend import DTYPES, TorchFrontend, code_of
+from kolovod.torch.frontend import AVERAGED, TorchFrontend, code_of, is_plain_block
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.spare import Spare
 
@@ -106,10 +106,10 @@ class Sender:
                 grad = torch.zeros_like(parameters[index], requires_grad=False)
             version = grad._version
             is_near = is_plain and grad.is_cpu and not is_on_device(grad)
-            code = DTYPES.get(grad.dtype) if is_near else None
+            code = AVERAGED.get(grad.dtype) if is_near else None
             if code is not None and self._blocks is not None:
                 code += self._coding(index)
-            if code is not None and not grad.is_sparse and grad.is_contiguous():
+            if code is not None and not grad.is_sparse and is_plain_block(grad):
                 address = grad.data_ptr()
                 result = self._spare.take(index, grad) if keeps else grad
                 entries.append((code, grad.shape, address, result.data_ptr()))
@@ -177,6 +177,7 @@ class Sender:
                 return parcel, views
             for small in parcel.payload.tensors:
                 tensor = grad if small is plain else small
+                code_of(tensor, AVERAGED)
                 if keeps and compressor.keeps_state and tensor is not grad:
                     tensor = tensor.clone()
                 if self.device.is_on_device(tensor) and not self._frontend.is_direct():
@@ -291,5 +292,5 @@ def _parcel(compressor: Compressor, key: str, grad: torch.Tensor, source: torch.
 
 def _zeros_for(parameter: torch.Tensor) -> torch.Tensor:
     """To send instead of a gradient that cannot be sent, for those who wait for it."""
-    dtype = parameter.dtype if parameter.dtype in DTYPES else torch.float32
+    dtype = parameter.dtype if parameter.dtype in AVERAGED else torch.float32
     return torch.zeros(parameter.shape, dtype=dtype)

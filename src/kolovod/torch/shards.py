@@ -23,7 +23,7 @@ from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item
-from kolovod.torch.frontend import DTYPES, TorchFrontend, refusal
+from kolovod.torch.frontend import AVERAGED, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_as, shaped_as
 
@@ -304,6 +304,6 @@ class ShardSender:
                 f"gradient of '{name}' is sparse, which shard_state cannot scatter: pass "
                 "sparse_as_dense=True"
             )
-        if grad.dtype not in DTYPES:
+        if grad.dtype not in AVERAGED or grad.is_complex():
             raise InvalidArgumentError(f"gradient of '{name}': {refusal(grad.dtype)}")
         return laid_as(parameter, grad)

@@ -263,8 +263,8 @@ def test_broadcast_pytree():
         text = r"leaf 1 differs: rank 0 has '\['layers'\]\[1\]' .*rank 1 has .*\(4,\)"
         with pytest.raises(MismatchError, match=text):
             kv.broadcast_pytree(other)
-        with pytest.raises(InvalidArgumentError, match=r"leaf \['z'\] has dtype complex"):
-            kv.broadcast_pytree({"z": jnp.ones(2, complex)})
+        with pytest.raises(InvalidArgumentError, match=r"leaf \['z'\] has dtype int4"):
+            kv.broadcast_pytree({"z": jnp.ones(2, "int4")})
         kv.shutdown()
 
     run_ranks(2, work, timeout_s=LIMIT_S)

@@ -96,7 +96,7 @@ def test_inference_tensors():
 
 BAD = {
     "an array": (lambda: np.ones(2), "not ndarray"),
-    "complex": (lambda: torch.ones(2, dtype=torch.complex64), "complex64 is not supported"),
+    "bits": (lambda: torch.empty(2, dtype=torch.bits8), "bits8 is not supported"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "to_dense"),
     "meta": (lambda: torch.ones(2, device="meta"), "on meta.*host memory"),
 }

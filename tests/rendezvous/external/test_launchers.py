@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.rendezvous.external.launchers import LAUNCHERS, expand_hosts, find
+from kolovod.rendezvous.external.launchers import LAUNCHERS, expand_hosts, find, why_alone
 
 # What each launcher was seen to set on rank 1 of 2 (Slurm 22.05, Open MPI 4.1 and 5.0, MPICH 4.0,
 # torchrun 2.13), without what is of no use here. Not seen, but after the vendors' manuals: jsrun,
@@ -201,6 +201,24 @@ def test_where_each_rank_has_a_host_its_name_follows_from_that_of_rank_0():
         found = find({**KUBERNETES, "KOLOVOD_STORE_HOST": store_host})
         assert (found.numbers_hosts, found.host_of(12)) == (False, "")
     assert not find({**BY_HAND, "KOLOVOD_STORE_HOST": "j-0.svc"}).numbers_hosts
+
+
+@pytest.mark.parametrize("step", ["4294967291", "4294967290", ""])
+def test_a_batch_script_is_no_rank_of_slurm_and_hears_that_it_is_alone(step):
+    environ = {**SLURM, "SLURM_STEP_ID": step}
+    assert find(environ) is None
+    assert "SLURM_NTASKS=4 is set, but srun has not started it" in why_alone(environ)
+    assert not why_alone({**environ, "SLURM_NTASKS": "1"})
+    assert find({**environ, **OPEN_MPI}).launcher.name == "Open MPI"
+    assert not why_alone(SLURM)
+    assert not why_alone({})
+
+
+def test_who_waits_in_vain_hears_which_variables_may_be_left_over():
+    assert find(OPEN_MPI).doubt == (
+        "If Open MPI has not started this process, and the variables that say so are left over, "
+        "unset OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"
+    )
 
 
 def test_the_port_and_the_job_are_the_same_on_all_ranks_and_others_in_another_job():

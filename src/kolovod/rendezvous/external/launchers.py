@@ -14,12 +14,22 @@ from dataclasses import dataclass, field
 
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["LAUNCHERS", "Found", "Launcher", "asked_store", "expand_hosts", "find"]
+__all__ = [
+    "LAUNCHERS",
+    "Found",
+    "Launcher",
+    "asked_store",
+    "expand_hosts",
+    "find",
+    "is_rank_of_slurm",
+    "why_alone",
+]
 
 _FIRST_PORT, _PORTS = 20_000, 9_000  # below what systems give to outgoing connections
 _MAX_HOSTS = 1 << 16
 _LOOPBACK = re.compile(r"localhost|::1|127(\.\d{1,3}){3}")
 _NUMBERED = re.compile(r"([^.]*-)0(\..*)?")
+_FIRST_STEP_WITHOUT_RANKS = 0xFFFF_FFF0  # Slurm's own numbers: of a batch script, of a shell
 _ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 
 
@@ -103,7 +113,7 @@ LAUNCHERS = (
         export="export it before mpirun, which hands the environment on",
         is_mpi=True,
     ),
-    # A batch script has the variables of rank 0, too, but it is no step.
+    # A batch script has the variables of rank 0, too: see ``is_rank_of_slurm``.
     Launcher(
         "Slurm",
         marks=("SLURM_STEP_ID", "SLURM_PROCID"),
@@ -188,6 +198,15 @@ class Found:
         name = _NUMBERED.fullmatch(self.store_host) if self.launcher.numbers_hosts else None
         return "" if name is None else f"{name[1]}{rank}{name[2] or ''}"
 
+    @property
+    def doubt(self) -> str:
+        """What to say where nobody else comes: the variables may be another job's."""
+        names = dict.fromkeys((*self.launcher.marks, self.launcher.rank[0], self.launcher.size[0]))
+        return (
+            f"If {self.launcher.name} has not started this process, and the variables that say so "
+            f"are left over, unset {', '.join(names)}"
+        )
+
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}, started by {self.launcher.name}"
 
@@ -201,9 +220,35 @@ def find(
     that is missing or wrong.
     """
     for launcher in LAUNCHERS:
+        if launcher.name == "Slurm" and not is_rank_of_slurm(environ):
+            continue
         if all(environ.get(name, "").strip() for name in launcher.marks):
             return _found(launcher, environ, read_file)
     return None
+
+
+def is_rank_of_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether ``srun`` has started this process, or one that it comes from.
+
+    Slurm gives a number of a step to a batch script, and to a shell of ``salloc``, too.
+    """
+    step = environ.get("SLURM_STEP_ID", "").strip()
+    return bool(step) and not (step.isdecimal() and int(step) >= _FIRST_STEP_WITHOUT_RANKS)
+
+
+def why_alone(environ: Mapping[str, str]) -> str:
+    """What to tell a process that no launcher has started, but variables speak of others; "" else.
+
+    For one in the batch script of a Slurm job with several tasks.
+    """
+    tasks = environ.get("SLURM_NTASKS", "").strip()
+    is_in_job = bool(environ.get("SLURM_JOB_ID")) and tasks.isdecimal() and int(tasks) > 1
+    if not is_in_job or is_rank_of_slurm(environ):
+        return ""
+    return (
+        f"this process trains alone: SLURM_NTASKS={tasks} is set, but srun has not started it. "
+        "Start ranks with srun or kolovod run, or unset SLURM_NTASKS if one process is meant"
+    )
 
 
 def asked_store(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -168,7 +168,7 @@ def secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: 
             f"{found}: it may have ranks on several hosts, and they have no secret in common."
             f"{mpi_text} Set one: export KOLOVOD_SECRET=$(openssl rand -hex 32) once for the job "
             f"({found.launcher.export}), or KOLOVOD_SECRET_FILE, a file that only you can read; or "
-            "KOLOVOD_INSECURE=1 where nobody else reaches these hosts"
+            f"KOLOVOD_INSECURE=1 where nobody else reaches these hosts. {found.doubt}"
         )
     if found.rank == 0 and not read_secret(environ):
         report_to_stderr("KOLOVOD_INSECURE: whoever reaches this job's ports can join it")
