@@ -1,5 +1,6 @@
 // Python <-> engine. The GIL is held only to convert arguments: every wait releases it, and the core
 // never takes it, except through the `interrupted` callback that py_engine.h hands in.
+#include "base/memory_facts.h"
 #include "base/tree.h"
 #include "base/version.h"
 #include "bind/graph_clients.h"
@@ -327,6 +328,23 @@ NB_MODULE(_native, m) {
       "watch_long_waits",
       [](const nb::object& hook) { LongWait::SetHook(hook.is_none() ? nullptr : hook.ptr()); },
       "hook"_a.none());
+  m.def(
+      "hash_memory",
+      [](uintptr_t address, size_t bytes, uint64_t seed) {
+        return HashMemory(reinterpret_cast<const void*>(address), bytes, seed);
+      },
+      "address"_a, "bytes"_a, "seed"_a = 0);
+  m.def(
+      "has_non_finite",
+      [](uintptr_t address, size_t count, int dtype) {
+        if (const FurtherDType* const further = FindFurther(dtype)) {
+          dtype = static_cast<int>(further->dtype);
+          count *= further->kind == FurtherDType::Kind::kPair ? 2 : 1;
+        }
+        if (dtype < 0 || dtype >= kDTypeCount) throw nb::value_error("unknown dtype number");
+        return HasNonFinite(reinterpret_cast<const void*>(address), count, static_cast<DType>(dtype));
+      },
+      "address"_a, "count"_a, "dtype"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;

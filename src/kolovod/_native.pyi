@@ -340,6 +340,12 @@ def allreduce_between_hosts(
 def why_not(dtype: int, verb: int, op: int, has_factors: bool) -> str:
     """Why an operation cannot be done with one of ``FURTHER_DTYPES``; "" if it can."""
 
+def hash_memory(address: int, bytes: int, seed: int = 0) -> int:
+    """64 bits that differ where the bytes do; not against somebody who chooses them."""
+
+def has_non_finite(address: int, count: int, dtype: int) -> bool:
+    """Whether one of ``count`` floats is no finite number."""
+
 def use_call_lines(is_of_script: Callable[[str], bool] | None) -> None:
     """Unnamed operations carry the lines of the files of which this is true; None: none."""
 

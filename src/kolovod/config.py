@@ -239,6 +239,16 @@ class Settings:
         engine=False,
         flag=False,
     )
+    sentinel: str = _knob(
+        "warn",
+        "What happens when ranks that train together are found to be different (parameters, "
+        "learning rates and other options, numbers of steps), or a gradient is not finite: warn "
+        "says so once, error raises MismatchError on all ranks where they differ, off does not "
+        "look. The same for all ranks.",
+        choices=("warn", "error", "off"),
+        engine=False,
+        flag=False,
+    )
     deadlock_check: bool = _knob(
         True,
         "Ranks that wait for different operations, so that none can ever complete, get a "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
@@ -67,6 +68,42 @@ def share(size: int, process_set: Group | None) -> float:
 def scaled(grad: Any, factor: float) -> Any:
     """``factor`` times ``grad``."""
     return grad * factor
+
+
+def facts(
+    count: Any, rate: Any, variables: Sequence[Any], every: int, process_set: Group | None
+) -> jax.Array:
+    """See ``alike``: steps + 1, the rate, and the bits of all variables, in this rank's row."""
+    values = [jnp.asarray(variable.value) for variable in variables]
+    count = jnp.asarray(getattr(count, "value", count)).astype(jnp.int32).reshape(())
+    rate = jnp.asarray(getattr(rate, "value", rate)).astype(jnp.float32).reshape(())
+
+    def bits(values: Sequence[jax.Array]) -> jax.Array:
+        total = jnp.int32(0)
+        for value in values:
+            if value.dtype.itemsize >= 2:
+                kind = jnp.int16 if value.dtype.itemsize == 2 else jnp.int32
+                words = jax.lax.bitcast_convert_type(value, kind)
+                total = total * 31 + words.sum(dtype=jnp.int32)
+        return total
+
+    total = jax.lax.cond(count % every == 0, bits, lambda values: jnp.int32(0), values)
+    place()  # the program is for one rank of one world
+    here = collectives.membership(process_set)
+    row = jnp.stack([count + 1, jax.lax.bitcast_convert_type(rate, jnp.int32), total])
+    return jnp.zeros((here.size, len(row)), jnp.int32).at[here.rank].set(row)
+
+
+def tell_where(table: jax.Array, tell: Callable[[Any], None]) -> None:
+    """Have ``tell(table)`` called where its rows are not equal."""
+    is_there, bounds = table[:, :1] > 0, jnp.iinfo(jnp.int32)
+    least = jnp.where(is_there, table, bounds.max).min(0)
+    differ = (jnp.where(is_there, table, bounds.min).max(0) > least).any()
+    if not is_traced([table]):
+        if bool(differ):
+            tell(table)
+        return
+    jax.lax.cond(differ, lambda t: jax.debug.callback(tell, t), lambda t: None, table)
 
 
 def in_last_pass(

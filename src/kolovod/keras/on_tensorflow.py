@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kolovod.core.codecs import Codec
@@ -126,6 +127,50 @@ def share(size: int, process_set: Group | None) -> Any:
 def scaled(grad: Any, factor: Any) -> Any:
     """``factor`` times ``grad``."""
     return tf.math.scalar_mul(tf.cast(factor, grad.dtype), grad)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def facts(
+    count: Any, rate: Any, variables: Sequence[Any], every: int, process_set: Group | None
+) -> tf.Tensor:
+    """See ``alike``: steps + 1, the rate, and the bits of all variables, in this rank's row."""
+    count = tf.cast(tf.convert_to_tensor(count), tf.int32)
+    rate = tf.bitcast(tf.cast(tf.convert_to_tensor(rate), tf.float32), tf.int32)
+
+    def bits() -> tf.Tensor:
+        total = tf.zeros((), tf.int32)
+        for variable in variables:
+            value = tf.convert_to_tensor(variable)
+            if value.dtype.size >= 2:
+                words = tf.bitcast(value, tf.int16 if value.dtype.size == 2 else tf.int32)
+                total = total * 31 + tf.reduce_sum(tf.cast(words, tf.int32))
+        return total
+
+    total = tf.cond(count % every == 0, bits, lambda: tf.zeros((), tf.int32))
+    place = VerbsOfSet(collectives, process_set)
+    own_row = tf.one_hot(place.rank(), place.size(), dtype=tf.int32)
+    return own_row[:, None] * tf.stack([count + 1, rate, total])
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def tell_where(table: tf.Tensor, tell: Callable[[Any], None]) -> None:
+    """Have ``tell(table)`` called where its rows are not equal."""
+    is_there = table[:, :1] > 0
+    least = tf.reduce_min(tf.where(is_there, table, tf.int32.max), 0)
+    differ = tf.reduce_any(tf.reduce_max(tf.where(is_there, table, tf.int32.min), 0) > least)
+    if tf.executing_eagerly():
+        if bool(differ):
+            tell(table)
+        return
+
+    def told() -> tf.Tensor:
+        def call(given: tf.Tensor) -> Any:
+            tell(given)
+            return np.int32(1)
+
+        return tf.py_function(call, [table], tf.int32)
+
+    tf.cond(differ, told, lambda: tf.constant(0))
 
 
 def in_last_pass(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from kolovod import _native
 from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
 from kolovod.elastic import steps
@@ -78,6 +80,32 @@ def scaled(grad: torch.Tensor, factor: float) -> torch.Tensor:
 def flags(present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
     """Which gradients there are, to be added up over ranks."""
     return torch.tensor(present, dtype=torch.float32, device=like.device)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
+def facts(
+    count: Any, rate: Any, variables: Sequence[Any], every: int, process_set: Group | None
+) -> torch.Tensor:
+    """See ``alike``: steps + 1, the rate, and the bits of all variables, in this rank's row."""
+    steps_taken, total = int(count), 0
+    for variable in variables if steps_taken % every == 0 else ():
+        value = variable.value.detach()
+        if value.is_cpu and value.is_contiguous():
+            total = _native.hash_memory(value.data_ptr(), value.nbytes, total)
+    here = collectives.membership(process_set)
+    table = torch.zeros(here.size, 3, dtype=torch.int32)
+    numbers = struct.unpack("<ii", struct.pack("<fi", float(rate), total % 2**31))
+    table[here.rank] = torch.tensor([steps_taken + 1, *numbers], dtype=torch.int32)
+    return table
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tell_where(table: torch.Tensor, tell: Callable[[Any], None]) -> None:
+    """Have ``tell(table)`` called where its rows are not equal."""
+    there = table[table[:, 0] > 0]
+    if bool((there != there[:1]).any()):
+        tell(table.cpu())
 
 
 def in_last_pass(

@@ -18,6 +18,7 @@ from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.keras import copies
+from kolovod.keras.alike import Alike
 from kolovod.keras.framework_detection import backend_of, is_keras_3, keras_of
 from kolovod.keras.reducer import GradientReducer
 
@@ -145,6 +146,7 @@ class ScalerInKeras3(InKeras3):
     """
 
     inner_optimizer: Any
+    variables: list[Any]
 
     @property
     def _adds_up_first(self) -> bool:
@@ -155,7 +157,12 @@ class ScalerInKeras3(InKeras3):
     ) -> Any:
         """As usual. It does not come to ``apply``."""
         if len(grads) == len(self._trainable_variables):
-            grads = self._sent(grads, self._trainable_variables)
+            values = [
+                *zip(self._trainable_variables, trainable_variables, strict=True),
+                *zip(self.variables, optimizer_variables, strict=True),
+            ]
+            with keras_of(self).StatelessScope(state_mapping=values):
+                grads = self._sent(grads, self._trainable_variables)
         return super().stateless_apply(  # type: ignore[misc]
             optimizer_variables, grads, trainable_variables
         )
@@ -347,6 +354,8 @@ def _adopt(optimizer: O, reducer: GradientReducer, keras: ModuleType) -> O:
     optimizer.__class__ = _class_for(base, keras)
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
+    if not reducer.is_idle:
+        reducer.alike = Alike(optimizer)
     return optimizer
 
 

@@ -22,6 +22,7 @@ from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import Key, dtype_name, element_bytes
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec, is_elastic, sends
+from kolovod.keras.alike import EVERY, Alike
 from kolovod.keras.handed_out import HandedOut
 
 
@@ -45,6 +46,8 @@ class GradientReducer:
         self.is_idle = False
         self.local_sources: list[Any] = []
         """Variables, and layers, that may have no variables yet."""
+        self.alike: Alike | None = None
+        """Compares what ranks have; None: nothing is compared."""
         self.latest: Sequence[Any] = ()
         """The variables whose gradients are being applied."""
         self.handed_out = HandedOut(backend, key)
@@ -99,12 +102,38 @@ class GradientReducer:
         sent = [
             i for i, grad in enumerate(grads) if not is_local[i] and (varies or grad is not None)
         ]
+        compare = self._compare(
+            world, [v for v, own in zip(variables, is_local, strict=True) if not own]
+        )
         gathered = {i for i in sent if self._is_sparse(results[i])}
         waits = [(i, self._gather(i, results[i], world)) for i in sorted(gathered, reverse=True)]
         self._combine(results, variables, [i for i in sent if i not in gathered], world)
         for i, wait in waits:
             (results[i],) = wait()
+        compare()
         return results
+
+    def _compare(self, world: WorldLike, variables: Sequence[Any]) -> Callable[[], None]:
+        """Send this rank's facts; what looks at all ranks'. Not in elastic jobs."""
+        backend = self.backend
+        numbers = None if self.alike is None or is_elastic() else self.alike.numbers()
+        if numbers is None or not variables:
+            return lambda: None
+        assert self.alike is not None
+        process_set = self.spec.process_set
+        ranks = range(world.size) if process_set is None else process_set.ranks
+        names = [name_of(variable) for variable in variables]
+        tell = self.alike.teller(ranks, names, world.rank == 0)
+        mine = backend.facts(*numbers, variables, EVERY, process_set)
+        # A sum, to which ranks that have joined give zeros.
+        spec = ReduceSpec(Sum, process_set=process_set)
+        wait = backend.start(spec, "allreduce", self._name("alike"), [mine], ())
+
+        def look() -> None:
+            (everyone,) = wait()
+            backend.tell_where(everyone, tell)
+
+        return look
 
     def total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""

@@ -132,6 +132,7 @@ class Distributed(torch.optim.Optimizer):
             closure = self._synchronizing(closure)
         else:
             self._kolovod_prepare()
+            reducer.tell_health()
         with spans.span(spans.OPTIMIZER_STEP):
             result = super().step() if closure is None else super().step(closure)
         reducer.reset(used=True)

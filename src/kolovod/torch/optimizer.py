@@ -22,6 +22,7 @@ from kolovod.torch.distributed import Distributed
 from kolovod.torch.parameters import Roll, checked_names, names_of_group
 from kolovod.torch.parts import is_sharded
 from kolovod.torch.reducer import GradientReducer
+from kolovod.torch.sentinel import Sentinel
 from kolovod.torch.sharded import Sharded, check_shardable, shard
 from kolovod.torch.wrapping import wrap
 
@@ -163,6 +164,7 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_
     wrap(optimizer, Sharded if shard_state else Distributed)
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
+    reducer.sentinel = Sentinel(optimizer, reducer.parameters)
     optimizer._kolovod_names = names
     optimizer._kolovod_roll = Roll(optimizer)
     reducer.take_up = weakref.WeakMethod(optimizer._kolovod_take_up)

@@ -38,12 +38,14 @@ from kolovod.torch.parts import whole_of
 from kolovod.torch.passes import Passes
 from kolovod.torch.rounds import Part
 from kolovod.torch.sender import Sender
+from kolovod.torch.sentinel import Sentinel
 from kolovod.torch.shards import ShardSender
 from kolovod.torch.step_state import (
     AGAIN,
     ALL,
     ANEW,
     DROPS,
+    FACTS,
     FAILED,
     MARKS,
     PASSES,
@@ -92,6 +94,7 @@ class GradientReducer:
         )
         self.take_up: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives what adds parameters that the optimizer has got since."""
+        self.sentinel: Sentinel | None = None
         self._used = False  # there was a step, and no zero_grad since
         if spec.is_member and not spec.comes_later:
             verbs.world()  # raises where there is none
@@ -142,6 +145,8 @@ class GradientReducer:
         self.sender = sender = CopiedShards(
             self.parameters, self.spec, self.verbs, self.in_flight, check_new_world
         )
+        if self.sentinel is not None:
+            self.sentinel.compares_weights = False  # parameters may be on their way
         return sender
 
     def use_hook(self, state: Any, hook: Hook) -> None:
@@ -294,6 +299,10 @@ class GradientReducer:
         if part.offer.purpose in (PASSES, STEPS):
             marks[AGAIN] = bool(self.buckets.fresh())
             marks[ANEW] = not self.sender.keeps_buckets and self.arrangement.is_to_be_made_anew()
+            if self.sentinel is not None:
+                if self.state.count == 0:
+                    self.sentinel.say(marks, FACTS, in_step=part.offer.purpose == STEPS)
+                self.sentinel.say_health(marks, FACTS, MARKS, self.verbs.world().rank)
         return marks
 
     def follow(self, part: Part, buckets: Sequence[Bucket], marks: bytearray) -> None:
@@ -325,7 +334,14 @@ class GradientReducer:
         if self.hooks.are_on:  # else nothing was counted
             self._reset()
         self.state.begin(used=used)
+        if self.sentinel is not None:
+            self.sentinel.step_ends(used=used)
         self._used = used and self.hooks.are_on
+
+    def tell_health(self) -> None:
+        """The optimizer steps now: say which rank had gradients that are not finite, if one had."""
+        if self.sentinel is not None:
+            self.sentinel.tell_health(self.verbs.world)
 
     def forget_step(self) -> None:
         """Of gradients that are computed again nothing is left, sent or not."""
@@ -383,6 +399,8 @@ class GradientReducer:
     ) -> None:
         if not steps.counting(self.verbs.world())[0]:
             self._zero(bucket)
+        elif self.sentinel is not None and not blank:
+            self.sentinel.look(bucket.indices)
         self.sender.submit(bucket, problems, blank=blank)
 
     @torch.no_grad()
@@ -402,6 +420,8 @@ class GradientReducer:
         self.arrangement.make([*self.buckets.order], dims)
         self.state.begin_world()
         self.sender.begin_world()
+        if self.sentinel is not None:
+            self.sentinel.begin_world()
 
     def details(self) -> list[tuple[str, Any]]:
         """What must be the same on all ranks."""

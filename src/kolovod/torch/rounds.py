@@ -25,12 +25,14 @@ from kolovod.core.objects import Objects
 from kolovod.core.ops import Max
 from kolovod.elastic import steps
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
+from kolovod.gradients import sentinel
 from kolovod.gradients.agreement import Agreement
 from kolovod.torch.buckets import Bucket
 from kolovod.torch.step_state import (
     AGAIN,
     ANEW,
     DROPS,
+    FACTS,
     HAS,
     LACKS,
     LOST,
@@ -249,10 +251,26 @@ class _Round:
                 again.append(entry.member)
             elif marks[ANEW]:
                 reducer.arrangement.make_anew()
+        for entry, marks in active:
+            self._compare(entry.mine.reducer, marks)
         if again:
             more = [self._further(member) for member in again]
             stores += self._combine(more, "further parameters")[1]
         return bool(head[0]), stores
+
+    def _compare(self, reducer: GradientReducer, marks: bytearray) -> None:
+        """Say what ranks have not alike, and who has gradients that are not finite."""
+        watch = reducer.sentinel
+        if watch is None:
+            return
+        place, of_set = self._world(), self._process_set
+        ranks = range(place.size) if of_set is None else of_set.ranks
+        watch.note_health(marks, FACTS, MARKS, ranks)
+        kinds = watch.differences(marks, FACTS)
+        if kinds:
+            said = Objects(self._world).allgather_object(watch.facts(), "optimizer.differences")
+            text = sentinel.text_of(kinds, said, watch.like(ranks))
+            sentinel.tell(text, is_first=place.rank == 0)
 
     def _tell(
         self, entries: Sequence[_Entry], name: str, says: bool

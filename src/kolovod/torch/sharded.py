@@ -75,6 +75,7 @@ class Sharded(Distributed):
             with torch.enable_grad():
                 loss = self._synchronizing(closure)()
         reducer, sender = self._kolovod_reducer, self._kolovod_sender
+        reducer.tell_health()
         if not self._kolovod_is_in_parts():
             with spans.span(spans.OPTIMIZER_STEP):
                 super(Distributed, self).step()

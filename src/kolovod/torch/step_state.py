@@ -15,6 +15,7 @@ import torch
 
 from kolovod.core.ops import Sum
 from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.torch import sentinel
 from kolovod.torch.buckets import Bucket, Item
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.parameters import Parameters
@@ -26,7 +27,8 @@ from kolovod.torch.parameters import Parameters
 # them away, has the optimizer, or has given it up.
 PASSES, STEPS, DROPS, FAILED, AGAIN, ANEW, ALL, LACKS = range(8)
 FIRST, LATER, USED, THROWN, HAS, LOST = range(8, 14)
-MARKS = 14
+FACTS = 14  # of the sentinel
+MARKS = FACTS + sentinel.BYTES
 
 
 class Offer(NamedTuple):

@@ -1,0 +1,181 @@
+"""Ranks that should be alike make sure that they are, in messages that a step sends anyway.
+
+Each rank gives, of what should be equal, a hash and its complement, byte by byte. Combined by Max
+these are the largest and (the complement of) the smallest byte that any rank has: they fit together
+where all ranks have the same. Who has no opinion gives zeros. Only where something differs ranks
+tell each other what they have, so that the message can name rank and parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kolovod.errors import MismatchError
+from kolovod.notices import report_to_stderr
+
+__all__ = [
+    "BYTES",
+    "KINDS",
+    "OPTIONS",
+    "OPTIONS_IN_STEP",
+    "STEPS",
+    "WEIGHTS",
+    "Facts",
+    "Like",
+    "digest",
+    "follow_from",
+    "policy",
+    "said_of",
+    "tell",
+    "text_of",
+    "use",
+    "which_differ",
+]
+
+_HASH = 8
+STEPS, OPTIONS, OPTIONS_IN_STEP, WEIGHTS = range(4)
+"""How many steps were taken; options at the end of backward, or in ``step``; parameters."""
+KINDS = 4
+BYTES = KINDS * 2 * _HASH
+
+_policy = "warn"
+
+Options = Mapping[str, Mapping[str, Any]]
+"""By parameter group (its first parameter's name): learning rate and so on."""
+
+
+class Facts(NamedTuple):
+    """What one rank has, where something differs."""
+
+    steps: int
+    options: Options
+    weights: Sequence[tuple[str, int]]
+    """By parameter its hash."""
+
+
+class Like(NamedTuple):
+    """What is compared."""
+
+    optimizer: str
+    ranks: Sequence[int]
+    """Of the world, that should be alike."""
+
+
+def use(how: str) -> None:
+    """``warn``, ``error`` or ``off``. The same on all ranks."""
+    global _policy
+    _policy = how
+
+
+def policy() -> str:
+    """See ``use``."""
+    return _policy
+
+
+def digest(text: str) -> bytes:
+    """Of what can be written: options, numbers."""
+    return hashlib.blake2b(text.encode(), digest_size=_HASH).digest()
+
+
+def said_of(kind: int, hashed: bytes | None) -> tuple[slice, bytes]:
+    """Where the ``BYTES`` have a fact, and what this rank says of it; None: no opinion."""
+    place = slice(kind * 2 * _HASH, (kind + 1) * 2 * _HASH)
+    return place, bytes(2 * _HASH) if hashed is None else hashed + bytes(255 - b for b in hashed)
+
+
+def which_differ(combined: bytes | bytearray) -> list[int]:
+    """The kinds of facts that ranks have not alike. ``combined``: all ranks' ``BYTES``, by Max."""
+    found = []
+    for kind in range(KINDS):
+        place, _ = said_of(kind, None)
+        both = combined[place]
+        if any(a + b > 255 for a, b in zip(both[:_HASH], both[_HASH:], strict=True)):
+            found.append(kind)
+    return found
+
+
+def text_of(kinds: Sequence[int], said: Sequence[Facts], like: Like) -> str:
+    """What differs, and what usually causes it."""
+    where = f"ranks are not alike in step {said[0].steps + 1} of {like.optimizer}: "
+    if STEPS in kinds:
+        steps = _by_value([facts.steps for facts in said], like.ranks)
+        return where + (
+            f"{_list(steps, 'has taken {} steps', 'have taken {} steps')}. All ranks must step "
+            "equally often: a rank that skips a step, or has one batch more, trains another model"
+        )
+    if OPTIONS in kinds or OPTIONS_IN_STEP in kinds:
+        group, option = _first_option(said)
+        values = [facts.options.get(group, {}).get(option) for facts in said]
+        return where + (
+            f"option '{option}' of the parameters from '{group}' on: "
+            f"{_list(_by_value(values, like.ranks), 'has {}', 'have {}')}. Schedules must decide "
+            "alike on all ranks: give them numbers that are averaged over the ranks (the loss for "
+            "ReduceLROnPlateau), or decide on one rank and broadcast_object"
+        )
+    names = [name for name, _ in said[0].weights]
+    columns = [[facts.weights[i][1] for facts in said] for i in range(len(names))]
+    differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    if not differing:  # they have changed since, on another thread say
+        return where + "parameters that were being written to while they were compared"
+    first = differing[0]
+    groups = _by_value(columns[first], like.ranks)
+    others = "" if len(differing) == 1 else f" and {len(differing) - 1} other(s)"
+    most = max(groups.values(), key=len)
+    odd = [rank for ranks in groups.values() if ranks is not most for rank in ranks]
+    who = (
+        f"{_ranks(odd)} {'has' if len(odd) == 1 else 'have'} other values than {_ranks(most)}"
+        if len(most) > 1
+        else "each rank has values of its own"
+    )
+    cause = (
+        "Begin with the same parameters: broadcast_parameters(model.state_dict(), root_rank=0) "
+        "after the model is made or loaded"
+        if said[0].steps == 0
+        else "They were equal before: look for what changes parameters on some ranks only (a "
+        "checkpoint that one rank loads, an optimizer that is not distributed, random numbers in a "
+        "weight update, a step that one rank skips)"
+    )
+    return where + f"parameter '{names[first]}'{others}: {who}. {cause}"
+
+
+def follow_from(kinds: Collection[int]) -> set[int]:
+    """These, and what needs no words any more once they have been told."""
+    return set(kinds) if set(kinds) == {WEIGHTS} else set(range(KINDS))
+
+
+def tell(text: str, *, is_first: bool) -> None:
+    """Warn, on one rank (``is_first``), or raise MismatchError on all."""
+    if _policy == "error":
+        raise MismatchError(f"{text} (KOLOVOD_SENTINEL=error)")
+    if is_first:
+        report_to_stderr(f"{text} (this is said once; KOLOVOD_SENTINEL=error makes it an error)")
+
+
+def _first_option(said: Sequence[Facts]) -> tuple[str, str]:
+    for group in dict.fromkeys(group for facts in said for group in facts.options):
+        groups = [facts.options.get(group, {}) for facts in said]
+        for option in dict.fromkeys(option for options in groups for option in options):
+            if len({repr(options.get(option)) for options in groups}) > 1:
+                return group, option
+    return "", ""
+
+
+def _by_value(values: Sequence[Any], ranks: Sequence[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        found.setdefault(repr(value), []).append(rank)
+    return found
+
+
+def _list(found: Mapping[str, list[int]], of_one: str, of_several: str) -> str:
+    return ", ".join(
+        f"{_ranks(ranks)} {(of_one if len(ranks) == 1 else of_several).format(value)}"
+        for value, ranks in found.items()
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

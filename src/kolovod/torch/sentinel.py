@@ -1,0 +1,246 @@
+"""Whether the ranks' parameters and options are still alike, and their gradients finite.
+
+What is looked at is cheap: options and the number of steps each time, in every tenth step a part of
+the parameters, so that large ones have been seen after some hundred steps. In the first step all of
+them are compared, which finds a model that was not broadcast.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from kolovod import _native
+from kolovod.core.submission import WorldLike
+from kolovod.gradients import sentinel
+from kolovod.gradients.sentinel import Facts, Like
+from kolovod.notices import report_to_stderr
+from kolovod.torch.frontend import AVERAGED, is_plain_block
+from kolovod.torch.parameters import Parameters
+
+_EVERY = 10  # steps, parameters on the CPU are looked at
+_EVERY_ON_DEVICE = 100  # which waits for the device
+_PART_BYTES = 4 << 20  # of them, each time
+_WHOLE_BYTES = 2 << 20  # of gradients, in each step; of others only the beginning
+_BEGINNING = 4096  # elements
+_RANK = 4  # bytes that say which rank has gradients that are not finite
+
+BYTES = sentinel.BYTES + _RANK
+BAD = 2
+"""Added to the mark of a parameter whose gradient is not finite on some rank."""
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+class Sentinel:
+    """Looks after one optimizer, on this rank."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Parameters) -> None:
+        """``parameters``: those of the optimizer."""
+        self.compares_weights = True
+        """False where ranks have parts of them."""
+        self._optimizer = weakref.ref(optimizer)
+        self._parameters = parameters
+        self._steps = 0
+        self._told: set[int] = set()
+        self._bad: list[int] = []  # parameters whose gradient is not finite here, in this step
+        self._culprit = ""  # what to say if the step is taken
+        self._looked_at = self._next = 0  # bytes of gradients in this step; before which to begin
+        self._options: tuple[str, bytes] = ("", b"")
+
+    def begin_world(self) -> None:
+        """Its ranks are all before the first step."""
+        self._steps = 0
+        self._told.clear()
+
+    def step_ends(self, *, used: bool) -> None:
+        """The gradients were used, or thrown away."""
+        self._steps += used
+        self._bad.clear()
+        self._culprit = ""
+        self._next = (
+            0 if self._looked_at <= self._next + _WHOLE_BYTES else self._next + _WHOLE_BYTES
+        )
+        self._looked_at = 0
+
+    # before a round ------------------------------------------------------------------------------
+
+    def look(self, indices: Iterable[int]) -> None:
+        """At this rank's gradients, before they are averaged."""
+        if sentinel.policy() == "off":
+            return
+        tensors = self._parameters.tensors
+        for index in indices:
+            grad = tensors[index].grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                grad = grad._values()
+            code = AVERAGED.get(grad.dtype)
+            if code is None or not grad.is_cpu or not is_plain_block(grad):
+                continue
+            count, begin = grad.numel(), self._looked_at
+            self._looked_at += count * grad.element_size()
+            is_due = self._next <= begin < self._next + _WHOLE_BYTES or self._bad
+            if _native.has_non_finite(
+                grad.data_ptr(), count if is_due else min(count, _BEGINNING), code
+            ):
+                self._bad.append(index)
+
+    def say(self, marks: bytearray, begin: int, *, in_step: bool) -> None:
+        """Put this rank's facts into ``marks`` from ``begin`` on."""
+        if sentinel.policy() == "off":
+            return
+        for kind, hashed in (
+            (sentinel.STEPS, self._steps.to_bytes(8, "big")),
+            (sentinel.OPTIONS_IN_STEP if in_step else sentinel.OPTIONS, self._hash_of_options()),
+            (sentinel.WEIGHTS, self._hash_of_weights()),
+        ):
+            place, said = sentinel.said_of(kind, hashed)
+            marks[begin + place.start : begin + place.stop] = said
+
+    def say_health(self, marks: bytearray, begin: int, first: int, rank: int) -> None:
+        """The same of gradients that are not finite; parameters' marks begin at ``first``."""
+        if not self._bad:
+            return
+        for index in self._bad:
+            marks[first + index] |= BAD
+        high, low = rank // 256 % 256, rank % 256
+        at = begin + sentinel.BYTES
+        marks[at : at + _RANK] = bytes([low, 255 - low, high, 255 - high])
+
+    # after it ------------------------------------------------------------------------------------
+
+    def differences(self, marks: bytearray, begin: int) -> list[int]:
+        """What differs by all ranks' ``marks``, and was not told before; the same on all ranks."""
+        facts = marks[begin : begin + sentinel.BYTES]
+        if not any(facts):
+            return []
+        kinds = [kind for kind in sentinel.which_differ(facts) if kind not in self._told]
+        if kinds:
+            self._told |= sentinel.follow_from(kinds)
+        return kinds
+
+    def facts(self) -> Facts:
+        """What the message is made of."""
+        names = zip(self._parameters.names, self._parameters.tensors, strict=True)
+        weights = [(name, _hash(tensor, 0, tensor.nbytes, 0)) for name, tensor in names]
+        return Facts(self._steps, self._known_options(), weights)
+
+    def like(self, ranks: Sequence[int]) -> Like:
+        """What is compared among these ranks."""
+        return Like(type(self._optimizer()).__name__, ranks)
+
+    def note_health(self, marks: bytearray, begin: int, first: int, ranks: Sequence[int]) -> None:
+        """Remember whose gradients are not finite by all ranks' marks, for ``tell_health``."""
+        bad = [i for i, mark in enumerate(marks[first:]) if mark & BAD]
+        if not bad or self._culprit:
+            return
+        at = begin + sentinel.BYTES
+        low, not_low, high, not_high = marks[at : at + _RANK]
+        who = "several ranks"
+        if low + not_low == high + not_high == 255 and high * 256 + low < len(ranks):
+            who = f"rank {ranks[high * 256 + low]}"
+        others = "" if len(bad) == 1 else f" and {len(bad) - 1} other(s)"
+        self._culprit = (
+            f"gradients of {who} are not finite (inf or nan) in step {self._steps + 1}, before "
+            f"they are averaged: of '{self._parameters.names[bad[0]]}'{others}. They make the "
+            "parameters of all ranks so: look at that rank's batch, at what the loss divides by or "
+            "takes the logarithm of, and at the learning rate"
+        )
+
+    def tell_health(self, world: Callable[[], WorldLike]) -> None:
+        """The optimizer steps, so nobody (a GradScaler, say) has seen to it. Said once."""
+        if self._culprit and sentinel.WEIGHTS + 1 not in self._told:
+            self._told.add(sentinel.WEIGHTS + 1)
+            if world().rank == 0:
+                report_to_stderr(f"{self._culprit} (this is said once)")
+
+    def _known_options(self) -> dict[str, dict[str, Any]]:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.__dict__["param_groups"]
+        names = {
+            id(tensor): name
+            for name, tensor in zip(self._parameters.names, self._parameters.tensors, strict=True)
+        }
+        found = {}
+        for group in groups:
+            known = [names[id(p)] for p in group["params"] if id(p) in names]
+            if known:
+                found[min(known)] = {
+                    name: value
+                    for name, value in sorted(group.items())
+                    if name not in ("params", "param_names") and _is_plain(value)
+                }
+        return dict(sorted(found.items()))
+
+    def _hash_of_options(self) -> bytes:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.__dict__["param_groups"]
+        seen = repr(
+            [
+                [(name, value) for name, value in group.items() if _is_plain(value)]
+                + [len(group["params"])]
+                for group in groups
+            ]
+        )
+        if seen != self._options[0]:  # else it costs next to nothing
+            self._options = seen, sentinel.digest(repr(self._known_options()))
+        return self._options[1]
+
+    def _hash_of_weights(self) -> bytes | None:
+        tensors = self._parameters.tensors
+        if not self.compares_weights or self._steps % _EVERY or not tensors:
+            return None
+        if not all(tensor.is_cpu for tensor in tensors):
+            return None if self._steps % _EVERY_ON_DEVICE else _hash_on_device(tensors)
+        total = sum(tensor.nbytes for tensor in tensors)
+        begin, end = 0, total
+        if self._steps and total > _PART_BYTES:
+            parts = -(-total // _PART_BYTES)
+            begin = self._steps // _EVERY % parts * _PART_BYTES
+            end = min(total, begin + _PART_BYTES)
+        state, at = 0, 0
+        for tensor in tensors:
+            if at < end and begin < at + tensor.nbytes:
+                hashed = _hash(tensor, max(begin - at, 0), min(end - at, tensor.nbytes), state)
+                if not hashed:
+                    return None  # it has no memory of its own
+                state = hashed
+            at += tensor.nbytes
+        return state.to_bytes(8, "big")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _hash(tensor: torch.Tensor, begin: int, end: int, seed: int) -> int:
+    """Of the tensor's bytes from ``begin`` to ``end``; 0 where they cannot be read."""
+    tensor = tensor.detach()
+    if not tensor.is_cpu:
+        return int.from_bytes(_hash_on_device([tensor]) or b"", "big")
+    if not is_plain_block(tensor):
+        tensor = tensor.contiguous()
+    address = tensor.data_ptr()
+    if tensor.nbytes and not address:
+        return 0
+    return _native.hash_memory(address + begin, end - begin, seed) or 1
+
+
+@torch.no_grad()
+def _hash_on_device(tensors: Sequence[torch.Tensor]) -> bytes | None:
+    """Of all their values, computed where they are: sums of their bits as whole numbers."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    total: Any = 0
+    for tensor in tensors:
+        if not tensor.is_cuda or tensor.element_size() not in kinds or not is_plain_block(tensor):
+            return None
+        bits = tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64)
+        total = total * 1_000_003 + bits
+    return (int(total) % (1 << 64)).to_bytes(8, "big")
