@@ -31,7 +31,6 @@ from kolovod.errors import (
     unreached_rank,
 )
 from kolovod.forming import Formation, Formings
-from kolovod.gradients import sentinel
 from kolovod.notices import report_to_stderr
 from kolovod.observe import counting, metrics_server, tensorboard, timeline
 from kolovod.observe.live import showing
@@ -163,7 +162,6 @@ def init(
         settings = load(os.environ)
         call_lines.turn(settings.call_lines)
         deadlocks.watch(settings.deadlock_check)
-        sentinel.use(settings.sentinel)
         own = read_rank_environment(os.environ)
         found = None if _find_guide is None else _find_guide(own, settings)
         if found is not None:

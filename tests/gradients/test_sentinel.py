@@ -87,4 +87,4 @@ def test_it_is_said_by_one_rank_or_an_error_on_all(capsys):
             with pytest.raises(MismatchError, match=r"different \(KOLOVOD_SENTINEL=error\)"):
                 sentinel.tell("different", is_first=is_first)
     finally:
-        sentinel.use("warn")
+        sentinel.use(None)

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kolovod.core import world as worlds
 from kolovod.errors import MismatchError
 from kolovod.notices import report_to_stderr
 
@@ -40,7 +41,7 @@ STEPS, OPTIONS, OPTIONS_IN_STEP, WEIGHTS = range(4)
 KINDS = 4
 BYTES = KINDS * 2 * _HASH
 
-_policy = "warn"
+_policy: str | None = None  # in place of the setting
 
 Options = Mapping[str, Mapping[str, Any]]
 """By parameter group (its first parameter's name): learning rate and so on."""
@@ -63,15 +64,17 @@ class Like(NamedTuple):
     """Of the world, that should be alike."""
 
 
-def use(how: str) -> None:
-    """``warn``, ``error`` or ``off``. The same on all ranks."""
+def use(how: str | None) -> None:
+    """Let ``policy`` be this, whatever is set; None: what is set. The same on all ranks."""
     global _policy
     _policy = how
 
 
 def policy() -> str:
-    """See ``use``."""
-    return _policy
+    """``warn``, ``error`` or ``off``: the setting of this process's world."""
+    if _policy is not None:
+        return _policy
+    return worlds.current().settings.sentinel if worlds.is_initialized() else "warn"
 
 
 def digest(text: str) -> bytes:
@@ -147,7 +150,7 @@ def follow_from(kinds: Collection[int]) -> set[int]:
 
 def tell(text: str, *, is_first: bool) -> None:
     """Warn, on one rank (``is_first``), or raise MismatchError on all."""
-    if _policy == "error":
+    if policy() == "error":
         raise MismatchError(f"{text} (KOLOVOD_SENTINEL=error)")
     if is_first:
         report_to_stderr(f"{text} (this is said once; KOLOVOD_SENTINEL=error makes it an error)")

@@ -22,7 +22,7 @@ _one_at_a_time = threading.Lock()
 @pytest.fixture(autouse=True)
 def _warns():
     yield
-    sentinel.use("warn")
+    sentinel.use(None)
 
 
 def model_of(seed=0, large=False):
