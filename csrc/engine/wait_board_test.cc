@@ -100,7 +100,7 @@ TEST_CASE("who waits in a callback of a bucket is refused") {
   // Rank 1 delays its part of a large operation, so that rank 0 looks for signals in the middle of it.
   testing::RunRanks(2, [](Rank& rank) {
     std::vector<float> large(1500, 1.0f), inner(1);
-    if (rank.rank() == 1) rank.world().Delay(1, 700'000);
+    if (rank.rank() == 1) rank.world().Delay(1, 900'000);
     int refused = 0;
     const auto handler = [&] {
       uint64_t handle = 0;
