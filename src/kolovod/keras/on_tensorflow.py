@@ -146,7 +146,8 @@ def facts(
                 total = total * 31 + tf.reduce_sum(tf.cast(words, tf.int32))
         return total
 
-    total = tf.cond(count % every == 0, bits, lambda: tf.zeros((), tf.int32))
+    is_due = tf.equal(count % every, 0)
+    total = tf.cond(is_due, bits, lambda: tf.zeros((), tf.int32))
     place = VerbsOfSet(collectives, process_set)
     own_row = tf.one_hot(place.rank(), place.size(), dtype=tf.int32)
     return own_row[:, None] * tf.stack([count + 1, rate, total])
